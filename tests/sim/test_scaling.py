@@ -27,8 +27,9 @@ from pigou.sim.arrival_rate import RateSchedule
 from pigou.sim.client import ClientConfig
 from pigou.sim.fleet_config import FleetConfig, WorkerGroup, read_fleet
 from pigou.sim.membership import MembershipChange
+from pigou.sim.objectives import Objectives
 from pigou.sim.request_run import RunOutcome
-from pigou.sim.scaling_config import ScalingConfig, StartUpConfig
+from pigou.sim.scaling_config import RequestClassConfig, ScalingConfig, StartUpConfig
 from pigou.sim.scaling_summary import OfferedRate, ScalingMove, reversals, settle_seconds
 from pigou.sim.setup import Setup
 from pigou.sim.simulation import UNLIMITED, Simulation
@@ -294,9 +295,41 @@ def test_the_same_seed_gives_the_same_run() -> None:
     assert text(3) != text(4)
 
 
+def test_classes_have_objectives_windows_and_shares_of_their_own() -> None:
+    planner = RulePlanner()
+    made = planned(
+        planner=planner, fleet="2xboth", slo="ttft=0.0001",
+        classes=(
+            RequestClassConfig(name="short", ttft=5.0, itl=1.0, max_prompt_tokens=300),
+            RequestClassConfig(name="nobody", ttft=1.0, key="nobody"),
+        ),
+    )  # fmt: skip
+    document = made.run().document()["slo"]
+    runs = made.client.runs
+    short = sum(run.spec.prompt_tokens <= 300 for run in runs)
+    assert document["classes"]["short"]["offered"] == short > 50
+    assert document["classes"]["short"]["attained"] == 1.0
+    assert document["classes"]["nobody"] == {
+        "ttft_s": 1.0, "itl_s": None, "percentile": 95.0, "offered": 0, "attained": 1.0,
+    }  # fmt: skip
+    assert document["attained"] == short / len(runs)  # nobody else keeps a tenth of a millisecond
+    last_ns = planner.windows[-1].now_ns
+    arrivals = {
+        name: sum(one.arrivals or 0 for w in planner.windows for one in w.loads
+                  if one.workload == name)
+        for name in ("short", "nobody", "")
+    }  # fmt: skip
+    offered = [run for run in runs if run.intended_ns <= last_ns]
+    assert arrivals["short"] == sum(run.spec.prompt_tokens <= 300 for run in offered)
+    assert arrivals["nobody"] == 0
+    assert sum(arrivals.values()) == len(offered)
+    isl = [one.isl for w in planner.windows for one in w.loads if one.workload == "short"]
+    assert all(200 <= each <= 300 for each in isl if each is not None)
+
+
 def test_attainment_counts_all_offered_requests() -> None:
     made = simulation(load(60.0, 3.0), "1xboth", client=ClientConfig(timeout=1.5))
-    made.slo = ScalingConfig(slo="ttft=0.4,itl=0.05,percentile=90").objective
+    made.objectives = Objectives(ScalingConfig(slo="ttft=0.4,itl=0.05,percentile=90").objective)
     result = made.run()
     document = result.document()
     assert document["failed"] > 0
@@ -364,11 +397,20 @@ def test_the_fleet_rests_when_its_last_worker_serves_or_is_gone() -> None:
         ({"planner": {"planner": "price"}, "max_workers": -1}, "max_workers is -1"),
         ({"planner": {"planner": "price"}, "start_up": -1.0}, "start_up is -1.0"),
         ({"interval_s": 0.0}, "interval_s is 0.0; it must be 0.1 to"),
+        ({"classes": (RequestClassConfig(name="a"),) * 2}, "classes are named a, a"),
     ],
 )
 def test_options_without_sense_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ScalingConfig(**options)
+
+
+@pytest.mark.parametrize(
+    "values", [{"ttft": 0.0}, {"percentile": 100.0}, {"weight": 0.0}, {"min_prompt_tokens": -1}]
+)
+def test_classes_that_cannot_be_are_refused(values: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="class a: "):
+        RequestClassConfig(name="a", **values)
 
 
 @pytest.mark.parametrize("text", ["ttft", "ttft=-1", "ttft=0.5,itl=x", "speed=3", "percentile=100"])

@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.control.caching_game import Placement
-from pigou.control.planner.objectives import Slo
 from pigou.control.price_of_anarchy import PoAEstimate
 from pigou.request import SECOND, Nanos
+from pigou.sim.objectives import NO_OBJECTIVES, Objectives
 from pigou.sim.request_run import RequestRun, RunOutcome
 from pigou.sim.streams import ITLHistogram
 
@@ -41,7 +41,7 @@ class SimulationResult:
         shed: attempts that the control plane refused.
         transfers: (number, bytes) of KV between workers.
         reads: remote KV fetches: how many brought blocks, their tokens, and how many failed.
-        slo: objective of the requests; None without one.
+        objectives: of the requests.
         planner: what it did; None without one.
     """
 
@@ -57,7 +57,7 @@ class SimulationResult:
     shed: int
     transfers: tuple[int, int]
     reads: tuple[int, int, int] = (0, 0, 0)
-    slo: Slo | None = None
+    objectives: Objectives = NO_OBJECTIVES
     planner: dict[str, Any] | None = None
 
     @property
@@ -128,39 +128,13 @@ class SimulationResult:
         }
 
     def _objective(self) -> dict[str, Any]:
-        """Return how far the objective was attained, and what the planner did for it."""
+        """Return how far the objectives were attained, and what the planner did for them."""
         figures: dict[str, Any] = {}
-        if self.slo is not None:
-            figures["slo"] = {
-                "ttft_s": self.slo.ttft_s if self.slo.ttft_s < math.inf else None,
-                "itl_s": self.slo.itl_s if self.slo.itl_s < math.inf else None,
-                "percentile": self.slo.percentile,
-                "attained": attainment(self.runs, self.slo),
-            }
+        if self.objectives.known:
+            figures["slo"] = self.objectives.document(self.runs)
         if self.planner is not None:
             figures["planner"] = self.planner
         return figures
-
-
-def request_itl_ns(run: RequestRun) -> float | None:
-    """Return the mean nanoseconds of a request between its tokens; None where it has only one."""
-    if run.output_tokens < 2:
-        return None
-    return (run.last_token_ns - run.first_token_ns) / (run.output_tokens - 1)
-
-
-def attainment(runs: Sequence[RequestRun], slo: Slo) -> float:
-    """Return the share of offered requests that are done, inside both latencies; 1 of none.
-
-    TTFT counts from the intention to send, ITL is the mean of a request.
-    """
-    attained = 0
-    for run in runs:
-        if run.outcome is RunOutcome.DONE:
-            itl_ns = request_itl_ns(run)
-            itl_s = None if itl_ns is None else itl_ns / SECOND
-            attained += slo.attained((run.first_token_ns - run.intended_ns) / SECOND, itl_s)
-    return attained / len(runs) if runs else 1.0
 
 
 def summary(nanos: NDArray[Any]) -> dict[str, float | None]:

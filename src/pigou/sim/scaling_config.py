@@ -9,7 +9,7 @@ import msgspec
 
 from pigou.config import ConfigError
 from pigou.config_option import option
-from pigou.control.planner.objectives import Slo
+from pigou.control.planner.objectives import Slo, WorkloadClass
 from pigou.sim.arrival_rate import MAX_SECONDS
 
 #: Stands for a fleet that no planner changes.
@@ -72,11 +72,53 @@ class RoleFlipConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         _check_seconds("flip.seconds", self.seconds)
 
 
+class RequestClassConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A class of requests, and its objective.
+
+    Attributes:
+        name: of the class.
+        ttft, itl: seconds to the first token, and between tokens.
+        percentile: per cent of its requests that shall be inside both.
+        weight: what a second of its delay counts for.
+        key: tenant of its requests; "" for any.
+        min_prompt_tokens, max_prompt_tokens: range of its prompts, both ends counted.
+    """
+
+    name: str
+    ttft: float = math.inf
+    itl: float = math.inf
+    percentile: float = 95.0
+    weight: float = 1.0
+    key: str = ""
+    min_prompt_tokens: int = 0
+    max_prompt_tokens: int = 2**62
+
+    def __post_init__(self) -> None:
+        """Refuse what no objective is."""
+        _ = self.workload_class
+
+    @property
+    def workload_class(self) -> WorkloadClass:
+        """As a planner is told of it."""
+        try:
+            return WorkloadClass(
+                name=self.name,
+                slo=Slo(ttft_s=self.ttft, itl_s=self.itl, percentile=self.percentile),
+                weight=self.weight,
+                key=self.key,
+                min_prompt_tokens=self.min_prompt_tokens,
+                max_prompt_tokens=self.max_prompt_tokens,
+            )
+        except ValueError as error:
+            raise ConfigError(f"class {self.name}: {error}") from None
+
+
 class ScalingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The objective of a fleet, and the planner that changes the fleet for it.
 
     Attributes:
         slo: as `Slo.parse` reads it; "" for none.
+        classes: of requests with objectives of their own; one belongs to the first that fits.
         planner: name under `planner`, as registered under `pigou.planner`, and parameters.
         max_workers: starting and draining ones included; 0 for no limit.
         start_up: seconds, in place of the fleet's `start_up.seconds`; None for that.
@@ -86,6 +128,16 @@ class ScalingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     slo: Annotated[
         str, option("Objective: ttft=S,itl=S[,percentile=P], in seconds.", "Planner")
     ] = ""
+    classes: Annotated[
+        tuple[RequestClassConfig, ...],
+        option(
+            "Objective of some: NAME,ttft=S,itl=S[,percentile=P][,weight=W][,key=TENANT]"
+            "[,min_prompt_tokens=N][,max_prompt_tokens=N]; may be given again.",
+            "Planner",
+            name="slo_class",
+            form="entries",
+        ),
+    ] = ()
     planner: Annotated[
         dict[str, Any],
         option(
@@ -108,6 +160,9 @@ class ScalingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     def __post_init__(self) -> None:
         """Refuse limits of no planner, and what no fleet is."""
+        names = [config.name for config in self.classes]
+        if len(set(names)) < len(names):
+            raise ConfigError(f"classes are named {', '.join(names)}; give each a name of its own")
         if not 0 <= self.max_workers <= _MAX_WORKERS:
             raise ConfigError(
                 f"max_workers is {self.max_workers}; it must be 0 to {_MAX_WORKERS:,}"
@@ -143,6 +198,11 @@ class ScalingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             return Slo.parse(self.slo) if self.slo else None
         except ConfigError as error:
             raise ConfigError(f"slo is {self.slo!r}: {error}") from None
+
+    @property
+    def workload_classes(self) -> tuple[WorkloadClass, ...]:
+        """What `classes` says."""
+        return tuple(config.workload_class for config in self.classes)
 
 
 def _check_seconds(name: str, value: float) -> None:

@@ -22,6 +22,7 @@ from pigou.sim.client import ClientConfig, SimulatedClient
 from pigou.sim.fleet import SimulatedFleet
 from pigou.sim.fleet_config import FleetConfig, WorkerGroup
 from pigou.sim.membership import Membership
+from pigou.sim.objectives import Objectives
 from pigou.sim.pool_performance import measure_performance
 from pigou.sim.result import SimulationResult
 from pigou.sim.scaling import Scaling, budget_of, times_of, with_start_up
@@ -60,7 +61,7 @@ class Simulation:
         membership: changes the fleet.
         client: that sends.
         clock: of both.
-        slo: objective of the requests; None without one.
+        objectives: of the requests.
         scaling: what the planner does; None without one.
     """
 
@@ -90,7 +91,7 @@ class Simulation:
         """
         self.clock = Clock()
         scaling = scaling or ScalingConfig()
-        self.slo = scaling.objective
+        self.objectives = Objectives(scaling.objective, scaling.workload_classes)
         fleet = with_start_up(fleet, scaling)
         if control.queue_timeout >= UNLIMITED and not client.timeout:
             _check_end(fleet)
@@ -107,7 +108,9 @@ class Simulation:
         if scaling.plans or planner is not None:
             planner = planner or self._planner(scaling, fleet, seed)
             rate = workload.rate if isinstance(workload, OpenLoop) else None
-            meter = WindowMeter(self.fleet, self.membership, self.client, self.slo, setup.model)
+            meter = WindowMeter(
+                self.fleet, self.membership, self.client, self.objectives, setup.model
+            )
             self.scaling = Scaling(
                 planner, self.membership, meter, self.clock, scaling,
                 OfferedRate(rate, self.client),
@@ -117,7 +120,8 @@ class Simulation:
         """Return the planner that the configuration names."""
         params = dict(scaling.planner)
         made = PlannerSetup(
-            slo=self.slo or Slo(),
+            slo=self.objectives.slo or Slo(),
+            classes=self.objectives.classes,
             budget=budget_of(scaling, self.membership),
             times=times_of(fleet, self.membership),
             performance={
@@ -154,7 +158,7 @@ class Simulation:
             shed=fleet.dispatcher.shed,
             transfers=(fleet.network.transfers, fleet.network.bytes),
             reads=(fetches.count, fetches.tokens, fetches.failed),
-            slo=self.slo,
+            objectives=self.objectives,
             planner=None if self.scaling is None else self.scaling.summary(clock.now),
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,14 +18,14 @@ from pigou.control.planner.messages import (
     WorkerState,
     WorkerWindow,
 )
-from pigou.control.planner.objectives import Slo
 from pigou.control.price_of_anarchy import PoAEstimate
 from pigou.request import SECOND, Role
 from pigou.sim.client import SimulatedClient
 from pigou.sim.fleet import SimulatedFleet
 from pigou.sim.membership import UNPLACEABLE, Membership
+from pigou.sim.objectives import Objectives, request_itl_ns
 from pigou.sim.request_run import RequestRun, RunOutcome
-from pigou.sim.result import request_itl_ns, summary
+from pigou.sim.result import summary
 from pigou.sim.virtual_clock import EPOCH
 from pigou.sim.worker_spec import FleetWorker
 
@@ -57,12 +57,13 @@ class WindowMeter:
     """Makes the windows of a planner, each from the end of the one before.
 
     Latencies count from the arrival at the gateway, as it sees them. A request counts where its
-    first token, or its end, falls in the window.
+    first token, or its end, falls in the window. The CPU of a worker is taken to be busy while it
+    computes, as that of a process that launches kernels is.
     """
 
     def __init__(
         self, fleet: SimulatedFleet, membership: Membership, client: SimulatedClient,
-        slo: Slo | None, model: str = "",
+        objectives: Objectives, model: str = "",
     ) -> None:  # fmt: skip
         """Watch a simulation that has not run yet.
 
@@ -70,15 +71,15 @@ class WindowMeter:
             fleet: that serves.
             membership: of the fleet.
             client: that sends.
-            slo: of requests; None leaves their attainment unknown.
+            objectives: of requests; each class is a load of its own.
             model: that the fleet serves.
         """
         self._fleet, self._membership, self._client = fleet, membership, client
-        self._slo, self._model = slo, model
+        self._objectives, self._model = objectives, model
         self._last_ns = EPOCH
-        self._last_arrival_ns: int | None = None
-        self._gaps = 0
+        self._last_arrival_ns: dict[str, int] = {}
         self._known = 0  # of the client's runs
+        self._tokens: dict[int, int] = {}  # output tokens of the open ones, at the last window
         self._open: dict[int, RequestRun] = {}
         self._workers: dict[str, _WorkerCounts] = {}
 
@@ -101,7 +102,7 @@ class WindowMeter:
     def window(self, now: int) -> PlannerWindow:
         """Return what happened since the last window."""
         seconds = (now - self._last_ns) / SECOND
-        load = self._load(now)
+        loads = self._loads(now)
         pools = tuple(
             PoolWindow(
                 name=pool.name,
@@ -117,7 +118,7 @@ class WindowMeter:
         return PlannerWindow(
             now_ns=now,
             seconds=seconds,
-            loads=(load,),
+            loads=loads,
             pools=pools,
             price_of_anarchy={} if poa is None else {self._model: poa},
             better_prefill={} if better is None else {self._model: better},
@@ -125,42 +126,82 @@ class WindowMeter:
 
     # --- load ---------------------------------------------------------------------------------
 
-    def _load(self, now: int) -> LoadWindow:
+    def _loads(self, now: int) -> tuple[LoadWindow, ...]:
+        """Return the load of each class."""
         arrived = self._arrived()
+        generated = self._generated()
         first, ended = self._progressed(now)
-        computed = [entry for run in first if (entry := self._computed(run)) is not None]
-        for entry in computed:
+        for entry in filter(None, map(self._computed, first)):
             counts = self._counts_of(entry.worker)
             counts.prompts += 1
             counts.tokens += entry.uncached
             counts.pairs += float(pairs(entry.uncached, entry.prompt))
-        done = [run for run in ended if run.outcome is RunOutcome.DONE]
-        prompts = np.array([run.spec.prompt_tokens for run in arrived], dtype=np.float64)
-        itl_ns = np.array([ns for run in done if (ns := request_itl_ns(run)) is not None])
-        gaps, gap_count = self._fleet.itl, self._gaps
-        self._gaps = gaps.count
-        queue = self._plane.queue
-        attained = None if self._slo is None else sum(self._attained(run) for run in done)
+        queued: dict[str, list[int]] = {}
+        for waiting in self._plane.queue:
+            request = waiting.request
+            name = self._objectives.name_of(request.tenant, request.prompt)
+            queued.setdefault(name, []).append(request.prompt)
+        arrived_of, first_of, ended_of, open_of = (
+            self._by_class(runs) for runs in (arrived, first, ended, self._open.values())
+        )
+        return tuple(
+            self._load(
+                name, arrived_of.get(name, []), first_of.get(name, []), ended_of.get(name, []),
+                queued.get(name, []), generated.get(name, 0), len(open_of.get(name, [])),
+            )
+            for name in self._objectives.names
+        )  # fmt: skip
+
+    def _load(
+        self, name: str, arrived: list[RequestRun], first: list[RequestRun],
+        ended: list[RequestRun], queued: list[int], tokens: int, in_flight: int,
+    ) -> LoadWindow:  # fmt: skip
+        """Return the load of one class: its requests, prompt tokens that wait, and tokens."""
+        computed = [entry for run in first if (entry := self._computed(run)) is not None]
         prompt_tokens = sum(entry.prompt for entry in computed)
         uncached = sum(entry.uncached for entry in computed)
+        done = [run for run in ended if run.outcome is RunOutcome.DONE]
+        prompts = np.array([run.spec.prompt_tokens for run in arrived], dtype=np.float64)
+        attained = None
+        if self._objectives.known:
+            attained = sum(self._objectives.attained(run, run.sent_ns) for run in done)
         return LoadWindow(
             model=self._model,
+            workload=name,
             arrivals=len(arrived),
             isl=float(prompts.mean()) if len(prompts) else None,
             isl_scv=_scv(prompts),
             osl=_mean([run.output_tokens for run in done]),
             hit_rate=1.0 - uncached / prompt_tokens if prompt_tokens else None,
-            arrival_scv=self._arrival_scv(arrived),
+            arrival_scv=self._arrival_scv(name, arrived),
             ttft=_latency([run.first_token_ns - run.sent_ns for run in first]),
-            itl=_latency(itl_ns),
+            itl=_latency([ns for run in done if (ns := request_itl_ns(run)) is not None]),
             request_s=_mean([(run.ended_ns - run.sent_ns) / SECOND for run in ended]),
             completed=len(done),
             attained=attained,
-            output_tokens=float(gaps.count - gap_count + len(first)),
-            queued=len(queue),
-            queued_tokens=float(sum(waiting.request.prompt for waiting in queue)),
-            in_flight=self._fleet.dispatcher.inflight,
+            output_tokens=float(tokens),
+            queued=len(queued),
+            queued_tokens=float(sum(queued)),
+            in_flight=in_flight,
         )
+
+    def _by_class(self, runs: Iterable[RequestRun]) -> dict[str, list[RequestRun]]:
+        classes: dict[str, list[RequestRun]] = {}
+        for run in runs:
+            classes.setdefault(self._objectives.name_of_run(run), []).append(run)
+        return classes
+
+    def _generated(self) -> dict[str, int]:
+        """Return the tokens that were generated since, as far as the gateway knows, by class."""
+        tokens: dict[str, int] = {}
+        for number, run in self._open.items():
+            routed = self._plane.state.requests.get(_plane_id(run))
+            total = run.output_tokens + (0 if routed is None else max(routed.generated, 0))
+            name = self._objectives.name_of_run(run)
+            # A further attempt of the client begins again with no token.
+            tokens[name] = tokens.get(name, 0) + max(0, total - self._tokens.get(number, 0))
+            self._tokens[number] = total
+        return tokens
 
     def _arrived(self) -> list[RequestRun]:
         """Return the requests that the client meant to send since."""
@@ -178,7 +219,7 @@ class WindowMeter:
                 first.append(run)
             if not self._client.is_open(run):
                 ended.append(run)
-                del self._open[run.number]
+                del self._open[run.number], self._tokens[run.number]
         return first, ended
 
     def _computed(self, run: RequestRun) -> _Computed | None:
@@ -186,24 +227,17 @@ class WindowMeter:
         name = run.prefill_worker or run.decode_worker
         if run.moves or not name:
             return None
-        id_ = str(run.number) if run.attempts == 1 else f"{run.number}.{run.attempts}"
-        routed = self._plane.state.requests.get(id_)
+        routed = self._plane.state.requests.get(_plane_id(run))
         prompt = run.spec.prompt_tokens
         uncached = prompt - run.cached_tokens if routed is None else routed.uncached
         return _Computed(name, prompt, max(uncached, 1))
 
-    def _attained(self, run: RequestRun) -> bool:
-        assert self._slo is not None
-        itl_ns = request_itl_ns(run)
-        ttft_s = (run.first_token_ns - run.sent_ns) / SECOND
-        return self._slo.attained(ttft_s, None if itl_ns is None else itl_ns / SECOND)
-
-    def _arrival_scv(self, arrived: Sequence[RequestRun]) -> float | None:
+    def _arrival_scv(self, name: str, arrived: Sequence[RequestRun]) -> float | None:
         times = [run.intended_ns for run in arrived]
-        if times and self._last_arrival_ns is not None:
-            times.insert(0, self._last_arrival_ns)
+        if times and name in self._last_arrival_ns:
+            times.insert(0, self._last_arrival_ns[name])
         if times:
-            self._last_arrival_ns = times[-1]
+            self._last_arrival_ns[name] = times[-1]
         return _scv(np.diff(np.array(times, dtype=np.float64)))
 
     # --- workers ------------------------------------------------------------------------------
@@ -251,7 +285,13 @@ class WindowMeter:
             computed_pairs=counts.pairs,
             prefill_s=prefill_s,
             itl_s=new_busy_ns / new_steps / SECOND if streams else None,
+            cpu_usage=max(0, new_busy_ns) / max(now - self._last_ns, 1),
         )
+
+
+def _plane_id(run: RequestRun) -> str:
+    """Return the id of a request's present attempt before the control plane."""
+    return str(run.number) if run.attempts <= 1 else f"{run.number}.{run.attempts}"
 
 
 def _anarchy(assessments: Sequence[PoAEstimate]) -> tuple[float | None, int | None]:
