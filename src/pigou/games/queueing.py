@@ -173,11 +173,18 @@ def _outer_root(utilisation: float) -> float:
 
 
 def _inner_roots(servers: int, utilisation: float) -> NDArray[np.complex128]:
-    turns = np.exp(2j * np.pi * np.arange(1, servers) / servers)
+    turns = _turns(servers)
     roots: NDArray[np.complex128] = (
         -lambertw(-utilisation * math.exp(-utilisation) * turns) / utilisation
     )
     return roots
+
+
+@functools.lru_cache(maxsize=1024)
+def _turns(servers: int) -> NDArray[np.complex128]:
+    """Return the roots of unity but 1, shape (servers - 1,)."""
+    turns: NDArray[np.complex128] = np.exp(2j * np.pi * np.arange(1, servers) / servers)
+    return turns
 
 
 def _mdc_counts(servers: int, utilisation: float) -> Floats:
@@ -306,7 +313,7 @@ def max_utilisation(
     if response_quantile(servers, top, quantile, scv, arrival_scv) <= limit:
         return top
     excess = lambda u: response_quantile(servers, u, quantile, scv, arrival_scv) - limit  # noqa: E731
-    return float(brentq(excess, 1e-9, top, xtol=1e-7))
+    return float(brentq(excess, 1e-9, top, xtol=1e-5))
 
 
 def min_servers(

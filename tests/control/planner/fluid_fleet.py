@@ -51,12 +51,16 @@ class FluidPool:
     gpus: int = 1
     performance: PerformanceModel = PREFILL
     can_start: bool = True
-    backlog_s: float = 0.0
+    work_s: float = 0.0  # of prompts that wait
     workers: list[FluidWorker] = field(default_factory=list)
 
     @property
     def ready(self) -> int:
         return sum(w.state is WorkerState.READY for w in self.workers)
+
+    @property
+    def backlog_s(self) -> float:
+        return self.work_s / max(self.ready, 1)
 
     @property
     def supply(self) -> int:
@@ -244,7 +248,7 @@ class FluidFleet:
         streams = min(streams, cap)
         if pool.role.prefills:
             work = rps * model.service_s(mix) * self.seconds
-            pool.backlog_s = max(pool.backlog_s + work / max(ready, 1) - self.seconds, 0.0)
+            pool.work_s = max(pool.work_s + work - ready * self.seconds, 0.0)
         for worker in pool.workers:
             base = WorkerWindow(
                 id=worker.id,

@@ -148,6 +148,16 @@ class SpeedLearner:
         self._decode.add(np.array([1.0, max(streams, 1.0), held]), itl_s)
 
     @property
+    def prefill_samples(self) -> float:
+        """Samples of prompts, those forgotten not counted."""
+        return self._prefill.samples
+
+    @property
+    def decode_samples(self) -> float:
+        """Samples of ITL, those forgotten not counted."""
+        return self._decode.samples
+
+    @property
     def model(self) -> PerformanceModel:
         """The model as learned; parts that were not seen often enough are the prior's."""
         prefill, decode = self._prior.prefill, self._prior.decode

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from scipy.special import ndtri
@@ -29,6 +29,8 @@ from pigou.request import Role
 AVERAGING = math.sqrt(2.0 / math.e)
 #: Steps of what queueing results are cached by: of a limit, and of variances.
 _LIMIT_STEP, _SCV_STEP = 0.005, 0.05
+#: The same for a worker that does both, whose prompts take longer with each stream.
+_COARSE_STEP = 0.02
 #: Utilisations from here on are overload: the queue grows without end.
 _FULL = 1.0 - 1e-6
 
@@ -228,12 +230,7 @@ class PerformanceModel:
             if peak < demand * self.itl_at(peak, mix):
                 return math.inf
             limit = peak
-        low, high = 0.0, limit
-        for _ in range(40):
-            middle = 0.5 * (low + high)
-            enough = middle >= demand * self.itl_at(middle, mix)
-            low, high = (low, middle) if enough else (middle, high)
-        return high
+        return _crossing(lambda n: n - demand * self.itl_at(n, mix), limit)
 
     def _itl_quantile(
         self, role: Role, rps: float, workers: int, mix: RequestMix, streams: float, share: float
@@ -259,8 +256,9 @@ class PerformanceModel:
             return self._prefill_limit(workers, mix, slo.ttft_s, share, self.service_s(mix))
         if role is Role.DECODE:
             return self._decode_limit(workers, mix, slo.itl_s, share)
-        low, high = 0.0, workers / self.service_s(mix)
-        for _ in range(16):
+        low, high = 0.0, self._decode_limit(workers, mix, slo.itl_s, share)
+        high = min(high, workers / self.service_s(mix))  # prompts only take from either
+        for _ in range(12):
             middle = 0.5 * (low + high)
             inside = self._both_inside(middle, workers, mix, slo, share)
             low, high = (middle, high) if inside else (low, middle)
@@ -276,7 +274,8 @@ class PerformanceModel:
         if self._itl_quantile(Role.BOTH, rps, workers, mix, streams, share) > slo.itl_s:
             return False
         service = self._chunked_s(mix, streams)
-        return rps <= self._prefill_limit(workers, mix, slo.ttft_s, share, service)
+        limit = self._prefill_limit(workers, mix, slo.ttft_s, share, service, _COARSE_STEP)
+        return rps <= limit
 
     def _chunked_s(self, mix: RequestMix, streams: float) -> float:
         """Return the seconds of a prompt in chunks, in steps that decode too."""
@@ -304,13 +303,14 @@ class PerformanceModel:
         return high
 
     def _prefill_limit(
-        self, workers: int, mix: RequestMix, ttft_s: float, share: float, service: float
-    ) -> float:
+        self, workers: int, mix: RequestMix, ttft_s: float, share: float, service: float,
+        step: float = _LIMIT_STEP,
+    ) -> float:  # fmt: skip
         limit = (ttft_s - self._overhead(mix)) / service
         scv, arrival_scv = self._variances(mix)
         if math.isinf(limit):
             limit = 1e3
-        limit = _floor(min(limit, 1e3), _LIMIT_STEP)
+        limit = _floor(min(limit, 1e3), step)
         servers = workers if self.pooled else 1
         return workers / service * max_utilisation(servers, limit, share, scv, arrival_scv)
 
@@ -320,7 +320,7 @@ class PerformanceModel:
             return 0.0
         deviations = self._deviations(share)
         low, high = 0.0, limit
-        for _ in range(30):
+        for _ in range(18):
             middle = 0.5 * (low + high)
             above = middle + deviations * self._stream_deviation(middle, workers, mix)
             low, high = (middle, high) if above <= limit else (low, middle)
@@ -346,6 +346,28 @@ class PerformanceModel:
             return 0.0
         left = max(1.0 - elasticity(self.decode, max(streams, 1.0), mix.context), 0.05)
         return math.sqrt(streams / (workers * left))
+
+
+def _crossing(excess: Callable[[float], float], high: float) -> float:
+    """Return where a function that rises from below 0 at 0 is 0, up to `high` (Illinois method)."""
+    low, below, above = 0.0, excess(0.0), excess(high)
+    if below >= 0.0:
+        return 0.0
+    side = 0
+    for _ in range(40):
+        at = high - above * (high - low) / (above - below)
+        value = excess(at)
+        if abs(value) <= 1e-7 * high or high - low <= 1e-7 * high:
+            return at
+        if value < 0.0:
+            low, below = at, value
+            above *= 0.5 if side < 0 else 1.0
+            side = -1
+        else:
+            high, above = at, value
+            below *= 0.5 if side > 0 else 1.0
+            side = 1
+    return high
 
 
 def _floor(value: float, step: float) -> float:

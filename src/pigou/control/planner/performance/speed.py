@@ -12,6 +12,9 @@ import numpy as np
 
 from pigou.games.latency import LatencyLaw
 
+#: Halvings of an interval in which a number of streams lies.
+_HALVINGS = 26
+
 
 @dataclass(frozen=True, slots=True)
 class RequestMix:
@@ -163,14 +166,14 @@ def largest_batch(speed: DecodeSpeed, context: float, itl_s: float, max_streams:
     high = max(max_streams, 1.0)
     if speed.itl_s(high, context) > itl_s:
         low = 1.0
-        for _ in range(40):
+        for _ in range(_HALVINGS):
             middle = 0.5 * (low + high)
             low, high = (middle, high) if speed.itl_s(middle, context) <= itl_s else (low, middle)
         high = low
     if elasticity(speed, high, context) <= 1.0:
         return high
     low = 1.0
-    for _ in range(40):
+    for _ in range(_HALVINGS):
         middle = 0.5 * (low + high)
         low, high = (middle, high) if elasticity(speed, middle, context) <= 1.0 else (low, middle)
     return low

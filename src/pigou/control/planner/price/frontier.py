@@ -1,0 +1,158 @@
+"""What a model's GPUs are worth: the best split of each number of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pigou.control.planner.objectives import Slo
+from pigou.control.planner.performance.speed import RequestMix
+from pigou.control.planner.price.capacity import CapacityCurve, PoolOption, RoleCapacity
+from pigou.control.planner.price.params import PricePlannerParams
+from pigou.request import Role
+
+#: Workers of a pool that does both, beyond which not every number is tried.
+_EACH_MIXED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class FrontierPoint:
+    """One split of a model's GPUs.
+
+    Attributes:
+        gpus: in all.
+        rps: that it serves inside the objective, at most the planned load.
+        value: weighted seconds of delay a second that it saves against serving nothing.
+        cost: the same unit: what the moves from the present to it cost.
+        counts: workers by pool.
+    """
+
+    gpus: int
+    rps: float
+    value: float
+    cost: float
+    counts: dict[str, int]
+
+
+class ModelPlan:
+    """Value of the pools of one model at its planned load.
+
+    | symbol | meaning |
+    |---|---|
+    | lambda | planned requests a second |
+    | R_k(n) | requests a second that n workers of a pool k serve inside the objective |
+    | g | min(lambda, min(R_P, R_D) + R_B): goodput |
+    | w | mean weight of the classes |
+
+    Decode arrivals are what prefill lets through, and the other way round: the minimum is the
+    coupling of the two games. A request outside its objective counts for `late_s` seconds of delay,
+    so the delay saved is w late_s g a second. At the levels of g where one more worker is needed,
+    the cheapest counts make the frontier; pools B that do both serve a part of the load, or all.
+
+    Args:
+        params: of the planner.
+        load_rps, mix: planned.
+        pools: that it may use.
+        slos: of its classes.
+        weight: w.
+    """
+
+    def __init__(
+        self,
+        params: PricePlannerParams,
+        load_rps: float,
+        mix: RequestMix,
+        pools: Sequence[PoolOption],
+        slos: Sequence[Slo],
+        weight: float = 1.0,
+    ) -> None:
+        self.params, self.load_rps, self.mix, self.weight = params, load_rps, mix, weight
+        self.pools = tuple(pools)
+        self.slos = tuple(slos)
+        self.curves: dict[str, CapacityCurve] = {}
+        self._cached_splits: list[dict[str, int]] | None = None
+        self.set_pools(pools)
+
+    def set_pools(self, pools: Sequence[PoolOption]) -> None:
+        """Set limits and supplies of the pools; capacities that were computed stay."""
+        limits = [(p.name, p.min_workers, p.max_workers) for p in self.pools]
+        if limits != [(p.name, p.min_workers, p.max_workers) for p in pools]:
+            self._cached_splits = None
+        self.pools = tuple(pools)
+        for pool in self.pools:
+            if pool.name not in self.curves:
+                self.curves[pool.name] = CapacityCurve(
+                    pool.performance, pool.role, self.mix, self.slos
+                )
+        self._roles = {
+            role: RoleCapacity([(p, self.curves[p.name]) for p in self.pools if p.role is role])
+            for role in Role
+        }
+
+    @property
+    def is_relaxed(self) -> bool:
+        """Whether no number of workers meets the objective."""
+        return any(self.curves[pool.name].is_relaxed for pool in self.pools)
+
+    def rps(self, counts: Mapping[str, int]) -> float:
+        """Return the requests a second that workers serve inside the objective."""
+        own = dict(counts)
+        split = min(self._roles[Role.PREFILL].rps(own), self._roles[Role.DECODE].rps(own))
+        return split + self._roles[Role.BOTH].rps(own)
+
+    def value(self, counts: Mapping[str, int]) -> float:
+        """Return weighted seconds of delay a second that workers save."""
+        return self.weight * self.params.late_s * min(self.rps(counts), self.load_rps)
+
+    def marginal(self, counts: Mapping[str, int], changes: Mapping[str, int]) -> float:
+        """Return what a change of counts adds to the value."""
+        after = {name: counts.get(name, 0) for name in {*counts, *changes}}
+        for name, change in changes.items():
+            after[name] += change
+        return self.value(after) - self.value(counts)
+
+    def frontier(self) -> list[FrontierPoint]:
+        """Return splits of rising GPUs and value; none costs more than a better one."""
+        if self._cached_splits is None:
+            self._cached_splits = self._splits()
+        points = [self._point(counts) for counts in self._cached_splits]
+        points.sort(key=lambda point: (point.gpus, point.cost - point.value))
+        best: list[FrontierPoint] = []
+        for point in points:
+            if not best or point.value - point.cost > best[-1].value - best[-1].cost + 1e-9:
+                if best and best[-1].gpus == point.gpus:
+                    continue
+                best.append(point)
+        return best
+
+    def _splits(self) -> list[dict[str, int]]:
+        mixed = self._roles[Role.BOTH]
+        prefill, decode = self._roles[Role.PREFILL], self._roles[Role.DECODE]
+        if prefill.is_empty or decode.is_empty:
+            minimum = {
+                pool.name: pool.min_workers for pool in self.pools if pool.role is not Role.BOTH
+            }
+            return [minimum | mixed.counts_for(g) for g in mixed.levels(self.load_rps)]
+        splits = []
+        mixed_levels = [0.0] if mixed.is_empty else mixed.levels(self.load_rps)
+        if len(mixed_levels) > _EACH_MIXED:
+            step = len(mixed_levels) // _EACH_MIXED
+            mixed_levels = [*mixed_levels[::step], mixed_levels[-1]]
+        for part in mixed_levels:
+            both = {} if mixed.is_empty else mixed.counts_for(part)
+            rest = max(self.load_rps - (mixed.rps(both) if both else 0.0), 0.0)
+            levels = {*prefill.levels(rest), *decode.levels(rest)}
+            splits += [both | prefill.counts_for(g) | decode.counts_for(g) for g in levels]
+        return splits
+
+    def _point(self, counts: dict[str, int]) -> FrontierPoint:
+        gpus = sum(counts[pool.name] * pool.gpus for pool in self.pools)
+        rps = min(self.rps(counts), self.load_rps)
+        value = self.weight * self.params.late_s * rps
+        moves = sum(self._move_cost(pool, counts[pool.name]) for pool in self.pools)
+        return FrontierPoint(gpus, rps, value, moves / self.params.horizon_s, counts)
+
+    @staticmethod
+    def _move_cost(pool: PoolOption, count: int) -> float:
+        change = count - pool.supply
+        return pool.start_cost * change if change > 0 else -pool.removal_cost * change

@@ -1,0 +1,326 @@
+"""What the planner knows of one model: its load, its pools' speeds, and its plan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from pigou.control.planner.messages import LoadWindow, PlannerWindow, PoolWindow, WorkerState
+from pigou.control.planner.objectives import Slo
+from pigou.control.planner.performance.learning import (
+    MIN_SAMPLES,
+    Corrections,
+    SpeedLearner,
+    prior_model,
+)
+from pigou.control.planner.performance.model import PerformanceModel
+from pigou.control.planner.planner import PlannerSetup
+from pigou.control.planner.price.frontier import FrontierPoint, ModelPlan
+from pigou.control.planner.price.load_tracker import LoadTracker
+from pigou.control.planner.price.params import PricePlannerParams
+from pigou.request import SECOND
+
+#: A pool's backlog counts from so many times the objective of TTFT on.
+_BACKLOG_LIMITS = 3.0
+#: Requests that are seen before their attainment is believed.
+_MIN_ATTAINED = 50.0
+
+
+class PoolSpeed:
+    """The performance model of one pool: measured and corrected, or learned.
+
+    Args:
+        setup: of the planner.
+        pool: as it was first seen.
+    """
+
+    def __init__(self, setup: PlannerSetup, pool: PoolWindow) -> None:
+        self._times = setup.times
+        self._measured = setup.performance.get(pool.name)
+        self._corrections = Corrections(setup.times)
+        self._learner: SpeedLearner | None = None
+        self._kv_tokens = math.inf
+        self._role = pool.role
+        self._model: PerformanceModel | None = None
+        if self._measured is None:
+            self._learner = SpeedLearner(prior_model(pool.role), setup.times)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether enough is known to plan with it."""
+        if self._learner is None:
+            return True
+        prefill = self._learner.prefill_samples >= MIN_SAMPLES or not self._role.prefills
+        return prefill and (self._learner.decode_samples >= MIN_SAMPLES or not self._role.decodes)
+
+    @property
+    def model(self) -> PerformanceModel:
+        """The model as it is now."""
+        if self._model is None:
+            if self._measured is not None:
+                own = self._corrections
+                self._model = self._measured.corrected(
+                    own.prefill_factor, own.decode_factor, own.wait_factor
+                )
+            else:
+                assert self._learner is not None
+                self._model = replace(self._learner.model, kv_tokens=self._kv_tokens)
+        return self._model
+
+    def observe(
+        self, window: PlannerWindow, pool: PoolWindow, load: LoadWindow | None, tracker: LoadTracker
+    ) -> None:
+        """Learn from one window."""
+        self._model = None
+        sizes = [w.kv_tokens for w in pool.in_state(WorkerState.READY) if w.kv_tokens]
+        if sizes:
+            self._kv_tokens = float(min(sizes))
+        if self._learner is not None:
+            self._learner.observe(window, pool)
+        elif self._measured is not None and tracker.mix is not None:
+            rps = tracker.observed_rps if load is not None and load.arrivals is not None else None
+            ttft = load.ttft.mean if load is not None else None
+            self._corrections.observe(window, pool, self._measured, tracker.mix, rps, ttft)
+
+
+class ModelState:
+    """Load, speeds, objectives and plan of one model.
+
+    Attributes:
+        tracker: of its load.
+        plan: the last one; None before the first.
+        frontier: of the plan.
+        is_stale: whether load, speeds or objectives left the plan's.
+    """
+
+    def __init__(self, name: str, setup: PlannerSetup, params: PricePlannerParams) -> None:
+        self.name = name
+        self._setup, self._params = setup, params
+        self.tracker: LoadTracker | None = None
+        self.plan: ModelPlan | None = None
+        self.frontier: list[FrontierPoint] = []
+        self.is_stale = False
+        self.speeds: dict[str, PoolSpeed] = {}
+        self._planned_models: dict[str, PerformanceModel] = {}
+        self._classes: dict[str, float] = {}
+        self._attained = self._ended = 0.0
+        self._idle_s = 0.0
+        self._steady_ns = 0
+        self._is_backlogged = False
+        self._backlog = 0.0
+
+    def observe(self, window: PlannerWindow, is_settled: bool) -> None:
+        """Take in one window.
+
+        Args:
+            window: of all models.
+            is_settled: whether no pool of this model changes, so that attainment is the plan's.
+        """
+        if self.tracker is None:
+            self.tracker = LoadTracker(self._params, self._setup.times, window.seconds)
+            self._seconds = window.seconds
+        pools = [pool for pool in window.pools if pool.model == self.name]
+        load = self._merged(window)
+        arrivals = self._arrivals(window, load, pools)
+        backlog = self._backlog_rps(pools, load)
+        lag_s = max(self._setup.times.start_up_s, 30.0)
+        if self._is_backlogged:
+            self._steady_ns = window.now_ns + int(lag_s * SECOND)
+        if self.tracker.observe(arrivals, load, backlog):
+            self.is_stale = True
+        for pool in pools:
+            if pool.name not in self.speeds:
+                self.speeds[pool.name] = PoolSpeed(self._setup, pool)
+            steady = load if window.now_ns >= self._steady_ns else None
+            self.speeds[pool.name].observe(window, pool, steady, self.tracker)
+        self._learn_attainment(load, window.seconds, is_settled)
+        if self.plan is not None and self._speeds_moved():
+            self.is_stale = True
+
+    # --- what is planned with --------------------------------------------------------------
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether load and speeds are known."""
+        known = self.tracker is not None and self.tracker.is_known and self.tracker.planned.rps >= 0
+        return known and bool(self.speeds) and all(s.is_ready for s in self.speeds.values())
+
+    @property
+    def slos(self) -> tuple[Slo, ...]:
+        """Objectives of the classes that were seen, each once."""
+        classes = [self._setup.class_of(name, self.name) for name in self._classes] or [
+            self._setup.class_of("", self.name)
+        ]
+        return tuple(dict.fromkeys(workload_class.slo for workload_class in classes))
+
+    @property
+    def weight(self) -> float:
+        """Mean weight of its requests."""
+        total = sum(self._classes.values())
+        if total <= 0:
+            return self._setup.class_of("", self.name).weight
+        return (
+            sum(
+                share * self._setup.class_of(name, self.name).weight
+                for name, share in self._classes.items()
+            )
+            / total
+        )
+
+    def use_models(self, models: dict[str, PerformanceModel]) -> None:
+        """Note the performance models that a plan is made with."""
+        self._planned_models = models
+
+    def _speeds_moved(self) -> bool:
+        mix = self.plan.mix if self.plan is not None else None
+        if mix is None:
+            return False
+        limit = 1.0 + self._params.mix
+        for name, old in self._planned_models.items():
+            speed = self.speeds.get(name)
+            if speed is None or not speed.is_ready:
+                continue
+            new = speed.model
+            ratios = (
+                new.service_s(mix) / max(old.service_s(mix), 1e-12),
+                new.itl_at(16.0, mix) / old.itl_at(16.0, mix),
+                new.wait_factor / old.wait_factor,
+            )
+            if max(ratios) > limit or min(ratios) < 1.0 / limit:
+                return True
+        return False
+
+    # --- what is observed ------------------------------------------------------------------
+
+    def _merged(self, window: PlannerWindow) -> LoadWindow | None:
+        """Return the loads of all classes as one; None for a hole."""
+        loads = [load for load in window.loads if load.model == self.name]
+        if not loads:
+            return None
+        counts = [_number(load.arrivals) for load in loads]
+        if any(count is None for count in counts):
+            return None
+        total = sum(count for count in counts if count is not None)
+        for load, count in zip(loads, counts, strict=True):
+            if count or load.workload in self._classes:
+                old = self._classes.get(load.workload, 0.0)
+                self._classes[load.workload] = 0.95 * old + 0.05 * (count or 0.0)
+                self.is_stale |= load.workload not in self._planned_classes()
+        if len(loads) == 1:
+            return loads[0]
+        return LoadWindow(
+            model=self.name,
+            arrivals=int(total),
+            isl=_mean(loads, counts, "isl"),
+            isl_scv=_mean(loads, counts, "isl_scv"),
+            osl=_mean(loads, counts, "osl"),
+            hit_rate=_mean(loads, counts, "hit_rate"),
+            arrival_scv=_mean(loads, counts, "arrival_scv"),
+            completed=_sum(load.completed for load in loads),
+            attained=_sum(load.attained for load in loads),
+            queued=_sum(load.queued for load in loads),
+        )
+
+    def _planned_classes(self) -> set[str]:
+        if self.plan is None:
+            return set(self._classes)
+        planned = set(self.plan.slos)
+        return {n for n in self._classes if self._setup.class_of(n, self.name).slo in planned}
+
+    def _arrivals(
+        self, window: PlannerWindow, load: LoadWindow | None, pools: Sequence[PoolWindow]
+    ) -> float | None:
+        """Return arrivals of a window of the tracker's seconds; None for a hole.
+
+        A hole is not zero traffic. But where every worker says that it has nothing to do, for as
+        long as a start takes, holes count as windows without requests.
+        """
+        count = None if load is None else _number(load.arrivals)
+        if count is not None:
+            self._idle_s = 0.0
+            return count * self._seconds / window.seconds
+        workers = [w for pool in pools for w in pool.in_state(WorkerState.READY)]
+        idle = all(w.running == 0 and not w.waiting and not w.computed_prompts for w in workers)
+        self._idle_s = self._idle_s + window.seconds if workers and idle else 0.0
+        return 0.0 if self._idle_s > max(self._setup.times.start_up_s, 30.0) else None
+
+    def _backlog_rps(self, pools: Sequence[PoolWindow], load: LoadWindow | None) -> float:
+        """Return the requests a second that a backlog adds to the load.
+
+        B requests are to be worked off in T = max(recovery_s, two start-ups): a worker that comes
+        later than the queue is gone is of no use. What the ready workers have to spare is taken
+        off: max(B / T - max(c / D - lambda, 0), 0). A queue counts from three times the objective
+        on (shorter ones are the percentile's business). While workers are on their way, which will
+        work it off, it counts as it did before.
+        """
+        assert self.tracker is not None
+        mix = self.tracker.mix
+        self._is_backlogged = False
+        if mix is None:
+            return 0.0
+        requests, spare, waits_s, is_growing = 0.0, 0.0, 0.0, False
+        gateway = (_number(load.queued) or 0.0) if load is not None else 0.0
+        for pool in pools:
+            speed = self.speeds.get(pool.name)
+            if not pool.role.prefills or speed is None or not speed.is_ready:
+                continue
+            is_growing |= bool(pool.starting) or not pool.ready
+            if not pool.ready:
+                continue
+            service_s = speed.model.service_s(mix)
+            workers = pool.in_state(WorkerState.READY)
+            tokens = sum(_number(worker.queued_prefill_tokens) or 0.0 for worker in workers)
+            requests += tokens / max(mix.computed, 1.0)
+            spare += pool.ready / service_s
+            waits_s = max(waits_s, tokens / max(mix.computed, 1.0) * service_s / pool.ready)
+        if spare <= 0:
+            return 0.0
+        waits_s += gateway / spare
+        self._is_backlogged = waits_s > _BACKLOG_LIMITS * min(slo.ttft_s for slo in self.slos)
+        if not self._is_backlogged:
+            self._backlog = 0.0
+        if is_growing or not self._is_backlogged:
+            return self._backlog
+        recovery_s = max(self._params.recovery_s, 2.0 * self._setup.times.start_up_s)
+        spare -= self.tracker.observed_rps
+        self._backlog = max((requests + gateway) / recovery_s - max(spare, 0.0), 0.0)
+        return self._backlog
+
+    def _learn_attainment(self, load: LoadWindow | None, seconds: float, settled: bool) -> None:
+        assert self.tracker is not None
+        ended = None if load is None else _number(load.completed)
+        inside = None if load is None else _number(load.attained)
+        lag_s = max(self._setup.times.start_up_s, 30.0)
+        decay = math.exp(-seconds / lag_s)
+        if not settled:
+            self._attained = self._ended = 0.0
+            return
+        if ended is None or inside is None:
+            return
+        self._attained = decay * self._attained + inside
+        self._ended = decay * self._ended + max(ended, inside)
+        if self._ended < _MIN_ATTAINED:
+            return
+        share = max(slo.share for slo in self.slos)
+        gain = min(0.25 * math.pi / lag_s, 0.01) * seconds
+        self.tracker.learn_attainment(share - self._attained / self._ended, gain)
+
+
+def _number(value: float | None) -> float | None:
+    if value is None or not math.isfinite(value) or value < 0:
+        return None
+    return float(value)
+
+
+def _mean(loads: Sequence[LoadWindow], counts: Sequence[float | None], name: str) -> float | None:
+    pairs = [(_number(getattr(x, name)), c or 0.0) for x, c in zip(loads, counts, strict=True)]
+    total = sum(count for value, count in pairs if value is not None)
+    if total <= 0:
+        return None
+    return sum(value * count for value, count in pairs if value is not None) / total
+
+
+def _sum(values: Iterable[int | None]) -> int | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None

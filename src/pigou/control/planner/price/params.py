@@ -1,0 +1,50 @@
+"""Parameters of the price planner."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+
+class PricePlannerParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Parameters of `PricePlanner`. Values and prices are weighted seconds of delay a second.
+
+    Attributes:
+        gpu_price: of a GPU, above 0.
+        late_s: seconds of delay that a request outside its objective counts for, above 0.
+        horizon_s: for which a move is expected to last: the price of a move is spread over it.
+        up: share of load beyond the estimate that is planned for; a plan holds until the estimate
+            leaves it.
+        down: share by which load must have fallen below the plan before it is made smaller.
+        hold_s: for which it must have fallen; None for the start-up time, at least 30.
+        mix: relative change of prompt or output lengths, or of speeds, that makes a new plan.
+        recovery_s: in which a backlog is to be worked off, at least two start-ups.
+        predictor: that widens the plan, by its name (`pigou.predictor`); "" for none.
+        trend: whether growing load is planned for as it will be when a start is ready.
+        flips: whether roles may change.
+        operating_points: whether `max_seqs` is set to what the objective of ITL allows.
+    """
+
+    gpu_price: float = 1.0
+    late_s: float = 60.0
+    horizon_s: float = 600.0
+    up: float = 0.05
+    down: float = 0.15
+    hold_s: float | None = None
+    mix: float = 0.1
+    recovery_s: float = 60.0
+    predictor: str = ""
+    trend: bool = True
+    flips: bool = True
+    operating_points: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("gpu_price", "late_s", "horizon_s", "recovery_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
+        for name in ("up", "down", "mix"):
+            if not 0 < getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0, below 1")
+        if self.hold_s is not None and not 0 <= self.hold_s < math.inf:
+            raise ValueError(f"hold_s is {self.hold_s}; it must be at least 0")

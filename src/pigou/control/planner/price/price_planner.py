@@ -1,0 +1,313 @@
+"""Pigou's planner: a worker is added where it saves more delay than its GPU-seconds cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import ClassVar
+
+import msgspec
+
+from pigou.control.planner.messages import (
+    Action,
+    PlannerDecision,
+    PlannerWindow,
+    PoolWindow,
+    SetOperatingPoint,
+    WorkerState,
+    WorkerWindow,
+)
+from pigou.control.planner.planner import PlannerSetup
+from pigou.control.planner.price.capacity import PoolOption
+from pigou.control.planner.price.clearing import clear_budget
+from pigou.control.planner.price.explanation import DecisionExplanation, hot_workers
+from pigou.control.planner.price.frontier import FrontierPoint, ModelPlan
+from pigou.control.planner.price.membership import PoolMembership
+from pigou.control.planner.price.model_state import ModelState
+from pigou.control.planner.price.params import PricePlannerParams
+from pigou.control.planner.price.transition import MoveRates, Transition
+from pigou.request import SECOND, Role
+
+#: Seconds of recent growth or drains after which a model's pools count as settled.
+_MIN_SETTLED_S = 30.0
+#: Seconds that a stream waits while its worker goes.
+_MOVE_S = 0.1
+#: Pools without a limit have at most so many workers.
+_NO_LIMIT = 1024
+
+
+class PricePlanner:
+    """Wants of each pool what the delay saved by it is worth.
+
+    Each window updates, for each model, the load that is planned for (`LoadTracker`) and the speeds
+    of its pools (`PoolSpeed`). While they stay within their deadbands the plan stays, and so do the
+    pools. Otherwise:
+
+    1. the value of every number of GPUs of a model comes from the performance model
+       (`ModelPlan.frontier`);
+    2. one price clears the budget (`clear_budget`): GPUs go where their value less the price of
+       GPU-seconds and of the moves is largest;
+    3. `Transition` carries it out.
+
+    Workers that start count as supply; those that cannot start do not. What others add or drain
+    is adopted until the load leaves its band.
+    """
+
+    name: ClassVar[str] = "price"
+    Params: ClassVar[type[msgspec.Struct]] = PricePlannerParams
+
+    def __init__(self, setup: PlannerSetup, params: PricePlannerParams) -> None:
+        self.setup, self.params = setup, params
+        hold_s = params.hold_s
+        self._hold_s = max(setup.times.start_up_s, 30.0) if hold_s is None else hold_s
+        self._members = PoolMembership(setup.times)
+        self._models: dict[str, ModelState] = {}
+        self._wanted: dict[str, int] = {}
+        self._limits: dict[str, int] = {}
+        self._batches: dict[str, int] = {}
+        self._window: PlannerWindow | None = None
+        self._shadow_price = 0.0
+        self._is_feasible = True
+        self._unsettled_ns: dict[str, int] = {}
+        self._explanation = DecisionExplanation(setup, params)
+
+    def observe(self, window: PlannerWindow) -> None:
+        """Note what one interval showed."""
+        if self._window is not None and window.now_ns <= self._window.now_ns:
+            return
+        self._members.observe(window)
+        self._window = window
+        for model in window.models:
+            state = self._models.setdefault(model, ModelState(model, self.setup, self.params))
+            state.observe(window, self._is_settled(window, model))
+        for pool in window.pools:
+            self._adopt(pool, window.now_ns)
+
+    def tick(self, now_ns: int) -> PlannerDecision:
+        """Return what to do now."""
+        window, self._window = self._window, None
+        if window is None:
+            return PlannerDecision(now_ns=now_ns, planner=self.name)
+        limits = {pool.name: self._max_workers(window, pool, now_ns) for pool in window.pools}
+        stale = [state for state in self._models.values() if state.is_stale and state.is_ready]
+        moved = {pool.model for pool in window.pools if self._moved(pool, limits)}
+        if stale or (moved and self._has_plans):
+            self._limits = limits
+            self._plan(window, stale, moved, now_ns)
+        actions, reasons = self._act(window, now_ns)
+        explained = self._explanation.of(
+            window, self._models, self._wanted, self._members, actions, self._shadow_price
+        )
+        unknown = [f"{m}: load or speeds are not known yet" for m in self._unready(window)]
+        relaxed = [
+            f"{state.name or 'model'}: one request alone breaks the objective; planned for less"
+            for state in self._models.values()
+            if state.plan is not None and state.plan.is_relaxed
+        ]
+        infeasible = [] if self._is_feasible else ["the budget is below the minimum of all pools"]
+        return PlannerDecision(
+            now_ns=now_ns,
+            planner=self.name,
+            actions=actions,
+            forecasts=explained.forecasts,
+            pools=explained.pools,
+            alternatives=explained.alternatives,
+            shadow_price=self._shadow_price,
+            reasons=(*reasons, *explained.reasons, *unknown, *relaxed, *infeasible),
+        )
+
+    # --- planning --------------------------------------------------------------------------
+
+    @property
+    def _has_plans(self) -> bool:
+        return any(state.plan is not None for state in self._models.values())
+
+    def _unready(self, window: PlannerWindow) -> list[str]:
+        return [m or "model" for m in window.models if not self._models[m].is_ready]
+
+    def _moved(self, pool: PoolWindow, limits: Mapping[str, int]) -> bool:
+        return limits[pool.name] != self._limits.get(pool.name)
+
+    def _plan(
+        self, window: PlannerWindow, stale: list[ModelState], moved: set[str], now_ns: int
+    ) -> None:
+        """Make the plans of stale models anew, and divide the budget between all models."""
+        for state in stale:
+            self._make_plan(state, window, now_ns)
+        planned = [state for state in self._models.values() if state.plan is not None]
+        for state in planned:
+            assert state.plan is not None
+            state.plan.set_pools(self._options(state, window, now_ns))
+            state.frontier = self._within(state, state.plan)
+        budget = self.setup.budget.max_gpus
+        if budget is not None:
+            unplanned = {s.name for s in self._models.values() if s.plan is None}
+            budget -= sum(p.used_gpus for p in window.pools if p.model in unplanned)
+            budget = max(budget, 0)
+        cleared = clear_budget([s.frontier for s in planned], budget, self.params.gpu_price)
+        was_binding = self._shadow_price > 0
+        self._shadow_price = cleared.price if math.isfinite(cleared.price) else 0.0
+        self._is_feasible = cleared.is_feasible
+        is_binding = was_binding or cleared.price > 0
+        for state, point in zip(planned, cleared.points, strict=True):
+            changed = state in stale or state.name in moved or is_binding
+            for pool, count in point.counts.items():
+                if changed or pool not in self._wanted:
+                    self._wanted[pool] = count
+
+    def _make_plan(self, state: ModelState, window: PlannerWindow, now_ns: int) -> None:
+        assert state.tracker is not None
+        load = state.tracker.planned
+        old = state.plan
+        options = self._options(state, window, now_ns)
+        state.use_models({option.name: option.performance for option in options})
+        plan = ModelPlan(self.params, load.rps, load.mix, options, state.slos, state.weight)
+        if old is not None and old.mix == plan.mix and old.slos == plan.slos:
+            models = {pool.name: pool.performance for pool in old.pools}
+            if models == {option.name: option.performance for option in options}:
+                plan.curves.update(old.curves)
+                plan.set_pools(options)
+        state.plan = plan
+        state.is_stale = False
+
+    def _within(self, state: ModelState, plan: ModelPlan) -> list[FrontierPoint]:
+        points = plan.frontier()
+        limit = self.setup.budget.model_gpus.get(state.name)
+        if limit is None:
+            return points
+        return [point for point in points if point.gpus <= limit] or points[:1]
+
+    def _options(self, state: ModelState, window: PlannerWindow, now_ns: int) -> list[PoolOption]:
+        times, params = self.setup.times, self.params
+        options = []
+        for pool in window.pools:
+            if pool.model != state.name:
+                continue
+            minimum = self.setup.budget.min_of(pool.name)
+            loss_s = self._removal_costs(pool)
+            removal = (
+                min((loss_s(worker) for worker in pool.workers), default=0.0)
+                + params.gpu_price * pool.gpus * times.drain_s
+            )
+            options.append(
+                PoolOption(
+                    name=pool.name,
+                    role=pool.role,
+                    gpus=pool.gpus,
+                    performance=state.speeds[pool.name].model,
+                    min_workers=minimum,
+                    max_workers=max(self._limits.get(pool.name, minimum), minimum),
+                    supply=self._members.supply(pool, now_ns),
+                    start_cost=params.gpu_price * pool.gpus * times.start_up_s,
+                    removal_cost=removal,
+                )
+            )
+        return options
+
+    def _max_workers(self, window: PlannerWindow, pool: PoolWindow, now_ns: int) -> int:
+        """Return the most workers that a pool can have: by the budget, and by what can start."""
+        budget = self.setup.budget
+        gpus = [_NO_LIMIT * pool.gpus]
+        if budget.max_gpus is not None:
+            gpus.append(budget.max_gpus)
+        gpus += [budget.model_gpus[pool.model]] if pool.model in budget.model_gpus else []
+        gpus += [budget.pool_gpus[pool.name]] if pool.name in budget.pool_gpus else []
+        limit = min(gpus) // pool.gpus
+        if self._members.can_start(pool, now_ns):
+            return limit
+        stuck = 0 if self._members.is_closed(pool, now_ns) else pool.starting
+        donors = 0
+        if self.params.flips and self.setup.times.flip_s < self.setup.times.start_up_s:
+            donors = sum(
+                other.ready
+                for other in window.pools
+                if (other.model, other.gpus) == (pool.model, pool.gpus) and other is not pool
+            )
+        return min(limit, self._members.supply(pool, now_ns) + donors + stuck)
+
+    # --- acting ----------------------------------------------------------------------------
+
+    def _act(self, window: PlannerWindow, now_ns: int) -> tuple[tuple[Action, ...], list[str]]:
+        transition = Transition(
+            window, self._wanted, self._members, self.setup.budget, self.setup.times,
+            self._hold_s, self.params.flips,
+        )  # fmt: skip
+        removal = {pool.name: self._removal_costs(pool) for pool in window.pools}
+        rates = MoveRates(removal, self._values(window, now_ns))
+        moves = transition.moves(rates, now_ns)
+        self._members.note(moves, now_ns)
+        advice = hot_workers(window)
+        points = self._operating_points(window) if self.params.operating_points else ()
+        return (*moves, *points, *advice), transition.reasons
+
+    def _values(self, window: PlannerWindow, now_ns: int) -> dict[str, float]:
+        """Return what one more worker of each pool is worth, the others as wanted."""
+        values = {}
+        for pool in window.pools:
+            plan = self._models[pool.model].plan
+            if plan is None:
+                continue
+            counts = {p.name: self._wanted.get(p.name, 0) for p in plan.pools}
+            counts[pool.name] = self._members.supply(pool, now_ns)
+            values[pool.name] = plan.marginal(counts, {pool.name: 1})
+        return values
+
+    def _removal_costs(self, pool: PoolWindow) -> Callable[[WorkerWindow], float]:
+        """Return the weighted seconds that the removal of a worker of a pool costs once.
+
+        Cached tokens times the seconds of each times the share of prompts that hits, and what its
+        streams wait while they move.
+        """
+        state = self._models.get(pool.model)
+        if state is None or state.tracker is None or state.tracker.mix is None:
+            return lambda worker: 0.0  # noqa: ARG005
+        mix, weight = state.tracker.mix, state.weight
+        token_s = state.speeds[pool.name].model.service_s(mix) / max(mix.computed, 1.0)
+
+        def loss_s(worker: WorkerWindow) -> float:
+            lost = (worker.cached_tokens or 0.0) * token_s * mix.hit_rate
+            return weight * (lost + _MOVE_S * (worker.running or 0))
+
+        return loss_s
+
+    def _operating_points(self, window: PlannerWindow) -> tuple[SetOperatingPoint, ...]:
+        """Return the most streams of a decode worker inside the objective, where it changed."""
+        points = []
+        for pool in window.pools:
+            plan = self._models[pool.model].plan
+            if plan is None or pool.role is not Role.DECODE:
+                continue
+            model = next(p.performance for p in plan.pools if p.name == pool.name)
+            itl_s = min(slo.itl_s for slo in plan.slos)
+            batch = max(math.floor(model.batch(plan.mix, itl_s)), 1)
+            old = self._batches.get(pool.name)
+            if old is None or abs(batch - old) > 0.1 * old:
+                self._batches[pool.name] = batch
+                points.append(SetOperatingPoint(pool=pool.name, max_seqs=batch))
+        return tuple(points)
+
+    # --- what others do --------------------------------------------------------------------
+
+    def _adopt(self, pool: PoolWindow, now_ns: int) -> None:
+        """Take over what somebody else added or drained, until the load leaves its band."""
+        foreign = self._members.of(pool.name).foreign
+        if pool.name not in self._wanted or foreign == 0:
+            return
+        supply = self._members.supply(pool, now_ns)
+        if foreign > 0:
+            self._wanted[pool.name] = max(self._wanted[pool.name], supply)
+        else:
+            minimum = self.setup.budget.min_of(pool.name)
+            self._wanted[pool.name] = max(min(self._wanted[pool.name], supply), minimum)
+
+    def _is_settled(self, window: PlannerWindow, model: str) -> bool:
+        """Whether the pools of a model have not changed for a start-up time."""
+        pools = [pool for pool in window.pools if pool.model == model]
+        states = {worker.state for pool in pools for worker in pool.workers}
+        if states - {WorkerState.READY} or any(
+            self._wanted.get(pool.name, pool.ready) > pool.ready for pool in pools
+        ):
+            self._unsettled_ns[model] = window.now_ns
+        settled_s = max(self.setup.times.start_up_s, _MIN_SETTLED_S)
+        since = self._unsettled_ns.setdefault(model, window.now_ns)
+        return window.now_ns - since >= settled_s * SECOND
