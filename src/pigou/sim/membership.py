@@ -121,6 +121,11 @@ class Membership:
             return False
         return self.pools[source].make == self.pools[target].make
 
+    def is_last_decoder(self, worker: FleetWorker) -> bool:
+        """Whether a worker decodes, and no other one that is ready does."""
+        ready = [w for w in self._fleet.workers if w.state is WorkerState.READY]
+        return [w for w in ready if w.info.role.decodes] == [worker]
+
     def gpu_seconds(self, now: int) -> dict[str, dict[str, float]]:
         """Return the GPU-seconds so far, by role and state."""
         total: Counter[tuple[Role, WorkerState]] = Counter()

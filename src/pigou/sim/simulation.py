@@ -13,9 +13,7 @@ import msgspec
 
 from pigou.config import ConfigError, ControlConfig, EngineConfig
 from pigou.control import prefix_index
-from pigou.control.planner.objectives import Slo
-from pigou.control.planner.planner import Planner, PlannerSetup
-from pigou.control.planner.planner import load as load_planner
+from pigou.control.planner.planner import Planner
 from pigou.control.routing.policy import RoutingPolicy
 from pigou.engine import startup_profiling
 from pigou.sim.client import ClientConfig, SimulatedClient
@@ -23,9 +21,9 @@ from pigou.sim.fleet import SimulatedFleet
 from pigou.sim.fleet_config import FleetConfig, WorkerGroup
 from pigou.sim.membership import Membership
 from pigou.sim.objectives import Objectives
-from pigou.sim.pool_performance import measure_performance
+from pigou.sim.planner_setup import PlannedFleet, build_planner, with_start_up
 from pigou.sim.result import SimulationResult
-from pigou.sim.scaling import Scaling, budget_of, times_of, with_start_up
+from pigou.sim.scaling import ScaledFleet, Scaling
 from pigou.sim.scaling_config import ScalingConfig
 from pigou.sim.scaling_summary import OfferedRate
 from pigou.sim.setup import Setup
@@ -62,6 +60,8 @@ class Simulation:
         client: that sends.
         clock: of both.
         objectives: of the requests.
+        config, model: of the fleet.
+        arrivals: the arrival rate.
         scaling: what the planner does; None without one.
     """
 
@@ -70,6 +70,7 @@ class Simulation:
         control: ControlConfig, client: ClientConfig, *, seed: int = 0,
         policy: RoutingPolicy | None = None, stepwise: bool = False, assess_every: float = 60.0,
         scaling: ScalingConfig | None = None, planner: Planner | None = None,
+        clock: Clock | None = None,
     ) -> None:  # fmt: skip
         """Make the fleet, its client and its planner.
 
@@ -85,11 +86,12 @@ class Simulation:
             assess_every: seconds between two computations of the Price of Anarchy.
             scaling: objective and planner; None for neither.
             planner: used instead of the one that `scaling` names.
+            clock: shared with other simulations; None for one of its own.
 
         Raises:
             ConfigError: a value is refused, or a model, GPU or table is not known.
         """
-        self.clock = Clock()
+        self.clock = clock or Clock()
         scaling = scaling or ScalingConfig()
         self.objectives = Objectives(scaling.objective, scaling.workload_classes)
         fleet = with_start_up(fleet, scaling)
@@ -104,33 +106,20 @@ class Simulation:
         )  # fmt: skip
         self.membership = Membership(self.fleet, fleet, specs, self.clock, seed)
         self.client = SimulatedClient(workload, client, self.fleet.dispatcher, self.clock, seed)
+        rate = workload.rate if isinstance(workload, OpenLoop) else None
+        self.arrivals = OfferedRate(rate, self.client)
+        self.config, self.model = fleet, setup.model
         self.scaling: Scaling | None = None
-        if scaling.plans or planner is not None:
-            planner = planner or self._planner(scaling, fleet, seed)
-            rate = workload.rate if isinstance(workload, OpenLoop) else None
-            meter = WindowMeter(
-                self.fleet, self.membership, self.client, self.objectives, setup.model
-            )
-            self.scaling = Scaling(
-                planner, self.membership, meter, self.clock, scaling,
-                OfferedRate(rate, self.client),
-            )  # fmt: skip
+        if planner is None and scaling.plans:
+            planned = PlannedFleet("", fleet, self.membership)
+            planner = build_planner(scaling, self.objectives, (planned,), seed)
+        if planner is not None:
+            self.scaling = Scaling(planner, (self.scaled_fleet(""),), self.clock, scaling)
 
-    def _planner(self, scaling: ScalingConfig, fleet: FleetConfig, seed: int) -> Planner:
-        """Return the planner that the configuration names."""
-        params = dict(scaling.planner)
-        made = PlannerSetup(
-            slo=self.objectives.slo or Slo(),
-            classes=self.objectives.classes,
-            budget=budget_of(scaling, self.membership),
-            times=times_of(fleet, self.membership),
-            performance={
-                pool.name: measure_performance(pool.spec, pool.role, fleet)
-                for pool in self.membership.pools.values()
-            },
-            seed=seed,
-        )
-        return load_planner(params.pop("planner"), made, params)
+    def scaled_fleet(self, prefix: str) -> ScaledFleet:
+        """Return the fleet as a planner changes it, under names with a prefix."""
+        meter = WindowMeter(self.fleet, self.membership, self.client, self.objectives, self.model)
+        return ScaledFleet(prefix, self.membership, meter, self.arrivals)
 
     def run(self, watch: Callable[[Simulation], None] | None = None) -> SimulationResult:
         """Run until the client is done; `watch` is called now and then."""
@@ -141,10 +130,13 @@ class Simulation:
             self._run(watch)
         finally:
             gc.set_threshold(*before)
+        return self.finish(time.perf_counter() - began)
+
+    def finish(self, wall_s: float) -> SimulationResult:
+        """Return the result at the end of the run, which took so many seconds to compute."""
         clock, client, fleet = self.clock, self.client, self.fleet
         fleet.close()
         fetches = fleet.dispatcher.kv_fetches
-        wall_s = time.perf_counter() - began
         return SimulationResult(
             runs=client.runs,
             itl=fleet.itl,
