@@ -62,9 +62,10 @@ def remove(made: Simulation, name: str) -> Callable[[int], object]:
     return event
 
 
-def gpu_time(made: Simulation, states: tuple[WorkerState, ...] = tuple(WorkerState)) -> float:
+def gpu_time(made: Simulation, *states: str) -> float:
     seconds = made.membership.gpu_seconds(made.clock.now)
-    return sum(times[state.value] for times in seconds.values() for state in states)
+    states = states or ("starting", "active", "draining")
+    return sum(times[state] for times in seconds.values() for state in states)
 
 
 def ended_well(made: Simulation) -> None:
@@ -190,7 +191,19 @@ def test_a_start_that_always_fails_never_serves_and_can_be_cancelled() -> None:
     ended_well(made)
     worker = made.fleet.workers[1]
     assert (worker.state, worker.failed_starts) == (None, 5)
-    assert gpu_time(made, (WorkerState.STARTING,)) == pytest.approx(2.9)
+    assert gpu_time(made, "starting") == pytest.approx(2.9)
+
+
+def test_workers_that_join_may_be_lost_and_nothing_else_is() -> None:
+    start = StartUpConfig(seconds=0.2, losses_per_hour=3600.0)
+    made = simulation(open_loop(60.0, 300), fleet((WorkerGroup(),), start_up=start))
+    for second in range(5):
+        at(made, float(second), lambda now: made.membership.add("both", now))
+    ended_well(made)
+    lost = [each for each in made.membership.changes if each.state is None]
+    assert len(lost) >= 3
+    assert {each.worker for each in lost}.isdisjoint({"both-0"})
+    assert any(run.moves for run in made.client.runs)
 
 
 def test_a_worker_that_is_removed_while_it_starts_does_not_come_up() -> None:

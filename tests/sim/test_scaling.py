@@ -146,6 +146,9 @@ def test_gpu_hours_are_the_integral_of_the_workers() -> None:
     assert figures_["gpu_hours"] * 3600 == pytest.approx(seconds + 2 * (seconds - 3))
     assert figures_["gpu_hours_by_role"]["both"]["starting"] * 3600 == pytest.approx(4.0)
     assert figures_["peak_workers"] == 3
+    assert [(each["at_s"], *each["pools"]["both"].values()) for each in figures_["replicas"]] == [
+        (0.0, 0, 1, 0), (3.0, 2, 1, 0), (5.0, 0, 3, 0),
+    ]  # fmt: skip
     assert (figures_["moves"], figures_["reversals"]) == (2, 0)
     assert figures_["settle_s"] == pytest.approx(5.0)
 
@@ -222,7 +225,7 @@ def test_a_flip_moves_a_worker_from_pool_to_pool() -> None:
     hours = figures_["gpu_hours_by_role"]
     span_s = (made.clock.now - EPOCH) / SECOND
     assert sum(sum(times.values()) for times in hours.values()) * 3600 == pytest.approx(4 * span_s)
-    assert hours["prefill"]["ready"] * 3600 > span_s
+    assert hours["prefill"]["active"] * 3600 > span_s
 
 
 def test_windows_add_up_to_the_run() -> None:

@@ -156,7 +156,7 @@ class SimulatedFleet:
             self.start(worker, self._clock.now)
         for outage in group.fails:
             back = outage.end < float("inf")
-            self._at_fault(outage.start, number, lambda now, b=back: self._die(worker, b, now))
+            self._at_fault(outage.start, number, lambda now, b=back: self.lose(worker, now, b))
             if back:
                 self._at_fault(outage.end, number, lambda now: self.start(worker, now))
         for slow in group.slow:
@@ -213,7 +213,7 @@ class SimulatedFleet:
         worker.held_ids.clear()
         return legs
 
-    def _die(self, worker: FleetWorker, comes_back: bool, now: int) -> None:
+    def lose(self, worker: FleetWorker, now: int, comes_back: bool = False) -> None:
         """A worker dies: for a time, or for good."""
         if worker.sim is None:
             return

@@ -22,6 +22,11 @@ from pigou.sim.worker_spec import FleetWorker, WorkerSpec
 
 #: Failed starts in a row after which a worker counts as one that cannot start.
 UNPLACEABLE = 3
+#: Names of the states in figures.
+_STATES = {
+    WorkerState.STARTING: "starting", WorkerState.READY: "active",
+    WorkerState.DRAINING: "draining",
+}  # fmt: skip
 #: Key of the looks at draining workers, after the control plane's ticks.
 _DRAIN_KEY = -4
 _DEFAULTS = {"count": 1, "starts": 0.0, "slow": (), "fails": ()}
@@ -108,6 +113,11 @@ class Membership:
         """Return the workers of a pool, in all states."""
         return [w for w in self._fleet.workers if w.pool == pool and w.state is not None]
 
+    def counts(self, pool: str) -> dict[str, int]:
+        """Return how many workers of a pool are starting, active and draining."""
+        states = [worker.state for worker in self.members(pool)]
+        return {name: states.count(state) for state, name in _STATES.items()}
+
     def worker(self, name: str) -> FleetWorker | None:
         """Return a worker that is not gone; None where there is none of that name."""
         for worker in self._fleet.workers:
@@ -127,13 +137,13 @@ class Membership:
         return [w for w in ready if w.info.role.decodes] == [worker]
 
     def gpu_seconds(self, now: int) -> dict[str, dict[str, float]]:
-        """Return the GPU-seconds so far, by role and state."""
+        """Return the GPU-seconds so far, by role: starting, active and draining."""
         total: Counter[tuple[Role, WorkerState]] = Counter()
         for worker in self._fleet.workers:
             total.update(worker.gpu_ns_until(now))
         roles = dict.fromkeys(role for role, _ in sorted(total))
         return {
-            role.value: {state.value: total[role, state] / SECOND for state in WorkerState}
+            role.value: {name: total[role, state] / SECOND for state, name in _STATES.items()}
             for role in roles
         }
 
@@ -195,6 +205,7 @@ class Membership:
             self._fleet.start(worker, at)
             self._note(worker, at)
             self._warm_up(worker, at)
+            self._expect_loss(worker, at)
 
         self._at(now + round(took_s * SECOND), worker, ended)
 
@@ -206,6 +217,19 @@ class Membership:
         sim.retime(Slowed(worker.spec.timing, config.warm_up_factor), now)
         warm_ns = now + round(config.warm_up_s * SECOND)
         self._at(warm_ns, worker, lambda at: sim.retime(worker.spec.timing, at))
+
+    def _expect_loss(self, worker: FleetWorker, now: int) -> None:
+        """Let a worker that joined be lost some time, as spot machines are."""
+        rate = self._config.start_up.losses_per_hour
+        if not rate:
+            return
+
+        def lose(at: int) -> None:
+            if worker.state is not None:
+                self._fleet.lose(worker, at)
+                self._note(worker, at)
+
+        self._at(now + round(self._rng.expovariate(rate / 3600) * SECOND), worker, lose)
 
     def _drain(self, worker: FleetWorker, then: Event, now: int) -> None:
         worker.enter(WorkerState.DRAINING, now)

@@ -67,6 +67,7 @@ class Scaling:
 
     Attributes:
         decisions: those with actions, as the figures have them.
+        replicas: workers of each pool by state, whenever they differ from those before.
         peak_workers: most workers at once, starting and draining ones included.
     """
 
@@ -82,11 +83,13 @@ class Scaling:
             config: interval and limit.
         """
         self.decisions: list[dict[str, Any]] = []
+        self.replicas: list[dict[str, Any]] = []
         self._planner, self._fleets = planner, tuple(fleets)
         self._clock, self._config = clock, config
         self._interval_ns = round(config.interval_s * SECOND)
         self._sample_ns = min(SECOND, self._interval_ns)
         self.peak_workers = self.size
+        self._record(EPOCH)
         clock.at(EPOCH + self._sample_ns, Phase.TICK, _PLANNER_KEY, self._sample)
         clock.at(EPOCH + self._interval_ns, Phase.TICK, _PLANNER_KEY, self._plan)
 
@@ -114,6 +117,7 @@ class Scaling:
             "peak_workers": self.peak_workers,
             "gpu_hours_by_role": hours,
             "decisions": self.decisions,
+            "replicas": self.replicas,
         }
 
     def _sample(self, now: int) -> None:
@@ -130,7 +134,18 @@ class Scaling:
         self.peak_workers = max(self.peak_workers, self.size)
         if decision.actions:
             self.decisions.append(_entry(decision, refusals))
+        self._record(now)
         self._clock.at(now + self._interval_ns, Phase.TICK, _PLANNER_KEY, self._plan)
+
+    def _record(self, now: int) -> None:
+        """Record the workers of each pool, where they have changed."""
+        pools = {
+            fleet.prefix + pool: fleet.membership.counts(pool)
+            for fleet in self._fleets
+            for pool in fleet.membership.pools
+        }
+        if not self.replicas or self.replicas[-1]["pools"] != pools:
+            self.replicas.append({"at_s": (now - EPOCH) / SECOND, "pools": pools})
 
     # --- actions ------------------------------------------------------------------------------
 
@@ -239,6 +254,11 @@ def _entry(decision: PlannerDecision, refusals: list[str]) -> dict[str, Any]:
         "actions": [msgspec.to_builtins(action) for action in decision.actions],
         "reasons": list(decision.reasons),
     }
+    if decision.pools:
+        entry["pools"] = [
+            {key: value for key, value in msgspec.to_builtins(plan).items() if value is not None}
+            for plan in decision.pools
+        ]
     if refusals:
         entry["refused"] = refusals
     return entry

@@ -27,6 +27,7 @@ class StartUpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         failures: share of starts that fail, at their end; the next follows at once.
         warm_up_s: seconds after the start in which steps take `warm_up_factor` times as long.
         warm_up_factor: at least 1.
+        losses_per_hour: of one such worker, as of spot machines: it dies for good.
     """
 
     seconds: float = 100.0
@@ -34,6 +35,7 @@ class StartUpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     failures: float = 0.0
     warm_up_s: float = 0.0
     warm_up_factor: float = 1.0
+    losses_per_hour: float = 0.0
 
     def __post_init__(self) -> None:
         """Refuse starts that never end."""
@@ -41,6 +43,11 @@ class StartUpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             _check_seconds(f"start_up.{name}", getattr(self, name))
         if not 0.0 <= self.cv <= 10.0:
             raise ConfigError(f"start_up.cv is {self.cv}; it must be 0 to 10")
+        if not 0.0 <= self.losses_per_hour <= _MAX_FACTOR:
+            raise ConfigError(
+                f"start_up.losses_per_hour is {self.losses_per_hour}; it must be 0 to "
+                f"{_MAX_FACTOR:g}"
+            )
         if not 0.0 <= self.failures <= 1.0:
             raise ConfigError(f"start_up.failures is {self.failures}; it must be 0 to 1")
         if self.failures and not self.seconds:
