@@ -145,6 +145,7 @@ class SpeedLearner:
             return
         assert streams is not None
         assert itl_s is not None
+        held = min(held, worker.kv_tokens or math.inf)
         self._decode.add(np.array([1.0, max(streams, 1.0), held]), itl_s)
 
     @property
@@ -248,7 +249,7 @@ class Corrections:
         step = 1.0 - math.exp(-self._gain_per_s * window.seconds)
         warm = [worker for worker in pool.workers if is_warm(worker, window, self._times)]
         self._log_prefill += step * _log_change(self._log_prefill, _prefill_ratios(warm, model))
-        self._log_decode += step * _log_change(self._log_decode, _decode_ratios(warm, model))
+        self._log_decode += step * _log_change(self._log_decode, _decode_ratios(warm, model, mix))
         if not self._is_settled(window, pool) or rps is None or not _positive(mean_ttft_s):
             return
         assert mean_ttft_s is not None
@@ -287,7 +288,13 @@ def _prefill_ratios(workers: list[WorkerWindow], model: PerformanceModel) -> lis
     return ratios
 
 
-def _decode_ratios(workers: list[WorkerWindow], model: PerformanceModel) -> list[float]:
+def _decode_ratios(
+    workers: list[WorkerWindow], model: PerformanceModel, mix: RequestMix
+) -> list[float]:
+    """Return observed over predicted ITL of workers.
+
+    A stream holds at most a whole request: what is counted beyond waits, and is not read.
+    """
     ratios = []
     for worker in workers:
         streams, held, itl_s = worker.mean_running, worker.mean_held_tokens, worker.itl_s
@@ -295,7 +302,8 @@ def _decode_ratios(workers: list[WorkerWindow], model: PerformanceModel) -> list
             continue
         assert streams is not None
         assert itl_s is not None
-        ratios.append(itl_s / model.decode.itl_s(max(streams, 1.0), held / max(streams, 1.0)))
+        context = min(held / max(streams, 1.0), mix.isl + mix.osl)
+        ratios.append(itl_s / model.decode.itl_s(max(streams, 1.0), context))
     return ratios
 
 

@@ -116,17 +116,22 @@ class LoadTracker:
         rate = self._rate.rate
         return PlannedLoad(self._planned, mix, rate.mean, rate.low, rate.high)
 
-    def observe(self, arrivals: float | None, load: LoadWindow | None, backlog_rps: float) -> bool:
+    def observe(
+        self, arrivals: float | None, seconds: float, load: LoadWindow | None, backlog_rps: float
+    ) -> bool:
         """Take in one window; return whether the plan's load changed.
 
         Args:
             arrivals: requests of the window; None for a hole, which changes nothing.
+            seconds: of the window.
             load: their lengths; None for a hole.
             backlog_rps: requests a second that a backlog adds.
         """
         if load is not None and arrivals:
             self._learn_mix(load)
-        self._rate.observe(arrivals)
+        self._rate.observe_bin(arrivals, seconds)
+        if arrivals is not None:
+            arrivals *= self._seconds / seconds
         if self._predictor is not None:
             self._predictor.observe(arrivals)
         if arrivals is None:

@@ -15,11 +15,12 @@ from pigou.control.planner.performance.learning import (
     prior_model,
 )
 from pigou.control.planner.performance.model import PerformanceModel
+from pigou.control.planner.performance.speed import RequestMix
 from pigou.control.planner.planner import PlannerSetup
 from pigou.control.planner.price.frontier import FrontierPoint, ModelPlan
 from pigou.control.planner.price.load_tracker import LoadTracker
 from pigou.control.planner.price.params import PricePlannerParams
-from pigou.request import SECOND
+from pigou.request import SECOND, Role
 
 #: A pool's backlog counts from so many times the objective of TTFT on.
 _BACKLOG_LIMITS = 3.0
@@ -127,14 +128,15 @@ class ModelState:
         lag_s = max(self._setup.times.start_up_s, 30.0)
         if self._is_backlogged:
             self._steady_ns = window.now_ns + int(lag_s * SECOND)
-        if self.tracker.observe(arrivals, load, backlog):
+        if self.tracker.observe(arrivals, window.seconds, load, backlog):
             self.is_stale = True
         for pool in pools:
             if pool.name not in self.speeds:
                 self.speeds[pool.name] = PoolSpeed(self._setup, pool)
             steady = load if window.now_ns >= self._steady_ns else None
             self.speeds[pool.name].observe(window, pool, steady, self.tracker)
-        self._learn_attainment(load, window.seconds, is_settled)
+        believed = is_settled and window.now_ns >= self._steady_ns
+        self._learn_attainment(load, window.seconds, believed)
         if self.plan is not None and self._speeds_moved():
             self.is_stale = True
 
@@ -231,7 +233,7 @@ class ModelState:
     def _arrivals(
         self, window: PlannerWindow, load: LoadWindow | None, pools: Sequence[PoolWindow]
     ) -> float | None:
-        """Return arrivals of a window of the tracker's seconds; None for a hole.
+        """Return arrivals of a window; None for a hole.
 
         A hole is not zero traffic. But where every worker says that it has nothing to do, for as
         long as a start takes, holes count as windows without requests.
@@ -239,52 +241,45 @@ class ModelState:
         count = None if load is None else _number(load.arrivals)
         if count is not None:
             self._idle_s = 0.0
-            return count * self._seconds / window.seconds
+            return count
         workers = [w for pool in pools for w in pool.in_state(WorkerState.READY)]
         idle = all(w.running == 0 and not w.waiting and not w.computed_prompts for w in workers)
         self._idle_s = self._idle_s + window.seconds if workers and idle else 0.0
         return 0.0 if self._idle_s > max(self._setup.times.start_up_s, 30.0) else None
 
     def _backlog_rps(self, pools: Sequence[PoolWindow], load: LoadWindow | None) -> float:
-        """Return the requests a second that a backlog adds to the load.
+        """Return the requests a second that a backlog adds to the load: the most of any pool.
 
         B requests are to be worked off in T = max(recovery_s, two start-ups): a worker that comes
         later than the queue is gone is of no use. What the ready workers have to spare is taken
-        off: max(B / T - max(c / D - lambda, 0), 0). A queue counts from three times the objective
-        on (shorter ones are the percentile's business). While workers are on their way, which will
-        work it off, it counts as it did before.
+        off: max(B / T - max(throughput - lambda, 0), 0). A queue counts from three times the
+        objective on (shorter ones are the percentile's business). While workers are on their way,
+        which will work it off, it counts as it did before.
         """
         assert self.tracker is not None
         mix = self.tracker.mix
         self._is_backlogged = False
         if mix is None:
             return 0.0
-        requests, spare, waits_s, is_growing = 0.0, 0.0, 0.0, False
+        limit_s = _BACKLOG_LIMITS * min(slo.ttft_s for slo in self.slos)
+        recovery_s = max(self._params.recovery_s, 2.0 * self._setup.times.start_up_s)
         gateway = (_number(load.queued) or 0.0) if load is not None else 0.0
+        extra, is_growing = 0.0, False
         for pool in pools:
+            is_growing |= bool(pool.starting)
             speed = self.speeds.get(pool.name)
-            if not pool.role.prefills or speed is None or not speed.is_ready:
+            if not pool.ready or speed is None or not speed.is_ready:
                 continue
-            is_growing |= bool(pool.starting) or not pool.ready
-            if not pool.ready:
-                continue
-            service_s = speed.model.service_s(mix)
-            workers = pool.in_state(WorkerState.READY)
-            tokens = sum(_number(worker.queued_prefill_tokens) or 0.0 for worker in workers)
-            requests += tokens / max(mix.computed, 1.0)
-            spare += pool.ready / service_s
-            waits_s = max(waits_s, tokens / max(mix.computed, 1.0) * service_s / pool.ready)
-        if spare <= 0:
-            return 0.0
-        waits_s += gateway / spare
-        self._is_backlogged = waits_s > _BACKLOG_LIMITS * min(slo.ttft_s for slo in self.slos)
+            rps = pool.ready * throughput_rps(speed.model, pool.role, mix)
+            requests = queued_requests(pool, mix) + (gateway if pool.role.prefills else 0.0)
+            if requests > rps * limit_s:
+                self._is_backlogged = True
+                spare = max(rps - self.tracker.observed_rps, 0.0)
+                extra = max(extra, requests / recovery_s - spare)
         if not self._is_backlogged:
             self._backlog = 0.0
-        if is_growing or not self._is_backlogged:
-            return self._backlog
-        recovery_s = max(self._params.recovery_s, 2.0 * self._setup.times.start_up_s)
-        spare -= self.tracker.observed_rps
-        self._backlog = max((requests + gateway) / recovery_s - max(spare, 0.0), 0.0)
+        elif not is_growing:
+            self._backlog = extra
         return self._backlog
 
     def _learn_attainment(self, load: LoadWindow | None, seconds: float, settled: bool) -> None:
@@ -305,6 +300,24 @@ class ModelState:
         share = max(slo.share for slo in self.slos)
         gain = min(0.25 * math.pi / lag_s, 0.01) * seconds
         self.tracker.learn_attainment(share - self._attained / self._ended, gain)
+
+
+def throughput_rps(model: PerformanceModel, role: Role, mix: RequestMix) -> float:
+    """Return the most requests a second of one worker, whatever they wait."""
+    prefill = 1.0 / model.service_s(mix) if role.prefills else math.inf
+    if not role.decodes:
+        return prefill
+    batch = model.batch(mix, math.inf)
+    return min(prefill, batch / (mix.osl * model.itl_at(batch, mix)))
+
+
+def queued_requests(pool: PoolWindow, mix: RequestMix) -> float:
+    """Return the requests that wait in a pool: prompts by their tokens, streams by number."""
+    ready = pool.in_state(WorkerState.READY)
+    if pool.role is Role.DECODE:
+        return sum(_number(worker.waiting) or 0.0 for worker in ready)
+    tokens = sum(_number(worker.queued_prefill_tokens) or 0.0 for worker in ready)
+    return tokens / max(mix.computed, 1.0)
 
 
 def _number(value: float | None) -> float | None:
