@@ -249,16 +249,22 @@ def _merged(windows: Sequence[tuple[str, PlannerWindow]]) -> PlannerWindow:
 
 
 def _entry(decision: PlannerDecision, refusals: list[str]) -> dict[str, Any]:
+    """Return a decision as the figures have it; what is not known is left out."""
     entry: dict[str, Any] = {
         "at_s": (decision.now_ns - EPOCH) / SECOND,
         "actions": [msgspec.to_builtins(action) for action in decision.actions],
         "reasons": list(decision.reasons),
     }
-    if decision.pools:
-        entry["pools"] = [
-            {key: value for key, value in msgspec.to_builtins(plan).items() if value is not None}
-            for plan in decision.pools
-        ]
+    for name in ("forecasts", "pools", "alternatives"):
+        if parts := getattr(decision, name):
+            entry[name] = [
+                {
+                    key: value
+                    for key, value in msgspec.to_builtins(part).items()
+                    if value is not None
+                }
+                for part in parts
+            ]
     if refusals:
         entry["refused"] = refusals
     return entry
