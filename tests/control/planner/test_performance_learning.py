@@ -115,7 +115,7 @@ def test_a_hole_in_the_metrics_is_not_a_sample(value: float | None) -> None:
 
 def observed(corrections: Corrections, speed: float, wait: float, steps: int = 400) -> None:
     """Show a settled pool of four workers that is slower, and waits longer, than the model says."""
-    rps, mix = 6.0, MIX
+    rps, mix = 7.5 / speed, MIX
     slower = TRUTH.corrected(speed, speed, 1.0)
     latency = slower.latency(Role.PREFILL, rps, 4, mix, 0.5)
     bare = slower.latency(Role.PREFILL, 0.0, 4, mix, 0.5).mean_ttft_s

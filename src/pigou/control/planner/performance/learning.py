@@ -25,6 +25,11 @@ MIN_SAMPLES = 5
 #: Utilisation from which on waits say nothing of a stationary queue, and one below which they are
 #: too short to say anything.
 _MAX_BUSY, _MIN_BUSY = 0.9, 0.2
+#: Services that a wait must be expected to take before its ratio to what is seen means anything:
+#: below, what the model leaves out of TTFT would count as queueing.
+_MIN_WAIT = 0.3
+#: Waits are compared when the speed is known up to so much, as a logarithm.
+_SPEED_KNOWN = 0.05
 
 
 def is_warm(worker: WorkerWindow, window: PlannerWindow, times: ProvisioningTimes) -> bool:
@@ -248,9 +253,11 @@ class Corrections:
         """
         step = 1.0 - math.exp(-self._gain_per_s * window.seconds)
         warm = [worker for worker in pool.workers if is_warm(worker, window, self._times)]
-        self._log_prefill += step * _log_change(self._log_prefill, _prefill_ratios(warm, model))
+        change = _log_change(self._log_prefill, _prefill_ratios(warm, model))
+        self._log_prefill += step * change
         self._log_decode += step * _log_change(self._log_decode, _decode_ratios(warm, model, mix))
-        if not self._is_settled(window, pool) or rps is None or not _positive(mean_ttft_s):
+        is_settled = self._is_settled(window, pool) and abs(change) <= _SPEED_KNOWN
+        if not is_settled or rps is None or not _positive(mean_ttft_s):
             return
         assert mean_ttft_s is not None
         own = model.corrected(self.prefill_factor, self.decode_factor, 1.0)
@@ -259,7 +266,7 @@ class Corrections:
             return
         without_wait = own.latency(pool.role, 0.0, len(warm), mix, 0.5).mean_ttft_s
         seen_s, expected_s = mean_ttft_s - without_wait, latency.mean_ttft_s - without_wait
-        if expected_s > 0:
+        if expected_s >= _MIN_WAIT * own.service_s(mix):
             ratio = max(seen_s, 0.0) / expected_s
             self._log_wait += step * _log_change(self._log_wait, [max(ratio, MIN_FACTOR)])
 

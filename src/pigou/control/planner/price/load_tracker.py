@@ -76,8 +76,7 @@ class LoadTracker:
     ) -> None:
         self._params = params
         self._lag_s = times.start_up_s
-        hold_s = max(times.start_up_s, 30.0) if params.hold_s is None else params.hold_s
-        self._hold_bins = max(math.ceil(hold_s / seconds), 1)
+        self._hold_bins = max(math.ceil(params.hold_seconds(times.start_up_s) / seconds), 1)
         self._lag_bins = math.ceil(times.start_up_s / seconds)
         self._trend_bins = 0
         self._seconds = seconds

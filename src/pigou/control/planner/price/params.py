@@ -17,7 +17,8 @@ class PricePlannerParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True
         up: share of load beyond the estimate that is planned for; a plan holds until the estimate
             leaves it.
         down: share by which load must have fallen below the plan before it is made smaller.
-        hold_s: for which it must have fallen; None for the start-up time, at least 30.
+        hold_s: for which it must have fallen; None for three start-ups, at least 60: load that
+            comes back costs a start, and requests that are late until then.
         mix: relative change of prompt or output lengths, or of speeds, that makes a new plan.
         recovery_s: in which a backlog is to be worked off, at least two start-ups.
         predictor: that widens the plan, by its name (`pigou.predictor`); "" for none.
@@ -38,6 +39,10 @@ class PricePlannerParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     trend: bool = True
     flips: bool = True
     operating_points: bool = False
+
+    def hold_seconds(self, start_up_s: float) -> float:
+        """Return for how long load must have fallen, and a pool does not shrink after it grew."""
+        return max(3.0 * start_up_s, 60.0) if self.hold_s is None else self.hold_s
 
     def __post_init__(self) -> None:
         for name in ("gpu_price", "late_s", "horizon_s", "recovery_s"):

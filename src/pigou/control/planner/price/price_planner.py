@@ -58,8 +58,7 @@ class PricePlanner:
 
     def __init__(self, setup: PlannerSetup, params: PricePlannerParams) -> None:
         self.setup, self.params = setup, params
-        hold_s = params.hold_s
-        self._hold_s = max(setup.times.start_up_s, 30.0) if hold_s is None else hold_s
+        self._hold_s = params.hold_seconds(setup.times.start_up_s)
         self._members = PoolMembership(setup.times)
         self._models: dict[str, ModelState] = {}
         self._wanted: dict[str, int] = {}
