@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from pigou.report import latency_figures, timeline_figures
+from pigou.report import latency_figures, planner_figures, timeline_figures
 from pigou.report.figure import Figure
 from pigou.report.page import Page, Section, Tile
 from pigou.report.run_record import RunRecord
@@ -52,6 +52,7 @@ def page(run: RunRecord) -> Page:
             _attainment(run),
             _load(run),
             _over_time(run),
+            *_planner(run),
             _workers(run),
             _configuration(run),
         ),
@@ -161,6 +162,8 @@ def _latency(run: RunRecord) -> Section:
 
 def _attainment(run: RunRecord) -> Section:
     items: tuple[Figure | ReportTable, ...] = (latency_figures.attainment_curve(run.attainment),)
+    if "slo" in run.figures:
+        items = (planner_figures.objectives(run.figures), *items)
     if run.attainment is not None:
         items += (latency_figures.attainment_grid(run.attainment),)
     return Section("attained", "Attainment", items)
@@ -185,6 +188,18 @@ def _over_time(run: RunRecord) -> Section:
             timeline_figures.tolls(run.samples),
         )
     return Section("timeline", "Timeline", items)
+
+
+def _planner(run: RunRecord) -> tuple[Section, ...]:
+    planner = run.figures.get("planner")
+    if planner is None:
+        return ()
+    items: tuple[Figure | ReportTable, ...] = (
+        planner_figures.totals(planner),
+        planner_figures.replicas(planner, run.figures["simulated_s"]),
+        planner_figures.decisions(planner),
+    )
+    return (Section("planner-section", "Planner", items),)
 
 
 def _workers(run: RunRecord) -> Section:
