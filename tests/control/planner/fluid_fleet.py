@@ -257,6 +257,9 @@ class FluidFleet:
                 unplaceable=worker.state is WorkerState.STARTING and not pool.can_start,
             )
             if worker.state is WorkerState.READY:
+                prompt_s = model.service_s(mix)
+                if pool.role is Role.BOTH:
+                    prompt_s = model._chunked_s(mix, streams)
                 prompts = round(min(share, 1.0 / model.service_s(mix)) * self.seconds)
                 queue = pool.backlog_s / model.service_s(mix) * mix.computed
                 held = streams * mix.context
@@ -277,10 +280,12 @@ class FluidFleet:
                         base,
                         computed_prompts=prompts,
                         computed_tokens=prompts * mix.computed,
-                        prefill_s=prompts * model.service_s(mix),
+                        prefill_s=prompts * prompt_s,
                     )
                 if pool.role.decodes and streams:
-                    base = replace_window(base, itl_s=model.itl_at(streams, mix))
+                    busy = min(share * model.service_s(mix), 0.9) if pool.role.prefills else 0.0
+                    itl_s = model.itl_at(streams, mix) / (1.0 - busy)
+                    base = replace_window(base, itl_s=itl_s)
             workers.append(base)
         return PoolWindow(
             name=name,

@@ -44,7 +44,7 @@ def worker(
 
 
 def window(now_s: float, *workers: WorkerWindow) -> PlannerWindow:
-    pool = PoolWindow(name="p", role=Role.BOTH, workers=workers)
+    pool = PoolWindow(name="p", role=Role.DECODE, workers=workers)
     return PlannerWindow(now_ns=int(now_s * SECOND), seconds=5.0, pools=(pool,))
 
 
@@ -62,6 +62,37 @@ def test_speeds_are_learned_from_windows() -> None:
         assert learner.model.decode.itl_s(streams, 2100) == pytest.approx(
             TRUTH.decode.itl_s(streams, 2100), rel=0.05
         )
+
+
+def mixed(rng: np.random.Generator, seconds: float) -> WorkerWindow:
+    """A worker that does both: prompts take time from streams, and their steps decode."""
+    prompts, tokens = int(rng.integers(1, 4)), float(rng.uniform(500, 2000))
+    streams = float(rng.uniform(4, 60))
+    itl_s = TRUTH.decode.itl_s(streams, 2100)
+    prompt_s = prompts * TRUTH.prefill.seconds(tokens, tokens)
+    return WorkerWindow(
+        id="a", since_ns=-(10**12), computed_prompts=prompts, computed_tokens=prompts * tokens,
+        prefill_s=prompt_s + prompts * itl_s, mean_running=streams,
+        mean_held_tokens=2100 * streams, itl_s=itl_s / (1.0 - prompt_s / seconds),
+    )  # fmt: skip
+
+
+def test_what_prompts_and_streams_take_from_each_other_is_no_slowness() -> None:
+    rng = np.random.default_rng(4)
+    learner, corrections = SpeedLearner(prior_model(), TIMES), Corrections(TIMES)
+    for step in range(80):
+        pool = PoolWindow(name="b", role=Role.BOTH, workers=(mixed(rng, 5.0),))
+        seen = PlannerWindow(now_ns=int(5.0 * step * SECOND), seconds=5.0, pools=(pool,))
+        learner.observe(seen, pool)
+        corrections.observe(seen, pool, TRUTH, RequestMix(1250, 1700), None, None)
+    assert corrections.prefill_factor == pytest.approx(1.0, rel=0.02)
+    assert corrections.decode_factor == pytest.approx(1.0, rel=0.02)
+    assert learner.model.decode.itl_s(32.0, 2100) == pytest.approx(
+        TRUTH.decode.itl_s(32.0, 2100), rel=0.05
+    )
+    assert learner.model.prefill.seconds(1500, 1500) == pytest.approx(
+        TRUTH.prefill.seconds(1500, 1500), rel=0.1
+    )
 
 
 def test_slow_first_passes_of_a_new_worker_change_nothing() -> None:

@@ -129,12 +129,12 @@ class SpeedLearner:
         self._decode.forget(window.seconds)
         for worker in pool.workers:
             if is_warm(worker, window, self._times):
-                self._add_prefill(worker)
-                self._add_decode(worker)
+                self._add_prefill(worker, pool.role)
+                self._add_decode(worker, pool.role, window.seconds)
         self._prefill.solve()
         self._decode.solve()
 
-    def _add_prefill(self, worker: WorkerWindow) -> None:
+    def _add_prefill(self, worker: WorkerWindow, role: Role) -> None:
         prompts, tokens, seconds = worker.computed_prompts, worker.computed_tokens, worker.prefill_s
         if not prompts or tokens is None or not _positive(seconds) or not _positive(tokens):
             return
@@ -142,15 +142,20 @@ class SpeedLearner:
         if pairs is None:  # equal prompts, nothing cached
             pairs = 0.5 * tokens * tokens / prompts
         assert seconds is not None
+        if role is Role.BOTH:  # its steps decode too
+            model = self.model
+            seconds = max(seconds - _chunks(worker, model) * _step_s(worker, model), 0.2 * seconds)
         self._prefill.add(np.array([float(prompts), tokens, pairs]), seconds)
 
-    def _add_decode(self, worker: WorkerWindow) -> None:
+    def _add_decode(self, worker: WorkerWindow, role: Role, seconds: float) -> None:
         streams, held, itl_s = worker.mean_running, worker.mean_held_tokens, worker.itl_s
         if not _positive(streams) or held is None or not _positive(itl_s):
             return
         assert streams is not None
         assert itl_s is not None
         held = min(held, worker.kv_tokens or math.inf)
+        if role is Role.BOTH:  # prompts take a part of the time
+            itl_s *= 1.0 - prefill_share(worker, self.model, seconds)
         self._decode.add(np.array([1.0, max(streams, 1.0), held]), itl_s)
 
     @property
@@ -253,9 +258,10 @@ class Corrections:
         """
         step = 1.0 - math.exp(-self._gain_per_s * window.seconds)
         warm = [worker for worker in pool.workers if is_warm(worker, window, self._times)]
-        change = _log_change(self._log_prefill, _prefill_ratios(warm, model))
+        change = _log_change(self._log_prefill, _prefill_ratios(warm, model, pool.role))
         self._log_prefill += step * change
-        self._log_decode += step * _log_change(self._log_decode, _decode_ratios(warm, model, mix))
+        ratios = _decode_ratios(warm, model, mix, pool.role, window.seconds)
+        self._log_decode += step * _log_change(self._log_decode, ratios)
         is_settled = self._is_settled(window, pool) and abs(change) <= _SPEED_KNOWN
         if not is_settled or rps is None or not _positive(mean_ttft_s):
             return
@@ -279,7 +285,13 @@ class Corrections:
         return bool(workers) and settled_s >= min(self._times.start_up_s, 60.0)
 
 
-def _prefill_ratios(workers: list[WorkerWindow], model: PerformanceModel) -> list[float]:
+def _prefill_ratios(
+    workers: list[WorkerWindow], model: PerformanceModel, role: Role
+) -> list[float]:
+    """Return observed over predicted seconds of workers' prompts.
+
+    On a worker that does both, the steps of a prompt's chunks decode too.
+    """
     ratios = []
     for worker in workers:
         prompts, tokens, seconds = worker.computed_prompts, worker.computed_tokens, worker.prefill_s
@@ -287,20 +299,21 @@ def _prefill_ratios(workers: list[WorkerWindow], model: PerformanceModel) -> lis
             continue
         assert tokens is not None
         assert seconds is not None
-        mean = tokens / prompts
-        prompt = mean
-        if worker.computed_pairs:
-            prompt = worker.computed_pairs / tokens + 0.5 * mean
-        ratios.append(seconds / (prompts * model.prefill.seconds(mean, prompt)))
+        expected = prompts * _prompt_s(worker, model)
+        if role is Role.BOTH:
+            expected += _chunks(worker, model) * _step_s(worker, model)
+        ratios.append(seconds / expected)
     return ratios
 
 
 def _decode_ratios(
-    workers: list[WorkerWindow], model: PerformanceModel, mix: RequestMix
-) -> list[float]:
+    workers: list[WorkerWindow], model: PerformanceModel, mix: RequestMix, role: Role,
+    seconds: float,
+) -> list[float]:  # fmt: skip
     """Return observed over predicted ITL of workers.
 
-    A stream holds at most a whole request: what is counted beyond waits, and is not read.
+    A stream holds at most a whole request: what is counted beyond waits, and is not read. On a
+    worker that does both, prompts take a part of the window's time (`PerformanceModel`).
     """
     ratios = []
     for worker in workers:
@@ -310,8 +323,46 @@ def _decode_ratios(
         assert streams is not None
         assert itl_s is not None
         context = min(held / max(streams, 1.0), mix.isl + mix.osl)
-        ratios.append(itl_s / model.decode.itl_s(max(streams, 1.0), context))
+        expected = model.decode.itl_s(max(streams, 1.0), context)
+        if role is Role.BOTH:
+            expected /= 1.0 - prefill_share(worker, model, seconds)
+        ratios.append(itl_s / expected)
     return ratios
+
+
+def prefill_share(worker: WorkerWindow, model: PerformanceModel, seconds: float) -> float:
+    """Return the share of a window's time that a worker's prompts take by a model, up to 0.9."""
+    if not worker.computed_prompts or not _positive(worker.computed_tokens):
+        return 0.0
+    return min(worker.computed_prompts * _prompt_s(worker, model) / seconds, 0.9)
+
+
+def _prompt_s(worker: WorkerWindow, model: PerformanceModel) -> float:
+    """Return the predicted seconds of a worker's mean prompt."""
+    assert worker.computed_prompts
+    assert worker.computed_tokens is not None
+    mean = worker.computed_tokens / worker.computed_prompts
+    prompt = mean
+    if worker.computed_pairs:
+        prompt = worker.computed_pairs / worker.computed_tokens + 0.5 * mean
+    return model.prefill.seconds(mean, prompt)
+
+
+def _chunks(worker: WorkerWindow, model: PerformanceModel) -> float:
+    """Return the steps in which a worker computed prompts, each with the end of one at least."""
+    assert worker.computed_prompts
+    assert worker.computed_tokens is not None
+    return max(worker.computed_tokens / model.chunk_tokens, float(worker.computed_prompts))
+
+
+def _step_s(worker: WorkerWindow, model: PerformanceModel) -> float:
+    """Return the predicted seconds of a step that decodes a worker's streams."""
+    streams = worker.mean_running
+    if not _positive(streams):
+        return 0.0
+    assert streams is not None
+    held = worker.mean_held_tokens or 0.0
+    return model.decode.itl_s(max(streams, 1.0), held / max(streams, 1.0))
 
 
 def _log_change(log_factor: float, ratios: list[float]) -> float:

@@ -217,6 +217,6 @@ def decode_replicas(
     context = isl + 0.5 * osl
     top = min(float(performance.max_seqs), performance.kv_tokens / context)
     batch = largest_batch(performance.decode, context, itl_s, top)
-    batch = max(math.floor(batch + 1e-9), 1)
+    batch = max(math.floor(batch + 1e-5), 1)
     tokens_per_s = batch / performance.decode.itl_s(batch, context)
     return math.ceil(rps * osl / tokens_per_s - 1e-9)
