@@ -146,6 +146,11 @@ def test_duration_ends_the_sending(stub: Start) -> None:
     assert run(stub(first=0.05), requests=None, duration=0.12).summary.completed <= 3
 
 
+def test_a_schedule_that_ends_ends_the_sending(stub: Start) -> None:
+    result = run(stub(), rate="50@0/100@0.1/0@0.2", cv=0.0, requests=None)
+    assert result.summary.offered_requests == result.summary.completed == 14
+
+
 def test_fields_that_are_refused_are_left_out(stub: Start) -> None:
     refuse = ("continuous_usage_stats", "ignore_eos", "temperature", "max_tokens")
     server = stub(refuse=refuse)

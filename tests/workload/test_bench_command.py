@@ -30,6 +30,7 @@ def test_a_good_run_prints_its_table_and_exits_with_0(
     stub: Start, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert call(stub().url, "--rate", "200", *SMALL) == 0
+    assert call(stub().url, "--rate", "200@0/400@0.1", *SMALL) == 0
     seen = capsys.readouterr()
     for word in ("open loop", "Offered", "TTFT", "ITL", "TPOT", "End-to-end", "Client queue wait"):
         assert word in seen.out

@@ -22,6 +22,8 @@ URL = "http://127.0.0.1:8000"
         ({"prefix_length": 3}, "--prefixes .*--prefix-length"),
         ({"concurrency": 0}, "--concurrency is 0"),
         ({"rate": 0.0}, "--rate is 0"),
+        ({"rate": "often"}, "--rate is 'often'; write requests a second"),
+        ({"rate": "5@9/6@3"}, "--rate: second 3 comes after second 9"),
         ({"rate": float("inf")}, "--rate is inf"),
         ({"rate": 1.0, "cv": -1.0}, "--cv is -1"),
         ({"requests": 0}, "--requests is 0"),

@@ -18,7 +18,14 @@ import msgspec
 import typer
 from typer.core import TyperCommand
 
-from pigou.cli.option_values import format_size, named, nanoseconds, numbers, parse_size
+from pigou.cli.option_values import (
+    format_size,
+    named,
+    nanoseconds,
+    number_or_text,
+    numbers,
+    parse_size,
+)
 from pigou.config import ConfigError, wrong
 from pigou.config_option import OTHER_OPTIONS, Option, option_of
 from pigou.request import SECOND
@@ -94,6 +101,8 @@ class ConfigOption:
             return list[str] | None
         if self.option.form in ("size", "named", "weights"):
             return str
+        if self.option.form == "rate":
+            return str | None
         if self.option.form == "seconds":
             return float
         if get_origin(self.kind) is Literal and not self.option.choices:
@@ -131,6 +140,8 @@ class ConfigOption:
             values[name] = parse_size(typed)
         elif form == "seconds":
             values[name] = nanoseconds(flag, typed)
+        elif form == "rate":
+            values[name] = typed if typed is None else number_or_text(typed)
         elif form == "numbers":
             values[name] = numbers(flag, typed or [])
         elif form == "weights":

@@ -49,6 +49,14 @@ def nanoseconds(option: str, seconds: float) -> int:
     return int(seconds * SECOND)
 
 
+def number_or_text(text: str) -> float | str:
+    """Return the number that a text is; the text itself where it is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
 def numbers(option: str, items: Sequence[str]) -> dict[str, float]:
     """Return what `NAME=NUMBER`, given repeatedly, says."""
     values: dict[str, float] = {}

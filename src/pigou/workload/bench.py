@@ -220,13 +220,13 @@ async def _load(config: BenchConfig, ready: _Prepared, drive: LoadGenerator) -> 
         await run(config, ready.replay, vocabulary, drive, _rng(config, _ARRIVALS))
         return True
     endless = _jobs(config, ready, _PROMPTS)
-    if config.rate is None:
+    if config.arrivals is None:
         # What can be made before is made before, so that the client is not busy with it.
         made = endless if config.count is None else iter(list(islice(endless, config.count)))
         await drive.closed(made, config.slots, config.duration)
         return True
     cv = 1.0 if config.cv is None else config.cv
-    arrivals = renewal_times(config.rate, cv, _rng(config, _ARRIVALS))
+    arrivals = renewal_times(config.arrivals, cv, _rng(config, _ARRIVALS))
     if config.duration is None:
         times = list(islice(arrivals, config.count))
     else:

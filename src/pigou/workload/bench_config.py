@@ -16,6 +16,8 @@ from pigou.config_option import option
 if TYPE_CHECKING:
     import numpy as np
 
+    from pigou.sim.arrival_rate import RateSchedule
+
 _LENGTHS = re.compile(r"(\d+)(?::(\d+))?", re.ASCII)
 _REQUESTS = 100
 
@@ -54,6 +56,7 @@ class BenchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         url: of the endpoint, with or without `/v1`; kept without.
         model: name to ask for; "" for the first that the endpoint lists.
         concurrency: requests always in flight (closed loop); 1 when `rate` is not given either.
+        rate: requests a second of an open loop, or their schedule as text (`read_rate`).
         cv: coefficient of variation of the gaps between arrivals (default 1: Poisson).
         duration: seconds in which requests are sent; those under way then are waited for.
         ignore_eos: go on past the end token; None asks for it where the endpoint knows it.
@@ -79,7 +82,12 @@ class BenchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         option("Closed loop: requests always in flight. (default: 1 without --rate)", "Load"),
     ] = None
     rate: Annotated[
-        float | None, option("Open loop: requests per second, whatever comes back.", "Load")
+        float | str | None,
+        option(
+            "Open loop: requests per second, or 5@0/20@60 (20 from second 60 on), or a CSV file.",
+            "Load",
+            form="rate",
+        ),
     ] = None
     cv: Annotated[
         float | None,
@@ -128,7 +136,7 @@ class BenchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             _check_minimum(name, getattr(self, name), 0)
         for name in ("rate", "duration", "timeout", "trace_scale", "trace_speed"):
             value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value > 0):
+            if not isinstance(value, str | None) and not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be above 0")
         from pigou.sim.arrival_rate import MAX_CV, MIN_CV  # here, as it loads compiled kernels
 
@@ -136,7 +144,7 @@ class BenchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             raise ConfigError(
                 f"--cv is {self.cv}; it must be 0 (even gaps), or {MIN_CV:g} to {MAX_CV:g}"
             )
-        self.inputs, self.outputs  # noqa: B018  (they raise when they cannot be read)
+        self.inputs, self.outputs, self.arrivals  # noqa: B018  (they raise where they are wrong)
         self._check_url()
 
     def _check_url(self) -> None:
@@ -196,9 +204,27 @@ class BenchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         return LengthRange.parse("--output", self.output)
 
     @property
+    def arrivals(self) -> float | RateSchedule | None:
+        """Requests per second, or their schedule; None for a closed loop."""
+        from pigou.sim.arrival_rate import read_rate
+
+        if not isinstance(self.rate, str):
+            return self.rate
+        try:
+            return read_rate(self.rate)
+        except ConfigError as error:
+            raise ConfigError(f"--{error}") from None
+
+    @property
     def count(self) -> int | None:
-        """Requests to send; None when the duration decides."""
-        return (self.requests or _REQUESTS) if self.duration is None else None
+        """Requests to send; None when the duration decides, or the end of a schedule."""
+        if self.duration is not None:
+            return None
+        arrivals = self.arrivals if self.requests is None else None
+        schedule = None if isinstance(arrivals, int | float) else arrivals
+        if schedule is not None and schedule.is_finite:
+            return None
+        return self.requests or _REQUESTS
 
     @property
     def slots(self) -> int:

@@ -53,10 +53,14 @@ def describe(config: BenchConfig, model: str) -> str:
     else:
         cv = 1.0 if config.cv is None else config.cv
         gaps = "Poisson" if cv == 1 else f"gamma, CV {cv:g}"
-        loop = f"open loop, {config.rate:g} requests/s ({gaps})"
+        loop = f"open loop, {_rate(config)} requests/s ({gaps})"
         loop += f", at most {config.max_inflight} in flight" if config.max_inflight else ""
     front = f"{config.prefixes} x {config.prefix_length} + " if config.prefixes else ""
     return f"{model}: {loop}, prompts {front}{config.inputs}, outputs {config.outputs} tokens"
+
+
+def _rate(config: BenchConfig) -> str:
+    return config.rate if isinstance(config.rate, str) else f"{config.rate:g}"
 
 
 def _replay(config: BenchConfig) -> str:
@@ -64,7 +68,7 @@ def _replay(config: BenchConfig) -> str:
     if config.concurrency is not None:
         pace = f"{config.concurrency} sessions at once"
     elif config.rate is not None:
-        pace = f"{config.rate:g} sessions/s"
+        pace = f"{_rate(config)} sessions/s"
     else:
         pace = "sessions at their recorded starts"
     return f"replay of {config.trace} ({changes}), {pace}"

@@ -78,8 +78,8 @@ async def run(
     if config.concurrency is not None:
         await drive.sessions(sessions, [0.0] * len(sessions), config.concurrency)
         return
-    if config.rate is not None:
+    if config.arrivals is not None:
         cv = 1.0 if config.cv is None else config.cv
-        times = islice(renewal_times(config.rate, cv, rng), len(sessions))
+        times = islice(renewal_times(config.arrivals, cv, rng), len(sessions))
         starts = [at / SECOND for at in times]
-    await drive.sessions(sessions, starts)
+    await drive.sessions(sessions[: len(starts)], starts)  # a schedule may end before them
