@@ -150,6 +150,20 @@ def test_a_flip_is_a_label_with_an_epoch(drains: bool, keeps_cache: bool, second
     assert cached[0] > 0
 
 
+@pytest.mark.parametrize("back_s", [2.15, 5.0])
+def test_a_worker_that_dies_while_it_flips_comes_back_in_its_new_role(back_s: float) -> None:
+    groups = (*SPLIT, WorkerGroup(role=Role.DECODE, fails=(Outage(start=2.1, end=back_s),)))
+    change = RoleFlipConfig(drains=False, seconds=0.5)
+    made = simulation(open_loop(40.0, 300), fleet(groups, flip=change))
+    at(made, 2.0, flip(made, "decode-4", "prefill"))
+    ended_well(made)
+    worker = made.membership.worker("decode-4")
+    assert worker is not None
+    assert (worker.info.role, worker.pool, worker.state) == (
+        Role.PREFILL, "prefill", WorkerState.READY,
+    )  # fmt: skip
+
+
 def test_a_flip_loses_the_cache_or_keeps_it() -> None:
     kept = {}
     for keeps in (True, False):

@@ -153,6 +153,11 @@ def test_gpu_hours_are_the_integral_of_the_workers() -> None:
     assert figures_["settle_s"] == pytest.approx(5.0)
 
 
+def test_a_fleet_that_begins_above_the_limit_is_refused() -> None:
+    with pytest.raises(ConfigError, match="max_workers is 2, and the fleet begins with 3"):
+        planned(fleet="3xboth", max_workers=2)
+
+
 def test_a_greedy_planner_never_exceeds_the_limit() -> None:
     sizes = []
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from random import Random
 
@@ -27,7 +26,7 @@ from pigou.control.price_of_anarchy import PoAEstimate
 from pigou.control.routing.policy import RoutingPolicy
 from pigou.engine.plan import Finished, Load
 from pigou.events import KVEvent
-from pigou.request import SECOND, Role, Worker
+from pigou.request import SECOND, Worker
 from pigou.sim.dispatch import Dispatcher
 from pigou.sim.fleet_config import FleetConfig
 from pigou.sim.network import Network
@@ -196,11 +195,9 @@ class SimulatedFleet:
         for leg in legs:
             self.dispatcher.broken(leg, now)
 
-    def relabel(self, worker: FleetWorker, role: Role, now: int) -> None:
-        """A worker serves in another role from now on, and keeps what it runs."""
-        worker.info = replace(worker.info, role=role)
+    def readmit(self, worker: FleetWorker, now: int) -> None:
+        """A worker serves again, in its present role, with what it runs and has cached."""
         worker.enter(WorkerState.READY, now)
-        worker.epoch += 1
         self.dispatcher.observe(WorkerUp(worker.info), now)
 
     def _end_life(self, worker: FleetWorker) -> list[Leg]:

@@ -277,13 +277,15 @@ class Membership:
         if flip.seconds and not flip.drains:  # it gets nothing while it changes
             self._fleet.dispatcher.observe(WorkerDraining(worker.name), now)
         worker.enter(WorkerState.STARTING, now)
+        worker.info = replace(worker.info, role=role)
         worker.pool = pool
+        worker.epoch += 1
 
         def serve(at: int) -> None:
             if worker.state is WorkerState.STARTING and worker.sim is not None:
                 if self._config.drain_s:
                     self._migrate(worker, at)
-                self._fleet.relabel(worker, role, at)
+                self._fleet.readmit(worker, at)
                 self._note(worker, at)
 
         if flip.seconds:

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from pigou.config import ConfigError
 from pigou.control.planner.messages import (
     Action,
     AddWorkers,
@@ -81,6 +82,9 @@ class Scaling:
             fleets: that it changes, one of each model.
             clock: virtual.
             config: interval and limit.
+
+        Raises:
+            ConfigError: there are more workers than the limit allows.
         """
         self.decisions: list[dict[str, Any]] = []
         self.replicas: list[dict[str, Any]] = []
@@ -89,6 +93,11 @@ class Scaling:
         self._interval_ns = round(config.interval_s * SECOND)
         self._sample_ns = min(SECOND, self._interval_ns)
         self.peak_workers = self.size
+        if 0 < config.max_workers < self.size:
+            raise ConfigError(
+                f"max_workers is {config.max_workers}, and the fleet begins with {self.size}; "
+                "give at least as many"
+            )
         self._record(EPOCH)
         clock.at(EPOCH + self._sample_ns, Phase.TICK, _PLANNER_KEY, self._sample)
         clock.at(EPOCH + self._interval_ns, Phase.TICK, _PLANNER_KEY, self._plan)
