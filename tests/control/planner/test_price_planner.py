@@ -522,6 +522,15 @@ def test_a_hot_worker_asks_for_a_rebalance_and_buys_nothing() -> None:
     assert any("is full" in reason for reason in decision.reasons)
 
 
+def test_the_better_split_of_the_routing_game_is_shown() -> None:
+    own = fleet(lambda t: 8.0, {"p": 3, "d": 3})
+    own.edit = lambda window: msgspec.structs.replace(
+        window, better_prefill={"": 2}, price_of_anarchy={"": 1.25}
+    )
+    decision = own.step(planner())
+    assert any("best with 2" in reason and "Anarchy 1.25" in reason for reason in decision.reasons)
+
+
 def test_the_cheapest_victim_goes_first() -> None:
     mix = RequestMix(3000, 300, hit_rate=0.5)
     own = fleet(lambda t: 14.0 if t < 200 else 2.0, {"p": 3, "d": 3}, mix=lambda t, m: mix)

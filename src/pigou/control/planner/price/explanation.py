@@ -26,6 +26,7 @@ from pigou.control.planner.price.frontier import ModelPlan
 from pigou.control.planner.price.membership import PoolMembership
 from pigou.control.planner.price.model_state import ModelState
 from pigou.control.planner.price.params import PricePlannerParams
+from pigou.request import Role
 
 #: KV use of one worker that is hot, and of its pool's mean that is not.
 _HOT, _COOL = 0.9, 0.5
@@ -96,7 +97,7 @@ class DecisionExplanation:
         return Explained(
             self._forecasts(window, models), tuple(plans), tuple(alternatives),
             [f"{hot.pool}: {hot.worker} is full while its pool is not" for hot in actions
-             if isinstance(hot, RebalancePool)],
+             if isinstance(hot, RebalancePool)] + better_splits(window, supplies),
         )  # fmt: skip
 
     def _latency(self, plan: ModelPlan, pool: PoolWindow, count: int) -> PoolLatency:
@@ -184,6 +185,26 @@ class DecisionExplanation:
                     )
                 )
         return moves
+
+
+def better_splits(window: PlannerWindow, supplies: Mapping[str, int]) -> list[str]:
+    """Return what the routing game's optimum would change of the split, where it was estimated.
+
+    The optimum counts delay alone, of the workers that there are; the plan counts objectives and
+    the price of GPUs too. Where they disagree the operator sees both.
+    """
+    reasons = []
+    for model, better in window.better_prefill.items():
+        pools = [p for p in window.pools if p.model == model and p.role is Role.PREFILL]
+        present = sum(supplies[pool.name] for pool in pools)
+        if pools and better != present:
+            poa = window.price_of_anarchy.get(model)
+            known = "" if poa is None else f", Price of Anarchy {poa:.2f}"
+            reasons.append(
+                f"{pools[0].name}: routing alone would do best with {better} of these workers"
+                f" instead of {present}{known}"
+            )
+    return reasons
 
 
 def hot_workers(window: PlannerWindow) -> tuple[RebalancePool, ...]:
