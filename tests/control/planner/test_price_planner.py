@@ -610,6 +610,30 @@ def test_speeds_are_learned_where_none_were_measured() -> None:
     assert any("not known" in reason for reason in decision.reasons)
 
 
+@pytest.mark.parametrize("measured", [True, False])
+def test_a_model_without_workers_wakes_up(measured: bool) -> None:
+    """Scale to zero and back, also where no request has ended and no speed is known."""
+    own = fleet(lambda t: 0.0 if t < 100 else 4.0, {"p": 0, "d": 0})
+    performance = {"p": PREFILL, "d": PREFILL} if measured else {}
+    setup = PlannerSetup(
+        slo=SLO, budget=Budget(max_gpus=16, min_workers=0), times=TIMES, performance=performance
+    )
+
+    def young(window: PlannerWindow) -> PlannerWindow:  # nothing ends before somebody serves
+        if all(pool.ready for pool in window.pools):
+            return window
+        loads = tuple(msgspec.structs.replace(x, osl=None) for x in window.loads)
+        return msgspec.structs.replace(window, loads=loads)
+
+    own.edit = young
+    price = load("price", setup)
+    own.run(price, 90)
+    assert own.moves == []
+    own.run(price, 500)
+    assert own.pools["p"].ready >= 2
+    assert own.pools["d"].ready >= 1
+
+
 def test_requests_that_are_late_widen_the_plan() -> None:
     own = fleet(lambda t: 9.0, {"p": 3, "d": 3})
     price = planner()

@@ -24,6 +24,8 @@ _TREND_ERRORS, _RISE_ERRORS = 3.0, 1.0
 _MAX_GROWTH = 2.0
 #: Windows, or requests, that are seen before the first plan.
 _FIRST_BINS, _FIRST_ARRIVALS = 3, 100
+#: Output tokens of a request before one has ended.
+_FIRST_OSL = 256.0
 #: Seconds after which the lengths of a request count for 1 / e.
 _MIX_S = 120.0
 #: Standard errors by which the lengths of a window differ from the mean when they have changed.
@@ -91,6 +93,7 @@ class LoadTracker:
         self._planned = 0.0
         self._mix_off_bins = 0
         self._sides: tuple[int, ...] = (0, 0)
+        self._is_osl_known = False
         self.headroom = 0.0
 
     @property
@@ -158,17 +161,19 @@ class LoadTracker:
             self.headroom *= 0.5 ** (self._seconds / _HEADROOM_S)
 
     def _learn_mix(self, load: LoadWindow) -> None:
-        known = (load.isl, load.osl)
-        if not all(value is not None and math.isfinite(value) and value > 0 for value in known):
+        isl, osl = _length(load.isl), _length(load.osl)
+        if isl is None:
             return
-        assert load.isl is not None
-        assert load.osl is not None
+        if osl is None:  # none ended yet
+            osl = _FIRST_OSL if self._mix is None else self._mix.osl
         hits = _share(load.hit_rate)
         new = RequestMix(
-            load.isl, max(load.osl, 1.0), min(hits or 0.0, 0.99),
+            isl, max(osl, 1.0), min(hits or 0.0, 0.99),
             _bounded(load.isl_scv, 0.0, 10.0), _bounded(load.arrival_scv, 1.0, 10.0),
         )  # fmt: skip
-        if self._mix is None:
+        is_first = self._mix is None or not self._is_osl_known
+        self._is_osl_known |= _length(load.osl) is not None
+        if self._mix is None or (is_first and self._is_osl_known):
             self._mix = new
             return
         if hits is None:
@@ -268,6 +273,12 @@ class LoadTracker:
 
 def _figures(mix: RequestMix) -> tuple[float, ...]:
     return mix.isl, mix.osl, mix.hit_rate, mix.isl_scv, mix.arrival_scv
+
+
+def _length(value: float | None) -> float | None:
+    if value is None or not (math.isfinite(value) and value > 0):
+        return None
+    return value
 
 
 def _share(value: float | None) -> float | None:

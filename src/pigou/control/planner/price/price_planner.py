@@ -93,11 +93,15 @@ class PricePlanner:
         if stale or (moved and self._has_plans):
             self._limits = limits
             self._plan(window, stale, moved, now_ns)
+        self._wake(window, now_ns)
         actions, reasons = self._act(window, now_ns)
         explained = self._explanation.of(
             window, self._models, self._wanted, self._members, actions, self._shadow_price
         )
-        unknown = [f"{m}: load or speeds are not known yet" for m in self._unready(window)]
+        unknown = [
+            f"{model or 'model'}: load or speeds are not known yet"
+            for model in self._unready_models(window)
+        ]
         relaxed = [
             f"{state.name or 'model'}: one request alone breaks the objective; planned for less"
             for state in self._models.values()
@@ -121,8 +125,8 @@ class PricePlanner:
     def _has_plans(self) -> bool:
         return any(state.plan is not None for state in self._models.values())
 
-    def _unready(self, window: PlannerWindow) -> list[str]:
-        return [m or "model" for m in window.models if not self._models[m].is_ready]
+    def _unready_models(self, window: PlannerWindow) -> list[str]:
+        return [model for model in window.models if not self._models[model].is_ready]
 
     def _moved(self, pool: PoolWindow, limits: Mapping[str, int]) -> bool:
         return limits[pool.name] != self._limits.get(pool.name)
@@ -223,6 +227,17 @@ class PricePlanner:
                 if (other.model, other.gpus) == (pool.model, pool.gpus) and other is not pool
             )
         return min(limit, self._members.supply(pool, now_ns) + donors + stuck)
+
+    def _wake(self, window: PlannerWindow, now_ns: int) -> None:
+        """Want one worker where requests come to a model without any, and nothing is known yet."""
+        for model in self._unready_models(window):
+            load = next((x for x in window.loads if x.model == model and x.arrivals), None)
+            pools = [pool for pool in window.pools if pool.model == model]
+            if load is None or any(self._members.supply(pool, now_ns) for pool in pools):
+                continue
+            both = [pool for pool in pools if pool.role is Role.BOTH][:1]
+            for pool in both or pools:
+                self._wanted[pool.name] = 1
 
     # --- acting ----------------------------------------------------------------------------
 
