@@ -359,8 +359,18 @@ class Offered(OfferedRate):
     def __init__(self, *rates: float) -> None:
         self._rates = rates
 
-    def at(self, now: int) -> float:
-        return self._rates[now]
+    def at(self, now: int) -> tuple[float, ...]:
+        return (self._rates[now],)
+
+
+class Mixed(OfferedRate):
+    """Two parts; the second takes over from the first at 2."""
+
+    def __init__(self) -> None:
+        pass
+
+    def at(self, now: int) -> tuple[float, ...]:
+        return (5.0, 0.0) if now < 2 else (0.0, 5.0)
 
 
 @pytest.mark.parametrize(
@@ -380,6 +390,11 @@ def test_reversals_are_moves_that_the_load_does_not_explain(
     assert reversals(moves, Offered(*rates)) == count
     apart = [move._replace(pool=str(n)) for n, move in enumerate(moves)]
     assert reversals(apart, Offered(*rates)) == 0
+
+
+def test_another_mix_of_requests_explains_a_move_too() -> None:
+    moves = [ScalingMove(n, f"w{n}", "both", sign) for n, sign in enumerate((1, -1, 1, -1))]
+    assert reversals(moves, Mixed()) == 2  # the first and the last
 
 
 def test_the_fleet_rests_when_its_last_worker_serves_or_is_gone() -> None:

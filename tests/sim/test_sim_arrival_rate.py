@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pigou.config import ConfigError
 from pigou.request import SECOND
 from pigou.sim.arrival_rate import RateSchedule, read_rate, renewal_times
+from pigou.sim.workload import OpenLoop
 from pigou.workload.workload_spec import read_workload_spec
 
 STEPS = RateSchedule(seconds=(0.0, 100.0, 150.0, 250.0), rates=(5.0, 15.0, 0.0, 2.0))
@@ -142,6 +143,42 @@ def test_a_file_that_cannot_be_read_says_where(tmp_path: Path, rows: str) -> Non
     file.write_text(rows)
     with pytest.raises(ConfigError, match=r"day.csv'.*second,rate"):
         read_rate(str(file))
+
+
+def test_workloads_are_joined_at_their_own_starts() -> None:
+    text = (
+        "poisson:rate=20@0/0@30,in=400,out=2,templates=3,pool=7; "
+        "poisson:rate=0@0/40@30/0@60,in=20,out=90,templates=3"
+    )
+    spec = read_workload_spec(text, seed=4)
+    assert isinstance(spec.workload, OpenLoop)
+    assert spec.client.pool == 7
+    sessions = spec.workload.sessions
+    starts = [session.start_ns for session in sessions]
+    assert starts == sorted(starts)
+    early = [s.requests[0] for s in sessions if s.start_ns < 30 * SECOND]
+    late = [s.requests[0] for s in sessions if s.start_ns >= 30 * SECOND]
+    assert {(each.prompt_tokens, each.output_tokens) for each in early} == {(400, 2)}
+    assert {(each.prompt_tokens, each.output_tokens) for each in late} == {(20, 90)}
+    assert 450 < len(early) < 750 < 1000 < len(late) < 1400
+    assert {each.hash_scope for each in early}.isdisjoint(each.hash_scope for each in late)
+    assert len(spec.workload.rates) == 2
+    alone = read_workload_spec(text.partition(";")[0], seed=4).workload
+    assert isinstance(alone, OpenLoop)
+    assert [s for s in sessions if s.requests[0].prompt_tokens == 400] == list(alone.sessions)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("poisson:rate=5,n=3;closed:C=3,hold=2", "closed: cannot be joined"),
+        ("poisson:rate=5,n=3;poisson:rate=5,n=3,pool=2", "in the first part alone"),
+        ("poisson:rate=5,n=3;", "cannot be read|No such file|is a folder|Is a directory|no"),
+    ],
+)
+def test_workloads_that_cannot_be_joined_are_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_workload_spec(text)
 
 
 def test_workloads_take_schedules(tmp_path: Path) -> None:

@@ -29,34 +29,38 @@ class ScalingMove(NamedTuple):
 
 
 class OfferedRate:
-    """The arrival rate of a workload: that of its schedule, or as counted in the last minute."""
+    """The arrival rate of a workload: those of its schedules, or as counted in the last minute."""
 
-    def __init__(self, schedule: RateSchedule | None, client: SimulatedClient) -> None:
-        """Take a schedule; None counts the client's requests instead."""
-        self._schedule, self._client = schedule, client
+    def __init__(self, schedules: Sequence[RateSchedule], client: SimulatedClient) -> None:
+        """Take the schedule of each part; none counts the client's requests instead."""
+        self._schedules, self._client = tuple(schedules), client
 
     @property
     def changes_ns(self) -> tuple[int, ...]:
-        """Times at which the rate changes, the beginning included."""
-        changes = () if self._schedule is None else self._schedule.changes
-        times = {EPOCH + round(second * SECOND) for second in changes}
+        """Times at which a rate changes, the beginning included."""
+        times = {
+            EPOCH + round(second * SECOND)
+            for schedule in self._schedules
+            for second in schedule.changes
+        }
         return tuple(sorted(times | {EPOCH}))
 
-    def at(self, now: int) -> float:
-        """Return the requests a second at a time that has passed."""
-        if self._schedule is not None:
-            return self._schedule.at((now - EPOCH) / SECOND)
+    def at(self, now: int) -> tuple[float, ...]:
+        """Return the requests a second of each part at a time that has passed."""
+        if self._schedules:
+            return tuple(schedule.at((now - EPOCH) / SECOND) for schedule in self._schedules)
         begin = max(EPOCH, now - _COUNTED_NS)
         times = [run.intended_ns for run in self._client.runs]  # in this order
         count = bisect_right(times, now) - bisect_right(times, begin)
-        return count * SECOND / max(now - begin, 1)
+        return (count * SECOND / max(now - begin, 1),)
 
 
 def reversals(moves: Sequence[ScalingMove], arrivals: OfferedRate) -> int:
     """Return how often a move undid the last one of its pool though the load had not changed.
 
     A worker less after a worker more counts unless the arrival rate has fallen by more than
-    `DEADBAND` in between; a worker more after one less, unless it has risen by so much.
+    `DEADBAND` in between; a worker more after one less, unless it has risen by so much. Where a
+    workload has several parts, any change of one by so much is a change of the load.
     """
     count = 0
     last: dict[str, ScalingMove] = {}
@@ -65,10 +69,17 @@ def reversals(moves: Sequence[ScalingMove], arrivals: OfferedRate) -> int:
         last[move.pool] = move
         if before is None or before.sign == move.sign:
             continue
-        old, new = arrivals.at(before.at_ns), arrivals.at(move.at_ns)
-        follows = new > old * (1 + DEADBAND) if move.sign > 0 else new < old * (1 - DEADBAND)
-        count += not follows
+        count += not _follows(arrivals.at(before.at_ns), arrivals.at(move.at_ns), move.sign)
     return count
+
+
+def _follows(old: Sequence[float], new: Sequence[float], sign: int) -> bool:
+    """Whether a change of rates explains a move in this direction."""
+    risen = any(after > before * (1 + DEADBAND) for before, after in zip(old, new, strict=True))
+    fallen = any(after < before * (1 - DEADBAND) for before, after in zip(old, new, strict=True))
+    if len(new) > 1:
+        return risen or fallen
+    return risen if sign > 0 else fallen
 
 
 def settle_seconds(

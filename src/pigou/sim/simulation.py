@@ -106,8 +106,8 @@ class Simulation:
         )  # fmt: skip
         self.membership = Membership(self.fleet, fleet, specs, self.clock, seed)
         self.client = SimulatedClient(workload, client, self.fleet.dispatcher, self.clock, seed)
-        rate = workload.rate if isinstance(workload, OpenLoop) else None
-        self.arrivals = OfferedRate(rate, self.client)
+        rates = workload.rates if isinstance(workload, OpenLoop) else ()
+        self.arrivals = OfferedRate(rates, self.client)
         self.config, self.model = fleet, setup.model
         self.scaling: Scaling | None = None
         if planner is None and scaling.plans:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Protocol
 
@@ -18,6 +18,8 @@ from pigou.sim.arrival_rate import MAX_CV, MAX_SECONDS, MIN_CV, RateSchedule, re
 
 #: Of a request's prompt, and of its answer.
 MAX_TOKENS = 2**24
+#: Scope of templates; those of further parts of a workload have the next ones.
+_TEMPLATE_SCOPE = 1
 #: Of a closed loop.
 _MAX_USERS = 1_000_000
 
@@ -74,12 +76,12 @@ class OpenLoop:
     Attributes:
         sessions: in the order of their starts.
         concurrency: sessions at once, where starts do not count; 0 where they do.
-        rate: that the starts were drawn from; None where they were not drawn.
+        rates: that the starts were drawn from, of each part; empty where some were not drawn.
     """
 
     sessions: Sequence[RequestSession]
     concurrency: int = 0
-    rate: RateSchedule | None = None
+    rates: tuple[RateSchedule, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse a workload without requests, or with what would never end."""
@@ -149,7 +151,9 @@ class RequestLengths(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         template = rng.randrange(self.templates)
         if self.input[0] != self.input[1]:
             input_ = Random(template).randint(*self.input)
-        return RequestSpec(input_, output, (template,), hash_scope=1, block_tokens=float(input_))
+        return RequestSpec(
+            input_, output, (template,), hash_scope=_TEMPLATE_SCOPE, block_tokens=float(input_)
+        )
 
 
 class ClosedLoop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -246,7 +250,41 @@ def renewal(
         if (count and len(sessions) == count) or (seconds and start >= seconds * SECOND):
             break
         sessions.append(RequestSession(start, (lengths.sample(rng),)))
-    return OpenLoop(tuple(sessions), rate=schedule)
+    return OpenLoop(tuple(sessions), rates=(schedule,))
+
+
+def merged(loops: Sequence[OpenLoop]) -> OpenLoop:
+    """Return all sessions of several loops, each at its own start.
+
+    Templates of different loops are different prompts.
+
+    Raises:
+        ConfigError: a loop sends so many sessions at once.
+    """
+    if any(loop.concurrency for loop in loops):
+        raise ConfigError("workload: C has no start times that could be joined; leave it out")
+    sessions = [
+        (session.start_ns, part, number, _scoped(session, part))
+        for part, loop in enumerate(loops)
+        for number, session in enumerate(loop.sessions)
+    ]
+    sessions.sort(key=lambda entry: entry[:3])
+    known = all(loop.rates for loop in loops)
+    rates = tuple(rate for loop in loops for rate in loop.rates) if known else ()
+    return OpenLoop(tuple(session for *_, session in sessions), rates=rates)
+
+
+def _scoped(session: RequestSession, part: int) -> RequestSession:
+    """Return a session whose templates are those of a part; the first keeps its own."""
+    if not part:
+        return session
+    requests = tuple(
+        replace(spec, hash_scope=_TEMPLATE_SCOPE + part)
+        if spec.hash_scope == _TEMPLATE_SCOPE and spec.block_ids
+        else spec
+        for spec in session.requests
+    )
+    return RequestSession(session.start_ns, requests)
 
 
 #: Scope of prompts that no other shares; scopes of workloads are other numbers.

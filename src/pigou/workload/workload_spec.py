@@ -29,6 +29,7 @@ from pigou.sim.workload import (
     RequestLengths,
     RequestSession,
     RequestSpec,
+    merged,
     renewal,
 )
 from pigou.workload.trace import Trace
@@ -95,7 +96,35 @@ class WorkloadSpec:
 
 
 def read_workload_spec(text: str, seed: int = 0) -> WorkloadSpec:
-    """Read what `--workload` says.
+    """Read what `--workload` says: one workload, or several open ones, joined by `;`.
+
+    The client's keys of the first hold for all.
+
+    Args:
+        text: as `_read_part` reads it.
+        seed: of lengths, gaps and templates; further workloads have the next ones.
+
+    Raises:
+        ConfigError: it is not understood, or a value is refused.
+    """
+    if ";" not in text or Path(text).exists():
+        return _read_part(text, seed)
+    parts = [_read_part(part.strip(), seed + n) for n, part in enumerate(text.split(";"))]
+    client, loops = parts[0].client, []
+    for part in parts:
+        if not isinstance(part.workload, OpenLoop):
+            raise ConfigError("workload: closed: cannot be joined with others; give it alone")
+        if part.client not in (client, ClientConfig()):
+            raise ConfigError(
+                "workload: parts have clients of their own; give pool, timeout, retries and the "
+                "like in the first part alone"
+            )
+        loops.append(part.workload)
+    return WorkloadSpec(merged(loops), client)
+
+
+def _read_part(text: str, seed: int) -> WorkloadSpec:
+    """Read one workload.
 
     Args:
         text: `closed:C=128,in=128,out=256,templates=5,ramp=30,hold=120`;
@@ -170,7 +199,7 @@ def _moved(loop: OpenLoop, rate: float | RateSchedule, cv: float, seed: int) -> 
     moved = [
         replace(session, start_ns=at) for session, at in zip(loop.sessions, starts, strict=False)
     ]
-    return OpenLoop(tuple(moved), rate=schedule)
+    return OpenLoop(tuple(moved), rates=(schedule,))
 
 
 def _closed(values: dict[str, str], lengths: RequestLengths) -> ClosedLoop:
