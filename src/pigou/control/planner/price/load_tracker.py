@@ -236,8 +236,9 @@ class LoadTracker:
         ratios = (new.computed / max(old.computed, 1e-9), new.osl / old.osl, new.isl / old.isl)
         if max(ratios) > 1.0 + self._params.mix:
             return True
-        scatter = max(abs(new.isl_scv - old.isl_scv), abs(new.arrival_scv - old.arrival_scv))
-        is_off = min(ratios) < 1.0 - self._params.mix or scatter > 0.5
+        scatters = ((old.isl_scv, new.isl_scv), (old.arrival_scv, new.arrival_scv))
+        is_off = min(ratios) < 1.0 - self._params.mix
+        is_off |= any(abs(one - other) > 0.5 * max(one, 1.0) for one, other in scatters)
         self._mix_off_bins = self._mix_off_bins + 1 if is_off else 0
         return self._mix_off_bins >= self._hold_bins
 
