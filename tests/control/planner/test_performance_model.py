@@ -76,6 +76,18 @@ def test_the_fewest_workers_keep_the_load_and_one_less_does_not(
         assert MODEL.limit_rps(role, workers - 1, MIX, SLO, share) < rps
 
 
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+@given(workers=st.integers(1, 20), share=st.floats(0.55, 0.99))
+@settings(deadline=None, max_examples=20)
+def test_at_the_limit_of_a_share_that_share_is_inside(
+    role: Role, workers: int, share: float
+) -> None:
+    limit = MODEL.limit_rps(role, workers, MIX, SLO, share)
+    assert MODEL.inside_share(role, limit, workers, MIX, SLO) == pytest.approx(share, abs=0.02)
+    assert MODEL.inside_share(role, 0.0, 0, MIX, SLO) == 1.0
+    assert MODEL.inside_share(role, 1e6, workers, MIX, SLO) == 0.0
+
+
 def test_no_number_of_workers_keeps_what_one_request_alone_breaks() -> None:
     assert MODEL.workers_for(Role.PREFILL, 1.0, MIX, Slo(ttft_s=0.2), 0.95) is None
     assert MODEL.workers_for(Role.DECODE, 1.0, MIX, Slo(itl_s=0.005), 0.95) is None

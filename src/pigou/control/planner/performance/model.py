@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from scipy.special import ndtri
+from scipy.special import ndtr, ndtri
 
 from pigou.control.latency_model.estimates import Estimates
 from pigou.control.planner.objectives import Slo
@@ -18,8 +18,10 @@ from pigou.control.planner.performance.speed import (
     PrefillSpeed,
     PrefillTable,
     RequestMix,
+    crossing,
     elasticity,
     largest_batch,
+    step_below,
 )
 from pigou.games.queueing import max_utilisation, mgc_wait, response_quantile
 from pigou.request import Role
@@ -230,7 +232,7 @@ class PerformanceModel:
             if peak < demand * self.itl_at(peak, mix):
                 return math.inf
             limit = peak
-        return _crossing(lambda n: n - demand * self.itl_at(n, mix), limit)
+        return crossing(lambda n: n - demand * self.itl_at(n, mix), limit)
 
     def _itl_quantile(
         self, role: Role, rps: float, workers: int, mix: RequestMix, streams: float, share: float
@@ -242,6 +244,41 @@ class PerformanceModel:
         itl = self.itl_at(more, mix) / (1.0 - rate * service)
         prompts = rate * mix.osl * itl  # computed during a request's life
         return itl + self._deviations(share) * math.sqrt(prompts) * service / mix.osl
+
+    def inside_share(
+        self, role: Role, rps: float, workers: int, mix: RequestMix, slo: Slo
+    ) -> float:
+        """Return the share of requests inside the part of the objective of a pool of one role.
+
+        Prefill: the largest q whose quantile of TTFT keeps it. Decode: the probability that the
+        streams of a worker, as a request sees them in the mean, are no more than its batch.
+        """
+        if rps <= 0:
+            return 1.0
+        if workers < 1:
+            return 0.0
+        if role is Role.PREFILL:
+            return self._prefill_share(rps, workers, mix, slo.ttft_s)
+        streams, batch = self.streams(role, rps, workers, mix), self.batch(mix, slo.itl_s)
+        if math.isinf(streams) or batch <= 0:
+            return 0.0
+        deviation = AVERAGING * self._stream_deviation(streams, workers, mix)
+        return float(ndtr((batch - streams) / max(deviation, 1e-9)))
+
+    def _prefill_share(self, rps: float, workers: int, mix: RequestMix, ttft_s: float) -> float:
+        service = self.service_s(mix)
+        utilisation = rps * service / workers
+        if utilisation >= _FULL:
+            return 0.0
+        limit = (ttft_s - self._overhead(mix)) / service
+        scv, arrival_scv = self._variances(mix)
+        servers = workers if self.pooled else 1
+        low, high = 0.0, 1.0 - 1e-6
+        for _ in range(16):
+            middle = 0.5 * (low + high)
+            time = response_quantile(servers, utilisation, middle, scv, arrival_scv)
+            low, high = (middle, high) if time <= limit else (low, middle)
+        return low
 
     # --- the inverse -----------------------------------------------------------------------
 
@@ -310,7 +347,7 @@ class PerformanceModel:
         scv, arrival_scv = self._variances(mix)
         if math.isinf(limit):
             limit = 1e3
-        limit = _floor(min(limit, 1e3), step)
+        limit = step_below(min(limit, 1e3), step)
         servers = workers if self.pooled else 1
         return workers / service * max_utilisation(servers, limit, share, scv, arrival_scv)
 
@@ -333,9 +370,9 @@ class PerformanceModel:
 
     def _variances(self, mix: RequestMix) -> tuple[float, float]:
         """Return the variances of service and arrivals, the latter so that waits are as seen."""
-        scv = _floor(self.service_scv(mix) + 0.5 * _SCV_STEP, _SCV_STEP)
+        scv = step_below(self.service_scv(mix) + 0.5 * _SCV_STEP, _SCV_STEP)
         arrival = self.wait_factor * (mix.arrival_scv + scv) - scv
-        return scv, max(_floor(arrival + 0.5 * _SCV_STEP, _SCV_STEP), 0.0)
+        return scv, max(step_below(arrival + 0.5 * _SCV_STEP, _SCV_STEP), 0.0)
 
     def _deviations(self, share: float) -> float:
         return AVERAGING * max(float(ndtri(share)), 0.0) if share > 0.5 else 0.0
@@ -346,35 +383,6 @@ class PerformanceModel:
             return 0.0
         left = max(1.0 - elasticity(self.decode, max(streams, 1.0), mix.context), 0.05)
         return math.sqrt(streams / (workers * left))
-
-
-def _crossing(excess: Callable[[float], float], high: float) -> float:
-    """Return where a function that rises from below 0 at 0 is 0, up to `high` (Illinois method)."""
-    low, below, above = 0.0, excess(0.0), excess(high)
-    if below >= 0.0:
-        return 0.0
-    side = 0
-    for _ in range(40):
-        at = high - above * (high - low) / (above - below)
-        value = excess(at)
-        if abs(value) <= 1e-7 * high or high - low <= 1e-7 * high:
-            return at
-        if value < 0.0:
-            low, below = at, value
-            above *= 0.5 if side < 0 else 1.0
-            side = -1
-        else:
-            high, above = at, value
-            below *= 0.5 if side > 0 else 1.0
-            side = 1
-    return high
-
-
-def _floor(value: float, step: float) -> float:
-    """Return a multiple of a step, relative for values above 1."""
-    if value <= 1.0:
-        return math.floor(value / step) * step
-    return math.exp(math.floor(math.log(value) / step) * step)
 
 
 def joint_share(slo: Slo) -> float:

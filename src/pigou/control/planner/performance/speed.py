@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -184,6 +184,35 @@ def elasticity(speed: DecodeSpeed, streams: float, context: float) -> float:
     step = 1e-3 * max(streams, 1e-3)
     rise = speed.itl_s(streams + step, context) - speed.itl_s(streams - step, context)
     return streams * rise / (2.0 * step) / speed.itl_s(streams, context)
+
+
+def crossing(excess: Callable[[float], float], high: float) -> float:
+    """Return where a function that rises from below 0 at 0 is 0, up to `high` (Illinois method)."""
+    low, below, above = 0.0, excess(0.0), excess(high)
+    if below >= 0.0:
+        return 0.0
+    side = 0
+    for _ in range(40):
+        at = high - above * (high - low) / (above - below)
+        value = excess(at)
+        if abs(value) <= 1e-7 * high or high - low <= 1e-7 * high:
+            return at
+        if value < 0.0:
+            low, below = at, value
+            above *= 0.5 if side < 0 else 1.0
+            side = -1
+        else:
+            high, above = at, value
+            below *= 0.5 if side > 0 else 1.0
+            side = 1
+    return high
+
+
+def step_below(value: float, step: float) -> float:
+    """Return a multiple of a step, relative for values above 1."""
+    if value <= 1.0:
+        return math.floor(value / step) * step
+    return math.exp(math.floor(math.log(value) / step) * step)
 
 
 def _check_rising(points: Sequence[tuple[float, float]], what: str) -> None:

@@ -62,6 +62,7 @@ class CapacityCurve:
         self.is_relaxed = list(slos) != self._slos
         self._points: list[float] = []
         self._values = {0: 0.0}
+        self._shares: dict[tuple[float, int], float] = {}
 
     def __call__(self, workers: int) -> float:
         """Return requests a second of so many workers, 0 or more."""
@@ -89,6 +90,16 @@ class CapacityCurve:
             ]
             self._points.append(min(limits))
         return self._points[index]
+
+    def inside_share(self, rps: float, workers: int) -> float:
+        """Return the share of requests inside the strictest class's part of its objective."""
+        key = (round(rps, 6), workers)
+        if key not in self._shares:
+            self._shares[key] = min(
+                self._performance.inside_share(self._role, rps, workers, self._mix, slo)
+                for slo in self._slos
+            )
+        return self._shares[key]
 
     def workers_for(self, rps: float, max_workers: int) -> int:
         """Return the fewest workers that serve a load, or `max_workers` where too few do."""
@@ -163,6 +174,19 @@ class RoleCapacity:
     def rps(self, counts: dict[str, int]) -> float:
         """Return the load that workers of these pools serve."""
         return sum(curve(counts.get(option.name, 0)) for option, curve in self._pools)
+
+    def inside_share(self, rps: float, counts: dict[str, int]) -> float:
+        """Return the share of requests inside, the load split in proportion to capacity."""
+        limits = {o.name: curve(counts.get(o.name, 0)) for o, curve in self._pools}
+        total = sum(limits.values())
+        if total <= 0:
+            return 0.0
+        return sum(
+            limits[option.name] / total
+            * curve.inside_share(rps * limits[option.name] / total, counts[option.name])
+            for option, curve in self._pools
+            if limits[option.name] > 0
+        )  # fmt: skip
 
     def levels(self, rps: float) -> list[float]:
         """Return the capacities below a load at which one more worker is needed, and the load."""

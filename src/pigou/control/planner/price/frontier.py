@@ -13,6 +13,10 @@ from pigou.request import Role
 
 #: Workers of a pool that does both, beyond which not every number is tried.
 _EACH_MIXED = 8
+#: Counts of each role that are paired where GPUs are scarce.
+_LAST_COUNTS = 12
+#: Part of a value that assumes that what is too much is not admitted.
+_ADMITTED = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +50,9 @@ class ModelPlan:
 
     Decode arrivals are what prefill lets through, and the other way round: the minimum is the
     coupling of the two games. A request outside its objective counts for `late_s` seconds of delay,
-    so the delay saved is w late_s g a second. At the levels of g where one more worker is needed,
-    the cheapest counts make the frontier; pools B that do both serve a part of the load, or all.
+    so the delay saved is w late_s g a second (`_effective_rps` where g < lambda). At the levels
+    of g where one more worker is needed, the cheapest counts make the frontier; pools B that do
+    both serve a part of the load, or all.
 
     Args:
         params: of the planner.
@@ -102,7 +107,26 @@ class ModelPlan:
 
     def value(self, counts: Mapping[str, int]) -> float:
         """Return weighted seconds of delay a second that workers save."""
-        return self.weight * self.params.late_s * min(self.rps(counts), self.load_rps)
+        return self.weight * self.params.late_s * self._effective_rps(counts)
+
+    def _effective_rps(self, counts: Mapping[str, int]) -> float:
+        """Return the requests a second that are inside, g where the load is served.
+
+        Beyond g nobody is turned away: of pools that only prefill and decode, lambda a_P a_D / p
+        requests are inside, with a their shares at the load and p the objective's. That is half of
+        what counts; the other half is g, which is what is inside with admission, and which alone
+        says what is best while all are late.
+        """
+        rps = min(self.rps(counts), self.load_rps)
+        if rps >= self.load_rps or any(p.role is Role.BOTH for p in self.pools):
+            return rps
+        own = dict(counts)
+        share = 1.0
+        for role in (Role.PREFILL, Role.DECODE):
+            share *= self._roles[role].inside_share(self.load_rps, own)
+        goal = max(slo.share for slo in self.slos)
+        inside = self.load_rps * min(share / max(goal, 1e-9), 1.0)
+        return (1.0 - _ADMITTED) * inside + _ADMITTED * rps
 
     def marginal(self, counts: Mapping[str, int], changes: Mapping[str, int]) -> float:
         """Return what a change of counts adds to the value."""
@@ -111,11 +135,18 @@ class ModelPlan:
             after[name] += change
         return self.value(after) - self.value(counts)
 
-    def frontier(self) -> list[FrontierPoint]:
-        """Return splits of rising GPUs and value; none costs more than a better one."""
+    def frontier(self, is_scarce: bool = False) -> list[FrontierPoint]:
+        """Return splits of rising GPUs and value; none costs more than a better one.
+
+        Args:
+            is_scarce: whether the load cannot be served in all: splits beside the levels count too.
+        """
         if self._cached_splits is None:
             self._cached_splits = self._splits()
-        points = [self._point(counts) for counts in self._cached_splits]
+        splits = self._cached_splits
+        if is_scarce:
+            splits = [*splits, *self._unbalanced_splits()]
+        points = [self._point(counts) for counts in splits]
         points.sort(key=lambda point: (point.gpus, point.cost - point.value))
         best: list[FrontierPoint] = []
         for point in points:
@@ -145,10 +176,25 @@ class ModelPlan:
             splits += [both | prefill.counts_for(g) | decode.counts_for(g) for g in levels]
         return splits
 
+    def _unbalanced_splits(self) -> list[dict[str, int]]:
+        """Return all pairs of the last counts of the two roles before they serve the load."""
+        roles = [self._roles[role] for role in (Role.PREFILL, Role.DECODE)]
+        if any(role.is_empty for role in roles) or not self._roles[Role.BOTH].is_empty:
+            return []
+        sides = [
+            list({tuple(role.counts_for(g).items()): None for g in role.levels(self.load_rps)})
+            for role in roles
+        ]
+        return [
+            dict(one) | dict(other)
+            for one in sides[0][-_LAST_COUNTS:]
+            for other in sides[1][-_LAST_COUNTS:]
+        ]
+
     def _point(self, counts: dict[str, int]) -> FrontierPoint:
         gpus = sum(counts[pool.name] * pool.gpus for pool in self.pools)
         rps = min(self.rps(counts), self.load_rps)
-        value = self.weight * self.params.late_s * rps
+        value = self.value(counts)
         moves = sum(self._move_cost(pool, counts[pool.name]) for pool in self.pools)
         return FrontierPoint(gpus, rps, value, moves / self.params.horizon_s, counts)
 

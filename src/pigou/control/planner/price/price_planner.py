@@ -148,6 +148,11 @@ class PricePlanner:
             budget -= sum(p.used_gpus for p in window.pools if p.model in unplanned)
             budget = max(budget, 0)
         cleared = clear_budget([s.frontier for s in planned], budget, self.params.gpu_price)
+        if cleared.price > 0 and cleared.is_feasible:
+            for state in planned:
+                assert state.plan is not None
+                state.frontier = self._within(state, state.plan, is_scarce=True)
+            cleared = clear_budget([s.frontier for s in planned], budget, self.params.gpu_price)
         was_binding = self._shadow_price > 0
         self._shadow_price = cleared.price if math.isfinite(cleared.price) else 0.0
         self._is_feasible = cleared.is_feasible
@@ -173,8 +178,10 @@ class PricePlanner:
         state.plan = plan
         state.is_stale = False
 
-    def _within(self, state: ModelState, plan: ModelPlan) -> list[FrontierPoint]:
-        points = plan.frontier()
+    def _within(
+        self, state: ModelState, plan: ModelPlan, is_scarce: bool = False
+    ) -> list[FrontierPoint]:
+        points = plan.frontier(is_scarce)
         limit = self.setup.budget.model_gpus.get(state.name)
         if limit is None:
             return points
