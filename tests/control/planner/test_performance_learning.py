@@ -176,6 +176,18 @@ def test_each_cause_is_corrected_by_its_own_factor(speed: float, wait: float) ->
     )
 
 
+def test_what_ttft_takes_without_a_queue_is_overhead() -> None:
+    corrections = Corrections(TIMES)
+    bare = TRUTH.latency(Role.PREFILL, 0.5, 4, MIX, 0.5).mean_ttft_s
+    workers = tuple(WorkerWindow(id=name, since_ns=-(10**12)) for name in "abcd")
+    pool = PoolWindow(name="p", role=Role.PREFILL, workers=workers)
+    for step in range(400):
+        seen = PlannerWindow(now_ns=int(5.0 * step * SECOND), seconds=5.0, pools=(pool,))
+        corrections.observe(seen, pool, TRUTH, MIX, 0.5, bare + 0.08)
+    assert corrections.overhead_s == pytest.approx(0.08, rel=0.02)
+    assert corrections.wait_factor == 1.0
+
+
 def test_queueing_adds_prefill_workers() -> None:
     """Dynamo's min(1, c_p) never does."""
     slower = TRUTH.corrected(1.0, 1.0, 2.0)

@@ -6,28 +6,24 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import nnls
 
 from pigou.control.planner.messages import PlannerWindow, PoolWindow, WorkerState, WorkerWindow
 from pigou.control.planner.objectives import ProvisioningTimes
 from pigou.control.planner.performance.model import PerformanceModel
+from pigou.control.planner.performance.regression import MIN_SAMPLES, AffineRegression
 from pigou.control.planner.performance.speed import DecodeLaw, PrefillLine, RequestMix
-from pigou.games import Floats
 from pigou.games.latency import LatencyLaw
 from pigou.request import SECOND, Role
 
 #: Factors outside of these bounds are faults of the metrics, not of a model.
 MIN_FACTOR, MAX_FACTOR = 0.25, 4.0
-#: Samples further from the fit than this share of it count for less (Huber 1964).
-_HUBER = 0.25
-#: Samples after which a fit is taken instead of its prior.
-MIN_SAMPLES = 5
-#: Utilisation from which on waits say nothing of a stationary queue, and one below which they are
-#: too short to say anything.
-_MAX_BUSY, _MIN_BUSY = 0.9, 0.2
+#: Utilisation from which on waits say nothing of a stationary queue.
+_MAX_BUSY = 0.9
 #: Services that a wait must be expected to take before its ratio to what is seen means anything:
 #: below, what the model leaves out of TTFT would count as queueing.
 _MIN_WAIT = 0.3
+#: Services that a wait takes at most where what is left of TTFT is overhead.
+_NO_WAIT = 0.1
 #: Waits are compared when the speed is known up to so much, as a logarithm.
 _SPEED_KNOWN = 0.05
 
@@ -42,57 +38,6 @@ def is_warm(worker: WorkerWindow, window: PlannerWindow, times: ProvisioningTime
         return False
     age_s = (window.now_ns - worker.since_ns) / SECOND
     return age_s >= times.warm_up_s + window.seconds
-
-
-class AffineRegression:
-    """y = x . theta with theta >= 0, by least squares of relative residuals that are forgotten.
-
-    Args:
-        prior: theta before anything was seen; it counts for a tenth of a sample, so that what the
-            samples do not tell apart stays as it is.
-        half_life_s: after which a sample counts for half.
-    """
-
-    def __init__(self, prior: Floats, half_life_s: float) -> None:
-        self._prior = np.asarray(prior, dtype=np.float64)
-        self._half_life_s = half_life_s
-        self._moments = np.zeros((len(self._prior) + 1,) * 2)
-        self._theta = self._prior
-        self.samples = 0.0
-
-    @property
-    def theta(self) -> Floats:
-        """The coefficients, shape of the prior."""
-        return self._theta
-
-    def forget(self, seconds: float) -> None:
-        """Let so many seconds pass."""
-        decay = 0.5 ** (seconds / self._half_life_s)
-        self._moments *= decay
-        self.samples *= decay
-
-    def add(self, x: Floats, y: float) -> None:
-        """Add a sample with y > 0; shape of x as of the prior."""
-        weight = 1.0
-        if self.samples >= MIN_SAMPLES:
-            deviation = abs(float(x @ self._theta) / y - 1.0)
-            weight = min(1.0, _HUBER / max(deviation, 1e-12))
-        row = np.append(x, y) / y
-        self._moments += weight * np.outer(row, row)
-        self.samples += 1.0
-
-    def solve(self) -> None:
-        """Fit the coefficients to the samples."""
-        scale = np.where(self._prior > 0, self._prior, 1.0)
-        size = len(self._prior)
-        units = np.append(scale, 1.0)
-        moments = self._moments * np.outer(units, units)
-        anchor = np.column_stack((np.eye(size), self._prior / scale))
-        moments = moments + 0.1 / size * anchor.T @ anchor * min(1.0, moments[-1, -1] + 1e-9)
-        values, vectors = np.linalg.eigh(moments)
-        root = (vectors * np.sqrt(np.maximum(values, 0.0))) @ vectors.T
-        solution, _ = nnls(root[:, :size], root[:, size])
-        self._theta = solution * scale
 
 
 class SpeedLearner:
@@ -207,7 +152,8 @@ class Corrections:
 
     - hits are measured, and shorten the prompts that the model is asked about;
     - speed is the seconds of warm workers over what the model says of the same work;
-    - queueing is the mean wait over that of the model, where the pool is settled.
+    - queueing is the mean wait over that of the model, where the pool is settled;
+    - overhead is what is left of TTFT where next to nobody waits: legs, transfer, first step.
 
     A factor closes a loop with the lag of a start-up: it moves by a gain of at most
     pi / 4 / (start-up time) a second, half of where an integrator with that lag would be unstable.
@@ -218,6 +164,7 @@ class Corrections:
         lag_s = max(times.start_up_s, 1.0)
         self._gain_per_s = min(gain_per_s, 0.25 * math.pi / lag_s)
         self._log_prefill = self._log_decode = self._log_wait = 0.0
+        self.overhead_s = 0.0
         self._settled_ns = 0
         self._workers: frozenset[str] = frozenset()
 
@@ -266,15 +213,18 @@ class Corrections:
         if not is_settled or rps is None or not _positive(mean_ttft_s):
             return
         assert mean_ttft_s is not None
-        own = model.corrected(self.prefill_factor, self.decode_factor, 1.0)
+        factors = (self.prefill_factor, self.decode_factor, 1.0)
+        own = model.corrected(*factors, self.overhead_s)
         latency = own.latency(pool.role, rps, len(warm), mix, 0.5)
-        if not (pool.role.prefills and _MIN_BUSY <= latency.utilisation <= _MAX_BUSY):
+        if not (pool.role.prefills and latency.utilisation <= _MAX_BUSY):
             return
         without_wait = own.latency(pool.role, 0.0, len(warm), mix, 0.5).mean_ttft_s
         seen_s, expected_s = mean_ttft_s - without_wait, latency.mean_ttft_s - without_wait
         if expected_s >= _MIN_WAIT * own.service_s(mix):
             ratio = max(seen_s, 0.0) / expected_s
             self._log_wait += step * _log_change(self._log_wait, [max(ratio, MIN_FACTOR)])
+        elif expected_s <= _NO_WAIT * own.service_s(mix):
+            self.overhead_s = max(self.overhead_s + step * (seen_s - expected_s), 0.0)
 
     def _is_settled(self, window: PlannerWindow, pool: PoolWindow) -> bool:
         """Whether the pool has had the same warm workers for a start-up time."""

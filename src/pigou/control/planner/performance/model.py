@@ -140,11 +140,12 @@ class PerformanceModel:
         )  # fmt: skip
 
     def corrected(
-        self, prefill_factor: float, decode_factor: float, wait_factor: float
+        self, prefill_factor: float, decode_factor: float, wait_factor: float, more_s: float = 0.0
     ) -> PerformanceModel:
-        """Return the model with other factors."""
+        """Return the model with other factors, and so many seconds more of overhead."""
         return replace(
             self,
+            overhead_s=self.overhead_s + more_s,
             prefill_factor=prefill_factor,
             decode_factor=decode_factor,
             wait_factor=wait_factor,

@@ -9,12 +9,12 @@ from dataclasses import replace
 from pigou.control.planner.messages import LoadWindow, PlannerWindow, PoolWindow, WorkerState
 from pigou.control.planner.objectives import Slo
 from pigou.control.planner.performance.learning import (
-    MIN_SAMPLES,
     Corrections,
     SpeedLearner,
     prior_model,
 )
 from pigou.control.planner.performance.model import PerformanceModel
+from pigou.control.planner.performance.regression import MIN_SAMPLES
 from pigou.control.planner.performance.speed import RequestMix
 from pigou.control.planner.planner import PlannerSetup
 from pigou.control.planner.price.frontier import FrontierPoint, ModelPlan
@@ -59,15 +59,18 @@ class PoolSpeed:
     def model(self) -> PerformanceModel:
         """The model as it is now."""
         if self._model is None:
+            own = self._corrections
             if self._measured is not None:
-                own = self._corrections
                 self._model = self._measured.corrected(
-                    own.prefill_factor, own.decode_factor, own.wait_factor
+                    own.prefill_factor, own.decode_factor, own.wait_factor, own.overhead_s
                 )
-            else:
-                assert self._learner is not None
-                self._model = replace(self._learner.model, kv_tokens=self._kv_tokens)
+            else:  # speeds are learned; only what is not of a worker's work is corrected
+                self._model = self._learned().corrected(1.0, 1.0, own.wait_factor, own.overhead_s)
         return self._model
+
+    def _learned(self) -> PerformanceModel:
+        assert self._learner is not None
+        return replace(self._learner.model, kv_tokens=self._kv_tokens)
 
     def observe(
         self, window: PlannerWindow, pool: PoolWindow, load: LoadWindow | None, tracker: LoadTracker
@@ -77,12 +80,14 @@ class PoolSpeed:
         sizes = [w.kv_tokens for w in pool.in_state(WorkerState.READY) if w.kv_tokens]
         if sizes:
             self._kv_tokens = float(min(sizes))
+        base = self._measured
         if self._learner is not None:
             self._learner.observe(window, pool)
-        elif self._measured is not None and tracker.mix is not None:
+            base = self._learned() if self.is_ready else None
+        if base is not None and tracker.mix is not None:
             rps = tracker.observed_rps if load is not None and load.arrivals is not None else None
             ttft = load.ttft.mean if load is not None else None
-            self._corrections.observe(window, pool, self._measured, tracker.mix, rps, ttft)
+            self._corrections.observe(window, pool, base, tracker.mix, rps, ttft)
 
 
 class ModelState:
@@ -189,7 +194,10 @@ class ModelState:
                 new.itl_at(16.0, mix) / old.itl_at(16.0, mix),
                 new.wait_factor / old.wait_factor,
             )
+            overhead_s = abs(new.overhead_s - old.overhead_s)
             if max(ratios) > limit or min(ratios) < 1.0 / limit:
+                return True
+            if overhead_s > 2.0 * self._params.mix * old.service_s(mix):
                 return True
         return False
 
