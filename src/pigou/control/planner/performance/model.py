@@ -275,7 +275,7 @@ class PerformanceModel:
         scv, arrival_scv = self._variances(mix)
         servers = workers if self.pooled else 1
         low, high = 0.0, 1.0 - 1e-6
-        for _ in range(16):
+        for _ in range(11):
             middle = 0.5 * (low + high)
             time = response_quantile(servers, utilisation, middle, scv, arrival_scv)
             low, high = (middle, high) if time <= limit else (low, middle)

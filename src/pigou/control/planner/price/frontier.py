@@ -14,7 +14,7 @@ from pigou.request import Role
 #: Workers of a pool that does both, beyond which not every number is tried.
 _EACH_MIXED = 8
 #: Counts of each role that are paired where GPUs are scarce.
-_LAST_COUNTS = 12
+_LAST_COUNTS = 8
 #: Part of a value that assumes that what is too much is not admitted.
 _ADMITTED = 0.5
 
