@@ -48,6 +48,14 @@ def clear_budget(
     return Clearing(_divide(frontiers, gpus, gpu_price), price, True)
 
 
+def is_scarce(
+    frontiers: Sequence[Sequence[FrontierPoint]], gpus: int | None, gpu_price: float
+) -> bool:
+    """Whether models would take more than the budget at the price of a GPU."""
+    own = [_demand(frontier, gpu_price) for frontier in frontiers]
+    return gpus is not None and sum(point.gpus for point in own) > gpus
+
+
 def shadow_price(
     frontiers: Sequence[Sequence[FrontierPoint]], gpus: int, gpu_price: float
 ) -> float:

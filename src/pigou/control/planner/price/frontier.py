@@ -139,14 +139,15 @@ class ModelPlan:
         """Return splits of rising GPUs and value; none costs more than a better one.
 
         Args:
-            is_scarce: whether the load cannot be served in all: splits beside the levels count too.
+            is_scarce: whether the load cannot be served in all: then splits beside the levels count
+                too, and what is inside without admission.
         """
         if self._cached_splits is None:
             self._cached_splits = self._splits()
         splits = self._cached_splits
         if is_scarce:
             splits = [*splits, *self._unbalanced_splits()]
-        points = [self._point(counts) for counts in splits]
+        points = [self._point(counts, is_scarce) for counts in splits]
         points.sort(key=lambda point: (point.gpus, point.cost - point.value))
         best: list[FrontierPoint] = []
         for point in points:
@@ -191,10 +192,11 @@ class ModelPlan:
             for other in sides[1][-_LAST_COUNTS:]
         ]
 
-    def _point(self, counts: dict[str, int]) -> FrontierPoint:
+    def _point(self, counts: dict[str, int], is_scarce: bool) -> FrontierPoint:
         gpus = sum(counts[pool.name] * pool.gpus for pool in self.pools)
         rps = min(self.rps(counts), self.load_rps)
-        value = self.value(counts)
+        inside = self._effective_rps(counts) if is_scarce else rps
+        value = self.weight * self.params.late_s * inside
         moves = sum(self._move_cost(pool, counts[pool.name]) for pool in self.pools)
         return FrontierPoint(gpus, rps, value, moves / self.params.horizon_s, counts)
 

@@ -19,7 +19,7 @@ from pigou.control.planner.messages import (
 )
 from pigou.control.planner.planner import PlannerSetup
 from pigou.control.planner.price.capacity import PoolOption
-from pigou.control.planner.price.clearing import clear_budget
+from pigou.control.planner.price.clearing import clear_budget, is_scarce
 from pigou.control.planner.price.explanation import DecisionExplanation, hot_workers
 from pigou.control.planner.price.frontier import FrontierPoint, ModelPlan
 from pigou.control.planner.price.membership import PoolMembership
@@ -147,12 +147,11 @@ class PricePlanner:
             unplanned = {s.name for s in self._models.values() if s.plan is None}
             budget -= sum(p.used_gpus for p in window.pools if p.model in unplanned)
             budget = max(budget, 0)
-        cleared = clear_budget([s.frontier for s in planned], budget, self.params.gpu_price)
-        if cleared.price > 0 and cleared.is_feasible:
+        if is_scarce([s.frontier for s in planned], budget, self.params.gpu_price):
             for state in planned:
                 assert state.plan is not None
-                state.frontier = self._within(state, state.plan, is_scarce=True)
-            cleared = clear_budget([s.frontier for s in planned], budget, self.params.gpu_price)
+                state.frontier = self._within(state, state.plan, scarce=True)
+        cleared = clear_budget([s.frontier for s in planned], budget, self.params.gpu_price)
         was_binding = self._shadow_price > 0
         self._shadow_price = cleared.price if math.isfinite(cleared.price) else 0.0
         self._is_feasible = cleared.is_feasible
@@ -179,9 +178,9 @@ class PricePlanner:
         state.is_stale = False
 
     def _within(
-        self, state: ModelState, plan: ModelPlan, is_scarce: bool = False
+        self, state: ModelState, plan: ModelPlan, scarce: bool = False
     ) -> list[FrontierPoint]:
-        points = plan.frontier(is_scarce)
+        points = plan.frontier(scarce)
         limit = self.setup.budget.model_gpus.get(state.name)
         if limit is None:
             return points
