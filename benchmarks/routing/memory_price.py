@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from benchmarks.routing.policy_workloads import _AGENTS, _TURNS, _control, _read
+from benchmarks.routing.policy_workloads import AGENTS, TURNS, control_config, read_cached
 from pigou.control.routing.policy import CostTable, RequestView, RoutingPolicy, load
 from pigou.control.routing.toll.policy import Toll
 from pigou.control.routing.view import Candidates, FleetView
@@ -43,10 +43,10 @@ FREE = "toll, memory free"
 class MemoryFree(Toll):
     """`toll` without its price of memory."""
 
-    def table(self, request: RequestView, fleet: FleetView, candidates: Candidates) -> CostTable:
+    def parts(self, request: RequestView, fleet: FleetView, candidates: Candidates) -> CostTable:
         """Return the parts and their sum; memory costs nothing."""
         free = msgspec.structs.replace(fleet, recomputed_share=np.zeros(len(fleet.ids)))
-        return super().table(request, free, candidates)
+        return super().parts(request, free, candidates)
 
 
 @dataclass(frozen=True)
@@ -71,15 +71,15 @@ SHORTAGES = (
 
 def sessions(traces: Path, count: int, seed: int) -> OpenLoop:
     """Return so many sessions that fit."""
-    trace = _read(traces / _AGENTS)
+    trace = read_cached(traces / AGENTS)
     fit = tuple(
         each
         for each in trace.sessions
-        if max(turn.input + turn.output for turn in each.turns[:_TURNS]) < _LONGEST
+        if max(turn.input + turn.output for turn in each.turns[:TURNS]) < _LONGEST
     )
     drawn = some(replace(trace, sessions=fit), count, np.random.default_rng(seed))
     cut = tuple(
-        replace(s, turns=tuple(replace(t, think=t.think / 10) for t in s.turns[:_TURNS]))
+        replace(s, turns=tuple(replace(t, think=t.think / 10) for t in s.turns[:TURNS]))
         for s in drawn.sessions
     )
     return from_trace(replace(drawn, sessions=cut), count)
@@ -91,7 +91,7 @@ def run(traces: Path, case: Shortage, name: str, seed: int) -> tuple[float, floa
     setup = Setup(model="llama-3.1-8b", gpu="H200", blocks=case.blocks)
     result = Simulation(
         sessions(traces, case.sessions, seed), read_fleet(case.members), setup,
-        _control("toll" if name == FREE else name, {}, seed), ClientConfig(), seed=seed,
+        control_config("toll" if name == FREE else name, {}, seed), ClientConfig(), seed=seed,
         policy=policy, assess_every=1e9,
     ).run()  # fmt: skip
     prompts = sum(call.spec.prompt_tokens for call in result.done)

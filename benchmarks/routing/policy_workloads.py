@@ -14,17 +14,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 
 from pigou.config import ControlConfig
+from pigou.control.routing.policy import RoutingPolicy
 from pigou.experiments.fleets import PolicySetting, Reading, fleet, make_simulation
 from pigou.experiments.prices import MIXED
 from pigou.request import SECOND
 from pigou.sim.client import ClientConfig
-from pigou.sim.fleet_config import read_fleet
+from pigou.sim.fleet_config import FleetConfig, read_fleet
 from pigou.sim.setup import Setup
 from pigou.sim.simulation import UNLIMITED, Simulation
 from pigou.sim.workload import (
@@ -40,16 +41,27 @@ from pigou.workload.trace_formats import read_trace
 from pigou.workload.workload_spec import from_trace
 
 REQUESTS = 240
-_TURNS = 12
-_MOONCAKE = "mooncake/conversation_trace.jsonl.zst"
-_AZURE = "azure/AzureLLMInferenceTrace_code.csv.zst"
-_AGENTS = "agent-sessions"
+TURNS = 12
+MOONCAKE = "mooncake/conversation_trace.jsonl.zst"
+AZURE = "azure/AzureLLMInferenceTrace_code.csv.zst"
+AGENTS = "agent-sessions"
 _SERVEGEN = "servegen-deepseek-r1"
 #: Second of ServeGen's day at which its clients are taken.
 _NOON = 43_200
 
 #: From traces' folder and seed to a load.
 Load = Callable[[Path, int], OpenLoop]
+
+
+class Maker(Protocol):
+    """Puts a run together: of a policy by its name, or of one that is given in its place."""
+
+    def __call__(
+        self, traces: Path, policy: str, params: Mapping[str, Any], seed: int,
+        given: RoutingPolicy | None = None, /,
+    ) -> Simulation:  # fmt: skip
+        """Return the run of one seed; `traces` is the folder of the traces."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -61,25 +73,25 @@ class Scenario:
         ttft_s: seconds to the first token that a request asks for.
         tpot_s: seconds a token, on average over the request, that it asks for.
         batch: tokens that thresholds of the prefill queue are multiples of; 0 without such workers.
-        make: puts the run together, of (traces, policy, its parameters, seed).
+        make: puts the run together.
     """
 
     name: str
     ttft_s: float
     tpot_s: float
     batch: int
-    make: Callable[[Path, str, Mapping[str, Any], int], Simulation] = field(repr=False)
+    make: Maker = field(repr=False)
 
 
-def _control(policy: str, params: Mapping[str, Any], seed: int) -> ControlConfig:
+def control_config(policy: str, params: Mapping[str, Any], seed: int) -> ControlConfig:
     return ControlConfig(
         policy=policy, params=dict(params), max_inflight=UNLIMITED, max_queued=UNLIMITED,
         max_inflight_tokens=UNLIMITED, queue_timeout=UNLIMITED, seed=seed,
     )  # fmt: skip
 
 
-def _paper(name: str, reading: Reading, users: int, tpot: float, cold: bool) -> Scenario:
-    """Return a closed loop of the paper; each prompt is like no other."""
+def paper_loop(name: str, reading: Reading, users: int, cold: bool = False) -> Maker:
+    """Return what makes a closed loop of the paper; each prompt is like no other."""
     which = fleet(name)
     law = which.law(reading)
     if reading == "serial-prefill":
@@ -90,48 +102,68 @@ def _paper(name: str, reading: Reading, users: int, tpot: float, cold: bool) -> 
         ramp=10.0,
     )
 
-    def make(_: Path, policy: str, params: Mapping[str, Any], seed: int) -> Simulation:
-        return make_simulation(which, reading, loop, seed, law=law, rehearses=not cold,
-                          setting=PolicySetting(policy=policy, params=params))  # fmt: skip
+    def make(
+        _: Path, policy: str, params: Mapping[str, Any], seed: int,
+        given: RoutingPolicy | None = None,
+    ) -> Simulation:  # fmt: skip
+        return make_simulation(
+            which, reading, loop, seed, law=law, rehearses=not cold, policy=given,
+            setting=PolicySetting(policy=policy, params=params),
+        )  # fmt: skip
 
-    return Scenario(f"{name} {reading} C={users}", 0.25, tpot, 128, make)
+    return make
+
+
+def _paper(name: str, reading: Reading, users: int, tpot: float, cold: bool) -> Scenario:
+    made = paper_loop(name, reading, users, cold)
+    return Scenario(f"{name} {reading} C={users}", 0.25, tpot, 128, made)
 
 
 def _llama(name: str, members: str, load: Load, cold: bool) -> Scenario:
     """Return a load on Llama-3.1-8B on H200s."""
 
-    def make(traces: Path, policy: str, params: Mapping[str, Any], seed: int) -> Simulation:
+    setup = Setup(model="llama-3.1-8b", gpu="H200", rehearses=not cold)
+    made = llama_run(load, read_fleet(members), setup, 10.0)
+    return Scenario(f"{name} {members}", 2.0, 0.03, 2048 if "p" in members else 0, made)
+
+
+def llama_run(load: Load, fleet: FleetConfig, setup: Setup, assess_every_s: float) -> Maker:
+    """Return what makes a run of a load on a fleet."""
+
+    def make(
+        traces: Path, policy: str, params: Mapping[str, Any], seed: int,
+        given: RoutingPolicy | None = None,
+    ) -> Simulation:  # fmt: skip
         return Simulation(
-            load(traces, seed), read_fleet(members),
-            Setup(model="llama-3.1-8b", gpu="H200", rehearses=not cold),
-            _control(policy, params, seed), ClientConfig(), seed=seed, assess_every=10.0,
+            load(traces, seed), fleet, setup, control_config(policy, params, seed), ClientConfig(),
+            seed=seed, assess_every=assess_every_s, policy=given,
         )  # fmt: skip
 
-    return Scenario(f"{name} {members}", 2.0, 0.03, 2048 if "p" in members else 0, make)
+    return make
 
 
-def _poisson(rate: float, requests: int) -> Load:
+def poisson(rate: float, requests: int) -> Load:
     lengths = RequestLengths(input=(256, 4096), output=(32, 256))
     return lambda _, seed: renewal(lengths, rate, 1.0, requests, 0.0, seed)
 
 
 @lru_cache
-def _read(path: Path) -> Trace:
+def read_cached(path: Path) -> Trace:
     return read_trace(path)
 
 
-def _window(name: str, rate: float, requests: int) -> Load:
+def window(name: str, rate: float, requests: int) -> Load:
     """Return so many requests in a row of a trace, at so many a second on average."""
 
     def load(traces: Path, seed: int) -> OpenLoop:
-        sessions = _read(traces / name).sessions
+        sessions = read_cached(traces / name).sessions
         windows = len(sessions) // requests
         begin = np.random.default_rng(5).permutation(windows)[seed % windows] * requests
         kept = sessions[begin : begin + requests]
         span = max(1e-9, kept[-1].start - kept[0].start)
         speed = requests / rate / span
         moved = tuple(replace(s, start=(s.start - kept[0].start) * speed) for s in kept)
-        return from_trace(replace(_read(traces / name), sessions=moved))
+        return from_trace(replace(read_cached(traces / name), sessions=moved))
 
     return load
 
@@ -140,9 +172,9 @@ def _agents(sessions: int) -> Load:
     """Return the first turns of so many agent sessions at once, thinking a tenth as long."""
 
     def load(traces: Path, seed: int) -> OpenLoop:
-        drawn = some(_read(traces / _AGENTS), sessions, np.random.default_rng(seed))
+        drawn = some(read_cached(traces / AGENTS), sessions, np.random.default_rng(seed))
         cut = tuple(
-            replace(s, turns=tuple(replace(t, think=t.think / 10) for t in s.turns[:_TURNS]))
+            replace(s, turns=tuple(replace(t, think=t.think / 10) for t in s.turns[:TURNS]))
             for s in drawn.sessions
         )
         return from_trace(replace(drawn, sessions=cut), sessions)
@@ -168,7 +200,7 @@ def _clients(folder: Path) -> list[tuple[str, float, float, Any, Any]]:
     return found
 
 
-def _tenants(rate: float, requests: int) -> Load:
+def tenants(rate: float, requests: int) -> Load:
     """Return so many requests of ServeGen's clients, at so many a second altogether."""
 
     def load(traces: Path, seed: int) -> OpenLoop:
@@ -205,12 +237,12 @@ def scenarios(cold: bool = False, requests: int = REQUESTS) -> list[Scenario]:
     found = [] if requests != REQUESTS else _closed(cold)
     for members, scale in (("4xboth", 3.0), ("1p+2d", 1.0)):
         loads = {
-            "poisson middle": _poisson(scale * 9.0, requests),
-            "poisson high": _poisson(scale * 18.0, requests),
-            "mooncake": _window(_MOONCAKE, scale * 3.0, requests),
-            "azure code": _window(_AZURE, scale * 12.0, requests),
+            "poisson middle": poisson(scale * 9.0, requests),
+            "poisson high": poisson(scale * 18.0, requests),
+            "mooncake": window(MOONCAKE, scale * 3.0, requests),
+            "azure code": window(AZURE, scale * 12.0, requests),
             "agents": _agents(round(4 * scale)),
-            "tenants": _tenants(scale * 16.0, requests),
+            "tenants": tenants(scale * 16.0, requests),
         }
         if requests != REQUESTS:
             del loads["agents"]
