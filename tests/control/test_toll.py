@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from model_fleet import Ideal, ModelFleet, poisson
@@ -11,16 +13,17 @@ from pigou.control.latency_model.estimates import Estimates
 from pigou.control.messages import Route, WorkerUp
 from pigou.control.plane import ControlPlane
 from pigou.control.routing.policy import override
-from pigou.control.routing.toll.policy import Toll, TollParams, stream_tolls
-from pigou.control.routing.toll.queue import delay_weight, delayed_prompts
+from pigou.control.routing.toll.policy import Toll, TollParams
+from pigou.control.routing.toll.terms import PARTS
 from pigou.control.routing.view import Candidates, FleetView
 from pigou.control.state import PrefillBacklog
+from pigou.control.status import stream_tolls
 from pigou.games.latency import LatencyLaw
 from pigou.request import SECOND, Request, Role, Worker
 
 LAW = LatencyLaw(0.0008, 0.02)
 #: Whose streams' seconds count alike, however slow they are.
-LEAST = Toll(TollParams(fairness=0.0))
+LEAST = Toll(TollParams(urgency=0.0))
 
 
 def pairs(*found: tuple[int, int]) -> Candidates:
@@ -55,11 +58,12 @@ def test_parts_are_the_formula() -> None:
     assert parts["prefill"] == pytest.approx([service, local])
     assert parts["transfer"] == pytest.approx([0.005 + 680e-6, 0.0])
     assert parts["decode"] == pytest.approx([100 * LAW(9.0)] * 2)
-    assert parts["toll_stream"] == pytest.approx([100 * LAW.toll(8.0)] * 2)
-    second = delay_weight(wait, service, 0.25 * 2.0)
-    queue = second * service * delayed_prompts(wait / 0.25, 0.5, 2.0)
-    assert parts["toll_queue"] == pytest.approx([queue, 0.0])
-    assert parts["toll_stall"] == pytest.approx([0.0, alone * 8])
+    stalls = np.array([0.0, alone * 8])
+    assert parts["toll_stream"] == pytest.approx(100 * LAW.toll(8.0) + stalls)
+    queue = 2.0 * np.array([service * (wait + service / 2), alone * alone / 2])
+    assert parts["toll_queue"] == pytest.approx(queue)
+    assert parts["toll_memory"].tolist() == [0.0, 0.0]
+    assert parts["urgency"].tolist() == [0.0, 0.0]  # nothing is known of other requests
     costs = Toll().costs(request, fleet, pairs((0, 1), (-1, 1)))
     assert costs == pytest.approx(sum(parts.values()))
 
@@ -76,7 +80,8 @@ def test_a_stream_costs_what_reading_its_tokens_takes_of_all_steps_beside_it() -
         mine = 1e-8 * (prompt + 50 - 2000)
         assert parts["decode"] == pytest.approx(100 * (LAW(9.0) + held + mine))
         toll = 100 * 8 * (LAW(9.0) - LAW(8.0) + mine)
-        assert parts["toll_stream"] == pytest.approx([toll, toll])
+        local = parts["toll_stream"] - toll
+        assert local == pytest.approx([8 * (0.005 + prompt * 1e-4)] * 2)
 
 
 def test_the_prompt_under_way_is_as_far_as_the_time_since_it_began() -> None:
@@ -123,81 +128,8 @@ def test_long_prompts_are_priced_by_their_attention_too() -> None:
     tokens = np.array([24_000, 40_000]) * 1e-4
     assert parts["prefill"] == pytest.approx(0.005 + tokens + attention)
     assert parts["wait"] == pytest.approx([0.0, 0.005 + 1.0 + 1.0])
-    assert parts["toll_stall"] == pytest.approx(0.005 + 0.5 * (tokens + attention))
-
-
-def test_memory_costs_what_its_blocks_push_out_at_what_prefill_costs_everybody() -> None:
-    known_ = known(2)
-    known_.prefill_per_token[:] = 2e-4
-    columns = {"estimates": known_, "output": 100.0, "overlap": [10, 20], "decode_requests": [0, 8]}
-    request, offered = Request("r", 1000, 100), pairs((0, 1), (-1, 1))
-    assert Toll().parts(request, FleetView.of(2, **columns), offered)["toll_memory"].tolist() == [
-        0.0,
-        0.0,
-    ]
-    fleet = FleetView.of(2, recomputed_share=[0.5, 0.25], prefill_requests=[3, 0], **columns)
-    parts = Toll().parts(request, fleet, offered)
-    pushed = np.array([0.5 * 840 + 0.25 * (680 + 100), 0.25 * (680 + 100)]) * 2e-4
-    everybody = 1.0 + (parts["toll_queue"] + parts["toll_stall"]) / parts["prefill"]
-    assert everybody.min() > 1.0
-    assert parts["toll_memory"] == pytest.approx(pushed * everybody)
-
-
-def test_the_best_place_costs_what_the_next_prompt_loses_with_it() -> None:
-    known_ = known(3)
-    known_.interference_base[:], known_.interference_token[:] = 0.001, 1e-5
-    stall = 0.001 + (0.25 - 0.005) / 1e-4 * 1e-5
-    request, offered = Request("r", 1000, 100), pairs((-1, 0), (-1, 1), (-1, 2))
-
-    def rent(*streams: int) -> list[float]:
-        fleet = FleetView.of(3, estimates=known_, output=100.0, decode_requests=list(streams))
-        found: list[float] = Toll().parts(request, fleet, offered)["toll_place"].tolist()
-        return found
-
-    assert rent(6, 4, 5) == pytest.approx([0, stall, 0])  # the next takes the place beside five
-    assert rent(9, 4, 9) == pytest.approx([0, stall, 0])  # or comes where this one is
-    assert rent(4, 4, 9) == [0, 0, 0]  # there is another as good
-
-
-def test_the_best_place_costs_less_where_a_prefill_worker_is_as_good() -> None:
-    known_ = known(3)
-    fleet = FleetView.of(
-        3, estimates=known_, output=100.0, decode_requests=[0, 4, 5], prefill_requests=[1, 0, 0],
-        prefill_tokens=[1000, 0, 0], prefills=[True, False, False], decodes=[False, True, True],
-    )  # fmt: skip
-    parts = Toll().parts(Request("r", 1000, 100), fleet, pairs((0, 1), (-1, 1), (0, 2), (-1, 2)))
-    queue, stall = 0.005 + 0.1, 0.25
-    assert queue < 4 * stall  # so it would go there, whatever place this one takes
-    assert parts["toll_place"].tolist() == [0, 0, 0, 0]
-    fleet.prefill_tokens[0] = 11_500
-    parts = Toll().parts(Request("r", 1000, 100), fleet, pairs((0, 1), (-1, 1), (0, 2), (-1, 2)))
-    rent = 0.005 + 1.15 - 4 * stall
-    assert 0 < rent < stall
-    assert parts["toll_place"] == pytest.approx([rent, rent, 0, 0])
-
-
-def test_no_prompt_waits_for_a_place_that_the_next_would_have() -> None:
-    """A stream fewer saves more than the wait, until the next prompt finds that stream."""
-    known_ = known(2)
-    known_.interference_token[:] = 1e-4
-    fleet = FleetView.of(
-        2, estimates=known_, output=10.0, decode_requests=[5, 6], prefill_requests=[1, 0],
-        prefill_tokens=[500, 0],
-    )  # fmt: skip
-    request, offered = Request("r", 2450, 100), pairs((-1, 0), (-1, 1))
-    costs, parts = (f(request, fleet, offered) for f in (LEAST.costs, LEAST.parts))
-    assert costs[0] - parts["toll_place"][0] < costs[1] < costs[0]
-
-
-@pytest.mark.parametrize("rho", [0.3, 1.0, 2.5])
-def test_the_toll_of_the_queue_is_naors(rho: float) -> None:
-    for place in range(1, 7):
-        found = sum((place - i) * rho**i for i in range(1, place))
-        assert delayed_prompts(place - 1, rho, 2.0) == pytest.approx(found)
-        # A queue without spread is like one of smaller customers; see the diffusion limit.
-        assert delayed_prompts(0.5 * (place - 1), rho, 1.0) == pytest.approx(0.5 * found)
-    assert delayed_prompts(0.0, rho, 0.4) == pytest.approx(0.0, abs=1e-12)
-    assert 0 < delayed_prompts(1e6, rho, 0.0) < float("inf")
+    itl = LAW(2.0) - LAW(1.0)  # of one token
+    assert parts["toll_stream"] == pytest.approx(itl + 0.005 + 0.5 * (tokens + attention))
 
 
 def test_what_a_prompt_takes_from_streams_is_the_stall_and_not_its_own_time() -> None:
@@ -206,12 +138,9 @@ def test_what_a_prompt_takes_from_streams_is_the_stall_and_not_its_own_time() ->
     fleet = FleetView.of(1, estimates=known_, decode_requests=[10], prefill_requests=[1])
     parts = Toll().parts(Request("r", 500, 9), fleet, pairs((-1, 0)))
     stall = 0.001 + 500e-6
-    assert parts["toll_stall"] == pytest.approx([10 * stall])
+    assert parts["toll_stream"] == pytest.approx([10 * stall + LAW.toll(10.0)])
     wait = parts["wait"][0]
-    second = delay_weight(wait, stall, 0.25 * 2.0)
-    assert parts["toll_queue"] == pytest.approx(
-        [second * stall * delayed_prompts(wait / 0.25, 0.5, 2.0)]
-    )
+    assert parts["toll_queue"] == pytest.approx([2.0 * stall * (wait + stall / 2)])
 
 
 def test_a_prompt_among_streams_takes_a_step_and_half_of_one_at_least() -> None:
@@ -227,21 +156,94 @@ def test_a_prompt_among_streams_takes_a_step_and_half_of_one_at_least() -> None:
     assert prefill(5000, 4) == pytest.approx(0.005 + 5000e-4)
 
 
+def test_memory_costs_what_has_to_be_computed_again_for_the_blocks_that_are_stored() -> None:
+    columns = {
+        "estimates": known(2), "output": 100.0, "overlap": [10, 20], "decode_requests": [0, 8],
+        "prefills": [True, False], "decodes": [False, True],
+    }  # fmt: skip
+    request, offered = Request("r", 1000, 100), pairs((0, 1), (-1, 1))
+    free = Toll().parts(request, FleetView.of(2, **columns), offered)
+    assert free["toll_memory"].tolist() == [0.0, 0.0]
+    fleet = FleetView.of(2, recomputed_share=[0.5, 0.25], **columns)
+    parts = Toll().parts(request, fleet, offered)
+    # Prefill: 840 tokens at r / (1 - r) = 1. Decode: 680 tokens and the output at 1 / 3. A second
+    # of prefill delays the eight streams of a decode worker by one each.
+    stored, copied = 0.005 + 840e-4, 0.005 + 780e-4
+    assert parts["toll_memory"][0] == pytest.approx(9 * (stored + copied / 3))
+
+
+def test_the_example_of_the_documentation_is_right() -> None:
+    known_, toll, offered = known(2), Toll(), pairs((0, 1), (-1, 1))
+    known_.fleet_arrivals[:] = 2.0
+    toll.recent_ttft.add(0.5)
+    fleet = FleetView.of(
+        2, estimates=known_, output=100.0, overlap=[10, 20], decode_requests=[0, 8],
+        prefills=[True, False], decodes=[False, True], prefill_requests=[2, 0],
+        prefill_tokens=[3000, 0], recomputed_share=[0.5, 0.25],
+    )  # fmt: skip
+    parts = toll.parts(Request("r", 1000, 100), fleet, offered)
+    remote = [0.310, 0.089, 0.00568, 2.72, 0.1638, 0.640, 0.0883, 1.0602]
+    local = [0.000, 0.1126, 0.0, 2.72, 0.0127, 1.224, 0.0057, 0.2513]
+    for name, one, other in zip(PARTS, remote, local, strict=True):
+        assert parts[name] == pytest.approx([one, other], abs=6e-5), name
+    assert parts.total == pytest.approx([5.0769, 4.3263], abs=1e-4)
+    text = (Path(__file__).parents[2] / "docs/internals/routing.md").read_text()
+    for number in ("5.077", "4.326", "0.1638", "1.0602", "0.2513"):
+        assert number in text
+
+
+def test_urgency_grows_with_the_square_of_the_time_to_the_first_token() -> None:
+    toll, offered = Toll(), pairs((-1, 0), (-1, 1))
+    fleet = FleetView.of(2, estimates=known(2), prefill_requests=[0, 1], prefill_tokens=[0, 9950])
+    request = Request("r", 950, 9)
+    parts = toll.parts(request, fleet, offered)
+    toll.note(request, fleet, offered, 0, parts)  # so the mean is 0.1 s
+    parts = toll.parts(request, fleet, offered)
+    assert parts["urgency"] == pytest.approx([0.1**2 / 0.2, 1.1**2 / 0.2])
+    for _ in range(1000):
+        toll.note(request, fleet, offered, 1, parts)
+    assert toll.recent_ttft.seconds == pytest.approx(1.1, rel=1e-3)
+
+
+def test_later_prompts_lose_no_more_than_the_next_does_by_going_elsewhere() -> None:
+    known_ = known(2)
+    known_.fleet_arrivals[:] = 100.0
+    known_.prefill_per_token[:] = 1e-4
+    columns = {"prefills": [True, False], "decodes": [False, True], "estimates": known_}
+    request, offered = Request("r", 4000, 9), pairs((0, 1))
+
+    def toll(streams: int, waiting: int) -> float:
+        fleet = FleetView.of(
+            2, decode_requests=[0, streams], prefill_requests=[1, 0],
+            prefill_tokens=[waiting, 0], **columns,
+        )  # fmt: skip
+        return float(Toll().parts(request, fleet, offered)["toll_queue"][0])
+
+    # A mean prompt takes 0.25 s, from each stream as much, and 2,450 tokens are not transferred.
+    assert toll(1, 50) == pytest.approx(0.25 - 0.005 - 0.00245)
+    assert toll(4, 50) == pytest.approx(4 * 0.25 - 0.005 - 0.00245)
+    assert toll(1, 10_000) == 0.0  # it goes elsewhere whether or not this one comes
+
+
+def test_later_prompts_are_as_urgent_as_this_one() -> None:
+    toll, offered = Toll(), pairs((-1, 0))
+    fleet = FleetView.of(1, estimates=known(1), prefill_requests=[1], prefill_tokens=[9950])
+    request = Request("r", 950, 9)
+    calm = toll.parts(request, fleet, offered)["toll_queue"][0]
+    toll.recent_ttft.add(0.5)
+    assert toll.parts(request, fleet, offered)["toll_queue"][0] == pytest.approx(
+        calm * (1 + 1 / 0.5 * (1.0 + 0.1) / 2)
+    )
+
+
 def test_local_prefill_is_dearer_the_more_streams_it_stalls() -> None:
     def cost(streams: int) -> float:
         fleet = FleetView.of(1, estimates=known(1), decode_requests=[streams])
-        return float(Toll().parts(Request("r", 500, 9), fleet, pairs((-1, 0)))["toll_stall"][0])
+        parts = Toll().parts(Request("r", 500, 9), fleet, pairs((-1, 0)))
+        return float(parts["toll_stream"][0] - LAW.toll(streams))
 
     assert cost(0) == 0
     assert cost(20) == pytest.approx(4 * cost(5))
-
-
-def test_a_hit_that_counts_for_more_than_its_prompt_leaves_costs_finite() -> None:
-    """Nothing is ahead of a stream, and it comes before now: so much is a hit taken for."""
-    eager = override(Toll(), {"overlap_weight": 4.0})
-    fleet = FleetView.of(2, estimates=known(2), overlap=[40, 0])
-    costs = eager.costs(Request("r", 1000, 9), fleet, pairs((0, 1), (-1, 1)))
-    assert np.isfinite(costs).all()
 
 
 def test_a_queue_at_the_prefill_worker_makes_prompts_go_local() -> None:
@@ -261,7 +263,7 @@ def test_without_tolls_it_is_the_selfish_choice() -> None:
     selfish = override(Toll(), {"toll": 0.0})
     parts = selfish.parts(Request("r", 50, 9), fleet, pairs((-1, 0)))  # type: ignore[attr-defined]
     assert all(parts[name] == 0 for name in parts if name.startswith("toll_"))
-    with pytest.raises(ConfigError, match=r"tol is no parameter .* overlap_weight, .* toll"):
+    with pytest.raises(ConfigError, match=r"tol is no parameter .* toll, urgency"):
         override(Toll(), {"tol": 1.0})
     with pytest.raises(ConfigError, match="toll"):
         override(Toll(), {"toll": "much"})
@@ -349,7 +351,30 @@ def test_a_prefix_below_the_device_is_worth_less_and_never_nothing() -> None:
     assert np.all(np.diff(found) > 0.0)
     assert found[1] - found[0] == pytest.approx(0.1 * 128e-4)
     assert found[2] - found[0] == pytest.approx(0.5 * 128e-4)
-    table = Toll().table(request, fleet, here)
-    assert table.total == pytest.approx(sum(table.parts.values()))
+    table = Toll().parts(request, fleet, here)
+    assert table.total == pytest.approx(sum(table.values()))
     with pytest.raises(ValueError, match=r"host_restore is 1\.5; it must be from 0 to 1"):
         TollParams(host_restore=1.5)
+
+
+def test_prices_alone_change_no_price() -> None:
+    toll, offered = Toll(), pairs((0, 1), (-1, 1))
+    fleet = FleetView.of(
+        2, estimates=known(2), prefill_requests=[1, 0], prefill_tokens=[1000, 0],
+        decode_requests=[0, 9],
+    )  # fmt: skip
+    first = toll.costs(Request("r", 500, 100), fleet, offered).tolist()
+    for size in range(100, 2000, 100):
+        toll.costs(Request(str(size), size, 100), fleet, offered)
+    assert toll.costs(Request("s", 500, 100), fleet, offered).tolist() == first
+
+
+def test_explaining_decisions_changes_none() -> None:
+    served = []
+    for most in (0, 100):
+        plane = ControlPlane(ControlConfig(policy="toll", max_decisions=most))
+        fleet = {Role.PREFILL: [Ideal(LAW)], Role.DECODE: [Ideal(LAW)] * 2}
+        model = ModelFleet(plane, fleet)
+        model.run(poisson(8, 20, 1, (200, 4000), (50, 150)))
+        served.append(plane.tracker.state.columns.served.tolist())
+    assert served[0] == served[1]

@@ -100,7 +100,7 @@ async def test_decisions_need_a_key_where_workers_do(tmp_path: Path) -> None:
 
 async def test_overrides_hold_for_their_request_only() -> None:
     async with serving(Stub("a"), Stub("b"), control=TOLL) as fleet:
-        status, _, headers = await ask(fleet, " temperature = 0.7 , overlap_weight=2")
+        status, _, headers = await ask(fleet, " temperature = 0.7 , urgency=2")
         assert status == 200
         _, why = await get(fleet, f"/decisions/{headers['x-pigou-decision']}")
         assert why["temperature"] == 0.7

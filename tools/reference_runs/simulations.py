@@ -45,7 +45,7 @@ SIMULATIONS: dict[str, Simulation] = {
         f"{_CLOSED} --fleet 1p+2d --timing law:340b", report=True,
     ),
     "toll-70b-1p5d-unfair": _policy(
-        "toll without fairness, phases of users", "toll,fairness=0",
+        "toll without urgency, phases of users", "toll,urgency=0",
         "--workload closed:C=32x6/96x8/48x6,in=128,out=128,ramp=2 --fleet 1p+5d --timing law:70b",
     ),
     "toll-4xboth": _policy(
@@ -58,7 +58,7 @@ SIMULATIONS: dict[str, Simulation] = {
         f"{_LLAMA} --seed 3",
     ),
     "toll-3p5d-bursts": _policy(
-        "toll, 3p+5d, gamma arrivals, overlap weight", "toll,overlap_weight=0.5",
+        "toll, 3p+5d, gamma arrivals, half the tolls", "toll,toll=0.5",
         "--workload gamma:rate=30,cv=3,in=100:3000,out=8:120,templates=80,n=400 --fleet 3p+5d "
         f"{_LLAMA}",
     ),

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.control.messages import Choice
-from pigou.control.routing.policy import CostTable
+from pigou.control.routing.policy import CostParts, CostTable
 from pigou.control.routing.remote_kv_fetch import RemoteFetches
 from pigou.control.routing.view import Candidates
 
@@ -53,7 +53,7 @@ class Explanation(msgspec.Struct, eq=False):  # each decision makes one; most ar
     candidates: Candidates
     held: NDArray[np.int64]
     costs: Costs
-    split: CostTable | dict[str, Costs] | None
+    split: CostParts | None
     priced: CostTable
     choice: Choice
     reads: RemoteFetches | None = None
@@ -75,15 +75,14 @@ class Explanation(msgspec.Struct, eq=False):  # each decision makes one; most ar
         return tokens
 
     @property
-    def parts(self) -> dict[str, Costs]:
+    def parts(self) -> CostParts:
         """Parts of the costs by name, (candidates,) each; empty where the policy has none."""
-        split = self.split
-        return split.parts if isinstance(split, CostTable) else split or {}
+        return {} if self.split is None else self.split
 
     @property
-    def prices(self) -> dict[str, Costs]:
+    def prices(self) -> CostParts:
         """Parts of the prices by name, (candidates,) each."""
-        return self.priced.parts
+        return self.priced
 
     @property
     def price(self) -> Costs:

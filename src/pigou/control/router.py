@@ -11,16 +11,13 @@ from pigou.config import ConfigError, ControlConfig
 from pigou.control.decisions import DecisionLedger, Explanation
 from pigou.control.messages import Choice
 from pigou.control.routing.policy import (
-    Costs,
     CostTable,
-    Parts,
     RoutingPolicy,
+    costs_of,
     override,
     params_of,
-    total,
 )
 from pigou.control.routing.remote_kv_fetch import fetch_of, price_fetches
-from pigou.control.routing.rivals.dynamo import Dynamo
 from pigou.control.routing.selection import Pick, select
 from pigou.control.routing.toll.policy import Toll
 from pigou.control.routing.view import Candidates, Counts, FleetView
@@ -52,8 +49,6 @@ class Router:
         self.ledger = DecisionLedger(config.max_decisions)
         self._softmax = config.softmax
         self._price = Toll()
-        if isinstance(policy, Toll):
-            self._price.recent_prompts = policy.recent_prompts
         self._candidates = CandidateCache()
         self._generator = np.random.default_rng(config.seed)
 
@@ -98,24 +93,24 @@ class Router:
             return None
         policy, temperature = self._with(request.overrides)
         if sources is not None:
-            params = policy.params if isinstance(policy, Toll) else self._price.params
-            restore = params.host_restore, params.storage_restore
+            params = {**params_of(self._price), **params_of(policy)}
+            restore = params["host_restore"], params["storage_restore"]
             fleet.fetches = price_fetches(fleet, request.prompt, sources, restore)
-        costs, split = _costs(policy, request, fleet, candidates)
+        costs, split = costs_of(policy, request, fleet, candidates)
         pick = select(costs, self._generator, temperature, self._softmax)
         if pick is None:
             return None
-        if isinstance(policy, Toll) and isinstance(split, CostTable):
-            policy.record(request, fleet, candidates, split)
+        note = getattr(policy, "note", None)
+        if note is not None:
+            note(request, fleet, candidates, pick.index, split)
         held = fleet.cached(request.prompt)
         choice = _choice(candidates, pick, fleet, held)
         if self.ledger.max_decisions:
-            if isinstance(split, CostTable) and self._price.params == getattr(
-                policy, "params", None
-            ):
+            if isinstance(split, CostTable) and getattr(policy, "full_price", False):
                 prices = split
             else:
-                prices = self._prices(policy, request, fleet, candidates)
+                prices = self._price.parts(request, fleet, candidates)
+            self._price.note(request, fleet, candidates, pick.index, prices)
             explanation = Explanation(
                 request.id,
                 now,
@@ -137,15 +132,6 @@ class Router:
             self.ledger.add(explanation)
         return choice
 
-    def _prices(
-        self, policy: RoutingPolicy, request: Request, fleet: FleetView, candidates: Candidates
-    ) -> CostTable:
-        """Return what the toll policy would charge, where the choice was made by other costs."""
-        prices = self._price.table(request, fleet, candidates)
-        if not isinstance(policy, Toll):
-            self._price.record(request, fleet, candidates, prices)
-        return prices
-
     def _with(self, overrides: Mapping[str, float]) -> tuple[RoutingPolicy, float]:
         if not overrides:
             return self.policy, self.temperature
@@ -164,22 +150,6 @@ def _choice(candidates: Candidates, pick: Pick, fleet: FleetView, held: Counts) 
     if read is None:
         return Choice(fleet.ids[decode], remote, pick.cost, held.item(computes))
     return Choice(fleet.ids[decode], remote, pick.cost, held.item(computes), read)
-
-
-def _costs(
-    policy: RoutingPolicy, request: Request, fleet: FleetView, candidates: Candidates
-) -> tuple[Costs, CostTable | dict[str, Costs] | None]:
-    """Return what candidates cost, (candidates,), and its parts where the policy has any."""
-    # Not policies derived from these, which may have other costs.
-    if type(policy) is Toll or type(policy) is Dynamo:
-        table = policy.table(request, fleet, candidates)
-        if table is not None:
-            return table.total, table
-    split: Parts | None = getattr(policy, "parts", None)
-    if split is None:
-        return policy.costs(request, fleet, candidates), None
-    parts = split(request, fleet, candidates)
-    return total(parts, len(candidates)), parts
 
 
 #: Prefill workers that are considered with each decode worker.

@@ -14,7 +14,6 @@ from pigou.control.price_of_anarchy import PoAEstimate
 from pigou.control.request_tracker import RequestTracker
 from pigou.control.router import Router
 from pigou.control.routing.policy import params_of
-from pigou.control.routing.toll.policy import memory_prices, stream_tolls
 from pigou.control.saturation.regime import Regime
 from pigou.request import NEVER
 
@@ -91,3 +90,31 @@ def plane_status(
         estimates=estimates,
         output=output,
     )
+
+
+def stream_tolls(
+    known: Estimates, streams: NDArray[np.int64], output: float
+) -> NDArray[np.float64]:
+    """Return the seconds that one more stream on each worker would cost those there, (workers,).
+
+    The toll of the stream alone: N n (f(n+1) - f(n)), its prompt not counted.
+
+    Args:
+        known: speeds of the workers.
+        streams: on each worker, (workers,).
+        output: tokens that a stream is expected to have (N).
+    """
+    rows, n = np.arange(len(streams)), streams.astype(np.float64)
+    tolls: NDArray[np.float64] = output * n * (known.itl(rows, n + 1.0) - known.itl(rows, n))
+    return tolls
+
+
+def memory_prices(known: Estimates, recomputed_share: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the seconds of prefill that a token of KV on each worker pushes out, (workers,).
+
+    Args:
+        known: speeds of the workers.
+        recomputed_share: as of `FleetView`, (workers,).
+    """
+    prices: NDArray[np.float64] = recomputed_share * known.prefill_per_token
+    return prices

@@ -145,6 +145,7 @@ def make_simulation(
     setting: PolicySetting | None = None, sender: ClientConfig | None = None,
     law: Law | None = None,
     saturation: dict[str, object] | None = None, rehearses: bool | None = None,
+    policy: RoutingPolicy | None = None,
 ) -> Simulation:  # fmt: skip
     """Put a run together.
 
@@ -161,6 +162,7 @@ def make_simulation(
         law: time of the steps.
         saturation: detector of the control plane, as of `ControlConfig`.
         rehearses: whether workers tell their speed, as of `Setup`.
+        policy: takes the place of that of `setting`.
     """
     setting = setting or PolicySetting()
     law = law or paper_fleet.law(reading)
@@ -169,8 +171,7 @@ def make_simulation(
         WorkerGroup(role=Role.PREFILL, prefix_caching=False, max_seqs=serial),
         WorkerGroup(role=Role.DECODE, count=paper_fleet.decoders),
     )
-    policy: RoutingPolicy | None = None
-    if not setting.policy:
+    if policy is None and not setting.policy:
         policy = EqualStages.weighing(setting.overlap_weight)
     control = ControlConfig(
         policy=setting.policy or "dynamo-paper",

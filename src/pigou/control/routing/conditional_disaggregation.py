@@ -7,7 +7,14 @@ from typing import Any, ClassVar
 import msgspec
 import numpy as np
 
-from pigou.control.routing.policy import Costs, Parts, RequestView, RoutingPolicy, load, total
+from pigou.control.routing.policy import (
+    Costs,
+    RequestView,
+    RoutingPolicy,
+    costs_of,
+    load,
+    total,
+)
 from pigou.control.routing.view import Candidates, Flags, FleetView
 
 
@@ -69,13 +76,9 @@ class ConditionalDisaggregation:
         """Return the parts of the policy inside, and `threshold`, which forbids."""
         allowed = self._allowed(request, fleet, candidates)
         left = Candidates(candidates.prefill[allowed], candidates.decode[allowed])
-        split: Parts | None = getattr(self.inner, "parts", None)
-        if split is not None:
-            parts = split(request, fleet, left)
-        else:
-            parts = {"cost": self.inner.costs(request, fleet, left)}
+        costs, parts = costs_of(self.inner, request, fleet, left)
         whole: dict[str, Costs] = {}
-        for name, part in parts.items():
+        for name, part in (parts or {"cost": costs}).items():
             whole[name] = np.zeros(len(candidates))
             whole[name][allowed] = part
         whole["threshold"] = np.where(allowed, 0.0, np.inf)

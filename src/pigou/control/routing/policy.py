@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
@@ -25,6 +25,8 @@ Costs: TypeAlias = NDArray[np.float64]
 class RoutingPolicy(Protocol):
     """A formula over candidates.
 
+    It may have the methods of `PricedPolicy` and of `NotingPolicy` as well.
+
     A policy with parameters keeps them in an attribute `params`, a frozen `msgspec.Struct` with
     defaults, and takes one as its only argument: then its parameters can be configured, and
     overridden for one request (`override`).
@@ -39,37 +41,20 @@ class RoutingPolicy(Protocol):
         ...
 
 
-@runtime_checkable
-class Priced(Protocol):
-    """A policy whose cost is a sum of parts, which explain its decisions."""
-
-    def parts(
-        self, request: RequestView, fleet: FleetView, candidates: Candidates
-    ) -> dict[str, Costs]:
-        """Return the parts by name, each of shape (candidates,); `costs` is their sum."""
-        ...
-
-
-#: The method `parts` of a `Priced` policy.
-Parts: TypeAlias = Callable[[RequestView, FleetView, Candidates], dict[str, Costs]]
-
-
-def total(parts: Mapping[str, Costs], count: int) -> Costs:
-    """Return the sum of parts of shape (count,); zeros where there are none."""
-    costs: Costs = sum(parts.values(), np.zeros(count))
-    return costs
-
-
-class CostTable(msgspec.Struct):
+class CostTable(Mapping[str, Costs]):
     """Parts of the costs of candidates in one array, for policies that fill it in one go.
+
+    It reads as parts by name, each of shape (candidates,).
 
     Attributes:
         names: of the parts.
         rows: the parts in that order, and last their sum, shape (parts + 1, candidates).
     """
 
-    names: tuple[str, ...]
-    rows: Costs
+    __slots__ = ("names", "rows")
+
+    def __init__(self, names: tuple[str, ...], rows: Costs) -> None:
+        self.names, self.rows = names, rows
 
     @property
     def total(self) -> Costs:
@@ -77,10 +62,69 @@ class CostTable(msgspec.Struct):
         costs: Costs = self.rows[-1]
         return costs
 
-    @property
-    def parts(self) -> dict[str, Costs]:
-        """The parts by name, (candidates,) each."""
-        return dict(zip(self.names, self.rows, strict=False))
+    def __getitem__(self, name: str) -> Costs:
+        """Return a part.
+
+        Raises:
+            KeyError: there is none of that name.
+        """
+        if name not in self.names:
+            raise KeyError(name)
+        part: Costs = self.rows[self.names.index(name)]
+        return part
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+#: Parts of a cost by name, each of shape (candidates,).
+CostParts: TypeAlias = Mapping[str, Costs]
+
+
+class PricedPolicy(RoutingPolicy, Protocol):
+    """A policy whose cost is a sum of parts, which explain its decisions."""
+
+    def parts(
+        self, request: RequestView, fleet: FleetView, candidates: Candidates
+    ) -> CostParts | None:
+        """Return the parts; `costs` is their sum, and is not asked for. None where it has none."""
+        ...
+
+
+class NotingPolicy(RoutingPolicy, Protocol):
+    """A policy that keeps what it learns of its choices."""
+
+    def note(
+        self, request: RequestView, fleet: FleetView, candidates: Candidates, chosen: int,
+        parts: CostParts | None, /,
+    ) -> None:  # fmt: skip
+        """Take the index of the candidate that was chosen, and the parts that it was chosen by.
+
+        `costs` and `parts` must change nothing: they are also asked for without a choice.
+        """
+        ...
+
+
+def total(parts: CostParts, count: int) -> Costs:
+    """Return the sum of parts of shape (count,); zeros where there are none."""
+    if isinstance(parts, CostTable):
+        return parts.total
+    costs: Costs = sum(parts.values(), np.zeros(count))
+    return costs
+
+
+def costs_of(
+    policy: RoutingPolicy, request: RequestView, fleet: FleetView, candidates: Candidates
+) -> tuple[Costs, CostParts | None]:
+    """Return what candidates cost, (candidates,), and its parts where the policy has any."""
+    priced = getattr(policy, "parts", None)
+    parts: CostParts | None = None if priced is None else priced(request, fleet, candidates)
+    if parts is None:
+        return policy.costs(request, fleet, candidates), None
+    return total(parts, len(candidates)), parts
 
 
 def params_of(policy: RoutingPolicy) -> Mapping[str, Any]:

@@ -8,7 +8,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from pigou.control.routing.policy import Costs, RequestView, total
+from pigou.control.routing.policy import CostParts, Costs, RequestView, total
 from pigou.control.routing.view import Candidates, Counts, FleetView
 
 #: Indices of workers, distinct.
@@ -49,9 +49,7 @@ class PoolPolicy:
         """Return one cost a candidate, in the policy's own unit."""
         return total(self.parts(request, fleet, candidates), len(candidates))
 
-    def parts(
-        self, request: RequestView, fleet: FleetView, candidates: Candidates
-    ) -> dict[str, Costs]:
+    def parts(self, request: RequestView, fleet: FleetView, candidates: Candidates) -> CostParts:
         """Return the parts of the cost, those of the prefill pool named `prefill_...`."""
         remote = candidates.prefill >= 0
         if not remote.any():

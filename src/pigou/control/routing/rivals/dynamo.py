@@ -15,6 +15,7 @@ from pigou.control.routing.conditional_disaggregation import (
     ConditionalDisaggregationParams,
 )
 from pigou.control.routing.policy import (
+    CostParts,
     Costs,
     CostTable,
     RequestView,
@@ -138,16 +139,14 @@ class Dynamo(PoolPolicy):
     def __init__(self, params: DynamoParams | None = None) -> None:
         self.params = params or DynamoParams()
 
-    def table(
-        self, request: RequestView, fleet: FleetView, candidates: Candidates
-    ) -> CostTable | None:
-        """Return the parts and their sum in one array, quicker; None where it does not know how.
+    def parts(self, request: RequestView, fleet: FleetView, candidates: Candidates) -> CostParts:
+        """Return the parts of the cost.
 
-        It does for candidates that serve whole requests, without decay of the credit.
+        A kernel computes those of candidates that serve whole requests, without decay.
         """
         own = self.params
-        if own.overlap_score_credit_decay > 0.0:
-            return None
+        if own.overlap_score_credit_decay > 0.0 or type(self) is not Dynamo:
+            return super().parts(request, fleet, candidates)
         costs = np.empty((len(PARTS) + 1, len(candidates.decode)))
         done = aggregated_costs(
             (fleet.prefills, fleet.decodes),
@@ -163,7 +162,7 @@ class Dynamo(PoolPolicy):
             ),
             costs,
         )  # fmt: skip
-        return CostTable(PARTS, costs) if done else None
+        return CostTable(PARTS, costs) if done else super().parts(request, fleet, candidates)
 
     def pool_costs(
         self, request: RequestView, fleet: FleetView, rows: Rows, pool: Pool

@@ -1,1 +1,1 @@
-"""Pigou's own policy: what a choice costs its request, and what it costs all others."""
+"""Pigou's own routing policy: what a choice costs its request, and what it costs all others."""

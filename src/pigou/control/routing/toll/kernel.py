@@ -1,0 +1,366 @@
+"""The prospects of each candidate, and the terms compiled: one pass over the candidates.
+
+A kernel takes a group as a plain tuple, which numba recognises sooner than a named one, and names
+its fields inside: `load = WorkerLoad(*load)`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pigou.compiled import bare_kernel_over, inlined
+from pigou.control.latency_model.estimates import (
+    ARRIVALS,
+    CONTEXT_TOKEN,
+    FLEET_ARRIVALS,
+    INTERFERENCE_TOKEN,
+    MEAN_CONTEXT,
+    MEAN_PREFILL,
+    PREFILL_BASE,
+    PREFILL_PER_TOKEN,
+    PREFILL_TOKEN,
+    TRANSFER_BASE,
+    TRANSFER_TOKEN,
+    Numbers,
+    interference_law,
+    interference_s,
+    itl_law,
+    itl_s,
+    later_interference_s,
+    prefill_law,
+    prefill_s,
+)
+from pigou.control.routing.toll import terms
+from pigou.control.routing.toll.terms import PARTS, Prospect, TollWeights
+from pigou.control.routing.view import Candidates, FleetView
+from pigou.control.state import PrefillBacklog
+from pigou.request import Request
+
+Counts: TypeAlias = NDArray[np.int64]
+Flags: TypeAlias = NDArray[np.bool_]
+Indices: TypeAlias = NDArray[np.int32]
+_OVER = ("control/routing/toll", "control/latency_model")
+#: Share of stored blocks that displace one which returns, at most: at 1 the series has no end.
+_MAX_DISPLACED = 0.9
+_PARTS = len(PARTS)
+#: The terms, for one candidate.
+_urgency: Any = inlined(terms.urgency)
+_toll_stream: Any = inlined(terms.toll_stream)
+_toll_queue: Any = inlined(terms.toll_queue)
+_toll_memory: Any = inlined(terms.toll_memory)
+
+
+_NO_FETCHES: Numbers = np.zeros(0)
+_NO_BACKLOG = PrefillBacklog()
+
+
+class WorkerLoad(NamedTuple):
+    """What each worker has to do, as of `FleetView`, (workers,) each."""
+
+    prefills: Flags
+    decodes: Flags
+    prefill_requests: Counts
+    prefill_tokens: Counts
+    prefill_pairs: Counts
+    decode_requests: Counts
+    decode_tokens: Counts
+    recomputed_share: Numbers
+
+
+class PromptsUnderWay(NamedTuple):
+    """The prompt that each worker computes now, (workers,) each; empty where unknown.
+
+    Attributes:
+        tokens: that are uncached.
+        pairs: of those with the ones before them.
+        since_ns: when it began.
+    """
+
+    tokens: Counts
+    pairs: Counts
+    since_ns: Counts
+
+
+class PromptCaches(NamedTuple):
+    """What each worker has of the prompt, (workers,) each.
+
+    Attributes:
+        cached: tokens that it holds.
+        ready: tokens that it would not compute.
+        host, storage: blocks of those that it would bring back to its device.
+        fetch_s: seconds until it has fetched the others from another worker; or empty.
+        block_size: tokens in a block.
+    """
+
+    cached: Counts
+    ready: Counts
+    host: Counts
+    storage: Counts
+    fetch_s: Numbers
+    block_size: Counts
+
+
+class TollSetting(NamedTuple):
+    """Parameters of the policy (`TollParams`); `rise` is its urgency over the mean TTFT."""
+
+    toll: float
+    rise: float
+    host_restore: float
+    storage_restore: float
+
+
+LoadArrays: TypeAlias = tuple[Flags, Flags, Counts, Counts, Counts, Counts, Counts, Numbers]
+UnderWayArrays: TypeAlias = tuple[Counts, Counts, Counts]
+CacheArrays: TypeAlias = tuple[Counts, Counts, Counts, Counts, Numbers, Counts]
+#: Workers of the candidates that prefill (-1 for local) and that decode, (candidates,) each.
+PairArrays: TypeAlias = tuple[Indices, Indices]
+SettingValues: TypeAlias = tuple[float, float, float, float]
+
+
+def cost_rows(
+    request: Request, fleet: FleetView, candidates: Candidates, setting: SettingValues
+) -> Numbers:
+    """Return the parts of each candidate's cost in the order of `PARTS`, and last their sum.
+
+    Args:
+        request: the request.
+        fleet: as it sees it.
+        candidates: pairs of workers.
+        setting: fields of `TollSetting`.
+
+    Returns:
+        Seconds, shape (parts + 1, candidates).
+    """
+    rows = np.empty((_PARTS + 1, len(candidates)))
+    cached, backlog, fetches = fleet.cached(request.prompt), fleet.backlog, fleet.fetches
+    first = backlog or _NO_BACKLOG
+    price(
+        fleet.estimates.table,
+        (
+            fleet.prefills, fleet.decodes, fleet.prefill_requests, fleet.prefill_tokens,
+            fleet.prefill_pairs, fleet.decode_requests, fleet.decode_tokens,
+            fleet.recomputed_share,
+        ),
+        (first.tokens, first.pairs, first.since),
+        fleet.now,
+        (cached, cached, fleet.host, fleet.storage, _NO_FETCHES, fleet.block_size)
+        if fetches is None
+        else (
+            cached, fetches.ready, fetches.host, fetches.storage, fetches.seconds,
+            fleet.block_size,
+        ),
+        (candidates.prefill, candidates.decode),
+        request.prompt,
+        fleet.output,
+        setting,
+        np.empty(len(fleet.prefills)),
+        rows,
+    )  # fmt: skip
+    return rows
+
+
+@bare_kernel_over(*_OVER)
+def write_backlogs(
+    table: Numbers,
+    load_arrays: LoadArrays,
+    under_way: UnderWayArrays,
+    now_ns: int,
+    waits_s: Numbers,
+) -> None:
+    """Write the seconds of prompts that each worker has to compute, (workers,).
+
+    The first has run since it began; late, it takes nothing off those behind it.
+    """
+    load, first = WorkerLoad(*load_arrays), PromptsUnderWay(*under_way)
+    for w in range(waits_s.shape[0]):
+        law, prompts = prefill_law(table, w), load.prefill_requests[w]
+        left = prefill_s(law, prompts, float(load.prefill_tokens[w]), float(load.prefill_pairs[w]))
+        if first.since_ns.shape[0] and prompts > 0:
+            whole = prefill_s(law, 1, float(first.tokens[w]), float(first.pairs[w]))
+            left -= min(whole, max(0, now_ns - first.since_ns[w]) * 1e-9)
+        waits_s[w] = max(0.0, left)
+
+
+@bare_kernel_over(*_OVER)
+def displaced_blocks(share: Numbers, pool: Flags) -> float:
+    """Return blocks that a pool computes again for each that it stores, 0 to 9.
+
+    r / (1 - r), of the pool's mean share r: a worker that stores nothing keeps an old one.
+    """
+    total, workers = 0.0, 0
+    for w in range(pool.shape[0]):
+        if pool[w]:
+            total += share[w]
+            workers += 1
+    mean = min(total / max(workers, 1), _MAX_DISPLACED)
+    return mean / (1.0 - mean)
+
+
+@bare_kernel_over(*_OVER)
+def stalled_streams(table: Numbers, load_arrays: LoadArrays) -> float:
+    """Return the seconds that streams lose for each second of prefill."""
+    load = WorkerLoad(*load_arrays)
+    streams, share, workers = 0.0, 0.0, 0
+    for w in range(load.decodes.shape[0]):
+        if load.decodes[w]:
+            streams += load.decode_requests[w]
+            share += min(1.0, table[INTERFERENCE_TOKEN, w] / max(table[PREFILL_TOKEN, w], 1e-300))
+            workers += 1
+    return streams * share / max(workers, 1) ** 2
+
+
+@bare_kernel_over(*_OVER)
+def fleet_weights(
+    table: Numbers, load_arrays: LoadArrays, toll: float, rise: float
+) -> tuple[float, float, float, float, float]:
+    """Return the fields of `TollWeights`."""
+    load = WorkerLoad(*load_arrays)
+    return (
+        toll, rise, stalled_streams(table, load_arrays),
+        displaced_blocks(load.recomputed_share, load.prefills),
+        displaced_blocks(load.recomputed_share, load.decodes),
+    )  # fmt: skip
+
+
+@bare_kernel_over(*_OVER)
+def later_prompts(
+    table: Numbers, load_arrays: LoadArrays, waits_s: Numbers, p: int
+) -> tuple[float, float]:
+    """Return prompts a second that come to worker `p`, and what the next loses by going elsewhere.
+
+    Where `p` does nothing but prefill all prompts may come, shared with the others that do; the
+    next would be computed by the decode worker where that costs least, it and the streams there.
+    It is taken to be of mean length. Elsewhere it has no other way: infinity.
+    """
+    load = WorkerLoad(*load_arrays)
+    if load.decodes[p]:
+        return table[ARRIVALS, p], math.inf
+    pool, elsewhere_s = 0, math.inf
+    for w in range(load.prefills.shape[0]):
+        pool += load.prefills[w] and not load.decodes[w]
+        if load.decodes[w]:
+            computed_s = table[MEAN_PREFILL, w] - table[PREFILL_BASE, w]
+            tokens = computed_s / max(table[PREFILL_PER_TOKEN, w], 1e-12)
+            law, interference = prefill_law(table, w), interference_law(table, w)
+            stalls_s = load.decode_requests[w] * interference_s(law, interference, 1, tokens, 0.0)
+            transfer_s = table[TRANSFER_BASE, w] + table[TRANSFER_TOKEN, w] * tokens
+            local_s = waits_s[w] + table[MEAN_PREFILL, w] + stalls_s - transfer_s
+            elsewhere_s = min(elsewhere_s, local_s)
+    rate = table[FLEET_ARRIVALS, p] / max(pool, 1)
+    left_s = max(0.0, waits_s[p] - 1.0 / max(rate, 1e-9))
+    return rate, max(0.0, elsewhere_s - table[MEAN_PREFILL, p] - left_s)
+
+
+@bare_kernel_over(*_OVER)
+def service_s(table: Numbers, w: int, tokens: float, prompt: float) -> float:
+    """Return the seconds in which worker `w` computes the last tokens of a prompt."""
+    return prefill_s(prefill_law(table, w), 1, tokens, tokens * (prompt - 0.5 * tokens))
+
+
+@bare_kernel_over(*_OVER)
+def prospect_of(
+    table: Numbers, load_arrays: LoadArrays, cache_arrays: CacheArrays, waits_s: Numbers,
+    pair: tuple[int, int], prompt: int, output: float, restore: tuple[float, float],
+) -> tuple[Any, ...]:  # fmt: skip
+    """Return the fields of `Prospect` for one candidate.
+
+    Args:
+        table: `Estimates.table`.
+        load_arrays: `WorkerLoad`.
+        cache_arrays: `PromptCaches`.
+        waits_s: seconds of the prompts that each worker has to compute, (workers,).
+        pair: the worker that computes, and the one that decodes.
+        prompt: tokens.
+        output: tokens expected.
+        restore: seconds of a token from host memory, and from storage, as shares of computing it.
+    """
+    load, caches = WorkerLoad(*load_arrays), PromptCaches(*cache_arrays)
+    p, d = pair
+    local = p == d
+    wait_s, n = waits_s[p], float(load.decode_requests[d])
+    uncached = float(prompt - caches.ready[p])
+    computed_s = delay_s = service_s(table, p, uncached, float(prompt))
+    token_s, mean = table[CONTEXT_TOKEN, d], table[MEAN_CONTEXT, d]
+    held_s = token_s * (load.decode_tokens[d] - mean * n)
+    step_s = itl_s(itl_law(table, d), n) + held_s
+    next_step_s = itl_s(itl_law(table, d), n + 1.0) + held_s
+    next_step_s += token_s * (prompt + 0.5 * output - mean)
+    transfer_s = caches.fetch_s[p] if caches.fetch_s.shape[0] else 0.0
+    stall_s, stored_s, later_s, missing = 0.0, 0.0, 0.0, float(prompt - caches.cached[d])
+    law, interference = prefill_law(table, d), interference_law(table, d)
+    if local:
+        pairs = uncached * (prompt - 0.5 * uncached)
+        stall_s = interference_s(law, interference, 1, uncached, pairs)
+        if n > 0.0:  # the rest of the step that runs, and its own
+            delay_s, computed_s = stall_s, max(computed_s, 1.5 * step_s + stall_s)
+    else:
+        transfer_s += table[TRANSFER_BASE, d] + table[TRANSFER_TOKEN, d] * missing
+        stored_s = service_s(table, p, float(prompt - caches.cached[p]), float(prompt))
+    computed_s += table[PREFILL_TOKEN, p] * caches.block_size[p] * (
+        restore[0] * caches.host[p] + restore[1] * caches.storage[p]
+    )  # fmt: skip
+    if not local:
+        later_s = later_interference_s(
+            law, interference, load.prefill_requests[d], float(load.prefill_tokens[d]),
+            float(load.prefill_pairs[d]), wait_s + computed_s + transfer_s,
+        )  # fmt: skip
+    return (
+        wait_s, computed_s, transfer_s, output * next_step_s + later_s, n,
+        output * (next_step_s - step_s), stall_s, delay_s,
+        *later_prompts(table, load_arrays, waits_s, p), stored_s,
+        service_s(table, d, missing + output, prompt + output),
+    )  # fmt: skip
+
+
+@bare_kernel_over(*_OVER)
+def price(
+    table: Numbers,
+    load_arrays: LoadArrays,
+    under_way: UnderWayArrays,
+    now_ns: int,
+    cache_arrays: CacheArrays,
+    candidates: PairArrays,
+    prompt: int,
+    output: float,
+    setting_values: SettingValues,
+    waits_s: Numbers,
+    costs: Numbers,
+) -> None:
+    """Write the parts of each candidate's cost, and in the last row their sum.
+
+    Args:
+        table: `Estimates.table`.
+        load_arrays: `WorkerLoad`.
+        under_way: `PromptsUnderWay`.
+        now_ns: nanoseconds.
+        cache_arrays: `PromptCaches`.
+        candidates: their workers that prefill (-1 for local) and that decode, (candidates,).
+        prompt: tokens.
+        output: tokens expected.
+        setting_values: `TollSetting`.
+        waits_s: to work in, (workers,).
+        costs: takes the parts in the order of `PARTS`, and the sum, shape (9, candidates).
+    """
+    setting = TollSetting(*setting_values)
+    prefill, decode = candidates
+    restore = setting.host_restore, setting.storage_restore
+    write_backlogs(table, load_arrays, under_way, now_ns, waits_s)
+    w = TollWeights(*fleet_weights(table, load_arrays, setting.toll, setting.rise))
+    for i in range(decode.shape[0]):
+        d = int(decode[i])
+        pair = (d if prefill[i] < 0 else int(prefill[i])), d
+        p = Prospect(
+            *prospect_of(table, load_arrays, cache_arrays, waits_s, pair, prompt, output, restore)
+        )
+        parts = (
+            p.wait_s, p.prefill_s, p.transfer_s, p.decode_s, _urgency(p, w), _toll_stream(p, w),
+            _toll_queue(p, w), _toll_memory(p, w),
+        )  # fmt: skip
+        costs[_PARTS, i] = 0.0
+        for row in range(_PARTS):
+            costs[row, i] = parts[row]
+            costs[_PARTS, i] += costs[row, i]

@@ -1,0 +1,117 @@
+"""Terms: what a candidate costs, as a sum of five, in seconds.
+
+    cost = private + urgency + toll_stream + toll_queue + toll_memory
+
+Each takes the columns of all candidates, shape (candidates,), and returns one of that shape. The
+kernel compiles the same functions for one candidate at a time.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Numbers: TypeAlias = NDArray[np.float64]
+#: Names of the parts of a cost, in order; the first four are the private term.
+PARTS = (
+    "wait", "prefill", "transfer", "decode", "urgency", "toll_stream", "toll_queue", "toll_memory",
+)  # fmt: skip
+
+
+class Prospect(NamedTuple):
+    """What is expected of each candidate, (candidates,); seconds where a name ends in `_s`.
+
+    Attributes:
+        wait_s: until the computing worker has computed the prompts before this one.
+        prefill_s: to compute its uncached tokens, and to bring others back from lower tiers.
+        transfer_s: to bring KV to the worker that computes, and on to the one that decodes.
+        decode_s: of all output tokens, with prompts that wait on the decode worker.
+        streams: that decode there now (n).
+        growth_s: by which this stream makes each of them longer: N (f(n+1) - f(n)).
+        stall_s: by which its prompt makes each of them longer (z); 0 where prefill is remote.
+        delay_s: by which it delays each prompt behind it.
+        arrivals: prompts a second that come to the computing worker (l).
+        elsewhere_s: that the next of them loses by going elsewhere (e); infinity where it cannot.
+        prefill_stored_s: to compute again what a remote prefill worker stores of it; else 0.
+        decode_stored_s: to compute again what the decode worker stores of it, output included.
+    """
+
+    wait_s: Numbers
+    prefill_s: Numbers
+    transfer_s: Numbers
+    decode_s: Numbers
+    streams: Numbers
+    growth_s: Numbers
+    stall_s: Numbers
+    delay_s: Numbers
+    arrivals: Numbers
+    elsewhere_s: Numbers
+    prefill_stored_s: Numbers
+    decode_stored_s: Numbers
+
+
+class TollWeights(NamedTuple):
+    """What the terms are weighed with, the same for all candidates.
+
+    Attributes:
+        toll: share of the tolls that is charged.
+        rise: extra weight of a second to the first token, for each second before it.
+        stalled: seconds that streams of a decode worker lose for each second of prefill.
+        prefill_displaced: blocks computed again for each that the prefill pool stores: r / (1 - r),
+            where r of the stored blocks displace one that returns, and that one displaces others.
+        decode_displaced: the same of the decode pool.
+    """
+
+    toll: float
+    rise: float
+    stalled: float
+    prefill_displaced: float
+    decode_displaced: float
+
+
+def private(p: Prospect) -> Numbers:
+    """Seconds of the request itself (Georgiou 2026, Eq. 7)."""
+    return p.wait_s + p.prefill_s + p.transfer_s + p.decode_s
+
+
+def urgency(p: Prospect, w: TollWeights) -> Numbers:
+    """Seconds before the first token weigh more, the more there are: rise T^2 / 2.
+
+    A convex cost of delay (van Mieghem, "Dynamic Scheduling with Convex Delay Costs: The
+    Generalized c-mu Rule", Annals of Applied Probability 1995).
+    """
+    ttft_s = p.wait_s + p.prefill_s + p.transfer_s
+    return 0.5 * w.rise * ttft_s * ttft_s
+
+
+def toll_stream(p: Prospect, w: TollWeights) -> Numbers:
+    """Seconds that streams of the decode worker lose: n (N (f(n+1) - f(n)) + z).
+
+    The marginal-cost toll of the routing game (Pigou 1920; Georgiou 2026, Eq. 7), and what a
+    prompt that is computed among them takes from each.
+    """
+    return w.toll * p.streams * (p.growth_s + p.stall_s)
+
+
+def toll_queue(p: Prospect, w: TollWeights) -> Numbers:
+    """Seconds that later prompts lose: min(l w (Q + w / 2), e) (1 + rise (Q + w) / 2).
+
+    Those who come while this one waits are delayed by w, those who come while it is computed by
+    half of that in the mean. If the next goes elsewhere, all is as if this one had not come, so
+    they lose no more than it does (Naor, "The Regulation of Queue Size by Levying Tolls",
+    Econometrica 1969). Their seconds are as urgent as its own: in the mean they wait for half.
+    """
+    lost_s = np.minimum(p.arrivals * p.delay_s * (p.wait_s + 0.5 * p.delay_s), p.elsewhere_s)
+    return w.toll * lost_s * (1.0 + 0.5 * w.rise * (p.wait_s + p.delay_s))
+
+
+def toll_memory(p: Prospect, w: TollWeights) -> Numbers:
+    """Seconds that are computed again for the blocks which this request's push out.
+
+    They are taken to lie as deep in their prompts, and to be as urgent, as those stored here.
+    """
+    prefill_s = p.prefill_stored_s * (1.0 + w.stalled + 0.5 * w.rise * p.prefill_stored_s)
+    decode_s = p.decode_stored_s * (1.0 + w.stalled + 0.5 * w.rise * p.decode_stored_s)
+    return w.toll * (w.prefill_displaced * prefill_s + w.decode_displaced * decode_s)
