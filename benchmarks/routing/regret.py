@@ -9,8 +9,8 @@ FOLDER of the traces has `mooncake/` and `azure/`, and, unpacked, `agent-session
 `servegen-deepseek-r1/`. `run` appends each cell (workload, policy, seed) to `SIDE-SHARE.jsonl` as
 it is done, and runs none again. `--share i/n` runs every n-th cell, so that several processes can
 work at once. A policy may carry parameters (`toll:urgency=0`), and a term of `toll` may be left
-out (`toll-toll_queue`). The regret of a policy on a workload is the mean over seeds of its figure, over
-the least such mean of all policies that are named. It is 1 for the best.
+out (`toll-toll_queue`). The regret of a policy on a workload is the mean over seeds of its figure,
+over the least such mean of all policies that are named. It is 1 for the best.
 """
 
 from __future__ import annotations
