@@ -227,19 +227,14 @@ def fleet_weights(
 
 
 @bare_kernel_over(*_OVER)
-def later_prompts(
-    table: Numbers, load_arrays: LoadArrays, waits_s: Numbers, p: int
-) -> tuple[float, float]:
-    """Return prompts a second that come to worker `p`, and what the next loses by going elsewhere.
+def way_round(table: Numbers, load_arrays: LoadArrays, waits_s: Numbers) -> tuple[int, float]:
+    """Return how many workers do nothing but prefill, and what a prompt costs without them.
 
-    Where `p` does nothing but prefill all prompts may come, shared with the others that do; the
-    next would be computed by the decode worker where that costs least, it and the streams there.
-    It is taken to be of mean length. Elsewhere it has no other way: infinity.
+    A prompt of mean length, computed by the decode worker where that costs least, it and the
+    streams there, less what bringing it from a prefill worker would take.
     """
     load = WorkerLoad(*load_arrays)
-    if load.decodes[p]:
-        return table[ARRIVALS, p], math.inf
-    pool, elsewhere_s = 0, math.inf
+    pool, least_s = 0, math.inf
     for w in range(load.prefills.shape[0]):
         pool += load.prefills[w] and not load.decodes[w]
         if load.decodes[w]:
@@ -248,11 +243,25 @@ def later_prompts(
             law, interference = prefill_law(table, w), interference_law(table, w)
             stalls_s = load.decode_requests[w] * interference_s(law, interference, 1, tokens, 0.0)
             transfer_s = table[TRANSFER_BASE, w] + table[TRANSFER_TOKEN, w] * tokens
-            local_s = waits_s[w] + table[MEAN_PREFILL, w] + stalls_s - transfer_s
-            elsewhere_s = min(elsewhere_s, local_s)
+            least_s = min(least_s, waits_s[w] + table[MEAN_PREFILL, w] + stalls_s - transfer_s)
+    return pool, least_s
+
+
+@bare_kernel_over(*_OVER)
+def later_prompts(
+    table: Numbers, decodes: Flags, wait_s: float, p: int, around: tuple[int, float]
+) -> tuple[float, float]:
+    """Return prompts a second that come to worker `p`, and what the next loses by going elsewhere.
+
+    Where `p` does nothing but prefill, all prompts may come, shared with the others that do, and
+    the next has a way round it (`way_round`). Elsewhere it has none: infinity.
+    """
+    if decodes[p]:
+        return table[ARRIVALS, p], math.inf
+    pool, least_s = around
     rate = table[FLEET_ARRIVALS, p] / max(pool, 1)
-    left_s = max(0.0, waits_s[p] - 1.0 / max(rate, 1e-9))
-    return rate, max(0.0, elsewhere_s - table[MEAN_PREFILL, p] - left_s)
+    left_s = max(0.0, wait_s - 1.0 / max(rate, 1e-9))
+    return rate, max(0.0, least_s - table[MEAN_PREFILL, p] - left_s)
 
 
 @bare_kernel_over(*_OVER)
@@ -265,6 +274,7 @@ def service_s(table: Numbers, w: int, tokens: float, prompt: float) -> float:
 def prospect_of(
     table: Numbers, load_arrays: LoadArrays, cache_arrays: CacheArrays, waits_s: Numbers,
     pair: tuple[int, int], prompt: int, output: float, restore: tuple[float, float],
+    around: tuple[int, float],
 ) -> tuple[Any, ...]:  # fmt: skip
     """Return the fields of `Prospect` for one candidate.
 
@@ -277,6 +287,7 @@ def prospect_of(
         prompt: tokens.
         output: tokens expected.
         restore: seconds of a token from host memory, and from storage, as shares of computing it.
+        around: of `way_round`.
     """
     load, caches = WorkerLoad(*load_arrays), PromptCaches(*cache_arrays)
     p, d = pair
@@ -311,7 +322,7 @@ def prospect_of(
     return (
         wait_s, computed_s, transfer_s, output * next_step_s + later_s, n,
         output * (next_step_s - step_s), stall_s, delay_s,
-        *later_prompts(table, load_arrays, waits_s, p), stored_s,
+        *later_prompts(table, load.decodes, wait_s, p, around), stored_s,
         service_s(table, d, missing + output, prompt + output),
     )  # fmt: skip
 
@@ -349,12 +360,15 @@ def price(
     prefill, decode = candidates
     restore = setting.host_restore, setting.storage_restore
     write_backlogs(table, load_arrays, under_way, now_ns, waits_s)
+    around = way_round(table, load_arrays, waits_s)
     w = TollWeights(*fleet_weights(table, load_arrays, setting.toll, setting.rise))
     for i in range(decode.shape[0]):
         d = int(decode[i])
         pair = (d if prefill[i] < 0 else int(prefill[i])), d
         p = Prospect(
-            *prospect_of(table, load_arrays, cache_arrays, waits_s, pair, prompt, output, restore)
+            *prospect_of(
+                table, load_arrays, cache_arrays, waits_s, pair, prompt, output, restore, around
+            )
         )
         parts = (
             p.wait_s, p.prefill_s, p.transfer_s, p.decode_s, _urgency(p, w), _toll_stream(p, w),
