@@ -234,7 +234,7 @@ def way_round(table: Numbers, load_arrays: LoadArrays, waits_s: Numbers) -> tupl
     streams there, less what bringing it from a prefill worker would take.
     """
     load = WorkerLoad(*load_arrays)
-    pool, least_s = 0, math.inf
+    pool, around_s = 0, math.inf
     for w in range(load.prefills.shape[0]):
         pool += load.prefills[w] and not load.decodes[w]
         if load.decodes[w]:
@@ -243,8 +243,8 @@ def way_round(table: Numbers, load_arrays: LoadArrays, waits_s: Numbers) -> tupl
             law, interference = prefill_law(table, w), interference_law(table, w)
             stalls_s = load.decode_requests[w] * interference_s(law, interference, 1, tokens, 0.0)
             transfer_s = table[TRANSFER_BASE, w] + table[TRANSFER_TOKEN, w] * tokens
-            least_s = min(least_s, waits_s[w] + table[MEAN_PREFILL, w] + stalls_s - transfer_s)
-    return pool, least_s
+            around_s = min(around_s, waits_s[w] + table[MEAN_PREFILL, w] + stalls_s - transfer_s)
+    return pool, around_s
 
 
 @bare_kernel_over(*_OVER)
@@ -258,10 +258,10 @@ def later_prompts(
     """
     if decodes[p]:
         return table[ARRIVALS, p], math.inf
-    pool, least_s = around
+    pool, around_s = around
     rate = table[FLEET_ARRIVALS, p] / max(pool, 1)
     left_s = max(0.0, wait_s - 1.0 / max(rate, 1e-9))
-    return rate, max(0.0, least_s - table[MEAN_PREFILL, p] - left_s)
+    return rate, max(0.0, around_s - table[MEAN_PREFILL, p] - left_s)
 
 
 @bare_kernel_over(*_OVER)
