@@ -23,7 +23,6 @@ differences over seeds lies wholly on the worse side.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import statistics
 import time
@@ -33,6 +32,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+from benchmarks.lib.cells import Cell, fill_cells, read_cells
 from benchmarks.routing.policy_workloads import REQUESTS, Scenario, scenarios
 from pigou.control.routing.policy import GROUP
 from pigou.engine.startup_profiling import warm_up
@@ -43,7 +43,6 @@ from pigou.request import SECOND
 JUDGED = {"attainment": 1.0, "rps": 1.0, "ttft_p99_s": -1.0}
 POA = ("whole", "queueing", "routing", "prefill_decode")
 COLUMNS = ("attainment", "rps", "ttft_p99_s", "itl_p99_s", "e2e_mean_s", *(f"poa_{p}" for p in POA))
-Cell = dict[str, Any]
 
 
 def contenders(scenario: Scenario) -> list[Contender]:
@@ -75,17 +74,10 @@ def run(scenario: Scenario, traces: Path, contender: Contender, seed: int) -> Ce
     }  # fmt: skip
 
 
-def read(out: Path) -> list[Cell]:
-    """Return the cells that are done."""
-    lines = [line for path in sorted(out.glob("cells-*.jsonl")) for line in path.open()]
-    return [json.loads(line) for line in lines]
-
-
 def work(traces: Path, out: Path, seeds: int, share: str, tried: Sequence[Scenario]) -> None:
     """Run the cells of a share that are not done."""
-    part, parts = (int(each) for each in share.split("/"))
     out.mkdir(parents=True, exist_ok=True)
-    done = {(each["workload"], each["policy"], each["seed"]) for each in read(out)}
+    done = {(cell["workload"], cell["policy"], cell["seed"]) for cell in read_cells(out, "cells")}
     warm_up()
     everything = [
         (scenario, contender, seed)
@@ -93,11 +85,11 @@ def work(traces: Path, out: Path, seeds: int, share: str, tried: Sequence[Scenar
         for scenario in tried
         for contender in contenders(scenario)
     ]
-    with (out / f"cells-{part}.jsonl").open("a") as file:
-        for scenario, contender, seed in everything[part::parts]:
-            if (scenario.name, contender.name, seed) not in done:
-                print(json.dumps(run(scenario, traces, contender, seed)), file=file, flush=True)
-                gc.collect()
+    fill_cells(
+        out, "cells", share, everything,
+        lambda cell: (cell[0].name, cell[1].name, cell[2]) in done,
+        lambda cell: run(cell[0], traces, *cell[1:]),
+    )  # fmt: skip
 
 
 def table(cells: Sequence[Cell]) -> list[dict[str, Any]]:
@@ -194,7 +186,7 @@ def main() -> None:
         tried = scenarios(options.cold, options.requests)
         work(options.traces, options.out, options.seeds, options.share, tried)
         return
-    rows = table(read(options.out))
+    rows = table(read_cells(options.out, "cells"))
     (options.out / "results.json").write_text(json.dumps({"rows": rows}, indent=1) + "\n")
     show(rows)
 

@@ -16,8 +16,6 @@ over the least such mean of all policies that are named. It is 1 for the best.
 from __future__ import annotations
 
 import argparse
-import gc
-import json
 import statistics
 import time
 from collections import defaultdict
@@ -26,6 +24,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+from benchmarks.lib.cells import Cell, fill_cells, read_cells
 from benchmarks.routing.regret_families import (
     FIRST_JUDGING_SEED,
     Workload,
@@ -40,7 +39,6 @@ from pigou.control.routing.view import Candidates, FleetView
 from pigou.engine.startup_profiling import warm_up
 
 FIGURES = ("e2e_mean_s", "ttft_p99_s")
-Cell = dict[str, Any]
 Regrets = dict[str, dict[str, float]]
 
 
@@ -93,24 +91,17 @@ def run(workload: Workload, traces: Path, text: str, seed: int) -> Cell:
     document = result.document()
     return {
         "workload": workload.name, "policy": text, "seed": seed, "offered": document["offered"],
-        "completed": document["completed"], "hits": document.get("prefix_hit_rate"),
+        "completed": document["completed"], "hits": document["prefix_hit_ratio"],
         "e2e_mean_s": document["e2e_s"]["mean"], "ttft_p99_s": document["ttft_s"]["p99"],
         "ttft_mean_s": document["ttft_s"]["mean"], "rps": document["throughput_rps"],
         "took_s": time.perf_counter() - began,
     }  # fmt: skip
 
 
-def read(out: Path, side: str) -> list[Cell]:
-    """Return the cells that are done."""
-    lines = [line for path in sorted(out.glob(f"{side}-*.jsonl")) for line in path.open()]
-    return [json.loads(line) for line in lines]
-
-
 def work(options: argparse.Namespace) -> None:
     """Run the cells of a share that are not done."""
-    part, parts = (int(number) for number in options.share.split("/"))
     options.out.mkdir(parents=True, exist_ok=True)
-    done = {(c["workload"], c["policy"], c["seed"]) for c in read(options.out, options.side)}
+    done = {(c["workload"], c["policy"], c["seed"]) for c in read_cells(options.out, options.side)}
     cells = [
         (workload, policy, seed)
         for seed in seeds(options.side, options.seeds)
@@ -119,12 +110,11 @@ def work(options: argparse.Namespace) -> None:
         if options.only in workload.name
     ]
     warm_up()
-    with (options.out / f"{options.side}-{part}.jsonl").open("a") as file:
-        for workload, policy, seed in cells[part::parts]:
-            if (workload.name, policy, seed) in done:
-                continue
-            print(json.dumps(run(workload, options.traces, policy, seed)), file=file, flush=True)
-            gc.collect()
+    fill_cells(
+        options.out, options.side, options.share, cells,
+        lambda cell: (cell[0].name, *cell[1:]) in done,
+        lambda cell: run(cell[0], options.traces, *cell[1:]),
+    )  # fmt: skip
 
 
 def means(cells: Sequence[Cell], figure: str) -> dict[str, dict[str, float]]:
@@ -136,12 +126,12 @@ def means(cells: Sequence[Cell], figure: str) -> dict[str, dict[str, float]]:
     for cell in cells:
         by[cell["workload"]][cell["policy"]][cell["seed"]] = cell[figure]
     table: dict[str, dict[str, float]] = {}
-    for workload, found in by.items():
-        common = set.intersection(*(set(values) for values in found.values()))
+    for workload, cells_of in by.items():
+        common = set.intersection(*(set(values) for values in cells_of.values()))
         if common:
             table[workload] = {
                 policy: statistics.fmean(values[seed] for seed in sorted(common))
-                for policy, values in found.items()
+                for policy, values in cells_of.items()
             }
     return table
 
@@ -157,32 +147,32 @@ def regrets(table: Mapping[str, Mapping[str, float]]) -> Regrets:
 def show(options: argparse.Namespace) -> None:
     """Print the tables: worst and mean regret of each policy, and one line a workload."""
     names = policies(options.policies)
-    cells = [c for c in read(options.out, options.side) if c["policy"] in names]
+    cells = [c for c in read_cells(options.out, options.side) if c["policy"] in names]
     for figure in FIGURES:
         table = means(cells, figure)
-        found = regrets(table)
-        print(f"\n{options.side}: regret of {figure}, {len(found)} workloads")
+        ratios = regrets(table)
+        print(f"\n{options.side}: regret of {figure}, {len(ratios)} workloads")
         print(f"  {'policy':<28}{'mean':>8}{'worst':>8}  where")
         rows = []
         for policy in names:
-            own = {w: row[policy] for w, row in found.items() if policy in row}
+            own = {w: row[policy] for w, row in ratios.items() if policy in row}
             if own:
                 worst = max(own, key=lambda w: own[w])
                 rows.append((statistics.fmean(own.values()), own[worst], policy, worst))
         for mean, most, policy, worst in sorted(rows):
             print(f"  {policy:<28}{mean:>8.3f}{most:>8.3f}  {worst}")
-        _show_workloads(table, found, names)
+        _show_workloads(table, ratios, names)
 
 
 def _show_workloads(
-    table: Mapping[str, Mapping[str, float]], found: Regrets, names: Sequence[str]
+    table: Mapping[str, Mapping[str, float]], ratios: Regrets, names: Sequence[str]
 ) -> None:
     tolls = [name for name in names if name.startswith("toll")]
     heads = "".join(f"{name[:17]:>18}" for name in tolls)
     print(f"\n  {'workload':<36}{'best':>20}{'seconds':>9}{heads}")
     for workload, row in table.items():
         best = min(row, key=lambda policy: row[policy])
-        own = "".join(f"{found[workload].get(name, float('nan')):>18.3f}" for name in tolls)
+        own = "".join(f"{ratios[workload].get(name, float('nan')):>18.3f}" for name in tolls)
         print(f"  {workload:<36}{best:>20}{row[best]:>9.3f}{own}")
 
 

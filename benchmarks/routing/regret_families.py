@@ -106,22 +106,22 @@ def _mixed(rate: float) -> Load:
 
 def choosing() -> list[Workload]:
     """Return the workloads that may choose terms and constants."""
-    found = []
+    cases = []
     for fleet, scale in (("4xboth", 3.0), ("1p+2d", 1.0)):
         for label, rate in (("middle", 9.0), ("high", 18.0)):
-            found.append(_on("poisson", f"poisson {label} {fleet}", fleet,
+            cases.append(_on("poisson", f"poisson {label} {fleet}", fleet,
                              poisson(scale * rate, REQUESTS)))  # fmt: skip
-        found.append(_on("mooncake", f"mooncake {fleet}", fleet,
+        cases.append(_on("mooncake", f"mooncake {fleet}", fleet,
                          window(MOONCAKE, scale * 3.0, REQUESTS)))  # fmt: skip
-        found.append(_on("agents, a tenth of think time", f"agents/10 {fleet}", fleet,
+        cases.append(_on("agents, a tenth of think time", f"agents/10 {fleet}", fleet,
                          _agents(round(4 * scale), round(4 * scale), 10.0, TURNS)))  # fmt: skip
     for sessions, blocks in ((24, 12_000), (32, 12_000), (24, 8_000)):
-        found.append(_on("agents, a tenth of think time", f"agents/10 C={sessions} {blocks} blocks",
+        cases.append(_on("agents, a tenth of think time", f"agents/10 C={sessions} {blocks} blocks",
                          "4xboth", _agents(sessions, sessions, 10.0, TURNS), blocks))  # fmt: skip
-    found.append(_on("agents, a tenth of think time", "agents/10 C=40 whole sessions", "4xboth",
+    cases.append(_on("agents, a tenth of think time", "agents/10 C=40 whole sessions", "4xboth",
                      _agents(48, 40, 10.0)))  # fmt: skip
-    found += [_paper("340b-1p2d", users) for users in (64, 128, 256)]
-    return [*found, _paper("70b-1p2d", 128), _paper("70b-1p5d", 256)]
+    cases += [_paper("340b-1p2d", users) for users in (64, 128, 256)]
+    return [*cases, _paper("70b-1p2d", 128), _paper("70b-1p5d", 256)]
 
 
 #: Nothing is late or lost.
@@ -146,21 +146,21 @@ _STALE = Signals(
 
 def judging() -> list[Workload]:
     """Return the workloads that judge a final design, and choose nothing."""
-    found = [
+    cases = [
         _on("azure code", f"azure code at {rate:g}/s 4xboth", "4xboth",
             window(AZURE, rate, REQUESTS))
         for rate in (12.0, 24.0, 36.0)
     ]  # fmt: skip
-    found += [
+    cases += [
         _on("agents, own think times", f"agents C={count}", "4xboth",
             _agents(round(1.5 * count), count, 1.0))
         for count in (8, 16, 24, 32)
     ]  # fmt: skip
-    found += [
+    cases += [
         _on("tenants", f"tenants {fleet}", fleet, tenants(rate, REQUESTS))
         for fleet, rate in (("4xboth", 48.0), ("2p+3d", 32.0))
     ]
-    found += [
+    cases += [
         _on("unequal GPUs", "unequal, mixed lengths", _unequal(), _mixed(16.0)),
         _on("unequal GPUs", "unequal, mooncake", _unequal(), window(MOONCAKE, 5.0, REQUESTS)),
         _on("unequal GPUs", "unequal and stale, tenants", _unequal(_STALE),
@@ -168,7 +168,7 @@ def judging() -> list[Workload]:
     ]  # fmt: skip
     slow = WorkerGroup(slow=(Slow(factor=3.0, start=5.0, end=15.0),))
     failing = WorkerGroup(fails=(Outage(start=6.0, end=16.0),))
-    found += [
+    cases += [
         _on("slow and failing", "one slow, mixed lengths",
             _troubled(WorkerGroup(count=3), slow), _mixed(20.0)),
         _on("slow and failing", "one failing, mooncake",
@@ -179,10 +179,10 @@ def judging() -> list[Workload]:
             _troubled(WorkerGroup(count=4), signals=_STALE), _agents(18, 12, 1.0)),
     ]  # fmt: skip
     for fleet, rate in (("2p+2d", 4.0), ("2p+3d", 5.0), ("8xboth", 20.0), ("16xboth", 40.0)):
-        found.append(_on("fleets", f"mooncake {fleet}", fleet, window(MOONCAKE, rate, REQUESTS)))
-        found.append(_on("fleets", f"mixed lengths {fleet}", fleet, _mixed(2.0 * rate)))
-    found.append(_on("fleets", "agents 2p+3d", "2p+3d", _agents(18, 12, 1.0)))
-    return found + [
+        cases.append(_on("fleets", f"mooncake {fleet}", fleet, window(MOONCAKE, rate, REQUESTS)))
+        cases.append(_on("fleets", f"mixed lengths {fleet}", fleet, _mixed(2.0 * rate)))
+    cases.append(_on("fleets", "agents 2p+3d", "2p+3d", _agents(18, 12, 1.0)))
+    return cases + [
         _on("loads", f"mixed lengths at {share:.0%}", "4xboth", _mixed(share * CAPACITY_RPS))
         for share in (0.5, 0.8, 0.95, 1.2)
     ]
