@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import ClassVar, Literal
 
 import msgspec
@@ -108,21 +109,15 @@ class AibrixApa(TargetPlanner):
     Params: ClassVar[type[msgspec.Struct]] = ApaParams
 
     def __init__(self, setup: PlannerSetup, params: ApaParams) -> None:
-        super().__init__(setup)
+        super().__init__(setup, params.window_s)
         self.params = params
-        self._history = WindowHistory(params.window_s)
         self._stepped_ns: dict[str, int] = {}
-
-    def observe(self, window: PlannerWindow) -> None:
-        """Note what one interval showed."""
-        super().observe(window)
-        self._history.add(window)
 
     def _targets(self, window: PlannerWindow, now_ns: int) -> tuple[dict[str, int], list[str]]:
         p = self.params
         targets: dict[str, int] = {}
         for pool in window.pools:
-            total = self._history.mean(lambda w, name=pool.name: pool_total(w, name, p.metric))  # type: ignore[misc]
+            total = self._history.mean(partial(pool_total, name=pool.name, metric=p.metric))
             if total is None or not pool.ready:
                 continue
             count = supply(pool)
@@ -157,9 +152,8 @@ class AibrixKpa(TargetPlanner):
     Params: ClassVar[type[msgspec.Struct]] = KpaParams
 
     def __init__(self, setup: PlannerSetup, params: KpaParams) -> None:
-        super().__init__(setup)
+        super().__init__(setup, params.stable_window_s)
         self.params = params
-        self._stable = WindowHistory(params.stable_window_s)
         self._panic = WindowHistory(params.panic_window_s)
         self._panic_ns: dict[str, int] = {}
         self._panic_workers: dict[str, int] = {}
@@ -168,15 +162,14 @@ class AibrixKpa(TargetPlanner):
     def observe(self, window: PlannerWindow) -> None:
         """Note what one interval showed."""
         super().observe(window)
-        self._stable.add(window)
         self._panic.add(window)
 
     def _targets(self, window: PlannerWindow, now_ns: int) -> tuple[dict[str, int], list[str]]:
         p = self.params
         targets: dict[str, int] = {}
         for pool in window.pools:
-            value = lambda w, name=pool.name: pool_total(w, name, p.metric)  # noqa: E731
-            stable, panic = self._stable.mean(value), self._panic.mean(value)
+            value = partial(pool_total, name=pool.name, metric=p.metric)
+            stable, panic = self._history.mean(value), self._panic.mean(value)
             if stable is None or panic is None:
                 continue
             ready = max(pool.ready, 1)

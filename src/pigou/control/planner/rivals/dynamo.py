@@ -17,7 +17,6 @@ from pigou.control.planner.rivals.dynamo_budget import clamp_to_budget
 from pigou.control.planner.rivals.dynamo_sla import LoadForecasts, interval_load
 from pigou.control.planner.rivals.target_planner import (
     TargetPlanner,
-    WindowHistory,
     known_mean,
     prefill_and_decode,
     supply,
@@ -157,11 +156,10 @@ class DynamoPlanner(TargetPlanner):
     Params: ClassVar[type[msgspec.Struct]] = DynamoPlannerParams
 
     def __init__(self, setup: PlannerSetup, params: DynamoPlannerParams) -> None:
-        super().__init__(setup)
+        super().__init__(setup, params.predictive_interval_s or 180.0)
         self.params = params
         loops = (params.reactive_interval_s, params.predictive_interval_s)
         self.interval_s = min(seconds for seconds in loops if seconds > 0)
-        self._history = WindowHistory(params.predictive_interval_s or 180.0)
         self._engines: dict[str, EngineModel] = {}
         self._forecasts: dict[str, LoadForecasts] = {}
         self._floors: dict[str, int] = {}
@@ -170,7 +168,6 @@ class DynamoPlanner(TargetPlanner):
     def observe(self, window: PlannerWindow) -> None:
         """Note what one interval showed, and learn from all ready workers."""
         super().observe(window)
-        self._history.add(window)
         if self._predicted_ns is None:
             self._predicted_ns = window.now_ns - int(window.seconds * SECOND)
         for pool in window.pools:

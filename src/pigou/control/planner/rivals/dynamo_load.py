@@ -11,7 +11,6 @@ from pigou.control.planner.messages import PlannerWindow, PoolWindow, WorkerStat
 from pigou.control.planner.planner import PlannerSetup
 from pigou.control.planner.rivals.target_planner import (
     TargetPlanner,
-    WindowHistory,
     known_mean,
     supply,
 )
@@ -55,16 +54,10 @@ class DynamoLoad(TargetPlanner):
     Params: ClassVar[type[msgspec.Struct]] = DynamoLoadParams
 
     def __init__(self, setup: PlannerSetup, params: DynamoLoadParams) -> None:
-        super().__init__(setup)
+        super().__init__(setup, params.adjustment_interval_s)
         self.params = params
         self.interval_s = params.adjustment_interval_s
-        self._history = WindowHistory(params.adjustment_interval_s)
         self._grace: dict[str, int] = {}
-
-    def observe(self, window: PlannerWindow) -> None:
-        """Note what one interval showed."""
-        super().observe(window)
-        self._history.add(window)
 
     def _targets(
         self,

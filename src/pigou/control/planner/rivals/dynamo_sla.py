@@ -125,18 +125,12 @@ class DynamoSla(TargetPlanner):
     Params: ClassVar[type[msgspec.Struct]] = DynamoSlaParams
 
     def __init__(self, setup: PlannerSetup, params: DynamoSlaParams) -> None:
-        super().__init__(setup)
+        super().__init__(setup, params.adjustment_interval_s)
         if not setup.performance:
             raise ConfigError(f"planner {self.name} needs measured performance of its pools")
         self.params = params
         self.interval_s = params.adjustment_interval_s
-        self._history = WindowHistory(params.adjustment_interval_s)
         self._forecasts: dict[str, LoadForecasts] = {}
-
-    def observe(self, window: PlannerWindow) -> None:
-        """Note what one interval showed."""
-        super().observe(window)
-        self._history.add(window)
 
     def tick(self, now_ns: int) -> Any:
         """Return what to do now; nothing before a first interval is over."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import ClassVar
 
 import msgspec
@@ -13,7 +14,6 @@ from pigou.control.planner.performance.speed import RequestMix
 from pigou.control.planner.planner import PlannerSetup
 from pigou.control.planner.rivals.target_planner import (
     TargetPlanner,
-    WindowHistory,
     known_mean,
     prefill_and_decode,
     supply,
@@ -59,16 +59,10 @@ class HeteroScale(TargetPlanner):
     Params: ClassVar[type[msgspec.Struct]] = HeteroScaleParams
 
     def __init__(self, setup: PlannerSetup, params: HeteroScaleParams) -> None:
-        super().__init__(setup)
+        super().__init__(setup, params.window_s)
         self.params = params
-        self._history = WindowHistory(params.window_s)
         self._ratios: dict[str, float] = {}
         self._changed_ns: dict[str, int] = {}
-
-    def observe(self, window: PlannerWindow) -> None:
-        """Note what one interval showed."""
-        super().observe(window)
-        self._history.add(window)
 
     def _targets(self, window: PlannerWindow, now_ns: int) -> tuple[dict[str, int], list[str]]:
         targets: dict[str, int] = {}
@@ -77,7 +71,7 @@ class HeteroScale(TargetPlanner):
             prefill, decode = prefill_and_decode(window, model)
             if decode is None or supply(decode) == 0:
                 continue
-            rate = self._history.mean(lambda w, m=model: tokens_per_s(w, m))  # type: ignore[misc]
+            rate = self._history.mean(partial(tokens_per_s, model=model))
             target = self._target_of(window, decode)
             if rate is None or not target:
                 reasons.append(f"{decode.name}: no decode tokens a second, or no target for them")

@@ -11,7 +11,6 @@ from pigou.control.planner.messages import PlannerWindow, PoolWindow
 from pigou.control.planner.planner import PlannerSetup
 from pigou.control.planner.rivals.target_planner import (
     TargetPlanner,
-    WindowHistory,
     requests_of,
     supply,
 )
@@ -57,16 +56,10 @@ class RayServe(TargetPlanner):
     Params: ClassVar[type[msgspec.Struct]] = RayServeParams
 
     def __init__(self, setup: PlannerSetup, params: RayServeParams) -> None:
-        super().__init__(setup)
+        super().__init__(setup, params.look_back_period_s)
         self.params = params
         self.interval_s = params.metrics_interval_s
-        self._history = WindowHistory(params.look_back_period_s)
         self._since: dict[str, tuple[int, int]] = {}
-
-    def observe(self, window: PlannerWindow) -> None:
-        """Note what one interval showed."""
-        super().observe(window)
-        self._history.add(window)
 
     def _targets(self, window: PlannerWindow, now_ns: int) -> tuple[dict[str, int], list[str]]:
         targets: dict[str, int] = {}

@@ -68,6 +68,10 @@ class TargetPlanner:
     it does not allow is dropped (Dynamo's global planner accepts or rejects). GPUs of starting and
     draining workers count. A subclass says `_targets`.
 
+    Args:
+        setup: what every planner is given.
+        history_s: seconds of windows that it remembers.
+
     Attributes:
         interval_s: seconds between two decisions; ticks between them return nothing.
     """
@@ -76,14 +80,16 @@ class TargetPlanner:
     Params: ClassVar[type[msgspec.Struct]]
     interval_s: float = 0.0
 
-    def __init__(self, setup: PlannerSetup) -> None:
+    def __init__(self, setup: PlannerSetup, history_s: float = 0.0) -> None:
         self.setup = setup
+        self._history = WindowHistory(history_s)
         self._window: PlannerWindow | None = None
         self._decided_ns: int | None = None
 
     def observe(self, window: PlannerWindow) -> None:
         """Note what one interval showed."""
         self._window = window
+        self._history.add(window)
 
     def _targets(self, window: PlannerWindow, now_ns: int) -> tuple[dict[str, int], list[str]]:
         """Return the workers that pools shall have, by name (others stay), and reasons."""
