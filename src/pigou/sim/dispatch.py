@@ -144,7 +144,7 @@ class Dispatcher:
         self._take(attempt, ClientTimedOut(), now)
 
     def _begin(self, run: RequestRun, now: int) -> None:
-        id_ = str(run.number) if run.attempts == 1 else f"{run.number}.{run.attempts}"
+        id_ = run.attempt_id
         size = next(iter(self._workers.values())).info.block_size
         lifecycle = RequestLifecycle(id_)
         attempt = Attempt(run, lifecycle, block_hashes(run.spec, run.number, size), size, now)

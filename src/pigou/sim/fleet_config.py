@@ -12,7 +12,7 @@ from pigou.config import ConfigError, wrong
 from pigou.request import Role
 from pigou.sim.arrival_rate import MAX_SECONDS
 from pigou.sim.network import LinkConfig
-from pigou.sim.scaling_config import RoleFlipConfig, StartUpConfig
+from pigou.sim.scaling_config import RoleFlipConfig, StartUpConfig, check_wait
 from pigou.sim.setup import TierConfig
 from pigou.yaml_file import read_yaml
 
@@ -52,12 +52,6 @@ class Outage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     def __post_init__(self) -> None:
         """Refuse outages that end before they begin."""
         _check_times(self.start, self.end)
-
-
-def _check_wait(name: str, value: float, unit: int) -> None:
-    """Refuse a wait of so many parts of a second that is below 0, or of more than a year."""
-    if not 0.0 <= value <= MAX_SECONDS * unit:
-        raise ConfigError(f"{name} is {value}; it must be 0 to {MAX_SECONDS * unit} (a year)")
 
 
 def _check_times(start: float, end: float) -> None:
@@ -115,7 +109,7 @@ class WorkerGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {minimum}")
         if self.tiers and not self.prefix_caching:
             raise ConfigError("prefix_caching is off, and tiers are given; leave one of them out")
-        _check_wait("starts", self.starts, 1)
+        check_wait("starts", self.starts, 1)
 
 
 class Signals(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -141,7 +135,7 @@ class Signals(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     def __post_init__(self) -> None:
         """Refuse delays and shares that there are none of."""
         for name in ("event_delay_ms", "report_every_ms", "report_delay_ms"):
-            _check_wait(name, getattr(self, name), 1000)
+            check_wait(name, getattr(self, name), 1000)
         if 0.0 < self.report_every_ms < 1.0:
             raise ConfigError(
                 f"report_every_ms is {self.report_every_ms}; it must be at least 1, or 0 for none"
@@ -190,9 +184,9 @@ class FleetConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         if count > _MAX_WORKERS:
             raise ConfigError(f"fleet: there are {count:,} workers; give at most {_MAX_WORKERS:,}")
         for name in ("overhead_ms", "leg_ms", "detect_ms"):
-            _check_wait(name, getattr(self, name) or 0.0, 1000)
+            check_wait(name, getattr(self, name) or 0.0, 1000)
         for name in ("lease_s", "drain_s"):
-            _check_wait(name, getattr(self, name), 1)
+            check_wait(name, getattr(self, name), 1)
 
 
 def read_fleet(text: str) -> FleetConfig:

@@ -9,8 +9,8 @@ import numpy as np
 from pigou.control.planner.performance.model import PerformanceModel
 from pigou.request import SECOND, Role
 from pigou.sim.fleet_config import FleetConfig
-from pigou.sim.timing import StepShape, Timing
-from pigou.sim.worker_spec import WorkerSpec
+from pigou.sim.timing import Timing
+from pigou.sim.worker_spec import WorkerSpec, step_nanos
 
 #: Fewest tokens of a measured prompt, or of a measured context.
 _MIN_TOKENS = 64
@@ -70,18 +70,11 @@ def _prompt_s(timing: Timing, tokens: int, chunk_tokens: int) -> float:
     nanos, done = 0, 0
     while done < tokens:
         chunk = min(chunk_tokens, tokens - done)
-        shape = StepShape(
-            np.array([chunk], np.int32), np.array([done], np.int32),
-            np.array([done + chunk == tokens]),
-        )  # fmt: skip
-        nanos += int(timing.durations(shape, 1)[0])
+        nanos += step_nanos(timing, chunk, done, done + chunk == tokens, 0, 0)
         done += chunk
     return nanos / SECOND
 
 
 def _step_s(timing: Timing, streams: int, context: int) -> float:
     """Return the seconds of a step in which streams decode a token each."""
-    shape = StepShape(
-        np.ones(streams, np.int32), np.full(streams, context, np.int32), np.ones(streams, np.bool_)
-    )
-    return int(timing.durations(shape, 1)[0]) / SECOND
+    return step_nanos(timing, 0, 0, False, streams, context) / SECOND

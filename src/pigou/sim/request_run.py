@@ -82,6 +82,11 @@ class RequestRun(msgspec.Struct, eq=False):
     outcome: RunOutcome = RunOutcome.PENDING
     reason: str = ""
 
+    @property
+    def attempt_id(self) -> str:
+        """Id of its present attempt before the control plane."""
+        return str(self.number) if self.attempts <= 1 else f"{self.number}.{self.attempts}"
+
 
 class KVSource(NamedTuple):
     """The worker that a leg reads the beginning of its prompt from; none by default.

@@ -40,7 +40,7 @@ class StartUpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     def __post_init__(self) -> None:
         """Refuse starts that never end."""
         for name in ("seconds", "warm_up_s"):
-            _check_seconds(f"start_up.{name}", getattr(self, name))
+            check_wait(f"start_up.{name}", getattr(self, name))
         if not 0.0 <= self.cv <= 10.0:
             raise ConfigError(f"start_up.cv is {self.cv}; it must be 0 to 10")
         if not 0.0 <= self.losses_per_hour <= _MAX_FACTOR:
@@ -76,7 +76,7 @@ class RoleFlipConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
     def __post_init__(self) -> None:
         """Refuse flips that never end."""
-        _check_seconds("flip.seconds", self.seconds)
+        check_wait("flip.seconds", self.seconds)
 
 
 class RequestClassConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -175,7 +175,7 @@ class ScalingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
                 f"max_workers is {self.max_workers}; it must be 0 to {_MAX_WORKERS:,}"
             )
         if self.start_up is not None:
-            _check_seconds("start_up", self.start_up)
+            check_wait("start_up", self.start_up)
         if not 0.1 <= self.interval_s <= MAX_SECONDS:
             raise ConfigError(
                 f"interval_s is {self.interval_s}; it must be 0.1 to {MAX_SECONDS} (a year)"
@@ -212,6 +212,7 @@ class ScalingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         return tuple(config.workload_class for config in self.classes)
 
 
-def _check_seconds(name: str, value: float) -> None:
-    if not 0.0 <= value <= MAX_SECONDS or not math.isfinite(value):
-        raise ConfigError(f"{name} is {value}; it must be 0 to {MAX_SECONDS} (a year)")
+def check_wait(name: str, value: float, unit: int = 1) -> None:
+    """Refuse a wait of so many parts of a second that is below 0, or of more than a year."""
+    if not 0.0 <= value <= MAX_SECONDS * unit:
+        raise ConfigError(f"{name} is {value}; it must be 0 to {MAX_SECONDS * unit} (a year)")

@@ -11,6 +11,7 @@ from pigou.request import SECOND
 from pigou.sim.arrival_rate import RateSchedule
 from pigou.sim.client import SimulatedClient
 from pigou.sim.membership import MembershipChange
+from pigou.sim.request_run import RequestRun
 from pigou.sim.virtual_clock import EPOCH
 
 #: A move may undo the one before where the arrival rate has changed by more than this share.
@@ -50,9 +51,14 @@ class OfferedRate:
         if self._schedules:
             return tuple(schedule.at((now - EPOCH) / SECOND) for schedule in self._schedules)
         begin = max(EPOCH, now - _COUNTED_NS)
-        times = [run.intended_ns for run in self._client.runs]  # in this order
-        count = bisect_right(times, now) - bisect_right(times, begin)
+        runs = self._client.runs  # in the order of their intentions
+        end, start = (bisect_right(runs, at, key=_intended_ns) for at in (now, begin))
+        count = end - start
         return (count * SECOND / max(now - begin, 1),)
+
+
+def _intended_ns(run: RequestRun) -> int:
+    return run.intended_ns
 
 
 def reversals(moves: Sequence[ScalingMove], arrivals: OfferedRate) -> int:

@@ -195,7 +195,7 @@ class WindowMeter:
         """Return the tokens that were generated since, as far as the gateway knows, by class."""
         tokens: dict[str, int] = {}
         for number, run in self._open.items():
-            routed = self._plane.state.requests.get(_plane_id(run))
+            routed = self._plane.state.requests.get(run.attempt_id)
             total = run.output_tokens + (0 if routed is None else max(routed.generated, 0))
             name = self._objectives.name_of_run(run)
             # A further attempt of the client begins again with no token.
@@ -227,7 +227,7 @@ class WindowMeter:
         name = run.prefill_worker or run.decode_worker
         if run.moves or not name:
             return None
-        routed = self._plane.state.requests.get(_plane_id(run))
+        routed = self._plane.state.requests.get(run.attempt_id)
         prompt = run.spec.prompt_tokens
         uncached = prompt - run.cached_tokens if routed is None else routed.uncached
         return _Computed(name, prompt, max(uncached, 1))
@@ -287,11 +287,6 @@ class WindowMeter:
             itl_s=new_busy_ns / new_steps / SECOND if streams else None,
             cpu_usage=max(0, new_busy_ns) / max(now - self._last_ns, 1),
         )
-
-
-def _plane_id(run: RequestRun) -> str:
-    """Return the id of a request's present attempt before the control plane."""
-    return str(run.number) if run.attempts <= 1 else f"{run.number}.{run.attempts}"
 
 
 def _anarchy(assessments: Sequence[PoAEstimate]) -> tuple[float | None, int | None]:

@@ -144,17 +144,30 @@ def _measure(load: ProfiledLoad, timing: Timing, config: EngineConfig) -> Rehear
     min_steps = 1 if load.tokens else DECODE_STEPS
     while done < load.tokens or steps < min_steps:
         chunk = min(load.tokens - done, config.max_batched_tokens - load.streams)
-        nanos += _step(timing, chunk, done, done + chunk == load.tokens, load.streams, steps)
+        nanos += step_nanos(
+            timing, chunk, done, done + chunk == load.tokens, load.streams, CONTEXT_TOKENS + steps
+        )
         done, steps = done + chunk, steps + 1
     return Rehearsed(load.tokens, load.streams, steps, nanos / SECOND)
 
 
-def _step(timing: Timing, chunk: int, done: int, last: bool, streams: int, age: int) -> int:
-    """Return the nanoseconds of a step: some streams, and a chunk of a prompt if there is any."""
+def step_nanos(
+    timing: Timing, chunk: int, done: int, last: bool, streams: int, context: int
+) -> int:
+    """Return the nanoseconds of a step: some streams, and a chunk of a prompt if there is any.
+
+    Args:
+        timing: of the worker.
+        chunk: tokens of the prompt that are computed; 0 for none.
+        done: tokens of it that are computed already.
+        last: whether its first output token is sampled.
+        streams: that decode a token each.
+        context: tokens that each of them holds.
+    """
     prompt = int(chunk > 0)
     counts, kv_lens = (
         np.ones(streams + prompt, np.int32),
-        np.full(streams + prompt, CONTEXT_TOKENS + age, np.int32),
+        np.full(streams + prompt, context, np.int32),
     )
     samples = np.ones(streams + prompt, np.bool_)
     if prompt:
