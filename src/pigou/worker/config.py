@@ -257,7 +257,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     fleet_secret_file: Annotated[
         str,
         option(
-            "File with the secret that whoever speaks to this worker must know; by default "
+            "File with the secret that peers of this worker must know; by default "
             "PIGOU_FLEET_SECRET of the environment, or none."
         ),
     ] = ""

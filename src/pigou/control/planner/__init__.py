@@ -2,7 +2,7 @@
 
 - ``messages``: what a planner observes and returns
 - ``objectives``: objectives, budgets and times that it is given
-- ``planner``: the protocol, and how a planner is found by name
+- ``planner``: the protocol, and the entry point of planners
 - ``performance``: latency of a pool by its load, and replicas for a load
 - ``rivals``: other systems' planners, from their published rules
 - ``price``: Pigou's own, which prices a GPU-second

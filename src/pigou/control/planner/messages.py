@@ -189,7 +189,7 @@ class PlannerWindow(Message, frozen=True, kw_only=True):
         now_ns: end of the interval.
         seconds: of the interval, above 0.
         loads: one for each model and class; one that is absent is a hole.
-        pools: all pools as they are at the end, whoever changed them.
+        pools: all pools as they are at the end, changes by others included.
         price_of_anarchy: observed over optimal cost of routing, by model, where it is estimated.
         better_prefill: prefill workers of the calibrated optimum's better split, by model.
     """
