@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from pigou.config import ConfigError, wrong
+from pigou.config import ConfigError
 from pigou.sim.architecture import Architecture, kv_blocks
 from pigou.sim.gpus import gpu as find_gpu
 from pigou.sim.model_config import architecture
@@ -16,6 +16,7 @@ from pigou.sim.timing_law import PRESET_WORKERS, PRESETS, Law, LawTiming
 from pigou.sim.timing_measured import MeasuredTiming, read_measured
 from pigou.sim.timing_profile import profile
 from pigou.sim.timing_roofline import roofline
+from pigou.struct_values import read_struct
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +127,5 @@ def _law(text: str) -> BuiltTiming:
             worker = PRESET_WORKERS[key]
         else:
             values[key] = value
-    try:
-        law = msgspec.convert(values, Law, strict=False)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"timing law: {wrong(error, Law, values)}") from error
+    law = read_struct("timing law", Law, values)
     return BuiltTiming(LawTiming(law), law.overhead, worker=worker)

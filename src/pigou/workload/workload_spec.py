@@ -12,7 +12,7 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
-from pigou.config import ConfigError, wrong
+from pigou.config import ConfigError
 from pigou.request import SECOND
 from pigou.sim.arrival_rate import (
     MAX_CV,
@@ -32,6 +32,7 @@ from pigou.sim.workload import (
     merged,
     renewal,
 )
+from pigou.struct_values import read_struct
 from pigou.workload.trace import Trace
 from pigou.workload.trace_formats import read_trace
 
@@ -287,7 +288,4 @@ def _convert(values: Mapping[str, object], kind: type[T], others: tuple[str, ...
             raise ConfigError(
                 f"workload: {name} is no key of it; there are: {', '.join(known)}; leave it out"
             )
-    try:
-        return msgspec.convert(values, kind, strict=False)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"workload: {wrong(error, kind, values)}") from error
+    return read_struct("workload", kind, values)

@@ -8,7 +8,8 @@ from typing import Any
 
 import msgspec
 
-from pigou.config import ConfigError, wrong
+from pigou.config import ConfigError
+from pigou.struct_values import read_struct
 
 _INF = float("inf")
 
@@ -66,10 +67,7 @@ class Slo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
             if field in values:
                 raise ConfigError(f"slo gives {key.strip()} twice")
             values[field] = value.strip()
-        try:
-            return msgspec.convert(values, cls, strict=False)
-        except msgspec.ValidationError as error:
-            raise ConfigError(f"slo: {wrong(error, cls, values)}") from None
+        return read_struct("slo", cls, values)
 
 
 class WorkloadClass(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

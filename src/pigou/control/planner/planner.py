@@ -1,4 +1,4 @@
-"""What a planner is, what it is made of, and how it is found by name."""
+"""What a planner is, what it is made of, and its entry point."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any, ClassVar, Protocol
 
 import msgspec
 
-from pigou.config import ConfigError, named, wrong
+from pigou.config import ConfigError, named
 from pigou.control.planner.messages import PlannerDecision, PlannerWindow
 from pigou.control.planner.objectives import Budget, ProvisioningTimes, Slo, WorkloadClass
 from pigou.control.planner.performance.model import PerformanceModel
+from pigou.struct_values import read_struct
 
 GROUP = "pigou.planner"
 
@@ -88,9 +89,6 @@ def load(
         if key not in known:
             names = ", ".join(sorted(known)) or "none"
             raise ConfigError(f"{key} is no parameter of planner {name}; it has: {names}")
-    try:
-        own = msgspec.convert(values, kind.Params, strict=False)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"planner {name}: {wrong(error, kind.Params, values)}") from None
+    own = read_struct(f"planner {name}", kind.Params, values)
     planner: Planner = kind(setup or PlannerSetup(), own)
     return planner

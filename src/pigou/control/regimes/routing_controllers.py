@@ -11,10 +11,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from pigou.config import ConfigError, tagged
+from pigou.config import ConfigError
 from pigou.control.regimes.parameters import E2ESample, Parameters, RoutingSetting
 from pigou.control.saturation.regime import Detector, Regime, TTFTSample
 from pigou.request import SECOND
+from pigou.struct_values import tagged
 
 #: An epoch's mean latency counts for at most as many times the mean of all.
 _WORST = 3.0

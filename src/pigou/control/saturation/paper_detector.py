@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from pigou.config import ConfigError, tagged
+from pigou.config import ConfigError
 from pigou.control.saturation.cusum_detector import CusumConfig, CusumDetector
 from pigou.control.saturation.histogram import Histogram
 from pigou.control.saturation.polled_detectors import (
@@ -20,6 +20,7 @@ from pigou.control.saturation.polled_detectors import (
     SecondDifferenceConfig,
 )
 from pigou.control.saturation.regime import Detector, Regime, TTFTSample
+from pigou.struct_values import tagged
 
 #: What the paper advises for the first threshold: 3 to 5 times the P99 of a fleet at rest.
 ADVISED_FACTOR = 4.0

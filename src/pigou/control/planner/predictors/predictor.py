@@ -1,4 +1,4 @@
-"""What a load predictor is told and says, and how it is found by name."""
+"""What a load predictor is told and says, and its entry point."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any, ClassVar, Protocol
 
 import msgspec
 
-from pigou.config import ConfigError, named, wrong
+from pigou.config import ConfigError, named
+from pigou.struct_values import read_struct
 
 GROUP = "pigou.predictor"
 #: Largest load of one interval that is believed, in requests or tokens.
@@ -112,11 +113,7 @@ def load(name: str, params: Mapping[str, Any] | None = None) -> LoadPredictor:
             no such parameter, a value does not fit, or a library of it is not installed.
     """
     kind = named(GROUP, name, "load predictor")
-    values = dict(params or {})
-    try:
-        own = msgspec.convert(values, kind.Params, strict=False)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"load predictor {name}: {wrong(error, kind.Params, values)}") from None
+    own = read_struct(f"load predictor {name}", kind.Params, dict(params or {}))
     predictor: LoadPredictor = kind(own)
     return predictor
 

@@ -37,6 +37,9 @@ class TollParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         check_share(self, "host_restore", "storage_restore")
 
 
+_FULL_PRICE = TollParams()
+
+
 class Toll:
     """Private seconds, their urgency, and three tolls; `terms` has each formula.
 
@@ -56,7 +59,7 @@ class Toll:
     @property
     def full_price(self) -> bool:
         """Whether the parts are what a choice really costs: all tolls, nothing else."""
-        return self.params == TollParams()
+        return self.params == _FULL_PRICE
 
     def costs(self, request: RequestView, fleet: FleetView, candidates: Candidates) -> Costs:
         """Return one cost a candidate, in seconds."""
