@@ -37,7 +37,6 @@ class PoolSpeed:
     """
 
     def __init__(self, setup: PlannerSetup, pool: PoolWindow) -> None:
-        self._times = setup.times
         self._measured = setup.performance.get(pool.name)
         self._corrections = Corrections(setup.times)
         self._learner: SpeedLearner | None = None
@@ -125,7 +124,6 @@ class ModelState:
         """
         if self.tracker is None:
             self.tracker = LoadTracker(self._params, self._setup.times, window.seconds)
-            self._seconds = window.seconds
         pools = [pool for pool in window.pools if pool.model == self.name]
         load = self._merged(window)
         arrivals = self._arrivals(window, load, pools)
