@@ -206,7 +206,7 @@ def test_the_last_worker_that_decodes_is_left() -> None:
         (RemoveWorker("nobody"), "nobody is not there"),
         (FlipRole("nobody", Role.PREFILL, "prefill"), "nobody is not ready"),
         (FlipRole("both-0", Role.PREFILL, "prefill"), "both-0 cannot serve in pool 'prefill'"),
-        (SetOperatingPoint(pool="both", max_seqs=3), "SetOperatingPoint is not simulated"),
+        (SetOperatingPoint(pool="both", max_seqs=3), "SetOperatingPoint is not supported"),
     ],
 )
 def test_what_cannot_be_done_is_refused(action: Action, reason: str) -> None:

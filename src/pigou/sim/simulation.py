@@ -23,7 +23,8 @@ from pigou.sim.membership import Membership
 from pigou.sim.objectives import Objectives
 from pigou.sim.planner_setup import PlannedFleet, build_planner, with_start_up
 from pigou.sim.result import SimulationResult
-from pigou.sim.scaling import ScaledFleet, Scaling
+from pigou.sim.scaled_fleet import ScaledFleet
+from pigou.sim.scaling import Scaling
 from pigou.sim.scaling_config import ScalingConfig
 from pigou.sim.scaling_summary import OfferedRate
 from pigou.sim.setup import Setup

@@ -1,0 +1,160 @@
+"""Actuation: a planner's actions are carried out, or refused in the same words everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Protocol
+
+from pigou.control.planner.messages import (
+    Action,
+    AddWorkers,
+    DrainWorker,
+    FlipRole,
+    RebalancePool,
+    RemoveWorker,
+    WorkerState,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ManagedWorker:
+    """A worker of a fleet that changes.
+
+    Attributes:
+        id: unique in the fleet.
+        pool: that it is in.
+        state: of its life.
+    """
+
+    id: str
+    pool: str
+    state: WorkerState
+
+
+class ManagedFleet(Protocol):
+    """A fleet whose workers can be added, drained, flipped and removed.
+
+    The simulator has one on the virtual clock, the live fleet one of processes and servers. A
+    change is ordered by these calls, and goes on after they return.
+    """
+
+    @property
+    def size(self) -> int:
+        """Workers in all states."""
+        ...
+
+    @property
+    def pools(self) -> Collection[str]:
+        """Names of the pools, those without workers too."""
+        ...
+
+    def worker(self, id: str) -> ManagedWorker | None:
+        """Return a worker that is not gone; None where there is none of that id."""
+        ...
+
+    def is_last_decoder(self, id: str) -> bool:
+        """Whether a worker decodes, and no other one of its model that is ready does."""
+        ...
+
+    def start_refusal(self, pool: str) -> str:
+        """Return why no further worker of a pool can be started now; empty where one can."""
+        ...
+
+    def flip_refusal(self, id: str, pool: str) -> str:
+        """Return why a worker cannot serve in another pool; empty where it can.
+
+        It is not asked whether the worker is ready, or the last one that decodes.
+        """
+        ...
+
+    def decodes(self, pool: str) -> bool:
+        """Whether workers of a pool decode."""
+        ...
+
+    def add(self, pool: str, now: int) -> str:
+        """Order one more worker of a pool; return its id."""
+        ...
+
+    def drain(self, id: str, now: int) -> None:
+        """Let a ready worker end what it has, then go."""
+        ...
+
+    def remove(self, id: str, now: int) -> None:
+        """Let a worker go at once; what runs there goes elsewhere."""
+        ...
+
+    def flip(self, id: str, pool: str, now: int) -> None:
+        """Let a ready worker drain, then serve in another pool."""
+        ...
+
+
+def carry_out(action: Action, fleet: ManagedFleet, now: int, max_workers: int = 0) -> str:
+    """Carry out an action of a planner; return why not, empty where it was.
+
+    Args:
+        action: of a decision.
+        fleet: that is changed.
+        now: nanoseconds.
+        max_workers: of the fleet, in all states; 0 for no limit.
+    """
+    match action:
+        case AddWorkers(pool, count):
+            return add_workers(fleet, pool, count, now, max_workers)
+        case DrainWorker(worker):
+            return drain_worker(fleet, worker, now)
+        case RemoveWorker(worker):
+            return remove_worker(fleet, worker, now)
+        case FlipRole(worker, _, pool):
+            return flip_worker(fleet, worker, pool, now)
+        case RebalancePool():
+            return ""  # advice to the router, which goes by what it sees itself
+    return f"{type(action).__name__} is not supported"
+
+
+def add_workers(fleet: ManagedFleet, pool: str, count: int, now: int, max_workers: int = 0) -> str:
+    """Start workers, as many as there is room for; return why not all, empty where all were."""
+    if pool not in fleet.pools:
+        return f"there is no pool {pool!r}"
+    room = max(max_workers - fleet.size, 0) if max_workers else count
+    for started in range(min(count, room)):
+        if refusal := fleet.start_refusal(pool):
+            return f"{pool}: {count - started} workers are not started: {refusal}"
+        fleet.add(pool, now)
+    if room < count:
+        return f"{pool}: {count - room} workers more than max_workers allows"
+    return ""
+
+
+def drain_worker(fleet: ManagedFleet, id: str, now: int) -> str:
+    """Drain a ready worker; return why not, empty where it is done."""
+    worker = fleet.worker(id)
+    if worker is None or worker.state is not WorkerState.READY:
+        return f"{id} is not ready"
+    if fleet.is_last_decoder(id):
+        return f"{id} is the last worker that decodes"
+    fleet.drain(id, now)
+    return ""
+
+
+def remove_worker(fleet: ManagedFleet, id: str, now: int) -> str:
+    """Remove a worker at once; return why not, empty where it is done."""
+    if fleet.worker(id) is None:
+        return f"{id} is not there"
+    if fleet.is_last_decoder(id):
+        return f"{id} is the last worker that decodes"
+    fleet.remove(id, now)
+    return ""
+
+
+def flip_worker(fleet: ManagedFleet, id: str, pool: str, now: int) -> str:
+    """Flip a ready worker into another pool; return why not, empty where it is done."""
+    worker = fleet.worker(id)
+    if worker is None or worker.state is not WorkerState.READY:
+        return f"{id} is not ready"
+    if refusal := fleet.flip_refusal(id, pool):
+        return refusal
+    if not fleet.decodes(pool) and fleet.is_last_decoder(id):
+        return f"{id} is the last worker that decodes"
+    fleet.flip(id, pool, now)
+    return ""

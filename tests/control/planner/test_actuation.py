@@ -1,0 +1,141 @@
+"""What a planner orders is done, or refused in the same words by every fleet."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pigou.control.planner.actuation import ManagedWorker, carry_out
+from pigou.control.planner.messages import (
+    Action,
+    AddWorkers,
+    DrainWorker,
+    FlipRole,
+    RebalancePool,
+    RemoveWorker,
+    SetOperatingPoint,
+    WorkerState,
+)
+from pigou.request import Role
+
+
+class ListedFleet:
+    """A fleet that is a list; it notes what is ordered."""
+
+    def __init__(self, *workers: ManagedWorker, room: int = 9) -> None:
+        self.workers = {worker.id: worker for worker in workers}
+        self.pools = ["prefill", "decode"]
+        self.orders: list[tuple[str, ...]] = []
+        self.room = room
+
+    @property
+    def size(self) -> int:
+        return len(self.workers)
+
+    def worker(self, id: str) -> ManagedWorker | None:
+        return self.workers.get(id)
+
+    def is_last_decoder(self, id: str) -> bool:
+        ready = [w.id for w in self.workers.values()
+                 if w.state is WorkerState.READY and self.decodes(w.pool)]  # fmt: skip
+        return ready == [id]
+
+    def start_refusal(self, pool: str) -> str:
+        return "" if self.room else f"no device is free for {pool}"
+
+    def flip_refusal(self, id: str, pool: str) -> str:
+        return "" if pool in self.pools else f"{id} cannot serve in pool {pool!r}"
+
+    def decodes(self, pool: str) -> bool:
+        return pool != "prefill"
+
+    def add(self, pool: str, now: int) -> str:
+        self.room -= 1
+        id = f"{pool}-{self.size}"
+        self.workers[id] = ManagedWorker(id, pool, WorkerState.STARTING)
+        self.orders.append(("add", pool))
+        return id
+
+    def drain(self, id: str, now: int) -> None:
+        self.workers[id] = replace(self.workers[id], state=WorkerState.DRAINING)
+        self.orders.append(("drain", id))
+
+    def remove(self, id: str, now: int) -> None:
+        del self.workers[id]
+        self.orders.append(("remove", id))
+
+    def flip(self, id: str, pool: str, now: int) -> None:
+        self.workers[id] = replace(self.workers[id], pool=pool)
+        self.orders.append(("flip", id, pool))
+
+
+def fleet(room: int = 9) -> ListedFleet:
+    ready = WorkerState.READY
+    return ListedFleet(
+        ManagedWorker("p0", "prefill", ready),
+        ManagedWorker("d0", "decode", ready),
+        ManagedWorker("d1", "decode", ready),
+        ManagedWorker("d2", "decode", WorkerState.STARTING),
+        room=room,
+    )
+
+
+@pytest.mark.parametrize(
+    ("action", "orders"),
+    [
+        (AddWorkers("decode", 2), [("add", "decode"), ("add", "decode")]),
+        (DrainWorker("d0"), [("drain", "d0")]),
+        (RemoveWorker("d2"), [("remove", "d2")]),
+        (FlipRole("d0", Role.PREFILL, "prefill"), [("flip", "d0", "prefill")]),
+        (RebalancePool("decode", "d0"), []),
+    ],
+)
+def test_what_can_be_done_is_done(action: Action, orders: list[tuple[str, ...]]) -> None:
+    made = fleet()
+    assert carry_out(action, made, 1) == ""
+    assert made.orders == orders
+
+
+@pytest.mark.parametrize(
+    ("action", "refusal"),
+    [
+        (AddWorkers("both", 1), "there is no pool 'both'"),
+        (DrainWorker("d2"), "d2 is not ready"),
+        (DrainWorker("nobody"), "nobody is not ready"),
+        (RemoveWorker("nobody"), "nobody is not there"),
+        (FlipRole("d2", Role.PREFILL, "prefill"), "d2 is not ready"),
+        (FlipRole("d0", Role.BOTH, "both"), "d0 cannot serve in pool 'both'"),
+        (SetOperatingPoint(pool="decode", max_seqs=3), "SetOperatingPoint is not supported"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(action: Action, refusal: str) -> None:
+    made = fleet()
+    assert carry_out(action, made, 1) == refusal
+    assert made.orders == []
+
+
+def test_the_last_worker_that_decodes_is_left() -> None:
+    made = fleet()
+    assert carry_out(DrainWorker("d0"), made, 1) == ""
+    for action in (DrainWorker("d1"), RemoveWorker("d1"), FlipRole("d1", Role.PREFILL, "prefill")):
+        assert carry_out(action, made, 2) == "d1 is the last worker that decodes"
+    assert made.orders == [("drain", "d0")]
+    assert carry_out(DrainWorker("p0"), made, 3) == ""  # decode workers prefill, too
+
+
+def test_workers_are_added_as_far_as_the_limit_and_the_machine_go() -> None:
+    made = fleet()
+    assert carry_out(AddWorkers("decode", 3), made, 1, max_workers=5) == (
+        "decode: 2 workers more than max_workers allows"
+    )
+    assert made.size == 5
+    assert carry_out(AddWorkers("decode", 1), made, 2, max_workers=3) == (
+        "decode: 1 workers more than max_workers allows"
+    )
+    assert made.size == 5
+    made = fleet(room=1)
+    assert carry_out(AddWorkers("decode", 3), made, 1) == (
+        "decode: 2 workers are not started: no device is free for decode"
+    )
+    assert made.size == 5
