@@ -10,6 +10,8 @@ import pytest
 from setups import figures, simulation
 
 from pigou.config import ConfigError, ControlConfig
+from pigou.control.planner.attainment import Objectives
+from pigou.control.planner.config import RequestClassConfig
 from pigou.control.planner.messages import (
     Action,
     AddWorkers,
@@ -27,9 +29,8 @@ from pigou.sim.arrival_rate import RateSchedule
 from pigou.sim.client import ClientConfig
 from pigou.sim.fleet_config import FleetConfig, WorkerGroup, read_fleet
 from pigou.sim.membership import MembershipChange
-from pigou.sim.objectives import Objectives
 from pigou.sim.request_run import RunOutcome
-from pigou.sim.scaling_config import RequestClassConfig, ScalingConfig, StartUpConfig
+from pigou.sim.scaling_config import ScalingConfig, StartUpConfig
 from pigou.sim.scaling_summary import OfferedRate, ScalingMove, reversals, settle_seconds
 from pigou.sim.setup import Setup
 from pigou.sim.simulation import UNLIMITED, Simulation

@@ -13,11 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.config import ConfigError
+from pigou.control.planner import config as planner_config
 from pigou.request import SECOND
 
 #: Until the last arrival, and of a wait. Time passes for the control plane ten times a second, of
 #: idle days as well: a day takes seconds, a year the better part of an hour.
-MAX_SECONDS = 366 * 86400
+MAX_SECONDS = planner_config.MAX_SECONDS
 #: Variations of gaps: a burst is about cv^2 requests at once, then nothing for as many.
 MIN_CV, MAX_CV = 1e-6, 1e3
 #: Gaps that are drawn together.

@@ -9,10 +9,11 @@ from pathlib import Path
 import msgspec
 
 from pigou.config import ConfigError, wrong
+from pigou.control.planner.config import check_wait
 from pigou.request import Role
 from pigou.sim.arrival_rate import MAX_SECONDS
 from pigou.sim.network import LinkConfig
-from pigou.sim.scaling_config import RoleFlipConfig, StartUpConfig, check_wait
+from pigou.sim.scaling_config import RoleFlipConfig, StartUpConfig
 from pigou.sim.setup import TierConfig
 from pigou.yaml_file import read_yaml
 

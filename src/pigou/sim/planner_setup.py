@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import msgspec
 
+from pigou.control.planner.attainment import Objectives
 from pigou.control.planner.objectives import Budget, ProvisioningTimes, Slo
 from pigou.control.planner.planner import Planner, PlannerSetup, load
 from pigou.sim.fleet_config import FleetConfig
 from pigou.sim.membership import Membership
-from pigou.sim.objectives import Objectives
 from pigou.sim.pool_performance import measure_performance
 from pigou.sim.scaling_config import ScalingConfig
 

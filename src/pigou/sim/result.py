@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import math
 import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from pigou.control.caching_game import Placement
+from pigou.control.planner.attainment import Objectives
+from pigou.control.planner.load_meter import PERCENTILE_NAMES, PERCENTILES, latency_summary
 from pigou.control.price_of_anarchy import PoAEstimate
 from pigou.request import SECOND, Nanos
-from pigou.sim.objectives import NO_OBJECTIVES, Objectives
+from pigou.sim.objectives import NO_OBJECTIVES, objectives_document
 from pigou.sim.request_run import RequestRun, RunOutcome
 from pigou.sim.streams import ITLHistogram
 
-PERCENTILES = np.array([50.0, 90.0, 95.0, 99.0])
-_NAMES = ("p50", "p90", "p95", "p99")
 #: Parts of the Price of Anarchy, which multiply to the whole.
 _PARTS = ("whole", "queueing", "routing", "prefill_decode")
 
@@ -131,31 +131,22 @@ class SimulationResult:
         """Return how far the objectives were attained, and what the planner did for them."""
         figures: dict[str, Any] = {}
         if self.objectives.known:
-            figures["slo"] = self.objectives.document(self.runs)
+            figures["slo"] = objectives_document(self.objectives, self.runs)
         if self.planner is not None:
             figures["planner"] = self.planner
         return figures
 
 
 def summary(nanos: NDArray[Any]) -> dict[str, float | None]:
-    """Return mean and percentiles in seconds; None where there is nothing.
-
-    The percentile of share q among n sorted values is value k = ceil(q n).
-    """
-    if not len(nanos):
-        return dict.fromkeys(("mean", *_NAMES))
-    ordered = np.sort(nanos)
-    ranks = np.maximum(1, np.ceil(PERCENTILES / 100 * len(ordered))).astype(np.int64)
-    mean = math.fsum(ordered.tolist()) / len(ordered) / SECOND
-    percentiles = (ordered[ranks - 1] / SECOND).tolist()
-    return {"mean": mean, **dict(zip(_NAMES, percentiles, strict=True))}
+    """Return mean and percentiles in seconds; None where there is nothing."""
+    return msgspec.structs.asdict(latency_summary(nanos))
 
 
 def _itl_summary(itl: ITLHistogram) -> dict[str, float | None]:
     if not itl.count:
-        return dict.fromkeys(("mean", *_NAMES))
+        return dict.fromkeys(("mean", *PERCENTILE_NAMES))
     percentiles = itl.percentiles(PERCENTILES).tolist()
-    return {"mean": itl.mean(), **dict(zip(_NAMES, percentiles, strict=True))}
+    return {"mean": itl.mean(), **dict(zip(PERCENTILE_NAMES, percentiles, strict=True))}
 
 
 def _ratio(above: float, below: float) -> float:

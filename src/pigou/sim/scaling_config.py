@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 
 from pigou.config import ConfigError
 from pigou.config_option import option
-from pigou.control.planner.objectives import Slo, WorkloadClass
-from pigou.sim.arrival_rate import MAX_SECONDS
+from pigou.control.planner.config import PlannerConfig, RequestClassConfig, check_wait
 
-#: Stands for a fleet that no planner changes.
-NO_PLANNER = "none"
-_MAX_WORKERS = 10_000
 _MAX_FACTOR = 1e6
 
 
@@ -79,62 +74,15 @@ class RoleFlipConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         check_wait("flip.seconds", self.seconds)
 
 
-class RequestClassConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A class of requests, and its objective.
+class ScalingConfig(PlannerConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The objective of a simulated fleet, and the planner that changes the fleet for it.
 
     Attributes:
-        name: of the class.
-        ttft, itl: seconds to the first token, and between tokens.
-        percentile: per cent of its requests that shall be inside both.
-        weight: what a second of its delay counts for.
-        key: tenant of its requests; "" for any.
-        min_prompt_tokens, max_prompt_tokens: range of its prompts, both ends counted.
-    """
-
-    name: str
-    ttft: float = math.inf
-    itl: float = math.inf
-    percentile: float = 95.0
-    weight: float = 1.0
-    key: str = ""
-    min_prompt_tokens: int = 0
-    max_prompt_tokens: int = 2**62
-
-    def __post_init__(self) -> None:
-        """Refuse what no objective is."""
-        _ = self.workload_class
-
-    @property
-    def workload_class(self) -> WorkloadClass:
-        """As a planner is told of it."""
-        try:
-            return WorkloadClass(
-                name=self.name,
-                slo=Slo(ttft_s=self.ttft, itl_s=self.itl, percentile=self.percentile),
-                weight=self.weight,
-                key=self.key,
-                min_prompt_tokens=self.min_prompt_tokens,
-                max_prompt_tokens=self.max_prompt_tokens,
-            )
-        except ValueError as error:
-            raise ConfigError(f"class {self.name}: {error}") from None
-
-
-class ScalingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The objective of a fleet, and the planner that changes the fleet for it.
-
-    Attributes:
-        slo: as `Slo.parse` reads it; "" for none.
-        classes: of requests with objectives of their own; one belongs to the first that fits.
-        planner: name under `planner`, as registered under `pigou.planner`, and parameters.
-        max_workers: starting and draining ones included; 0 for no limit.
+        classes: as of `PlannerConfig`; simulated requests have no headers, and ask for the model
+            of their fleet.
         start_up: seconds, in place of the fleet's `start_up.seconds`; None for that.
-        interval_s: between two looks of the planner.
     """
 
-    slo: Annotated[
-        str, option("Objective: ttft=S,itl=S[,percentile=P], in seconds.", "Planner")
-    ] = ""
     classes: Annotated[
         tuple[RequestClassConfig, ...],
         option(
@@ -145,74 +93,18 @@ class ScalingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             form="entries",
         ),
     ] = ()
-    planner: Annotated[
-        dict[str, Any],
-        option(
-            "price, static, dynamo, ... (NAME[,parameter=value]...); none changes nothing.",
-            "Planner",
-            form="named",
-            key="planner",
-        ),
-    ] = msgspec.field(default_factory=lambda: {"planner": NO_PLANNER})
-    max_workers: Annotated[
-        int, option("Workers at once, in all states; 0 for no limit.", "Planner")
-    ] = 0
     start_up: Annotated[
         float | None,
         option("Seconds until a new worker serves.  [default: the fleet's, 100]", "Planner"),
     ] = None
-    interval_s: Annotated[
-        float, option("Seconds between two decisions.", "Planner", name="planner_interval")
-    ] = 5.0
 
     def __post_init__(self) -> None:
-        """Refuse limits of no planner, and what no fleet is."""
-        names = [config.name for config in self.classes]
-        if len(set(names)) < len(names):
-            raise ConfigError(f"classes are named {', '.join(names)}; give each a name of its own")
-        if not 0 <= self.max_workers <= _MAX_WORKERS:
-            raise ConfigError(
-                f"max_workers is {self.max_workers}; it must be 0 to {_MAX_WORKERS:,}"
-            )
-        if self.start_up is not None:
-            check_wait("start_up", self.start_up)
-        if not 0.1 <= self.interval_s <= MAX_SECONDS:
-            raise ConfigError(
-                f"interval_s is {self.interval_s}; it must be 0.1 to {MAX_SECONDS} (a year)"
-            )
-        if not self.plans and self.max_workers:
-            raise ConfigError(
-                f"max_workers is {self.max_workers}, and no planner starts any; give --planner too"
-            )
-        if not self.plans and self.start_up is not None:
-            raise ConfigError(
-                f"start_up is {self.start_up}, and no planner starts a worker; give --planner too"
-            )
-
-    @property
-    def plans(self) -> bool:
-        """Whether there is a planner."""
-        return bool(self.planner["planner"] != NO_PLANNER)
-
-    @property
-    def objective(self) -> Slo | None:
-        """What `slo` says; None without one.
-
-        Raises:
-            ConfigError: it is not understood.
-        """
-        try:
-            return Slo.parse(self.slo) if self.slo else None
-        except ConfigError as error:
-            raise ConfigError(f"slo is {self.slo!r}: {error}") from None
-
-    @property
-    def workload_classes(self) -> tuple[WorkloadClass, ...]:
-        """What `classes` says."""
-        return tuple(config.workload_class for config in self.classes)
-
-
-def check_wait(name: str, value: float, unit: int = 1) -> None:
-    """Refuse a wait of so many parts of a second that is below 0, or of more than a year."""
-    if not 0.0 <= value <= MAX_SECONDS * unit:
-        raise ConfigError(f"{name} is {value}; it must be 0 to {MAX_SECONDS * unit} (a year)")
+        """Refuse classes that no simulated request belongs to."""
+        PlannerConfig.__post_init__(self)
+        for config in self.classes:
+            for name in ("header", "model"):
+                if value := getattr(config, name):
+                    raise ConfigError(
+                        f"class {config.name}: {name} is {value!r}, and simulated requests have "
+                        "none; leave it out"
+                    )

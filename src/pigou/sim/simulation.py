@@ -20,7 +20,6 @@ from pigou.sim.client import ClientConfig, SimulatedClient
 from pigou.sim.fleet import SimulatedFleet
 from pigou.sim.fleet_config import FleetConfig, WorkerGroup
 from pigou.sim.membership import Membership
-from pigou.sim.objectives import Objectives
 from pigou.sim.planner_setup import PlannedFleet, build_planner, with_start_up
 from pigou.sim.result import SimulationResult
 from pigou.sim.scaled_fleet import ScaledFleet
@@ -94,7 +93,7 @@ class Simulation:
         """
         self.clock = clock or Clock()
         scaling = scaling or ScalingConfig()
-        self.objectives = Objectives(scaling.objective, scaling.workload_classes)
+        self.objectives = scaling.objectives
         fleet = with_start_up(fleet, scaling)
         if control.queue_timeout >= UNLIMITED and not client.timeout:
             _check_end(fleet)

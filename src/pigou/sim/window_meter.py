@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
-import numpy as np
-
-from pigou.control.latency_model.estimates import pairs
 from pigou.control.plane import ControlPlane
+from pigou.control.planner.attainment import Objectives
+from pigou.control.planner.load_meter import (
+    ComputedPrompt,
+    LoadMeter,
+    MeteredRequest,
+    MeteredWindow,
+    WorkerCounts,
+)
 from pigou.control.planner.messages import (
-    LatencySummary,
     LoadWindow,
     PlannerWindow,
     PoolWindow,
@@ -23,34 +27,19 @@ from pigou.request import SECOND, Role
 from pigou.sim.client import SimulatedClient
 from pigou.sim.fleet import SimulatedFleet
 from pigou.sim.membership import UNPLACEABLE, Membership
-from pigou.sim.objectives import Objectives, request_itl_ns
+from pigou.sim.objectives import class_name, request_itl_ns
 from pigou.sim.request_run import RequestRun, RunOutcome
-from pigou.sim.result import summary
 from pigou.sim.virtual_clock import EPOCH
 from pigou.sim.worker_spec import FleetWorker
 
 
 @dataclass(slots=True)
-class _WorkerCounts:
-    """What a worker did since the last window, and what it had done by then."""
+class _Progress:
+    """What a worker had done by the last window."""
 
-    prompts: int = 0
-    tokens: int = 0
-    pairs: float = 0.0
-    samples: int = 0
-    running: float = 0.0
-    held_tokens: float = 0.0
     steps: int = 0
     busy_ns: int = 0
     prefill_ns: int = 0
-
-
-class _Computed(NamedTuple):
-    """A prompt that was computed: by whom, its tokens, and those of them that were not cached."""
-
-    worker: str
-    prompt: int
-    uncached: int
 
 
 class WindowMeter:
@@ -76,12 +65,13 @@ class WindowMeter:
         """
         self._fleet, self._membership, self._client = fleet, membership, client
         self._objectives, self._model = objectives, model
+        self._load_meter = LoadMeter(objectives, model)
         self._last_ns = EPOCH
-        self._last_arrival_ns: dict[str, int] = {}
         self._known = 0  # of the client's runs
         self._tokens: dict[int, int] = {}  # output tokens of the open ones, at the last window
         self._open: dict[int, RequestRun] = {}
-        self._workers: dict[str, _WorkerCounts] = {}
+        self._workers: dict[str, WorkerCounts] = {}
+        self._progress: dict[str, _Progress] = {}
 
     @property
     def _plane(self) -> ControlPlane:
@@ -95,9 +85,7 @@ class WindowMeter:
             if worker.sim is None or row is None:
                 continue
             counts = self._counts_of(worker.name)
-            counts.samples += 1
-            counts.running += worker.sim.load(now)[0]
-            counts.held_tokens += state.columns.decode_tokens.item(row)
+            counts.sample(worker.sim.load(now)[0], state.columns.decode_tokens.item(row))
 
     def window(self, now: int) -> PlannerWindow:
         """Return what happened since the last window."""
@@ -131,65 +119,29 @@ class WindowMeter:
         arrived = self._arrived()
         generated = self._generated()
         first, ended = self._progressed(now)
-        for entry in filter(None, map(self._computed, first)):
-            counts = self._counts_of(entry.worker)
-            counts.prompts += 1
-            counts.tokens += entry.uncached
-            counts.pairs += float(pairs(entry.uncached, entry.prompt))
         queued: dict[str, list[int]] = {}
         for waiting in self._plane.queue:
             request = waiting.request
             name = self._objectives.name_of(request.tenant, request.prompt)
             queued.setdefault(name, []).append(request.prompt)
-        arrived_of, first_of, ended_of, open_of = (
-            self._by_class(runs) for runs in (arrived, first, ended, self._open.values())
-        )
-        return tuple(
-            self._load(
-                name, arrived_of.get(name, []), first_of.get(name, []), ended_of.get(name, []),
-                queued.get(name, []), generated.get(name, 0), len(open_of.get(name, [])),
-            )
-            for name in self._objectives.names
+        in_flight = Counter(class_name(self._objectives, run) for run in self._open.values())
+        metered = [self._metered(run)._replace(computed=self._computed(run)) for run in first]
+        for entry in (request.computed for request in metered):
+            if entry is not None:
+                self._counts_of(entry.worker).add_prompt(entry)
+        window = MeteredWindow(
+            [self._metered(run) for run in arrived], metered,
+            [self._metered(run) for run in ended], generated, in_flight, queued,
         )  # fmt: skip
+        return self._load_meter.loads(window)
 
-    def _load(
-        self, name: str, arrived: list[RequestRun], first: list[RequestRun],
-        ended: list[RequestRun], queued: list[int], tokens: int, in_flight: int,
-    ) -> LoadWindow:  # fmt: skip
-        """Return the load of one class: its requests, prompt tokens that wait, and tokens."""
-        computed = [entry for run in first if (entry := self._computed(run)) is not None]
-        prompt_tokens = sum(entry.prompt for entry in computed)
-        uncached = sum(entry.uncached for entry in computed)
-        done = [run for run in ended if run.outcome is RunOutcome.DONE]
-        prompts = np.array([run.spec.prompt_tokens for run in arrived], dtype=np.float64)
-        attained = None
-        if self._objectives.known:
-            attained = sum(self._objectives.attained(run, run.sent_ns) for run in done)
-        return LoadWindow(
-            model=self._model,
-            workload=name,
-            arrivals=len(arrived),
-            isl=float(prompts.mean()) if len(prompts) else None,
-            isl_scv=_scv(prompts),
-            osl=_mean([run.output_tokens for run in done]),
-            hit_rate=1.0 - uncached / prompt_tokens if prompt_tokens else None,
-            arrival_scv=self._arrival_scv(name, arrived),
-            ttft=_latency([run.first_token_ns - run.sent_ns for run in first]),
-            itl=_latency([ns for run in done if (ns := request_itl_ns(run)) is not None]),
-            request_s=_mean([(run.ended_ns - run.sent_ns) / SECOND for run in ended]),
-            completed=len(done),
-            attained=attained,
-            output_tokens=float(tokens),
-            queued=len(queued),
-            queued_tokens=float(sum(queued)),
-            in_flight=in_flight,
-        )
-
-    def _by_class(self, runs: Iterable[RequestRun]) -> dict[str, list[RequestRun]]:
-        classes: dict[str, list[RequestRun]] = {}
-        for run in runs:
-            classes.setdefault(self._objectives.name_of_run(run), []).append(run)
-        return classes
+    def _metered(self, run: RequestRun) -> MeteredRequest:
+        """Return a request as the gateway saw it."""
+        return MeteredRequest(
+            class_name(self._objectives, run), run.spec.prompt_tokens, run.intended_ns,
+            run.sent_ns, run.first_token_ns, run.ended_ns, run.output_tokens, request_itl_ns(run),
+            run.outcome is RunOutcome.DONE,
+        )  # fmt: skip
 
     def _generated(self) -> dict[str, int]:
         """Return the tokens that were generated since, as far as the gateway knows, by class."""
@@ -197,7 +149,7 @@ class WindowMeter:
         for number, run in self._open.items():
             routed = self._plane.state.requests.get(run.attempt_id)
             total = run.output_tokens + (0 if routed is None else max(routed.generated, 0))
-            name = self._objectives.name_of_run(run)
+            name = class_name(self._objectives, run)
             # A further attempt of the client begins again with no token.
             tokens[name] = tokens.get(name, 0) + max(0, total - self._tokens.get(number, 0))
             self._tokens[number] = total
@@ -222,7 +174,7 @@ class WindowMeter:
                 del self._open[run.number], self._tokens[run.number]
         return first, ended
 
-    def _computed(self, run: RequestRun) -> _Computed | None:
+    def _computed(self, run: RequestRun) -> ComputedPrompt | None:
         """Return the prompt of a request with a first token, as the control plane knows it."""
         name = run.prefill_worker or run.decode_worker
         if run.moves or not name:
@@ -230,20 +182,12 @@ class WindowMeter:
         routed = self._plane.state.requests.get(run.attempt_id)
         prompt = run.spec.prompt_tokens
         uncached = prompt - run.cached_tokens if routed is None else routed.uncached
-        return _Computed(name, prompt, max(uncached, 1))
-
-    def _arrival_scv(self, name: str, arrived: Sequence[RequestRun]) -> float | None:
-        times = [run.intended_ns for run in arrived]
-        if times and name in self._last_arrival_ns:
-            times.insert(0, self._last_arrival_ns[name])
-        if times:
-            self._last_arrival_ns[name] = times[-1]
-        return _scv(np.diff(np.array(times, dtype=np.float64)))
+        return ComputedPrompt(name, prompt, max(uncached, 1))
 
     # --- workers ------------------------------------------------------------------------------
 
-    def _counts_of(self, worker: str) -> _WorkerCounts:
-        return self._workers.setdefault(worker, _WorkerCounts())
+    def _counts_of(self, worker: str) -> WorkerCounts:
+        return self._workers.setdefault(worker, WorkerCounts())
 
     def _worker(self, worker: FleetWorker, now: int) -> WorkerWindow:
         sim, state = worker.sim, self._plane.state
@@ -256,16 +200,15 @@ class WindowMeter:
         )
         if sim is None or row is None:
             return life
-        counts, columns = self._counts_of(worker.name), state.columns
+        counts, columns = self._workers.pop(worker.name, WorkerCounts()), state.columns
+        before = self._progress.get(worker.name, _Progress())
         running, waiting, usage = sim.load(now)
         steps, busy_ns = sim.progress()
-        new_steps, new_busy_ns = steps - counts.steps, busy_ns - counts.busy_ns
-        prefill_s = max(0, sim.prefill_ns - counts.prefill_ns) / SECOND  # 0 after a restart
+        new_steps, new_busy_ns = steps - before.steps, busy_ns - before.busy_ns
+        prefill_s = max(0, sim.prefill_ns - before.prefill_ns) / SECOND  # 0 after a restart
         streams = worker.info.role is not Role.PREFILL and new_steps > 0
         block_size = worker.info.block_size
-        self._workers[worker.name] = _WorkerCounts(
-            steps=steps, busy_ns=busy_ns, prefill_ns=sim.prefill_ns
-        )
+        self._progress[worker.name] = _Progress(steps, busy_ns, sim.prefill_ns)
         return WorkerWindow(
             id=life.id,
             state=life.state,
@@ -274,11 +217,11 @@ class WindowMeter:
             queued_prefill_tokens=float(columns.prefill_tokens.item(row)),
             waiting=waiting,
             running=running,
-            mean_running=counts.running / counts.samples if counts.samples else None,
+            mean_running=counts.mean_running,
             kv_usage=usage,
             kv_tokens=worker.info.blocks * block_size,
             held_tokens=float(columns.decode_tokens.item(row)),
-            mean_held_tokens=counts.held_tokens / counts.samples if counts.samples else None,
+            mean_held_tokens=counts.mean_held_tokens,
             cached_tokens=float(sim.core.cached_blocks * block_size),
             computed_prompts=counts.prompts,
             computed_tokens=float(counts.tokens),
@@ -296,19 +239,3 @@ def _anarchy(assessments: Sequence[PoAEstimate]) -> tuple[float | None, int | No
     latest = assessments[-1]
     better = len(latest.anarchy.prefill_workers) if latest.split is not None else None
     return latest.anarchy.whole.value, better
-
-
-def _latency(nanos: Sequence[float] | np.ndarray) -> LatencySummary:
-    return LatencySummary(**summary(np.asarray(nanos, dtype=np.float64)))
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
-
-
-def _scv(values: np.ndarray) -> float | None:
-    """Return the variance over the squared mean; None of fewer than two values."""
-    if len(values) < 2:
-        return None
-    mean = float(values.mean())
-    return float(values.var(ddof=1)) / mean**2 if mean else None

@@ -1,0 +1,175 @@
+"""What a planner is configured with, in simulation and on a running fleet."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any
+
+import msgspec
+
+from pigou.config import ConfigError
+from pigou.config_option import option
+from pigou.control.planner.attainment import Objectives
+from pigou.control.planner.objectives import Slo, WorkloadClass
+
+#: Stands for a fleet that no planner changes.
+NO_PLANNER = "none"
+#: Longest wait that is taken for meant, in seconds.
+MAX_SECONDS = 366 * 86400
+_MAX_WORKERS = 10_000
+
+
+class RequestClassConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A class of requests, and its objective.
+
+    Attributes:
+        name: of the class.
+        ttft, itl: seconds to the first token, and between tokens.
+        percentile: per cent of its requests that shall be inside both.
+        weight: what a second of its delay counts for.
+        header: `name=value` of an HTTP header of its requests; "" for any.
+        key: tenant of its requests; "" for any.
+        model: that its requests ask for; "" for any.
+        min_prompt_tokens, max_prompt_tokens: range of its prompts, both ends counted.
+    """
+
+    name: str
+    ttft: float = math.inf
+    itl: float = math.inf
+    percentile: float = 95.0
+    weight: float = 1.0
+    header: str = ""
+    key: str = ""
+    model: str = ""
+    min_prompt_tokens: int = 0
+    max_prompt_tokens: int = 2**62
+
+    def __post_init__(self) -> None:
+        """Refuse what no objective is."""
+        _ = self.workload_class
+
+    @property
+    def workload_class(self) -> WorkloadClass:
+        """As a planner is told of it."""
+        name, equals, value = self.header.partition("=")
+        try:
+            return WorkloadClass(
+                name=self.name,
+                slo=Slo(ttft_s=self.ttft, itl_s=self.itl, percentile=self.percentile),
+                weight=self.weight,
+                header=name.lower() + equals + value,
+                key=self.key,
+                model=self.model,
+                min_prompt_tokens=self.min_prompt_tokens,
+                max_prompt_tokens=self.max_prompt_tokens,
+            )
+        except ValueError as error:
+            raise ConfigError(f"class {self.name}: {error}") from None
+
+
+class PlannerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The objective of a fleet, and the planner that changes the fleet for it.
+
+    Attributes:
+        slo: as `Slo.parse` reads it; "" for none.
+        classes: of requests with objectives of their own; one belongs to the first that fits.
+        planner: name under `planner`, as registered under `pigou.planner`, and parameters.
+        max_workers: starting and draining ones included; 0 for no limit.
+        start_up: seconds until a new worker serves; None where that is not said.
+        interval_s: between two looks of the planner.
+    """
+
+    slo: Annotated[
+        str, option("Objective: ttft=S,itl=S[,percentile=P], in seconds.", "Planner")
+    ] = ""
+    classes: Annotated[
+        tuple[RequestClassConfig, ...],
+        option(
+            "Objective of some: NAME,ttft=S,itl=S[,percentile=P][,weight=W][,header=NAME=VALUE]"
+            "[,key=TENANT][,model=M][,min_prompt_tokens=N][,max_prompt_tokens=N]; may be given "
+            "again.",
+            "Planner",
+            name="slo_class",
+            form="entries",
+        ),
+    ] = ()
+    planner: Annotated[
+        dict[str, Any],
+        option(
+            "price, static, dynamo, ... (NAME[,parameter=value]...); none changes nothing.",
+            "Planner",
+            form="named",
+            key="planner",
+        ),
+    ] = msgspec.field(default_factory=lambda: {"planner": NO_PLANNER})
+    max_workers: Annotated[
+        int, option("Workers at once, in all states; 0 for no limit.", "Planner")
+    ] = 0
+    start_up: Annotated[
+        float | None,
+        option("Seconds until a new worker serves.  [default: as measured]", "Planner"),
+    ] = None
+    interval_s: Annotated[
+        float, option("Seconds between two decisions.", "Planner", name="planner_interval")
+    ] = 5.0
+
+    def __post_init__(self) -> None:
+        """Refuse limits of no planner, and what no fleet is."""
+        names = [config.name for config in self.classes]
+        if len(set(names)) < len(names):
+            raise ConfigError(f"classes are named {', '.join(names)}; give each a name of its own")
+        if not 0 <= self.max_workers <= _MAX_WORKERS:
+            raise ConfigError(
+                f"max_workers is {self.max_workers}; it must be 0 to {_MAX_WORKERS:,}"
+            )
+        if self.start_up is not None:
+            check_wait("start_up", self.start_up)
+        if not 0.1 <= self.interval_s <= MAX_SECONDS:
+            raise ConfigError(
+                f"interval_s is {self.interval_s}; it must be 0.1 to {MAX_SECONDS} (a year)"
+            )
+        if not self.plans and self.max_workers:
+            raise ConfigError(
+                f"max_workers is {self.max_workers}, and no planner starts any; give --planner too"
+            )
+        if not self.plans and self.start_up is not None:
+            raise ConfigError(
+                f"start_up is {self.start_up}, and no planner starts a worker; give --planner too"
+            )
+
+    @property
+    def plans(self) -> bool:
+        """Whether there is a planner."""
+        return bool(self.planner["planner"] != NO_PLANNER)
+
+    @property
+    def objective(self) -> Slo | None:
+        """What `slo` says; None without one.
+
+        Raises:
+            ConfigError: it is not understood.
+        """
+        try:
+            return Slo.parse(self.slo) if self.slo else None
+        except ConfigError as error:
+            raise ConfigError(f"slo is {self.slo!r}: {error}") from None
+
+    @property
+    def workload_classes(self) -> tuple[WorkloadClass, ...]:
+        """What `classes` says."""
+        return tuple(config.workload_class for config in self.classes)
+
+    @property
+    def objectives(self) -> Objectives:
+        """What `slo` and `classes` say.
+
+        Raises:
+            ConfigError: `slo` is not understood.
+        """
+        return Objectives(self.objective, self.workload_classes)
+
+
+def check_wait(name: str, value: float, unit: int = 1) -> None:
+    """Refuse a wait of so many parts of a second that is below 0, or of more than a year."""
+    if not 0.0 <= value <= MAX_SECONDS * unit:
+        raise ConfigError(f"{name} is {value}; it must be 0 to {MAX_SECONDS * unit} (a year)")

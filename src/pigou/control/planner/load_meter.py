@@ -1,0 +1,223 @@
+"""The load meter: load windows of a planner, from the requests that a gateway saw."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pigou.control.latency_model.estimates import pairs
+from pigou.control.planner.attainment import Objectives
+from pigou.control.planner.messages import LatencySummary, LoadWindow
+from pigou.request import SECOND
+
+PERCENTILES = np.array([50.0, 90.0, 95.0, 99.0])
+PERCENTILE_NAMES = ("p50", "p90", "p95", "p99")
+
+
+class ComputedPrompt(NamedTuple):
+    """A prompt that was computed: by which worker, its tokens, those that were not cached."""
+
+    worker: str
+    prompt: int
+    uncached: int
+
+
+class MeteredRequest(NamedTuple):
+    """A request as the gateway saw it, at the end of a window.
+
+    Attributes:
+        workload: name of its class.
+        prompt_tokens: of its prompt.
+        intended_ns: when its client meant to send it.
+        arrival_ns: when it came; latencies count from it.
+        first_token_ns: of its first token.
+        ended_ns: when it ended.
+        output_tokens: that it has.
+        itl_ns: mean nanoseconds between its tokens; None where it has fewer than two.
+        is_done: whether it ended well.
+        computed: its prompt, once that was computed; None where that is not known.
+    """
+
+    workload: str
+    prompt_tokens: int
+    intended_ns: int
+    arrival_ns: int
+    first_token_ns: int = 0
+    ended_ns: int = 0
+    output_tokens: int = 0
+    itl_ns: float | None = None
+    is_done: bool = False
+    computed: ComputedPrompt | None = None
+
+    @property
+    def ttft_ns(self) -> int | None:
+        """Nanoseconds to its first token; None where it has none."""
+        return self.first_token_ns - self.arrival_ns if self.first_token_ns else None
+
+    def attained(self, objectives: Objectives) -> bool:
+        """Whether it is done, and inside its objective."""
+        if not self.is_done:
+            return False
+        ttft_s = None if self.ttft_ns is None else self.ttft_ns / SECOND
+        itl_s = None if self.itl_ns is None else self.itl_ns / SECOND
+        return objectives.attained(self.workload, ttft_s, itl_s)
+
+
+class MeteredWindow(NamedTuple):
+    """Requests of one window.
+
+    Attributes:
+        arrived, first, ended: those that came, that had their first token, that ended in it.
+        generated: tokens that were generated in it, by class.
+        in_flight: requests that are not ended, by class.
+        queued: prompt tokens of requests that wait at the gateway, by class.
+    """
+
+    arrived: Sequence[MeteredRequest]
+    first: Sequence[MeteredRequest]
+    ended: Sequence[MeteredRequest]
+    generated: Mapping[str, int]
+    in_flight: Mapping[str, int]
+    queued: Mapping[str, Sequence[int]]
+
+
+class LoadMeter:
+    """Makes the load windows of one model, one for each class, window after window."""
+
+    def __init__(self, objectives: Objectives, model: str = "") -> None:
+        """Begin.
+
+        Args:
+            objectives: of requests; each class is a load of its own.
+            model: that the requests ask for.
+        """
+        self.objectives, self.model = objectives, model
+        self._last_arrival_ns: dict[str, int] = {}
+
+    def loads(self, window: MeteredWindow) -> tuple[LoadWindow, ...]:
+        """Return the load of each class."""
+        arrived, first, ended = (
+            _by_class(requests) for requests in (window.arrived, window.first, window.ended)
+        )
+        return tuple(
+            self._load(name, window, arrived.get(name, []), first.get(name, []),
+                       ended.get(name, []))
+            for name in self.objectives.names
+        )  # fmt: skip
+
+    def _load(
+        self, name: str, window: MeteredWindow, arrived: Sequence[MeteredRequest],
+        first: Sequence[MeteredRequest], ended: Sequence[MeteredRequest],
+    ) -> LoadWindow:  # fmt: skip
+        computed = [request.computed for request in first if request.computed is not None]
+        prompt_tokens = sum(entry.prompt for entry in computed)
+        uncached = sum(entry.uncached for entry in computed)
+        done = [request for request in ended if request.is_done]
+        prompts = np.array([request.prompt_tokens for request in arrived], dtype=np.float64)
+        queued = window.queued.get(name, ())
+        attained = None
+        if self.objectives.known:
+            attained = sum(request.attained(self.objectives) for request in done)
+        return LoadWindow(
+            model=self.model,
+            workload=name,
+            arrivals=len(arrived),
+            isl=float(prompts.mean()) if len(prompts) else None,
+            isl_scv=squared_variation(prompts),
+            osl=_mean([request.output_tokens for request in done]),
+            hit_rate=1.0 - uncached / prompt_tokens if prompt_tokens else None,
+            arrival_scv=self._arrival_scv(name, arrived),
+            ttft=_latencies(request.ttft_ns for request in first),
+            itl=_latencies(request.itl_ns for request in done),
+            request_s=_mean([(one.ended_ns - one.arrival_ns) / SECOND for one in ended]),
+            completed=len(done),
+            attained=attained,
+            output_tokens=float(window.generated.get(name, 0)),
+            queued=len(queued),
+            queued_tokens=float(sum(queued)),
+            in_flight=window.in_flight.get(name, 0),
+        )
+
+    def _arrival_scv(self, name: str, arrived: Sequence[MeteredRequest]) -> float | None:
+        times = [request.intended_ns for request in arrived]
+        if times and name in self._last_arrival_ns:
+            times.insert(0, self._last_arrival_ns[name])
+        if times:
+            self._last_arrival_ns[name] = times[-1]
+        return squared_variation(np.diff(np.array(times, dtype=np.float64)))
+
+
+@dataclass(slots=True)
+class WorkerCounts:
+    """What a worker did in a window: prompts that it computed, and looks at what runs there."""
+
+    prompts: int = 0
+    tokens: int = 0
+    pairs: float = 0.0
+    samples: int = 0
+    running: float = 0.0
+    held_tokens: float = 0.0
+
+    def add_prompt(self, computed: ComputedPrompt) -> None:
+        """Count a prompt that it computed."""
+        self.prompts += 1
+        self.tokens += computed.uncached
+        self.pairs += float(pairs(computed.uncached, computed.prompt))
+
+    def sample(self, running: float, held_tokens: float) -> None:
+        """Add a look at its running requests, and at the tokens that they hold."""
+        self.samples += 1
+        self.running += running
+        self.held_tokens += held_tokens
+
+    @property
+    def mean_running(self) -> float | None:
+        """Mean of the looks; None without any."""
+        return self.running / self.samples if self.samples else None
+
+    @property
+    def mean_held_tokens(self) -> float | None:
+        """Mean of the looks; None without any."""
+        return self.held_tokens / self.samples if self.samples else None
+
+
+def latency_summary(nanos: Sequence[float] | NDArray[Any]) -> LatencySummary:
+    """Return mean and percentiles in seconds; None where there is nothing.
+
+    The percentile of share q among n sorted values is value k = ceil(q n).
+    """
+    if not len(nanos):
+        return LatencySummary()
+    ordered = np.sort(np.asarray(nanos))
+    ranks = np.maximum(1, np.ceil(PERCENTILES / 100 * len(ordered))).astype(np.int64)
+    mean = math.fsum(ordered.tolist()) / len(ordered) / SECOND
+    percentiles = (ordered[ranks - 1] / SECOND).tolist()
+    return LatencySummary(mean=mean, **dict(zip(PERCENTILE_NAMES, percentiles, strict=True)))
+
+
+def _latencies(nanos: Iterable[float | None]) -> LatencySummary:
+    return latency_summary([value for value in nanos if value is not None])
+
+
+def squared_variation(values: NDArray[np.float64]) -> float | None:
+    """Return the variance over the squared mean; None of fewer than two values."""
+    if len(values) < 2:
+        return None
+    mean = float(values.mean())
+    return float(values.var(ddof=1)) / mean**2 if mean else None
+
+
+def _by_class(requests: Iterable[MeteredRequest]) -> dict[str, list[MeteredRequest]]:
+    classes: dict[str, list[MeteredRequest]] = {}
+    for request in requests:
+        classes.setdefault(request.workload, []).append(request)
+    return classes
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
