@@ -17,6 +17,7 @@ from aiohttp import web
 
 from pigou.config import ControlConfig
 from pigou.control.plane import ControlPlane
+from pigou.control.planner.attainment import Objectives
 from pigou.gateway.api_keys import Keys
 from pigou.gateway.app import Gateway
 from pigou.gateway.config import GatewayConfig
@@ -334,11 +335,12 @@ async def serving(
     control: ControlConfig | None = None,
     keys: Keys | None = None,
     drain_s: float = 0.2,
+    objectives: Objectives | None = None,
     **limits: Any,
 ) -> AsyncIterator[Fleet]:
     """Run a gateway over these stubs, all of them up; its end waits `drain_s` for requests."""
     runners = [await stub.start() for stub in stubs]
-    plane_driver = PlaneDriver(ControlPlane(control or ControlConfig()))
+    plane_driver = PlaneDriver(ControlPlane(control or ControlConfig()), objectives=objectives)
     metrics = Metrics()
     config = GatewayConfig(port=0, **limits)
     fleet_status = FleetStatus(plane_driver, list)

@@ -10,10 +10,11 @@ import msgspec
 import typer
 
 from pigou import logs
-from pigou.cli.config_options import config_command
+from pigou.cli.config_options import Override, config_command
 from pigou.cli.option_values import check_port
 from pigou.cli.progress import StageProgress
 from pigou.config import ControlConfig
+from pigou.control.planner.config import PlannerConfig
 from pigou.fleet.config import AttachedWorker, FleetError, LocalWorker, WatchConfig, WorkersConfig
 from pigou.gateway.config import GatewayConfig
 from pigou.imports import uncollected
@@ -30,6 +31,7 @@ def serve(
     gateway: GatewayConfig,
     watch: WatchConfig,
     control: ControlConfig,
+    planner: Annotated[PlannerConfig, Override("slo classes")],
     log: LogConfig,
     worker_arguments: Annotated[
         list[str] | None,
@@ -51,7 +53,7 @@ def serve(
     gateway = msgspec.structs.replace(gateway, strict=not fleet.attach)
     try:
         secret = FleetSecret.given(fleet.fleet_secret_file)
-        _run(gateway, control, workers, watch, fleet.tokenizer, progress, secret)
+        _run(gateway, control, workers, watch, fleet.tokenizer, progress, secret, planner)
     except (FleetError, OSError) as error:
         typer.echo(f"pigou serve: {error}", err=True)
         raise typer.Exit(1) from None
@@ -75,11 +77,14 @@ def _run(
     tokenizer: str,
     progress: StageProgress,
     secret: FleetSecret | None,
+    planner: PlannerConfig,
 ) -> None:
     from pigou.fleet.serve import Serving
 
     async def main() -> None:
-        serving = Serving(gateway, control, workers, watch, tokenizer, progress.report, secret)
+        serving = Serving(
+            gateway, control, workers, watch, tokenizer, progress.report, secret, planner
+        )
         typer.echo(f"Starting {_roles(workers)} ...")
 
         def ready() -> None:

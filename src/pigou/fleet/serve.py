@@ -14,6 +14,7 @@ from pathlib import Path
 
 from pigou.config import ConfigError, ControlConfig
 from pigou.control.plane import ControlPlane
+from pigou.control.planner.config import PlannerConfig
 from pigou.control.warm_up import warm_up
 from pigou.fleet.config import AttachedWorker, LocalWorker, WatchConfig, WorkersConfig
 from pigou.fleet.supervisor import Supervisor
@@ -56,6 +57,7 @@ class Serving:
         tokenizer: str = "",
         on_stage: StageListener | None = None,
         secret: FleetSecret | None = None,
+        planner: PlannerConfig | None = None,
     ) -> None:
         """Put the parts together; within a running event loop.
 
@@ -67,6 +69,7 @@ class Serving:
             tokenizer: folder or hub id of the model's tokenizer; empty asks the workers.
             on_stage: gets the stages of the start, of the gateway and of each worker.
             secret: what the processes of the fleet prove to each other to know; None makes one.
+            planner: objectives of requests, and what changes the fleet for them.
 
         Raises:
             ConfigError: the policy is unknown, the keys file is not readable, the journal not
@@ -80,7 +83,8 @@ class Serving:
         )
         plane = ControlPlane(control)
         journal = None if gateway.journal is None else Journal(Path(gateway.journal), control)
-        self.plane_driver = PlaneDriver(plane, prompts, journal)
+        planner = planner or PlannerConfig()
+        self.plane_driver = PlaneDriver(plane, prompts, journal, planner.objectives)
         self.supervisor = Supervisor(
             self.plane_driver, workers, self._watch, secret or FleetSecret.make()
         )

@@ -166,7 +166,10 @@ class _Routes:
         self._check_model(call.body.get("model"))
         self._check_deadline(call)
         try:
-            with self._usage.accepted(key.digest, key.limits, call):
+            with (
+                self._usage.accepted(key.digest, key.limits, call),
+                self._gateway.plane_driver.meter.metering(call, request.headers),
+            ):
                 return await self._serve(request, call)
         finally:
             self._describe_access(call)
@@ -208,6 +211,7 @@ class _Routes:
         except (APIError, Rejected) as error:
             if not writer.open:
                 raise
+            _note_error(call, error)
             await writer.fail(error)
         except (ConnectionError, TimeoutError):
             raise  # the client is gone
@@ -215,7 +219,9 @@ class _Routes:
             if not writer.open:
                 raise
             _log.exception("the stream of request %s failed", call.wire_id)
-            await writer.fail(APIError(500, f"The gateway failed: {type(error).__name__}."))
+            failure = APIError(500, f"The gateway failed: {type(error).__name__}.")
+            _note_error(call, failure)
+            await writer.fail(failure)
 
     def _pigou_only(self) -> bool:
         """Whether all workers that are up are Pigou's own, which know no other fields."""
@@ -306,6 +312,12 @@ class _Routes:
             else:
                 return web.Response(body=reply, content_type=JSON)
         raise APIError(503, f"No worker answers: {last or 'none is up'}.", retry_after=1)
+
+
+def _note_error(call: GatewayRequest, error: APIError | Rejected) -> None:
+    """Note that a stream ended with an error."""
+    if call.metered is not None:
+        call.metered.error = error
 
 
 def _decided(call: GatewayRequest) -> dict[str, str]:

@@ -14,6 +14,7 @@ from pigou.request import NEVER, BlockKeys, Request
 
 if TYPE_CHECKING:
     from pigou.gateway.api_keys import RequestQuota
+    from pigou.gateway.request_meter import MeteredCall
 
 
 class RequestedStreamOptions(msgspec.Struct):
@@ -147,6 +148,7 @@ class GatewayRequest:
         held_tokens: of the prompts of those.
         quota: what it has of its key's limits; None without.
         on_route: told of the workers each time that it is sent to some.
+        metered: what it got so far, shared by its sequences; None where nobody counts.
     """
 
     id: str
@@ -182,6 +184,7 @@ class GatewayRequest:
     held_tokens: int = 0
     quota: RequestQuota | None = field(default=None, repr=False)
     on_route: Callable[[Choice], None] | None = field(default=None, repr=False)
+    metered: MeteredCall | None = field(default=None, repr=False)
 
     @property
     def path(self) -> str:

@@ -25,9 +25,11 @@ from pigou.control.messages import (
     WorkerUp,
 )
 from pigou.control.plane import ControlPlane
+from pigou.control.planner.attainment import Objectives
 from pigou.gateway.gateway_request import GatewayRequest
 from pigou.gateway.journal import Journal
 from pigou.gateway.prompt_reader import PromptReader
+from pigou.gateway.request_meter import RequestMeter
 from pigou.gateway.sse_relay import Relay
 from pigou.gateway.upstream import Engine, Upstream
 from pigou.lifecycle.suspicion import WorkerEnd
@@ -54,6 +56,7 @@ class PlaneDriver:
         prompts: tokenizes; None leaves the length of prompts a guess.
         shed: requests refused so far.
         timed: called with the seconds that each request's first decision took.
+        meter: counts what clients offer and get.
         compiled: set while the plane's kernels are there; nobody is to call it otherwise.
     """
 
@@ -62,6 +65,7 @@ class PlaneDriver:
         plane: ControlPlane,
         prompts: PromptReader | None = None,
         journal: Journal | None = None,
+        objectives: Objectives | None = None,
     ) -> None:
         self.plane = plane
         self.prompts = prompts
@@ -71,6 +75,7 @@ class PlaneDriver:
             plane if journal is None else JournalRecorder(plane, journal.write)
         )
         self.upstreams: dict[str, Upstream] = {}
+        self.meter = RequestMeter(objectives or Objectives(), self._model)
         self.shed = 0
         self.compiled = asyncio.Event()
         self.compiled.set()
@@ -81,6 +86,10 @@ class PlaneDriver:
         self._woken: set[asyncio.Event] = set()
         self._ticker: asyncio.Task[None] | None = None
         self._assessing: asyncio.Task[None] | None = None
+
+    def _model(self) -> str:
+        """Return the name of the served model; empty while no worker is up."""
+        return next((up.engine.model for up in self.upstreams.values()), "")
 
     def start(self) -> None:
         """Begin to let time pass; call within the event loop."""

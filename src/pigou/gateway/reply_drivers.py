@@ -76,6 +76,8 @@ class Generator:
     async def _stream(self, call: GatewayRequest, writer: SSEWriter) -> None:
         """Stream one sequence, or several that are not to be split."""
         relay = Relay(call)
+        if call.metered is not None:
+            call.metered.relays.append(relay)
         self._plane_driver.watch(relay)
         try:
             await StreamDriver(self._plane_driver, self._metrics, relay, writer).run()
@@ -101,6 +103,7 @@ class ReplyDriver(RequestDriver):
         if any(choice.finish_reason in ("abort", "error") for choice in read.choices):
             worker = decode.worker.id
             raise WorkerFailed("abort", f"{worker} gave the request up", frozenset({worker}))
+        self._meter_prompt()
         if read.usage is not None:
             tokens = read.usage.completion_tokens
             decode.tokens += tokens
@@ -186,7 +189,7 @@ class StreamDriver(RequestDriver):
                     itl((now_ns - last_ns) / count / SECOND, count)
                 elif before == 0:
                     self._first_token(step)
-                last_ns = now_ns
+                last_ns = relay.last_token_ns = now_ns
             return out
 
         def take(data: bytes) -> bool:
@@ -227,6 +230,7 @@ class StreamDriver(RequestDriver):
         stats = self.call.stats
         stats.first_token = stats.first_token or now_ns
         self._metrics.first_token.observe((now_ns - self.call.arrival) / SECOND)
+        self._meter_prompt()
 
 
 async def _to_end(connection: HTTPConnection) -> None:

@@ -317,7 +317,17 @@ class RequestDriver(ABC):
             raise WorkerFailed("connect", f"{worker} is gone", frozenset({worker}))
         return upstream
 
+    def _meter_prompt(self) -> None:
+        """Note that the prompt was computed, and by which worker."""
+        metered, choice = self.call.metered, self._choice
+        if metered is not None:
+            routed = self._plane_driver.plane.state.requests.get(self.call.id)
+            uncached = None if routed is None else routed.uncached
+            self._plane_driver.meter.begun(self.call, choice.prefill or choice.decode, uncached)
+
     def _count_move(self, cause: str) -> None:
+        if self.call.metered is not None:
+            self.call.metered.moves += 1
         phase = "stream" if self.life.generated else "prompt"
         self._metrics.migrations.labels(phase, cause).inc()
 

@@ -35,6 +35,7 @@ class Relay:
     Attributes:
         state: of the stream: tokens, text shown, end.
         counted: tokens of all choices so far.
+        last_token_ns: when the last of them came, in nanoseconds of the gateway's clock; 0 before.
         muted: what comes is dropped, until the next attempt.
         failed: why the attempt cannot go on, set by `feed`; None while it can.
     """
@@ -43,6 +44,7 @@ class Relay:
         self.call = call
         self.state = StreamState()
         self.counted = 0
+        self.last_token_ns = 0
         self.muted = False
         self.failed: WorkerFailed | Rejected | None = None
         self._reader = Reader()

@@ -88,6 +88,7 @@ class FleetStatus:
             "queued": self._plane_driver.queued,
             "held_sequences": self._plane_driver.held,
             "shed": self._plane_driver.shed,
+            "slo": self._plane_driver.meter.view(),
             "background": self._plane_driver.background.view(),
             "tokens_per_second": round(sum(w["tokens_per_second"] for w in workers), 1),
         }

@@ -12,6 +12,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from pigou import __version__
 from pigou.gateway.api_keys import NO_KEY, Key
+from pigou.gateway.attainment_metrics import AttainmentMetrics
 from pigou.gateway.dashboard import History
 from pigou.gateway.metrics import page, page_without_tenants
 from pigou.gateway.middleware import current_key, unauthorized
@@ -59,6 +60,7 @@ class StatusRoutes:
         self._sampling: asyncio.Task[None] | None = None
         gateway.metrics.add_fleet(gateway.fleet_status.gauges)
         gateway.metrics.add(PriceGauges(gateway.fleet_status.prices))
+        gateway.metrics.add(AttainmentMetrics(gateway.plane_driver.meter))
         index = gateway.plane_driver.plane.index
         gateway.metrics.add_count(
             "pigou_index_evicted_blocks",

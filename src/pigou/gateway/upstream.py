@@ -7,7 +7,7 @@ import errno
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 import msgspec
@@ -99,6 +99,21 @@ async def read_page(response: aiohttp.ClientResponse) -> bytes:
     return bytes(page)
 
 
+class WorkerReport(NamedTuple):
+    """What a worker said of its speed, counted since its start; None for what it does not say.
+
+    Attributes:
+        at_ns: when.
+        itl_s, itl_count: sum and number of the seconds between tokens of its streams.
+        prefill_s: seconds in which it computed prompts.
+    """
+
+    at_ns: int
+    itl_s: float | None = None
+    itl_count: float | None = None
+    prefill_s: float | None = None
+
+
 class Upstream:
     """A worker's HTTP client, without a connection limit.
 
@@ -108,6 +123,7 @@ class Upstream:
         inflight: requests under way.
         paused: of those, requests whose client is slow, so that nothing is read from the worker.
         tokens: that it streamed so far.
+        report: what it said last of its speed; None before.
     """
 
     def __init__(self, worker: Worker, engine: Engine, secret: str = "") -> None:
@@ -117,6 +133,7 @@ class Upstream:
         self.inflight = 0
         self.paused = 0
         self.tokens = 0
+        self.report: WorkerReport | None = None
         self._closed = False
         self._end: asyncio.Future[WorkerEnd] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()

@@ -27,7 +27,7 @@ from pigou.request import SECOND, Role
 from pigou.sim.client import SimulatedClient
 from pigou.sim.fleet import SimulatedFleet
 from pigou.sim.membership import UNPLACEABLE, Membership
-from pigou.sim.objectives import class_name, request_itl_ns
+from pigou.sim.objectives import class_name, is_attained, request_itl_ns
 from pigou.sim.request_run import RequestRun, RunOutcome
 from pigou.sim.virtual_clock import EPOCH
 from pigou.sim.worker_spec import FleetWorker
@@ -140,7 +140,7 @@ class WindowMeter:
         return MeteredRequest(
             class_name(self._objectives, run), run.spec.prompt_tokens, run.intended_ns,
             run.sent_ns, run.first_token_ns, run.ended_ns, run.output_tokens, request_itl_ns(run),
-            run.outcome is RunOutcome.DONE,
+            run.outcome is RunOutcome.DONE, is_attained(self._objectives, run, run.sent_ns),
         )  # fmt: skip
 
     def _generated(self) -> dict[str, int]:

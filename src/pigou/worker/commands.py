@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from pigou.engine.plan import Finished
+from pigou.engine.plan import Finished, Plan, Result
 from pigou.kv.block import Block
 from pigou.request import Request
 from pigou.runtime.step_output import RankedLogprobs
@@ -155,9 +155,17 @@ class Gauges:
     revived_total: int = 0
     steps_total: int = 0
     tokens_total: int = 0
+    prefill_ns_total: int = 0
     blocks_received_total: int = 0
     bytes_received_total: int = 0
     blocks_leased_total: int = 0
+
+    def count_steps(self, plan: Plan, result: Result) -> None:
+        """Count what was computed; chunks of prompts come last in a plan."""
+        self.steps_total += result.steps
+        self.tokens_total += plan.tokens * result.steps
+        if plan and plan.counts.item(-1) > 1:
+            self.prefill_ns_total += int(result.durations.sum())
 
     def read(self, core: EngineCore, warm_queries: int) -> Gauges:
         """Take the core's figures; `warm_queries` are prefix queries of the warm-up."""

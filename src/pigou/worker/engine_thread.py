@@ -268,8 +268,7 @@ class EngineThread:
         result = self._backend.execute(plan, self._on_step)
         self.heartbeat.work()
         self.heartbeat.steps += result.steps
-        self._gauges.steps_total += result.steps
-        self._gauges.tokens_total += plan.tokens * result.steps
+        self._gauges.count_steps(plan, result)
         self._out.computed, self._out.steps = plan.tokens, result.steps
         self._measure(plan, result)
         self._take(self._core.apply(plan, result))

@@ -77,6 +77,7 @@ _OWN_COUNTERS = {
     "kv_entries_revived": "Of those, entries that were computed again on their own.",
     "engine_steps": "Steps computed.",
     "computed_tokens": "Tokens computed in them, of prompts and outputs.",
+    "prefill_seconds": "Seconds of the steps that computed chunks of prompts.",
 }
 REASONS = ("stop", "length", "abort", "error")
 SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
@@ -154,6 +155,9 @@ class WorkerMetrics:
             if more := value - getattr(self._seen, total):
                 self._counter[name].inc(more)
                 setattr(self._seen, total, value)
+        if prefill_ns := gauges.prefill_ns_total - self._seen.prefill_ns_total:
+            self._counter["prefill_seconds"].inc(prefill_ns / SECOND)
+            self._seen.prefill_ns_total = gauges.prefill_ns_total
 
     def step(self, tokens: int) -> None:
         """Count a step of so many tokens."""

@@ -35,11 +35,12 @@ class MeteredRequest(NamedTuple):
         prompt_tokens: of its prompt.
         intended_ns: when its client meant to send it.
         arrival_ns: when it came; latencies count from it.
-        first_token_ns: of its first token.
+        first_token_ns: of its first token; 0 where it is not known.
         ended_ns: when it ended.
         output_tokens: that it has.
         itl_ns: mean nanoseconds between its tokens; None where it has fewer than two.
         is_done: whether it ended well.
+        is_attained: whether it did, and is inside its objective.
         computed: its prompt, once that was computed; None where that is not known.
     """
 
@@ -52,20 +53,13 @@ class MeteredRequest(NamedTuple):
     output_tokens: int = 0
     itl_ns: float | None = None
     is_done: bool = False
+    is_attained: bool = False
     computed: ComputedPrompt | None = None
 
     @property
     def ttft_ns(self) -> int | None:
         """Nanoseconds to its first token; None where it has none."""
         return self.first_token_ns - self.arrival_ns if self.first_token_ns else None
-
-    def attained(self, objectives: Objectives) -> bool:
-        """Whether it is done, and inside its objective."""
-        if not self.is_done:
-            return False
-        ttft_s = None if self.ttft_ns is None else self.ttft_ns / SECOND
-        itl_s = None if self.itl_ns is None else self.itl_ns / SECOND
-        return objectives.attained(self.workload, ttft_s, itl_s)
 
 
 class MeteredWindow(NamedTuple):
@@ -122,7 +116,7 @@ class LoadMeter:
         queued = window.queued.get(name, ())
         attained = None
         if self.objectives.known:
-            attained = sum(request.attained(self.objectives) for request in done)
+            attained = sum(request.is_attained for request in done)
         return LoadWindow(
             model=self.model,
             workload=name,

@@ -1,0 +1,76 @@
+"""Load windows: what requests of a window say of their class."""
+
+from __future__ import annotations
+
+import pytest
+
+from pigou.control.planner.attainment import Objectives
+from pigou.control.planner.load_meter import (
+    ComputedPrompt,
+    LoadMeter,
+    MeteredRequest,
+    MeteredWindow,
+    WorkerCounts,
+    latency_summary,
+)
+from pigou.control.planner.objectives import Slo, WorkloadClass
+from pigou.request import SECOND
+
+
+def request(name: str, at_s: int, **rest: object) -> MeteredRequest:
+    base = MeteredRequest(name, 100, at_s * SECOND, at_s * SECOND)
+    return base._replace(**rest)
+
+
+def window(arrived: list[MeteredRequest], ended: list[MeteredRequest]) -> MeteredWindow:
+    first = [one for one in ended if one.first_token_ns]
+    return MeteredWindow(arrived, first, ended, {"": 7}, {"": 2}, {"": [30, 40]})
+
+
+def test_refused_requests_are_arrivals_and_never_attain() -> None:
+    meter = LoadMeter(Objectives(Slo(ttft_s=1.0)), "m")
+    done = request("", 1, first_token_ns=2 * SECOND, ended_ns=4 * SECOND, output_tokens=5,
+                   itl_ns=0.5 * SECOND, is_done=True, is_attained=True,
+                   computed=ComputedPrompt("w", 100, 25))  # fmt: skip
+    refused = request("", 2, ended_ns=2 * SECOND)
+    (load,) = meter.loads(window([done, refused], [done, refused]))
+    assert (load.model, load.arrivals, load.completed, load.attained) == ("m", 2, 1, 1)
+    assert (load.isl, load.osl, load.hit_rate) == (100.0, 5.0, 0.75)
+    assert (load.ttft.mean, load.itl.mean) == (1.0, 0.5)
+    assert load.request_s == 1.5
+    assert (load.queued, load.queued_tokens, load.in_flight) == (2, 70.0, 2)
+    assert load.output_tokens == 7.0
+
+
+def test_nothing_to_measure_is_none_and_no_arrivals_are_zero() -> None:
+    (load,) = LoadMeter(Objectives()).loads(MeteredWindow([], [], [], {}, {}, {}))
+    assert load.arrivals == 0
+    assert load.isl is load.osl is load.hit_rate is load.ttft.mean is load.attained is None
+
+
+def test_classes_are_loads_of_their_own() -> None:
+    meter = LoadMeter(Objectives(None, (WorkloadClass(name="a"),)))
+    loads = meter.loads(window([request("a", 1), request("a", 2), request("", 3)], []))
+    assert {load.workload: load.arrivals for load in loads} == {"a": 2, "": 1}
+
+
+def test_gaps_between_arrivals_go_over_the_border_of_windows() -> None:
+    meter = LoadMeter(Objectives())
+    meter.loads(window([request("", 1)], []))
+    (load,) = meter.loads(window([request("", 2), request("", 3)], []))
+    assert load.arrival_scv == 0.0  # two gaps of a second each
+
+
+def test_a_percentile_is_the_smallest_value_with_its_share() -> None:
+    summary = latency_summary([value * SECOND for value in range(1, 11)])
+    assert (summary.mean, summary.p50, summary.p90, summary.p99) == (5.5, 5.0, 9.0, 10.0)
+
+
+def test_means_of_a_worker_are_over_looks() -> None:
+    counts = WorkerCounts()
+    assert counts.mean_running is None
+    counts.sample(2, 10)
+    counts.sample(4, 30)
+    counts.add_prompt(ComputedPrompt("w", 10, 4))
+    assert (counts.mean_running, counts.mean_held_tokens) == (3.0, 20.0)
+    assert counts.pairs == pytest.approx(4 * 8)

@@ -1,0 +1,37 @@
+"""What a metrics page says of a worker's speed."""
+
+from __future__ import annotations
+
+from pigou.fleet.worker_report import read_report
+
+STOCK = b"""# HELP vllm:inter_token_latency_seconds x
+vllm:inter_token_latency_seconds_bucket{engine="0",le="0.01"} 3.0
+vllm:inter_token_latency_seconds_sum{engine="0"} 1.5
+vllm:inter_token_latency_seconds_sum{engine="1"} 0.5
+vllm:inter_token_latency_seconds_count{engine="0"} 10
+vllm:request_prefill_time_seconds_sum{engine="0"} 4
+"""
+
+
+def test_sums_are_over_all_engines_of_a_server() -> None:
+    report = read_report(STOCK, 7)
+    assert report == (7, 2.0, 10.0, 4.0)
+
+
+def test_own_seconds_of_prefill_go_before_those_of_requests_that_overlap() -> None:
+    page = STOCK + b'pigou_prefill_seconds_total{engine="0"} 2.5\n'
+    assert read_report(page, 0).prefill_s == 2.5
+
+
+def test_what_a_page_does_not_say_is_unknown_and_never_zero() -> None:
+    assert read_report(b"", 0) == (0, None, None, None)
+
+
+def test_an_older_name_of_the_same_is_read() -> None:
+    page = STOCK.replace(b"inter_token_latency", b"time_per_output_token")
+    assert read_report(page, 0).itl_s == 2.0
+
+
+def test_numbers_that_are_none_count_as_nothing() -> None:
+    page = b"vllm:request_prefill_time_seconds_sum NaN\nvllm:request_prefill_time_seconds_sum -3\n"
+    assert read_report(page, 0).prefill_s == 0.0
