@@ -17,7 +17,8 @@ import aiohttp
 
 from pigou.config import ControlConfig
 from pigou.fleet.config import WatchConfig
-from pigou.fleet.serve import Serving, local_workers
+from pigou.fleet.local_workers import local_workers
+from pigou.fleet.serve import Serving
 from pigou.gateway import sequences
 from pigou.gateway.config import GatewayConfig
 

@@ -8,8 +8,8 @@ import pytest
 
 from pigou.cli import main
 from pigou.fleet.config import AttachedWorker, FleetError
+from pigou.fleet.local_workers import local_workers
 from pigou.fleet.member import check_fit
-from pigou.fleet.serve import local_workers
 from pigou.gateway.api_keys import Keys
 from pigou.gateway.upstream import Engine
 from pigou.request import Role

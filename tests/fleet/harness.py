@@ -11,7 +11,8 @@ import aiohttp
 
 from pigou.config import ControlConfig
 from pigou.fleet.config import AttachedWorker, LocalWorker, WatchConfig
-from pigou.fleet.serve import Serving, local_workers
+from pigou.fleet.local_workers import WorkerTemplate, local_workers
+from pigou.fleet.serve import Serving
 from pigou.gateway.config import GatewayConfig
 
 #: Looks often, so that tests wait for little.
@@ -72,7 +73,10 @@ async def running(
         *local_workers(*counts, arguments, ["cpu"]), *attach
     ]  # fmt: skip
     gateway = GatewayConfig(port=0, strict=not attach)
-    serving = Serving(gateway, control or ControlConfig(), workers, watch)
+    serving = Serving(
+        gateway, control or ControlConfig(), workers, watch,
+        template=WorkerTemplate(arguments=arguments),
+    )  # fmt: skip
     try:
         await serving.start()
         async with aiohttp.ClientSession(

@@ -133,8 +133,8 @@ def test_a_pin_before_what_is_no_dynamo_is_refused() -> None:
 
     from pigou.config import ControlConfig
     from pigou.control.plane import ControlPlane
+    from pigou.fleet.attached_member import AttachedMember
     from pigou.fleet.config import AttachedWorker, WatchConfig
-    from pigou.fleet.member import AttachedMember
     from pigou.gateway.plane_driver import PlaneDriver
 
     async def main() -> None:

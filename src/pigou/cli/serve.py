@@ -21,6 +21,7 @@ from pigou.imports import uncollected
 from pigou.logs import LogConfig
 
 if TYPE_CHECKING:
+    from pigou.fleet.local_workers import WorkerTemplate
     from pigou.fleet.serve import Serving
     from pigou.wire.fleet_secret import FleetSecret
 
@@ -45,15 +46,17 @@ def serve(
     check_port(gateway.host, gateway.port)
     progress = StageProgress()
     with uncollected():
+        from pigou.fleet.local_workers import WorkerTemplate
         from pigou.fleet.serve import workers_of
         from pigou.wire.fleet_secret import FleetSecret
 
     logs.configure(log.log_format, log.level, access=log.access_log, times=False)
-    workers = workers_of(fleet, [*_worker_options(gateway, log), *(worker_arguments or [])])
+    arguments = [*_worker_options(gateway, log), *(worker_arguments or [])]
+    workers, template = workers_of(fleet, arguments), WorkerTemplate.of(fleet, arguments)
     gateway = msgspec.structs.replace(gateway, strict=not fleet.attach)
     try:
         secret = FleetSecret.given(fleet.fleet_secret_file)
-        _run(gateway, control, workers, watch, fleet.tokenizer, progress, secret, planner)
+        _run(gateway, control, workers, watch, fleet.tokenizer, progress, secret, planner, template)
     except (FleetError, OSError) as error:
         typer.echo(f"pigou serve: {error}", err=True)
         raise typer.Exit(1) from None
@@ -78,12 +81,21 @@ def _run(
     progress: StageProgress,
     secret: FleetSecret | None,
     planner: PlannerConfig,
+    template: WorkerTemplate,
 ) -> None:
     from pigou.fleet.serve import Serving
 
     async def main() -> None:
         serving = Serving(
-            gateway, control, workers, watch, tokenizer, progress.report, secret, planner
+            gateway,
+            control,
+            workers,
+            watch,
+            tokenizer,
+            progress.report,
+            secret,
+            planner,
+            template,
         )
         typer.echo(f"Starting {_roles(workers)} ...")
 

@@ -162,11 +162,13 @@ class LocalWorker(msgspec.Struct, frozen=True, kw_only=True):
         id: name in the fleet.
         role: what it is asked to do.
         arguments: of `pigou worker`, besides role, address and port.
+        device: that it computes on, which is among the arguments too.
     """
 
     id: str
     role: Role
     arguments: tuple[str, ...] = ()
+    device: str = "cpu"
 
 
 class AttachedWorker(msgspec.Struct, frozen=True, kw_only=True):

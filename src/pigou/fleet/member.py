@@ -1,4 +1,4 @@
-"""Members of the fleet: local worker processes, and attached servers."""
+"""What every member of a fleet is: a worker that comes and goes under one name."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
-from pigou.fleet.config import AttachedWorker, FleetError, LocalWorker, WatchConfig
+from pigou.control.messages import WorkerDraining
+from pigou.control.planner.actuation import UNPLACEABLE
+from pigou.control.planner.messages import WorkerState
+from pigou.fleet.config import FleetError, WatchConfig
 from pigou.fleet.hang_detection import HangArbiter
-from pigou.fleet.probe import EventSource, ProbeFailed, ProbeResult, fleet_key, probe
+from pigou.fleet.probe import EventSource, ProbeResult
 from pigou.fleet.worker_process import ProcessState, WorkerProcess
 from pigou.fleet.worker_watch import WorkerWatch
 from pigou.gateway.plane_driver import PlaneDriver
@@ -26,22 +29,50 @@ from pigou.wire.fleet_secret import FleetSecret
 
 _log = logging.getLogger("pigou.fleet")
 
+#: States of `/workers` that are not the start of a worker.
+_STATES = {"up": WorkerState.READY, "draining": WorkerState.DRAINING}
 #: Signals that a process does not send itself.
 _OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 #: Seconds that a process whose server is gone is given to end.
 _EXIT_S = 0.5
 
 
+@dataclass(frozen=True, slots=True)
+class MemberSetup:
+    """What the members of one fleet share.
+
+    Attributes:
+        plane_driver: of the fleet.
+        config: how closely they are watched.
+        arbiter: of hangs.
+        secret: of the fleet; None leaves local workers open to this machine.
+    """
+
+    plane_driver: PlaneDriver
+    config: WatchConfig
+    arbiter: HangArbiter
+    secret: FleetSecret | None = None
+
+
 class FleetMember(ABC):
     """One place in the fleet: a worker that comes and goes under one name.
 
     Attributes:
+        id: name in the fleet, never used again.
+        role: what it is asked to do.
+        pool: name of the pool that it is in.
+        epoch: how often its role has changed.
         ready: set once the worker was up for the first time, or failed for good.
         failed: why it never came up; empty otherwise.
+        may_fail: a first start that fails is tried again, and ends nothing.
+        leaving: it is not started again.
+        failed_starts: in a row.
+        start_up_s: seconds that its last start took; None before one.
+        since_ns: when its state began, by the monotonic clock.
         on_stage: gets its id and the stage of its start.
     """
 
-    kind = ""
+    kind: ClassVar[str] = ""
 
     def __init__(
         self,
@@ -55,18 +86,54 @@ class FleetMember(ABC):
         self._arbiter = arbiter or HangArbiter(config.hang)
         self.id = id
         self.role = role
+        self.pool = role.value
+        self.epoch = 0
         self.ready = asyncio.Event()
         self.failed = ""
+        self.may_fail = self.leaving = False
+        self.failed_starts = 0
+        self.start_up_s: float | None = None
+        self.since_ns = time.monotonic_ns()
         self.on_stage: Callable[[str, str], None] | None = None
         self._plane_driver = plane_driver
         self._config = config
         self._secret = secret
         self._backoff = Backoff(config)
-        self._row = WorkerRow(id=id, url="", role=role.value, state="starting", kind=self.kind)
+        self._began_s, self._served = time.monotonic(), False
+        self._row = WorkerRow(
+            id=id, url="", role=role.value, state="starting", kind=self.kind, pool=self.pool
+        )
 
     def row(self) -> WorkerRow:
         """Return what the status API shows of it."""
-        return self._row
+        row = self._row
+        row.role, row.pool, row.epoch = self.role.value, self.pool, self.epoch
+        row.unplaceable = self.unplaceable
+        return row
+
+    @property
+    def state(self) -> WorkerState:
+        """Where the worker is in its life, as planners see it."""
+        return _STATES.get(self._row.state, WorkerState.STARTING)
+
+    @property
+    def unplaceable(self) -> bool:
+        """Whether it fails its start again and again."""
+        failing = self.failed_starts >= UNPLACEABLE or bool(self.failed)
+        return failing and self.state is WorkerState.STARTING
+
+    def begin_drain(self) -> None:
+        """Send it nothing new: it is to go, or to change its role."""
+        self._say("draining", "")
+        self._plane_driver.observe(WorkerDraining(self.id))
+
+    def change_role(self, role: Role, pool: str) -> None:
+        """Have another role, at once where it is up: its connections and cache stay."""
+        self.role, self.pool = role, pool
+        self.epoch += 1
+        if self.id in self._plane_driver.upstreams:
+            self._plane_driver.flip(self.id, role)
+            self._say("up", "")
 
     @abstractmethod
     async def run(self) -> None:
@@ -74,7 +141,7 @@ class FleetMember(ABC):
 
     def _never_up(self, why: str) -> bool:
         """Give up where the first start failed; return whether it did."""
-        if self.ready.is_set():
+        if self.ready.is_set() or self.may_fail:
             return False
         self.failed = why
         self._say("stopped", why)
@@ -121,9 +188,7 @@ class FleetMember(ABC):
             await self._plane_driver.compiled.wait()
         await self._plane_driver.up(worker, probed.engine, key)
         self._report("ready")
-        self._say("up", "")
-        self._row.url = url
-        self.ready.set()
+        self._is_up(url)
         watch = WorkerWatch(
             self._plane_driver,
             self._plane_driver.upstreams[self.id],
@@ -143,8 +208,31 @@ class FleetMember(ABC):
             self._row.gaps += watch.gaps
             await self._plane_driver.down(self.id, self._end(watch, process))
 
+    def _is_up(self, url: str) -> None:
+        """Note that it serves."""
+        self._say("up", "")
+        self._row.url = url
+        self.failed, self.failed_starts, self._served = "", 0, True
+        self.start_up_s = time.monotonic() - self._began_s
+        self.ready.set()
+
+    def _begin_start(self) -> None:
+        """Note that a start begins."""
+        self._began_s, self._served = time.monotonic(), False
+
+    def _ended(self, why: str, state: str) -> float:
+        """Note why the worker ended, or did not start; return the seconds to wait then."""
+        self.failed_starts += not self._served
+        wait_s = self._backoff.failed(time.monotonic() - self._began_s)
+        if self.failed_starts >= UNPLACEABLE:
+            why = f"{why} ({self.failed_starts} starts failed)"
+        self._say(state, f"{why}; starts again in {wait_s:g} s" if state == "backoff" else why)
+        return wait_s
+
     def _end(self, watch: WorkerWatch, process: WorkerProcess | None) -> WorkerEnd:
-        """Return how the worker ended."""
+        """Return how the worker ended; one that was let go has not."""
+        if self.leaving:
+            return WorkerEnd.LIVES
         if watch.hung:
             return WorkerEnd.KILLED if watch.stopped else WorkerEnd.CRASHED
         if process is None or process.code is None:
@@ -175,7 +263,10 @@ class FleetMember(ABC):
     def _say(self, state: str, note: str) -> None:
         if note:
             _log.warning("%s is %s: %s", self.id, state, note)
+        before = self.state
         self._row.state, self._row.note = state, note
+        if self.state is not before:
+            self.since_ns = time.monotonic_ns()
 
 
 def check_fit(workers: Sequence[tuple[Role, Engine]]) -> None:
@@ -212,136 +303,3 @@ class Backoff:
         wait = self._next
         self._next = min(2 * wait, self._config.max_backoff_s)
         return wait
-
-
-class LocalMember(FleetMember):
-    """Keeps one worker process going: starts it, and starts it again when it ends."""
-
-    kind = "local"
-
-    def __init__(
-        self,
-        spec: LocalWorker,
-        plane_driver: PlaneDriver,
-        config: WatchConfig,
-        arbiter: HangArbiter | None = None,
-        secret: FleetSecret | None = None,
-    ) -> None:
-        super().__init__(spec.id, spec.role, plane_driver, config, arbiter, secret)
-        self._spec = spec
-
-    async def run(self) -> None:
-        """Start the process again and again until cancelled; a first start must succeed."""
-        while True:
-            began = time.monotonic()
-            try:
-                why = await self._live()
-            except (FleetError, ProbeFailed, OSError) as error:
-                why = str(error)
-                if self._never_up(why):
-                    return
-            except Exception as error:
-                self._plane_driver.background.failed(self.id, error)
-                why = f"{type(error).__name__}: {error}"
-                if self._never_up(why):
-                    return
-            wait = self._backoff.failed(time.monotonic() - began)
-            self._say("backoff", f"{why}; starts again in {wait:g} s")
-            self._row.pid = 0
-            await asyncio.sleep(wait)
-            self._row.restarts += 1
-            self._row.state = "starting"
-
-    async def _live(self) -> str:
-        """Run one process from start to end; return why it ended."""
-        self._report("starting its process")
-        process = await WorkerProcess.start(
-            self.id, ["--role", self.role.value, *self._spec.arguments], self._secret
-        )
-        self._row.pid = process.pid
-        drain = 0.0
-        try:
-            line = await process.ready(self._config.start, self._report)
-            return await self._until_down(process, line)
-        except asyncio.CancelledError:
-            drain = self._config.drain  # the fleet ends, the worker has done nothing wrong
-            self._row.state = "stopped"
-            raise
-        finally:
-            await process.stop(drain)
-
-    async def _until_down(self, process: WorkerProcess, line: dict[str, Any]) -> str:
-        url = str(line["url"])
-        key = "" if self._secret is None else self._secret.token
-        probed = await probe(url, key)
-        serving = asyncio.create_task(self.serve(url, probed, key, probed.sources, process))
-        exiting = asyncio.create_task(process.exited())
-        try:
-            done, _ = await asyncio.wait((serving, exiting), return_when=asyncio.FIRST_COMPLETED)
-            return exiting.result() if exiting in done else serving.result()
-        finally:
-            for task in (serving, exiting):
-                task.cancel()
-            await asyncio.gather(serving, exiting, return_exceptions=True)
-
-
-class AttachedMember(FleetMember):
-    """Uses one server that somebody else runs, while it answers."""
-
-    kind = "attached"
-
-    def __init__(
-        self,
-        spec: AttachedWorker,
-        plane_driver: PlaneDriver,
-        config: WatchConfig,
-        arbiter: HangArbiter | None = None,
-        secret: FleetSecret | None = None,
-    ) -> None:
-        super().__init__(spec.id, spec.role, plane_driver, config, arbiter, secret)
-        self._spec = spec
-        self._row.url = spec.url
-
-    async def run(self) -> None:
-        """Use the server while it is there, until cancelled."""
-        while True:
-            began = time.monotonic()
-            try:
-                key = await self._key()
-                probed = self._pinned(await probe(self._spec.url, key))
-                why = await self.serve(self._spec.url, probed, key, self._sources(probed))
-                self._row.restarts += 1
-            except ProbeFailed as error:
-                why = str(error)
-            except FleetError as error:
-                self.failed = why = str(error)
-                if self._never_up(why):
-                    return
-            except Exception as error:
-                self._plane_driver.background.failed(self.id, error)
-                why = f"{type(error).__name__}: {error}"
-            wait = self._backoff.failed(time.monotonic() - began)
-            self._say("down", why)
-            await asyncio.sleep(wait)
-
-    async def _key(self) -> str:
-        """Return the bearer key of the server: its own, or the fleet's if it is of the fleet."""
-        if self._spec.key or self._secret is None:
-            return self._spec.key
-        return await fleet_key(self._spec.url, self._secret)
-
-    def _pinned(self, probed: ProbeResult) -> ProbeResult:
-        """Return the probe's result, with the worker's id where the description pins one."""
-        spec = self._spec
-        if not spec.pin:
-            return probed
-        if not probed.engine.dynamo:
-            raise FleetError(f"attach: {spec.url} has pin={spec.pin}, and is no frontend of Dynamo")
-        return replace(probed, engine=replace(probed.engine, pin=spec.pin))
-
-    def _sources(self, probed: ProbeResult) -> tuple[EventSource, ...]:
-        spec = self._spec
-        if spec.events:
-            encrypted = any(source.encrypted for source in probed.sources)
-            return (EventSource(spec.events, spec.replay, spec.topic, encrypted),)
-        return probed.sources

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import msgspec
 
@@ -38,7 +38,7 @@ class Provider(Protocol):
         kind: of its members, as `/workers` shows it: local, attached.
     """
 
-    kind: str
+    kind: ClassVar[str]
 
     @property
     def pools(self) -> Sequence[ProvidedPool]:
@@ -59,6 +59,10 @@ class Provider(Protocol):
 
     def flip_refusal(self, member: FleetMember, pool: str) -> str:
         """Return why one of its members cannot serve in another pool; empty where it can."""
+        ...
+
+    def flipped(self, member: FleetMember) -> None:
+        """One of its members is in another pool now."""
         ...
 
     def discard(self, member: FleetMember) -> None:

@@ -1,4 +1,4 @@
-"""The supervisor: all members of a fleet, from start to end."""
+"""The supervisor: all members of a fleet, from start to end, and those that join or leave."""
 
 from __future__ import annotations
 
@@ -6,11 +6,19 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
+from pigou.control.planner.messages import WorkerState
+from pigou.fleet.attached_provider import AttachedProvider
 from pigou.fleet.config import AttachedWorker, FleetError, LocalWorker, WatchConfig
+from pigou.fleet.drain import Drain
 from pigou.fleet.hang_detection import HangArbiter
-from pigou.fleet.member import AttachedMember, FleetMember, LocalMember
+from pigou.fleet.local_member import LocalMember
+from pigou.fleet.local_provider import LocalProvider
+from pigou.fleet.local_workers import WorkerTemplate
+from pigou.fleet.member import FleetMember, MemberSetup
+from pigou.fleet.provider import Provider
 from pigou.gateway.plane_driver import PlaneDriver
 from pigou.gateway.status_api import WorkerRow
+from pigou.request import Role
 from pigou.wire.fleet_secret import FleetSecret
 
 _log = logging.getLogger("pigou.fleet")
@@ -25,6 +33,11 @@ class Supervisor:
     Example:
         supervisor = Supervisor(plane_driver, [LocalWorker(id="w0", role=Role.BOTH)])
         await supervisor.start()
+
+    Attributes:
+        local: starts processes of this machine.
+        attached: uses servers that others run.
+        drain_s: seconds that requests on a draining worker are given.
     """
 
     def __init__(
@@ -33,30 +46,65 @@ class Supervisor:
         workers: Sequence[LocalWorker | AttachedWorker],
         config: WatchConfig | None = None,
         secret: FleetSecret | None = None,
+        template: WorkerTemplate | None = None,
     ) -> None:
         """Prepare the members; within the event loop. They begin with `start`.
 
-        Local workers are given the `secret`; None leaves them open to this machine.
+        Args:
+            plane_driver: of the fleet.
+            workers: that it begins with.
+            config: how closely they are watched.
+            secret: given to local workers; None leaves them open to this machine.
+            template: of further local workers; None adds none.
         """
         config = config or WatchConfig()
         self._plane_driver = plane_driver
-        arbiter = HangArbiter(config.hang)
-        self._members: list[FleetMember] = [
-            LocalMember(worker, plane_driver, config, arbiter, secret)
-            if isinstance(worker, LocalWorker)
-            else AttachedMember(worker, plane_driver, config, arbiter, secret)
-            for worker in workers
-        ]
-        self._tasks: list[asyncio.Task[None]] = []
+        self.drain_s = config.drain
+        setup = MemberSetup(plane_driver, config, HangArbiter(config.hang), secret)
+        self.local = LocalProvider(setup, template)
+        self.attached = AttachedProvider(setup)
+        self._members: dict[str, FleetMember] = {}
+        for worker in workers:
+            self._members[worker.id] = self._adopt(worker)
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._drains: dict[str, tuple[Drain, asyncio.Task[None]]] = {}
+        self._listener: Callable[[str, str], None] | None = None
+        self._runs = False
+
+    def _adopt(self, worker: LocalWorker | AttachedWorker) -> FleetMember:
+        if isinstance(worker, LocalWorker):
+            return self.local.adopt(worker)
+        return self.attached.adopt(worker)
 
     def report_stages(self, listener: Callable[[str, str], None]) -> None:
         """Call `listener` with a worker's id and the stage of its start, at each change."""
-        for member in self._members:
+        self._listener = listener
+        for member in self._members.values():
             member.on_stage = listener
 
     def rows(self) -> list[WorkerRow]:
         """Return what the status API shows of each member."""
-        return [member.row() for member in self._members]
+        return [member.row() for member in self._members.values()]
+
+    @property
+    def members(self) -> Sequence[FleetMember]:
+        """All members that are not gone."""
+        return tuple(self._members.values())
+
+    @property
+    def providers(self) -> tuple[Provider, ...]:
+        """Where members come from."""
+        return self.local, self.attached
+
+    def member(self, id: str) -> FleetMember | None:
+        """Return a member that is not gone; None where there is none of that id."""
+        return self._members.get(id)
+
+    def provider(self, member: FleetMember) -> Provider:
+        """Return the provider of a member."""
+        return next(each for each in self.providers if each.kind == member.kind)
+
+    # --- start and end ------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Start all members, and wait until each was up once.
@@ -66,25 +114,121 @@ class Supervisor:
         Raises:
             FleetError: a local worker did not come up, or one does not fit the others.
         """
-        self._tasks = [
-            self._plane_driver.background.start(member.id, member.run) for member in self._members
-        ]
-        ready_tasks = {asyncio.create_task(member.ready.wait()): member for member in self._members}
+        self._runs = True
+        members = self.members
+        for member in members:
+            self._run(member)
+        ready_tasks = {asyncio.create_task(member.ready.wait()): member for member in members}
         local = [task for task, member in ready_tasks.items() if isinstance(member, LocalMember)]
         if local:
             await asyncio.wait(local, return_when=asyncio.ALL_COMPLETED)
-        await asyncio.wait(ready_tasks, timeout=_ATTACH_S)
+        if ready_tasks:
+            await asyncio.wait(ready_tasks, timeout=_ATTACH_S)
         for task in ready_tasks:
             task.cancel()
-        for member in self._members:
+        for member in members:
             if member.failed:
                 raise FleetError(member.failed)
 
     async def stop(self) -> None:
-        """End all members; local workers are drained, then ended."""
-        for task in self._tasks:
+        """End all members, those that are being drained too; local workers end in order."""
+        self._runs = False
+        drains = [task for _, task in self._drains.values()]
+        for task in (*drains, *self._tasks.values()):
             task.cancel()
-        results = await asyncio.gather(*self._tasks, return_exceptions=True)
+        results = await asyncio.gather(*drains, *self._tasks.values(), return_exceptions=True)
         for result in results:
             if isinstance(result, Exception):
                 _log.error("a member of the fleet failed", exc_info=result)
+
+    def _run(self, member: FleetMember) -> None:
+        task = self._plane_driver.background.start(member.id, member.run)
+        self._tasks[member.id] = task
+
+    # --- changes ------------------------------------------------------------------------------
+
+    def add(self, member: FleetMember) -> None:
+        """Start a member that a provider made; a start that fails is tried again."""
+        member.may_fail = True
+        member.on_stage = self._listener
+        self._members[member.id] = member
+        if self._runs:
+            self._run(member)
+
+    def drain(self, member: FleetMember, limit_s: float | None = None) -> None:
+        """Let a member end what it has, then go; one that does not serve goes at once.
+
+        Args:
+            member: that is there; for one that is to go already, the limit alone counts.
+            limit_s: seconds that its requests are given from now; None for `drain_s`.
+        """
+        if member.state is WorkerState.STARTING:
+            self.remove(member)
+        elif not member.leaving or member.id not in self._drains:
+            member.leaving = True
+            ends = isinstance(member, LocalMember)
+            self._order(member, limit_s, lambda: self.remove(member), ends=ends)
+        elif limit_s is not None:
+            self._drains[member.id][0].limit(limit_s)
+
+    def flip(
+        self, member: FleetMember, role: Role, pool: str, limit_s: float | None = None
+    ) -> None:
+        """Let a ready member drain, then serve in another pool.
+
+        Args:
+            member: that serves.
+            role: that it has then.
+            pool: that it is in then.
+            limit_s: as `drain` has it.
+        """
+
+        def change() -> None:
+            member.change_role(role, pool)
+            self.provider(member).flipped(member)
+            _log.info("%s serves in pool %s, epoch %d", member.id, pool, member.epoch)
+
+        self._order(member, limit_s, change, ends=False)
+
+    def remove(self, member: FleetMember) -> None:
+        """Let a member go at once; what runs there goes elsewhere."""
+        member.leaving = True
+        self._members.pop(member.id, None)
+        self._cancel_drain(member)
+        task = self._tasks.get(member.id)
+        if task is None:
+            self.provider(member).discard(member)
+            return
+        task.add_done_callback(lambda _: self._gone(member))
+        task.cancel()
+
+    def _order(
+        self, member: FleetMember, limit_s: float | None, then: Callable[[], None], *, ends: bool
+    ) -> None:
+        """Begin a drain, in place of one for another end."""
+        self._cancel_drain(member)
+        member.begin_drain()
+        limit_s = self.drain_s if limit_s is None else limit_s
+        drain = Drain(self._plane_driver, member.id, limit_s, ends=ends)
+        task = asyncio.create_task(self._finish(member, drain, then), name=f"drain {member.id}")
+        self._drains[member.id] = drain, task
+
+    async def _finish(self, member: FleetMember, drain: Drain, then: Callable[[], None]) -> None:
+        """Wait for a drain, then do what it was for."""
+        try:
+            await drain.run()
+        except Exception as error:
+            self._plane_driver.background.failed(f"drain of {member.id}", error)
+        self._drains.pop(member.id, None)
+        then()
+
+    def _cancel_drain(self, member: FleetMember) -> None:
+        _, task = self._drains.pop(member.id, (None, None))
+        if task is not None:
+            task.cancel()
+
+    def _gone(self, member: FleetMember) -> None:
+        """A member that was let go has ended."""
+        self._tasks.pop(member.id, None)
+        self.provider(member).discard(member)
+        _log.info("%s has left", member.id)

@@ -16,7 +16,8 @@ class WorkerFailed(Exception):
     """A worker could not serve a request; another one may.
 
     Attributes:
-        reason: one word for the metrics: connect, broke, down, garbage, refused, error, abort.
+        reason: one word for the metrics: connect, broke, down, drained, garbage,
+            refused, error, abort.
         workers: ids of those that are not to be asked again first.
         status: HTTP status that the worker answered with, 0 when it did not answer.
         body: what it answered, empty when nothing useful.

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Protocol
 
 from pigou.background import Background
@@ -33,7 +34,7 @@ from pigou.gateway.request_meter import RequestMeter
 from pigou.gateway.sse_relay import Relay
 from pigou.gateway.upstream import Engine, Upstream
 from pigou.lifecycle.suspicion import WorkerEnd
-from pigou.request import SECOND, FinishReason, Request, Worker
+from pigou.request import SECOND, FinishReason, Request, Role, Worker
 
 _TICK_S = 0.1
 
@@ -131,6 +132,12 @@ class PlaneDriver:
         self.observe(WorkerDown(worker))
         if upstream is not None:
             await upstream.close(end)
+
+    def flip(self, worker: str, role: Role) -> None:
+        """A worker that is up has another role from now on; its connections and cache stay."""
+        upstream = self.upstreams[worker]
+        upstream.worker = replace(upstream.worker, role=role)
+        self.observe(WorkerUp(upstream.worker))
 
     async def read(self, call: GatewayRequest) -> None:
         """Put the prompt's tokens and block keys into a call, as far as they can be known."""

@@ -30,8 +30,11 @@ class WorkerRow(msgspec.Struct, kw_only=True):
         id: name in the fleet.
         url: base address; empty while it has none.
         role: prefill, decode or both.
-        state: starting, up, down, backoff or stopped.
+        state: starting, up, draining, down, backoff or stopped.
         kind: local (started here) or attached.
+        pool: of workers of one role that run on the same; planners go by it.
+        epoch: how often its role has changed.
+        unplaceable: it fails its start again and again.
         pid: of its process, 0 when it is not ours.
         restarts: times that it was started anew.
         note: why it is not up.
@@ -43,6 +46,9 @@ class WorkerRow(msgspec.Struct, kw_only=True):
     role: str
     state: str
     kind: str
+    pool: str = ""
+    epoch: int = 0
+    unplaceable: bool = False
     pid: int = 0
     restarts: int = 0
     note: str = ""

@@ -137,6 +137,7 @@ class Upstream:
         self._closed = False
         self._end: asyncio.Future[WorkerEnd] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._sent_away: set[asyncio.Task[Any]] = set()
         bearer = {"authorization": f"Bearer {secret}"} if secret else {}
         self._headers = _HEADERS | bearer
         if engine.pin:
@@ -161,7 +162,7 @@ class Upstream:
         """Within it, the current task works with this worker, and fails when that goes down.
 
         Raises:
-            WorkerFailed: `close` was called meanwhile, or before.
+            WorkerFailed: `close` was called meanwhile, or before; or `send_away` meanwhile.
         """
         task = asyncio.current_task()
         assert task is not None
@@ -173,11 +174,13 @@ class Upstream:
         try:
             yield
         except asyncio.CancelledError:
-            if self.closed() and task.uncancel() <= cancelling:
+            gone = self.closed() or task in self._sent_away
+            if gone and task.uncancel() <= cancelling:
                 raise self._gone() from None
             raise
         finally:
             self._tasks.discard(task)
+            self._sent_away.discard(task)
             self.inflight -= 1
 
     @property
@@ -320,6 +323,17 @@ class Upstream:
         known = self._end is not None and self._end.done() and not self._end.cancelled()
         return self._end.result() if known and self._end is not None else otherwise
 
+    def send_away(self) -> int:
+        """Let the requests under way fail here, so that they go on elsewhere; return how many.
+
+        The worker stays: its end is not theirs to answer for.
+        """
+        leaving = self._tasks - self._sent_away
+        self._sent_away |= leaving
+        for task in leaving:
+            task.cancel()
+        return len(leaving)
+
     async def close(self, end: WorkerEnd = WorkerEnd.LOST) -> None:
         """Cut all connections: requests at this worker fail with `WorkerFailed`."""
         self._closed = True
@@ -334,6 +348,8 @@ class Upstream:
 
     def _gone(self) -> WorkerFailed:
         worker = self.worker.id
+        if not self.closed():
+            return WorkerFailed("drained", f"{worker} was drained", frozenset({worker}))
         return WorkerFailed("down", f"{worker} went down", frozenset({worker}), fate=self.fate)
 
 

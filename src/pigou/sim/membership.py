@@ -20,8 +20,6 @@ from pigou.sim.timing import Slowed
 from pigou.sim.virtual_clock import Clock, Event, Phase
 from pigou.sim.worker_spec import FleetWorker, WorkerSpec
 
-#: Failed starts in a row after which a worker counts as one that cannot start.
-UNPLACEABLE = 3
 #: Names of the states in figures.
 _STATES = {
     WorkerState.STARTING: "starting", WorkerState.READY: "active",

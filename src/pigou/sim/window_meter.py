@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pigou.control.plane import ControlPlane
+from pigou.control.planner.actuation import UNPLACEABLE
 from pigou.control.planner.attainment import Objectives
 from pigou.control.planner.load_meter import (
     ComputedPrompt,
@@ -26,7 +27,7 @@ from pigou.control.price_of_anarchy import PoAEstimate
 from pigou.request import SECOND, Role
 from pigou.sim.client import SimulatedClient
 from pigou.sim.fleet import SimulatedFleet
-from pigou.sim.membership import UNPLACEABLE, Membership
+from pigou.sim.membership import Membership
 from pigou.sim.objectives import class_name, is_attained, request_itl_ns
 from pigou.sim.request_run import RequestRun, RunOutcome
 from pigou.sim.virtual_clock import EPOCH

@@ -16,6 +16,9 @@ from pigou.control.planner.messages import (
     WorkerState,
 )
 
+#: Failed starts in a row after which a worker counts as one that cannot start.
+UNPLACEABLE = 3
+
 
 @dataclass(frozen=True, slots=True)
 class ManagedWorker:

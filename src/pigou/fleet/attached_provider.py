@@ -1,0 +1,91 @@
+"""The provider of attached workers: servers that somebody else runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from pigou.fleet.attached_member import AttachedMember
+from pigou.fleet.config import AttachedWorker, FleetError
+from pigou.fleet.member import FleetMember, MemberSetup
+from pigou.fleet.provider import ProvidedPool
+from pigou.request import Role
+
+#: Ends the names of their pools.
+_SUFFIX = ".attached"
+
+
+class AttachedProvider:
+    """Uses servers by their URL. It starts none, and lets go of those that leave.
+
+    A server of Pigou serves in any role. What a stock server can do was set at its start, so it
+    is not flipped: it can be attached again in another role.
+    """
+
+    kind: ClassVar[str] = AttachedMember.kind
+
+    def __init__(self, setup: MemberSetup) -> None:
+        """Begin without servers."""
+        self._setup = setup
+        self._members: dict[str, AttachedMember] = {}
+        self._number = 0
+
+    def adopt(self, spec: AttachedWorker) -> AttachedMember:
+        """Return the member of a server."""
+        setup = self._setup
+        member = AttachedMember(spec, setup.plane_driver, setup.config, setup.arbiter, setup.secret)
+        member.pool = spec.role.value + _SUFFIX
+        self._members[spec.id] = member
+        self._number += 1
+        return member
+
+    def attach(self, text: str) -> AttachedMember:
+        """Return the member of one more server, described as `AttachedWorker.parse` reads it.
+
+        Raises:
+            ConfigError: the description is not understood. FleetError: the server is attached.
+        """
+        spec = AttachedWorker.parse(text, self._number)
+        for member in self._members.values():
+            if member.server == (spec.url, spec.pin):
+                raise FleetError(f"{spec.url} is attached as {member.id}")
+        return self.adopt(spec)
+
+    @property
+    def pools(self) -> Sequence[ProvidedPool]:
+        """One pool for each role that a server has now."""
+        roles = {member.role for member in self._members.values()}
+        return [
+            ProvidedPool(name=role.value + _SUFFIX, role=role) for role in Role if role in roles
+        ]
+
+    def start_refusal(self, pool: str) -> str:  # noqa: ARG002 (as every provider has it)
+        """Return why no further server can be started."""
+        return "servers are attached by their URL, and not started here"
+
+    def make(self, pool: str) -> AttachedMember:
+        """Refuse.
+
+        Raises:
+            FleetError: always; `attach` takes further servers.
+        """
+        raise FleetError(self.start_refusal(pool))
+
+    def flip_refusal(self, member: FleetMember, pool: str) -> str:
+        """Return why a server cannot serve in another pool; empty where it can."""
+        known = [role.value + _SUFFIX for role in Role]
+        if pool == member.pool or pool not in known:
+            return f"{member.id} cannot serve in pool {pool!r}"
+        if not isinstance(member, AttachedMember) or member.stock is not False:
+            return (
+                f"{member.id} is no server of Pigou, and its role was set when it was started; "
+                "remove it, and attach it again in its new role"
+            )
+        return ""
+
+    def flipped(self, member: FleetMember) -> None:
+        """A server is in another pool."""
+
+    def discard(self, member: FleetMember) -> None:
+        """A server is let go: its URL can be attached again."""
+        self._members.pop(member.id, None)

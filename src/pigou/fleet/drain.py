@@ -1,0 +1,98 @@
+"""A drain: a worker gets nothing new, and ends what it has, or lets it go on elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+
+import aiohttp
+
+from pigou.gateway.plane_driver import PlaneDriver
+from pigou.gateway.upstream import Upstream
+
+_log = logging.getLogger("pigou.fleet")
+
+#: Seconds between two looks at a draining worker.
+_LOOK_S = 0.05
+#: Seconds that a worker may take to say what it holds for others.
+_TIMEOUT_S = 1.0
+#: Seconds in which requests that are sent away must have left.
+_LEAVE_S = 5.0
+_HELD = re.compile(rb"^pigou_kv_requests_held(?:\{[^}\n]*\})? ([0-9.]{1,10})", re.MULTILINE)
+
+
+class Drain:
+    """Waits until nothing runs on a worker, or is held there for others.
+
+    After the limit its requests are sent away: streams go on elsewhere from where they are.
+
+    Attributes:
+        ends: its process ends after the drain: then nothing may be held there for others.
+    """
+
+    def __init__(
+        self, plane_driver: PlaneDriver, worker: str, limit_s: float, *, ends: bool
+    ) -> None:
+        """Prepare the drain of a worker that the control plane knows as draining.
+
+        Args:
+            plane_driver: of the fleet.
+            worker: its id.
+            limit_s: seconds that its requests are given.
+            ends: as the attribute.
+        """
+        self.ends = ends
+        self._plane_driver = plane_driver
+        self._worker = worker
+        self._upstream = plane_driver.upstreams.get(worker)
+        self._limit_s = limit_s
+        self._over_s = time.monotonic() + limit_s
+
+    def limit(self, limit_s: float) -> None:
+        """Give its requests so many seconds from now."""
+        self._limit_s = limit_s
+        self._over_s = time.monotonic() + limit_s
+
+    async def run(self) -> None:
+        """Wait until the worker is drained, is gone, or its requests were sent away."""
+        upstream = self._upstream
+        if upstream is None:
+            return
+        while self._is_there(upstream) and time.monotonic() < self._over_s:
+            if self._is_idle(upstream) and not await self._holds(upstream):
+                return
+            await asyncio.sleep(_LOOK_S)
+        leave_s = time.monotonic() + _LEAVE_S
+        sent = 0
+        while self._is_there(upstream) and time.monotonic() < leave_s:
+            sent += upstream.send_away()
+            if self._is_idle(upstream):
+                break
+            await asyncio.sleep(_LOOK_S)
+        if sent:
+            _log.warning(
+                "%s: the drain of %g s is over, and %d requests go on elsewhere",
+                self._worker, self._limit_s, sent,
+            )  # fmt: skip
+
+    def _is_there(self, upstream: Upstream) -> bool:
+        """Whether the worker still is the one whose drain began."""
+        return self._plane_driver.upstreams.get(self._worker) is upstream
+
+    def _is_idle(self, upstream: Upstream) -> bool:
+        """Whether nothing weighs on it, and nothing is under way with it."""
+        state = self._plane_driver.plane.state
+        return state.is_drained(self._worker) and not upstream.inflight
+
+    async def _holds(self, upstream: Upstream) -> bool:
+        """Whether it holds blocks that others are to pull, as far as it says."""
+        if not self.ends:
+            return False
+        try:
+            status, page = await upstream.get("/metrics", _TIMEOUT_S)
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            return True
+        held = _HELD.search(page) if status == 200 else None
+        return held is not None and float(held[1]) > 0

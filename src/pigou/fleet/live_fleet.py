@@ -1,0 +1,125 @@
+"""A live fleet as planners change it: workers join, drain, change their role and leave."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pigou.control.planner.actuation import ManagedWorker
+from pigou.control.planner.messages import WorkerState
+from pigou.fleet.config import FleetError
+from pigou.fleet.member import FleetMember, check_fit
+from pigou.fleet.provider import ProvidedPool, Provider
+from pigou.fleet.supervisor import Supervisor
+from pigou.gateway.plane_driver import PlaneDriver
+from pigou.request import Role
+
+
+class LiveFleet:
+    """A live fleet as planners change it (a `ManagedFleet`).
+
+    Calls return at once: a worker that is added is starting then, one that leaves is draining.
+    """
+
+    def __init__(self, supervisor: Supervisor, plane_driver: PlaneDriver) -> None:
+        """Take charge of the members of a supervisor."""
+        self.supervisor = supervisor
+        self._plane_driver = plane_driver
+
+    @property
+    def members(self) -> Sequence[FleetMember]:
+        """All members that are not gone: id, role, pool, state, epoch and what else is known."""
+        return self.supervisor.members
+
+    @property
+    def size(self) -> int:
+        """Workers in all states."""
+        return len(self.members)
+
+    @property
+    def provided(self) -> dict[str, ProvidedPool]:
+        """The pools by name."""
+        return {
+            pool.name: pool for provider in self.supervisor.providers for pool in provider.pools
+        }
+
+    @property
+    def pools(self) -> Sequence[str]:
+        """Names of the pools, those without workers too."""
+        return tuple(self.provided)
+
+    def worker(self, id: str) -> ManagedWorker | None:
+        """Return a worker that is not gone; None where there is none of that id."""
+        member = self.supervisor.member(id)
+        return None if member is None else ManagedWorker(id, member.pool, member.state)
+
+    def is_last_decoder(self, id: str) -> bool:
+        """Whether a worker decodes, and no other one that is ready does."""
+        ready = (member for member in self.members if member.state is WorkerState.READY)
+        return [member.id for member in ready if member.role.decodes] == [id]
+
+    def start_refusal(self, pool: str) -> str:
+        """Return why no further worker of a pool can be started now; empty where one can."""
+        return self._provider(pool).start_refusal(pool)
+
+    def flip_refusal(self, id: str, pool: str) -> str:
+        """Return why a worker cannot serve in another pool; empty where it can."""
+        member = self._member(id)
+        refusal = self.supervisor.provider(member).flip_refusal(member, pool)
+        if refusal:
+            return refusal
+        try:
+            self._check_roles(member, _role(pool))
+        except FleetError as error:
+            return str(error)
+        return ""
+
+    def decodes(self, pool: str) -> bool:
+        """Whether workers of a pool decode."""
+        return _role(pool).decodes
+
+    def add(self, pool: str, now: int) -> str:  # noqa: ARG002 (the clock is the wall's)
+        """Start one more worker of a pool; return its id."""
+        member = self._provider(pool).make(pool)
+        self.supervisor.add(member)
+        return member.id
+
+    def drain(self, id: str, now: int) -> None:  # noqa: ARG002
+        """Let a ready worker end what it has, then go."""
+        self.supervisor.drain(self._member(id))
+
+    def remove(self, id: str, now: int) -> None:  # noqa: ARG002
+        """Let a worker go at once; what runs there goes elsewhere."""
+        self.supervisor.remove(self._member(id))
+
+    def flip(self, id: str, pool: str, now: int) -> None:  # noqa: ARG002
+        """Let a ready worker drain, then serve in another pool."""
+        self.supervisor.flip(self._member(id), _role(pool), pool)
+
+    def _member(self, id: str) -> FleetMember:
+        member = self.supervisor.member(id)
+        if member is None:
+            raise KeyError(id)
+        return member
+
+    def _provider(self, pool: str) -> Provider:
+        """Return the provider of a pool; local workers may get a pool of another role."""
+        for provider in self.supervisor.providers:
+            if any(pool == provided.name for provided in provider.pools):
+                return provider
+        return self.supervisor.local
+
+    def _check_roles(self, member: FleetMember, role: Role) -> None:
+        """Check that the workers fit together when one of them has another role.
+
+        Raises:
+            FleetError: they do not.
+        """
+        ups = self._plane_driver.upstreams.values()
+        check_fit(
+            [(role if up.worker.id == member.id else up.worker.role, up.engine) for up in ups]
+        )
+
+
+def _role(pool: str) -> Role:
+    """Return the role of a pool, by its name."""
+    return Role(pool.partition(".")[0])

@@ -1,0 +1,101 @@
+"""What the local workers of a fleet are told: the same for all, and what is each one's own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+import msgspec
+
+from pigou.config import ConfigError
+from pigou.fleet.config import LocalWorker, WorkersConfig
+from pigou.imports import require
+from pigou.request import Role
+
+#: Options of a worker that name a place which no other worker may use.
+OWN = ("--disk-path", "--bucket-url")
+
+
+class WorkerTemplate(msgspec.Struct, frozen=True, kw_only=True):
+    """What further workers of a local fleet are made from.
+
+    Attributes:
+        arguments: of `pigou worker`, the same for all; but where one worker alone may keep its
+            cache (`OWN`), each gets a part that is named after it.
+        devices: that workers are given, in turn.
+    """
+
+    arguments: tuple[str, ...] = ()
+    devices: tuple[str, ...] = ("cpu",)
+
+    @classmethod
+    def of(cls, config: WorkersConfig, arguments: Sequence[str] = ()) -> WorkerTemplate:
+        """Return the template of a fleet; `arguments` are further ones for all workers."""
+        own = config.arguments(threads_each(sum(config.counts)))
+        return cls(arguments=(*own, *arguments), devices=tuple(config.device.split(",")))
+
+    def worker(self, role: Role, number: int, device: str) -> LocalWorker:
+        """Return a worker, named by its role and number within the role."""
+        name = f"{role.value}-{number}"
+        own = _apart(self.arguments, name)
+        return LocalWorker(id=name, role=role, arguments=("--device", device, *own), device=device)
+
+    def refusal(self) -> str:
+        """Return why no worker of this machine can run; empty where one can."""
+        if sleeps(self.arguments):
+            return ""
+        try:
+            require("worker", "a worker that computes")
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+
+def local_workers(
+    prefill: int, decode: int, both: int, arguments: Iterable[str], devices: Iterable[str]
+) -> list[LocalWorker]:
+    """Return the workers of a local fleet, named by role and number.
+
+    Args:
+        prefill, decode, both: how many of each role.
+        arguments, devices: as `WorkerTemplate` has them.
+    """
+    template = WorkerTemplate(arguments=tuple(arguments), devices=tuple(devices))
+    roles = [Role.PREFILL] * prefill + [Role.DECODE] * decode + [Role.BOTH] * both
+    return [
+        template.worker(
+            role, roles[:number].count(role), template.devices[number % len(template.devices)]
+        )
+        for number, role in enumerate(roles)
+    ]
+
+
+def sleeps(arguments: Sequence[str]) -> bool:
+    """Whether workers are told to sleep in place of computing."""
+    return any(text.startswith(("--timing", "--executor=sleep")) for text in arguments) or (
+        ("--executor", "sleep") in pairwise(arguments)
+    )
+
+
+def _apart(arguments: Sequence[str], name: str) -> list[str]:
+    """Return the arguments with a place of its own for each cache of the worker `name`."""
+    own_arguments: list[str] = []
+    for argument in arguments:
+        option, equals, path = argument.partition("=")
+        if equals and option in OWN and path:
+            own_arguments.append(f"{option}={_below(path, name)}")
+        elif own_arguments and own_arguments[-1] in OWN and argument:
+            own_arguments.append(_below(argument, name))
+        else:
+            own_arguments.append(argument)
+    return own_arguments
+
+
+def _below(path: str, name: str) -> str:
+    return f"{path.rstrip('/')}/{name}"
+
+
+def threads_each(workers: int) -> int:
+    """Return compute threads for each of so many workers, so that together they fill the cores."""
+    return max(1, len(os.sched_getaffinity(0)) // max(1, workers))
