@@ -29,11 +29,11 @@ class Drain:
     After the limit its requests are sent away: streams go on elsewhere from where they are.
 
     Attributes:
-        ends: its process ends after the drain: then nothing may be held there for others.
+        stops: its process stops after the drain: then nothing may be held there for others.
     """
 
     def __init__(
-        self, plane_driver: PlaneDriver, worker: str, limit_s: float, *, ends: bool
+        self, plane_driver: PlaneDriver, worker: str, limit_s: float, *, stops: bool
     ) -> None:
         """Prepare the drain of a worker that the control plane knows as draining.
 
@@ -41,9 +41,9 @@ class Drain:
             plane_driver: of the fleet.
             worker: its id.
             limit_s: seconds that its requests are given.
-            ends: as the attribute.
+            stops: as the attribute.
         """
-        self.ends = ends
+        self.stops = stops
         self._plane_driver = plane_driver
         self._worker = worker
         self._upstream = plane_driver.upstreams.get(worker)
@@ -88,7 +88,7 @@ class Drain:
 
     async def _holds(self, upstream: Upstream) -> bool:
         """Whether it holds blocks that others are to pull, as far as it says."""
-        if not self.ends:
+        if not self.stops:
             return False
         try:
             status, page = await upstream.get("/metrics", _TIMEOUT_S)

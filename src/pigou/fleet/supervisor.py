@@ -102,7 +102,7 @@ class Supervisor:
 
     def provider(self, member: FleetMember) -> Provider:
         """Return the provider of a member."""
-        return next(each for each in self.providers if each.kind == member.kind)
+        return next(own for own in self.providers if own.kind == member.kind)
 
     # --- start and end ------------------------------------------------------------------------
 
@@ -166,8 +166,8 @@ class Supervisor:
             self.remove(member)
         elif not member.leaving or member.id not in self._drains:
             member.leaving = True
-            ends = isinstance(member, LocalMember)
-            self._order(member, limit_s, lambda: self.remove(member), ends=ends)
+            stops = isinstance(member, LocalMember)
+            self._order(member, limit_s, lambda: self.remove(member), stops=stops)
         elif limit_s is not None:
             self._drains[member.id][0].limit(limit_s)
 
@@ -188,7 +188,7 @@ class Supervisor:
             self.provider(member).flipped(member)
             _log.info("%s serves in pool %s, epoch %d", member.id, pool, member.epoch)
 
-        self._order(member, limit_s, change, ends=False)
+        self._order(member, limit_s, change, stops=False)
 
     def remove(self, member: FleetMember) -> None:
         """Let a member go at once; what runs there goes elsewhere."""
@@ -203,13 +203,13 @@ class Supervisor:
         task.cancel()
 
     def _order(
-        self, member: FleetMember, limit_s: float | None, then: Callable[[], None], *, ends: bool
+        self, member: FleetMember, limit_s: float | None, then: Callable[[], None], *, stops: bool
     ) -> None:
         """Begin a drain, in place of one for another end."""
         self._cancel_drain(member)
         member.begin_drain()
         limit_s = self.drain_s if limit_s is None else limit_s
-        drain = Drain(self._plane_driver, member.id, limit_s, ends=ends)
+        drain = Drain(self._plane_driver, member.id, limit_s, stops=stops)
         task = asyncio.create_task(self._finish(member, drain, then), name=f"drain {member.id}")
         self._drains[member.id] = drain, task
 
