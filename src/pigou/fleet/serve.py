@@ -1,0 +1,227 @@
+"""A whole fleet behind one gateway, from start to end."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from pigou.config import ConfigError, ControlConfig
+from pigou.control.plane import ControlPlane
+from pigou.control.planner.config import PlannerConfig
+from pigou.control.warm_up import warm_up
+from pigou.fleet.config import AttachedWorker, LocalWorker, WatchConfig, WorkersConfig
+from pigou.fleet.live_fleet import LiveFleet
+from pigou.fleet.local_workers import WorkerTemplate, local_workers, sleeps
+from pigou.fleet.supervisor import Supervisor
+from pigou.gateway.api_keys import Keys
+from pigou.gateway.app import Gateway
+from pigou.gateway.config import GatewayConfig
+from pigou.gateway.journal import Journal
+from pigou.gateway.metrics import Metrics
+from pigou.gateway.plane_driver import PlaneDriver
+from pigou.gateway.prompt_reader import PromptReader
+from pigou.gateway.prompt_tokenizer import PromptTokenizer
+from pigou.gateway.server import GatewayServer
+from pigou.gateway.startup_shutdown import StageListener, Startup
+from pigou.gateway.status_api import FleetStatus
+from pigou.imports import require
+from pigou.kernel_cache import on_compiling
+from pigou.wire import json_limits, msgpack_walk
+from pigou.wire.fleet_secret import FleetSecret
+
+
+class Serving:
+    """A gateway and its fleet; `start` and `stop` it, or `run` it until a signal.
+
+    Attributes:
+        plane_driver: drives the control plane.
+        supervisor: runs the workers.
+        live_fleet: changes them.
+        startup: how far the start is.
+    """
+
+    def __init__(
+        self,
+        gateway: GatewayConfig,
+        control: ControlConfig,
+        workers: Sequence[LocalWorker | AttachedWorker],
+        watch: WatchConfig | None = None,
+        tokenizer: str = "",
+        on_stage: StageListener | None = None,
+        secret: FleetSecret | None = None,
+        planner: PlannerConfig | None = None,
+        template: WorkerTemplate | None = None,
+    ) -> None:
+        """Put the parts together; within a running event loop.
+
+        Args:
+            gateway: its limits.
+            control: of the control plane.
+            workers: of the fleet.
+            watch: how closely they are watched.
+            tokenizer: folder or hub id of the model's tokenizer; empty asks the workers.
+            on_stage: gets the stages of the start, of the gateway and of each worker.
+            secret: what the processes of the fleet prove to each other to know; None makes one.
+            planner: objectives of requests, and what changes the fleet for them.
+            template: of further local workers; None adds none.
+
+        Raises:
+            ConfigError: the policy is unknown, the keys file is not readable, the journal not
+                writable, or there is no such tokenizer.
+        """
+        self._watch = watch or WatchConfig()
+        keys = Keys.read(Path(gateway.api_keys_file)) if gateway.api_keys_file else None
+        prompts = PromptReader(
+            PromptTokenizer.named(tokenizer) if tokenizer else None,
+            allow_special_tokens=gateway.allow_special_tokens,
+        )
+        plane = ControlPlane(control)
+        journal = None if gateway.journal is None else Journal(Path(gateway.journal), control)
+        planner = planner or PlannerConfig()
+        self.plane_driver = PlaneDriver(plane, prompts, journal, planner.objectives)
+        self.supervisor = Supervisor(
+            self.plane_driver, workers, self._watch, secret or FleetSecret.make(), template
+        )
+        self.live_fleet = LiveFleet(self.supervisor, self.plane_driver)
+        self.startup = Startup(on_stage)
+        self.supervisor.report_stages(self.startup.report)
+        self._server = GatewayServer(
+            Gateway(
+                config=gateway,
+                plane_driver=self.plane_driver,
+                metrics=Metrics(),
+                fleet_status=FleetStatus(self.plane_driver, self.supervisor.rows),
+                keys=keys,
+                created=int(time.time()),
+                startup=self.startup,
+            ),
+            shutdown_s=self._watch.drain,
+        )
+
+    @property
+    def port(self) -> int:
+        """The gateway's TCP port, once started."""
+        return self._server.port
+
+    async def start(self) -> None:
+        """Listen, then start the workers, compile meanwhile, and wait for both.
+
+        Until a worker that decodes is up, requests are answered 503 with the stage of the start.
+
+        Raises:
+            OSError: the address is taken. FleetError: a worker did not come up.
+        """
+        self.plane_driver.compiled.clear()
+        self.startup.active = True
+        await self._server.start()
+        try:
+            await asyncio.gather(self._compile(), self.supervisor.start())
+        finally:
+            self.startup.active = False
+            self.plane_driver.compiled.set()
+
+    async def _compile(self) -> None:
+        """Compile or load the gateway's kernels, on a thread that nobody waits for at the end."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[None] = loop.create_future()
+        config, compiled = self.plane_driver.plane.config, 0
+
+        def tell(stage: str) -> None:
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(self.startup.report, "gateway", stage)
+
+        def begun(_: str) -> None:
+            nonlocal compiled
+            compiled += 1
+            tell(f"compiling kernel {compiled} (first start only)")
+
+        def work() -> None:
+            error: BaseException | None = None
+            try:
+                with on_compiling(begun):
+                    warm_up(config)
+                    json_limits.warm_up()
+                    msgpack_walk.warm_up()
+            except Exception as raised:
+                error = raised
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(_settle, done, error)
+
+        tell("loading kernels")
+        threading.Thread(target=work, name="compile", daemon=True).start()
+        await done
+        self.plane_driver.compiled.set()
+        self.startup.report("gateway", "ready")
+
+    async def stop(self) -> None:
+        """Finish what is under way, then end the workers."""
+        await self._server.stop()
+        await self.supervisor.stop()
+
+    async def run(self, ready: Callable[[], None]) -> None:
+        """Start, call `ready`, and serve until SIGINT, SIGTERM or SIGHUP.
+
+        A second SIGINT or SIGTERM ends at once. A second SIGHUP, which terminals send, changes
+        nothing, nor does any where it was ignored (`nohup`).
+        """
+        over = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, over.set)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            loop.add_signal_handler(signal.SIGHUP, over.set)
+        starting = asyncio.create_task(self.start())
+        leaving = asyncio.create_task(over.wait())
+        try:
+            await asyncio.wait((starting, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if starting.done():
+                starting.result()
+                ready()
+                await leaving
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
+            starting.cancel()
+            leaving.cancel()
+            await asyncio.gather(starting, leaving, return_exceptions=True)
+            await self.stop()
+
+
+def _settle(future: asyncio.Future[None], error: BaseException | None) -> None:
+    if future.done():
+        return
+    if error is None:
+        future.set_result(None)
+    else:
+        future.set_exception(error)
+
+
+def workers_of(
+    config: WorkersConfig, arguments: Sequence[str] = ()
+) -> list[LocalWorker | AttachedWorker]:
+    """Return the workers of a fleet: those to start, then those to attach.
+
+    Args:
+        config: which ones.
+        arguments: of `pigou worker`, further ones for all that are started.
+
+    Raises:
+        ConfigError: a server to attach is not understood, a timing is given and nobody starts, or
+            the package lacks what a worker that computes needs.
+    """
+    attached = [AttachedWorker.parse(text, i) for i, text in enumerate(config.attach)]
+    count = sum(config.counts)
+    if count and not config.timing and not sleeps(arguments):
+        require("worker", "a worker that computes")
+    if config.timing and not count:
+        raise ConfigError(
+            f"--timing is {config.timing!r}, and no worker is started here; leave it out"
+        )
+    template = WorkerTemplate.of(config, arguments)
+    local = local_workers(*config.counts, template.arguments, template.devices)
+    return [*local, *attached]
