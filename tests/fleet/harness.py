@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
+from tests.gateway.stub import Stub
 
 from pigou.config import ControlConfig
 from pigou.fleet.config import AttachedWorker, LocalWorker, WatchConfig
@@ -36,6 +38,14 @@ class Client:
 
     async def post(self, path: str, **body: Any) -> tuple[int, Any]:
         async with self.session.post(self.url + path, json=body) as response:
+            return response.status, await response.json()
+
+    async def change(
+        self, method: str, path: str, body: Any = None, **options: Any
+    ) -> tuple[int, dict[str, Any]]:
+        """Change the fleet; return status and answer."""
+        url = self.url + path
+        async with self.session.request(method, url, json=body, **options) as response:
             return response.status, await response.json()
 
     async def stream(self, **body: Any) -> AsyncIterator[dict[str, Any]]:
@@ -67,15 +77,19 @@ async def running(
     watch: WatchConfig = WATCH,
     control: ControlConfig | None = None,
     arguments: tuple[str, ...] = SLEEP,
+    template: tuple[str, ...] | None = SLEEP,
 ) -> AsyncIterator[tuple[Serving, Client]]:
-    """Run a fleet of (prefill, decode, both) workers behind a gateway."""
+    """Run a fleet of (prefill, decode, both) workers behind a gateway.
+
+    Further workers get the arguments of `template`; None starts none.
+    """
     workers: list[LocalWorker | AttachedWorker] = [
         *local_workers(*counts, arguments, ["cpu"]), *attach
     ]  # fmt: skip
     gateway = GatewayConfig(port=0, strict=not attach)
     serving = Serving(
         gateway, control or ControlConfig(), workers, watch,
-        template=WorkerTemplate(arguments=arguments),
+        template=None if template is None else WorkerTemplate(arguments=template),
     )  # fmt: skip
     try:
         await serving.start()
@@ -85,3 +99,26 @@ async def running(
             yield serving, Client(f"http://127.0.0.1:{serving.port}", session)
     finally:
         await serving.stop()
+
+
+@asynccontextmanager
+async def attached(
+    *stubs: Stub, watch: WatchConfig = WATCH, template: tuple[str, ...] | None = None
+) -> AsyncIterator[tuple[Serving, Client]]:
+    runners = [await stub.start() for stub in stubs]
+    specs = tuple(AttachedWorker(id=stub.name, url=stub.url, role=stub.role) for stub in stubs)
+    try:
+        async with running(0, 0, 0, attach=specs, watch=watch, template=template) as found:
+            yield found
+    finally:
+        for runner in runners:
+            await runner.cleanup()
+
+
+async def until(client: Client, law: Any) -> dict[str, dict[str, Any]]:
+    for _ in range(200):
+        rows = await client.workers()
+        if law(rows):
+            return rows
+        await asyncio.sleep(0.05)
+    raise AssertionError(f"it never held: {rows}")

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
 import pytest
-from tests.fleet.harness import WATCH, Client, running, text
+from tests.fleet.harness import WATCH, attached, text, until
 from tests.gateway.stub import Script, Stub, whole_text
 
-from pigou.fleet.config import AttachedWorker, WatchConfig
+from pigou.fleet.config import WatchConfig
 from pigou.fleet.member import Backoff
 from pigou.fleet.probe import ProbeFailed, probe, read_cache_info, read_load, read_startup_profile
-from pigou.fleet.serve import Serving
 from pigou.request import Rehearsed
 
 PAGE = b"""# HELP vllm:num_requests_running Running.
@@ -26,29 +23,6 @@ vllm:kv_cache_usage_perc 0.5
 vllm:cache_config_info{block_size="128",num_gpu_blocks="None"} 1.0
 vllm:broken nonsense
 """
-
-
-@asynccontextmanager
-async def attached(
-    *stubs: Stub, watch: WatchConfig = WATCH
-) -> AsyncIterator[tuple[Serving, Client]]:
-    runners = [await stub.start() for stub in stubs]
-    specs = tuple(AttachedWorker(id=stub.name, url=stub.url, role=stub.role) for stub in stubs)
-    try:
-        async with running(0, 0, 0, attach=specs, watch=watch) as found:
-            yield found
-    finally:
-        for runner in runners:
-            await runner.cleanup()
-
-
-async def until(client: Client, law: Any) -> dict[str, dict[str, Any]]:
-    for _ in range(200):
-        rows = await client.workers()
-        if law(rows):
-            return rows
-        await asyncio.sleep(0.05)
-    raise AssertionError(f"it never held: {rows}")
 
 
 async def test_a_server_is_learnt_and_its_load_is_followed() -> None:

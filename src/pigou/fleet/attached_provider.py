@@ -34,7 +34,7 @@ class AttachedProvider:
         """Return the member of a server."""
         setup = self._setup
         member = AttachedMember(spec, setup.plane_driver, setup.config, setup.arbiter, setup.secret)
-        member.pool = spec.role.value + _SUFFIX
+        member.pool = self.pool(spec.role)
         self._members[spec.id] = member
         self._number += 1
         return member
@@ -55,9 +55,11 @@ class AttachedProvider:
     def pools(self) -> Sequence[ProvidedPool]:
         """One pool for each role that a server has now."""
         roles = {member.role for member in self._members.values()}
-        return [
-            ProvidedPool(name=role.value + _SUFFIX, role=role) for role in Role if role in roles
-        ]
+        return [ProvidedPool(name=self.pool(role), role=role) for role in Role if role in roles]
+
+    def pool(self, role: Role) -> str:
+        """Return the name of the pool of a role, like `decode.attached`."""
+        return role.value + _SUFFIX
 
     def start_refusal(self, pool: str) -> str:  # noqa: ARG002 (as every provider has it)
         """Return why no further server can be started."""
@@ -73,7 +75,7 @@ class AttachedProvider:
 
     def flip_refusal(self, member: FleetMember, pool: str) -> str:
         """Return why a server cannot serve in another pool; empty where it can."""
-        known = [role.value + _SUFFIX for role in Role]
+        known = [self.pool(role) for role in Role]
         if pool == member.pool or pool not in known:
             return f"{member.id} cannot serve in pool {pool!r}"
         if not isinstance(member, AttachedMember) or member.stock is not False:

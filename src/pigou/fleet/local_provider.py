@@ -48,6 +48,10 @@ class LocalProvider:
             if role in self._roles
         ]
 
+    def pool(self, role: Role) -> str:
+        """Return the name of the pool of a role: the role's own."""
+        return role.value
+
     def start_refusal(self, pool: str) -> str:
         """Return why no further worker of a role can be started now; empty where one can."""
         if pool not in list(Role):

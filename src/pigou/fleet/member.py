@@ -66,6 +66,7 @@ class FleetMember(ABC):
         failed: why it never came up; empty otherwise.
         may_fail: a first start that fails is tried again, and ends nothing.
         leaving: it is not started again.
+        next_role: that it drains for; None where it does not.
         failed_starts: in a row.
         start_up_s: seconds that its last start took; None before one.
         since_ns: when its state began, by the monotonic clock.
@@ -91,6 +92,7 @@ class FleetMember(ABC):
         self.ready = asyncio.Event()
         self.failed = ""
         self.may_fail = self.leaving = False
+        self.next_role: Role | None = None
         self.failed_starts = 0
         self.start_up_s: float | None = None
         self.since_ns = time.monotonic_ns()
@@ -122,14 +124,21 @@ class FleetMember(ABC):
         failing = self.failed_starts >= UNPLACEABLE or bool(self.failed)
         return failing and self.state is WorkerState.STARTING
 
-    def begin_drain(self) -> None:
-        """Send it nothing new: it is to go, or to change its role."""
+    def begin_drain(self, next_role: Role | None) -> None:
+        """Send it nothing new: it is to have another role, or to go."""
+        self.next_role, self.leaving = next_role, next_role is None
         self._say("draining", "")
+        self._row.note = "it leaves" if next_role is None else f"it will be {next_role.value}"
         self._plane_driver.observe(WorkerDraining(self.id))
+
+    def let_go(self) -> None:
+        """Say that it leaves: when it ends, it is not started again."""
+        self.leaving = True
+        self._say("stopped", "")
 
     def change_role(self, role: Role, pool: str) -> None:
         """Have another role, at once where it is up: its connections and cache stay."""
-        self.role, self.pool = role, pool
+        self.role, self.pool, self.next_role = role, pool, None
         self.epoch += 1
         if self.id in self._plane_driver.upstreams:
             self._plane_driver.flip(self.id, role)
@@ -241,7 +250,7 @@ class FleetMember(ABC):
 
     def _report(self, stage: str) -> None:
         """Report the stage of a start."""
-        if self._row.state == "starting":
+        if self._row.state == "starting" and not self.unplaceable:
             self._row.note = stage
         if self.on_stage is not None:
             self.on_stage(self.id, stage)

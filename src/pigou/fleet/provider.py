@@ -45,6 +45,10 @@ class Provider(Protocol):
         """The pools, those without workers too."""
         ...
 
+    def pool(self, role: Role) -> str:
+        """Return the name of the pool that its workers of a role are in."""
+        ...
+
     def start_refusal(self, pool: str) -> str:
         """Return why no further worker of a pool can be started now; empty where one can."""
         ...

@@ -17,6 +17,7 @@ from pigou.control.warm_up import warm_up
 from pigou.fleet.config import AttachedWorker, LocalWorker, WatchConfig, WorkersConfig
 from pigou.fleet.live_fleet import LiveFleet
 from pigou.fleet.local_workers import WorkerTemplate, local_workers, sleeps
+from pigou.fleet.operator_changes import OperatorChanges
 from pigou.fleet.supervisor import Supervisor
 from pigou.gateway.api_keys import Keys
 from pigou.gateway.app import Gateway
@@ -99,6 +100,7 @@ class Serving:
                 keys=keys,
                 created=int(time.time()),
                 startup=self.startup,
+                changes=OperatorChanges(self.live_fleet),
             ),
             shutdown_s=self._watch.drain,
         )

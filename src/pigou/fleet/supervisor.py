@@ -119,7 +119,11 @@ class Supervisor:
         for member in members:
             self._run(member)
         ready_tasks = {asyncio.create_task(member.ready.wait()): member for member in members}
-        local = [task for task, member in ready_tasks.items() if isinstance(member, LocalMember)]
+        local = [
+            task
+            for task, member in ready_tasks.items()
+            if isinstance(member, LocalMember) and not member.may_fail
+        ]
         if local:
             await asyncio.wait(local, return_when=asyncio.ALL_COMPLETED)
         if ready_tasks:
@@ -165,9 +169,7 @@ class Supervisor:
         if member.state is WorkerState.STARTING:
             self.remove(member)
         elif not member.leaving or member.id not in self._drains:
-            member.leaving = True
-            stops = isinstance(member, LocalMember)
-            self._order(member, limit_s, lambda: self.remove(member), stops=stops)
+            self._order(member, limit_s, lambda: self.remove(member), None)
         elif limit_s is not None:
             self._drains[member.id][0].limit(limit_s)
 
@@ -188,11 +190,11 @@ class Supervisor:
             self.provider(member).flipped(member)
             _log.info("%s serves in pool %s, epoch %d", member.id, pool, member.epoch)
 
-        self._order(member, limit_s, change, stops=False)
+        self._order(member, limit_s, change, role)
 
     def remove(self, member: FleetMember) -> None:
         """Let a member go at once; what runs there goes elsewhere."""
-        member.leaving = True
+        member.let_go()
         self._members.pop(member.id, None)
         self._cancel_drain(member)
         task = self._tasks.get(member.id)
@@ -203,11 +205,13 @@ class Supervisor:
         task.cancel()
 
     def _order(
-        self, member: FleetMember, limit_s: float | None, then: Callable[[], None], *, stops: bool
-    ) -> None:
+        self, member: FleetMember, limit_s: float | None, then: Callable[[], None],
+        next_role: Role | None,
+    ) -> None:  # fmt: skip
         """Begin a drain, in place of one for another end."""
         self._cancel_drain(member)
-        member.begin_drain()
+        member.begin_drain(next_role)
+        stops = next_role is None and isinstance(member, LocalMember)
         limit_s = self.drain_s if limit_s is None else limit_s
         drain = Drain(self._plane_driver, member.id, limit_s, stops=stops)
         task = asyncio.create_task(self._finish(member, drain, then), name=f"drain {member.id}")

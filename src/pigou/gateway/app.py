@@ -16,6 +16,8 @@ from pigou.gateway.api_keys import KeyLoads, Keys
 from pigou.gateway.config import GatewayConfig
 from pigou.gateway.dashboard import ASSETS, asset, read_assets
 from pigou.gateway.failure import Rejected, WorkerFailed
+from pigou.gateway.fleet_changes import FleetChanges
+from pigou.gateway.fleet_routes import FleetRoutes
 from pigou.gateway.gateway_request import CHAT, COMPLETIONS, GatewayRequest
 from pigou.gateway.metrics import Metrics
 from pigou.gateway.middleware import add_cors, check_browser, current_key, guard
@@ -61,6 +63,7 @@ class Gateway:
         created: Unix time in seconds, which the model card shows.
         shutdown: knows who is under way, and ends that.
         startup: knows whether the fleet is still starting.
+        changes: changes the fleet; None where that cannot be.
     """
 
     config: GatewayConfig
@@ -71,6 +74,7 @@ class Gateway:
     created: int
     shutdown: Shutdown = field(default_factory=Shutdown)
     startup: Startup = field(default_factory=Startup)
+    changes: FleetChanges | None = None
 
 
 def build(gateway: Gateway) -> web.Application:
@@ -91,6 +95,7 @@ def build(gateway: Gateway) -> web.Application:
     app.router.add_post("/tokenize", routes.forward, expect_handler=no_interim_answer)
     app.router.add_post("/detokenize", routes.forward, expect_handler=no_interim_answer)
     status_routes.add_to(app.router)
+    FleetRoutes(gateway).add_to(app.router)
     read_assets()
     for path in ASSETS:
         app.router.add_get(path, asset)

@@ -32,7 +32,7 @@ class Event(msgspec.Struct, frozen=True):
     Attributes:
         time: Unix time in seconds.
         worker: its id.
-        kind: up, down or restart.
+        kind: up, draining, down or restart.
         text: why, in words; may be empty.
     """
 
@@ -125,7 +125,7 @@ class History:
             if row.restarts > restarts:
                 self._events.append(Event(now, row.id, "restart", row.note))
             if row.state != state and "up" in (row.state, state):
-                kind = "up" if row.state == "up" else "down"
+                kind = row.state if row.state in ("up", "draining") else "down"
                 self._events.append(Event(now, row.id, kind, row.note))
             self._states[row.id] = (row.state, row.restarts)
         for gone in self._states.keys() - {row.id for row in rows}:

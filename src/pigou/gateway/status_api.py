@@ -54,6 +54,12 @@ class WorkerRow(msgspec.Struct, kw_only=True):
     note: str = ""
     gaps: int = 0
 
+    @property
+    def away(self) -> bool:
+        """Whether it is down, and expected back: not one that joins, leaves or cannot start."""
+        joins = self.state == "starting" and not self.restarts
+        return not (joins or self.unplaceable or self.state in ("up", "draining", "stopped"))
+
 
 #: Where prompts are tokenized, as `/workers` names it.
 _MODE_NAMES = {
@@ -118,7 +124,7 @@ class FleetStatus:
 
     def _whole(self, status: Status) -> Status:
         """Return the status without a Price of Anarchy where the fleet is not complete."""
-        away = [row.id for row in self.rows() if row.state not in ("up", "stopped")]
+        away = [row.id for row in self.rows() if row.away]
         if not away:
             return status
         why = f"the fleet is incomplete: {', '.join(away)} is not up"
@@ -130,7 +136,7 @@ class FleetStatus:
             load = self._load(row.id)
             load.pop("tokens_per_second")
             load.pop("model")
-            up = float(row.state == "up")
+            up = float(row.state in ("up", "draining"))
             yield row.id, row.role, {"up": up, "restarts": row.restarts, **load}
 
     def _load(self, worker: str) -> dict[str, Any]:

@@ -131,33 +131,49 @@ def add_workers(fleet: ManagedFleet, pool: str, count: int, now: int, max_worker
 
 def drain_worker(fleet: ManagedFleet, id: str, now: int) -> str:
     """Drain a ready worker; return why not, empty where it is done."""
-    worker = fleet.worker(id)
-    if worker is None or worker.state is not WorkerState.READY:
-        return f"{id} is not ready"
-    if fleet.is_last_decoder(id):
-        return f"{id} is the last worker that decodes"
+    if refusal := drain_refusal(fleet, id):
+        return refusal
     fleet.drain(id, now)
     return ""
 
 
+def drain_refusal(fleet: ManagedFleet, id: str) -> str:
+    """Return why a worker cannot be drained now; empty where it can."""
+    worker = fleet.worker(id)
+    if worker is None or worker.state is not WorkerState.READY:
+        return f"{id} is not ready"
+    return _last_refusal(fleet, id)
+
+
 def remove_worker(fleet: ManagedFleet, id: str, now: int) -> str:
     """Remove a worker at once; return why not, empty where it is done."""
-    if fleet.worker(id) is None:
-        return f"{id} is not there"
-    if fleet.is_last_decoder(id):
-        return f"{id} is the last worker that decodes"
+    if refusal := removal_refusal(fleet, id):
+        return refusal
     fleet.remove(id, now)
     return ""
 
 
+def removal_refusal(fleet: ManagedFleet, id: str) -> str:
+    """Return why a worker cannot go at once; empty where it can."""
+    return _last_refusal(fleet, id) if fleet.worker(id) is not None else f"{id} is not there"
+
+
 def flip_worker(fleet: ManagedFleet, id: str, pool: str, now: int) -> str:
     """Flip a ready worker into another pool; return why not, empty where it is done."""
+    if refusal := flip_refusal(fleet, id, pool):
+        return refusal
+    fleet.flip(id, pool, now)
+    return ""
+
+
+def flip_refusal(fleet: ManagedFleet, id: str, pool: str) -> str:
+    """Return why a worker cannot change to another pool now; empty where it can."""
     worker = fleet.worker(id)
     if worker is None or worker.state is not WorkerState.READY:
         return f"{id} is not ready"
-    if refusal := fleet.flip_refusal(id, pool):
-        return refusal
-    if not fleet.decodes(pool) and fleet.is_last_decoder(id):
-        return f"{id} is the last worker that decodes"
-    fleet.flip(id, pool, now)
-    return ""
+    refusal = fleet.flip_refusal(id, pool)
+    return refusal or ("" if fleet.decodes(pool) else _last_refusal(fleet, id))
+
+
+def _last_refusal(fleet: ManagedFleet, id: str) -> str:
+    return f"{id} is the last worker that decodes" if fleet.is_last_decoder(id) else ""

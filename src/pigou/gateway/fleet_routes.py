@@ -1,0 +1,199 @@
+"""Routes that change the fleet: workers are added, drained, flipped and removed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+from aiohttp import web
+
+from pigou.config import ConfigError
+from pigou.gateway.fleet_changes import ChangeRefused, FleetChanges, UnknownWorker
+from pigou.gateway.middleware import current_key
+from pigou.gateway.status_api import WorkerRow
+from pigou.gateway.status_routes import json_response
+from pigou.request import Role
+from pigou.wire.errors import APIError, bad_request, decode_error
+from pigou.wire.openai_requests import without_bom
+from pigou.wire.request_body import no_interim_answer, read_json
+
+if TYPE_CHECKING:
+    from pigou.gateway.app import Gateway
+
+_T = TypeVar("_T")
+#: Workers that one request adds at most.
+MAX_COUNT = 64
+#: Bytes of a body.
+_MAX_BYTES = 64 * 1024
+#: Seconds that a drain may be given at most.
+_MAX_LIMIT_S = 86_400.0
+_NOW = {"true": True, "1": True, "false": False, "0": False}
+
+Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_COUNT)]
+
+
+class AddBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The body of `POST /workers`: a role and how many, or a server to attach."""
+
+    role: Role | None = None
+    count: Count | None = None
+    attach: str | None = None
+
+
+class DrainBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The body of `POST /workers/{id}/drain`; it may be left out."""
+
+    limit_s: float | None = None
+
+
+class FlipBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The body of `POST /workers/{id}/flip`."""
+
+    role: Role
+    limit_s: float | None = None
+
+
+class FleetRoutes:
+    """Handlers of the routes that change the fleet; an administrator's key is needed."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        """Take the gateway whose fleet is changed."""
+        self._gateway = gateway
+
+    def add_to(self, router: web.UrlDispatcher) -> None:
+        """Add the routes."""
+        late = no_interim_answer
+        router.add_post("/workers", self.add, expect_handler=late)
+        router.add_post("/workers/{id}/drain", self.drain, expect_handler=late)
+        router.add_post("/workers/{id}/flip", self.flip, expect_handler=late)
+        router.add_delete("/workers/{id}", self.remove)
+
+    async def add(self, request: web.Request) -> web.Response:
+        """Add local workers of a role, or attach a server."""
+        changes = self._changes(request)
+        body = await _read(request, AddBody)
+        if (body.role is None) == (body.attach is None):
+            raise bad_request("Give role (and count), or attach, and only one of them.", "role")
+        if body.attach is not None:
+            if body.count is not None:
+                raise bad_request("count belongs to role: attach takes one server.", "count")
+            text = body.attach
+            row = _changed(lambda: changes.attach(text))
+            return _answer([row])
+        assert body.role is not None
+        role, count = body.role, body.count or 1
+        rows, refusal = _changed(lambda: changes.start(role, count))
+        return _answer(rows, refusal)
+
+    async def drain(self, request: web.Request) -> web.Response:
+        """Drain a worker, which then goes."""
+        changes = self._changes(request)
+        body = await _read(request, DrainBody) if request.can_read_body else DrainBody()
+        limit_s = _limit(body.limit_s)
+        return _answer([_changed(lambda: changes.drain(_id(request), limit_s))])
+
+    async def flip(self, request: web.Request) -> web.Response:
+        """Drain a worker, which then serves in another role."""
+        changes = self._changes(request)
+        body = await _read(request, FlipBody)
+        limit_s = _limit(body.limit_s)
+        return _answer([_changed(lambda: changes.flip(_id(request), body.role, limit_s))])
+
+    async def remove(self, request: web.Request) -> web.Response:
+        """Drain a worker, which then goes; with `?now=true` it goes at once."""
+        changes = self._changes(request)
+        for name in request.query:
+            if name != "now":
+                raise bad_request(f"Unknown parameter {name[:80]}; there is now.", name[:80])
+        text = request.query.get("now", "false")
+        if text not in _NOW:
+            raise bad_request(f"now is {text[:40]!r}; give true or false.", "now")
+        id = _id(request)
+        work = (lambda: changes.remove(id)) if _NOW[text] else lambda: changes.drain(id, None)
+        return _answer([_changed(work)])
+
+    def _changes(self, request: web.Request) -> FleetChanges:
+        """Return what changes the fleet, for who may.
+
+        Raises:
+            APIError: 403, 501, 503.
+        """
+        if not current_key().admin:
+            raise APIError(
+                403,
+                "Workers are changed with an administrator's key alone (`pigou key TENANT --admin` "
+                "makes one).",
+                "authorization",
+            )
+        self._check_origin(request)
+        self._gateway.shutdown.check_open()
+        if self._gateway.changes is None:
+            raise APIError(501, "The workers of this gateway cannot be changed.")
+        return self._gateway.changes
+
+    def _check_origin(self, request: web.Request) -> None:
+        """Refuse pages of other sites: a browser sends them without asking first."""
+        origin = request.headers.get("origin")
+        if origin is None or origin in self._gateway.config.cors_origins:
+            return
+        if urlsplit(origin).netloc != request.host:
+            raise APIError(
+                403,
+                f"Origin is {origin[:80]!r}; pages of other sites change no workers here, unless "
+                "the gateway is started with --cors-origin.",
+                "origin",
+            )
+
+
+async def _read(request: web.Request, kind: type[_T]) -> _T:
+    """Return the body of a request.
+
+    Raises:
+        APIError: 400 it is not such a body; else as `read_json`.
+    """
+    data = without_bom(await read_json(request, _MAX_BYTES))
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise decode_error(error, data) from None
+
+
+def _limit(limit_s: float | None) -> float | None:
+    if limit_s is not None and not (math.isfinite(limit_s) and 0 <= limit_s <= _MAX_LIMIT_S):
+        raise bad_request(
+            f"limit_s is {limit_s:g}; it must be 0 to {_MAX_LIMIT_S:g} seconds.", "limit_s"
+        )
+    return limit_s
+
+
+def _id(request: web.Request) -> str:
+    return str(request.match_info["id"])
+
+
+def _changed(change: Callable[[], _T]) -> _T:
+    """Return what a change returns; what it refuses becomes an error of the API."""
+    try:
+        return change()
+    except ConfigError as error:
+        raise bad_request(f"{error}.", "attach") from None
+    except UnknownWorker as error:
+        raise APIError(
+            404, f"There is no worker {str(error)[:80]!r}; GET /workers lists them."
+        ) from None
+    except ChangeRefused as error:
+        raise APIError(409, f"{error}.") from None
+
+
+def _answer(rows: list[WorkerRow], refusal: str = "") -> web.Response:
+    """Return the ids and states of the workers that a change is about."""
+    workers: list[dict[str, Any]] = [
+        {
+            "id": row.id, "role": row.role, "pool": row.pool, "state": row.state,
+            "epoch": row.epoch, "note": row.note,
+        }
+        for row in rows
+    ]  # fmt: skip
+    return json_response({"workers": workers} | ({"refused": refusal} if refusal else {}), 202)

@@ -1,0 +1,122 @@
+"""Where workers come from: ids that are never used again, devices that are free, pools."""
+
+from __future__ import annotations
+
+import pytest
+
+from pigou.config import ConfigError, ControlConfig
+from pigou.control.plane import ControlPlane
+from pigou.control.planner.actuation import add_workers, carry_out
+from pigou.control.planner.messages import AddWorkers, FlipRole, WorkerState
+from pigou.fleet.attached_provider import AttachedProvider
+from pigou.fleet.config import AttachedWorker, FleetError, LocalWorker, WatchConfig
+from pigou.fleet.hang_detection import HangArbiter
+from pigou.fleet.live_fleet import LiveFleet
+from pigou.fleet.local_provider import LocalProvider
+from pigou.fleet.local_workers import WorkerTemplate, local_workers
+from pigou.fleet.member import MemberSetup
+from pigou.fleet.supervisor import Supervisor
+from pigou.gateway.plane_driver import PlaneDriver
+from pigou.request import Role
+
+SLEEP = ("--executor", "sleep")
+
+
+def setup() -> MemberSetup:
+    driver = PlaneDriver(ControlPlane(ControlConfig()))
+    return MemberSetup(driver, WatchConfig(), HangArbiter(0.0))
+
+
+def provider(*devices: str, start: int = 0) -> LocalProvider:
+    """Return a provider of decode workers that begins with `start` of them."""
+    template = WorkerTemplate(arguments=SLEEP, devices=devices)
+    made = LocalProvider(setup(), template)
+    for spec in local_workers(0, start, 0, SLEEP, devices):
+        made.adopt(spec)
+    return made
+
+
+async def test_ids_are_never_used_again() -> None:
+    made = provider("cpu", start=2)
+    third = made.make("decode")
+    assert (third.id, third.pool, third.role) == ("decode-2", "decode", Role.DECODE)
+    made.discard(third)
+    assert [made.make(pool).id for pool in ("decode", "prefill", "decode")] == [
+        "decode-3", "prefill-0", "decode-4",
+    ]  # fmt: skip
+
+
+async def test_a_pool_is_there_once_a_worker_had_its_role() -> None:
+    made = provider("cpu", start=1)
+    assert [pool.name for pool in made.pools] == ["decode"]
+    made.discard(made.make("prefill"))
+    assert [pool.name for pool in made.pools] == ["prefill", "decode"]
+    assert made.start_refusal("attic") == (
+        "local workers have no pool 'attic'; they are prefill, decode or both"
+    )
+
+
+async def test_a_gpu_takes_as_many_workers_as_it_was_given_at_the_start() -> None:
+    made = provider("cuda:0", "cuda:1", "cuda:2", start=2)
+    third = made.make("decode")
+    assert third.device == "cuda:2"
+    assert made.start_refusal("decode") == "no device is free of cuda:0, cuda:1, cuda:2"
+    with pytest.raises(FleetError, match="no device is free"):
+        made.make("decode")
+    made.discard(third)
+    assert made.make("prefill").device == "cuda:2"
+    shared = provider("cuda:0", start=3)
+    assert shared.start_refusal("decode")
+
+
+async def test_the_seconds_of_a_start_are_those_seen() -> None:
+    made = provider("cpu", start=3)
+    assert made.pools[0].start_up_s is None
+    members = [made.make("decode") for _ in range(3)]
+    for member, seconds in zip(members, (3.0, 5.0, 40.0), strict=True):
+        member.start_up_s = seconds
+    assert made.pools[0].start_up_s == 5.0
+
+
+async def test_without_a_template_none_is_started() -> None:
+    made = LocalProvider(setup())
+    made.adopt(LocalWorker(id="w", role=Role.BOTH))
+    assert made.start_refusal("both") == "this fleet starts no workers"
+
+
+async def test_a_server_is_attached_once() -> None:
+    made = AttachedProvider(setup())
+    made.adopt(AttachedWorker(id="attached-0", url="http://h:1", role=Role.DECODE))
+    with pytest.raises(FleetError, match="http://h:1 is attached as attached-0"):
+        made.attach("http://h:1/v1")
+    with pytest.raises(ConfigError, match="role is 'x'"):
+        made.attach("http://h:2,role=x")
+    second = made.attach("http://h:2,role=prefill")
+    assert (second.id, second.pool) == ("attached-1", "prefill.attached")
+    assert [pool.name for pool in made.pools] == ["prefill.attached", "decode.attached"]
+    made.discard(second)
+    assert made.attach("http://h:2").id == "attached-2"
+    with pytest.raises(FleetError, match="attached by their URL"):
+        made.make("decode.attached")
+
+
+async def test_a_live_fleet_refuses_in_the_words_of_the_simulator() -> None:
+    driver = PlaneDriver(ControlPlane(ControlConfig()))
+    workers = [*local_workers(1, 1, 0, SLEEP, ["cpu"]), AttachedWorker.parse("http://h:1", 0)]
+    supervisor = Supervisor(driver, workers, template=WorkerTemplate(arguments=SLEEP))
+    fleet = LiveFleet(supervisor, driver)
+    assert (fleet.size, fleet.pools) == (3, ("prefill", "decode", "both.attached"))
+    managed = fleet.worker("decode-0")
+    assert managed is not None
+    assert managed.state is WorkerState.STARTING
+    assert add_workers(fleet, "both", 1, 0) == "there is no pool 'both'"
+    assert add_workers(fleet, "decode", 2, 0, max_workers=4) == (
+        "decode: 1 workers more than max_workers allows"
+    )
+    assert fleet.worker("decode-1") is not None
+    assert "attached by their URL" in carry_out(AddWorkers("both.attached", 1), fleet, 0)
+    flip = FlipRole("decode-0", Role.PREFILL, "prefill")
+    assert carry_out(flip, fleet, 0) == "decode-0 is not ready"
+    assert fleet.flip_refusal("decode-0", "decode") == "decode-0 cannot serve in pool 'decode'"
+    assert fleet.flip_refusal("decode-0", "prefill.attached")
+    assert fleet.flip_refusal("decode-0", "prefill") == ""
