@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,9 +15,10 @@ from pigou.control.latency_model.affine_fit import AffineFit
 from pigou.control.latency_model.estimates import Estimates, pairs
 from pigou.control.latency_model.model import LatencyModel
 from pigou.control.latency_model.worker_factors import WorkerFactors
+from pigou.control.messages import Choice
 from pigou.control.plane import ControlPlane
 from pigou.games.latency import LatencyLaw
-from pigou.request import SECOND, Role
+from pigou.request import SECOND, Request, Role, Worker
 
 LAW = LatencyLaw(0.0008, 0.02)
 
@@ -175,3 +178,28 @@ def test_the_vector_of_laws_is_each_law(n: int, a: float, b: float, d: float) ->
     value = found.itl(np.array([1]), np.array([float(n)]))
     assert value[0] == pytest.approx(law(float(n)))
     assert found.law(1)(float(n)) == pytest.approx(law(float(n)))
+
+
+@pytest.mark.parametrize(
+    ("sent_s", "computed_s", "learned"),
+    [(0.0, 9.0, False), (1.5, 9.0, False), (1.5, 2.5, False), (0.0, 0.5, True), (8.0, 9.0, True)],
+)
+def test_a_transfer_that_may_have_waited_for_a_prompt_teaches_nothing(
+    sent_s: float, computed_s: float, learned: bool
+) -> None:
+    """The prompt is on the decode worker meanwhile, or only before or after the transfer."""
+    tracker = ControlPlane(ControlConfig()).tracker
+    for worker in (Worker("p", "u", Role.PREFILL), Worker("d", "u", Role.DECODE)):
+        tracker.up(worker, 0)
+    events: list[tuple[float, Callable[[int], object]]] = [
+        (0.1, lambda now: tracker.routed(Request("remote", 1000, 9), Choice("d", "p"), now)),
+        (1.0, lambda now: tracker.prefill_done("remote", True, now)),
+        (3.0, lambda now: tracker.first_token("remote", now)),
+        (sent_s, lambda now: tracker.routed(Request("local", 4000, 9), Choice("d"), now)),
+        (computed_s, lambda now: tracker.first_token("local", now)),
+    ]
+    for at_s, event in sorted(events, key=lambda one: one[0]):
+        event(SECOND + int(at_s * SECOND))
+    tracker.latency_model.sample(20 * SECOND)
+    transfer_s = tracker.estimates(20 * SECOND).transfer(np.array([1]), np.array([1000.0])).item()
+    assert (transfer_s > 1.0) == learned

@@ -87,6 +87,7 @@ class RequestTracker:
             row = self.state.row[routed.prefill]
             self._advance(row, now)
             self._learn(row, routed, now)
+            routed.transfer_alone = self._has_no_prompts(routed)
         self._computed(routed, now)
 
     def read_failed(self, request: str, now: int) -> None:
@@ -108,9 +109,9 @@ class RequestTracker:
             self._advance(row, now)
         if not routed.remote and row is not None and routed.prefill is not None:
             self._learn(row, routed, now)
-        elif routed.prefill_done_at and row is not None:
+        elif routed.transfer_alone and row is not None and self._has_no_prompts(routed):
             self.latency_model.transferred(
-                row, routed.request.prompt, now - routed.prefill_done_at, now
+                row, routed.request.prompt, routed.prefill_done_at, now
             )
         self._computed(routed, now, row)
         routed.first_token_at = now
@@ -256,6 +257,12 @@ class RequestTracker:
                 prompt,
                 not routed.prompts_ahead,
             )
+
+    def _has_no_prompts(self, routed: RoutedRequest) -> bool:
+        """Whether the worker that decodes a request has no prompt to compute."""
+        if routed.decode is None:
+            return False
+        return not self.state.columns.prefill_requests.item(self.state.row[routed.decode])
 
     def _computed(self, routed: RoutedRequest, now: int, done: int | None = None) -> None:
         """The prompt of a request is computed, well or not; row `done` is at `now` already."""

@@ -30,6 +30,7 @@ class RoutedRequest(msgspec.Struct, eq=False):
         pairs: of those with the ones before them.
         routed_at: when it was sent off.
         prefill_done_at: when its remote prefill ended; 0 before, and for a local one.
+        transfer_alone: whether its worker had no prompt to compute when the transfer began.
         first_token_at: when its first token came; 0 before, and where tokens are not seen.
         decoding: whether it counts among the streams whose prompt is computed.
         inflight: requests of the fleet when it was sent off, itself counted.
@@ -53,6 +54,7 @@ class RoutedRequest(msgspec.Struct, eq=False):
     slot: int = -1
     final_tokens: int = 0
     prefill_done_at: int = 0
+    transfer_alone: bool = False
     first_token_at: int = 0
     decoding: bool = False
     inflight: int = 1

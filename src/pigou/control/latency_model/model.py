@@ -77,7 +77,8 @@ class LatencyModel:
     sums). So a prompt that ends kept its worker busy since it was sent, or since the prompt before
     it ended. These times are fitted by a line over uncached tokens and, where prompts are long
     enough for that to show, over pairs of tokens (attention).
-    Transfer: from a remote prefill's end to the first token, by a line over tokens.
+    Transfer: from a remote prefill's end to the first token, by a line over tokens, of those that
+    waited for no prompt.
     ITL: samples of `ThroughputSampler`, by a `LatencyLaw` and by the tokens that streams held,
     since each step reads the keys and values of all of them. What prompts took beside them is
     subtracted (`PrefillInterference`).
@@ -204,10 +205,14 @@ class LatencyModel:
         self.sampler.add_prompt(row, size, seconds)
         self._prompts.observe(tokens, token_pairs)
 
-    def transferred(self, row: int, tokens: int, nanos: int, now: int) -> None:
-        """A remote prefill's tokens reached worker `row`, and its first token followed."""
-        if nanos > 0:
-            self._learn(self._transfer, self._transfer_factors, row, tokens, nanos, now)
+    def transferred(self, row: int, tokens: int, began_ns: int, now: int) -> None:
+        """A remote prefill's tokens reached worker `row`, and its first token followed.
+
+        The worker had no prompts at `began_ns` and has none now. A prompt that it computed in
+        between may have delayed the token, so nothing is learned then: prices have its wait apart.
+        """
+        if now > began_ns >= self._last_done.item(row):
+            self._learn(self._transfer, self._transfer_factors, row, tokens, now - began_ns, now)
 
     def generated(self, tokens: int) -> None:
         """A request ended after so many tokens."""
