@@ -259,7 +259,7 @@ class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             form="named",
             params="params",
         ),
-    ] = "least-loaded"
+    ] = "toll"
     params: dict[str, Any] = {}
     temperature: Annotated[
         float, option("Of the choice among candidates; 0 takes the cheapest.", "Routing")

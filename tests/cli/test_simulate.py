@@ -133,7 +133,7 @@ def test_a_yaml_fleet_is_honoured(tmp_path: Path) -> None:
         "overhead_ms: 5.0\n"
     )
     workload = "poisson:rate=5,in=400,out=8,n=20"
-    options = ("--model", "llama-3.1-8b")
+    options = ("--model", "llama-3.1-8b", "--policy", "least-loaded")
     found = simulate(tmp_path, workload, *options, fleet=str(fleet))
     plain = simulate(tmp_path, workload, *options, fleet="1p+2d")
     assert found["completed"] == 20

@@ -129,7 +129,7 @@ def test_accepted_sequences_time_out_where_there_is_no_worker() -> None:
 
 
 def test_sequences_that_a_worker_computes_together_count_each() -> None:
-    plane = ControlPlane(ControlConfig())
+    plane = ControlPlane(ControlConfig(policy="least-loaded"))
     plane.observe(WorkerUp(Worker("a", "u", max_seqs=8)), 0)
     plane.observe(WorkerUp(Worker("b", "u", max_seqs=8)), 0)
     first = plane.submit(Request("beams", 10, 8, sequences=6), 1)

@@ -276,7 +276,7 @@ def test_fair_sends_no_prompt_where_others_are_pending() -> None:
 
 
 def test_fair_waits_for_prefill_workers_instead_of_burdening_decode_workers() -> None:
-    plane = ControlPlane(ControlConfig(admission={"order": "fair"}))
+    plane = ControlPlane(ControlConfig(policy="least-loaded", admission={"order": "fair"}))
     plane.observe(WorkerUp(Worker("p", "u", Role.PREFILL)), 0)
     plane.observe(WorkerUp(Worker("d", "u", Role.DECODE, max_seqs=64)), 0)
     assert isinstance(plane.submit(Request("r0", 2000, 10), 0), Route)

@@ -234,7 +234,7 @@ def test_a_request_that_waits_too_long_is_shed() -> None:
 
 
 def fleet(*roles: Role) -> ControlPlane:
-    plane = ControlPlane(ControlConfig())
+    plane = ControlPlane(ControlConfig(policy="least-loaded"))
     for i, role in enumerate(roles):
         plane.observe(WorkerUp(Worker(f"{role}{i}", "u", role)), 0)
     return plane

@@ -22,7 +22,7 @@ LAW = LatencyLaw(0.0008, 0.02)
 
 
 def fleet(roles: dict[Role, list[Ideal]], rate: float = 4.0) -> ModelFleet:
-    model = ModelFleet(ControlPlane(ControlConfig()), roles)
+    model = ModelFleet(ControlPlane(ControlConfig(policy="least-loaded")), roles)
     model.run(poisson(rate, 60, 2, (200, 800), (50, 150)), until=60 * SECOND)
     return model
 

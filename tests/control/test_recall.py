@@ -30,7 +30,7 @@ class Driver:
     """Does what the gateway does with decisions."""
 
     def __init__(self, workers: int = 3, max_seqs: int = 256, **options: object) -> None:
-        self.plane = ControlPlane(ControlConfig(**options))  # type: ignore[arg-type]
+        self.plane = ControlPlane(ControlConfig(**({"policy": "least-loaded"} | options)))  # type: ignore[arg-type]
         self.workers = [Worker(f"w{n}", "u", max_seqs=max_seqs) for n in range(workers)]
         self.at: dict[str, str] = {}
         self.began: set[str] = set()

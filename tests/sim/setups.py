@@ -52,7 +52,7 @@ def simulation(
 ) -> Simulation:
     """A simulation under a law."""
     given = {"timing": LAW, "blocks": 200, "max_seqs": 16, "max_batched_tokens": 128}
-    limits = {"max_inflight": UNLIMITED, "max_inflight_tokens": UNLIMITED}
+    limits = {"policy": "least-loaded", "max_inflight": UNLIMITED, "max_inflight_tokens": UNLIMITED}
     return Simulation(
         workload,
         read_fleet(fleet) if isinstance(fleet, str) else fleet,

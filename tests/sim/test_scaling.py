@@ -88,7 +88,7 @@ def planned(
         workload or load(),
         read_fleet(fleet) if isinstance(fleet, str) else fleet,
         Setup(timing=LAW, blocks=400, max_seqs=16, max_batched_tokens=256),
-        ControlConfig(max_inflight=UNLIMITED, max_inflight_tokens=UNLIMITED,
+        ControlConfig(policy="least-loaded", max_inflight=UNLIMITED, max_inflight_tokens=UNLIMITED,
                       queue_timeout=UNLIMITED, max_queued=UNLIMITED),
         ClientConfig(), seed=seed, stepwise=stepwise, scaling=ScalingConfig(**options),
         planner=planner or RulePlanner(rule),

@@ -110,9 +110,7 @@ class RequestTracker:
         if not routed.remote and row is not None and routed.prefill is not None:
             self._learn(row, routed, now)
         elif routed.transfer_alone and row is not None and self._has_no_prompts(routed):
-            self.latency_model.transferred(
-                row, routed.request.prompt, routed.prefill_done_at, now
-            )
+            self.latency_model.transferred(row, routed.request.prompt, routed.prefill_done_at, now)
         self._computed(routed, now, row)
         routed.first_token_at = now
         self.state.slots.streaming[routed.slot] = True
