@@ -19,6 +19,7 @@ from pigou.imports import extra_of, remedy
 COMMANDS = {
     "serve": "pigou.cli.serve:serve",
     "worker": "pigou.cli.worker:worker",
+    "fleet": "pigou.cli.fleet:fleet",
     "key": "pigou.cli.key:key",
     "bench": "pigou.cli.bench:bench",
     "simulate": "pigou.cli.simulate:simulate",
@@ -36,6 +37,7 @@ COMMANDS = {
 SUMMARIES = {
     "serve": "Serve a model on a fleet: a gateway, and the workers behind it.",
     "worker": "Run one worker: an OpenAI-compatible server over one model.",
+    "fleet": "List and change the workers of a running gateway.",
     "key": "Make an API key, and what `pigou serve --api-keys-file` needs of it: its hash.",
     "bench": "Load an OpenAI endpoint, and measure what comes back.",
     "simulate": "Simulate a fleet: the production scheduler, router and cache under a virtual clock.",  # noqa: E501

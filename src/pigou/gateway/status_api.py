@@ -56,9 +56,8 @@ class WorkerRow(msgspec.Struct, kw_only=True):
 
     @property
     def away(self) -> bool:
-        """Whether it is down, and expected back: not one that joins, leaves or cannot start."""
-        joins = self.state == "starting" and not self.restarts
-        return not (joins or self.unplaceable or self.state in ("up", "draining", "stopped"))
+        """Whether it is not up, and is expected to be: not one that leaves, or cannot start."""
+        return not (self.unplaceable or self.state in ("up", "draining", "stopped"))
 
 
 #: Where prompts are tokenized, as `/workers` names it.

@@ -1,0 +1,174 @@
+"""`pigou fleet`: list, add, drain, flip, remove."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+from urllib.parse import quote, urlsplit
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+fleet = typer.Typer(
+    help="List and change the workers of a running gateway.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+_TIMEOUT_S = 30.0
+#: Columns of the table.
+_COLUMNS = ("id", "role", "state", "pool", "kind", "decode_requests", "prefill_requests", "note")
+
+Url = Annotated[str, typer.Argument(help="Of the gateway, as http://HOST:8000.")]
+WorkerId = Annotated[str, typer.Argument(help="As `pigou fleet list` has it.")]
+AdminKey = Annotated[
+    str, typer.Option("--key", help="An administrator's API key, where the gateway has keys.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print what the gateway answered.")]
+LimitS = Annotated[
+    float | None,
+    typer.Option(
+        "--limit",
+        help="Seconds that its requests are given; those left go on elsewhere. By default the "
+        "gateway's --drain.",
+    ),
+]
+
+
+@fleet.command("list")
+def list_(url: Url, key: AdminKey = "", json: Json = False) -> None:
+    """List the workers: role, state, pool, streams and prefills."""
+    answer = _ask("list", url, key, "GET", "/workers")
+    if json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(answer)).decode())
+        return
+    table = Table(*(name.replace("_requests", "s") for name in _COLUMNS))
+    for row in answer["workers"]:
+        table.add_row(*(str(row.get(name, "")) for name in _COLUMNS))
+    Console(soft_wrap=True).print(table)
+
+
+@fleet.command("add")
+def add(
+    url: Url,
+    role: Annotated[
+        Literal["prefill", "decode", "both"] | None,
+        typer.Option(help="Of local workers to start."),
+    ] = None,
+    count: Annotated[int, typer.Option(help="How many of them.")] = 1,
+    attach: Annotated[
+        str, typer.Option(help="A running server to use, as --attach of `pigou serve` has it.")
+    ] = "",
+    key: AdminKey = "",
+    json: Json = False,
+) -> None:
+    """Start local workers, or attach a server."""
+    if (role is None) == (not attach):
+        raise _usage("add", "give --role or --attach, and only one of them")
+    if attach and count != 1:
+        raise _usage("add", f"--count is {count}, and --attach takes one server")
+    body = {"attach": attach} if attach else {"role": role, "count": count}
+    _change("add", url, key, json, "/workers", body)
+
+
+@fleet.command("drain")
+def drain(
+    url: Url, worker: WorkerId, limit_s: LimitS = None, key: AdminKey = "", json: Json = False
+) -> None:
+    """Let a worker end its streams, then go."""
+    body = {} if limit_s is None else {"limit_s": limit_s}
+    _change("drain", url, key, json, f"/workers/{quote(worker, safe='')}/drain", body)
+
+
+@fleet.command("flip")
+def flip(
+    url: Url,
+    worker: WorkerId,
+    role: Annotated[Literal["prefill", "decode", "both"], typer.Option(help="That it has then.")],
+    limit_s: LimitS = None,
+    key: AdminKey = "",
+    json: Json = False,
+) -> None:
+    """Let a worker end its streams, then serve in another role."""
+    body: dict[str, Any] = {"role": role}
+    if limit_s is not None:
+        body["limit_s"] = limit_s
+    _change("flip", url, key, json, f"/workers/{quote(worker, safe='')}/flip", body)
+
+
+@fleet.command("remove")
+def remove(
+    url: Url,
+    worker: WorkerId,
+    now: Annotated[
+        bool, typer.Option("--now", help="At once: its streams go on elsewhere.")
+    ] = False,
+    key: AdminKey = "",
+    json: Json = False,
+) -> None:
+    """Let a worker go: after a drain, or at once."""
+    path = f"/workers/{quote(worker, safe='')}" + "?now=true" * now
+    _change("remove", url, key, json, path, None, method="DELETE")
+
+
+def _change(
+    command: str, url: str, key: str, json: bool, path: str, body: Any, method: str = "POST"
+) -> None:
+    """Ask for a change, and print the workers that it is about."""
+    answer = _ask(command, url, key, method, path, body)
+    if json:
+        typer.echo(msgspec.json.encode(answer).decode())
+    else:
+        for row in answer["workers"]:
+            typer.echo(f"{row['id']} is {row['state']}, role {row['role']}")
+    if refused := answer.get("refused"):
+        typer.echo(f"pigou fleet {command}: {refused}", err=True)
+        raise typer.Exit(1)
+
+
+def _ask(
+    command: str, url: str, key: str, method: str, path: str, body: Any = None
+) -> dict[str, Any]:
+    """Return what the gateway answers; end the command where that is an error."""
+    from http.client import HTTPException
+    from urllib.error import HTTPError, URLError
+    from urllib.request import Request, urlopen
+
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise _usage(command, f"{url!r} is no URL; write for example http://127.0.0.1:8000")
+    base = url.rstrip("/").removesuffix("/v1")
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    data = None
+    if body is not None:
+        headers["content-type"] = "application/json"
+        data = msgspec.json.encode(body)
+    try:
+        with urlopen(
+            Request(base + path, data, headers, method=method), timeout=_TIMEOUT_S
+        ) as response:
+            answer: dict[str, Any] = msgspec.json.decode(response.read(), type=dict[str, Any])
+            return answer
+    except HTTPError as error:
+        message = _message(error.read()) or f"{base} answered {error.code}"
+        status = 2 if error.code == 400 else 1
+    except (URLError, HTTPException, OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        message, status = f"{base}: {getattr(error, 'reason', error)}", 1
+    typer.echo(f"pigou fleet {command}: {message}", err=True)
+    raise typer.Exit(status)
+
+
+def _message(body: bytes) -> str:
+    """Return the message of an error's body; empty where it has none."""
+    try:
+        error = msgspec.json.decode(body, type=dict[str, Any]).get("error")
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return ""
+    return str(error.get("message", "")) if isinstance(error, dict) else ""
+
+
+def _usage(command: str, message: str) -> typer.Exit:
+    """Tell of wrong usage; return what ends the command with status 2."""
+    typer.echo(f"pigou fleet {command}: {message}", err=True)
+    return typer.Exit(2)
