@@ -51,12 +51,19 @@ def build_planner(
         ConfigError: there is none of that name, or a parameter is refused.
     """
     params = dict(config.planner)
+    return load(params.pop("planner"), planner_setup(config, objectives, fleets, seed), params)
+
+
+def planner_setup(
+    config: ScalingConfig, objectives: Objectives, fleets: Sequence[PlannedFleet], seed: int
+) -> PlannerSetup:
+    """Return what every planner of these fleets is given."""
     performance = {
         fleet.prefix + pool.name: measure_performance(pool.spec, pool.role, fleet.config)
         for fleet in fleets
         for pool in fleet.membership.pools.values()
     }
-    setup = PlannerSetup(
+    return PlannerSetup(
         slo=objectives.slo or Slo(),
         classes=objectives.classes,
         budget=budget_of(config, fleets),
@@ -64,7 +71,6 @@ def build_planner(
         performance=performance,
         seed=seed,
     )
-    return load(params.pop("planner"), setup, params)
 
 
 def budget_of(config: ScalingConfig, fleets: Sequence[PlannedFleet]) -> Budget:

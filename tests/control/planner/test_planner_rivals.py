@@ -25,8 +25,8 @@ from pigou.control.planner.performance.model import PerformanceModel
 from pigou.control.planner.performance.speed import DecodeLaw, PrefillLine, RequestMix
 from pigou.control.planner.planner import PlannerSetup, load
 from pigou.control.planner.rivals.aibrix import ApaParams, apa_desired
-from pigou.control.planner.rivals.dynamo import EngineModel
 from pigou.control.planner.rivals.dynamo_budget import clamp_to_budget
+from pigou.control.planner.rivals.dynamo_engine import EngineModel
 from pigou.control.planner.rivals.dynamo_sla import decode_replicas, prefill_replicas
 from pigou.control.planner.rivals.target_planner import carry_out
 from pigou.games.latency import LatencyLaw
@@ -178,7 +178,8 @@ def test_decode_replicas_are_littles_law() -> None:
     flat = PerformanceModel(PrefillLine(0.1, 0.0), DecodeLaw(LatencyLaw(0.001, 0.02)))
     # 30 streams at 50 ms: 600 tokens a second; 10 rps of 300 tokens are 3,000
     assert decode_replicas(flat, 10.0, 1000, 300, 0.05) == 5
-    assert EngineModel(flat).decode_rps(1000, 300, 0.05) == pytest.approx(2.0, rel=0.02)
+    engine = EngineModel(flat, Role.DECODE).capacity(1000, 300, math.inf, 0.05)
+    assert engine == pytest.approx((2.0, True), rel=0.02)
 
 
 @pytest.mark.parametrize("name", ["dynamo", "dynamo-sla"])
@@ -229,7 +230,9 @@ def oscillating(consolidation: bool) -> list[int]:
             mean_running=float(streams), mean_held_tokens=streams * 100.0,
             itl_s=0.005 + 0.0005 * streams,
         )  # fmt: skip
-        planner.observe(window(5.0 * step, pool(Role.BOTH, *own), isl=50.0, osl=100.0, arrivals=9))
+        planner.observe(
+            window(5.0 * step, pool(Role.DECODE, *own), isl=50.0, osl=100.0, arrivals=9)
+        )
         for action in planner.tick(int(5.0 * step * SECOND)).actions:
             count += action.count if isinstance(action, AddWorkers) else -1
         counts.append(count)

@@ -4,41 +4,165 @@ from __future__ import annotations
 
 import math
 
+#: Why a proposal was held at what there is, or changed to what the budget allows.
+HELD, RECONCILED = "gpu_budget_guard_hold", "gpu_budget_reconcile"
+
 
 def clamp_to_budget(
     prefill: int,
     decode: int,
     gpus: tuple[int, int],
     budget: tuple[int, int | None],
-    min_workers: int = 1,
+    min_workers: int | tuple[int, int] = 1,
 ) -> tuple[int, int]:
     """Return (prefill, decode) workers within [min - tolerance, max] GPUs.
 
     With total = P g_P + D g_D above max: P = floor(P max / total), at least `min_workers` and so
     that decode has its minimum, and D gets the rest. Below min - tolerance it is mirrored: P =
-    ceil(P min / total), and D gets the rest. A maximum below the minimum of both gives (0, 0).
-    Dynamo 1.x, `core/budget.py`. The floor takes workers from the smaller pool as demand grows.
+    ceil(P min / total), and D gets the rest, or keeps what it has. A maximum below the minimum of
+    both gives (0, 0). Dynamo 1.6.1, `core/budget.py`. The floor takes workers from the smaller
+    pool as demand grows.
 
     Args:
         prefill, decode: workers that are asked for.
         gpus: of one prefill worker and of one decode worker.
         budget: least and most GPUs together; None for no limit. The tolerance is the larger of
-            `gpus`.
+            `gpus`, and 0 without a limit.
         min_workers: of each pool.
     """
     gpus_p, gpus_d = gpus
     low, high = budget
+    min_p, min_d = _minimum(min_workers)
     total = prefill * gpus_p + decode * gpus_d
-    if high is not None and min_workers * (gpus_p + gpus_d) > high:
-        return 0, 0
     if high is not None and total > high:
-        top = (high - min_workers * gpus_d) // gpus_p
-        count = min(max(math.floor(prefill * high / total), min_workers), top)
-        return count, max((high - count * gpus_p) // gpus_d, min_workers)
-    if 0 < total < low - max(gpus):
-        count = max(math.ceil(prefill * low / total), min_workers)
-        rest = max(math.ceil((low - count * gpus_p) / gpus_d), min_workers)
-        if high is not None:
-            rest = min(rest, (high - count * gpus_p) // gpus_d)
-        return count, rest
-    return prefill, decode
+        if min_p * gpus_p + min_d * gpus_d > high:
+            return 0, 0
+        top = (high - min_d * gpus_d) // gpus_p
+        count = max(min_p, min(top, math.floor(prefill * high / total)))
+        return count, max((high - count * gpus_p) // gpus_d, min_d)
+    if total >= low - _tolerance(gpus, budget):
+        return prefill, decode
+    share = low / total if total > 0 else 0.0
+    count = max(math.ceil(prefill * share if total > 0 else low / 2 / gpus_p), min_p)
+    rest = max(math.ceil(max(low - count * gpus_p, 0) / gpus_d), min_d)
+    grown = max(rest, decode)
+    if high is not None and count * gpus_p + grown * gpus_d > high:
+        if rest >= decode:
+            return prefill, decode
+        pair = (prefill, decode), (count, decode)
+        return fit_to_budget(*pair, gpus, budget, min_workers)
+    return count, grown
+
+
+def fit_to_budget(
+    current: tuple[int, int],
+    proposed: tuple[int, int],
+    gpus: tuple[int, int],
+    budget: tuple[int, int | None],
+    min_workers: int | tuple[int, int] = 1,
+) -> tuple[int, int]:
+    """Return what is nearest to a proposal inside the budget, each pool between both.
+
+    Where one pool grows and the other shrinks, both move or neither. Without any that fits, it is
+    what there is. Of equal distances the one in proportion to the proposal, then the larger move,
+    then fewer prefill workers. `fit_directional_budget_pair` of Dynamo 1.6.1.
+
+    Args:
+        current: workers that there are, prefill and decode.
+        proposed: that are asked for.
+        gpus, budget, min_workers: as of `clamp_to_budget`.
+    """
+    low, high = budget
+    low -= _tolerance(gpus, budget)
+    minimum = _minimum(min_workers)
+    distances = [abs(b - a) for a, b in zip(current, proposed, strict=True)]
+    opposing = (proposed[0] - current[0]) * (proposed[1] - current[1]) < 0
+    ranges = [
+        range(max(min(a, b), m), max(a, b) + 1)
+        for a, b, m in zip(current, proposed, minimum, strict=True)
+    ]
+    best: tuple[tuple[int, ...], tuple[int, int]] | None = None
+    for p in ranges[0]:
+        for d in ranges[1]:
+            total = p * gpus[0] + d * gpus[1]
+            if total < low or (high is not None and total > high):
+                continue
+            moved = abs(p - current[0]), abs(d - current[1])
+            if opposing and (moved[0] == 0) != (moved[1] == 0):
+                continue
+            distance = abs(proposed[0] - p) + abs(proposed[1] - d)
+            skew = abs(moved[0] * distances[1] - moved[1] * distances[0])
+            score = (distance, skew, -sum(moved), p, d)
+            if best is None or score < best[0]:
+                best = score, (p, d)
+    return current if best is None else best[1]
+
+
+def guard_pair(
+    current: tuple[int, int],
+    proposed: tuple[int, int],
+    gpus: tuple[int, int],
+    budget: tuple[int, int | None],
+    min_workers: int | tuple[int, int] = 1,
+) -> tuple[tuple[int, int], str]:
+    """Return what the budget allows of a proposal, and why it differs; "" where it does not.
+
+    At the maximum nothing grows, unless the other pool shrinks for it; at the minimum nothing
+    shrinks, unless the other grows. What the proportional clamp would turn round is held.
+    `guard_disagg_scaling_budget` of Dynamo 1.6.1. The arguments are those of `fit_to_budget`.
+    """
+    low, high = budget
+    used = current[0] * gpus[0] + current[1] * gpus[1]
+    if (high is not None and used > high) or used < low - _tolerance(gpus, budget):
+        return clamp_to_budget(*current, gpus, budget, min_workers), RECONCILED
+    steps = [b - a for a, b in zip(current, proposed, strict=True)]
+    up, down = max(steps) > 0, min(steps) < 0
+    at_low = used <= low and down
+    at_high = high is not None and used >= high and up
+    if (at_low and not up) or (at_high and not down):
+        return current, HELD
+    if at_low or at_high:
+        fitted = fit_to_budget(current, proposed, gpus, budget, min_workers)
+        return fitted, HELD if fitted == current else ""
+    final = clamp_to_budget(*proposed, gpus, budget, min_workers)
+    between = all(
+        min(a, b) <= c <= max(a, b) for a, b, c in zip(current, proposed, final, strict=True)
+    )
+    return (final, "") if between else (current, HELD)
+
+
+def guard_single(
+    current: int, proposed: int, gpus: int, budget: tuple[int, int | None], min_workers: int
+) -> tuple[int, str]:
+    """Return the same of one pool alone. `guard_single_scaling_budget` of Dynamo 1.6.1."""
+    low, high = budget
+    used = current * gpus
+    tolerance = gpus if low > 0 and high is not None else 0
+    if (high is not None and used > high) or used < low - tolerance:
+        return _clamp_single(current, gpus, budget, min_workers), RECONCILED
+    if (used <= low and proposed < current) or (
+        high is not None and used >= high and proposed > current
+    ):
+        return current, HELD
+    final = _clamp_single(proposed, gpus, budget, min_workers)
+    if min(current, proposed) <= final <= max(current, proposed):
+        return final, ""
+    return current, HELD
+
+
+def _clamp_single(count: int, gpus: int, budget: tuple[int, int | None], min_workers: int) -> int:
+    low, high = budget
+    if high is not None and count * gpus > high:
+        return 0 if min_workers * gpus > high else max(high // gpus, min_workers)
+    tolerance = gpus if low > 0 and high is not None else 0
+    if count * gpus >= low - tolerance:
+        return count
+    return max(math.ceil(low / gpus), min_workers)
+
+
+def _tolerance(gpus: tuple[int, int], budget: tuple[int, int | None]) -> int:
+    return max(gpus) if budget[1] is not None else 0
+
+
+def _minimum(min_workers: int | tuple[int, int]) -> tuple[int, int]:
+    return (min_workers, min_workers) if isinstance(min_workers, int) else min_workers

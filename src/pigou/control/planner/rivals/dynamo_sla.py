@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import msgspec
@@ -17,7 +18,6 @@ from pigou.control.planner.predictors.predictor import load as load_predictor
 from pigou.control.planner.rivals.dynamo_budget import clamp_to_budget
 from pigou.control.planner.rivals.target_planner import (
     TargetPlanner,
-    WindowHistory,
     known_mean,
     prefill_and_decode,
 )
@@ -78,33 +78,35 @@ class IntervalLoad(msgspec.Struct, frozen=True, kw_only=True):
     request_s: float | None
 
 
-def interval_load(history: WindowHistory, model: str, seconds: float) -> IntervalLoad:
-    """Return the load of a model over the windows, its requests scaled to `seconds`."""
+def interval_load(windows: Iterable[PlannerWindow], model: str, seconds: float) -> IntervalLoad:
+    """Return the load of a model over windows, its requests scaled to `seconds`.
 
-    def mean(value: Any) -> float | None:
-        def of(window: PlannerWindow) -> float | None:
-            return known_mean(value(load) for load in window.loads if load.model == model)
+    Means are of requests: those that came for isl and hits, those that ended for the others.
+    """
+    loads, requests, spent_s = [], 0, 0.0
+    for window in windows:
+        own = [load for load in window.loads if load.model == model]
+        known = [load.arrivals for load in own if load.arrivals is not None]
+        loads += own
+        requests += sum(known)
+        spent_s += window.seconds if known else 0.0
 
-        return history.mean(of)
+    def mean(value: Callable[[LoadWindow], float | None], count: str) -> float | None:
+        pairs = [(value(load), getattr(load, count) or 0) for load in loads]
+        known = [(v, n) for v, n in pairs if v is not None and math.isfinite(v)]
+        total = sum(n for _, n in known)
+        if total:
+            return sum(v * n for v, n in known) / total
+        return known_mean(v for v, _ in known)
 
-    def rate(window: PlannerWindow) -> float | None:
-        counts = [load.arrivals for load in window.loads if load.model == model]
-        known = [count for count in counts if count is not None]
-        return sum(known) / window.seconds if known else None
-
-    def latency(load: LoadWindow, name: str) -> float | None:
-        value: float | None = getattr(load, name).mean
-        return value
-
-    requests = history.mean(rate)
     return IntervalLoad(
-        requests=None if requests is None else requests * seconds,
-        isl=mean(lambda load: load.isl),
-        osl=mean(lambda load: load.osl),
-        hit_rate=mean(lambda load: load.hit_rate),
-        ttft_s=mean(lambda load: latency(load, "ttft")),
-        itl_s=mean(lambda load: latency(load, "itl")),
-        request_s=mean(lambda load: load.request_s),
+        requests=requests / spent_s * seconds if spent_s else None,
+        isl=mean(lambda load: load.isl, "arrivals"),
+        osl=mean(lambda load: load.osl, "completed"),
+        hit_rate=mean(lambda load: load.hit_rate, "arrivals"),
+        ttft_s=mean(lambda load: load.ttft.mean, "arrivals"),
+        itl_s=mean(lambda load: load.itl.mean, "completed"),
+        request_s=mean(lambda load: load.request_s, "completed"),
     )
 
 

@@ -1,0 +1,162 @@
+"""Forward passes: what Dynamo's planner (1.x) sees of its engines, made of a window."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+from msgspec.structs import replace
+
+from pigou.control.planner.messages import WorkerWindow
+from pigou.control.planner.performance.model import PerformanceModel
+from pigou.request import Role
+
+#: Points of a profile: prompts, and streams by contexts.
+_PROMPTS, _GRID = 16, 6
+_MIN_TOKENS = 64
+#: Most tokens of a cache that are profiled.
+_MAX_TOKENS = 4e6
+#: Largest discount for cached tokens.
+MAX_HIT_RATE = 0.95
+
+
+class ForwardPass(msgspec.Struct, frozen=True, kw_only=True):
+    """One step of an engine, and what waits there. `ForwardPassMetrics` of Dynamo 1.6.1.
+
+    Attributes:
+        worker: id.
+        prompts, prompt_tokens: that are computed in the step, uncached tokens.
+        prompt_kv_tokens: cached tokens that these read.
+        streams, stream_tokens: that decode in it, and the tokens that they hold.
+        queued_prompts, queued_prompt_tokens: that wait, cached tokens counted.
+        queued_streams, queued_stream_tokens: streams that wait for memory.
+        seconds: of the step; 0 for an idle engine.
+    """
+
+    worker: str = ""
+    prompts: int = 0
+    prompt_tokens: int = 0
+    prompt_kv_tokens: int = 0
+    streams: int = 0
+    stream_tokens: int = 0
+    queued_prompts: int = 0
+    queued_prompt_tokens: int = 0
+    queued_streams: int = 0
+    queued_stream_tokens: int = 0
+    seconds: float = 0.0
+
+    @property
+    def tokens(self) -> float:
+        """Tokens that go through the feed-forward layers."""
+        return float(self.prompt_tokens + self.streams)
+
+    @property
+    def attention(self) -> float:
+        """Cached tokens read, and pairs of prompt tokens: t^2 / 2 n, and t times those cached."""
+        pairs = 0.0
+        if self.prompts:
+            pairs = self.prompt_tokens * (0.5 * self.prompt_tokens + self.prompt_kv_tokens)
+            pairs /= self.prompts
+        return pairs + self.prompt_kv_tokens + self.stream_tokens
+
+
+def hit_discount(hit_rate: float | None) -> float:
+    """Return the share of prompt tokens that is computed."""
+    return 1.0 - min(max(hit_rate or 0.0, 0.0), MAX_HIT_RATE)
+
+
+def forward_pass(
+    worker: WorkerWindow, role: Role, seconds: float, chunk_tokens: int,
+    context: float, hit_rate: float | None,
+) -> ForwardPass:  # fmt: skip
+    """Return a step as the window's means have it, and what waits at its end.
+
+    Args:
+        worker: ready.
+        role: of its pool.
+        seconds: of the window.
+        chunk_tokens: most tokens of one step.
+        context: tokens of a stream that waits.
+        hit_rate: of the window; tokens that wait are given uncached, and Dynamo discounts them.
+    """
+    idle = ForwardPass(worker=worker.id)
+    waiting = worker.waiting or 0
+    if role.prefills:
+        queued = math.ceil((worker.queued_prefill_tokens or 0.0) / hit_discount(hit_rate))
+        prompts = min(max(waiting, 1), queued)
+        idle = replace(idle, queued_prompts=prompts, queued_prompt_tokens=queued)
+    else:
+        held = math.ceil(waiting * context)
+        idle = replace(idle, queued_streams=waiting, queued_stream_tokens=held)
+    if role.decodes:
+        return _with_streams(idle, worker, role, seconds, chunk_tokens)
+    count, tokens = worker.computed_prompts, worker.computed_tokens
+    if not (count and tokens and worker.prefill_s):
+        return idle
+    passes = count * math.ceil(tokens / count / chunk_tokens)
+    return replace(
+        idle,
+        prompts=1,
+        prompt_tokens=max(round(tokens / passes), 1),
+        seconds=worker.prefill_s / passes,
+    )
+
+
+def _with_streams(
+    idle: ForwardPass, worker: WorkerWindow, role: Role, seconds: float, chunk_tokens: int
+) -> ForwardPass:
+    """Return the mean step of a worker that decodes, prompts in it where it does both."""
+    if not (worker.mean_running and worker.itl_s):
+        return idle
+    mixed = 0
+    if role.prefills:
+        busy_s = seconds * (1.0 if worker.cpu_usage is None else worker.cpu_usage)
+        steps = max(busy_s / worker.itl_s, 1.0)
+        mixed = min(round((worker.computed_tokens or 0.0) / steps), chunk_tokens)
+    return replace(
+        idle,
+        prompts=int(mixed > 0),
+        prompt_tokens=mixed,
+        streams=max(round(worker.mean_running), 1),
+        stream_tokens=round(worker.mean_held_tokens or 0.0),
+        seconds=worker.itl_s,
+    )
+
+
+def profile_passes(performance: PerformanceModel, role: Role) -> list[ForwardPass]:
+    """Return the passes of a profile, as Dynamo's benchmark of an engine gives them.
+
+    Prompts alone, up to one step's tokens (16), streams by contexts (at most 36) that the cache
+    holds, and for a worker that does both some prompts (at most 12) beside streams.
+    """
+    passes = []
+    if role.prefills:
+        for tokens in _spread(_MIN_TOKENS, performance.chunk_tokens, _PROMPTS):
+            seconds = performance.prefill.seconds(float(tokens), float(tokens))
+            passes.append(ForwardPass(prompts=1, prompt_tokens=tokens, seconds=seconds))
+    if role.decodes:
+        kv_tokens = min(performance.kv_tokens, _MAX_TOKENS)
+        for streams in _spread(1, performance.max_seqs, _GRID):
+            for context in _spread(_MIN_TOKENS, max(int(kv_tokens / streams), 1), _GRID):
+                seconds = performance.decode.itl_s(float(streams), float(context))
+                passes.append(
+                    ForwardPass(streams=streams, stream_tokens=streams * context, seconds=seconds)
+                )
+    if role is Role.BOTH:
+        for tokens in _spread(_MIN_TOKENS, performance.chunk_tokens, 3):
+            for streams in _spread(1, performance.max_seqs, 4):
+                context = max(min(4 * _MIN_TOKENS, int(kv_tokens / streams)), 1)
+                seconds = performance.prefill.seconds(float(tokens), float(tokens))
+                seconds += performance.decode.itl_s(float(streams), float(context))
+                step = ForwardPass(streams=streams, stream_tokens=streams * context)
+                passes.append(replace(step, prompts=1, prompt_tokens=tokens, seconds=seconds))
+    return passes
+
+
+def _spread(low: int, high: int, count: int) -> Sequence[int]:
+    """Return up to `count` whole numbers from low to high, in equal ratios."""
+    if high <= low:
+        return [max(high, 1)]
+    ratio = (high / low) ** (1.0 / (count - 1))
+    return sorted({round(low * ratio**step) for step in range(count)})
