@@ -141,6 +141,7 @@ def _document(result: JournalReplay) -> dict[str, Any]:
     document: dict[str, Any] = {
         "same": same, "runs": result.runs, "versions": sorted(result.versions),
         "entries": result.entries, "requests": result.requests, "decisions": result.decisions,
+        "planner_windows": result.windows,
         "seconds": result.seconds, "took_s": result.took, "cut_lines": result.cut,
     }  # fmt: skip
     if result.difference is not None:

@@ -43,6 +43,8 @@ from pigou.control.messages import (
     WorkerUp,
 )
 from pigou.control.plane import ControlPlane
+from pigou.control.planner.messages import PlannerDecision, PlannerWindow
+from pigou.control.planner.record import PlannerStarted
 from pigou.control.prefix_index.keyed_events import KeyedEvent
 from pigou.control.price_of_anarchy import PoAEstimate
 from pigou.request import NEVER, Request
@@ -54,6 +56,7 @@ VERSION = 2
 Recorded: TypeAlias = (
     Submit | Tokens | Tick | WorkerUp | WorkerDraining | WorkerDown | PrefillDone | ReadFailed
     | FirstToken | Ended | GroupEnded | CacheKeyed | CacheLost | LoadReport | Assessed
+    | PlannerStarted | PlannerWindow
 )  # fmt: skip
 
 _T = TypeVar("_T")
@@ -195,7 +198,7 @@ def decode_head(line: bytes, known: Sequence[int] = (VERSION,)) -> JournalHead |
         raise JournalError(str(error)) from error
 
 
-def encoded_decisions(decisions: Sequence[Decision | Action]) -> list[Any]:
+def encoded_decisions(decisions: Sequence[Decision | Action | PlannerDecision]) -> list[Any]:
     """Return decisions as they are read back; what an `Assess` asks for follows from the rest."""
     decoded: list[Any] = msgspec.json.decode(_encoder.encode(_without_snapshots(decisions)))
     return decoded
@@ -207,6 +210,8 @@ def replay_call(plane: ControlPlane, entry: JournalEntry) -> tuple[list[Any], st
     Whatever it raises is the result: an error that was recorded must come again.
     """
     message, now = entry.message, entry.now
+    if isinstance(message, PlannerStarted | PlannerWindow):
+        raise TypeError(f"{type(message).__name__} is a planner's (`PlannerReplay`)")
     decisions: Sequence[Decision | Action] = ()
     try:
         if isinstance(message, Submit):

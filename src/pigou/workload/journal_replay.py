@@ -10,6 +10,7 @@ from typing import Any
 from pigou.control.journal import JournalEntry, JournalHead, replay_call
 from pigou.control.messages import Ended, FirstToken, Submit, Tokens
 from pigou.control.plane import ControlPlane
+from pigou.control.planner.journal import PlannerReplay
 from pigou.request import SECOND, FinishReason
 from pigou.workload.counterfactual import PolicyComparison, Rival, rival
 from pigou.workload.journal_file import JournalLine
@@ -42,6 +43,7 @@ class JournalReplay:
         entries: calls.
         requests: that were submitted, each attempt counted.
         decisions: that were compared.
+        windows: that a planner decided of.
         seconds: between the first and the last call of each run, in all.
         took: seconds of the replay.
         cut: lines that were cut off, when the gateway was killed.
@@ -54,6 +56,7 @@ class JournalReplay:
     entries: int = 0
     requests: int = 0
     decisions: int = 0
+    windows: int = 0
     seconds: float = 0.0
     took: float = 0.0
     cut: list[int] = field(default_factory=list)
@@ -79,6 +82,7 @@ def replay_journal(
     replay = JournalReplay(comparison=None if other is None else PolicyComparison())
     began = time.perf_counter()
     plane: ControlPlane | None = None
+    planner = PlannerReplay()
     before = 0
     answered: set[str] = set()
     for line in lines:
@@ -86,7 +90,7 @@ def replay_journal(
         if entry is None:
             replay.cut.append(line.number)
         elif isinstance(entry, JournalHead):
-            plane, before = ControlPlane(entry.config), 0
+            plane, planner, before = ControlPlane(entry.config), PlannerReplay(), 0
             replay.runs += 1
             replay.versions.add(entry.pigou)
             if other is not None and replay.comparison is not None:
@@ -94,7 +98,11 @@ def replay_journal(
                 plane.router = rival(plane, entry.config, other, replay.comparison)
         else:
             assert plane is not None
-            out, error = replay_call(plane, entry)
+            if planner.takes(entry):
+                out, error = planner.replay(entry)
+                replay.windows += len(entry.out)
+            else:
+                out, error = replay_call(plane, entry)
             replay.entries += 1
             replay.requests += isinstance(entry.message, Submit)
             replay.decisions += len(entry.out)
