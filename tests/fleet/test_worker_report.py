@@ -15,7 +15,7 @@ vllm:request_prefill_time_seconds_sum{engine="0"} 4
 
 def test_sums_are_over_all_engines_of_a_server() -> None:
     report = read_report(STOCK, 7)
-    assert report == (7, 2.0, 10.0, 4.0)
+    assert report == (7, None, None, None, 2.0, 10.0, 4.0)
 
 
 def test_own_seconds_of_prefill_go_before_those_of_requests_that_overlap() -> None:
@@ -24,7 +24,7 @@ def test_own_seconds_of_prefill_go_before_those_of_requests_that_overlap() -> No
 
 
 def test_what_a_page_does_not_say_is_unknown_and_never_zero() -> None:
-    assert read_report(b"", 0) == (0, None, None, None)
+    assert read_report(b"", 0) == (0, *[None] * 6)
 
 
 def test_an_older_name_of_the_same_is_read() -> None:

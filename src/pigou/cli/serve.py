@@ -10,7 +10,7 @@ import msgspec
 import typer
 
 from pigou import logs
-from pigou.cli.config_options import Override, config_command
+from pigou.cli.config_options import config_command
 from pigou.cli.option_values import check_port
 from pigou.cli.progress import StageProgress
 from pigou.config import ControlConfig
@@ -32,7 +32,7 @@ def serve(
     gateway: GatewayConfig,
     watch: WatchConfig,
     control: ControlConfig,
-    planner: Annotated[PlannerConfig, Override("slo classes")],
+    planner: PlannerConfig,
     log: LogConfig,
     worker_arguments: Annotated[
         list[str] | None,

@@ -18,12 +18,14 @@ from pigou.fleet.config import AttachedWorker, LocalWorker, WatchConfig, Workers
 from pigou.fleet.live_fleet import LiveFleet
 from pigou.fleet.local_workers import WorkerTemplate, local_workers, sleeps
 from pigou.fleet.operator_changes import OperatorChanges
+from pigou.fleet.planner_driver import PlannerDriver
 from pigou.fleet.supervisor import Supervisor
 from pigou.gateway.api_keys import Keys
 from pigou.gateway.app import Gateway
 from pigou.gateway.config import GatewayConfig
 from pigou.gateway.journal import Journal
 from pigou.gateway.metrics import Metrics
+from pigou.gateway.plan_status import PlanStatus
 from pigou.gateway.plane_driver import PlaneDriver
 from pigou.gateway.prompt_reader import PromptReader
 from pigou.gateway.prompt_tokenizer import PromptTokenizer
@@ -44,6 +46,7 @@ class Serving:
         supervisor: runs the workers.
         live_fleet: changes them.
         startup: how far the start is.
+        plan_status: what the planner decided.
     """
 
     def __init__(
@@ -72,8 +75,9 @@ class Serving:
             template: of further local workers; None adds none.
 
         Raises:
-            ConfigError: the policy is unknown, the keys file is not readable, the journal not
-                writable, or there is no such tokenizer.
+            ConfigError: the policy or the planner is unknown, the keys file is not readable, the
+                journal not writable, there is no such tokenizer, or there are more workers than
+                the planner may have.
         """
         self._watch = watch or WatchConfig()
         keys = Keys.read(Path(gateway.api_keys_file)) if gateway.api_keys_file else None
@@ -89,6 +93,17 @@ class Serving:
             self.plane_driver, workers, self._watch, secret or FleetSecret.make(), template
         )
         self.live_fleet = LiveFleet(self.supervisor, self.plane_driver)
+        self.plan_status = PlanStatus(self.plane_driver.meter)
+        self._planner: PlannerDriver | None = None
+        if planner.plans:
+            if 0 < planner.max_workers < len(workers):
+                raise ConfigError(
+                    f"max_workers is {planner.max_workers}, and the fleet begins with "
+                    f"{len(workers)}; give at least as many"
+                )
+            self._planner = PlannerDriver(
+                planner, self.live_fleet, self.plane_driver, self.plan_status, self._watch.drain
+            )
         self.startup = Startup(on_stage)
         self.supervisor.report_stages(self.startup.report)
         self._server = GatewayServer(
@@ -101,6 +116,7 @@ class Serving:
                 created=int(time.time()),
                 startup=self.startup,
                 changes=OperatorChanges(self.live_fleet),
+                plan_status=self.plan_status,
             ),
             shutdown_s=self._watch.drain,
         )
@@ -126,6 +142,8 @@ class Serving:
         finally:
             self.startup.active = False
             self.plane_driver.compiled.set()
+        if self._planner is not None:
+            self._planner.start(self.plane_driver.background)
 
     async def _compile(self) -> None:
         """Compile or load the gateway's kernels, on a thread that nobody waits for at the end."""
@@ -162,6 +180,8 @@ class Serving:
 
     async def stop(self) -> None:
         """Finish what is under way, then end the workers."""
+        if self._planner is not None:
+            await self._planner.stop()
         await self._server.stop()
         await self.supervisor.stop()
 

@@ -22,6 +22,7 @@ from pigou.gateway.gateway_request import CHAT, COMPLETIONS, GatewayRequest
 from pigou.gateway.metrics import Metrics
 from pigou.gateway.middleware import add_cors, check_browser, current_key, guard
 from pigou.gateway.passthrough import Passthrough
+from pigou.gateway.plan_status import PlanStatus
 from pigou.gateway.plane_driver import PlaneDriver
 from pigou.gateway.reply_drivers import Generator
 from pigou.gateway.request_parsing import ROUTING_HEADER, read, read_overrides
@@ -64,6 +65,7 @@ class Gateway:
         shutdown: knows who is under way, and ends that.
         startup: knows whether the fleet is still starting.
         changes: changes the fleet; None where that cannot be.
+        plan_status: what a planner decided; None where there cannot be one.
     """
 
     config: GatewayConfig
@@ -75,6 +77,7 @@ class Gateway:
     shutdown: Shutdown = field(default_factory=Shutdown)
     startup: Startup = field(default_factory=Startup)
     changes: FleetChanges | None = None
+    plan_status: PlanStatus | None = None
 
 
 def build(gateway: Gateway) -> web.Application:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from pigou.background import Background
-from pigou.control.journal import JournalRecorder, PlaneCalls, report_tokens
+from pigou.control.journal import JournalEntry, JournalRecorder, PlaneCalls, report_tokens
 from pigou.control.messages import (
     Action,
     Assess,
@@ -76,6 +76,7 @@ class PlaneDriver:
             plane if journal is None else JournalRecorder(plane, journal.write)
         )
         self.upstreams: dict[str, Upstream] = {}
+        self._served_model = ""
         self.meter = RequestMeter(objectives or Objectives(), self._model)
         self.shed = 0
         self.compiled = asyncio.Event()
@@ -89,8 +90,16 @@ class PlaneDriver:
         self._assessing: asyncio.Task[None] | None = None
 
     def _model(self) -> str:
-        """Return the name of the served model; empty while no worker is up."""
-        return next((up.engine.model for up in self.upstreams.values()), "")
+        """Return the name of the served model; empty before a worker was up."""
+        for upstream in self.upstreams.values():
+            self._served_model = upstream.engine.model
+            break
+        return self._served_model
+
+    def write(self, entry: JournalEntry) -> None:
+        """Add an entry of a planner to the journal, where there is one."""
+        if self._journal is not None:
+            self._journal.write(entry)
 
     def start(self) -> None:
         """Begin to let time pass; call within the event loop."""

@@ -16,6 +16,7 @@ from pigou.gateway.attainment_metrics import AttainmentMetrics
 from pigou.gateway.dashboard import History
 from pigou.gateway.metrics import page, page_without_tenants
 from pigou.gateway.middleware import current_key, unauthorized
+from pigou.gateway.plan_status import PlanMetrics, PlanStatus
 from pigou.gateway.prices_api import PriceGauges
 from pigou.gateway.status_api import Decisions
 from pigou.wire.errors import APIError, bad_request
@@ -32,6 +33,7 @@ _PAGES = {
     "/ping": "health",
     "/metrics": "metrics",
     "/workers": "workers",
+    "/plan": "plan",
     "/usage": "usage",
     "/decisions": "decisions",
     "/decisions/{id}": "decision",
@@ -61,6 +63,8 @@ class StatusRoutes:
         gateway.metrics.add_fleet(gateway.fleet_status.gauges)
         gateway.metrics.add(PriceGauges(gateway.fleet_status.prices))
         gateway.metrics.add(AttainmentMetrics(gateway.plane_driver.meter))
+        self._plan_status = gateway.plan_status or PlanStatus(gateway.plane_driver.meter)
+        gateway.metrics.add(PlanMetrics(self._plan_status))
         index = gateway.plane_driver.plane.index
         gateway.metrics.add_count(
             "pigou_index_evicted_blocks",
@@ -131,6 +135,11 @@ class StatusRoutes:
         """Show the workers, to an administrator."""
         _check_admin()
         return json_response(self._gateway.fleet_status.view())
+
+    async def plan(self, _: web.Request) -> web.Response:
+        """Show what the planner decided, and why, to an administrator."""
+        _check_admin()
+        return json_response(self._plan_status.view())
 
     async def history(self, request: web.Request) -> web.Response:
         """Show samples and events after `since`, Unix time in seconds."""

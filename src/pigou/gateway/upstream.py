@@ -100,15 +100,20 @@ async def read_page(response: aiohttp.ClientResponse) -> bytes:
 
 
 class WorkerReport(NamedTuple):
-    """What a worker said of its speed, counted since its start; None for what it does not say.
+    """What a worker said of itself; None for what it does not say.
 
     Attributes:
         at_ns: when.
-        itl_s, itl_count: sum and number of the seconds between tokens of its streams.
-        prefill_s: seconds in which it computed prompts.
+        running, waiting: its requests.
+        kv_usage: share of its KV blocks in use, 0 to 1.
+        itl_s, itl_count: sum and number of the seconds between tokens, since its start.
+        prefill_s: seconds in which it computed prompts, since its start.
     """
 
     at_ns: int
+    running: int | None = None
+    waiting: int | None = None
+    kv_usage: float | None = None
     itl_s: float | None = None
     itl_count: float | None = None
     prefill_s: float | None = None
@@ -123,7 +128,7 @@ class Upstream:
         inflight: requests under way.
         paused: of those, requests whose client is slow, so that nothing is read from the worker.
         tokens: that it streamed so far.
-        report: what it said last of its speed; None before.
+        report: what it said last of itself; None before.
     """
 
     def __init__(self, worker: Worker, engine: Engine, secret: str = "") -> None:

@@ -1,0 +1,192 @@
+"""The planner driver: it lets a planner look at the live fleet, and carries out what it decides."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+
+from pigou.background import Background
+from pigou.control.planner.actuation import carry_out
+from pigou.control.planner.config import PlannerConfig
+from pigou.control.planner.journal import planner_entry
+from pigou.control.planner.messages import PlannerDecision, PlannerWindow, RebalancePool
+from pigou.control.planner.objectives import Budget, ProvisioningTimes, Slo
+from pigou.control.planner.planner import Planner
+from pigou.control.planner.record import PlannerStarted, PoolProfile, decide
+from pigou.engine.startup_profiling import CONTEXT_TOKENS
+from pigou.fleet.live_fleet import LiveFleet
+from pigou.fleet.planner_windows import PlannerWindows
+from pigou.gateway.plan_status import PlanStatus
+from pigou.gateway.plane_driver import PlaneDriver
+from pigou.request import Role, Worker
+
+_log = logging.getLogger("pigou.fleet")
+
+#: Seconds of a drain, and of a start that nobody has timed yet, that a planner reckons with.
+_DRAIN_S, _START_UP_S = 10.0, 30.0
+#: Points that a profile needs of prompts, and of streams.
+_MIN_POINTS = 2
+
+
+class PlannerDriver:
+    """Observes, decides and acts, every few seconds of the wall clock.
+
+    The fleet is looked at anew each time: what somebody else adds or drains is in the window. A
+    planner that raises changes nothing, and is asked again at the next interval.
+    """
+
+    def __init__(
+        self, config: PlannerConfig, live_fleet: LiveFleet, plane_driver: PlaneDriver,
+        status: PlanStatus, drain_s: float = _DRAIN_S,
+    ) -> None:  # fmt: skip
+        """Prepare.
+
+        Args:
+            config: with a planner.
+            live_fleet: that is changed.
+            plane_driver: of its gateway.
+            status: takes what is shown.
+            drain_s: that requests on a worker which leaves are given, in seconds.
+
+        Raises:
+            ConfigError: there is no such planner, or a parameter is refused.
+        """
+        self._config, self._live_fleet, self._plane_driver = config, live_fleet, plane_driver
+        self._status = status
+        self._drain_s = min(drain_s, _DRAIN_S)
+        self._started(Budget(), ProvisioningTimes(), {}).make()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self, background: Background) -> None:
+        """Begin to plan; the first workers are up."""
+        self._task = background.start("planner", self.run)
+
+    async def stop(self) -> None:
+        """End."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def run(self) -> None:
+        """Plan until cancelled."""
+        started = self.describe()
+        planner = started.make()
+        self._plane_driver.write(planner_entry(started, time.monotonic_ns()))
+        self._status.begin(planner.name, self._config.max_workers)
+        _log.info("planner %s plans every %g s", planner.name, self._config.interval_s)
+        windows = PlannerWindows(self._live_fleet, self._plane_driver)
+        interval_s = self._config.interval_s
+        sample_s = min(1.0, interval_s / 4)
+        due_s = time.monotonic() + interval_s
+        while True:
+            await asyncio.sleep(min(sample_s, max(due_s - time.monotonic(), 0.0)))
+            windows.sample()
+            if time.monotonic() >= due_s:
+                due_s = max(due_s + interval_s, time.monotonic())
+                self.plan(planner, windows.window(time.monotonic_ns()))
+
+    def plan(self, planner: Planner, window: PlannerWindow) -> None:
+        """Let the planner decide of a window, and carry it out."""
+        try:
+            decision = decide(planner, window)
+        except Exception as error:
+            _log.exception("the planner failed; the fleet stays as it is")
+            self._status.failed(window, error)
+            entry = planner_entry(window, window.now_ns, error=type(error).__name__)
+        else:
+            self._status.record(window, decision, self._act(decision, window.now_ns))
+            entry = planner_entry(window, window.now_ns, decision)
+        self._plane_driver.write(entry)
+
+    def _act(self, decision: PlannerDecision, now: int) -> list[str]:
+        """Carry out the actions; return why some were not."""
+        refusals = []
+        for action in decision.actions:
+            try:
+                why = carry_out(action, self._live_fleet, now, self._config.max_workers)
+            except Exception as error:
+                _log.exception("%s could not be carried out", action)
+                why = f"{type(action).__name__} failed: {error or type(error).__name__}"
+            if why:
+                refusals.append(why)
+            else:
+                self._status.carried_out(action)
+            if not isinstance(action, RebalancePool):
+                _log.info("planner: %s%s", action, f", refused: {why}" if why else "")
+        return refusals
+
+    # --- what the planner is made of ----------------------------------------------------------
+
+    def describe(self) -> PlannerStarted:
+        """Return what the planner is made of, by the fleet as it is."""
+        pools = self._live_fleet.provided
+        max_workers = self._config.max_workers
+        widest = max((pool.gpus for pool in pools.values()), default=1)
+        budget = Budget(max_gpus=max_workers * widest) if max_workers else Budget()
+        start_up_s = self._config.start_up
+        if start_up_s is None:
+            known = [pool.start_up_s for pool in pools.values() if pool.start_up_s is not None]
+            start_up_s = max(known, default=_START_UP_S)
+        ups = self._plane_driver.upstreams.values()
+        times = ProvisioningTimes(
+            start_up_s=start_up_s,
+            # Workers that profile themselves have run every kernel before they are ready.
+            warm_up_s=0.0 if all(up.worker.rehearsed for up in ups) else 10.0,
+            drain_s=self._drain_s,
+            flip_s=self._drain_s if self._can_flip() else math.inf,
+        )
+        profiles: dict[str, PoolProfile] = {}
+        for member in self._live_fleet.members:
+            up = self._plane_driver.upstreams.get(member.id)
+            profile = None if up is None else profile_of(up.worker)
+            if profile is not None:
+                profiles.setdefault(member.pool, profile)
+        return self._started(budget, times, profiles)
+
+    def _started(
+        self, budget: Budget, times: ProvisioningTimes, profiles: dict[str, PoolProfile]
+    ) -> PlannerStarted:
+        params = dict(self._config.planner)
+        return PlannerStarted(
+            planner=params.pop("planner"),
+            params=params,
+            slo=self._config.objective or Slo(),
+            classes=self._config.workload_classes,
+            budget=budget,
+            times=times,
+            profiles=profiles,
+        )
+
+    def _can_flip(self) -> bool:
+        """Whether any worker can change its role."""
+        return any(
+            pool != member.pool and not self._live_fleet.flip_refusal(member.id, pool)
+            for member in self._live_fleet.members
+            for pool in self._live_fleet.pools
+        )
+
+
+def profile_of(worker: Worker) -> PoolProfile | None:
+    """Return what a worker measured of itself before it was ready; None where that is too little.
+
+    Prompts beside streams are left out: the performance model makes them of both.
+    """
+    prompts = {entry.tokens: entry.seconds for entry in worker.rehearsed if not entry.streams}
+    streams = {
+        entry.streams: entry.seconds / entry.steps for entry in worker.rehearsed if not entry.tokens
+    }
+    is_prefill, is_decode = worker.role is Role.PREFILL, worker.role is Role.DECODE
+    if (len(prompts) < _MIN_POINTS and not is_decode) or (
+        len(streams) < _MIN_POINTS and not is_prefill
+    ):
+        return None
+    if not prompts or not streams:
+        return None
+    return PoolProfile(
+        prefill=tuple((float(n), s) for n, s in sorted(prompts.items())),
+        decode=tuple((float(n), float(CONTEXT_TOKENS), s) for n, s in sorted(streams.items())),
+        kv_tokens=float(worker.blocks * worker.block_size) or math.inf,
+        max_seqs=worker.max_seqs or 256,
+    )

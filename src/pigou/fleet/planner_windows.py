@@ -1,0 +1,182 @@
+"""Windows of a live fleet: what its gateway and its workers show in one interval."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from pigou.control.planner.load_meter import LoadMeter, WorkerCounts
+from pigou.control.planner.messages import PlannerWindow, PoolWindow, WorkerWindow
+from pigou.control.price_of_anarchy import PoAEstimate
+from pigou.fleet.live_fleet import LiveFleet
+from pigou.fleet.member import FleetMember
+from pigou.fleet.provider import ProvidedPool
+from pigou.gateway.plane_driver import PlaneDriver
+from pigou.gateway.upstream import Upstream, WorkerReport
+from pigou.request import SECOND
+
+#: Nanoseconds after which a report says nothing of the present.
+_STALE_NS = 5 * SECOND
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+class _Reported(NamedTuple):
+    """What was known of a worker at the end of a window; another upstream is another start."""
+
+    upstream: Upstream
+    report: WorkerReport | None
+    cpu_s: float | None
+
+
+class PlannerWindows:
+    """Makes the windows of a planner, each from the end of the one before.
+
+    A worker whose report is missing or old is a hole: its figures are None.
+    """
+
+    def __init__(self, live_fleet: LiveFleet, plane_driver: PlaneDriver) -> None:
+        """Begin a window now; requests are remembered from now on."""
+        self._live_fleet, self._plane_driver = live_fleet, plane_driver
+        self._meter = plane_driver.meter
+        self._meter.is_windowed = True
+        self._load_meter = LoadMeter(self._meter.objectives, self._meter.model())
+        self._last_ns = time.monotonic_ns()
+        self._counts: dict[str, WorkerCounts] = {}
+        self._reported: dict[str, _Reported] = {}
+        self._meter.take(())
+
+    def sample(self) -> None:
+        """Add what runs now to the means of the window."""
+        state = self._plane_driver.plane.state
+        for member in self._live_fleet.members:
+            if (row := state.row.get(member.id)) is not None:
+                counts = self._counts.setdefault(member.id, WorkerCounts())
+                columns = state.columns
+                counts.sample(columns.decoding.item(row), columns.decode_tokens.item(row))
+
+    def window(self, now: int) -> PlannerWindow:
+        """Return what happened since the last window.
+
+        Args:
+            now: nanoseconds of the gateway's clock.
+        """
+        model = self._load_meter.model = self._meter.model()
+        requests = self._meter.take(self._plane_driver.plane.queue)
+        for request in requests.first:
+            if request.computed is not None:
+                counts = self._counts.setdefault(request.computed.worker, WorkerCounts())
+                counts.add_prompt(request.computed)
+        seconds = max(now - self._last_ns, 1) / SECOND
+        pools = tuple(
+            self._pool(pool, model, now, seconds) for pool in self._live_fleet.provided.values()
+        )
+        present = {member.id for member in self._live_fleet.members}
+        self._reported = {id: seen for id, seen in self._reported.items() if id in present}
+        self._counts, self._last_ns = {}, now
+        anarchy, better = _anarchy(self._plane_driver.plane.status(now).poa)
+        return PlannerWindow(
+            now_ns=now,
+            seconds=seconds,
+            loads=self._load_meter.loads(requests),
+            pools=pools,
+            price_of_anarchy={} if anarchy is None else {model: anarchy},
+            better_prefill={} if better is None else {model: better},
+        )
+
+    def _pool(self, pool: ProvidedPool, model: str, now: int, seconds: float) -> PoolWindow:
+        members = (member for member in self._live_fleet.members if member.pool == pool.name)
+        return PoolWindow(
+            name=pool.name,
+            role=pool.role,
+            model=model,
+            gpus=pool.gpus,
+            workers=tuple(self._worker(member, now, seconds) for member in members),
+            can_start=not self._live_fleet.start_refusal(pool.name),
+        )
+
+    def _worker(self, member: FleetMember, now: int, seconds: float) -> WorkerWindow:
+        plane, upstream = self._plane_driver.plane, self._plane_driver.upstreams.get(member.id)
+        row = plane.state.row.get(member.id)
+        if upstream is None or row is None:
+            self._reported.pop(member.id, None)
+            return WorkerWindow(
+                id=member.id, state=member.state, since_ns=member.since_ns,
+                unplaceable=member.unplaceable,
+            )  # fmt: skip
+        before = self._reported.get(member.id)
+        report = upstream.report
+        if report is not None and now - report.at_ns > _STALE_NS:
+            report = None
+        cpu_s = cpu_seconds(member.row().pid)
+        self._reported[member.id] = _Reported(upstream, report, cpu_s)
+        if before is not None and before.upstream is not upstream:
+            before = None
+        counts, columns = self._counts.get(member.id, WorkerCounts()), plane.state.columns
+        worker, last = upstream.worker, before.report if before is not None else None
+        cpu = _increase(cpu_s, before.cpu_s if before is not None else None)
+        prefill_s = _increase(_prefill_s(report), _prefill_s(last))
+        return WorkerWindow(
+            id=member.id,
+            state=member.state,
+            since_ns=member.since_ns,
+            unplaceable=member.unplaceable,
+            queued_prefill_tokens=float(columns.prefill_tokens.item(row)),
+            waiting=None if report is None else report.waiting,
+            running=None if report is None else report.running,
+            mean_running=counts.mean_running if worker.role.decodes else None,
+            kv_usage=None if report is None else report.kv_usage,
+            kv_tokens=worker.blocks * worker.block_size or None,
+            held_tokens=float(columns.decode_tokens.item(row)),
+            mean_held_tokens=counts.mean_held_tokens,
+            cached_tokens=float(plane.index.cache(member.id).blocks * worker.block_size),
+            computed_prompts=counts.prompts,
+            computed_tokens=float(counts.tokens),
+            computed_pairs=counts.pairs,
+            # A stock server adds up the prompts that it computes side by side.
+            prefill_s=None if prefill_s is None else min(prefill_s, seconds),
+            itl_s=_mean_itl_s(report, last) if worker.role.decodes else None,
+            cpu_usage=None if cpu is None else cpu / seconds,
+        )
+
+
+def cpu_seconds(pid: int) -> float | None:
+    """Return the CPU seconds of a process of this machine, by `/proc`; None where not known."""
+    if not pid:
+        return None
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()  # the name, in parentheses, may hold anything
+    return (int(fields[11]) + int(fields[12])) / _TICKS if len(fields) > 12 else None
+
+
+def _prefill_s(report: WorkerReport | None) -> float | None:
+    return None if report is None else report.prefill_s
+
+
+def _mean_itl_s(report: WorkerReport | None, last: WorkerReport | None) -> float | None:
+    """Return the mean seconds between tokens since the last report."""
+    if report is None or last is None:
+        return None
+    seconds, count = (
+        _increase(report.itl_s, last.itl_s), _increase(report.itl_count, last.itl_count)
+    )  # fmt: skip
+    return seconds / count if seconds is not None and count else None
+
+
+def _increase(now: float | None, before: float | None) -> float | None:
+    """Return how far a counter rose; None where it is not known, or began again."""
+    if now is None or before is None or now < before:
+        return None
+    return now - before
+
+
+def _anarchy(estimate: PoAEstimate | None) -> tuple[float | None, int | None]:
+    """Return the Price of Anarchy, and the prefill workers of a better split, where known."""
+    if estimate is None:
+        return None, None
+    split = estimate.split
+    return estimate.anarchy.whole.value, None if split is None else len(split.prefill)

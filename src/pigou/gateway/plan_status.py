@@ -1,0 +1,266 @@
+"""The plan's status: what a planner decided, why, and what it did to the fleet."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from pigou.control.planner.messages import (
+    Action,
+    AddWorkers,
+    PlannerDecision,
+    PlannerWindow,
+    PoolWindow,
+    RebalancePool,
+    WorkerState,
+)
+from pigou.gateway.request_meter import RequestMeter
+
+#: Decisions that are remembered, and samples of the replicas.
+MAX_DECISIONS, MAX_SAMPLES = 100, 1800
+#: Requests of five minutes from which on their attainment means anything.
+_MIN_REQUESTS = 20
+_STATES = tuple(WorkerState)
+
+
+class PlanStatus:
+    """What `/plan`, the page and the metrics show of the planner.
+
+    Attributes:
+        planner: its name; "" without one.
+        max_workers: that it may have; 0 for no limit.
+        failures: times that it raised.
+        moves: actions that were carried out, by kind.
+        latest: its last decision; None before the first.
+    """
+
+    def __init__(self, meter: RequestMeter) -> None:
+        """Begin; `meter` counts the requests that the objectives are of."""
+        self.planner = ""
+        self.max_workers = 0
+        self.failures = 0
+        self.moves: Counter[str] = Counter()
+        self.latest: PlannerDecision | None = None
+        self._meter = meter
+        self._error = ""
+        self._refusals: tuple[str, ...] = ()
+        self._pools: tuple[PoolWindow, ...] = ()
+        self._decisions: deque[dict[str, Any]] = deque(maxlen=MAX_DECISIONS)
+        self._samples: deque[dict[str, Any]] = deque(maxlen=MAX_SAMPLES)
+
+    def begin(self, planner: str, max_workers: int) -> None:
+        """A planner has begun."""
+        self.planner, self.max_workers = planner, max_workers
+
+    def record(
+        self, window: PlannerWindow, decision: PlannerDecision, refusals: Sequence[str]
+    ) -> None:
+        """Note a decision, and why some of its actions were not carried out."""
+        self._error = ""
+        self.latest, self._pools, self._refusals = decision, window.pools, tuple(refusals)
+        now = round(time.time(), 3)
+        if any(not isinstance(action, RebalancePool) for action in decision.actions):
+            self._decisions.append(_entry(now, decision, refusals))
+        self._sample(now, window, decision)
+
+    def carried_out(self, action: Action) -> None:
+        """Count an action that was carried out."""
+        count = action.count if isinstance(action, AddWorkers) else 1
+        self.moves[_kind(action)] += count
+
+    def failed(self, window: PlannerWindow, error: Exception) -> None:
+        """Note that the planner raised: the fleet stays as it is."""
+        self.failures += 1
+        self._error = f"{type(error).__name__}: {error}"
+        self._pools = window.pools
+        self._sample(round(time.time(), 3), window, None)
+
+    # --- what is shown ------------------------------------------------------------------------
+
+    def view(self) -> dict[str, Any]:
+        """Return all of it as JSON builtins; `planner` is None without one."""
+        latest = self.latest
+        return {
+            "planner": self.planner or None,
+            "max_workers": self.max_workers,
+            "slo": self._meter.view(),
+            "shadow_price": None if latest is None else json_float(latest.shadow_price),
+            "latest": None if latest is None else _entry(None, latest, self._refusals),
+            "decisions": list(self._decisions),
+            "replicas": replicas(self._pools),
+            "moves": dict(self.moves),
+            "failures": self.failures,
+            "error": self._error or None,
+            "alerts": self.alerts(),
+            "series": self._series(),
+        }
+
+    def alerts(self) -> list[dict[str, str]]:
+        """Return what an operator should know now: `kind` and `text`."""
+        alerts = [*self._attainment_alerts()]
+        for pool in self._pools:
+            stuck = [worker.id for worker in pool.workers if worker.unplaceable]
+            if stuck:
+                text = f"{', '.join(stuck)} of pool {pool.name} fails to start again and again"
+                alerts.append({"kind": "start", "text": text})
+        if self._error:
+            text = f"the planner failed, and the fleet stays as it is: {self._error}"
+            alerts.append({"kind": "planner", "text": text})
+        alerts += ({"kind": "refused", "text": text} for text in self._refusals)
+        return alerts
+
+    def _attainment_alerts(self) -> Iterator[dict[str, str]]:
+        workers = sum(len(pool.workers) for pool in self._pools)
+        latest = self.latest
+        is_exhausted = bool(self.max_workers) and workers >= self.max_workers
+        is_exhausted |= latest is not None and latest.shadow_price > 0
+        objectives = self._meter.objectives
+        for name, (count, inside) in self._meter.recent().items():
+            slo = objectives.slo_of(name)
+            if slo is None or count < _MIN_REQUESTS or inside / count >= slo.share:
+                continue
+            words = " and the budget is exhausted" if self.planner and is_exhausted else ""
+            text = (
+                f"{inside / count:.1%} of the requests of class {name or 'default'} attained in "
+                f"the last five minutes, {slo.percentile:g}% shall{words}"
+            )
+            kind = "budget" if words else "attainment"
+            yield {"kind": kind, "text": text}
+
+    def _sample(self, now: float, window: PlannerWindow, decision: PlannerDecision | None) -> None:
+        forecasts = () if decision is None else decision.forecasts
+        loads = [load for load in window.loads if load.arrivals is not None]
+        arrivals = sum(load.arrivals or 0 for load in loads)
+        ended = sum(load.completed or 0 for load in loads)
+        attained = [load.attained for load in loads if load.attained is not None]
+        self._samples.append(
+            {
+                "time": now,
+                "pools": replicas(window.pools),
+                "rps": round(arrivals / window.seconds, 3) if loads else None,
+                "planned_rps": _sum(forecast.planned_rps for forecast in forecasts),
+                "low_rps": _sum(forecast.low_rps for forecast in forecasts),
+                "high_rps": _sum(forecast.high_rps for forecast in forecasts),
+                "shadow_price": None if decision is None else json_float(decision.shadow_price),
+                "attained": sum(attained) / ended if attained and ended else None,
+            }
+        )
+
+    def _series(self) -> dict[str, Any]:
+        """Return the samples as columns; `pools` has one of each pool and state."""
+        samples = list(self._samples)
+        names = ("time", "rps", "planned_rps", "low_rps", "high_rps", "shadow_price", "attained")
+        pools = dict.fromkeys(pool for sample in samples for pool in sample["pools"])
+        return {
+            **{name: [sample[name] for sample in samples] for name in names},
+            "pools": {
+                pool: {
+                    state.value: [sample["pools"].get(pool, {}).get(state.value, 0)
+                                  for sample in samples]
+                    for state in _STATES
+                }
+                for pool in pools
+            },
+        }  # fmt: skip
+
+
+class PlanMetrics(Collector):
+    """The families `pigou_planner_*`, read anew at each scrape; none without a planner."""
+
+    def __init__(self, status: PlanStatus) -> None:
+        """Export what a status has."""
+        self._status = status
+
+    def describe(self) -> Iterable[Metric]:
+        """Return nothing: pools are known once there is a planner."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield replicas, moves, prices and forecasts."""
+        status = self._status
+        if not status.planner:
+            return
+        workers = GaugeMetricFamily(
+            "pigou_planner_replicas", "Workers of a pool by state.", labels=["pool", "state"]
+        )
+        for pool, states in status.view()["replicas"].items():
+            for state, count in states.items():
+                workers.add_metric([pool, state], count)
+        moves = CounterMetricFamily(
+            "pigou_planner_moves", "Actions of the planner that were carried out.",
+            labels=["action"],
+        )  # fmt: skip
+        for action, count in status.moves.items():
+            moves.add_metric([action], count)
+        yield workers
+        yield moves
+        yield CounterMetricFamily(
+            "pigou_planner_failures", "Times that the planner raised.", value=status.failures
+        )
+        latest = status.latest
+        if latest is None:
+            return
+        yield GaugeMetricFamily(
+            "pigou_planner_shadow_price",
+            "Weighted seconds of delay that one more GPU-second of the budget would save.",
+            value=latest.shadow_price,
+        )
+        wanted = GaugeMetricFamily(
+            "pigou_planner_wanted", "Workers that the planner wants in a pool.", labels=["pool"]
+        )
+        for plan in latest.pools:
+            wanted.add_metric([plan.pool], plan.wanted)
+        planned = GaugeMetricFamily(
+            "pigou_planner_planned_rps", "Requests a second that the plan is made for."
+        )
+        for forecast in latest.forecasts[:1]:
+            planned.add_metric([], forecast.planned_rps)
+        yield wanted
+        yield planned
+
+
+def replicas(pools: Iterable[PoolWindow]) -> dict[str, dict[str, int]]:
+    """Return the workers of each pool by state."""
+    return {
+        pool.name: {state.value: len(pool.in_state(state)) for state in _STATES} for pool in pools
+    }
+
+
+def json_float(value: float) -> float | None:
+    """Return a number that JSON has; None for another."""
+    return value if abs(value) < float("inf") else None
+
+
+def _entry(now: float | None, decision: PlannerDecision, refusals: Sequence[str]) -> dict[str, Any]:
+    """Return a decision as it is shown; what is not known is left out."""
+    entry: dict[str, Any] = _known(msgspec.to_builtins(decision))
+    del entry["kind"], entry["now_ns"]
+    return ({} if now is None else {"time": now}) | entry | {"refused": list(refusals)}
+
+
+def _known(value: Any) -> Any:
+    """Return builtins without what is None; numbers that are not finite become None."""
+    match value:
+        case float():
+            return json_float(value)
+        case Mapping():
+            return {key: _known(entry) for key, entry in value.items() if entry is not None}
+        case list() | tuple():
+            return [_known(entry) for entry in value]
+    return value
+
+
+def _kind(action: Action) -> str:
+    """Return the kind of an action, as the journal has it."""
+    return str(action.__struct_config__.tag)
+
+
+def _sum(values: Iterable[float]) -> float | None:
+    known = [value for value in values if abs(value) < float("inf")]
+    return round(sum(known), 3) if known else None
