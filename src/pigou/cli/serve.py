@@ -32,7 +32,7 @@ def serve(
     gateway: GatewayConfig,
     watch: WatchConfig,
     control: ControlConfig,
-    planner: PlannerConfig,
+    scaling: PlannerConfig,
     log: LogConfig,
     worker_arguments: Annotated[
         list[str] | None,
@@ -56,7 +56,7 @@ def serve(
     gateway = msgspec.structs.replace(gateway, strict=not fleet.attach)
     try:
         secret = FleetSecret.given(fleet.fleet_secret_file)
-        _run(gateway, control, workers, watch, fleet.tokenizer, progress, secret, planner, template)
+        _run(gateway, control, workers, watch, fleet.tokenizer, progress, secret, scaling, template)
     except (FleetError, OSError) as error:
         typer.echo(f"pigou serve: {error}", err=True)
         raise typer.Exit(1) from None
