@@ -46,6 +46,9 @@ from pigou.control.messages import (
     WorkerUp,
 )
 from pigou.control.plane import ControlPlane
+from pigou.control.planner.messages import PlannerWindow
+from pigou.control.planner.objectives import ProvisioningTimes, Slo
+from pigou.control.planner.record import PlannerStarted
 from pigou.control.prefix_index import PrefixIndex
 from pigou.control.price_of_anarchy import PoAEstimate
 from pigou.events import AllBlocksCleared, BlockRemoved, BlockStored
@@ -72,6 +75,13 @@ SAMPLES: dict[type, Recorded] = {
         CacheLost("w"),
         LoadReport("w", 1, 2, 0.375),
         Assessed(FOUND),
+        PlannerStarted(
+            planner="price",
+            params={"up": 0.1},
+            slo=Slo(ttft_s=1.0, itl_s=0.1),
+            times=ProvisioningTimes(flip_s=5.0),
+        ),
+        PlannerWindow(now_ns=5, seconds=1.0),
     )
 }
 
