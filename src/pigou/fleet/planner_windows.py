@@ -14,7 +14,8 @@ from pigou.fleet.live_fleet import LiveFleet
 from pigou.fleet.member import FleetMember
 from pigou.fleet.provider import ProvidedPool
 from pigou.gateway.plane_driver import PlaneDriver
-from pigou.gateway.upstream import Upstream, WorkerReport
+from pigou.gateway.upstream import Upstream
+from pigou.gateway.worker_report import WorkerReport
 from pigou.request import SECOND
 
 #: Nanoseconds after which a report says nothing of the present.

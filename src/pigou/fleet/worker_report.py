@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 
-from pigou.gateway.upstream import WorkerReport
+from pigou.gateway.worker_report import WorkerReport
 
 _ITL = b"vllm:inter_token_latency_seconds"
 _OLD_ITL = b"vllm:time_per_output_token_seconds"

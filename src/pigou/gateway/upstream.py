@@ -7,7 +7,7 @@ import errno
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -17,6 +17,7 @@ from pigou.gateway.connection_pool import CONNECT_S, KEEPALIVE_S, HTTPConnection
 from pigou.gateway.failure import Rejected, WorkerFailed, is_request_failure
 from pigou.gateway.gateway_request import Body
 from pigou.gateway.http_connection import HTTPConnection, HTTPConnectionError
+from pigou.gateway.worker_report import WorkerReport
 from pigou.lifecycle.messages import FetchKV
 from pigou.lifecycle.suspicion import WorkerEnd
 from pigou.request import SECOND, Worker
@@ -97,26 +98,6 @@ async def read_page(response: aiohttp.ClientResponse) -> bytes:
             response.close()
             raise aiohttp.ClientPayloadError(f"{response.url.path} has over {MAX_PAGE_BYTES} bytes")
     return bytes(page)
-
-
-class WorkerReport(NamedTuple):
-    """What a worker said of itself; None for what it does not say.
-
-    Attributes:
-        at_ns: when.
-        running, waiting: its requests.
-        kv_usage: share of its KV blocks in use, 0 to 1.
-        itl_s, itl_count: sum and number of the seconds between tokens, since its start.
-        prefill_s: seconds in which it computed prompts, since its start.
-    """
-
-    at_ns: int
-    running: int | None = None
-    waiting: int | None = None
-    kv_usage: float | None = None
-    itl_s: float | None = None
-    itl_count: float | None = None
-    prefill_s: float | None = None
 
 
 class Upstream:
