@@ -17,8 +17,11 @@ fleet = typer.Typer(
 )
 
 _TIMEOUT_S = 30.0
-#: Columns of the table.
-_COLUMNS = ("id", "role", "state", "pool", "kind", "decode_requests", "prefill_requests", "note")
+#: Columns of the table, by the fields of `/workers`.
+_COLUMNS = {
+    "id": "id", "role": "role", "state": "state", "pool": "pool", "epoch": "epoch",
+    "decode_requests": "streams", "prefill_requests": "prefills", "note": "note",
+}  # fmt: skip
 
 Url = Annotated[str, typer.Argument(help="Of the gateway, as http://HOST:8000.")]
 WorkerId = Annotated[str, typer.Argument(help="As `pigou fleet list` has it.")]
@@ -43,7 +46,7 @@ def list_(url: Url, key: AdminKey = "", json: Json = False) -> None:
     if json:
         typer.echo(msgspec.json.format(msgspec.json.encode(answer)).decode())
         return
-    table = Table(*(name.replace("_requests", "s") for name in _COLUMNS))
+    table = Table(*_COLUMNS.values())
     for row in answer["workers"]:
         table.add_row(*(str(row.get(name, "")) for name in _COLUMNS))
     Console(soft_wrap=True).print(table)

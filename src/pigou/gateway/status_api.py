@@ -136,7 +136,8 @@ class FleetStatus:
             load.pop("tokens_per_second")
             load.pop("model")
             up = float(row.state in ("up", "draining"))
-            yield row.id, row.role, {"up": up, "restarts": row.restarts, **load}
+            changes = {"draining": float(row.state == "draining"), "epoch": row.epoch}
+            yield row.id, row.role, {"up": up, "restarts": row.restarts, **changes, **load}
 
     def _load(self, worker: str) -> dict[str, Any]:
         state, upstream = self._plane_driver.plane.state, self._plane_driver.upstreams.get(worker)

@@ -103,7 +103,7 @@ function card(worker) {
   const made = element("article", { class: `card worker ${worker.role} ${up ? "" : "away"}`, "data-worker": worker.id, "data-toll": worker.toll ?? "" },
     element("div", { class: "top" },
       element("h4", {}, worker.id),
-      element("span", { class: "role" }, worker.role),
+      element("span", { class: "role" }, worker.role, worker.epoch ? ` · epoch ${worker.epoch}` : ""),
       element("span", { class: `state ${up ? "up" : ""}` }, worker.state)),
     element("div", { class: "url" }, worker.url || "no address yet", worker.kind === "attached" ? " · attached" : ""),
     chart(tolls, { color: "--toll", label: `toll of ${worker.id} over time` }),
