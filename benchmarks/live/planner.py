@@ -38,9 +38,9 @@ from benchmarks.lib.servers import (
 
 #: Prompts, each with one right reply for each number of tokens.
 _PROMPTS = 16
-#: Of a sleeping worker: a step is 10 ms and 1 ms for each stream, a second has 4,000 prompt tokens.
-_WORKER = ("--executor", "sleep", "--sleep-base", "10000000", "--sleep-per-seq", "1000000",
-           "--sleep-prefill-rate", "4000", "--repeat", "1")  # fmt: skip
+#: Of a sleeping worker: a step is 20 ms and 2 ms for each stream, a second has 2,000 prompt tokens.
+_WORKER = ("--executor", "sleep", "--sleep-base", "20000000", "--sleep-per-seq", "2000000",
+           "--sleep-prefill-rate", "2000", "--repeat", "1")  # fmt: skip
 _TEXT_ROUTE = "/v1/completions"
 
 
@@ -246,10 +246,10 @@ def main() -> None:
     print("machine:", machine())
     low, high, long = args.rate, 4 * args.rate, args.seconds
     phases = (
-        Phase(long / 2, low, 60, 60),
-        Phase(long, high, 480, 20),
-        Phase(long, high, 60, 120),
-        Phase(2 * long, low, 60, 60),
+        Phase(long / 2, low, 60, 40),
+        Phase(long, high, 480, 10),
+        Phase(long, high, 60, 60),
+        Phase(2 * long, low, 60, 40),
     )
     (port,) = free_ports(1)
     url = f"http://{LOOPBACK}:{port}"
@@ -279,10 +279,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--max-workers", type=int, default=7)
     parser.add_argument("--interval", type=float, default=2.0, help="seconds between decisions")
     parser.add_argument("--start-up", type=float, default=20.0, help="that the planner expects")
-    parser.add_argument("--rate", type=float, default=3.0, help="requests a second, low load")
+    parser.add_argument("--rate", type=float, default=2.0, help="requests a second, low load")
     parser.add_argument("--seconds", type=float, default=40.0, help="of each phase of high load")
-    parser.add_argument("--ttft", type=float, default=0.5)
-    parser.add_argument("--itl", type=float, default=0.04)
+    parser.add_argument("--ttft", type=float, default=1.0)
+    parser.add_argument("--itl", type=float, default=0.06)
     parser.add_argument("--kills", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--every", type=int, default=1, help="windows from one line to the next")
     parser.add_argument("--journal", default="", help="file that the journal is copied to")

@@ -31,6 +31,11 @@ const WORDS = {
   "next ITL": "Inter-token latency that one more stream is expected to see here.",
   "ρ": "Active KV blocks over all blocks of the device; above 1, blocks are evicted.",
   "regret": "What a choice costs everybody more than the best candidate would have.",
+  "replicas": "Workers of each pool that serve; those that start, and those that drain, of all pools.",
+  "shadow price": "Weighted seconds of delay that one more GPU-second of the budget would save; 0 while there is room.",
+  "attained": "Share of the requests that ended in an interval and were inside their objective.",
+  "value": "Weighted seconds of delay that one more worker of the pool would save, each second.",
+  "price": "What that worker costs, in the same unit.",
   "candidates": "Pairs of workers that were compared.",
 };
 
@@ -298,6 +303,7 @@ async function look() {
       const fleet = await ask("/workers");
       await drawHistory();
       draw(fleet);
+      await drawPlan();
     } catch (error) {
       if (!(error instanceof Forbidden)) throw error;
       await drawTenant();

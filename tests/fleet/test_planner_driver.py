@@ -1,0 +1,246 @@
+"""The planner driver: it acts through the fleet, and its failures harm nobody."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import msgspec
+import pytest
+
+from pigou.config import ConfigError, ControlConfig
+from pigou.control.plane import ControlPlane
+from pigou.control.planner.attainment import Objectives
+from pigou.control.planner.config import PlannerConfig
+from pigou.control.planner.messages import (
+    Action,
+    AddWorkers,
+    DrainWorker,
+    PlannerDecision,
+    PlannerWindow,
+    PoolWindow,
+    WorkerState,
+    WorkerWindow,
+)
+from pigou.control.planner.objectives import Slo
+from pigou.fleet.planner_driver import PlannerDriver, profile_of
+from pigou.gateway.journal import Journal
+from pigou.gateway.plan_status import PlanMetrics, PlanStatus
+from pigou.gateway.plane_driver import PlaneDriver
+from pigou.gateway.request_meter import RequestMeter
+from pigou.request import Rehearsed, Role, Worker
+from pigou.workload.journal_file import lines
+from pigou.workload.journal_replay import replay_journal
+
+
+class FakeFleet:
+    """A managed fleet of one pool, which notes what it is told."""
+
+    def __init__(self, *ids: str) -> None:
+        self.ids, self.told = list(ids), list[str]()
+        self.pools, self.provided, self.members = ("both",), {}, ()
+
+    @property
+    def size(self) -> int:
+        return len(self.ids)
+
+    def worker(self, id: str) -> Any:
+        return (
+            SimpleNamespace(id=id, pool="both", state=WorkerState.READY) if id in self.ids else None
+        )
+
+    def is_last_decoder(self, id: str) -> bool:
+        return self.ids == [id]
+
+    def start_refusal(self, pool: str) -> str:
+        return ""
+
+    def add(self, pool: str, now: int) -> str:
+        self.ids.append(f"both-{len(self.ids)}")
+        self.told.append(f"add {pool}")
+        return self.ids[-1]
+
+    def drain(self, id: str, now: int) -> None:
+        if id == "both-9":
+            raise RuntimeError("no such process")
+        self.told.append(f"drain {id}")
+
+
+class ScriptedPlanner:
+    """Returns these actions, one list a tick; an exception in their place is raised."""
+
+    name: ClassVar[str] = "scripted"
+
+    def __init__(self, *script: tuple[Action, ...] | Exception) -> None:
+        self.script = list(script)
+
+    def observe(self, window: PlannerWindow) -> None:
+        self.window = window
+
+    def tick(self, now_ns: int) -> PlannerDecision:
+        step = self.script.pop(0)
+        if isinstance(step, Exception):
+            raise step
+        return PlannerDecision(now_ns=now_ns, planner=self.name, actions=step, shadow_price=0.5)
+
+
+def config(**values: Any) -> PlannerConfig:
+    return msgspec.convert({"planner": {"planner": "static"}} | values, PlannerConfig)
+
+
+def driver(
+    fleet: FakeFleet, max_workers: int = 3, journal: Path | None = None
+) -> tuple[PlannerDriver, PlanStatus, PlaneDriver]:
+    control = ControlConfig()
+    written = None if journal is None else Journal(journal, control)
+    plane_driver = PlaneDriver(ControlPlane(control), journal=written)
+    status = PlanStatus(plane_driver.meter)
+    status.begin("scripted", max_workers)
+    made = PlannerDriver(config(max_workers=max_workers), fleet, plane_driver, status)  # type: ignore[arg-type]
+    return made, status, plane_driver
+
+
+def window(*workers: WorkerWindow) -> PlannerWindow:
+    pool = PoolWindow(name="both", role=Role.BOTH, model="m", workers=workers)
+    return PlannerWindow(now_ns=time.monotonic_ns(), seconds=1.0, pools=(pool,))
+
+
+async def test_actions_are_carried_out_and_those_that_cannot_be_say_why() -> None:
+    fleet = FakeFleet("both-0", "both-9")
+    made, status, _ = driver(fleet)
+    planner = ScriptedPlanner(
+        (AddWorkers("both", 2), DrainWorker("both-0"), DrainWorker("both-9"), DrainWorker("x"))
+    )
+    made.plan(planner, window())
+    assert fleet.told == ["add both", "drain both-0"]
+    view = status.view()
+    assert view["decisions"][0]["refused"] == [
+        "both: 1 workers more than max_workers allows",
+        "DrainWorker failed: no such process",
+        "x is not ready",
+    ]
+    assert view["moves"] == {"drain_worker": 1}
+    assert {alert["kind"] for alert in view["alerts"]} == {"refused"}
+
+
+async def test_a_planner_that_raises_changes_nothing_and_is_asked_again() -> None:
+    fleet = FakeFleet("both-0")
+    made, status, _ = driver(fleet)
+    planner = ScriptedPlanner(ZeroDivisionError("a / 0"), (AddWorkers("both", 1),))
+    made.plan(planner, window())
+    assert fleet.told == []
+    assert status.failures == 1
+    assert "ZeroDivisionError: a / 0" in status.view()["alerts"][0]["text"]
+    made.plan(planner, window())
+    assert fleet.told == ["add both"]
+    assert status.view()["error"] is None
+    assert status.view()["failures"] == 1
+
+
+async def test_the_journal_has_windows_and_decisions_and_replays_to_the_same(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "journal.jsonl"
+    made, _, plane_driver = driver(FakeFleet("both-0"), journal=path)
+    from pigou.control.planner.journal import planner_entry
+
+    started = made.describe()
+    planner = started.make()
+    plane_driver.write(planner_entry(started, time.monotonic_ns()))
+    for _ in range(5):
+        made.plan(planner, window(WorkerWindow(id="both-0")))
+    await plane_driver.stop()
+    replay = replay_journal(lines(str(path)))
+    assert replay.difference is None
+    assert replay.windows == 5
+    text = path.read_text().replace('"planner":"static","actions":[]', '"planner":"static"', 1)
+    path.write_text(text)
+    assert replay_journal(lines(str(path))).difference is not None
+
+
+async def test_metrics_show_replicas_moves_and_prices() -> None:
+    made, status, _ = driver(FakeFleet("both-0"))
+    made.plan(
+        ScriptedPlanner((AddWorkers("both", 2),)),
+        window(WorkerWindow(id="both-0"), WorkerWindow(id="w", state=WorkerState.DRAINING)),
+    )
+    values = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in PlanMetrics(status).collect()
+        for sample in family.samples
+    }
+    assert values["pigou_planner_replicas", "both", "ready"] == 1
+    assert values["pigou_planner_replicas", "both", "draining"] == 1
+    assert values["pigou_planner_moves_total", "add_workers"] == 2
+    assert values["pigou_planner_failures_total",] == 0
+    assert values["pigou_planner_shadow_price",] == 0.5
+
+
+async def test_a_pool_that_cannot_start_is_an_alert() -> None:
+    made, status, _ = driver(FakeFleet("both-0"))
+    stuck = WorkerWindow(id="both-1", state=WorkerState.STARTING, unplaceable=True)
+    made.plan(ScriptedPlanner(()), window(stuck))
+    (alert,) = status.alerts()
+    assert (alert["kind"], "both-1 of pool both" in alert["text"]) == ("start", True)
+
+
+def test_attainment_below_its_percentile_with_all_workers_is_an_alert() -> None:
+    meter = RequestMeter(Objectives(Slo(ttft_s=0.1)))
+    status = PlanStatus(meter)
+    status.begin("price", 1)
+    decision = PlannerDecision(now_ns=1, planner="price", shadow_price=0.0)
+    now = time.monotonic_ns()
+    meter._recent.extend((now, "", n < 30) for n in range(40))
+    status.record(window(WorkerWindow(id="both-0")), decision, ())
+    (alert,) = status.alerts()
+    assert alert["kind"] == "budget"
+    assert "75.0%" in alert["text"]
+    meter._recent.clear()
+    meter._recent.extend((now, "", True) for _ in range(40))
+    assert status.alerts() == []
+
+
+def test_the_view_is_json_with_holes_as_null() -> None:
+    status = PlanStatus(RequestMeter(Objectives()))
+    assert status.view()["planner"] is None
+    decision = PlannerDecision(now_ns=1, planner="price", shadow_price=float("inf"))
+    status.begin("price", 0)
+    status.record(window(), decision, ())
+    assert json.loads(json.dumps(status.view(), allow_nan=False))["shadow_price"] is None
+
+
+@pytest.mark.parametrize(
+    ("planner", "message"),
+    [
+        ({"planner": "nobody"}, "nobody"),
+        ({"planner": "price", "gpu_price": 0}, "gpu_price"),
+        ({"planner": "price", "speed": 1}, "speed is no parameter"),
+    ],
+)
+async def test_an_unknown_planner_or_parameter_is_refused_before_anything_starts(
+    planner: dict[str, Any], message: str
+) -> None:
+    plane_driver = PlaneDriver(ControlPlane(ControlConfig()))
+    with pytest.raises(ConfigError, match=message):
+        PlannerDriver(
+            config(planner=planner),
+            FakeFleet(),
+            plane_driver,
+            PlanStatus(plane_driver.meter),  # type: ignore[arg-type]
+        )
+
+
+def test_a_profile_is_of_prompts_alone_and_of_streams_alone() -> None:
+    measured = (
+        Rehearsed(128, 0, 1, 0.1), Rehearsed(512, 0, 1, 0.4), Rehearsed(0, 1, 8, 0.08),
+        Rehearsed(0, 16, 8, 0.4), Rehearsed(512, 4, 2, 9.0),
+    )  # fmt: skip
+    profile = profile_of(Worker("w", "", Role.BOTH, 16, 100, 32, rehearsed=measured))
+    assert profile is not None
+    assert profile.prefill == ((128.0, 0.1), (512.0, 0.4))
+    assert [(streams, s) for streams, _, s in profile.decode] == [(1.0, 0.01), (16.0, 0.05)]
+    assert (profile.kv_tokens, profile.max_seqs) == (1600.0, 32)
+    assert profile_of(Worker("w", "", Role.BOTH, rehearsed=measured[:2])) is None
