@@ -23,6 +23,7 @@ COMMANDS = {
     "key": "pigou.cli.key:key",
     "bench": "pigou.cli.bench:bench",
     "simulate": "pigou.cli.simulate:simulate",
+    "sweep": "pigou.cli.sweep:sweep",
     "experiment": "pigou.cli.experiment:experiment",
     "report": "pigou.cli.report:report",
     "profile": "pigou.cli.profile:profile",
@@ -41,6 +42,7 @@ SUMMARIES = {
     "key": "Make an API key, and what `pigou serve --api-keys-file` needs of it: its hash.",
     "bench": "Load an OpenAI endpoint, and measure what comes back.",
     "simulate": "Simulate a fleet: the production scheduler, router and cache under a virtual clock.",  # noqa: E501
+    "sweep": "Measure TTFT of prefill pools and ITL of decode workers in simulation, for planners.",
     "experiment": 'Run an experiment of "The Price of Anarchy in Disaggregated Inference" again.',
     "report": "Lay runs beside each other, or draw an experiment: one page, and pictures.",
     "profile": "Measure what the steps of a live, idle worker take, for simulations of it.",

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
+from pigou.config import ConfigError
 from pigou.control.planner.attainment import Objectives
 from pigou.control.planner.objectives import Budget, ProvisioningTimes, Slo
+from pigou.control.planner.performance.sweep_tables import SweepTables
 from pigou.control.planner.planner import Planner, PlannerSetup, load
 from pigou.sim.fleet_config import FleetConfig
 from pigou.sim.membership import Membership
@@ -58,8 +61,11 @@ def planner_setup(
     config: ScalingConfig, objectives: Objectives, fleets: Sequence[PlannedFleet], seed: int
 ) -> PlannerSetup:
     """Return what every planner of these fleets is given."""
+    tables = _tables(config, fleets)
     performance = {
         fleet.prefix + pool.name: measure_performance(pool.spec, pool.role, fleet.config)
+        if tables is None
+        else tables.performance(pool.role)
         for fleet in fleets
         for pool in fleet.membership.pools.values()
     }
@@ -71,6 +77,26 @@ def planner_setup(
         performance=performance,
         seed=seed,
     )
+
+
+def _tables(config: ScalingConfig, fleets: Sequence[PlannedFleet]) -> SweepTables | None:
+    """Return the tables that are given instead of measuring; None without any.
+
+    Raises:
+        ConfigError: they cannot be read, or there are pools that they do not speak of.
+    """
+    if not config.performance:
+        return None
+    makes = {pool.make for fleet in fleets for pool in fleet.membership.pools.values()}
+    if len(fleets) > 1 or len(makes) > 1:
+        raise ConfigError(
+            f"performance is {config.performance!r}, and the fleet has workers of several kinds; "
+            "leave it out, and they are measured"
+        )
+    try:
+        return SweepTables.parse(Path(config.performance).read_bytes())
+    except OSError as error:
+        raise ConfigError(f"performance is {config.performance!r}: {error.strerror}") from None
 
 
 def budget_of(config: ScalingConfig, fleets: Sequence[PlannedFleet]) -> Budget:

@@ -81,6 +81,7 @@ class ScalingConfig(PlannerConfig, frozen=True, forbid_unknown_fields=True, kw_o
         classes: as of `PlannerConfig`; simulated requests have no headers, and ask for the model
             of their fleet.
         start_up: seconds, in place of the fleet's `start_up.seconds`; None for that.
+        performance: file of `pigou sweep` that the planner is given; "" measures the timing model.
     """
 
     classes: Annotated[
@@ -97,10 +98,21 @@ class ScalingConfig(PlannerConfig, frozen=True, forbid_unknown_fields=True, kw_o
         float | None,
         option("Seconds until a new worker serves.  [default: the fleet's, 100]", "Planner"),
     ] = None
+    performance: Annotated[
+        str,
+        option(
+            "FILE of `pigou sweep`, for the planner.  [default: the workers' timing is measured]",
+            "Planner",
+        ),
+    ] = ""
 
     def __post_init__(self) -> None:
         """Refuse classes that no simulated request belongs to."""
         PlannerConfig.__post_init__(self)
+        if not self.plans and self.performance:
+            raise ConfigError(
+                f"performance is {self.performance!r}, and no planner reads it; give --planner too"
+            )
         for config in self.classes:
             for name in ("header", "model"):
                 if value := getattr(config, name):
