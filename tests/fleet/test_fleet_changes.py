@@ -8,6 +8,7 @@ import signal
 from typing import Any
 
 import msgspec
+import pytest
 from tests.fleet.harness import SLEEP, WATCH, Client, attached, running, text, until
 from tests.gateway.stub import Script, Stub, whole_text
 
@@ -41,6 +42,7 @@ async def equal(tasks: list[asyncio.Task[list[dict[str, Any]]]], expected: str) 
     assert [text(chunks) for chunks in await asyncio.gather(*tasks)] == [expected] * len(tasks)
 
 
+@pytest.mark.slow
 async def test_streams_under_way_outlive_every_change() -> None:
     async with running(1, 2, 0, arguments=QUICK, template=QUICK) as (_, client):
         expected = text(await client.reply(max_tokens=TOKENS))
@@ -96,6 +98,7 @@ async def test_streams_under_way_outlive_every_change() -> None:
         await equal(tasks, expected)
 
 
+@pytest.mark.slow
 async def test_a_worker_that_is_killed_while_it_starts_starts_again() -> None:
     async with running(0, 0, 1, arguments=QUICK, template=QUICK) as (serving, client):
         expected = text(await client.reply())
@@ -108,6 +111,16 @@ async def test_a_worker_that_is_killed_while_it_starts_starts_again() -> None:
         assert text(await client.reply()) == expected
         rows = await until(client, state("both-1", "up"))
         assert (rows["both-1"]["restarts"], rows["both-1"]["unplaceable"]) == (1, False)
+        # One restarts in order while the other serves; its id and role stay.
+        before = rows["both-1"]["pid"]
+        tasks = await streams(client, 4)
+        status, answer = await client.change("POST", "/workers/both-1/restart")
+        assert (status, answer["workers"][0]["note"]) == (202, "it will start again")
+        assert (await client.change("POST", "/workers/both-1/restart"))[0] == 202
+        await equal(tasks, text(await client.reply(max_tokens=TOKENS)))
+        rows = await until(client, lambda rows: rows["both-1"]["restarts"] == 2)
+        rows = await until(client, state("both-1", "up"))
+        assert rows["both-1"]["pid"] not in (0, before)
         # The end of the fleet finds one that starts, and one that drains.
         tasks = await streams(client, 2)
         await client.change("POST", "/workers", {"role": "prefill"})
@@ -215,6 +228,7 @@ REFUSED: tuple[tuple[str, str, Any, int, str], ...] = (
     ("POST", "/workers/a/drain", {"limit_s": -1}, 400, "limit_s is -1; it must be 0 to 86400"),
     ("POST", "/workers/a/drain", {"limit": 1}, 400, "Unknown field limit"),
     ("POST", "/workers/a/drain", None, 409, "a is the last worker that decodes"),
+    ("POST", "/workers/a/restart", None, 409, "a is not started here"),
     ("POST", "/workers/a/flip", {}, 400, "role is required, and missing"),
     ("POST", "/workers/nobody/flip", {"role": "both"}, 404, "There is no worker 'nobody'"),
     ("POST", "/workers/a/flip", {"role": "prefill"}, 409, "a is the last worker that decodes"),

@@ -1,4 +1,4 @@
-"""`pigou fleet`: list, add, drain, flip, remove."""
+"""`pigou fleet`: list, add, drain, flip, restart, remove."""
 
 from __future__ import annotations
 
@@ -98,6 +98,15 @@ def flip(
     if limit_s is not None:
         body["limit_s"] = limit_s
     _change("flip", url, key, json, f"/workers/{quote(worker, safe='')}/flip", body)
+
+
+@fleet.command("restart")
+def restart(
+    url: Url, worker: WorkerId, limit_s: LimitS = None, key: AdminKey = "", json: Json = False
+) -> None:
+    """Let a local worker end its streams, then start again."""
+    body = {} if limit_s is None else {"limit_s": limit_s}
+    _change("restart", url, key, json, f"/workers/{quote(worker, safe='')}/restart", body)
 
 
 @fleet.command("remove")

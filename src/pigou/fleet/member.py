@@ -66,7 +66,7 @@ class FleetMember(ABC):
         failed: why it never came up; empty otherwise.
         may_fail: a first start that fails is tried again, and ends nothing.
         leaving: it is not started again.
-        next_role: that it drains for; None where it does not.
+        next_role: that it drains for: its own where it starts again; None where it does not.
         failed_starts: in a row.
         start_up_s: seconds that its last start took; None before one.
         since_ns: when its state began, by the monotonic clock.
@@ -128,7 +128,10 @@ class FleetMember(ABC):
         """Send it nothing new: it is to have another role, or to go."""
         self.next_role, self.leaving = next_role, next_role is None
         self._say("draining", "")
-        self._row.note = "it leaves" if next_role is None else f"it will be {next_role.value}"
+        if next_role is self.role:
+            self._row.note = "it will start again"
+        else:
+            self._row.note = "it leaves" if next_role is None else f"it will be {next_role.value}"
         self._plane_driver.observe(WorkerDraining(self.id))
 
     def let_go(self) -> None:
@@ -228,6 +231,8 @@ class FleetMember(ABC):
     def _begin_start(self) -> None:
         """Note that a start begins."""
         self._began_s, self._served = time.monotonic(), False
+        if self._row.state == "stopped":
+            self._say("starting", "")
 
     def _ended(self, why: str, state: str) -> float:
         """Note why the worker ended, or did not start; return the seconds to wait then."""

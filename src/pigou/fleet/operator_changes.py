@@ -9,6 +9,7 @@ from pigou.control.planner.actuation import drain_refusal, flip_refusal, removal
 from pigou.control.planner.messages import WorkerState
 from pigou.fleet.config import FleetError
 from pigou.fleet.live_fleet import LiveFleet
+from pigou.fleet.local_member import LocalMember
 from pigou.fleet.member import FleetMember
 from pigou.gateway.fleet_changes import ChangeRefused, UnknownWorker
 from pigou.gateway.status_api import WorkerRow
@@ -77,11 +78,25 @@ class OperatorChanges:
         """Let a worker drain, then serve in another role. Raises as `drain`."""
         member = self._member(id)
         if role is (member.next_role or member.role) and not member.leaving:
+            self._supervisor.limit_drain(member, limit_s)
             return member.row()
         pool = self._supervisor.provider(member).pool(role)
         _check(flip_refusal(self._fleet, id, pool))
         _log.info("an operator flips %s to %s", id, role.value)
         self._supervisor.flip(member, role, pool, limit_s)
+        return member.row()
+
+    def restart(self, id: str, limit_s: float | None) -> WorkerRow:
+        """Let a local worker drain, then start again. Raises as `drain`."""
+        member = self._member(id)
+        if not isinstance(member, LocalMember):
+            raise ChangeRefused(f"{id} is not started here; start it again where it runs")
+        if member.next_role is member.role:
+            self._supervisor.limit_drain(member, limit_s)
+            return member.row()
+        _check(drain_refusal(self._fleet, id))
+        _log.info("an operator restarts %s", id)
+        self._supervisor.restart(member, limit_s)
         return member.row()
 
     def remove(self, id: str) -> WorkerRow:

@@ -170,8 +170,14 @@ class Supervisor:
             self.remove(member)
         elif not member.leaving or member.id not in self._drains:
             self._order(member, limit_s, lambda: self.remove(member), None)
-        elif limit_s is not None:
-            self._drains[member.id][0].limit(limit_s)
+        else:
+            self.limit_drain(member, limit_s)
+
+    def limit_drain(self, member: FleetMember, limit_s: float | None) -> None:
+        """Give the requests of a draining member so many seconds from now; None changes nothing."""
+        drain, _ = self._drains.get(member.id, (None, None))
+        if drain is not None and limit_s is not None:
+            drain.limit(limit_s)
 
     def flip(
         self, member: FleetMember, role: Role, pool: str, limit_s: float | None = None
@@ -192,6 +198,29 @@ class Supervisor:
 
         self._order(member, limit_s, change, role)
 
+    def restart(self, member: FleetMember, limit_s: float | None = None) -> None:
+        """Let a ready local member drain; its process then ends, and another takes its place.
+
+        Args:
+            member: that serves.
+            limit_s: as `drain` has it.
+        """
+
+        def again() -> None:
+            member.next_role = None
+            task = self._tasks.get(member.id)
+            if task is not None and member.id in self._plane_driver.upstreams:
+                task.add_done_callback(lambda _: self._run_again(member))
+                task.cancel()
+
+        self._order(member, limit_s, again, member.role)
+
+    def _run_again(self, member: FleetMember) -> None:
+        """Start a member anew whose process has ended, unless it is to go meanwhile."""
+        if self._runs and not member.leaving:
+            member.row().restarts += 1
+            self._run(member)
+
     def remove(self, member: FleetMember) -> None:
         """Let a member go at once; what runs there goes elsewhere."""
         member.let_go()
@@ -211,7 +240,7 @@ class Supervisor:
         """Begin a drain, in place of one for another end."""
         self._cancel_drain(member)
         member.begin_drain(next_role)
-        stops = next_role is None and isinstance(member, LocalMember)
+        stops = next_role in (None, member.role) and isinstance(member, LocalMember)
         limit_s = self.drain_s if limit_s is None else limit_s
         drain = Drain(self._plane_driver, member.id, limit_s, stops=stops)
         task = asyncio.create_task(self._finish(member, drain, then), name=f"drain {member.id}")

@@ -51,6 +51,10 @@ class FleetChanges(Protocol):
         """Let a worker drain, then serve in another role. Raises as `drain`."""
         ...
 
+    def restart(self, id: str, limit_s: float | None) -> WorkerRow:
+        """Let a local worker drain, then start again. Raises as `drain`."""
+        ...
+
     def remove(self, id: str) -> WorkerRow:
         """Let a worker go at once; its streams go on elsewhere. Raises as `drain`."""
         ...

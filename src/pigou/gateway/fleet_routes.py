@@ -44,7 +44,7 @@ class AddBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class DrainBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The body of `POST /workers/{id}/drain`; it may be left out."""
+    """The body of `POST /workers/{id}/drain` and `/restart`; it may be left out."""
 
     limit_s: float | None = None
 
@@ -69,6 +69,7 @@ class FleetRoutes:
         router.add_post("/workers", self.add, expect_handler=late)
         router.add_post("/workers/{id}/drain", self.drain, expect_handler=late)
         router.add_post("/workers/{id}/flip", self.flip, expect_handler=late)
+        router.add_post("/workers/{id}/restart", self.restart, expect_handler=late)
         router.add_delete("/workers/{id}", self.remove)
 
     async def add(self, request: web.Request) -> web.Response:
@@ -91,9 +92,14 @@ class FleetRoutes:
     async def drain(self, request: web.Request) -> web.Response:
         """Drain a worker, which then goes."""
         changes = self._changes(request)
-        body = await _read(request, DrainBody) if request.can_read_body else DrainBody()
-        limit_s = _limit(body.limit_s)
+        limit_s = await _read_limit(request)
         return _answer([_changed(lambda: changes.drain(_id(request), limit_s))])
+
+    async def restart(self, request: web.Request) -> web.Response:
+        """Drain a local worker, which then starts again."""
+        changes = self._changes(request)
+        limit_s = await _read_limit(request)
+        return _answer([_changed(lambda: changes.restart(_id(request), limit_s))])
 
     async def flip(self, request: web.Request) -> web.Response:
         """Drain a worker, which then serves in another role."""
@@ -159,6 +165,12 @@ async def _read(request: web.Request, kind: type[_T]) -> _T:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise decode_error(error, data) from None
+
+
+async def _read_limit(request: web.Request) -> float | None:
+    """Return the limit that a body has, which may be left out."""
+    body = await _read(request, DrainBody) if request.can_read_body else DrainBody()
+    return _limit(body.limit_s)
 
 
 def _limit(limit_s: float | None) -> float | None:
