@@ -6,12 +6,14 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 from tests.gateway.stub import Stub
 
 from pigou.config import ControlConfig
+from pigou.control.planner.config import PlannerConfig
 from pigou.fleet.config import AttachedWorker, LocalWorker, WatchConfig
 from pigou.fleet.local_workers import WorkerTemplate, local_workers
 from pigou.fleet.serve import Serving
@@ -78,6 +80,8 @@ async def running(
     control: ControlConfig | None = None,
     arguments: tuple[str, ...] = SLEEP,
     template: tuple[str, ...] | None = SLEEP,
+    planner: PlannerConfig | None = None,
+    journal: Path | None = None,
 ) -> AsyncIterator[tuple[Serving, Client]]:
     """Run a fleet of (prefill, decode, both) workers behind a gateway.
 
@@ -86,9 +90,11 @@ async def running(
     workers: list[LocalWorker | AttachedWorker] = [
         *local_workers(*counts, arguments, ["cpu"]), *attach
     ]  # fmt: skip
-    gateway = GatewayConfig(port=0, strict=not attach)
+    gateway = GatewayConfig(
+        port=0, strict=not attach, journal=None if journal is None else str(journal)
+    )
     serving = Serving(
-        gateway, control or ControlConfig(), workers, watch,
+        gateway, control or ControlConfig(), workers, watch, planner=planner,
         template=None if template is None else WorkerTemplate(arguments=template),
     )  # fmt: skip
     try:

@@ -114,7 +114,7 @@ async def test_actions_are_carried_out_and_those_that_cannot_be_say_why() -> Non
     planner = ScriptedPlanner(
         (AddWorkers("both", 2), DrainWorker("both-0"), DrainWorker("both-9"), DrainWorker("x"))
     )
-    made.plan(planner, window())
+    await made.plan(planner, window())
     assert fleet.told == ["add both", "drain both-0"]
     view = status.view()
     assert view["decisions"][0]["refused"] == [
@@ -130,11 +130,11 @@ async def test_a_planner_that_raises_changes_nothing_and_is_asked_again() -> Non
     fleet = FakeFleet("both-0")
     made, status, _ = driver(fleet)
     planner = ScriptedPlanner(ZeroDivisionError("a / 0"), (AddWorkers("both", 1),))
-    made.plan(planner, window())
+    await made.plan(planner, window())
     assert fleet.told == []
     assert status.failures == 1
     assert "ZeroDivisionError: a / 0" in status.view()["alerts"][0]["text"]
-    made.plan(planner, window())
+    await made.plan(planner, window())
     assert fleet.told == ["add both"]
     assert status.view()["error"] is None
     assert status.view()["failures"] == 1
@@ -151,7 +151,7 @@ async def test_the_journal_has_windows_and_decisions_and_replays_to_the_same(
     planner = started.make()
     plane_driver.write(planner_entry(started, time.monotonic_ns()))
     for _ in range(5):
-        made.plan(planner, window(WorkerWindow(id="both-0")))
+        await made.plan(planner, window(WorkerWindow(id="both-0")))
     await plane_driver.stop()
     replay = replay_journal(lines(str(path)))
     assert replay.difference is None
@@ -163,7 +163,7 @@ async def test_the_journal_has_windows_and_decisions_and_replays_to_the_same(
 
 async def test_metrics_show_replicas_moves_and_prices() -> None:
     made, status, _ = driver(FakeFleet("both-0"))
-    made.plan(
+    await made.plan(
         ScriptedPlanner((AddWorkers("both", 2),)),
         window(WorkerWindow(id="both-0"), WorkerWindow(id="w", state=WorkerState.DRAINING)),
     )
@@ -182,7 +182,7 @@ async def test_metrics_show_replicas_moves_and_prices() -> None:
 async def test_a_pool_that_cannot_start_is_an_alert() -> None:
     made, status, _ = driver(FakeFleet("both-0"))
     stuck = WorkerWindow(id="both-1", state=WorkerState.STARTING, unplaceable=True)
-    made.plan(ScriptedPlanner(()), window(stuck))
+    await made.plan(ScriptedPlanner(()), window(stuck))
     (alert,) = status.alerts()
     assert (alert["kind"], "both-1 of pool both" in alert["text"]) == ("start", True)
 

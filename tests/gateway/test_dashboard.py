@@ -20,6 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.fleet.harness import Client, running
 
 from pigou.config import ControlConfig
+from pigou.control.planner.config import PlannerConfig
 
 ROOT = Path(__file__).parents[2]
 DASHBOARD = ROOT / "deploy" / "grafana" / "pigou.json"
@@ -131,10 +132,10 @@ async def test_every_metric_is_documented() -> None:
     gateway, heading, _ = docs.partition("## A worker's own")
     assert heading
     named = set(re.findall(r"`(pigou_\w+)`", gateway))
-    async with running(0, 0, 1, arguments=SLEEP, control=ControlConfig(policy="toll")) as (
-        _,
-        client,
-    ):
+    planner = PlannerConfig(slo="ttft=1,itl=1", planner={"planner": "static"}, interval_s=0.2)
+    async with running(
+        0, 0, 1, arguments=SLEEP, control=ControlConfig(policy="toll"), planner=planner
+    ) as (_, client):
         await asyncio.gather(*(client.reply(prompt=f"{i} " * 40, max_tokens=4) for i in range(30)))
         await client.post("/v1/completions", prompt="x", max_tokens=2)
         for _ in range(100):

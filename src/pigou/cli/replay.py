@@ -99,10 +99,11 @@ def _tell(journal: str, result: JournalReplay, policy: str) -> None:
         typer.echo(_difference(journal, result.difference))
         return
     speed = result.seconds / result.took if result.took else 0.0
+    windows = f" and {result.windows} windows of a planner" if result.windows else ""
     runs = f" in {result.runs} runs" if result.runs > 1 else ""
     typer.echo(
         f"The same decisions: {result.decisions} of {result.decisions}, for {result.requests} "
-        f"requests and {result.entries} entries{runs}.\n"
+        f"requests{windows} and {result.entries} entries{runs}.\n"
         f"{result.seconds:.1f} s of journal in {result.took:.2f} s: {speed:.0f} times as fast, "
         f"{result.entries / max(result.took, 1e-9):.0f} entries/s."
     )

@@ -46,12 +46,15 @@ def serve(
     check_port(gateway.host, gateway.port)
     progress = StageProgress()
     with uncollected():
-        from pigou.fleet.local_workers import WorkerTemplate
+        from pigou.fleet.local_workers import WorkerTemplate, threads_each
         from pigou.fleet.serve import workers_of
         from pigou.wire.fleet_secret import FleetSecret
 
     logs.configure(log.log_format, log.level, access=log.access_log, times=False)
     arguments = [*_worker_options(gateway, log), *(worker_arguments or [])]
+    if scaling.max_workers and not fleet.threads:  # the cores are for those that join, too
+        threads = threads_each(max(sum(fleet.counts), scaling.max_workers))
+        fleet = msgspec.structs.replace(fleet, threads=threads)
     workers, template = workers_of(fleet, arguments), WorkerTemplate.of(fleet, arguments)
     gateway = msgspec.structs.replace(gateway, strict=not fleet.attach)
     try:

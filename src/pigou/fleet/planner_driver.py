@@ -85,12 +85,12 @@ class PlannerDriver:
             windows.sample()
             if time.monotonic() >= due_s:
                 due_s = max(due_s + interval_s, time.monotonic())
-                self.plan(planner, windows.window(time.monotonic_ns()))
+                await self.plan(planner, windows.window(time.monotonic_ns()))
 
-    def plan(self, planner: Planner, window: PlannerWindow) -> None:
-        """Let the planner decide of a window, and carry it out."""
+    async def plan(self, planner: Planner, window: PlannerWindow) -> None:
+        """Let the planner decide of a window, on a thread of its own, and carry it out."""
         try:
-            decision = decide(planner, window)
+            decision = await asyncio.to_thread(decide, planner, window)
         except Exception as error:
             _log.exception("the planner failed; the fleet stays as it is")
             self._status.failed(window, error)
