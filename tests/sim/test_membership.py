@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from setups import check_times, figures, open_loop, simulation
+from setups import check_times, closed_loop, figures, open_loop, simulation
 
 from pigou.control.planner.messages import WorkerState
 from pigou.request import SECOND, Role
@@ -85,6 +85,42 @@ def test_a_worker_that_joins_serves_after_its_start() -> None:
     assert min(run.routed_ns for run in routed) >= EPOCH + 1.5 * SECOND
     joined = [(each.state, (each.at_ns - EPOCH) / SECOND) for each in made.membership.changes]
     assert joined == [(WorkerState.STARTING, 1.0), (WorkerState.READY, 1.5)]
+
+
+@pytest.mark.parametrize("stepwise", [False, True])
+def test_limits_of_a_pool_hold_from_the_next_step_on(stepwise: bool) -> None:
+    made = simulation(closed_loop(12, 4.0), fleet((WorkerGroup(),)), stepwise=stepwise)
+    running: dict[float, int] = {}
+
+    def look(now: int) -> None:
+        worker = made.membership.worker("both-0")
+        assert worker is not None
+        assert worker.sim is not None
+        running[(now - EPOCH) / SECOND] = worker.sim.load(now)[0]
+
+    at(made, 1.0, lambda now: made.membership.set_limits("both", 4, None, now))
+    at(made, 2.5, lambda now: made.membership.set_limits("both", 400, 16, now))
+    at(made, 2.6, lambda now: made.membership.add("both", now))
+    for seconds in (0.9, 2.2, 2.4, 3.8):
+        at(made, seconds, look)
+    ended_well(made)
+    assert running[0.9] > 8
+    assert max(running[2.2], running[2.4]) <= 4
+    assert running[3.8] > 4
+    joined = made.membership.worker("both-1")
+    assert joined is not None
+    assert joined.sim is not None
+    with pytest.raises(ValueError, match="at least 1"):
+        joined.sim.core.set_limits(0, 1)
+
+
+def test_steps_that_are_planned_at_once_heed_a_limit_as_single_steps_do() -> None:
+    results = []
+    for stepwise in (False, True):
+        made = simulation(open_loop(60.0, 150), fleet(), stepwise=stepwise)
+        at(made, 0.5, lambda now, made=made: made.membership.set_limits("both", 3, 64, now))
+        results.append(figures(made.run()))
+    assert results[0] == results[1]
 
 
 def test_a_drained_worker_takes_nothing_new_ends_its_streams_and_goes() -> None:

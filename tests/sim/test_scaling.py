@@ -207,7 +207,10 @@ def test_the_last_worker_that_decodes_is_left() -> None:
         (RemoveWorker("nobody"), "nobody is not there"),
         (FlipRole("nobody", Role.PREFILL, "prefill"), "nobody is not ready"),
         (FlipRole("both-0", Role.PREFILL, "prefill"), "both-0 cannot serve in pool 'prefill'"),
-        (SetOperatingPoint(pool="both", max_seqs=3), "SetOperatingPoint is not supported"),
+        (
+            SetOperatingPoint(pool="both", max_seqs=0),
+            "both: max_seqs is 0; it must be at least 1",
+        ),
     ],
 )
 def test_what_cannot_be_done_is_refused(action: Action, reason: str) -> None:

@@ -56,11 +56,13 @@ class Rows:
         self.owner: list[Sequence | None] = [None] * count
         self._free = list(range(count - 1, -1, -1))
         self.used = 0
+        #: Rows that may be in use at once; those in use beyond it end as they would.
+        self.max_used = self.count = count
 
     @property
     def free(self) -> int:
-        """Rows that no sequence has."""
-        return len(self._free)
+        """Rows that a sequence may still have."""
+        return max(min(len(self._free), self.max_used - self.used), 0)
 
     def remaining(self, row: int) -> int:
         """Return the tokens of a row that are still to be computed."""

@@ -95,6 +95,11 @@ class EngineCore:
         if state.offload is not None:
             state.offload.session_back(seq.hashes, request.arrival + self._epoch)
 
+    def set_limits(self, max_seqs: int, max_batched_tokens: int) -> Effects:
+        """Run at most so much at once, up to `config`, from the next plan on."""
+        self._state.set_limits(max_seqs, max_batched_tokens)
+        return self._state.flush(Effects())
+
     def would_wait(self, request: Request) -> bool:
         """Whether `add` would take a request in, and place it behind another that waits.
 

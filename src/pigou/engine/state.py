@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
 from pigou.config import EngineConfig
@@ -65,6 +66,7 @@ class EngineState:
 
     def __init__(self, config: EngineConfig, tiers: Tiers | None) -> None:
         self.config = config
+        self._max_step_tokens = config.max_batched_tokens
         self.pool = BlockPool(config.blocks)
         self.prefix = PrefixCache(self.pool)
         #: Tiers beyond the device; None for the device alone.
@@ -106,6 +108,23 @@ class EngineState:
         self.computing = 0
         self._events: list[KVEvent] = []
         self._freed = 0
+
+    def set_limits(self, max_seqs: int, max_batched_tokens: int) -> None:
+        """Change how much runs at once; what runs goes on.
+
+        Limits above those that the engine was made with count as those: its arrays have their size.
+
+        Raises:
+            ValueError: a limit is below 1.
+        """
+        if max_seqs < 1 or max_batched_tokens < 1:
+            raise ValueError(
+                f"max_seqs is {max_seqs} and max_batched_tokens {max_batched_tokens}; both must be "
+                "at least 1"
+            )
+        self.rows.max_used = min(max_seqs, self.rows.count)
+        tokens = min(max_batched_tokens, self._max_step_tokens)
+        self.config = msgspec.structs.replace(self.config, max_batched_tokens=tokens)
 
     # --- rows -------------------------------------------------------------------------------
 

@@ -61,6 +61,14 @@ class LiveFleet:
         """Return why no further worker of a pool can be started now; empty where one can."""
         return self._provider(pool).start_refusal(pool)
 
+    def limits_refusal(self, pool: str) -> str:  # noqa: ARG002
+        """Return why limits cannot change: no server of this fleet can do so while it runs."""
+        return "its workers keep the limits that they were started with"
+
+    def set_limits(self, pool: str, *limits: int | None) -> None:  # noqa: ARG002
+        """Refuse: `limits_refusal` says why."""
+        raise FleetError(f"{pool}: {self.limits_refusal(pool)}")
+
     def flip_refusal(self, id: str, pool: str) -> str:
         """Return why a worker cannot serve in another pool; empty where it can."""
         member = self._member(id)

@@ -95,6 +95,7 @@ class Membership:
         self._fleet, self._config, self._clock = fleet, config, clock
         self._rng = Random(f"{seed} starts")
         self._drains: dict[str, _Drain] = {}
+        self._limits: dict[str, tuple[int | None, int | None]] = {}
         self._looks = False
         names = self._make_pools(config, specs)
         workers = iter(fleet.workers)
@@ -165,6 +166,21 @@ class Membership:
         self._fleet.remove(worker, now)
         self._note(worker, now)
 
+    def set_limits(
+        self, pool: str, max_seqs: int | None, max_batched_tokens: int | None, now: int
+    ) -> None:
+        """Let each worker of a pool, and those that join it, run no more at once.
+
+        None leaves a limit as it is. What a worker runs already goes on.
+        """
+        seqs, tokens = self._limits.get(pool, (None, None))
+        self._limits[pool] = (
+            seqs if max_seqs is None else max_seqs,
+            tokens if max_batched_tokens is None else max_batched_tokens,
+        )
+        for worker in self.members(pool):
+            self._limit(worker, now)
+
     def flip(self, worker: FleetWorker, pool: str, now: int) -> None:
         """Let a ready worker serve in another pool, after a drain where flips take one."""
         if self._config.flip.drains:
@@ -202,10 +218,22 @@ class Membership:
             worker.failed_starts = 0
             self._fleet.start(worker, at)
             self._note(worker, at)
+            self._limit(worker, at)
             self._warm_up(worker, at)
             self._expect_loss(worker, at)
 
         self._at(now + round(took_s * SECOND), worker, ended)
+
+    def _limit(self, worker: FleetWorker, now: int) -> None:
+        """Give a worker the limits of its pool; its own where the pool has none."""
+        if worker.sim is None or not self._limits:
+            return
+        engine = worker.spec.engine
+        seqs, tokens = self._limits.get(worker.pool, (None, None))
+        seqs = engine.max_seqs if seqs is None else seqs
+        tokens = engine.max_batched_tokens if tokens is None else tokens
+        core = worker.sim.core
+        worker.sim.call_core(lambda _: core.set_limits(seqs, tokens), now)
 
     def _warm_up(self, worker: FleetWorker, now: int) -> None:
         """Let the first steps of a worker take longer."""
@@ -285,6 +313,7 @@ class Membership:
                     self._migrate(worker, at)
                 self._fleet.readmit(worker, at)
                 self._note(worker, at)
+                self._limit(worker, at)
 
         if flip.seconds:
             self._note(worker, now)

@@ -86,6 +86,17 @@ class ScaledFleets:
         fleet, own = self._pool(pool)
         return fleet.membership.pools[own].role.decodes
 
+    def limits_refusal(self, pool: str) -> str:  # noqa: ARG002
+        """Return nothing: simulated engines change their limits between two steps."""
+        return ""
+
+    def set_limits(
+        self, pool: str, max_seqs: int | None, max_batched_tokens: int | None, now: int
+    ) -> None:
+        """Let each worker of a pool, and those that join it, run no more at once."""
+        fleet, own = self._pool(pool)
+        fleet.membership.set_limits(own, max_seqs, max_batched_tokens, now)
+
     def add(self, pool: str, now: int) -> str:
         """Order one more worker of a pool; return its id."""
         fleet, own = self._pool(pool)

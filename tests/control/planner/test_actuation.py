@@ -50,6 +50,14 @@ class ListedFleet:
     def decodes(self, pool: str) -> bool:
         return pool != "prefill"
 
+    def limits_refusal(self, pool: str) -> str:
+        return "" if pool == "decode" else "its limits are fixed"
+
+    def set_limits(
+        self, pool: str, max_seqs: int | None, max_batched_tokens: int | None, now: int
+    ) -> None:
+        self.orders.append(("limits", pool, f"{max_seqs} {max_batched_tokens}"))
+
     def add(self, pool: str, now: int) -> str:
         self.room -= 1
         id = f"{pool}-{self.size}"
@@ -89,6 +97,7 @@ def fleet(room: int = 9) -> ListedFleet:
         (RemoveWorker("d2"), [("remove", "d2")]),
         (FlipRole("d0", Role.PREFILL, "prefill"), [("flip", "d0", "prefill")]),
         (RebalancePool("decode", "d0"), []),
+        (SetOperatingPoint(pool="decode", max_seqs=3), [("limits", "decode", "3 None")]),
     ],
 )
 def test_what_can_be_done_is_done(action: Action, orders: list[tuple[str, ...]]) -> None:
@@ -106,7 +115,12 @@ def test_what_can_be_done_is_done(action: Action, orders: list[tuple[str, ...]])
         (RemoveWorker("nobody"), "nobody is not there"),
         (FlipRole("d2", Role.PREFILL, "prefill"), "d2 is not ready"),
         (FlipRole("d0", Role.BOTH, "both"), "d0 cannot serve in pool 'both'"),
-        (SetOperatingPoint(pool="decode", max_seqs=3), "SetOperatingPoint is not supported"),
+        (SetOperatingPoint(pool="both", max_seqs=3), "there is no pool 'both'"),
+        (SetOperatingPoint(pool="prefill", max_seqs=3), "prefill: its limits are fixed"),
+        (
+            SetOperatingPoint(pool="decode", max_batched_tokens=0),
+            "decode: max_batched_tokens is 0; it must be at least 1",
+        ),
     ],
 )
 def test_what_cannot_be_done_is_refused(action: Action, refusal: str) -> None:

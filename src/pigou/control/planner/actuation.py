@@ -13,6 +13,7 @@ from pigou.control.planner.messages import (
     FlipRole,
     RebalancePool,
     RemoveWorker,
+    SetOperatingPoint,
     WorkerState,
 )
 
@@ -75,6 +76,16 @@ class ManagedFleet(Protocol):
         """Whether workers of a pool decode."""
         ...
 
+    def limits_refusal(self, pool: str) -> str:
+        """Return why limits of a pool's workers cannot change while they run; empty if they can."""
+        ...
+
+    def set_limits(
+        self, pool: str, max_seqs: int | None, max_batched_tokens: int | None, now: int
+    ) -> None:
+        """Let each worker of a pool run no more at once; None leaves a limit as it is."""
+        ...
+
     def add(self, pool: str, now: int) -> str:
         """Order one more worker of a pool; return its id."""
         ...
@@ -110,9 +121,10 @@ def carry_out(action: Action, fleet: ManagedFleet, now: int, max_workers: int = 
             return remove_worker(fleet, worker, now)
         case FlipRole(worker, _, pool):
             return flip_worker(fleet, worker, pool, now)
+        case SetOperatingPoint():
+            return set_operating_point(fleet, action, now)
         case RebalancePool():
-            return ""  # advice to the router, which goes by what it sees itself
-    return f"{type(action).__name__} is not supported"
+            return ""  # advice to the operator: the router goes by what it sees itself
 
 
 def add_workers(fleet: ManagedFleet, pool: str, count: int, now: int, max_workers: int = 0) -> str:
@@ -126,6 +138,20 @@ def add_workers(fleet: ManagedFleet, pool: str, count: int, now: int, max_worker
         fleet.add(pool, now)
     if room < count:
         return f"{pool}: {count - room} workers more than max_workers allows"
+    return ""
+
+
+def set_operating_point(fleet: ManagedFleet, point: SetOperatingPoint, now: int) -> str:
+    """Change limits of a pool's workers; return why not, empty where it is done."""
+    if point.pool not in fleet.pools:
+        return f"there is no pool {point.pool!r}"
+    for name in ("max_seqs", "max_batched_tokens"):
+        value = getattr(point, name)
+        if value is not None and value < 1:
+            return f"{point.pool}: {name} is {value}; it must be at least 1"
+    if refusal := fleet.limits_refusal(point.pool):
+        return f"{point.pool}: {refusal}"
+    fleet.set_limits(point.pool, point.max_seqs, point.max_batched_tokens, now)
     return ""
 
 
