@@ -39,9 +39,11 @@ from benchmarks.lib.servers import (
 #: Prompts, each with one right reply for each number of tokens.
 _PROMPTS = 16
 #: Of a sleeping worker: a step is 20 ms and 2 ms for each stream, a second has 2,000 prompt tokens.
-_WORKER = ("--executor", "sleep", "--sleep-base", "20000000", "--sleep-per-seq", "2000000",
+WORKER = ("--executor", "sleep", "--sleep-base", "20000000", "--sleep-per-seq", "2000000",
            "--sleep-prefill-rate", "2000", "--repeat", "1")  # fmt: skip
 _TEXT_ROUTE = "/v1/completions"
+#: Seconds in which workers end whose gateway was killed.
+_ORPHAN_S = 5.0
 
 
 class Phase(NamedTuple):
@@ -194,7 +196,7 @@ def serve_arguments(args: argparse.Namespace, port: int, journal: Path) -> list[
         "--slo", f"ttft={args.ttft},itl={args.itl}", "--planner", args.planner,
         "--max-workers", str(args.max_workers), "--planner-interval", str(args.interval),
         *(["--start-up", str(args.start_up)] if args.start_up else []),
-        "--journal", str(journal), "--", *_WORKER,
+        "--journal", str(journal), "--", *WORKER,
     ]  # fmt: skip
 
 
@@ -259,11 +261,15 @@ def main() -> None:
         with Server(command, url=url, log=Path(folder) / "gateway.log") as gateway:
             gateway.wait_healthy()
             kills = ("starting", "draining") if args.kills else ()
-            outcome, plan, _ = asyncio.run(
+            outcome, plan, workers = asyncio.run(
                 measure(url, phases, (args.ttft, args.itl), kills, args.seed, args.interval)
             )
             if args.kills:
+                pids = [row["pid"] for row in workers["workers"] if row["pid"]]
                 os.kill(gateway.pid, signal.SIGKILL)
+                time.sleep(_ORPHAN_S)
+                left = sum(Path(f"/proc/{pid}/cmdline").exists() for pid in pids)
+                print(f"{left} of {len(pids)} workers outlived the gateway that was killed")
         show(outcome, plan, args)
         same, windows, entries = replay(journal)
         print(f"journal: {entries} entries, {windows} windows of the planner, "

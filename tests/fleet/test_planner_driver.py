@@ -233,6 +233,19 @@ async def test_an_unknown_planner_or_parameter_is_refused_before_anything_starts
         )
 
 
+async def test_a_planner_that_needs_speeds_is_refused_where_no_worker_measured_its_own() -> None:
+    plane_driver = PlaneDriver(ControlPlane(ControlConfig()))
+    status = PlanStatus(plane_driver.meter)
+    made = PlannerDriver(
+        config(planner={"planner": "dynamo-sla"}),
+        FakeFleet(),
+        plane_driver,
+        status,  # type: ignore[arg-type]
+    )
+    with pytest.raises(ConfigError, match="--rehearse"):
+        made.start(plane_driver.background)
+
+
 def test_a_profile_is_of_prompts_alone_and_of_streams_alone() -> None:
     measured = (
         Rehearsed(128, 0, 1, 0.1), Rehearsed(512, 0, 1, 0.4), Rehearsed(0, 1, 8, 0.08),

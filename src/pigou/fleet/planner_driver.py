@@ -8,6 +8,7 @@ import math
 import time
 
 from pigou.background import Background
+from pigou.config import ConfigError
 from pigou.control.planner.actuation import carry_out
 from pigou.control.planner.config import PlannerConfig
 from pigou.control.planner.journal import planner_entry
@@ -28,6 +29,10 @@ _log = logging.getLogger("pigou.fleet")
 _DRAIN_S, _START_UP_S = 10.0, 30.0
 #: Points that a profile needs of prompts, and of streams.
 _MIN_POINTS = 2
+#: Stands for the speeds of workers that are not up yet.
+_ANY_PROFILE = PoolProfile(
+    prefill=((128.0, 0.1), (512.0, 0.4)), decode=((1.0, 256.0, 0.01), (16.0, 256.0, 0.02))
+)
 
 
 class PlannerDriver:
@@ -56,11 +61,22 @@ class PlannerDriver:
         self._config, self._live_fleet, self._plane_driver = config, live_fleet, plane_driver
         self._status = status
         self._drain_s = min(drain_s, _DRAIN_S)
-        self._started(Budget(), ProvisioningTimes(), {}).make()
+        self._started(Budget(), ProvisioningTimes(), {"": _ANY_PROFILE}).make()
         self._task: asyncio.Task[None] | None = None
 
     def start(self, background: Background) -> None:
-        """Begin to plan; the first workers are up."""
+        """Begin to plan; the first workers are up.
+
+        Raises:
+            ConfigError: the planner needs measured speeds, and the workers have none.
+        """
+        try:
+            self.describe().make()
+        except ConfigError as error:
+            raise ConfigError(
+                f"{error}; give workers more seconds to measure themselves, as `-- --rehearse 10`, "
+                "or take another planner"
+            ) from error
         self._task = background.start("planner", self.run)
 
     async def stop(self) -> None:
