@@ -22,6 +22,7 @@ from pigou.control.routing.policy import (
 )
 from pigou.control.routing.rivals.dynamo import DynamoConditional
 from pigou.control.routing.rivals.llm_d import LlmDConditional
+from pigou.control.routing.toll.policy import Toll
 from pigou.control.routing.view import Candidates, FleetView
 from pigou.request import Request
 
@@ -160,6 +161,22 @@ def test_any_policy_may_be_inside(kind: str, name: str) -> None:
     assert type(policy.inner) is type(load(name))
     fleet = split(1, 3, overlap=[0, 60, 0])
     assert ways(policy, fleet, PROMPT, product(1, 3)) == {1: "local", 2: "remote"}
+
+
+@pytest.mark.parametrize("kind", ["dynamo-conditional", "llm-d-conditional"])
+def test_the_policy_inside_takes_note_of_the_choice(kind: str) -> None:
+    policy, alone_ = load(kind, {"inner": "toll"}), Toll()
+    assert isinstance(policy, ConditionalDisaggregation)
+    fleet, offered = split(1, 3, overlap=[0, 60, 0]), product(1, 3)
+    parts = policy.parts(PROMPT, fleet, offered)
+    allowed = np.flatnonzero(np.isfinite(parts["threshold"]))
+    assert 0 < len(allowed) < len(offered)
+    chosen = int(allowed[-1])
+    policy.note(PROMPT, fleet, offered, chosen, parts)
+    left = Candidates(offered.prefill[allowed], offered.decode[allowed])
+    alone_.note(PROMPT, fleet, left, len(allowed) - 1, alone_.parts(PROMPT, fleet, left))
+    assert isinstance(policy.inner, Toll)
+    assert policy.inner.recent_ttft.seconds == alone_.recent_ttft.seconds > 0.0
 
 
 def test_a_policy_without_parts_may_be_inside() -> None:

@@ -8,7 +8,9 @@ import msgspec
 import numpy as np
 
 from pigou.control.routing.policy import (
+    CostParts,
     Costs,
+    CostTable,
     RequestView,
     RoutingPolicy,
     costs_of,
@@ -83,6 +85,22 @@ class ConditionalDisaggregation:
             whole[name][allowed] = part
         whole["threshold"] = np.where(allowed, 0.0, np.inf)
         return whole
+
+    def note(
+        self, request: RequestView, fleet: FleetView, candidates: Candidates, chosen: int,
+        parts: CostParts | None, /,
+    ) -> None:  # fmt: skip
+        """Let the policy inside take note of the choice, among the candidates that it saw."""
+        note = getattr(self.inner, "note", None)
+        if note is None:
+            return
+        allowed = self._allowed(request, fleet, candidates)
+        left = Candidates(candidates.prefill[allowed], candidates.decode[allowed])
+        own = None
+        if parts is not None and getattr(self.inner, "parts", None) is not None:
+            rows = {name: part[allowed] for name, part in parts.items() if name != "threshold"}
+            own = CostTable(tuple(rows), np.array([*rows.values(), sum(rows.values())]))
+        note(request, fleet, left, int(allowed[:chosen].sum()), own)
 
     def _allowed(self, request: RequestView, fleet: FleetView, candidates: Candidates) -> Flags:
         remote, decode = candidates.prefill >= 0, candidates.decode
