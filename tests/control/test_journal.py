@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from importlib.metadata import entry_points
 from types import SimpleNamespace
 from typing import Any, get_args
 
@@ -22,6 +23,7 @@ from pigou.control.journal import (
     Recorded,
     decode,
     encode,
+    journal_config,
     replay_call,
     report_tokens,
 )
@@ -51,6 +53,7 @@ from pigou.control.planner.objectives import ProvisioningTimes, Slo
 from pigou.control.planner.record import PlannerStarted
 from pigou.control.prefix_index import PrefixIndex
 from pigou.control.price_of_anarchy import PoAEstimate
+from pigou.control.routing.policy import GROUP, params_of
 from pigou.events import AllBlocksCleared, BlockRemoved, BlockStored
 from pigou.games.price_of_anarchy import Estimate, PriceOfAnarchy
 from pigou.request import SECOND, FinishReason, Rehearsed, Request, Role, Worker
@@ -339,3 +342,13 @@ def test_an_error_is_written_and_comes_again_and_a_refusal_is_not() -> None:
     with pytest.raises(ValueError, match="x"):
         recorder.observe(broken, 2)
     assert b'"error":"ValueError"' in lines[0]
+
+
+@pytest.mark.parametrize("policy", sorted(entry_points(group=GROUP).names))
+def test_a_journal_has_all_parameters_of_its_policy(policy: str) -> None:
+    plane = ControlPlane(ControlConfig(policy=policy))
+    config = msgspec.json.decode(msgspec.json.encode(journal_config(plane)), type=ControlConfig)
+    infinite = {k for k, v in params_of(plane.router.policy).items() if v == float("inf")}
+    assert config.params.keys() == params_of(plane.router.policy).keys() - infinite
+    again = ControlPlane(config)
+    assert params_of(again.router.policy) == params_of(plane.router.policy)

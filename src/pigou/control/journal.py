@@ -47,6 +47,7 @@ from pigou.control.planner.messages import PlannerDecision, PlannerWindow
 from pigou.control.planner.record import PlannerStarted
 from pigou.control.prefix_index.keyed_events import KeyedEvent
 from pigou.control.price_of_anarchy import PoAEstimate
+from pigou.control.routing.policy import params_of
 from pigou.request import NEVER, Request
 
 #: Version of the lines that are written. It rises when a line changes its meaning.
@@ -86,6 +87,17 @@ class JournalHead(msgspec.Struct, kw_only=True, frozen=True, tag_field="k", tag=
     now: int
     unix: int
     config: ControlConfig
+
+
+def journal_config(plane: ControlPlane) -> ControlConfig:
+    """Return the configuration of a plane with the parameters of its policy, defaults too.
+
+    So a journal replays alike where a later version has other defaults. JSON has no infinity:
+    a default of that value is left out.
+    """
+    params = msgspec.to_builtins(dict(params_of(plane.router.policy)))
+    finite = {k: v for k, v in params.items() if not isinstance(v, float) or math.isfinite(v)}
+    return msgspec.structs.replace(plane.config, params=finite)
 
 
 class JournalEntry(

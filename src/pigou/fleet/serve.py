@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from pigou.config import ConfigError, ControlConfig
+from pigou.control.journal import journal_config
 from pigou.control.plane import ControlPlane
 from pigou.control.planner.config import PlannerConfig
 from pigou.control.warm_up import warm_up
@@ -86,7 +87,11 @@ class Serving:
             allow_special_tokens=gateway.allow_special_tokens,
         )
         plane = ControlPlane(control)
-        journal = None if gateway.journal is None else Journal(Path(gateway.journal), control)
+        journal = (
+            None
+            if gateway.journal is None
+            else Journal(Path(gateway.journal), journal_config(plane))
+        )
         planner = planner or PlannerConfig()
         self.plane_driver = PlaneDriver(plane, prompts, journal, planner.objectives)
         self.supervisor = Supervisor(
