@@ -24,6 +24,8 @@ from pigou.request import SECOND, Request, Role, Worker
 LAW = LatencyLaw(0.0008, 0.02)
 #: Whose streams' seconds count alike, however slow they are.
 LEAST = Toll(TollParams(urgency=0.0))
+#: Parameters of the documentation's example.
+URGENCY_1 = TollParams(urgency=1.0)
 
 
 def pairs(*found: tuple[int, int]) -> Candidates:
@@ -173,7 +175,7 @@ def test_memory_costs_what_has_to_be_computed_again_for_the_blocks_that_are_stor
 
 
 def test_the_example_of_the_documentation_is_right() -> None:
-    known_, toll, offered = known(2), Toll(), pairs((0, 1), (-1, 1))
+    known_, toll, offered = known(2), Toll(URGENCY_1), pairs((0, 1), (-1, 1))
     known_.fleet_arrivals[:] = 2.0
     toll.recent_ttft.add(0.5)
     fleet = FleetView.of(
@@ -193,7 +195,7 @@ def test_the_example_of_the_documentation_is_right() -> None:
 
 
 def test_urgency_grows_with_the_square_of_the_time_to_the_first_token() -> None:
-    toll, offered = Toll(), pairs((-1, 0), (-1, 1))
+    toll, offered = Toll(URGENCY_1), pairs((-1, 0), (-1, 1))
     fleet = FleetView.of(2, estimates=known(2), prefill_requests=[0, 1], prefill_tokens=[0, 9950])
     request = Request("r", 950, 9)
     parts = toll.parts(request, fleet, offered)
@@ -226,7 +228,7 @@ def test_later_prompts_lose_no_more_than_the_next_does_by_going_elsewhere() -> N
 
 
 def test_later_prompts_are_as_urgent_as_this_one() -> None:
-    toll, offered = Toll(), pairs((-1, 0))
+    toll, offered = Toll(URGENCY_1), pairs((-1, 0))
     fleet = FleetView.of(1, estimates=known(1), prefill_requests=[1], prefill_tokens=[9950])
     request = Request("r", 950, 9)
     calm = toll.parts(request, fleet, offered)["toll_queue"][0]

@@ -28,7 +28,7 @@ class TollParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """
 
     toll: float = 1.0
-    urgency: float = 1.0
+    urgency: float = 2.0
     host_restore: float = 0.1
     storage_restore: float = 0.5
 
