@@ -12,6 +12,7 @@ from typing import Any
 from pigou.control.admission.queue_order import QueuedRequest
 from pigou.control.planner.attainment import AttainmentCounter, Objectives
 from pigou.control.planner.load_meter import ComputedPrompt, MeteredRequest, MeteredWindow
+from pigou.control.planner.objectives import Slo
 from pigou.gateway.failure import Rejected
 from pigou.gateway.gateway_request import GatewayRequest
 from pigou.gateway.sse_relay import Relay
@@ -26,8 +27,9 @@ _TOO_MANY = 429
 class MeteredCall:
     """A request of a client, from its arrival to its end.
 
+    Once it has ended, nothing of the request itself is remembered: windows may be long.
+
     Attributes:
-        call: the request.
         first_token_ns: when its first token was passed on; 0 before.
         computed: its prompt, once that was computed; None where that is not known.
         moves: attempts that failed.
@@ -36,12 +38,12 @@ class MeteredCall:
     """
 
     __slots__ = (
-        "_counted", "_ended_ns", "_headers", "_is_done", "_name", "call", "computed", "error",
-        "first_token_ns", "moves", "relays",
+        "_call", "_counted", "_ended", "_headers", "computed", "error", "first_token_ns", "moves",
+        "relays",
     )  # fmt: skip
 
     def __init__(self, call: GatewayRequest, headers: Mapping[str, str]) -> None:
-        self.call = call
+        self._call = call
         self.first_token_ns = 0
         self.computed: ComputedPrompt | None = None
         self.moves = 0
@@ -49,36 +51,45 @@ class MeteredCall:
         self.error: APIError | Rejected | None = None
         self._headers = headers
         self._counted = 0
-        self._ended_ns = 0
-        self._is_done = False
-        self._name: str | None = None
+        self._ended: MeteredRequest | None = None
 
     def begun(self, worker: str, uncached: int | None) -> None:
         """Note the first token, and what the worker that computed the prompt had to compute."""
         self.first_token_ns = self.first_token_ns or time.monotonic_ns()
         if self.computed is None and uncached is not None and not self.moves:
-            self.computed = ComputedPrompt(worker, self.call.prompt, max(uncached, 1))
+            self.computed = ComputedPrompt(worker, self._call.prompt, max(uncached, 1))
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended."""
+        return self._ended is not None
 
     @property
     def tokens(self) -> int:
         """Tokens that it got so far."""
+        if self._ended is not None:
+            return self._ended.output_tokens
         if self.relays:
             return sum(relay.counted for relay in self.relays)
-        return self.call.stats.completion_tokens
+        return self._call.stats.completion_tokens
 
     def name(self, objectives: Objectives, model: str) -> str:
         """Return the name of its class."""
-        if self._name is not None:
-            return self._name
-        call = self.call
-        name = objectives.name_of(call.tenant, call.prompt, self._headers, model)
-        if self._ended_ns:
-            self._name = name
-        return name
+        if self._ended is not None:
+            return self._ended.workload
+        call = self._call
+        return objectives.name_of(call.tenant, call.prompt, self._headers, model)
 
-    def end(self, now: int, *, done: bool) -> None:
-        """Note the end."""
-        self._ended_ns, self._is_done = now, done
+    def end(self, now: int, objectives: Objectives, model: str, *, done: bool) -> MeteredRequest:
+        """Note the end; return it as a window counts it."""
+        open_request = self.metered(objectives, model)
+        self._ended = open_request._replace(
+            ended_ns=now, is_done=done,
+            is_attained=done and self._is_inside(objectives.slo_of(open_request.workload), now),
+        )  # fmt: skip
+        self.relays.clear()
+        del self._call
+        return self._ended
 
     def fresh_tokens(self) -> int:
         """Return the tokens that it got since this was asked last."""
@@ -88,32 +99,30 @@ class MeteredCall:
 
     def metered(self, objectives: Objectives, model: str) -> MeteredRequest:
         """Return it as a planner's window counts it."""
-        call = self.call
+        if self._ended is not None:
+            return self._ended
+        call = self._call
         return MeteredRequest(
             self.name(objectives, model), call.prompt, call.arrival, call.arrival,
-            self.first_token_ns if call.stream else 0, self._ended_ns, self.tokens,
-            self._itl_ns(), self._is_done, self.is_attained(objectives, model), self.computed,
+            self.first_token_ns if call.stream else 0, 0, self.tokens, self._itl_ns(),
+            computed=self.computed,
         )  # fmt: skip
 
-    def is_attained(self, objectives: Objectives, model: str) -> bool:
-        """Whether it is done, and inside its objective.
+    def _is_inside(self, slo: Slo | None, now: int) -> bool:
+        """Whether it is inside its objective, as it ends.
 
         A reply in one piece is inside where it took no longer than a stream inside may take.
         """
-        if not self._is_done:
-            return False
-        name = self.name(objectives, model)
-        slo = objectives.slo_of(name)
+        call, itl_ns = self._call, self._itl_ns()
         if slo is None:
             return True
-        if not self.call.stream:
+        if not call.stream:
             gaps = max(self.tokens - 1, 0)
             limit_s = slo.ttft_s + (gaps * slo.itl_s if gaps else 0.0)
-            return (self._ended_ns - self.call.arrival) / SECOND <= limit_s
+            return (now - call.arrival) / SECOND <= limit_s
         if not self.first_token_ns:
             return False
-        itl_ns = self._itl_ns()
-        ttft_s = (self.first_token_ns - self.call.arrival) / SECOND
+        ttft_s = (self.first_token_ns - call.arrival) / SECOND
         return slo.attained(ttft_s, None if itl_ns is None else itl_ns / SECOND)
 
     def _itl_ns(self) -> float | None:
@@ -165,38 +174,35 @@ class RequestMeter:
         try:
             yield
         except (APIError, Rejected) as error:
-            self._end(metered, done=False, counts=_is_offered(error))
+            self._end(call, metered, done=False, counts=_is_offered(error))
             raise
         except (ConnectionError, TimeoutError, asyncio.CancelledError):
-            self._leave(metered)
+            self._leave(call, metered)
             raise
         except BaseException:
-            self._end(metered, done=False, counts=True)
+            self._end(call, metered, done=False, counts=True)
             raise
         failure = metered.error
         counts = failure is None or _is_offered(failure)
-        self._end(metered, done=failure is None, counts=counts)
+        self._end(call, metered, done=failure is None, counts=counts)
 
-    def _leave(self, metered: MeteredCall) -> None:
+    def _leave(self, call: GatewayRequest, metered: MeteredCall) -> None:
         """Note the end of a request whose client left."""
         slo = self.objectives.slo_of(metered.name(self.objectives, self.model()))
-        waited_s = (time.monotonic_ns() - metered.call.arrival) / SECOND
+        waited_s = (time.monotonic_ns() - call.arrival) / SECOND
         late = slo is not None and waited_s > slo.ttft_s
-        self._end(metered, done=metered.tokens > 0, counts=metered.tokens > 0 or late)
+        got = metered.tokens > 0
+        self._end(call, metered, done=got, counts=got or late)
 
-    def _end(self, metered: MeteredCall, *, done: bool, counts: bool) -> None:
+    def _end(self, call: GatewayRequest, metered: MeteredCall, *, done: bool, counts: bool) -> None:
         now = time.monotonic_ns()
-        metered.end(now, done=done)
-        self._open.pop(metered.call.id, None)
+        ended = metered.end(now, self.objectives, self.model(), done=done)
+        self._open.pop(call.id, None)
         if self.is_windowed:
             self._ended.append(metered)
         if counts and self.objectives.known:
-            model = self.model()
-            name, inside = metered.name(self.objectives, model), metered.is_attained(
-                self.objectives, model
-            )  # fmt: skip
-            self.attainment.add(name, inside)
-            self._recent.append((now, name, inside))
+            self.attainment.add(ended.workload, ended.is_attained)
+            self._recent.append((now, ended.workload, ended.is_attained))
 
     def begun(self, call: GatewayRequest, worker: str, uncached: int | None) -> None:
         """A request had its first token.
@@ -207,7 +213,7 @@ class RequestMeter:
             uncached: tokens of it that were computed; None where not known.
         """
         metered = call.metered
-        if metered is None or metered.first_token_ns:
+        if metered is None or metered.first_token_ns or metered.is_over:
             return
         metered.begun(worker, uncached)
         if self.is_windowed:
