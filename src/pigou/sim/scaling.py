@@ -123,8 +123,8 @@ class Scaling:
 
 def _merged(windows: Sequence[tuple[str, PlannerWindow]]) -> PlannerWindow:
     """Return one window of several fleets, their prefixes before the names."""
-    (_, first), *_ = windows
-    if len(windows) == 1:
+    (prefix, first), *_ = windows
+    if len(windows) == 1 and not prefix:
         return first
     pools = []
     for prefix, window in windows:
