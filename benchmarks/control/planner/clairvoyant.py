@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import pairwise, product
 from typing import ClassVar
 
 import msgspec
@@ -163,7 +163,7 @@ def _move_costs(states: np.ndarray, foresight: Foresight) -> tuple[Floats, Float
 def _orders(path: Sequence[tuple[int, ...]], foresight: Foresight) -> list[PlannedOrder]:
     orders = []
     names = [pool.name for pool in foresight.pools]
-    for step, (old, new) in enumerate(zip(path, path[1:], strict=False)):
+    for step, (old, new) in enumerate(pairwise(path)):
         change = dict(zip(names, (b - a for a, b in zip(old, new, strict=True)), strict=True))
         at = STEP_S * step
         down = {name: -n for name, n in change.items() if n < 0}

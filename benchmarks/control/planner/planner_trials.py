@@ -16,6 +16,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import time
 from collections import defaultdict
@@ -25,9 +26,15 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.control.planner.clairvoyant import SchedulePlanner, perfect_gpu_hours, plan_orders
+from benchmarks.control.planner.clairvoyant import (
+    PlannedOrder,
+    SchedulePlanner,
+    perfect_gpu_hours,
+    plan_orders,
+)
 from benchmarks.control.planner.trial_cases import (
     FIRST_JUDGING_SEED,
+    DrawnModel,
     DrawnTrial,
     Trial,
     choosing,
@@ -39,9 +46,11 @@ PLANNERS = (
     "price", "dynamo-load", "dynamo-sla", "dynamo", "apa", "kpa", "wva", "ray", "hpa-qps",
     "hpa-cpu", "heteroscale", "static",
 )  # fmt: skip
-#: GPU-seconds of a late request, and factors of the demand, of the clairvoyant's plans.
-PLANS = ((0.6, 1.0), (2.0, 1.0), (8.0, 1.0), (30.0, 1.1))
+#: Worker-seconds of a late request, and factors of the demand, of the clairvoyant's plans.
+PLANS = ((1.0, 1.0), (2.0, 1.0), (8.0, 1.0), (30.0, 1.1))
 _CLAIRVOYANT = "clairvoyant"
+#: Threshold of the garbage collector: a run leaves next to no cycles.
+_GARBAGE = 50_000
 #: Attainment that counts as equal.
 _EQUAL = 0.0005
 
@@ -88,11 +97,15 @@ def run(trial: Trial, planner: str, seed: int, traces: Path) -> Cell:
 def _clairvoyant(drawn: DrawnTrial, planner: str) -> dict[str, Any]:
     _, late, margin = planner.split(":")
     orders = [
-        order
-        for model in drawn.models
-        for order in plan_orders(model.demand, model.foresight(), float(late), float(margin))
+        order for model in drawn.models for order in _orders(model, float(late), float(margin))
     ]
     return drawn.run(_CLAIRVOYANT, lambda gpus: SchedulePlanner(orders, gpus))
+
+
+def _orders(model: DrawnModel, late_workers_s: float, margin: float) -> list[PlannedOrder]:
+    seen = model.foresight()
+    gpus = max(pool.gpus for pool in seen.pools)
+    return plan_orders(model.demand, seen, late_workers_s * gpus, margin)
 
 
 def names(options: argparse.Namespace) -> list[str]:
@@ -106,6 +119,7 @@ def names(options: argparse.Namespace) -> list[str]:
 
 def work(options: argparse.Namespace) -> None:
     """Run the cells of a share that are not done."""
+    gc.set_threshold(_GARBAGE)
     options.out.mkdir(parents=True, exist_ok=True)
     done = {(c["trial"], c["planner"], c["seed"]) for c in read_cells(options.out, options.side)}
     cells = [
@@ -178,7 +192,7 @@ def above(row: Mapping[str, Cell], planner: str) -> list[str]:
     return [
         name
         for name, cell in row.items()
-        if not name.startswith((_CLAIRVOYANT, planner.split(",")[0]))
+        if not name.startswith((_CLAIRVOYANT, planner.partition(",")[0]))
         and cell["attained"] > own["attained"] + _EQUAL
         and cell["gpu_hours"] <= own["gpu_hours"]
     ]
@@ -230,7 +244,9 @@ def _means(table: Mapping[tuple[str, int], Mapping[str, Cell]], planners: Sequen
         pairs = [(cell, hull) for cell, hull in zip(own, hulls, strict=True) if hull is not None]
         ratios = [cell["gpu_hours"] / hull.at(cell["attained"]) for cell, hull in pairs] or [0.0]
         late = [1.0 - cell["attained"] - hull.late(cell["gpu_hours"]) for cell, hull in pairs]
-        overshoot = [cell["peak_gpus"] / _peak(row) - 1.0 for cell, row in zip(own, rows)]
+        overshoot = [
+            cell["peak_gpus"] / _peak(row) - 1.0 for cell, row in zip(own, rows, strict=True)
+        ]
         print(
             f"        {name:<24}{len(own):>7}{_mean(own, 'attained'):>9.3f}"
             f"{statistics.fmean(c['gpu_hours'] / c['perfect'] for c in own):>14.2f}"
@@ -248,7 +264,7 @@ def _mean(cells: Sequence[Cell], figure: str) -> float:
 def _peak(row: Mapping[str, Cell]) -> float:
     """Return the peak GPUs of the clairvoyant's costliest plan; the smallest of all without it."""
     plans = [c for name, c in row.items() if name.startswith(_CLAIRVOYANT)] or list(row.values())
-    return max(cell["peak_gpus"] for cell in plans)
+    return float(max(cell["peak_gpus"] for cell in plans))
 
 
 def main() -> None:

@@ -42,6 +42,7 @@ PATIENCE_S = 60.0
 #: Of a run's first seconds, whose load the fleet at the beginning is for.
 _FIRST_STEPS = 6
 _CHAT = RequestLengths(input=(4000, 12000), output=(100, 300))
+_JUDGED = RequestLengths(input=(5000, 15000), output=(80, 240))
 _LONG = RequestLengths(input=(8000, 16000), output=(50, 150))
 _WORDY = RequestLengths(input=(500, 1500), output=(400, 1000))
 _SLO = "ttft=4,itl=0.04"
@@ -69,10 +70,10 @@ class TrialFleet:
 
 
 _QWEN = Setup(model="qwen3-32b", gpu="H200")
-_LLAMA = Setup(model="llama-3.1-70b", gpu="H100", tp=4)
+_LLAMA = Setup(model="llama-3.1-70b", gpu="H200", tp=2)
 AGGREGATED = TrialFleet("both 32b", (Role.BOTH,), (_QWEN, _LLAMA))
 SEPARATE = TrialFleet("p+d 32b", (Role.PREFILL, Role.DECODE), (_QWEN, _LLAMA))
-WIDE = TrialFleet("p+d 70b tp=4", (Role.PREFILL, Role.DECODE), (_LLAMA, _QWEN), 1.6, 10)
+WIDE = TrialFleet("p+d 70b tp=2", (Role.PREFILL, Role.DECODE), (_LLAMA, _QWEN), 0.9)
 
 
 @dataclass(frozen=True)
@@ -164,9 +165,7 @@ class DrawnTrial:
     seed: int
     models: tuple[DrawnModel, ...]
 
-    def run(
-        self, planner: str, given: Callable[[int], Planner] | None = None
-    ) -> dict[str, Any]:
+    def run(self, planner: str, given: Callable[[int], Planner] | None = None) -> dict[str, Any]:
         """Run it; return the figures.
 
         Args:
@@ -200,6 +199,10 @@ def _control() -> ControlConfig:
 
 def _load(name: str, seconds: float, *pairs: tuple[float, float]) -> tuple[PlannerLoad, ...]:
     return (PlannerLoad(name, seconds, (LoadPart(pieces(*pairs), _CHAT),)),)
+
+
+def _judged(name: str, seconds: float, *pairs: tuple[float, float]) -> tuple[PlannerLoad, ...]:
+    return (PlannerLoad(name, seconds, (LoadPart(pieces(*pairs), _JUDGED),)),)
 
 
 def _turning(
@@ -241,21 +244,21 @@ def choosing() -> list[Trial]:
 
 def judging() -> list[Trial]:
     """Return the trials that judge, and choose nothing."""
-    day = LoadPart(wave(1.1, 0.9, 2000.0, 2000.0), _CHAT)
-    first = LoadPart(pieces((0.0, 0.5), (500.0, 1.6), (1100.0, 0.6)), _CHAT)
-    other = LoadPart(pieces((0.0, 1.4), (700.0, 0.5), (1200.0, 1.2)), _CHAT)
+    day = LoadPart(wave(0.9, 0.7, 1500.0, 1500.0), _JUDGED)
+    first = LoadPart(pieces((0.0, 0.4), (400.0, 1.2), (900.0, 0.5)), _JUDGED)
+    other = LoadPart(pieces((0.0, 1.1), (550.0, 0.4), (1000.0, 0.9)), _JUDGED)
     loads = {
-        "constant": _load("constant", 1300.0, (0.0, 1.4)),
-        "step": _load("step", 1700.0, (0.0, 0.7), (450.0, 2.4), (1000.0, 0.7)),
-        "ramp": _load("ramp", 1700.0, (0.0, 0.5), *ramp(0.5, 2.4, 200.0, 800.0), (800.0, 2.4),
-                      *ramp(2.4, 0.8, 1100.0, 1500.0)),
-        "burst": _load("burst", 900.0, *((150.0 * n, 0.3 * rate) for n, rate in
-                                         enumerate((15.0, 2.0, 10.0, 15.0, 5.0, 2.0)))),
-        "day": (PlannerLoad("day", 2000.0, (day,)),),
-        "azure": (PlannerLoad("azure", 1700.0, trace=AZURE, requests=1700, begin=0.46),),
-        "mooncake": (PlannerLoad("mooncake", 1500.0, trace=MOONCAKE, requests=1100, begin=0.5),),
-        "turning": _turning(1500.0, 750.0, 0.9, 2.0),
-        "two models": (PlannerLoad("first", 1500.0, (first,)),
-                       PlannerLoad("second", 1500.0, (other,))),
+        "constant": _judged("constant", 1000.0, (0.0, 1.1)),
+        "step": _judged("step", 1300.0, (0.0, 0.6), (400.0, 1.9), (800.0, 0.6)),
+        "ramp": _judged("ramp", 1300.0, (0.0, 0.4), *ramp(0.4, 1.9, 200.0, 700.0), (700.0, 1.9),
+                        *ramp(1.9, 0.7, 900.0, 1200.0)),
+        "burst": _judged("burst", 900.0, *((150.0 * n, 0.2 * rate) for n, rate in
+                                           enumerate((15.0, 2.0, 10.0, 15.0, 5.0, 2.0)))),
+        "day": (PlannerLoad("day", 1500.0, (day,)),),
+        "azure": (PlannerLoad("azure", 1300.0, trace=AZURE, requests=1100, begin=0.46),),
+        "mooncake": (PlannerLoad("mooncake", 1300.0, trace=MOONCAKE, requests=800, begin=0.5),),
+        "turning": _turning(1300.0, 650.0, 0.8, 1.5),
+        "two models": (PlannerLoad("first", 1300.0, (first,)),
+                       PlannerLoad("second", 1300.0, (other,))),
     }  # fmt: skip
     return _trials((AGGREGATED, SEPARATE, WIDE), loads)
