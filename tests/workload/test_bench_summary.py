@@ -4,6 +4,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from pigou.control.planner.objectives import Slo
 from pigou.request import SECOND
 from pigou.workload.bench_summary import Summary, latency_distribution, summarize
 from pigou.workload.request_outcome import Failure, SentRequest, Stream
@@ -70,5 +71,20 @@ def test_the_keys_of_the_summary_are_stable() -> None:
         "seconds", "offered", "completed", "failed", "cancelled", "failures",
         "output_tokens_per_second", "requests_per_second", "output_tokens", "output_tokens_asked",
         "prompt_tokens", "cached_tokens", "tokens_per_chunk", "counted_by", "ttft", "itl", "tpot",
-        "e2e", "queue_wait", "server_ttft", "server_e2e",
+        "e2e", "queue_wait", "server_ttft", "server_e2e", "attained",
     )  # fmt: skip
+
+
+def test_the_share_inside_an_objective_is_of_all_requests_that_ended() -> None:
+    good = done(0, 0, 500, 1000, 11)
+    slow = done(0, 0, 500, 3000, 11)
+    late = done(0, 2000, 2001, 2002, 1)  # from the intended time
+    one = done(0, 0, 500, 500, 1)  # a single token has no gaps
+    outcomes = [good, slow, late, one]
+    slo = Slo(ttft_s=1.0, itl_s=0.1)
+    found = summarize(outcomes, offered_requests=4, nanoseconds=SECOND, slo=slo)
+    assert found.attained == 0.5
+    failed = SentRequest(0, 0, 5, Failure("status 503", "busy"))
+    both = summarize([*outcomes, failed], offered_requests=9, nanoseconds=SECOND, slo=slo)
+    assert both.attained == 0.4
+    assert summarize(outcomes, offered_requests=4, nanoseconds=SECOND).attained is None

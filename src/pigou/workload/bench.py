@@ -96,7 +96,10 @@ async def bench(
         load = _load(config, ready, drive)
         finished = await _unless(stop, load) is not None
         took = time.monotonic_ns() - drive.began
-    summary = summarize(drive.outcomes, offered_requests=drive.offered_requests, nanoseconds=took)
+    summary = summarize(
+        drive.outcomes, offered_requests=drive.offered_requests, nanoseconds=took,
+        slo=config.objective,
+    )  # fmt: skip
     ids = not isinstance(ready.source.units[0], str)
     return BenchResult(
         model=ready.client.model,

@@ -12,6 +12,7 @@ import msgspec
 
 from pigou.config import ConfigError
 from pigou.config_option import option
+from pigou.control.planner.objectives import Slo
 
 if TYPE_CHECKING:
     import numpy as np
@@ -63,6 +64,7 @@ class BenchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         text: file whose passages are the prompts; "" makes them from common words.
         trace: file with recorded sessions, which give prompts, lengths and times; "" for none.
         timeout: seconds after which a request that was sent has failed.
+        slo: objective, as `Slo.parse` reads it; "" for none.
     """
 
     url: Annotated[str, option("The endpoint, like http://127.0.0.1:8000.", argument=True)]
@@ -126,6 +128,10 @@ class BenchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     ] = None
     seed: Annotated[int, option("Of arrivals, prompts and lengths.", "Load")] = 0
     timeout: Annotated[float, option("Seconds after which a request failed.", "Endpoint")] = 600.0
+    slo: Annotated[
+        str,
+        option("Objective, of which the share inside is told: ttft=S,itl=S.", "Results"),
+    ] = ""
 
     def __post_init__(self) -> None:
         """Refuse what contradicts itself, and values out of range."""
@@ -144,7 +150,7 @@ class BenchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             raise ConfigError(
                 f"--cv is {self.cv}; it must be 0 (even gaps), or {MIN_CV:g} to {MAX_CV:g}"
             )
-        self.inputs, self.outputs, self.arrivals  # noqa: B018  (they raise where they are wrong)
+        self.inputs, self.outputs, self.arrivals, self.objective  # noqa: B018  (they raise where they are wrong)
         self._check_url()
 
     def _check_url(self) -> None:
@@ -187,6 +193,14 @@ class BenchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         for wrong, message in conflicts:
             if wrong:
                 raise ConfigError(message)
+
+    @property
+    def objective(self) -> Slo | None:
+        """What `slo` says; None without one."""
+        try:
+            return Slo.parse(self.slo) if self.slo else None
+        except ConfigError as error:
+            raise ConfigError(f"--slo is {self.slo!r}: {error}") from None
 
     @property
     def base(self) -> str:

@@ -85,6 +85,7 @@ def _counts(result: BenchResult) -> Table:
         "Failed": summary.failed,
         **({"Cut off": summary.cancelled} if summary.cancelled else {}),
         "Seconds": f"{summary.seconds:.2f}",
+        **({} if summary.attained is None else {"Inside the objective": f"{summary.attained:.1%}"}),
         "Requests/s": f"{summary.requests_per_second:.2f}",
         "Output tokens/s": f"{summary.output_tokens_per_second:.1f}",
         "Output tokens": summary.output_tokens,

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from pigou.control.planner.objectives import Slo
 from pigou.request import SECOND
 from pigou.workload.request_outcome import Failure, SentRequest, Stream
 
@@ -62,6 +63,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True, rename={"offered_reques
         queue_wait: sent, from the intended time: what the client itself added.
         server_ttft: first token, from sending.
         server_e2e: last token, from sending.
+        attained: of the requests that ended, failed ones among them, the share inside the
+            objective: TTFT from the intended time, mean ITL. None without an objective.
     """
 
     seconds: float
@@ -85,6 +88,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True, rename={"offered_reques
     queue_wait: LatencyDistribution | None
     server_ttft: LatencyDistribution | None
     server_e2e: LatencyDistribution | None
+    attained: float | None = None
 
 
 def latency_distribution(
@@ -100,9 +104,17 @@ def latency_distribution(
 
 
 def summarize(
-    outcomes: Sequence[SentRequest], *, offered_requests: int, nanoseconds: int
-) -> Summary:
-    """Return the summary of a run that took so long and was meant to send `offered_requests`."""
+    outcomes: Sequence[SentRequest], *, offered_requests: int, nanoseconds: int,
+    slo: Slo | None = None,
+) -> Summary:  # fmt: skip
+    """Return the summary of a run.
+
+    Args:
+        outcomes: of the requests that ended.
+        offered_requests: that were meant to be sent.
+        nanoseconds: that it took.
+        slo: of the requests; None for none.
+    """
     done = [(o, o.result) for o in outcomes if isinstance(o.result, Stream)]
     streams = [stream for _, stream in done]
     tokens = sum(s.tokens for s in streams)
@@ -132,7 +144,20 @@ def summarize(
         queue_wait=latency_distribution([o.sent - o.intended for o, _ in done]),
         server_ttft=latency_distribution([s.first - o.sent for o, s in done]),
         server_e2e=latency_distribution([s.last - o.sent for o, s in done]),
+        attained=None if slo is None or not outcomes else _attained(outcomes, slo),
     )
+
+
+def _attained(outcomes: Sequence[SentRequest], slo: Slo) -> float:
+    """Return the share of requests inside an objective."""
+    inside = 0
+    for sent in outcomes:
+        stream = sent.result
+        if isinstance(stream, Stream):
+            gaps = stream.tokens - 1
+            itl_s = (stream.last - stream.first) / gaps / SECOND if gaps > 0 else None
+            inside += slo.attained((stream.first - sent.intended) / SECOND, itl_s)
+    return inside / len(outcomes)
 
 
 def _reasons(outcomes: Sequence[SentRequest]) -> list[FailureCount]:
