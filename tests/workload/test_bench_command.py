@@ -50,7 +50,7 @@ def test_the_document_has_stable_keys_and_no_secret(
         "completed", "failed", "cancelled", "failures", "output_tokens_per_second",
         "requests_per_second", "output_tokens", "output_tokens_asked", "prompt_tokens",
         "cached_tokens", "tokens_per_chunk", "counted_by", "ttft_ms", "itl_ms", "tpot_ms",
-        "e2e_ms", "queue_wait_ms", "server_ttft_ms", "server_e2e_ms",
+        "e2e_ms", "queue_wait_ms", "server_ttft_ms", "server_e2e_ms", "attained",
     ]  # fmt: skip
     assert list(found["ttft_ms"]) == ["mean", "p50", "p90", "p95", "p99"]
     assert (found["version"], found["load"]["requests"], found["load"]["model"]) == (1, 5, "stub")
@@ -91,3 +91,13 @@ def test_ctrl_c_prints_what_was_measured_so_far(stub: Start) -> None:
     assert run.returncode == 130, err
     assert "Interrupted" in out
     assert "TTFT" in out
+
+
+def test_the_share_inside_an_objective_is_told_and_a_wrong_one_refused(
+    stub: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "out.json"
+    assert call(stub().url, *SMALL, "--json", str(path), "--slo", "ttft=60,itl=60") == 0
+    assert json.loads(path.read_text())["attained"] == 1.0
+    assert "Inside the objective" in capsys.readouterr().out
+    assert call("http://127.0.0.1:1", "--slo", "fast=1") == 2
