@@ -12,9 +12,11 @@ import msgspec
 import pytest
 
 from pigou.config import ConfigError, ControlConfig
+from pigou.control.journal import JournalEntry, decode, encode
 from pigou.control.plane import ControlPlane
 from pigou.control.planner.attainment import Objectives
 from pigou.control.planner.config import PlannerConfig
+from pigou.control.planner.journal import planner_entry
 from pigou.control.planner.messages import (
     Action,
     AddWorkers,
@@ -145,7 +147,6 @@ async def test_the_journal_has_windows_and_decisions_and_replays_to_the_same(
 ) -> None:
     path = tmp_path / "journal.jsonl"
     made, _, plane_driver = driver(FakeFleet("both-0"), journal=path)
-    from pigou.control.planner.journal import planner_entry
 
     started = made.describe()
     planner = started.make()
@@ -257,3 +258,39 @@ def test_a_profile_is_of_prompts_alone_and_of_streams_alone() -> None:
     assert [(streams, s) for streams, _, s in profile.decode] == [(1.0, 0.01), (16.0, 0.05)]
     assert (profile.kv_tokens, profile.max_seqs) == (1600.0, 32)
     assert profile_of(Worker("w", "", Role.BOTH, rehearsed=measured[:2])) is None
+
+
+TABLES = {
+    "source": "simulator", "model": "m", "gpu": "", "tp": 1, "timing": "law", "kv_tokens": 64_000,
+    "max_seqs": 64, "max_batched_tokens": 2048, "overhead_s": 0.01, "transfer_token_s": 1e-6,
+    "prompts": [{"isl_tokens": n, "prefill_s": n / 4000, "ttft_s": n / 4000} for n in (128, 512)],
+    "decode": [
+        {"concurrency": n, "streams": n, "context_tokens": 300, "itl_mean_s": 0.01 + n / 1e3,
+         "itl_p95_s": 0.02, "output_tok_s": 1.0}
+        for n in (1, 16)
+    ],
+}  # fmt: skip
+
+
+async def test_tables_of_a_sweep_are_given_to_the_planner_and_stand_in_the_journal(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "sweep.json"
+    path.write_text(json.dumps(TABLES))
+    plane_driver = PlaneDriver(ControlPlane(ControlConfig()))
+    values = config(planner={"planner": "dynamo-sla"}, performance=str(path))
+    status = PlanStatus(plane_driver.meter)
+    made = PlannerDriver(values, FakeFleet(), plane_driver, status)  # type: ignore[arg-type]
+    started = made.describe()
+    entry = decode(encode(planner_entry(started, 1)))
+    assert isinstance(entry, JournalEntry)
+    assert entry.message == started
+    assert started.make().setup.performance.keys() == {"prefill", "decode", "both"}  # type: ignore[attr-defined]
+
+
+async def test_a_file_of_speeds_that_is_none_is_refused(tmp_path: Path) -> None:
+    plane_driver = PlaneDriver(ControlPlane(ControlConfig()))
+    status = PlanStatus(plane_driver.meter)
+    for path, message in ((tmp_path / "gone", "No such file"), (tmp_path, "directory")):
+        with pytest.raises(ConfigError, match=message):
+            PlannerDriver(config(performance=str(path)), FakeFleet(), plane_driver, status)  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 import time
+from pathlib import Path
 
 from pigou.background import Background
 from pigou.config import ConfigError
@@ -14,6 +15,7 @@ from pigou.control.planner.config import PlannerConfig
 from pigou.control.planner.journal import planner_entry
 from pigou.control.planner.messages import PlannerDecision, PlannerWindow, RebalancePool
 from pigou.control.planner.objectives import Budget, ProvisioningTimes, Slo
+from pigou.control.planner.performance.sweep_tables import SweepTables
 from pigou.control.planner.planner import Planner
 from pigou.control.planner.record import PlannerStarted, PoolProfile, decide
 from pigou.engine.startup_profiling import CONTEXT_TOKENS
@@ -61,6 +63,7 @@ class PlannerDriver:
         self._config, self._live_fleet, self._plane_driver = config, live_fleet, plane_driver
         self._status = status
         self._drain_s = min(drain_s, _DRAIN_S)
+        self._tables = _read_tables(config.performance)
         self._started(Budget(), ProvisioningTimes(), {"": _ANY_PROFILE}).make()
         self._task: asyncio.Task[None] | None = None
 
@@ -74,8 +77,8 @@ class PlannerDriver:
             self.describe().make()
         except ConfigError as error:
             raise ConfigError(
-                f"{error}; give workers more seconds to measure themselves, as `-- --rehearse 10`, "
-                "or take another planner"
+                f"{error}; give --performance FILE of `pigou sweep`, or workers more seconds to "
+                "measure themselves, as `-- --rehearse 10`"
             ) from error
         self._task = background.start("planner", self.run)
 
@@ -165,6 +168,8 @@ class PlannerDriver:
         self, budget: Budget, times: ProvisioningTimes, profiles: dict[str, PoolProfile]
     ) -> PlannerStarted:
         params = dict(self._config.planner)
+        provided = self._live_fleet.provided.values()
+        roles = {role.value: role for role in Role} | {pool.name: pool.role for pool in provided}
         return PlannerStarted(
             planner=params.pop("planner"),
             params=params,
@@ -173,6 +178,8 @@ class PlannerDriver:
             budget=budget,
             times=times,
             profiles=profiles,
+            tables=self._tables,
+            roles={} if self._tables is None else roles,
         )
 
     def _can_flip(self) -> bool:
@@ -182,6 +189,20 @@ class PlannerDriver:
             for member in self._live_fleet.members
             for pool in self._live_fleet.pools
         )
+
+
+def _read_tables(path: str) -> SweepTables | None:
+    """Return the tables of a file; None without one.
+
+    Raises:
+        ConfigError: it cannot be read, or is no such file.
+    """
+    if not path:
+        return None
+    try:
+        return SweepTables.parse(Path(path).read_bytes())
+    except OSError as error:
+        raise ConfigError(f"performance is {path!r}: {error.strerror}") from None
 
 
 def profile_of(worker: Worker) -> PoolProfile | None:

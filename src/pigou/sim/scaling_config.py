@@ -109,10 +109,6 @@ class ScalingConfig(PlannerConfig, frozen=True, forbid_unknown_fields=True, kw_o
     def __post_init__(self) -> None:
         """Refuse classes that no simulated request belongs to."""
         PlannerConfig.__post_init__(self)
-        if not self.plans and self.performance:
-            raise ConfigError(
-                f"performance is {self.performance!r}, and no planner reads it; give --planner too"
-            )
         for config in self.classes:
             for name in ("header", "model"):
                 if value := getattr(config, name):

@@ -77,6 +77,7 @@ class PlannerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         max_workers: starting and draining ones included; 0 for no limit.
         start_up: seconds until a new worker serves; None where that is not said.
         interval_s: between two looks of the planner.
+        performance: file of `pigou sweep` with the speeds of workers; "" for what is seen of them.
     """
 
     slo: Annotated[
@@ -112,6 +113,14 @@ class PlannerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     interval_s: Annotated[
         float, option("Seconds between two decisions.", "Planner", name="planner_interval")
     ] = 5.0
+    performance: Annotated[
+        str,
+        option(
+            "FILE of `pigou sweep`, for the planner.  [default: as workers measure themselves, or "
+            "learned]",
+            "Planner",
+        ),
+    ] = ""
 
     def __post_init__(self) -> None:
         """Refuse limits of no planner, and what no fleet is."""
@@ -135,6 +144,11 @@ class PlannerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         if not self.plans and self.start_up is not None:
             raise ConfigError(
                 f"start_up is {self.start_up}, and no planner starts a worker; give --planner too"
+            )
+
+        if not self.plans and self.performance:
+            raise ConfigError(
+                f"performance is {self.performance!r}, and no planner reads it; give --planner too"
             )
 
     @property

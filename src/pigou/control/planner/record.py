@@ -11,7 +11,9 @@ from pigou.control.messages import Message
 from pigou.control.planner.messages import PlannerDecision, PlannerWindow
 from pigou.control.planner.objectives import Budget, ProvisioningTimes, Slo, WorkloadClass
 from pigou.control.planner.performance.model import PerformanceModel
+from pigou.control.planner.performance.sweep_tables import SweepTables
 from pigou.control.planner.planner import Planner, PlannerSetup, load
+from pigou.request import Role
 
 
 class PoolProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -47,6 +49,8 @@ class PlannerStarted(Message, frozen=True, kw_only=True):
         classes: with objectives of their own.
         budget, times: as of `PlannerSetup`.
         profiles: of pools, by name; speeds of the others are learned.
+        tables: of `pigou sweep`; they go before profiles.
+        roles: of the pools that tables are for, by name.
         seed: of its random draws.
     """
 
@@ -57,6 +61,8 @@ class PlannerStarted(Message, frozen=True, kw_only=True):
     budget: Budget = msgspec.field(default_factory=Budget)
     times: ProvisioningTimes = msgspec.field(default_factory=ProvisioningTimes)
     profiles: dict[str, PoolProfile] = msgspec.field(default_factory=dict)
+    tables: SweepTables | None = None
+    roles: dict[str, Role] = msgspec.field(default_factory=dict)
     seed: int = 0
 
     def make(self) -> Planner:
@@ -65,12 +71,15 @@ class PlannerStarted(Message, frozen=True, kw_only=True):
         Raises:
             ConfigError: there is none of that name, or a parameter is refused.
         """
+        performance = {name: profile.performance for name, profile in self.profiles.items()}
+        if self.tables is not None:
+            performance = {name: self.tables.performance(r) for name, r in self.roles.items()}
         setup = PlannerSetup(
             slo=self.slo,
             classes=self.classes,
             budget=self.budget,
             times=self.times,
-            performance={name: profile.performance for name, profile in self.profiles.items()},
+            performance=performance,
             seed=self.seed,
         )
         return load(self.planner, setup, self.params)
