@@ -12,6 +12,8 @@ import pytest
 from tests.fleet.harness import SLEEP, WATCH, Client, attached, running, text, until
 from tests.gateway.stub import Script, Stub, whole_text
 
+from pigou.config import ControlConfig
+
 #: Tokens of a stream that is under way while the fleet changes: 20 ms each.
 TOKENS = 32
 #: They do not measure their speed first.
@@ -44,7 +46,8 @@ async def equal(tasks: list[asyncio.Task[list[dict[str, Any]]]], expected: str) 
 
 @pytest.mark.slow
 async def test_streams_under_way_outlive_every_change() -> None:
-    async with running(1, 2, 0, arguments=QUICK, template=QUICK) as (_, client):
+    control = ControlConfig(policy="least-loaded")  # prompts go to the prefill worker
+    async with running(1, 2, 0, control=control, arguments=QUICK, template=QUICK) as (_, client):
         expected = text(await client.reply(max_tokens=TOKENS))
 
         # A worker drains while another is added.

@@ -19,6 +19,9 @@ from pigou.fleet.serve import Serving
 from pigou.gateway.config import GatewayConfig
 from pigou.request import Role
 
+#: Prompts go to the prefill worker.
+SPLITS = ControlConfig(policy="least-loaded")
+
 
 async def busy(client: Client, role: str) -> int:
     """Return the pid of a worker of this role that has requests under way."""
@@ -47,7 +50,7 @@ async def settled(client: Client, restarts: int) -> None:
 
 @pytest.mark.slow
 async def test_killed_and_hung_workers_break_no_stream_and_come_back() -> None:
-    async with running(1, 2, 0) as (_, client):
+    async with running(1, 2, 0, control=SPLITS) as (_, client):
         expected = text(await client.reply())
 
         # The decode worker dies after any number of chunks, which the client already has.
@@ -100,7 +103,7 @@ async def test_the_only_worker_comes_back_for_those_that_wait() -> None:
 
 
 async def test_kv_events_of_workers_reach_the_index() -> None:
-    async with running(1, 1, 0) as (serving, client):
+    async with running(1, 1, 0, control=SPLITS) as (serving, client):
         await client.reply(prompt=PROMPT * 4)
         for _ in range(100):
             rows = await client.workers()

@@ -340,7 +340,8 @@ async def serving(
 ) -> AsyncIterator[Fleet]:
     """Run a gateway over these stubs, all of them up; its end waits `drain_s` for requests."""
     runners = [await stub.start() for stub in stubs]
-    plane_driver = PlaneDriver(ControlPlane(control or ControlConfig()), objectives=objectives)
+    control = control or ControlConfig(policy="least-loaded")  # which splits every prompt
+    plane_driver = PlaneDriver(ControlPlane(control), objectives=objectives)
     metrics = Metrics()
     config = GatewayConfig(port=0, **limits)
     fleet_status = FleetStatus(plane_driver, list)

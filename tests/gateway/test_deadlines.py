@@ -30,7 +30,9 @@ async def test_a_deadline_orders_at_the_gateway_and_spares_workers_of_another_or
     admission: dict[str, Any], stream: bool, stock: bool
 ) -> None:
     stubs = Stub("p", Role.PREFILL, stock), Stub("d", Role.DECODE, stock)
-    async with serving(*stubs, control=ControlConfig(admission=admission)) as fleet:
+    async with serving(
+        *stubs, control=ControlConfig(policy="least-loaded", admission=admission)
+    ) as fleet:
         body = {"prompt": "x" * 99, "deadline_ms": 5000, "stream": stream, "max_tokens": 4}
         async with (
             aiohttp.ClientSession() as session,
@@ -45,7 +47,9 @@ async def test_a_deadline_orders_at_the_gateway_and_spares_workers_of_another_or
 async def test_a_worker_that_goes_by_deadlines_is_sent_what_is_left_of_one() -> None:
     for admission in (EDF, {"order": "fcfs"}):
         stub = Stub("a")
-        async with serving(stub, control=ControlConfig(admission=admission)) as fleet:
+        async with serving(
+            stub, control=ControlConfig(policy="least-loaded", admission=admission)
+        ) as fleet:
             tell(fleet, "a")
             assert (await post(fleet, TEXT, {"prompt": "x", "deadline_ms": 5000}))[0] == 200
             assert 1000 < stub.seen[0].body["deadline_ms"] <= 5000
