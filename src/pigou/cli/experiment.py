@@ -31,7 +31,8 @@ def experiment(
         str,
         typer.Argument(
             help="table4, regimes, adaptive, pareto-below, pareto-at, knee, saturated, "
-            "overlap-weights, counterfactual, mechanisms, toll, or all."
+            "overlap-weights, counterfactual, mechanisms, toll, planner, oscillation, "
+            "three-games, or all."
         ),
     ],
     out: Annotated[str, typer.Option(help="Folder to write results.json to.")],
@@ -49,7 +50,11 @@ def experiment(
         int, typer.Option(help="Seeds of each row; 0 takes the experiment's own number.")
     ] = 0,
     levels: Annotated[
-        str, typer.Option(help="Levels of concurrency, as in 96,128; all unless given.")
+        str,
+        typer.Option(
+            help="Levels of concurrency, as in 96,128; all unless given. Of planner and "
+            "three-games they are per cent of load, of oscillation seconds of lag."
+        ),
     ] = "",
     seed: Annotated[int, typer.Option(help="The first of the seeds.")] = 1,
     report: Annotated[

@@ -9,12 +9,15 @@ from typing import Any, TypeAlias
 from pigou.experiments import (
     adaptive,
     counterfactual,
+    equilibria,
     mechanisms,
+    oscillation,
     paper,
     pareto,
     prices,
     regimes,
     table4,
+    three_games,
 )
 from pigou.experiments.fleets import PaperFleet, Reading
 from pigou.experiments.results import Row
@@ -102,5 +105,23 @@ EXPERIMENTS: Mapping[str, Experiment] = {
         "prices against thresholds, where prefill is the bottleneck", prices.prices,
         lambda rows, *_: prices.verdict(rows),
         5, prices.LEVELS, ("contender", "tpot_p99_s", "e2e_mean_s", "local"), reads=False,
+    ),
+    "planner": Experiment(
+        "the split of the GPUs: equilibria, optimum, and where the planner rests",
+        equilibria.equilibria, lambda rows, *_: equilibria.verdict(rows),
+        1, equilibria.LEVELS,
+        ("equilibria", "optimum", "rest", "anarchy", "rest_welfare", "attained"), reads=False,
+    ),
+    "oscillation": Experiment(
+        "the oscillation of section 5.2 by seconds of lag, by thresholds and by prices",
+        oscillation.oscillation, lambda rows, *_: oscillation.verdict(rows),
+        1, oscillation.LAGS,
+        ("contender", "late_reversals", "moves", "attained", "gpu_hours", "splits"), reads=False,
+    ),
+    "three-games": Experiment(
+        "planner, router and cache: each coupling switched off in turn",
+        three_games.three_games, lambda rows, *_: three_games.verdict(rows),
+        1, three_games.LEVELS, ("arm", "attained", "gpu_hours", "hits", "poa", "moves"),
+        reads=False,
     ),
 }  # fmt: skip
