@@ -32,7 +32,8 @@ async def _status(url: str, key: str = "") -> int:
 
 
 async def test_local_workers_are_closed_and_nobody_can_read_their_secret() -> None:
-    async with running(1, 1, 0) as (_, client):
+    control = ControlConfig(policy="least-loaded")  # prompts go to the prefill worker
+    async with running(1, 1, 0, control=control) as (_, client):
         assert (await client.post("/v1/completions", prompt="x" * 100, max_tokens=3))[0] == 200
         for row in (await client.workers()).values():
             assert await _status(row["url"] + "/metrics") == 401
