@@ -30,6 +30,14 @@ class Capacity(NamedTuple):
     inside: bool
 
 
+class _Sample(NamedTuple):
+    """A step: what it reads, its tokens, and its seconds."""
+
+    attention: float
+    tokens: float
+    seconds: float
+
+
 class MovingAverage:
     """Mean of the last 64 values; zeros before the first value above 0 are left out."""
 
@@ -50,27 +58,33 @@ class MovingAverage:
 class PassRegression:
     """seconds = a + b tokens + c attention with b, c >= 0, by least squares.
 
-    Each feature's range is divided into four parts by its logarithm. Beyond 64 samples the oldest
-    of the fullest bucket goes, so that samples of other loads stay. Cold workers' samples count
-    too (issue 12430). `aisimulate_core`, estimator `fpm_regression`.
+    Each feature's range is divided into four parts by its logarithm, anew when it grows. Beyond 64
+    samples the first of the fullest bucket goes, so that samples of other loads stay. Cold
+    workers' samples count too (issue 12430). `aisimulate_core`, estimator `fpm_regression`.
     """
 
     def __init__(self) -> None:
-        self._rows: list[tuple[float, float, float]] = []
-        self._low = np.full(2, np.inf)
-        self._high = np.full(2, -np.inf)
+        self._buckets: dict[tuple[int, int], deque[_Sample]] = {}
+        self._low, self._high = [math.inf] * 2, [-math.inf] * 2
         self._theta: Floats | None = None
         self._stale = True
 
-    def add(self, sample: ForwardPass) -> None:
+    def add(self, step: ForwardPass) -> None:
         """Add a step that took time."""
-        if sample.seconds <= 0:
+        if step.seconds <= 0:
             return
-        self._rows.append((sample.tokens, sample.attention, sample.seconds))
-        x = np.log1p(self._rows[-1][:2])
-        self._low, self._high = np.minimum(self._low, x), np.maximum(self._high, x)
-        if len(self._rows) > SAMPLES:
-            del self._rows[self._oldest()]
+        sample = _Sample(step.attention, step.tokens, step.seconds)
+        low = [min(a, math.log1p(b)) for a, b in zip(self._low, sample, strict=False)]
+        high = [max(a, math.log1p(b)) for a, b in zip(self._high, sample, strict=False)]
+        if (low, high) != (self._low, self._high):
+            samples = self._samples()
+            self._low, self._high, self._buckets = low, high, {}
+            for other in samples:
+                self._bucket(other).append(other)
+        self._bucket(sample).append(sample)
+        if sum(map(len, self._buckets.values())) > SAMPLES:
+            fullest = max(self._buckets, key=lambda key: (len(self._buckets[key]), key))
+            self._buckets[fullest].popleft()
         self._stale = True
 
     def seconds(self, step: ForwardPass) -> float | None:
@@ -81,21 +95,22 @@ class PassRegression:
             return None
         if not (step.tokens or step.attention):
             return 0.0
-        a, b, c = self._theta
+        a, c, b = self._theta
         return max(float(a + b * step.tokens + c * step.attention), _SHORTEST_S)
 
-    def _oldest(self) -> int:
-        """Return the place of the oldest sample of the fullest bucket; of the highest of those."""
-        width = np.where(self._high > self._low, self._high - self._low, 1.0)
-        share = (np.log1p(np.array(self._rows)[:, :2]) - self._low) / width
-        parts = np.minimum((share * BUCKETS).astype(int), BUCKETS - 1)
-        keys = parts[:, 0] * BUCKETS + parts[:, 1]
-        counts = np.bincount(keys, minlength=BUCKETS**2)
-        fullest = int(np.flatnonzero(counts == counts.max())[-1])
-        return int(np.argmax(keys == fullest))
+    def _samples(self) -> list[_Sample]:
+        """Return the samples, bucket by bucket, those of little attention first."""
+        return [sample for key in sorted(self._buckets) for sample in self._buckets[key]]
+
+    def _bucket(self, sample: _Sample) -> deque[_Sample]:
+        key = []
+        for value, low, high in zip(sample, self._low, self._high, strict=False):
+            share = (math.log1p(value) - low) / (high - low) if high > low else 0.0
+            key.append(min(int(share * BUCKETS), BUCKETS - 1))
+        return self._buckets.setdefault((key[0], key[1]), deque())
 
     def _fit(self) -> Floats | None:
-        rows = np.array(self._rows)
+        rows = np.array(self._samples())
         if len(rows) < MIN_SAMPLES:
             return None
         means = rows.mean(axis=0)

@@ -53,11 +53,14 @@ class ForwardPass(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def attention(self) -> float:
-        """Cached tokens read, and pairs of prompt tokens: t^2 / 2 n, and t times those cached."""
+        """Tokens that are read: cached ones, and of a prompt of n tokens n (n + 1) / 2.
+
+        Prompts of one step count as equally long.
+        """
         pairs = 0.0
         if self.prompts:
-            pairs = self.prompt_tokens * (0.5 * self.prompt_tokens + self.prompt_kv_tokens)
-            pairs /= self.prompts
+            tokens, cached = (n / self.prompts for n in (self.prompt_tokens, self.prompt_kv_tokens))
+            pairs = self.prompt_tokens * (0.5 * (tokens + 1.0) + cached)
         return pairs + self.prompt_kv_tokens + self.stream_tokens
 
 
