@@ -27,13 +27,13 @@ def serve(port: int, journal: Path) -> list[str]:
     ]  # fmt: skip
 
 
-async def test_the_fleet_follows_the_load_and_no_stream_is_lost_or_changed(tmp_path: Path) -> None:
+def test_the_fleet_follows_the_load_and_no_stream_is_lost_or_changed(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     url, journal = f"http://{LOOPBACK}:{port}", tmp_path / "journal.jsonl"
-    phases = (Phase(20, 2.0, 60, 30), Phase(25, 8.0, 60, 50), Phase(25, 1.0, 60, 30))
+    phases = (Phase(15, 2.0, 60, 30), Phase(20, 8.0, 60, 50), Phase(20, 1.0, 60, 30))
     with Server(serve(port, journal), url=url, log=tmp_path / "log") as gateway:
-        await asyncio.to_thread(gateway.wait_healthy)
-        outcome, shown, _ = await measure(url, phases, SLO, ("starting",), 3, 1.0)
+        gateway.wait_healthy()
+        outcome, shown, _ = asyncio.run(measure(url, phases, SLO, ("starting",), 3, 1.0))
         assert (outcome.lost, outcome.changed) == (0, 0), outcome.reasons
         assert outcome.killed, "a worker was killed while it started"
         assert shown["failures"] == 0
@@ -41,6 +41,6 @@ async def test_the_fleet_follows_the_load_and_no_stream_is_lost_or_changed(tmp_p
         assert shown["moves"].get("drain_worker", 0) + shown["moves"].get("remove_worker", 0) >= 1
         assert sum(shown["replicas"]["both"].values()) < 3
         os.kill(gateway.pid, signal.SIGKILL)
-    same, windows, _ = await asyncio.to_thread(replay, journal)
+    same, windows, _ = replay(journal)
     assert same
-    assert windows > 50
+    assert windows > 40

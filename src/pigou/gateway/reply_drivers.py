@@ -190,6 +190,8 @@ class StreamDriver(RequestDriver):
                 elif before == 0:
                     self._first_token(step)
                 last_ns = relay.last_token_ns = now_ns
+            elif out and relay.started:  # of a server that tells no token ids
+                self._meter_prompt()
             return out
 
         def take(data: bytes) -> bool:

@@ -320,7 +320,7 @@ class RequestDriver(ABC):
     def _meter_prompt(self) -> None:
         """Note that the prompt was computed, and by which worker."""
         metered, choice = self.call.metered, self._choice
-        if metered is not None:
+        if metered is not None and not metered.first_token_ns:
             routed = self._plane_driver.plane.state.requests.get(self.call.id)
             uncached = None if routed is None else routed.uncached
             self._plane_driver.meter.begun(self.call, choice.prefill or choice.decode, uncached)

@@ -37,7 +37,7 @@ class MeteredRequest(NamedTuple):
         arrival_ns: when it came; latencies count from it.
         first_token_ns: of its first token; 0 where it is not known.
         ended_ns: when it ended.
-        output_tokens: that it has.
+        output_tokens: that it has; 0 where its server does not tell.
         itl_ns: mean nanoseconds between its tokens; None where it has fewer than two.
         is_done: whether it ended well.
         is_attained: whether it did, and is inside its objective.
@@ -123,7 +123,7 @@ class LoadMeter:
             arrivals=len(arrived),
             isl=float(prompts.mean()) if len(prompts) else None,
             isl_scv=squared_variation(prompts),
-            osl=_mean([request.output_tokens for request in done]),
+            osl=_mean([one.output_tokens for one in done if one.output_tokens]),
             hit_rate=1.0 - uncached / prompt_tokens if prompt_tokens else None,
             arrival_scv=self._arrival_scv(name, arrived),
             ttft=_latencies(request.ttft_ns for request in first),
