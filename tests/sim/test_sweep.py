@@ -98,6 +98,20 @@ def test_a_worker_that_holds_no_cell_is_refused() -> None:
         sweep(config, SETUP)
 
 
+def test_tables_of_one_kind_of_worker_are_not_taken_for_several(tmp_path: Path) -> None:
+    file, fleet = tmp_path / "performance.json", tmp_path / "fleet.yaml"
+    file.write_text("{}")
+    fleet.write_text("workers:\n- {role: prefill}\n- {role: decode, max_seqs: 8}\n")
+    argv = ["simulate", "--workload", "poisson:rate=4,in=800,out=32,n=10", "--timing", LAW,
+            "--blocks", "4000", "--planner", "price", "--performance", str(file),
+            "--fleet"]  # fmt: skip
+    app = build(["sweep", "simulate"])
+    for given, word in ((str(fleet), "several kinds"), ("1p+1d", "performance")):
+        done = CliRunner().invoke(app, [*argv, given])
+        assert done.exit_code == 2
+        assert word in done.output
+
+
 def test_the_command_writes_what_simulate_reads(tmp_path: Path) -> None:
     app, file = build(["sweep", "simulate"]), tmp_path / "performance.json"
     own = ["--timing", LAW, "--blocks", "4000"]
