@@ -14,7 +14,7 @@ from typing import ClassVar, NamedTuple
 
 import msgspec
 
-from benchmarks.control.planner.dynamo_peer import DynamoPeer, planner_python
+from benchmarks.control.planner.dynamo_peer import PREDICTORS, DynamoPeer, planner_python
 from benchmarks.lib.peers import PeerMissing
 from pigou.config import ControlConfig
 from pigou.control.planner.messages import PlannerDecision, PlannerWindow
@@ -39,6 +39,7 @@ LOADS = {
 LENGTHS = "in=1000:3000,out=100:300"
 #: A worker serves about 8 prompts a second, or 10 streams of 200 tokens.
 TIMING = "law:itl_a=0.008,itl_b=0.0003,prefill=0.005,prefill_token=0.00006"
+PREDICTOR = DynamoPlannerParams().predictor
 SLO, START_UP_S, MAX_WORKERS = "ttft=0.5,itl=0.02", 100.0, 16
 
 
@@ -75,8 +76,10 @@ class Shadowed:
         return theirs
 
 
-def simulate(fleet: str, load: str, hours: float, seed: int, planner: str) -> Row:
-    """Run one planner on one load; `dynamo-peer` is the peer."""
+def simulate(
+    fleet: str, load: str, hours: float, seed: int, planner: str, predictor: str = PREDICTOR
+) -> Row:
+    """Run one planner on one load; `dynamo-peer` is the peer. `price` has no `predictor`."""
     seconds = 3600.0 * hours
     rates = "/".join(
         f"{rate}@{float(at) * seconds:g}"
@@ -85,7 +88,8 @@ def simulate(fleet: str, load: str, hours: float, seed: int, planner: str) -> Ro
     what = read_workload_spec(f"poisson:rate={rates},{LENGTHS},hold={seconds:g}", seed)
     config = ScalingConfig(
         slo=SLO,
-        planner={"planner": "dynamo" if planner == "dynamo-peer" else planner},
+        planner={"planner": planner.removesuffix("-peer")}
+        | ({"predictor": predictor} if planner.startswith("dynamo") else {}),
         max_workers=MAX_WORKERS,
         start_up=START_UP_S,
     )
@@ -102,7 +106,7 @@ def simulate(fleet: str, load: str, hours: float, seed: int, planner: str) -> Ro
         return _row(simulation, None)
     planned = PlannedFleet("", simulation.config, simulation.membership)
     setup: PlannerSetup = planner_setup(config, simulation.objectives, (planned,), seed)
-    params = DynamoPlannerParams()
+    params = DynamoPlannerParams(predictor=predictor)
     with DynamoPeer(setup, params) as peer:
         both = Shadowed(peer, DynamoPlanner(setup, params))
         driven: Planner = both
@@ -132,6 +136,7 @@ def main() -> None:
     parser.add_argument("--hours", type=float, default=1.0)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--planners", default="price,dynamo,dynamo-peer")
+    parser.add_argument("--predictor", default=PREDICTOR, choices=PREDICTORS, help="of Dynamo's")
     parser.add_argument("--json", default="", help="file for all figures")
     options = parser.parse_args()
     planners = options.planners.split(",")
@@ -147,7 +152,7 @@ def main() -> None:
         for load in [options.load] if options.load else LOADS:
             for planner in planners:
                 rows = [
-                    simulate(fleet, load, options.hours, seed, planner)
+                    simulate(fleet, load, options.hours, seed, planner, options.predictor)
                     for seed in range(options.seeds)
                 ]
                 means = [sum(column) / len(rows) for column in list(zip(*rows, strict=True))[:4]]
