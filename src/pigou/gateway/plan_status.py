@@ -23,7 +23,7 @@ from pigou.control.planner.messages import (
 from pigou.gateway.request_meter import RequestMeter
 
 #: Decisions that are remembered, and samples of the replicas.
-MAX_DECISIONS, MAX_SAMPLES = 100, 1800
+MAX_DECISIONS, MAX_SAMPLES = 100, 720
 #: Requests of five minutes from which on their attainment means anything.
 _MIN_REQUESTS = 20
 _STATES = tuple(WorkerState)
@@ -83,6 +83,11 @@ class PlanStatus:
 
     # --- what is shown ------------------------------------------------------------------------
 
+    @property
+    def replicas(self) -> dict[str, dict[str, int]]:
+        """Workers of each pool by state, as of the last window."""
+        return replicas_of(self._pools)
+
     def view(self) -> dict[str, Any]:
         """Return all of it as JSON builtins; `planner` is None without one."""
         latest = self.latest
@@ -93,7 +98,7 @@ class PlanStatus:
             "shadow_price": None if latest is None else json_float(latest.shadow_price),
             "latest": None if latest is None else _entry(None, latest, self._refusals),
             "decisions": list(self._decisions),
-            "replicas": replicas(self._pools),
+            "replicas": self.replicas,
             "moves": dict(self.moves),
             "failures": self.failures,
             "error": self._error or None,
@@ -142,7 +147,7 @@ class PlanStatus:
         self._samples.append(
             {
                 "time": now,
-                "pools": replicas(window.pools),
+                "pools": replicas_of(window.pools),
                 "rps": round(arrivals / window.seconds, 3) if loads else None,
                 "planned_rps": _sum(forecast.planned_rps for forecast in forecasts),
                 "low_rps": _sum(forecast.low_rps for forecast in forecasts),
@@ -189,7 +194,7 @@ class PlanMetrics(Collector):
         workers = GaugeMetricFamily(
             "pigou_planner_replicas", "Workers of a pool by state.", labels=["pool", "state"]
         )
-        for pool, states in status.view()["replicas"].items():
+        for pool, states in status.replicas.items():
             for state, count in states.items():
                 workers.add_metric([pool, state], count)
         moves = CounterMetricFamily(
@@ -225,7 +230,7 @@ class PlanMetrics(Collector):
         yield planned
 
 
-def replicas(pools: Iterable[PoolWindow]) -> dict[str, dict[str, int]]:
+def replicas_of(pools: Iterable[PoolWindow]) -> dict[str, dict[str, int]]:
     """Return the workers of each pool by state."""
     return {
         pool.name: {state.value: len(pool.in_state(state)) for state in _STATES} for pool in pools
