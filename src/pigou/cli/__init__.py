@@ -42,7 +42,7 @@ SUMMARIES = {
     "key": "Make an API key, and what `pigou serve --api-keys-file` needs of it: its hash.",
     "bench": "Load an OpenAI endpoint, and measure what comes back.",
     "simulate": "Simulate a fleet: the production scheduler, router and cache under a virtual clock.",  # noqa: E501
-    "sweep": "Measure TTFT of prefill pools and ITL of decode workers in simulation, for planners.",
+    "sweep": "Measure TTFT of prefill and ITL of decode pools, live or simulated, for planners.",
     "experiment": 'Run an experiment of "The Price of Anarchy in Disaggregated Inference" again.',
     "report": "Lay runs beside each other, or draw an experiment: one page, and pictures.",
     "profile": "Measure what the steps of a live, idle worker take, for simulations of it.",

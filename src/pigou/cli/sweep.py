@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pigou.cli.config_options import Override, config_command
-from pigou.cli.measurement import measuring_bar
+from pigou.cli.measurement import fleet_token, measuring_bar, stop_on_signals
 from pigou.config import ConfigError
 from pigou.sim.setup import Setup
 from pigou.sim.sweep_config import SweepConfig
@@ -19,6 +21,7 @@ from pigou.sim.sweep_config import SweepConfig
 if TYPE_CHECKING:
     from pigou.control.planner.performance.sweep_tables import SweepTables
 
+_INTERRUPTED = 130
 _SETUP = Override("model gpu tp timing blocks max_batched_tokens max_seqs max_model_len engine")
 
 
@@ -29,12 +32,34 @@ def sweep(
     out: Annotated[
         str, typer.Option(help="File to write, for --performance; ends in .json.")
     ] = "performance.json",
+    url: Annotated[
+        str,
+        typer.Option(
+            help="A live fleet that does nothing else, in place of a simulated one; with --workers "
+            "N, --blocks and the like as it has.",
+            rich_help_panel="Live fleet",
+        ),
+    ] = "",
+    decode_workers: Annotated[
+        int, typer.Option(help="That the live fleet has.", rich_help_panel="Live fleet", min=1)
+    ] = 1,
+    api_key: Annotated[
+        str,
+        typer.Option(
+            help="Sent as bearer token.",
+            rich_help_panel="Live fleet",
+            envvar="PIGOU_API_KEY",
+            show_default=False,
+        ),
+    ] = "",
 ) -> None:
-    """Measure TTFT of prefill pools and ITL of decode workers in simulation, for planners."""
+    """Measure TTFT of prefill and ITL of decode pools, live or simulated, for planners."""
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
-    from pigou.sim.sweep import sweep as run_sweep
+    from pigou.workload.endpoint import EndpointError
 
+    if not url and decode_workers != 1:
+        raise ConfigError(f"--decode-workers is {decode_workers}; it goes with --url, give that")
     file = Path(out)
     if file.suffix != ".json" or not file.absolute().parent.is_dir():
         raise ConfigError(f"--out is {str(file)!r}; name a .json file in a folder that exists")
@@ -46,14 +71,41 @@ def sweep(
         def watch(done: int, total: int, what: str) -> None:
             progress.update(task, completed=done, total=total, description=what)
 
-        tables = run_sweep(config, setup, watch)
+        try:
+            tables = _measure(config, setup, watch, url, api_key, decode_workers)
+        except EndpointError as error:
+            typer.echo(f"pigou sweep: {error}", err=True)
+            raise typer.Exit(1) from None
+    if tables is None:
+        typer.echo("pigou sweep: stopped; nothing is written", err=True)
+        raise typer.Exit(_INTERRUPTED)
     try:
         file.write_bytes(msgspec.json.format(msgspec.json.encode(tables)) + b"\n")
     except OSError as error:
         typer.echo(f"pigou sweep: --out is {out!r}: {error}", err=True)
         raise typer.Exit(1) from None
     _show(tables)
-    typer.echo(f"Written to {file}: pigou simulate --planner price --performance {file} ...")
+    command = "serve" if url else "simulate"
+    typer.echo(f"Written to {file}: pigou {command} --planner price --performance {file} ...")
+
+
+def _measure(
+    config: SweepConfig, setup: Setup, watch: Callable[[int, int, str], None],
+    url: str, api_key: str, decode_workers: int,
+) -> SweepTables | None:  # fmt: skip
+    """Return the tables; None when a live sweep was stopped."""
+    if not url:
+        from pigou.sim.sweep import sweep as run_sweep
+
+        return run_sweep(config, setup, watch)
+    from pigou.workload.live_sweep import LiveFleet, live_sweep
+
+    fleet = LiveFleet(url, fleet_token(url) or api_key, decode_workers)
+
+    async def main() -> SweepTables | None:
+        return await live_sweep(config, setup, fleet, watch, stop_on_signals())
+
+    return asyncio.run(main())
 
 
 def _show(tables: SweepTables) -> None:

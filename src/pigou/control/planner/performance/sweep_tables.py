@@ -67,7 +67,7 @@ class SweepTables(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """What `pigou sweep` writes.
 
     Attributes:
-        source: where it was measured: `simulator`.
+        source: where it was measured: `simulator` or `live`.
         model, gpu, tp, timing: what the workers ran on.
         kv_tokens, max_seqs, max_batched_tokens: limits of one worker.
         overhead_s, transfer_token_s: of TTFT besides the prompt: for each request, and for each
