@@ -14,7 +14,7 @@ from pigou.request import Role
 from pigou.sim.setup import Setup
 from pigou.sim.sweep_config import SweepConfig
 from pigou.workload.endpoint import EndpointError
-from pigou.workload.live_sweep import LiveFleet, live_sweep
+from pigou.workload.live_sweep import SweepTarget, live_sweep
 
 Start = Callable[..., Stub]
 CONFIG = SweepConfig(
@@ -27,7 +27,7 @@ def test_the_tables_have_the_servers_times(stub: Start) -> None:
     server = stub(first=0.05, gap=0.01)
     told: list[str] = []
     tables = asyncio.run(
-        live_sweep(CONFIG, Setup(blocks=500), LiveFleet(server.url, decode_workers=2),
+        live_sweep(CONFIG, Setup(blocks=500), SweepTarget(server.url, decode_workers=2),
                    lambda done, total, what: told.append(f"{done}/{total}"))
     )  # fmt: skip
     assert tables is not None
@@ -57,9 +57,9 @@ def test_what_the_fleet_decides_itself_is_refused(
     config: SweepConfig, setup: Setup, word: str
 ) -> None:
     with pytest.raises(ConfigError, match=word):
-        asyncio.run(live_sweep(config, setup, LiveFleet("http://127.0.0.1:1")))
+        asyncio.run(live_sweep(config, setup, SweepTarget("http://127.0.0.1:1")))
 
 
 def test_a_fleet_that_is_not_there_is_told() -> None:
     with pytest.raises(EndpointError):
-        asyncio.run(live_sweep(CONFIG, Setup(blocks=500), LiveFleet("http://127.0.0.1:9")))
+        asyncio.run(live_sweep(CONFIG, Setup(blocks=500), SweepTarget("http://127.0.0.1:9")))

@@ -98,12 +98,12 @@ def _measure(
         from pigou.sim.sweep import sweep as run_sweep
 
         return run_sweep(config, setup, watch)
-    from pigou.workload.live_sweep import LiveFleet, live_sweep
+    from pigou.workload.live_sweep import SweepTarget, live_sweep
 
-    fleet = LiveFleet(url, fleet_token(url) or api_key, decode_workers)
+    target = SweepTarget(url, fleet_token(url) or api_key, decode_workers)
 
     async def main() -> SweepTables | None:
-        return await live_sweep(config, setup, fleet, watch, stop_on_signals())
+        return await live_sweep(config, setup, target, watch, stop_on_signals())
 
     return asyncio.run(main())
 

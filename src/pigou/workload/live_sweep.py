@@ -27,7 +27,7 @@ _BLOCK_TOKENS = 16
 
 
 @dataclass(frozen=True)
-class LiveFleet:
+class SweepTarget:
     """A live fleet to be swept, which does nothing else.
 
     Attributes:
@@ -62,7 +62,7 @@ def check_live(config: SweepConfig, setup: Setup) -> None:
 
 
 async def live_sweep(
-    config: SweepConfig, setup: Setup, fleet: LiveFleet,
+    config: SweepConfig, setup: Setup, target: SweepTarget,
     watch: Callable[[int, int, str], None] | None = None, stop: asyncio.Event | None = None,
 ) -> SweepTables | None:  # fmt: skip
     """Measure the tables; None when stopped.
@@ -73,7 +73,7 @@ async def live_sweep(
     Args:
         config: cells; `workers` is one number, that of the fleet.
         setup: limits of a worker.
-        fleet: that is measured.
+        target: that is measured.
         watch: told cells that are done, all cells, and the next one.
         stop: ends it when set.
 
@@ -98,7 +98,7 @@ async def live_sweep(
         if watch is not None:
             watch(done, cells, what)
         done += 1
-        run = BenchConfig(url=fleet.url, api_key=fleet.api_key, seed=config.seed + seed, **load)  # type: ignore[arg-type]
+        run = BenchConfig(url=target.url, api_key=target.api_key, seed=config.seed + seed, **load)  # type: ignore[arg-type]
         result = await bench(run, stop)
         if result is None or result.interrupted:
             return None
@@ -132,7 +132,7 @@ async def live_sweep(
                 )
             )  # fmt: skip
     for users, context in fits:
-        total = users * fleet.decode_workers
+        total = users * target.decode_workers
         isl = max(context - config.osl // 2, 1)
         cell = await measure(
             f"{users} streams of {context} tokens", context + users, concurrency=total,
@@ -141,7 +141,7 @@ async def live_sweep(
         if cell is None:
             return None
         tpot = _seconds(cell.tpot)
-        token_rate = cell.output_tokens_per_second / fleet.decode_workers
+        token_rate = cell.output_tokens_per_second / target.decode_workers
         decode.append(
             DecodePoint(
                 concurrency=users, streams=min(token_rate * tpot["mean"], float(users)),
