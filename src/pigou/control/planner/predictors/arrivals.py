@@ -115,6 +115,13 @@ class ArrivalRate(CalibratedPredictor):
         high = (math.sqrt(total + spread) + width) ** 2
         return Forecast(self._rate, low / seconds, high / seconds)
 
+    @property
+    def standard_error(self) -> float:
+        """Standard error of the rate's mean, requests per second; 0 before the first bin."""
+        if not self._counts:
+            return 0.0
+        return math.sqrt(self.dispersion * self._rate / self._effective_s)
+
     def observe_bin(self, count: float | None, seconds: float) -> None:
         """Take in the arrivals of a bin of any length; None is a hole in the metrics.
 

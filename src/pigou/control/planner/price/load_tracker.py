@@ -19,7 +19,7 @@ from pigou.control.planner.price.params import PricePlannerParams
 #: Bins that a trend is looked for in, and the fewest.
 _TREND_BINS, _MIN_TREND_BINS = 36, 8
 #: Standard errors by which a trend, and a rise above the plan, must show.
-_TREND_ERRORS, _RISE_ERRORS = 3.0, 1.0
+_TREND_ERRORS, _RISE_ERRORS = 3.0, 1.3
 #: Most that load is expected to grow until a start is ready.
 _MAX_GROWTH = 2.0
 #: Windows, or requests, that are seen before the first plan.
@@ -30,6 +30,8 @@ _FIRST_OSL = 256.0
 _MIX_S = 120.0
 #: Standard errors by which the lengths of a window differ from the mean when they have changed.
 _MIX_ERRORS = 3.0
+#: Arrivals that the gaps of a Poisson process count for.
+_POISSON_ARRIVALS = 30.0
 #: Half-life of a headroom that was too large, in seconds, and its most.
 _HEADROOM_S, _MAX_HEADROOM = 3600.0, 0.5
 
@@ -61,11 +63,12 @@ class LoadTracker:
     | u | r (1 + up): what a plan made now would be for |
     | planned | what the plan is for |
 
-    planned := u when r > planned by more than a standard error; planned := the largest u of the
-    last `hold_s` when all of these are below planned (1 - down), and no trend was seen for the lag
-    and `hold_s`. In between it stays, and so does
-    the plan: at constant load it changes finitely often, and a plan that was made larger becomes
-    smaller at the earliest after `hold_s`.
+    planned := u when r > planned by more than 1.3 standard errors of r; planned := the largest u of
+    the last `hold_s` when all of these are below planned (1 - down), and no trend was seen for the
+    lag and `hold_s`. In between it stays, and so does the plan: at constant load it changes
+    finitely often, and a plan that was made larger becomes smaller at the earliest after `hold_s`.
+    The first plan is for what the fleet serves as it is, where that lies within the interval of
+    the estimate (`begin`).
 
     Args:
         params: of the planner.
@@ -93,13 +96,19 @@ class LoadTracker:
         self._planned = 0.0
         self._mix_off_bins = 0
         self._sides: tuple[int, ...] = (0, 0)
-        self._is_osl_known = False
+        self._arrived = self._ended = 0.0
         self.headroom = 0.0
 
     @property
     def mix(self) -> RequestMix | None:
-        """What requests are like now; None while none was seen."""
-        return self._mix
+        """What requests are like now; None while none was seen.
+
+        Gaps of few arrivals scatter at random: they count as Poisson's until more were seen.
+        """
+        if self._mix is None:
+            return None
+        known = self._arrived / (self._arrived + _POISSON_ARRIVALS)
+        return replace(self._mix, arrival_scv=1.0 + known * (self._mix.arrival_scv - 1.0))
 
     @property
     def observed_rps(self) -> float:
@@ -114,7 +123,7 @@ class LoadTracker:
     @property
     def planned(self) -> PlannedLoad:
         """The load that the plan is for."""
-        mix = self._planned_mix or self._mix or RequestMix(1.0, 1.0)
+        mix = self._planned_mix or self.mix or RequestMix(1.0, 1.0)
         rate = self._rate.rate
         return PlannedLoad(self._planned, mix, rate.mean, rate.low, rate.high)
 
@@ -148,6 +157,17 @@ class LoadTracker:
         """Whether enough was seen for a first plan."""
         return len(self._counts) >= _FIRST_BINS or sum(self._counts) >= _FIRST_ARRIVALS
 
+    def begin(self, capacity_rps: float) -> None:
+        """Let the first plan be for what the fleet serves as it is, where that may be the load.
+
+        Args:
+            capacity_rps: that it serves inside the objective; below the interval of the estimate
+                it changes nothing, above it the upper bound counts.
+        """
+        rate = self._rate.rate
+        if capacity_rps >= rate.low:
+            self._planned = min(capacity_rps, rate.high * (1.0 + self._params.up))
+
     def learn_attainment(self, missing: float, gain: float) -> None:
         """Widen the plan while requests are late that it should have kept inside.
 
@@ -171,50 +191,60 @@ class LoadTracker:
             isl, max(osl, 1.0), min(hits or 0.0, 0.99),
             _bounded(load.isl_scv, 0.0, 10.0), _bounded(load.arrival_scv, 1.0, 10.0),
         )  # fmt: skip
-        is_first = self._mix is None or not self._is_osl_known
-        self._is_osl_known |= _length(load.osl) is not None
-        if self._mix is None or (is_first and self._is_osl_known):
-            self._mix = new
-            return
-        if hits is None:
+        if self._mix is not None and hits is None:
             new = replace(new, hit_rate=self._mix.hit_rate)
-        self._mix = self._mean_of_mix(self._mix, new, float(load.arrivals or 0))
+        ended = 0.0 if _length(load.osl) is None else float(load.completed or 1)
+        self._mix = self._mean_of_mix(self._mix or new, new, float(load.arrivals or 0), ended)
 
-    def _mean_of_mix(self, old: RequestMix, new: RequestMix, count: float) -> RequestMix:
-        """Return the moving mean of mixes; it begins anew where lengths have changed.
+    def _mean_of_mix(
+        self, old: RequestMix, new: RequestMix, count: float, ended: float
+    ) -> RequestMix:
+        """Return the moving mean of mixes over requests; it begins anew where lengths changed.
 
         They have when the lengths of two windows in a row lie 3 standard errors of their mean from
         it, on the same side. Without a known variance that of an exponential distribution is taken.
+
+        Args:
+            old: mean so far.
+            new: of a window.
+            count: requests that came in it, of which the prompts are.
+            ended: those that ended in it, of which the outputs are.
         """
-        step = 1.0 - math.exp(-self._seconds / _MIX_S)
-        error = math.sqrt(max(old.isl_scv, 0.25) / max(count, 1.0))
+        keep = math.exp(-self._seconds / _MIX_S)
         changes = (new.isl / old.isl - 1.0, new.osl / old.osl - 1.0)
-        sides = tuple((x > _MIX_ERRORS * error) - (x < -_MIX_ERRORS * error) for x in changes)
+        scv = max(old.isl_scv, 0.25)
+        errors = (math.sqrt(scv / max(count, 1.0)), math.sqrt(0.25 / max(ended, 1.0)))
+        sides = tuple(
+            (x > _MIX_ERRORS * error) - (x < -_MIX_ERRORS * error)
+            for x, error in zip(changes, errors, strict=True)
+        )
         is_new = any(side and side == last for side, last in zip(sides, self._sides, strict=True))
         self._sides = sides
         if is_new:
-            step = 1.0
-        return RequestMix(
+            keep = 0.0
+        self._arrived = keep * self._arrived + count
+        self._ended = keep * self._ended + ended
+        step = count / self._arrived if self._arrived else 1.0
+        mean = RequestMix(
             *(old_value + step * (new_value - old_value)
               for old_value, new_value in zip(_figures(old), _figures(new), strict=True))
         )  # fmt: skip
+        of_ended = ended / self._ended if self._ended else 0.0
+        return replace(mean, osl=old.osl + of_ended * (new.osl - old.osl))
 
     def _replan(self, backlog_rps: float) -> bool:
-        rate = self._rate.rate
+        rate, error = self._rate.rate, self._rate.standard_error
         trend = self._trend()
         self._trend_bins = self._lag_bins + self._hold_bins if trend > 0 else self._trend_bins - 1
-        forecast = max(rate.mean, trend)
+        foreseen = trend
         if self._predictor is not None and self._predictor.ready:
             steps = max(self._lag_bins, 1)
-            forecast = max(forecast, self._predictor.forecast(steps).mean / self._seconds)
-        needed = forecast + backlog_rps
+            foreseen = max(foreseen, self._predictor.forecast(steps).mean / self._seconds)
+        needed = max(rate.mean, foreseen) + backlog_rps
         factor = (1.0 + self._params.up) * (1.0 + self.headroom)
-        upper = needed * factor
-        self._uppers.append(upper)
-        seconds = max(len(self._counts), 1) * self._seconds
-        error = math.sqrt(self._rate.dispersion * max(rate.mean, 0.0) / seconds)
+        self._uppers.append(needed * factor)
         if needed * (1.0 + self.headroom) > self._planned + _RISE_ERRORS * error:
-            return self._set(upper)
+            return self._set(needed * factor)
         full = len(self._uppers) == self._hold_bins and self._trend_bins <= 0
         if full and max(self._uppers) < self._planned * (1.0 - self._params.down):
             return self._set(max(self._uppers))
@@ -224,17 +254,18 @@ class LoadTracker:
 
     def _set(self, rps: float) -> bool:
         self._planned = rps
-        self._planned_mix = self._mix
+        self._planned_mix = self.mix
         self._mix_off_bins = 0
         return True
 
     def _mix_moved(self) -> bool:
         """Whether requests became longer than planned, or shorter for as long as `hold_s`."""
-        if self._planned_mix is None or self._mix is None:
+        old, new = self._planned_mix, self.mix
+        if old is None or new is None:
             return True
-        old, new = self._planned_mix, self._mix
         ratios = (new.computed / max(old.computed, 1e-9), new.osl / old.osl, new.isl / old.isl)
-        if max(ratios) > 1.0 + self._params.mix:
+        error = math.sqrt(max(new.isl_scv, 0.25) / max(min(self._arrived, self._ended), 1.0))
+        if max(ratios) > 1.0 + self._params.mix + _RISE_ERRORS * error:
             return True
         scatters = ((old.isl_scv, new.isl_scv), (old.arrival_scv, new.arrival_scv))
         is_off = min(ratios) < 1.0 - self._params.mix

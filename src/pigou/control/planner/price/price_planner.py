@@ -169,7 +169,10 @@ class PricePlanner:
         options = self._options(state, window, now_ns)
         state.use_models({option.name: option.performance for option in options})
         plan = ModelPlan(self.params, load.rps, load.mix, options, state.slos, state.weight)
-        if old is not None and old.mix == plan.mix and old.slos == plan.slos:
+        if old is None:
+            state.tracker.begin(plan.rps({option.name: option.supply for option in options}))
+            plan.load_rps = state.tracker.planned.rps
+        elif old.mix == plan.mix and old.slos == plan.slos:
             models = {pool.name: pool.performance for pool in old.pools}
             if models == {option.name: option.performance for option in options}:
                 plan.curves.update(old.curves)
