@@ -9,6 +9,7 @@ from typing import Any
 from pigou.config import ControlConfig
 from pigou.control.messages import Route, WorkerUp
 from pigou.control.plane import ControlPlane
+from pigou.control.planner.load_meter import ComputedPrompt, MeteredRequest, MeteredWindow
 from pigou.control.planner.messages import PlannerWindow, WorkerState, WorkerWindow
 from pigou.fleet.planner_windows import PlannerWindows
 from pigou.fleet.provider import ProvidedPool
@@ -131,3 +132,24 @@ async def test_the_model_is_the_one_that_was_served_also_while_no_worker_is_up()
     driver.upstreams.clear()
     window = windows.window(time.monotonic_ns())
     assert (window.loads[0].model, window.pools[0].model) == ("m", "m")
+
+
+async def test_prompts_count_with_the_report_that_has_their_seconds() -> None:
+    _, driver, windows = fleet(member("w"))
+    start_ns = time.monotonic_ns()
+    upstream: Any = driver.upstreams["w"]
+    upstream.report = WorkerReport(start_ns, prefill_s=1.0)
+    windows.window(start_ns)
+    metered = [
+        MeteredRequest("", 100, 0, 0, computed=ComputedPrompt("w", 100, 100, start_ns + at))
+        for at in (SECOND // 2, 3 * SECOND // 2)
+    ]
+    taken = iter([metered, []])
+    empty: dict[str, Any] = {}
+    driver.meter.take = lambda _: MeteredWindow([], next(taken), [], empty, empty, empty)  # type: ignore[method-assign]
+    upstream.report = WorkerReport(start_ns + SECOND, prefill_s=1.25)
+    worker = only(windows.window(start_ns + 2 * SECOND))
+    assert (worker.computed_prompts, worker.prefill_s) == (1, 0.25)
+    upstream.report = WorkerReport(start_ns + 3 * SECOND, prefill_s=1.5)
+    worker = only(windows.window(start_ns + 4 * SECOND))
+    assert (worker.computed_prompts, worker.prefill_s) == (1, 0.25)

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from pigou.control.planner.load_meter import LoadMeter, WorkerCounts
+from pigou.control.planner.load_meter import ComputedPrompt, LoadMeter, WorkerCounts
 from pigou.control.planner.messages import PlannerWindow, PoolWindow, WorkerWindow
 from pigou.control.price_of_anarchy import PoAEstimate
 from pigou.fleet.live_fleet import LiveFleet
@@ -45,6 +45,7 @@ class PlannerWindows:
         self._load_meter = LoadMeter(self._meter.objectives, self._meter.model())
         self._last_ns = time.monotonic_ns()
         self._counts: dict[str, WorkerCounts] = {}
+        self._prompts: dict[str, list[ComputedPrompt]] = {}  # that no report covers yet
         self._reported: dict[str, _Reported] = {}
         self._meter.take(())
 
@@ -66,15 +67,15 @@ class PlannerWindows:
         model = self._load_meter.model = self._meter.model()
         requests = self._meter.take(self._plane_driver.plane.queue)
         for request in requests.first:
-            if request.computed is not None:
-                counts = self._counts.setdefault(request.computed.worker, WorkerCounts())
-                counts.add_prompt(request.computed)
+            if (computed := request.computed) is not None:
+                self._prompts.setdefault(computed.worker, []).append(computed)
         seconds = max(now - self._last_ns, 1) / SECOND
         pools = tuple(
             self._pool(pool, model, now, seconds) for pool in self._live_fleet.provided.values()
         )
         present = {member.id for member in self._live_fleet.members}
         self._reported = {id: seen for id, seen in self._reported.items() if id in present}
+        self._prompts = {id: left for id, left in self._prompts.items() if id in present}
         self._counts, self._last_ns = {}, now
         anarchy, better = _anarchy(self._plane_driver.plane.status(now).poa)
         return PlannerWindow(
@@ -116,6 +117,7 @@ class PlannerWindows:
             before = None
         counts, columns = self._counts.get(member.id, WorkerCounts()), plane.state.columns
         worker, last = upstream.worker, before.report if before is not None else None
+        self._add_prompts(member.id, counts, now if report is None else report.at_ns)
         cpu = _increase(cpu_s, before.cpu_s if before is not None else None)
         prefill_s = _increase(_prefill_s(report), _prefill_s(last))
         return WorkerWindow(
@@ -140,6 +142,18 @@ class PlannerWindows:
             itl_s=_mean_itl_s(report, last) if worker.role.decodes else None,
             cpu_usage=None if cpu is None else cpu / seconds,
         )
+
+    def _add_prompts(self, worker: str, counts: WorkerCounts, until_ns: int) -> None:
+        """Count the prompts that were computed by the time of a report.
+
+        So they are those of its seconds: a report can be a second old at the end of a window.
+        """
+        prompts = self._prompts.pop(worker, [])
+        for prompt in prompts:
+            if prompt.at_ns <= until_ns:
+                counts.add_prompt(prompt)
+        if left := [prompt for prompt in prompts if prompt.at_ns > until_ns]:
+            self._prompts[worker] = left
 
 
 def cpu_seconds(pid: int) -> float | None:

@@ -286,7 +286,10 @@ class RequestDriver(ABC):
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise prefill.broke("garbage", error) from error
         call.cached = None if self._transfer is None else cached_tokens(reply)
-        self._metrics.prefill.observe((time.monotonic_ns() - start_ns) / SECOND)
+        now_ns = time.monotonic_ns()
+        self._metrics.prefill.observe((now_ns - start_ns) / SECOND)
+        if call.metered is not None:
+            call.metered.computed_ns = now_ns
         return Prefilled(step.leg)
 
     @abstractmethod

@@ -31,6 +31,7 @@ class MeteredCall:
 
     Attributes:
         first_token_ns: when its first token was passed on; 0 before.
+        computed_ns: when the prefill worker had computed its prompt; 0 before, or without one.
         computed: its prompt, once that was computed; None where that is not known.
         moves: attempts that failed.
         relays: of its streams, one for each sequence.
@@ -38,13 +39,14 @@ class MeteredCall:
     """
 
     __slots__ = (
-        "_call", "_counted", "_ended", "_headers", "computed", "error", "first_token_ns", "moves",
-        "relays",
+        "_call", "_counted", "_ended", "_headers", "computed", "computed_ns", "error",
+        "first_token_ns", "moves", "relays",
     )  # fmt: skip
 
     def __init__(self, call: GatewayRequest, headers: Mapping[str, str]) -> None:
         self._call = call
         self.first_token_ns = 0
+        self.computed_ns = 0
         self.computed: ComputedPrompt | None = None
         self.moves = 0
         self.relays: list[Relay] = []
@@ -57,7 +59,8 @@ class MeteredCall:
         """Note the first token, and what the worker that computed the prompt had to compute."""
         self.first_token_ns = self.first_token_ns or time.monotonic_ns()
         if self.computed is None and uncached is not None and not self.moves:
-            self.computed = ComputedPrompt(worker, self._call.prompt, max(uncached, 1))
+            at_ns = self.computed_ns or self.first_token_ns
+            self.computed = ComputedPrompt(worker, self._call.prompt, max(uncached, 1), at_ns)
 
     @property
     def is_over(self) -> bool:

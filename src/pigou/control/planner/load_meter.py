@@ -20,11 +20,12 @@ PERCENTILE_NAMES = ("p50", "p90", "p95", "p99")
 
 
 class ComputedPrompt(NamedTuple):
-    """A prompt that was computed: by which worker, its tokens, those that were not cached."""
+    """A prompt that was computed: by which worker, its tokens, those that were not cached, when."""
 
     worker: str
     prompt: int
     uncached: int
+    at_ns: int = 0
 
 
 class MeteredRequest(NamedTuple):
