@@ -12,6 +12,9 @@ MAE, RMSE and bias (forecast minus load) are in percent of the mean load; covera
 loads inside a 90% interval, in percent. Intervals without requests have no lengths: not scored.
 `arrivals` sees bins of 5 s. Constants (`ewma`, `arrivals`) were chosen on the traces marked *
 (`--choose` prints their grid). ARIMA runs at 180 s alone, and with `--slow`.
+
+GPU-hours at equal attainment are those of a planner with each of them, on traces:
+`python -m benchmarks.control.planner.planner_trials run --planners "price,predictor=ewma;..."`.
 """
 
 from __future__ import annotations
