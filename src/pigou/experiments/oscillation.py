@@ -34,7 +34,7 @@ from pigou.sim.arrival_rate import RateSchedule
 #: Seconds of lag.
 LAGS = (0, 50, 100, 150, 200)
 #: Workers at the beginning, and of the budget.
-START, WORKERS = (2, 4), 6
+START, WORKERS = (3, 3), 6
 #: Load of three prefill workers.
 _UTILISATION = 0.8
 #: Seconds of a run, and start-up times after which a planner is to have settled.
