@@ -35,5 +35,6 @@ def test_decode_gets_no_more_than_prefill_lets_through() -> None:
 
 
 def test_the_verdict_is_the_worst_of_all_loads() -> None:
-    rows = [{"anarchy": 1.0, "rest_welfare": 0.9}, {"anarchy": None, "rest_welfare": 0.8}]
+    rows = [{"anarchy": 1.0, "rest_welfare": 0.9}, {"anarchy": None, "rest_welfare": 0.8},
+            {"anarchy": None, "rest_welfare": None}]  # fmt: skip
     assert verdict(rows) == {"worst_price_of_anarchy": 1.0, "worst_rest_welfare": 0.8}

@@ -115,7 +115,7 @@ def equilibria(
             "planner", level, runs, equilibria=" ".join(map(_text, resting)),
             optimum=_text(optimum), rest=" ".join(dict.fromkeys(map(_text, rests))),
             anarchy=None if worst is None or worst <= 0 else best / worst,
-            rest_welfare=min(map(game.welfare, rests)) / best,
+            rest_welfare=min(map(game.welfare, rests)) / best if best > 0 else None,
         )  # fmt: skip
 
 
@@ -138,9 +138,13 @@ def _text(split: Split) -> str:
 
 
 def verdict(rows: Sequence[Row]) -> Mapping[str, Any]:
-    """Return the worst Price of Anarchy, and the planner's welfare over the optimum's at worst."""
+    """Return the worst Price of Anarchy, and the planner's welfare over the optimum's at worst.
+
+    Loads of which no split is worth its price have neither.
+    """
     known = [row["anarchy"] for row in rows if row["anarchy"] is not None]
+    rests = [row["rest_welfare"] for row in rows if row["rest_welfare"] is not None]
     return {
         "worst_price_of_anarchy": max(known, default=None),
-        "worst_rest_welfare": min(row["rest_welfare"] for row in rows),
+        "worst_rest_welfare": min(rests, default=None),
     }
