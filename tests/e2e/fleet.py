@@ -52,12 +52,15 @@ class Fleet(Endpoint):
         control: dict[str, Any] | None = None,
         watch: dict[str, Any] | None = None,
     ) -> Fleet:
-        """Start a fleet and wait until every local worker is up."""
+        """Start a fleet and wait until every local worker is up.
+
+        Its policy splits every prompt, unless `control` names another.
+        """
         settings = {
             "workers": list(workers),
             "attach": list(attach),
             "gateway": {"port": 0, "strict": not attach, **(gateway or {})},
-            "control": control or {},
+            "control": {"policy": "least-loaded"} | (control or {}),
             "watch": WATCH | (watch or {}),
         }
         return cls.run([sys.executable, "-m", "tests.e2e.launch", json.dumps(settings)], log)

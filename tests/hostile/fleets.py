@@ -26,7 +26,8 @@ IMPATIENT = ("--hang-timeout", "2", "--client-timeout", "2")
 FLEETS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "front": (("--prefill", "0", "--decode", "0", "--both", "2", *SLEEP),
               ("bodies", "connections", "sharing")),
-    "patience": (("--prefill", "1", "--decode", "2", *SLOW, *IMPATIENT, "--", "--rehearse", "0"),
+    "patience": (("--prefill", "1", "--decode", "2", "--policy", "least-loaded", *SLOW, *IMPATIENT,
+                  "--", "--rehearse", "0"),
                  ("patience",)),
     "model": (("--prefill", "0", "--decode", "0", "--both", "2", "--", "--rehearse", "0"),
               ("grammars", "faults")),

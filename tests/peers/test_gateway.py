@@ -32,7 +32,7 @@ IDS = [300 + i % 700 for i in range(200)]
 async def gateway(*attach: str) -> AsyncIterator[tuple[Serving, str, aiohttp.ClientSession]]:
     workers = [AttachedWorker.parse(text, i) for i, text in enumerate(attach)]
     config = GatewayConfig(port=0, strict=False)
-    serving = Serving(config, ControlConfig(), workers, WATCH)
+    serving = Serving(config, ControlConfig(policy="least-loaded"), workers, WATCH)
     try:
         await serving.start()
         async with aiohttp.ClientSession() as session:
