@@ -137,7 +137,8 @@ def test_after_every_token_index_no_token_is_lost_and_none_told_twice(
         return sorted(places - told)
 
     while left := missing():
-        assert rounds < (100 if whole else 12), f"never killed at {left}"
+        # A round hits its place by chance: on busy cores the kill may come after the last token.
+        assert rounds < (100 if whole else 30), f"never killed at {left}"
         seen |= Round(real, cases, random.choice(left)).run()
         rounds += 1
     print(f"{rounds} rounds, killed at {len(seen)} of {len(places)} places")
