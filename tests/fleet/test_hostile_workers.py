@@ -20,7 +20,7 @@ from pigou.background import Background
 from pigou.config import ControlConfig
 from pigou.control.messages import CacheChanged, WorkerUp
 from pigou.control.plane import ControlPlane
-from pigou.fleet import probe
+from pigou.fleet import metrics_page
 from pigou.fleet.probe import (
     _json,
     _number,
@@ -124,8 +124,8 @@ class Pattern:
 def test_of_a_long_metrics_page_only_the_few_lines_that_matter_are_parsed(
     more: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pattern = Pattern(probe._SAMPLE)
-    monkeypatch.setattr(probe, "_SAMPLE", pattern)
+    pattern = Pattern(metrics_page._SAMPLE)
+    monkeypatch.setattr(metrics_page, "_SAMPLE", pattern)
     page = b'vllm:num_requests_running{engine="0"} 3.0\n' + more + b"\n"
     assert read_load(page, "a").running == 3
     sign = metrics_progress(page, owed=0, planned_tokens=0)

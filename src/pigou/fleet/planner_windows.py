@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from pathlib import Path
 from typing import NamedTuple
 
 from pigou.control.planner.load_meter import ComputedPrompt, LoadMeter, WorkerCounts
@@ -13,6 +12,7 @@ from pigou.control.price_of_anarchy import PoAEstimate
 from pigou.fleet.live_fleet import LiveFleet
 from pigou.fleet.member import FleetMember
 from pigou.fleet.provider import ProvidedPool
+from pigou.fleet.worker_process import process_stat
 from pigou.gateway.plane_driver import PlaneDriver
 from pigou.gateway.upstream import Upstream
 from pigou.gateway.worker_report import WorkerReport
@@ -160,12 +160,8 @@ def cpu_seconds(pid: int) -> float | None:
     """Return the CPU seconds of a process of this machine, by `/proc`; None where not known."""
     if not pid:
         return None
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return None
-    fields = text.rpartition(")")[2].split()  # the name, in parentheses, may hold anything
-    return (int(fields[11]) + int(fields[12])) / _TICKS if len(fields) > 12 else None
+    stat = process_stat(pid)
+    return None if stat is None else stat[1] / _TICKS
 
 
 def _prefill_s(report: WorkerReport | None) -> float | None:

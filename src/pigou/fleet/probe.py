@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 import secrets
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -14,7 +13,9 @@ import aiohttp
 import msgspec
 
 from pigou.control.messages import LoadReport
+from pigou.fleet import metrics_page
 from pigou.fleet.hang_detection import EngineProgress
+from pigou.fleet.metrics_page import OLD_USAGE, RUNNING, USAGE, WAITING
 from pigou.gateway.upstream import Engine, read_page
 from pigou.request import Rehearsed
 from pigou.wire.fleet_secret import NONCE, PROOF, FleetSecret
@@ -24,17 +25,12 @@ _BLOCK_SIZE = 16
 #: Bounds of a startup profile's entry: tokens, streams and steps; seconds of a step; seconds.
 #: Entries outside would spoil the latency model, which all workers share.
 _MAX_COUNT, _MIN_STEP_S, _MAX_PROFILE_S = 2**20, 1e-6, 3600.0
-#: Bounds of what else a server says: tokens and blocks, characters of a name, bytes of a page,
-#: publishers of KV events.
-_MAX_NUMBER, _MAX_NAME, _MAX_PAGE_BYTES, _MAX_SOURCES = 2**31 - 1, 512, 2**23, 64
+#: Bounds of what else a server says: tokens and blocks, characters of a name, publishers of KV
+#: events.
+_MAX_NUMBER, _MAX_NAME, _MAX_SOURCES = 2**31 - 1, 512, 64
 #: Digits that a number of a metrics page has fewer than: any such fits 31 bits.
 _DIGITS = 10
-_SAMPLE = re.compile(rb"(vllm:[a-z_]+)(?:\{(.*)\})? (\S+)")
-#: Bytes of a line, and lines of the metrics that are read: of each engine, a handful.
-_MAX_LINE_BYTES, _MAX_LINES = 2**14, 1024
-_RUNNING, _WAITING = b"vllm:num_requests_running", b"vllm:num_requests_waiting"
-_USAGE, _OLD_USAGE = b"vllm:kv_cache_usage_perc", b"vllm:gpu_cache_usage_perc"
-_LOADS = (_RUNNING, _WAITING, _USAGE, _OLD_USAGE)
+_LOADS = (RUNNING, WAITING, USAGE, OLD_USAGE)
 _ENDPOINT = re.compile(r"(tcp|ipc)://\S+$")
 _LABEL = re.compile(rb'(\w+)="([^"]*)"')
 
@@ -166,11 +162,11 @@ async def fleet_key(url: str, secret: FleetSecret, timeout_s: float = 10.0) -> s
 def read_load(page: bytes, worker: str) -> LoadReport:
     """Return what a metrics page says of a worker's load; zero for what it does not say."""
     sums = _sums(page)
-    usage = sums.get(_USAGE, sums.get(_OLD_USAGE, 0.0))
+    usage = sums.get(USAGE, sums.get(OLD_USAGE, 0.0))
     return LoadReport(
         worker,
-        int(_within(sums.get(_RUNNING, 0.0), _MAX_COUNT)),
-        int(_within(sums.get(_WAITING, 0.0), _MAX_COUNT)),
+        int(_within(sums.get(RUNNING, 0.0), _MAX_COUNT)),
+        int(_within(sums.get(WAITING, 0.0), _MAX_COUNT)),
         _within(usage, 1.0),
     )
 
@@ -189,29 +185,16 @@ def metrics_progress(page: bytes, *, owed: int, planned_tokens: int) -> EnginePr
         None where the page does not tell how many requests run.
     """
     sums = _sums(page)
-    if _RUNNING not in sums:
+    if RUNNING not in sums:
         return None
-    lines = _lines(page, (b"vllm:",))
-    return EngineProgress(owed > 0 or sums[_RUNNING] > 0, hash(tuple(lines)), planned_tokens)
-
-
-def _lines(page: bytes, names: tuple[bytes, ...]) -> list[bytes]:
-    """Return the lines of a metrics page that begin with one of the names."""
-    return [line for line in page[:_MAX_PAGE_BYTES].split(b"\n") if line.startswith(names)]
-
-
-def _samples(page: bytes, names: tuple[bytes, ...]) -> Iterator[tuple[bytes, bytes, bytes]]:
-    """Yield name, labels and value of the first samples of these metrics."""
-    for line in _lines(page, names)[:_MAX_LINES]:
-        match = _SAMPLE.fullmatch(line) if len(line) <= _MAX_LINE_BYTES else None
-        if match is not None and match[1] in names:
-            yield match[1], match[2] or b"", match[3]
+    lines = metrics_page.lines(page, (b"vllm:",))
+    return EngineProgress(owed > 0 or sums[RUNNING] > 0, hash(tuple(lines)), planned_tokens)
 
 
 def _sums(page: bytes) -> dict[bytes, float]:
     """Return the sum of each load over its labels; what is no finite number counts as zero."""
     sums: dict[bytes, float] = {}
-    for name, _, text in _samples(page, _LOADS):
+    for name, _, text in metrics_page.samples(page, _LOADS):
         value = _float(text)
         sums[name] = sums.get(name, 0.0) + (value if math.isfinite(value) else 0.0)
     return sums
@@ -224,7 +207,7 @@ def _within(value: float, max_value: float) -> float:
 
 def read_cache_info(page: bytes) -> dict[str, int]:
     """Return `block_size` and `num_gpu_blocks` of a metrics page, as far as it tells them."""
-    for _, labels, _ in _samples(page, (b"vllm:cache_config_info",)):
+    for _, labels, _ in metrics_page.samples(page, (b"vllm:cache_config_info",)):
         labels_by_name = {key.decode(): value for key, value in _LABEL.findall(labels)}
         wanted = ("block_size", "num_gpu_blocks")
         return {

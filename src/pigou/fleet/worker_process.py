@@ -185,20 +185,29 @@ class ProcessState:
     """Looks at a process of this machine, by `/proc` (proc(5)); without one nothing is known."""
 
     def __init__(self, pid: int) -> None:
-        self._path = Path(f"/proc/{pid}/stat")
+        self._pid = pid
         self._ticks = -1
 
     def look(self) -> tuple[bool, bool]:
         """Return whether the process is stopped, and whether it has computed since last time."""
-        try:
-            text = self._path.read_text(encoding="ascii", errors="replace")
-        except OSError:
+        stat = process_stat(self._pid)
+        if stat is None:
             return False, False
-        # The name, in parentheses, may hold anything.
-        fields = text.rpartition(")")[2].split()
-        if len(fields) < 13:
-            return False, False
-        ticks = int(fields[11]) + int(fields[12])
+        state, ticks = stat
         computed = 0 <= self._ticks < ticks
         self._ticks = ticks
-        return fields[0] == "T" and not computed, computed
+        return state == "T" and not computed, computed
+
+
+def process_stat(pid: int) -> tuple[str, int] | None:
+    """Return the state of a process of this machine, and the ticks of its CPU time (proc(5)).
+
+    None where they are not known.
+    """
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return None
+    # The name, in parentheses, may hold anything.
+    fields = text.rpartition(")")[2].split()
+    return (fields[0], int(fields[11]) + int(fields[12])) if len(fields) > 12 else None

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import math
-import re
 
+from pigou.fleet import metrics_page
+from pigou.fleet.metrics_page import OLD_USAGE, RUNNING, USAGE, WAITING
 from pigou.gateway.worker_report import WorkerReport
 
 _ITL = b"vllm:inter_token_latency_seconds"
 _OLD_ITL = b"vllm:time_per_output_token_seconds"
 _PREFILL = b"vllm:request_prefill_time_seconds_sum"
 _OWN_PREFILL = b"pigou_prefill_seconds_total"
-_RUNNING, _WAITING = b"vllm:num_requests_running", b"vllm:num_requests_waiting"
-_USAGE, _OLD_USAGE = b"vllm:kv_cache_usage_perc", b"vllm:gpu_cache_usage_perc"
 _NAMES = (
-    _ITL, _OLD_ITL, _PREFILL, _OWN_PREFILL, _RUNNING, _WAITING, _USAGE, _OLD_USAGE
+    _ITL + b"_sum", _ITL + b"_count", _OLD_ITL + b"_sum", _OLD_ITL + b"_count", _PREFILL,
+    _OWN_PREFILL, RUNNING, WAITING, USAGE, OLD_USAGE,
 )  # fmt: skip
-_SAMPLE = re.compile(rb"([a-z_:]+)(?:\{.*\})? (\S+)")
-#: Bounds of what is read of a page: bytes, bytes of a line, lines.
-_MAX_COUNT = 2**31 - 1
-_MAX_PAGE_BYTES, _MAX_LINE_BYTES, _MAX_LINES = 2**23, 2**14, 4096
+#: Bounds of what is read: requests, lines of a page.
+_MAX_COUNT, _MAX_LINES = 2**31 - 1, 4096
 
 
 def read_report(page: bytes, now: int) -> WorkerReport:
@@ -30,17 +28,14 @@ def read_report(page: bytes, now: int) -> WorkerReport:
         now: nanoseconds.
     """
     sums: dict[bytes, float] = {}
-    lines = [line for line in page[:_MAX_PAGE_BYTES].split(b"\n") if line.startswith(_NAMES)]
-    for line in lines[:_MAX_LINES]:
-        match = _SAMPLE.fullmatch(line) if len(line) <= _MAX_LINE_BYTES else None
-        if match is not None:
-            sums[match[1]] = sums.get(match[1], 0.0) + _number(match[2])
+    for name, _, text in metrics_page.samples(page, _NAMES, _MAX_LINES):
+        sums[name] = sums.get(name, 0.0) + _number(text)
     itl = _ITL if _ITL + b"_sum" in sums else _OLD_ITL
     return WorkerReport(
         now,
-        _count(sums.get(_RUNNING)),
-        _count(sums.get(_WAITING)),
-        sums.get(_USAGE, sums.get(_OLD_USAGE)),
+        _count(sums.get(RUNNING)),
+        _count(sums.get(WAITING)),
+        sums.get(USAGE, sums.get(OLD_USAGE)),
         sums.get(itl + b"_sum"),
         sums.get(itl + b"_count"),
         sums.get(_OWN_PREFILL, sums.get(_PREFILL)),
