@@ -135,6 +135,8 @@ def test_a_pin_before_what_is_no_dynamo_is_refused() -> None:
     from pigou.control.plane import ControlPlane
     from pigou.fleet.attached_member import AttachedMember
     from pigou.fleet.config import AttachedWorker, WatchConfig
+    from pigou.fleet.hang_detection import HangArbiter
+    from pigou.fleet.member import MemberSetup
     from pigou.gateway.plane_driver import PlaneDriver
 
     async def main() -> None:
@@ -148,7 +150,9 @@ def test_a_pin_before_what_is_no_dynamo_is_refused() -> None:
         port = free_ports(1)[0]
         await web.TCPSite(runner, LOOPBACK, port).start()
         spec = AttachedWorker.parse(f"http://{LOOPBACK}:{port},pin=7", 0)
-        member = AttachedMember(spec, PlaneDriver(ControlPlane(ControlConfig())), WatchConfig())
+        plane_driver = PlaneDriver(ControlPlane(ControlConfig()))
+        setup = MemberSetup(plane_driver, WatchConfig(), HangArbiter(WatchConfig().hang))
+        member = AttachedMember(spec, setup)
         await asyncio.wait_for(member.run(), 10)
         assert "no frontend of Dynamo" in member.failed
         await runner.cleanup()

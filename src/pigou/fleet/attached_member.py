@@ -6,12 +6,9 @@ import asyncio
 from dataclasses import replace
 from typing import ClassVar
 
-from pigou.fleet.config import AttachedWorker, FleetError, WatchConfig
-from pigou.fleet.hang_detection import HangArbiter
-from pigou.fleet.member import FleetMember
+from pigou.fleet.config import AttachedWorker, FleetError
+from pigou.fleet.member import FleetMember, MemberSetup
 from pigou.fleet.probe import EventSource, ProbeFailed, ProbeResult, fleet_key, probe
-from pigou.gateway.plane_driver import PlaneDriver
-from pigou.wire.fleet_secret import FleetSecret
 
 
 class AttachedMember(FleetMember):
@@ -23,15 +20,8 @@ class AttachedMember(FleetMember):
 
     kind: ClassVar[str] = "attached"
 
-    def __init__(
-        self,
-        spec: AttachedWorker,
-        plane_driver: PlaneDriver,
-        config: WatchConfig,
-        arbiter: HangArbiter | None = None,
-        secret: FleetSecret | None = None,
-    ) -> None:
-        super().__init__(spec.id, spec.role, plane_driver, config, arbiter, secret)
+    def __init__(self, spec: AttachedWorker, setup: MemberSetup) -> None:
+        super().__init__(spec.id, spec.role, setup)
         self._spec = spec
         self.stock: bool | None = None
         self._row.url = spec.url

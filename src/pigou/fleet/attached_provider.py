@@ -32,8 +32,7 @@ class AttachedProvider:
 
     def adopt(self, spec: AttachedWorker) -> AttachedMember:
         """Return the member of a server."""
-        setup = self._setup
-        member = AttachedMember(spec, setup.plane_driver, setup.config, setup.arbiter, setup.secret)
+        member = AttachedMember(spec, self._setup)
         member.pool = self.pool(spec.role)
         self._members[spec.id] = member
         self._number += 1

@@ -5,13 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any, ClassVar
 
-from pigou.fleet.config import FleetError, LocalWorker, WatchConfig
-from pigou.fleet.hang_detection import HangArbiter
-from pigou.fleet.member import FleetMember
+from pigou.fleet.config import FleetError, LocalWorker
+from pigou.fleet.member import FleetMember, MemberSetup
 from pigou.fleet.probe import ProbeFailed, probe
 from pigou.fleet.worker_process import WorkerProcess
-from pigou.gateway.plane_driver import PlaneDriver
-from pigou.wire.fleet_secret import FleetSecret
 
 #: Seconds that the process of a worker that was let go is given to end.
 _LEAVE_S = 2.0
@@ -22,15 +19,8 @@ class LocalMember(FleetMember):
 
     kind: ClassVar[str] = "local"
 
-    def __init__(
-        self,
-        spec: LocalWorker,
-        plane_driver: PlaneDriver,
-        config: WatchConfig,
-        arbiter: HangArbiter | None = None,
-        secret: FleetSecret | None = None,
-    ) -> None:
-        super().__init__(spec.id, spec.role, plane_driver, config, arbiter, secret)
+    def __init__(self, spec: LocalWorker, setup: MemberSetup) -> None:
+        super().__init__(spec.id, spec.role, setup)
         self._spec = spec
 
     @property

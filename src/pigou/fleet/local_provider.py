@@ -93,8 +93,7 @@ class LocalProvider:
         self._members.pop(member.id, None)
 
     def _make(self, spec: LocalWorker) -> LocalMember:
-        setup = self._setup
-        member = LocalMember(spec, setup.plane_driver, setup.config, setup.arbiter, setup.secret)
+        member = LocalMember(spec, self._setup)
         self._members[spec.id] = member
         self._roles.add(spec.role)
         self._numbers[spec.role] += 1

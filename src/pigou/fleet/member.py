@@ -75,16 +75,7 @@ class FleetMember(ABC):
 
     kind: ClassVar[str] = ""
 
-    def __init__(
-        self,
-        id: str,
-        role: Role,
-        plane_driver: PlaneDriver,
-        config: WatchConfig,
-        arbiter: HangArbiter | None = None,
-        secret: FleetSecret | None = None,
-    ) -> None:
-        self._arbiter = arbiter or HangArbiter(config.hang)
+    def __init__(self, id: str, role: Role, setup: MemberSetup) -> None:
         self.id = id
         self.role = role
         self.pool = role.value
@@ -97,10 +88,11 @@ class FleetMember(ABC):
         self.start_up_s: float | None = None
         self.since_ns = time.monotonic_ns()
         self.on_stage: Callable[[str, str], None] | None = None
-        self._plane_driver = plane_driver
-        self._config = config
-        self._secret = secret
-        self._backoff = Backoff(config)
+        self._plane_driver = setup.plane_driver
+        self._config = setup.config
+        self._arbiter = setup.arbiter
+        self._secret = setup.secret
+        self._backoff = Backoff(setup.config)
         self._began_s, self._served = time.monotonic(), False
         self._row = WorkerRow(
             id=id, url="", role=role.value, state="starting", kind=self.kind, pool=self.pool
