@@ -61,12 +61,7 @@ def sweep(
     """
     max_tokens = max(*config.isls, max(config.context_tokens) + config.osl)
     known = _performance(setup, max_tokens)
-    fits = [
-        (users, context)
-        for context in config.context_tokens
-        for users in config.user_counts
-        if users <= known.max_seqs and users * (context + config.osl) <= known.kv_tokens
-    ]
+    fits = config.decode_cells(known.max_seqs, known.kv_tokens)
     if not fits:
         raise ConfigError(
             "contexts and concurrency: no pair fits a worker; give fewer tokens, fewer users, or "

@@ -78,6 +78,20 @@ class SweepConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         """Tokens that streams hold, rising."""
         return _numbers("contexts", self.contexts, int, 2, 10_000_000)
 
+    def decode_cells(self, max_seqs: int, kv_tokens: float) -> list[tuple[int, int]]:
+        """Return users and tokens that each holds, of the cells that a worker can hold.
+
+        Args:
+            max_seqs: most streams of the worker.
+            kv_tokens: that it can hold.
+        """
+        return [
+            (users, context)
+            for context in self.context_tokens
+            for users in self.user_counts
+            if users <= max_seqs and users * (context + self.osl) <= kv_tokens
+        ]
+
 
 def _numbers(
     name: str, text: str, kind: Callable[[str], _Number], low: float, high: float

@@ -84,12 +84,7 @@ async def live_sweep(
     check_live(config, setup)
     (workers,) = config.pool_sizes
     kv_tokens = setup.blocks * _BLOCK_TOKENS
-    fits = [
-        (users, context)
-        for context in config.context_tokens
-        for users in config.user_counts
-        if users <= setup.max_seqs and users * (context + config.osl) <= kv_tokens
-    ]
+    fits = config.decode_cells(setup.max_seqs, kv_tokens)
     cells = len(config.isls) * (1 + len(config.utilisations)) + len(fits)
     done = 0
 
