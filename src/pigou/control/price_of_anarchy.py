@@ -94,6 +94,11 @@ class PoAEstimate:
     by_worker: Mapping[str, float] = field(default_factory=dict)
     split: Split | None = None
 
+    @property
+    def better_prefill(self) -> int | None:
+        """Prefill workers of the better split; None where there is none."""
+        return None if self.split is None else len(self.split.prefill)
+
 
 class PoAEstimator:
     """Keeps the requests that ended, and computes their Price of Anarchy.

@@ -6,9 +6,8 @@ import os
 import time
 from typing import NamedTuple
 
-from pigou.control.planner.load_meter import ComputedPrompt, LoadMeter, WorkerCounts
+from pigou.control.planner.load_meter import ComputedPrompt, LoadMeter, WorkerCounts, anarchy_of
 from pigou.control.planner.messages import PlannerWindow, PoolWindow, WorkerWindow
-from pigou.control.price_of_anarchy import PoAEstimate
 from pigou.fleet.live_fleet import LiveFleet
 from pigou.fleet.member import FleetMember
 from pigou.fleet.provider import ProvidedPool
@@ -77,14 +76,14 @@ class PlannerWindows:
         self._reported = {id: seen for id, seen in self._reported.items() if id in present}
         self._prompts = {id: left for id, left in self._prompts.items() if id in present}
         self._counts, self._last_ns = {}, now
-        anarchy, better = _anarchy(self._plane_driver.plane.status(now).poa)
+        anarchy, better = anarchy_of(model, self._plane_driver.plane.status(now).poa)
         return PlannerWindow(
             now_ns=now,
             seconds=seconds,
             loads=self._load_meter.loads(requests),
             pools=pools,
-            price_of_anarchy={} if anarchy is None else {model: anarchy},
-            better_prefill={} if better is None else {model: better},
+            price_of_anarchy=anarchy,
+            better_prefill=better,
         )
 
     def _pool(self, pool: ProvidedPool, model: str, now: int, seconds: float) -> PoolWindow:
@@ -183,11 +182,3 @@ def _increase(now: float | None, before: float | None) -> float | None:
     if now is None or before is None or now < before:
         return None
     return now - before
-
-
-def _anarchy(estimate: PoAEstimate | None) -> tuple[float | None, int | None]:
-    """Return the Price of Anarchy, and the prefill workers of a better split, where known."""
-    if estimate is None:
-        return None, None
-    split = estimate.split
-    return estimate.anarchy.whole.value, None if split is None else len(split.prefill)

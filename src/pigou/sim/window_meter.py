@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pigou.control.plane import ControlPlane
@@ -15,6 +14,7 @@ from pigou.control.planner.load_meter import (
     MeteredRequest,
     MeteredWindow,
     WorkerCounts,
+    anarchy_of,
 )
 from pigou.control.planner.messages import (
     LoadWindow,
@@ -23,7 +23,6 @@ from pigou.control.planner.messages import (
     WorkerState,
     WorkerWindow,
 )
-from pigou.control.price_of_anarchy import PoAEstimate
 from pigou.request import SECOND, Role
 from pigou.sim.client import SimulatedClient
 from pigou.sim.fleet import SimulatedFleet
@@ -103,14 +102,15 @@ class WindowMeter:
             for pool in self._membership.pools.values()
         )
         self._last_ns = now
-        poa, better = _anarchy(self._fleet.assessments)
+        assessments = self._fleet.assessments
+        anarchy, better = anarchy_of(self._model, assessments[-1] if assessments else None)
         return PlannerWindow(
             now_ns=now,
             seconds=seconds,
             loads=loads,
             pools=pools,
-            price_of_anarchy={} if poa is None else {self._model: poa},
-            better_prefill={} if better is None else {self._model: better},
+            price_of_anarchy=anarchy,
+            better_prefill=better,
         )
 
     # --- load ---------------------------------------------------------------------------------
@@ -231,12 +231,3 @@ class WindowMeter:
             itl_s=new_busy_ns / new_steps / SECOND if streams else None,
             cpu_usage=max(0, new_busy_ns) / max(now - self._last_ns, 1),
         )
-
-
-def _anarchy(assessments: Sequence[PoAEstimate]) -> tuple[float | None, int | None]:
-    """Return the Price of Anarchy, and the prefill workers of a better split, as last known."""
-    if not assessments:
-        return None, None
-    latest = assessments[-1]
-    better = len(latest.anarchy.prefill_workers) if latest.split is not None else None
-    return latest.anarchy.whole.value, better

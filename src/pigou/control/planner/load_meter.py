@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from pigou.control.latency_model.estimates import pairs
 from pigou.control.planner.attainment import Objectives
 from pigou.control.planner.messages import LatencySummary, LoadWindow
+from pigou.control.price_of_anarchy import PoAEstimate
 from pigou.request import SECOND
 
 PERCENTILES = np.array([50.0, 90.0, 95.0, 99.0])
@@ -179,6 +180,17 @@ class WorkerCounts:
     def mean_held_tokens(self) -> float | None:
         """Mean of the looks; None without any."""
         return self.held_tokens / self.samples if self.samples else None
+
+
+def anarchy_of(model: str, estimate: PoAEstimate | None) -> tuple[dict[str, float], dict[str, int]]:
+    """Return what a window has of a model's routing, empty where it is not known.
+
+    The Price of Anarchy, and prefill workers of a better split.
+    """
+    if estimate is None:
+        return {}, {}
+    better = estimate.better_prefill
+    return {model: estimate.anarchy.whole.value}, {} if better is None else {model: better}
 
 
 def latency_summary(nanos: Sequence[float] | NDArray[Any]) -> LatencySummary:
