@@ -92,12 +92,12 @@ class ConditionalDisaggregation:
     ) -> None:  # fmt: skip
         """Let the policy inside take note of the choice, among the candidates that it saw."""
         note = getattr(self.inner, "note", None)
-        if note is None:
+        if note is None or parts is None:
             return
-        allowed = self._allowed(request, fleet, candidates)
+        allowed = np.isfinite(parts["threshold"])
         left = Candidates(candidates.prefill[allowed], candidates.decode[allowed])
         own = None
-        if parts is not None and getattr(self.inner, "parts", None) is not None:
+        if getattr(self.inner, "parts", None) is not None:
             rows = {name: part[allowed] for name, part in parts.items() if name != "threshold"}
             own = CostTable(tuple(rows), np.array([*rows.values(), sum(rows.values())]))
         note(request, fleet, left, int(allowed[:chosen].sum()), own)
