@@ -80,8 +80,7 @@ def drain(
     url: Url, worker: WorkerId, limit_s: LimitS = None, key: AdminKey = "", json: Json = False
 ) -> None:
     """Let a worker end its streams, then go."""
-    body = {} if limit_s is None else {"limit_s": limit_s}
-    _change("drain", url, key, json, f"/workers/{quote(worker, safe='')}/drain", body)
+    _change("drain", url, key, json, _path(worker, "/drain"), _limited(limit_s))
 
 
 @fleet.command("flip")
@@ -94,10 +93,7 @@ def flip(
     json: Json = False,
 ) -> None:
     """Let a worker end its streams, then serve in another role."""
-    body: dict[str, Any] = {"role": role}
-    if limit_s is not None:
-        body["limit_s"] = limit_s
-    _change("flip", url, key, json, f"/workers/{quote(worker, safe='')}/flip", body)
+    _change("flip", url, key, json, _path(worker, "/flip"), {"role": role} | _limited(limit_s))
 
 
 @fleet.command("restart")
@@ -105,8 +101,7 @@ def restart(
     url: Url, worker: WorkerId, limit_s: LimitS = None, key: AdminKey = "", json: Json = False
 ) -> None:
     """Let a local worker end its streams, then start again."""
-    body = {} if limit_s is None else {"limit_s": limit_s}
-    _change("restart", url, key, json, f"/workers/{quote(worker, safe='')}/restart", body)
+    _change("restart", url, key, json, _path(worker, "/restart"), _limited(limit_s))
 
 
 @fleet.command("remove")
@@ -120,8 +115,18 @@ def remove(
     json: Json = False,
 ) -> None:
     """Let a worker go: after a drain, or at once."""
-    path = f"/workers/{quote(worker, safe='')}" + "?now=true" * now
+    path = _path(worker, "?now=true" if now else "")
     _change("remove", url, key, json, path, None, method="DELETE")
+
+
+def _path(worker: str, rest: str) -> str:
+    """Return the path of a worker, and what follows it."""
+    return f"/workers/{quote(worker, safe='')}{rest}"
+
+
+def _limited(limit_s: float | None) -> dict[str, Any]:
+    """Return the body's part of the limit, which may be left out."""
+    return {} if limit_s is None else {"limit_s": limit_s}
 
 
 def _change(
