@@ -8,11 +8,9 @@ from collections.abc import Iterable, Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from pigou.control.planner.attainment import class_label
 from pigou.control.planner.objectives import Slo
 from pigou.gateway.request_meter import RequestMeter
-
-#: Label value of requests that belong to no class.
-DEFAULT = "default"
 
 
 class AttainmentMetrics(Collector):
@@ -52,7 +50,7 @@ class AttainmentMetrics(Collector):
             labels=["class"],
         )  # fmt: skip
         for name, (count, inside) in meter.recent().items():
-            label = name or DEFAULT
+            label = class_label(name)
             slo = objectives.slo_of(name)
             requests.add_metric([label], attainment.requests[name])
             attained.add_metric([label], attainment.inside[name])

@@ -11,6 +11,7 @@ import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from pigou.control.planner.attainment import class_label
 from pigou.control.planner.messages import (
     Action,
     AddWorkers,
@@ -20,6 +21,7 @@ from pigou.control.planner.messages import (
     RebalancePool,
     WorkerState,
 )
+from pigou.gateway.prices_api import json_number
 from pigou.gateway.request_meter import RequestMeter
 
 #: Decisions that are remembered, and samples of the replicas.
@@ -95,7 +97,7 @@ class PlanStatus:
             "planner": self.planner or None,
             "max_workers": self.max_workers,
             "slo": self._meter.view(),
-            "shadow_price": None if latest is None else json_float(latest.shadow_price),
+            "shadow_price": None if latest is None else json_number(latest.shadow_price),
             "latest": None if latest is None else _entry(None, latest, self._refusals),
             "decisions": list(self._decisions),
             "replicas": self.replicas,
@@ -132,7 +134,7 @@ class PlanStatus:
                 continue
             words = " and the budget is exhausted" if self.planner and is_exhausted else ""
             text = (
-                f"{inside / count:.1%} of the requests of class {name or 'default'} attained in "
+                f"{inside / count:.1%} of the requests of class {class_label(name)} attained in "
                 f"the last five minutes, {slo.percentile:g}% shall{words}"
             )
             kind = "budget" if words else "attainment"
@@ -152,7 +154,7 @@ class PlanStatus:
                 "planned_rps": _sum(forecast.planned_rps for forecast in forecasts),
                 "low_rps": _sum(forecast.low_rps for forecast in forecasts),
                 "high_rps": _sum(forecast.high_rps for forecast in forecasts),
-                "shadow_price": None if decision is None else json_float(decision.shadow_price),
+                "shadow_price": None if decision is None else json_number(decision.shadow_price),
                 "attained": sum(attained) / ended if attained and ended else None,
             }
         )
@@ -237,11 +239,6 @@ def replicas_of(pools: Iterable[PoolWindow]) -> dict[str, dict[str, int]]:
     }
 
 
-def json_float(value: float) -> float | None:
-    """Return a number that JSON has; None for another."""
-    return value if abs(value) < float("inf") else None
-
-
 def _entry(now: float | None, decision: PlannerDecision, refusals: Sequence[str]) -> dict[str, Any]:
     """Return a decision as it is shown; what is not known is left out."""
     entry: dict[str, Any] = _known(msgspec.to_builtins(decision))
@@ -253,7 +250,7 @@ def _known(value: Any) -> Any:
     """Return builtins without what is None; numbers that are not finite become None."""
     match value:
         case float():
-            return json_float(value)
+            return json_number(value)
         case Mapping():
             return {key: _known(entry) for key, entry in value.items() if entry is not None}
         case list() | tuple():

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from pigou.control.admission.queue_order import QueuedRequest
-from pigou.control.planner.attainment import AttainmentCounter, Objectives
+from pigou.control.planner.attainment import AttainmentCounter, Objectives, class_label
 from pigou.control.planner.load_meter import ComputedPrompt, MeteredRequest, MeteredWindow
 from pigou.control.planner.objectives import Slo
 from pigou.gateway.failure import Rejected
@@ -243,7 +243,7 @@ class RequestMeter:
         if not self.objectives.known:
             return None
         recent = {
-            name or "default": {
+            class_label(name): {
                 "offered": count,
                 "attained": inside / count if count else None,
             }

@@ -80,6 +80,11 @@ class Objectives:
         return slo is None or slo.attained(ttft_s, itl_s)
 
 
+def class_label(name: str) -> str:
+    """Return a class as it is shown: `default` for the requests that belong to none."""
+    return name or "default"
+
+
 class AttainmentCounter:
     """Counts offered requests, and those of them that attained their objective, by class.
 
