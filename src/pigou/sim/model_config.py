@@ -42,7 +42,7 @@ def read_architecture(path: Path) -> Architecture:
     Raises:
         ConfigError: a key is missing, or asks for layers that the formulas do not describe.
     """
-    source = _source(path)
+    source = config_source(path)
     kind = str(source.get("model_type") or "")
     if kind and kind not in _TYPES:
         raise ConfigError(
@@ -55,36 +55,36 @@ def read_architecture(path: Path) -> Architecture:
     if source.get("mlp_only_layers") or source.get("decoder_sparse_step", 1) != 1:
         raise ConfigError(f"{path}: only some layers have experts: that cannot be timed")
     _refuse_windows(path, source)
-    heads = _number(path, source, "num_attention_heads")
-    hidden = _number(path, source, "hidden_size")
-    experts = _number(path, source, "num_experts", 0)
-    experts = experts or _number(path, source, "num_local_experts", 0)
+    heads = whole_number(path, source, "num_attention_heads")
+    hidden = whole_number(path, source, "hidden_size")
+    experts = whole_number(path, source, "num_experts", 0)
+    experts = experts or whole_number(path, source, "num_local_experts", 0)
     sparse = bool(source.get("moe_intermediate_size")) and experts > 0
-    dtype, compute = _formats(path, source)
+    dtype, compute = weight_formats(path, source)
     return Architecture(
         name=str(source.get("_name_or_path") or path.resolve().parent.name),
-        layers=_number(path, source, "num_hidden_layers"),
+        layers=whole_number(path, source, "num_hidden_layers"),
         hidden=hidden,
         heads=heads,
-        kv_heads=_number(path, source, "num_key_value_heads", heads),
-        head_dim=_number(path, source, "head_dim", hidden // max(heads, 1)),
-        ffn=_number(path, source, "moe_intermediate_size" if sparse else "intermediate_size"),
-        vocab=_number(path, source, "vocab_size"),
+        kv_heads=whole_number(path, source, "num_key_value_heads", heads),
+        head_dim=whole_number(path, source, "head_dim", hidden // max(heads, 1)),
+        ffn=whole_number(path, source, "moe_intermediate_size" if sparse else "intermediate_size"),
+        vocab=whole_number(path, source, "vocab_size"),
         tied=bool(source.get("tie_word_embeddings", False)),
         gated=_TYPES.get(kind, source.get("hidden_act", "silu") not in _UNGATED),
         qk_norm=kind.startswith(_QK_NORM),
         experts=experts,
-        active=_number(path, source, "num_experts_per_tok", 0) if experts else 0,
+        active=whole_number(path, source, "num_experts_per_tok", 0) if experts else 0,
         dtype=dtype,
         compute=compute,
         kv_dtype="bfloat16" if dtype in QUANTISED else dtype,
-        context=_context(path, source),
+        context=context_tokens(path, source),
     )
 
 
-def _context(path: Path, source: Mapping[str, Any]) -> int:
+def context_tokens(path: Path, source: Mapping[str, Any]) -> int:
     """Return the tokens that a sequence may have: with what scales the positions, as workers do."""
-    context = _number(path, source, "max_position_embeddings", 131_072)
+    context = whole_number(path, source, "max_position_embeddings", 131_072)
     try:
         rope_parameters(source)
     except ModelError:  # a type that no worker of Pigou's runs: what it states is its context
@@ -106,7 +106,7 @@ def _refuse_windows(path: Path, source: Mapping[str, Any]) -> None:
         raise ConfigError(f"{path}: sliding_window is {window}: that cannot be timed")
 
 
-def _source(path: Path) -> dict[str, Any]:
+def config_source(path: Path) -> dict[str, Any]:
     """Return what a file says of the model, or of the part of it that is of text."""
     try:
         source = json.loads(path.read_text())
@@ -118,7 +118,9 @@ def _source(path: Path) -> dict[str, Any]:
     return {**source, **text}
 
 
-def _number(path: Path, source: Mapping[str, Any], key: str, default: int | None = None) -> int:
+def whole_number(
+    path: Path, source: Mapping[str, Any], key: str, default: int | None = None
+) -> int:
     """Return a whole number; `default`, where there is one, stands for none and for null."""
     value = source.get(key)
     if value is None and default is not None:
@@ -128,7 +130,7 @@ def _number(path: Path, source: Mapping[str, Any], key: str, default: int | None
     return value
 
 
-def _formats(path: Path, source: Mapping[str, Any]) -> tuple[str, str]:
+def weight_formats(path: Path, source: Mapping[str, Any]) -> tuple[str, str]:
     """Number formats of the weights, and of products where it is another."""
     quantised = source.get("quantization_config") or {}
     if not isinstance(quantised, dict):

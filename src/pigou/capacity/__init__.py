@@ -1,0 +1,1 @@
+"""Capacity: what a model needs of a GPU's memory, what a fleet costs, which fleet to take."""

@@ -1,0 +1,236 @@
+"""The memory map of a GPU that serves a model: six terms, and what the KV cache holds.
+
+V_usable = V_weights + V_cache + V_activations + V_adapters + V_runtime + V_scratch, per GPU
+(throughput-mechanics, "VRAM Memory Pressure Map"); V_cache is what the others leave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import msgspec
+
+from pigou.capacity.memory_shape import MemoryShape
+from pigou.config import ConfigError
+from pigou.config_option import option
+from pigou.sim.architecture import SAMPLER_BYTES
+from pigou.sim.gpus import GIB, Gpu
+
+#: Bytes of an activation.
+_WIDTH = 2
+#: Headings of options.
+_ENGINE, _ADAPTERS = "Engine", "Adapters"
+#: Modules of a layer that adapters may change: input and output width by the layer's own.
+ADAPTER_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
+
+
+class VramConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How a GPU's memory is shared out.
+
+    Attributes:
+        tp: GPUs of a worker, by tensor parallelism.
+        utilization: share of the memory that the driver reports which the engine takes, 0 to 1.
+        block_size: tokens of a block.
+        max_batched_tokens: tokens of a step at most.
+        max_seqs: sequences of a step at most.
+        runtime_gib: CUDA context, NCCL buffers and CUDA graphs; an assumption, for they are
+            measured alone.
+        adapters: LoRA adapters that are held at once.
+        adapter_rank: rank of the largest, for which all are allocated.
+        adapter_targets: modules that they change, of `ADAPTER_TARGETS`.
+    """
+
+    tp: Annotated[int, option("GPUs of a worker, by tensor parallelism.", _ENGINE)] = 1
+    utilization: Annotated[float, option("Share of the memory that the engine takes.", _ENGINE)] = (
+        0.9
+    )
+    block_size: Annotated[int, option("Tokens of a block.", _ENGINE)] = 16
+    max_batched_tokens: Annotated[int, option("Tokens of a step at most.", _ENGINE)] = 2048
+    max_seqs: Annotated[int, option("Sequences of a step at most.", _ENGINE)] = 256
+    runtime_gib: Annotated[
+        float,
+        option("CUDA context, NCCL buffers and CUDA graphs, in GiB: an assumption.", _ENGINE),
+    ] = 1.0
+    adapters: Annotated[int, option("LoRA adapters held at once.", _ADAPTERS)] = 0
+    adapter_rank: Annotated[
+        int, option("Rank of the largest, for which all are allocated.", _ADAPTERS)
+    ] = 16
+    adapter_targets: Annotated[
+        tuple[str, ...],
+        option("Modules that they change: q, k, v, o, gate, up, down. Repeat it.", _ADAPTERS),
+    ] = ("q", "k", "v", "o")
+
+    def __post_init__(self) -> None:
+        """Refuse values that make no sense."""
+        for name in ("tp", "block_size", "max_batched_tokens", "max_seqs", "adapter_rank"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if not 0.0 < self.utilization <= 1.0:
+            raise ConfigError(f"utilization is {self.utilization}; it must be above 0, at most 1")
+        if self.adapters < 0 or not 0.0 <= self.runtime_gib < float("inf"):
+            name = "adapters" if self.adapters < 0 else "runtime_gib"
+            raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 0")
+        for target in self.adapter_targets:
+            if target not in ADAPTER_TARGETS:
+                known = ", ".join(ADAPTER_TARGETS)
+                raise ConfigError(f"adapter_targets has {target!r}; each must be one of {known}")
+
+
+class VramMap(msgspec.Struct, frozen=True, kw_only=True):
+    """Memory of one GPU, in bytes.
+
+    Attributes:
+        usable: share of its memory that the engine takes.
+        weights: of the model.
+        cache: what is left for KV blocks, whole ones.
+        activations: of the widest moment of the largest step.
+        adapters: LoRA weights.
+        runtime: context, communication, graphs.
+        scratch: the sampler's tensors over the vocabulary.
+        blocks: of the cache.
+        tokens: that the blocks hold, where every layer holds all.
+    """
+
+    usable: int
+    weights: int
+    cache: int
+    activations: int
+    adapters: int
+    runtime: int
+    scratch: int
+    blocks: int
+    tokens: int
+
+
+def vram_map(model: MemoryShape, device: Gpu, config: VramConfig) -> VramMap:
+    """Return the memory map of one GPU of a worker.
+
+    Raises:
+        ConfigError: no room is left for a block, or links do not join so many GPUs.
+    """
+    device.check_tp(config.tp)
+    usable = int(device.memory * config.utilization)
+    tp = config.tp
+    weights = model.weight_bytes(tp)
+    activations = int(config.max_batched_tokens * (2 * model.hidden + model.wide / tp) * _WIDTH)
+    scratch = config.max_seqs * model.vocab * SAMPLER_BYTES
+    adapters = (
+        config.adapters * adapter_bytes(model, config.adapter_rank, config.adapter_targets) // tp
+    )
+    runtime = int(config.runtime_gib * GIB)
+    room = usable - weights - activations - adapters - runtime - scratch
+    block = model.token_bytes(tp) * config.block_size
+    blocks = room // block
+    if blocks < 1:
+        raise ConfigError(
+            f"{model.name}: weights, activations, adapters and the rest need "
+            f"{(usable - room) / GIB:.1f} GiB of the {usable / GIB:.1f} GiB that the engine takes "
+            f"on {device.name}, and leave no room for KV; raise tp, or take a larger gpu"
+        )
+    return VramMap(
+        usable=usable, weights=weights, cache=blocks * block, activations=activations,
+        adapters=adapters, runtime=runtime, scratch=scratch, blocks=blocks,
+        tokens=blocks * config.block_size,
+    )  # fmt: skip
+
+
+def adapter_bytes(model: MemoryShape, rank: int, targets: Sequence[str]) -> int:
+    """Return the bytes of one LoRA adapter in bfloat16, undivided.
+
+    r (in + out) b a target and layer: two thin matrices (Hu et al. 2021).
+
+    Raises:
+        ConfigError: the attention is latent, or a target is a layer that the model has not.
+    """
+    kinds = {(kind.heads, kind.width) for kind in model.kv}
+    if not model.query_width or len(kinds) != 1:
+        raise ConfigError(f"{model.name}: adapters of its attention are not described")
+    ((heads, width),) = kinds
+    hidden, queries, keys = model.hidden, model.query_width, heads * width // 2
+    ffn = model.ffn
+    if not ffn and set(targets) & {"gate", "up", "down"}:
+        raise ConfigError(
+            f"adapter_targets has {', '.join(targets)}; {model.name} has experts, or no gate, "
+            "whose adapters are not described: leave gate, up and down out"
+        )
+    sums = {
+        "q": hidden + queries, "k": hidden + keys, "v": hidden + keys, "o": queries + hidden,
+        "gate": hidden + ffn, "up": hidden + ffn, "down": ffn + hidden,
+    }  # fmt: skip
+    return rank * sum(sums[target] for target in targets) * _WIDTH * model.layers
+
+
+class MixDemand(msgspec.Struct, frozen=True, kw_only=True):
+    """The cache that a mix of sequences needs on each GPU, beside what there is.
+
+    Attributes:
+        demand: bytes of the sequences at their full lengths.
+        safe: bytes of the cache less the margin.
+        fits: whether the demand is within the cache.
+        is_safe: whether it is within `safe`.
+        step_s: seconds of a decode step of them all, if weights and cache are read once at the
+            share `bandwidth_share` of the peak.
+        step_peak_s: at the whole of it.
+    """
+
+    demand: int
+    safe: int
+    fits: bool
+    is_safe: bool
+    step_s: float
+    step_peak_s: float
+
+
+def mix_demand(
+    model: MemoryShape,
+    device: Gpu,
+    memory: VramMap,
+    sequences: Sequence[tuple[int, int]],
+    tp: int = 1,
+    margin: float = 0.3,
+) -> MixDemand:
+    """Return what sequences need of the cache of a worker, and the time of a step of them all.
+
+    t = (W + sum of KV) / bandwidth: a decode step reads the weights and each sequence's cache once.
+    Weights of experts are counted whole: a large batch reads nearly all.
+
+    Args:
+        model: its memory shape.
+        device: each GPU.
+        memory: its map.
+        sequences: how many, and tokens of each.
+        tp: GPUs of the worker.
+        margin: share of the cache to keep free, 0 to 1.
+
+    Raises:
+        ConfigError: `margin` is outside 0 to 1.
+    """
+    if not 0.0 <= margin < 1.0:
+        raise ConfigError(f"margin is {margin}; it must be at least 0, below 1")
+    demand = sum(count * model.sequence_bytes(tokens, tp) for count, tokens in sequences)
+    safe = int(memory.cache * (1.0 - margin))
+    peak = (memory.weights + demand) / device.bandwidth
+    share = peak * memory.weights / (memory.weights + demand) / device.streaming
+    share += demand / device.bandwidth / device.cache
+    return MixDemand(
+        demand=demand, safe=safe, fits=demand <= memory.cache, is_safe=demand <= safe,
+        step_s=share, step_peak_s=peak,
+    )  # fmt: skip
+
+
+def ridge_point(device: Gpu, dtype: str) -> float:
+    """Return the FLOPs a byte at which memory and compute take as long (Williams et al. 2009)."""
+    return device.peak(dtype) / device.bandwidth
+
+
+def decode_intensity(model: MemoryShape, sequences: int, tokens: int) -> float:
+    """Return the FLOPs a byte of a decode step.
+
+    Args:
+        model: its memory shape.
+        sequences: of the step.
+        tokens: in the cache of each.
+    """
+    flops = 2.0 * sequences * model.active_parameters
+    return flops / (model.weight_bytes() + sequences * model.sequence_bytes(tokens))

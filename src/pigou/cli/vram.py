@@ -1,0 +1,168 @@
+"""`pigou vram`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from pigou.capacity.memory_shape import MemoryShape
+from pigou.capacity.model_memory import memory_shape
+from pigou.capacity.vram import (
+    VramConfig,
+    VramMap,
+    decode_intensity,
+    mix_demand,
+    ridge_point,
+    vram_map,
+)
+from pigou.cli.config_options import config_command
+from pigou.cli.option_values import check_json
+from pigou.config import ConfigError
+from pigou.sim.gpus import GIB, GIGA, Gpu
+from pigou.sim.gpus import gpu as gpu_named
+
+_TERMS = ("weights", "cache", "activations", "adapters", "runtime", "scratch")
+_SEQUENCES = re.compile(r"(\d+)x(\d+)")
+
+
+@config_command("vram")
+def vram(
+    config: VramConfig,
+    model: Annotated[
+        str, typer.Option(help="A model's name, or a folder with a config.json, or its path.")
+    ],
+    gpu: Annotated[str, typer.Option(help="A GPU's name: H200, RTX PRO 6000.")],
+    kv_dtype: Annotated[
+        str,
+        typer.Option(help="Number format of the KV cache: bfloat16, fp8, fp8_ds_mla, ...; by "
+                          "default the model's own."),
+    ] = "",
+    memory_gib: Annotated[
+        float, typer.Option(help="Memory that the driver reports, where it is another.", min=0.0)
+    ] = 0.0,
+    sequences: Annotated[
+        str, typer.Option(help="A batch to check, like 28x1280,4x32896: count x tokens.")
+    ] = "",
+    margin: Annotated[
+        float, typer.Option(help="Share of the cache that the batch should leave free.")
+    ] = 0.3,
+    json: Annotated[
+        str, typer.Option(help="File to write the figures to, in bytes.", show_default=False)
+    ] = "",
+) -> None:  # fmt: skip
+    """Map a GPU's memory under a model: six terms, the KV of a token, and what a batch needs."""
+    check_json(json)
+    shape = memory_shape(model)
+    if kv_dtype:
+        shape = shape.with_kv_dtype(kv_dtype)
+    device = gpu_named(gpu)
+    if memory_gib:
+        device = replace(device, memory=int(memory_gib * GIB))
+    batch = _parse_sequences(sequences)
+    memory = vram_map(shape, device, config)
+    document = _document(shape, device, config, memory)
+    if batch:
+        demand = mix_demand(shape, device, memory, batch, config.tp, margin)
+        document["batch"] = {**msgspec.to_builtins(demand), "margin": margin}
+        count = sum(number for number, _ in batch)
+        mean = sum(number * tokens for number, tokens in batch) // count
+        document["batch"]["flops_per_byte"] = decode_intensity(shape, count, mean)
+    _show(document)
+    if json:
+        try:
+            Path(json).write_bytes(msgspec.json.format(msgspec.json.encode(document)) + b"\n")
+        except OSError as error:
+            typer.echo(f"pigou vram: --json is {json!r}: {error}", err=True)
+            raise typer.Exit(1) from None
+
+
+def _parse_sequences(text: str) -> list[tuple[int, int]]:
+    """Read `COUNTxTOKENS,...`.
+
+    Raises:
+        ConfigError: an item is not of that form.
+    """
+    batch = []
+    for item in text.split(",") if text else ():
+        match = _SEQUENCES.fullmatch(item.strip())
+        if match is None or not int(match[1]) or not int(match[2]):
+            raise ConfigError(f"--sequences has {item!r}; write COUNTxTOKENS, like 28x1280")
+        batch.append((int(match[1]), int(match[2])))
+    return batch
+
+
+def _document(
+    shape: MemoryShape, device: Gpu, config: VramConfig, memory: VramMap
+) -> dict[str, Any]:
+    """Return what `--json` writes; memory in bytes, of each GPU."""
+    try:
+        multi_head: int | None = shape.as_multi_head().token_bytes()
+    except ConfigError:
+        multi_head = None
+    return {
+        "model": shape.name, "gpu": device.name, "tp": config.tp,
+        "memory_bytes": device.memory,
+        "map": {"source": "computed", **msgspec.to_builtins(memory)},
+        "parameters": shape.parameters, "active_parameters": shape.active_parameters,
+        "weights_by_part": {
+            part.name: round(part.bytes_per_gpu(config.tp)) for part in shape.weights
+        },
+        "kv": {
+            "dtype": shape.kv_dtype,
+            "bytes_per_token": shape.token_bytes(),
+            "bytes_per_token_and_gpu": shape.token_bytes(config.tp),
+            "bytes_per_token_multi_head": multi_head,
+            "sequence_bytes": {
+                str(tokens): shape.sequence_bytes(tokens)
+                for tokens in (1024, 8192, 32_768, 131_072)
+                if tokens <= shape.context
+            },
+        },
+        "ridge_flops_per_byte": {
+            dtype: ridge_point(device, dtype) for dtype in device.flops if dtype != "float16"
+        },
+    }  # fmt: skip
+
+
+def _show(document: dict[str, Any]) -> None:
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=100)
+    memory, kv = document["map"], document["kv"]
+    table = Table("memory of each GPU", "GiB", "GB", "share")
+    for term in _TERMS:
+        size = memory[term]
+        table.add_row(
+            term, f"{size / GIB:.2f}", f"{size / GIGA:.2f}", f"{size / memory['usable']:.1%}"
+        )
+    table.add_row("usable", f"{memory['usable'] / GIB:.2f}", f"{memory['usable'] / GIGA:.2f}", "")
+    console.print(f"{document['model']} on {document['tp']} x {document['gpu']}")
+    console.print(table)
+    console.print(
+        f"KV cache ({kv['dtype']}): {kv['bytes_per_token']:,} bytes a token"
+        + (f", {kv['bytes_per_token_multi_head']:,} with a KV head for each query head"
+           if kv["bytes_per_token_multi_head"] not in (None, kv["bytes_per_token"]) else "")
+        + f"; {memory['blocks']:,} blocks, {memory['tokens']:,} tokens."
+    )  # fmt: skip
+    ridges = ", ".join(
+        f"{value:.0f} in {dtype}" for dtype, value in document["ridge_flops_per_byte"].items()
+    )
+    console.print(f"Ridge point, FLOP a byte: {ridges}.")
+    if batch := document.get("batch"):
+        verdict = "fits, with its margin" if batch["is_safe"] else (
+            f"fits, but leaves less than {batch['margin']:.0%} free" if batch["fits"]
+            else "does not fit"
+        )  # fmt: skip
+        console.print(
+            f"The batch needs {batch['demand'] / GIB:.2f} GiB a GPU of {memory['cache'] / GIB:.2f} "
+            f"GiB ({batch['safe'] / GIB:.2f} GiB safe): it {verdict}. A decode step reads for "
+            f"{batch['step_s'] * 1e3:.2f} ms ({batch['step_peak_s'] * 1e3:.2f} ms at the peak of "
+            f"the memory), at {batch['flops_per_byte']:.1f} FLOP a byte."
+        )
