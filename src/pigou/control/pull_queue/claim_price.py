@@ -1,0 +1,120 @@
+"""The price of a claim: the wait that it saves against the cache that another worker has."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pigou.compiled import bare_kernel
+
+Seconds = NDArray[np.float64]
+
+#: Claims whose values differ by less are worth the same; the earlier prompt goes.
+_SAME_S = 1e-9
+
+
+class ClaimLoad(NamedTuple):
+    """What a claim is priced in.
+
+    Attributes:
+        free_s: seconds until each worker has computed what it holds, (workers,).
+        arrivals: prompts a second that come to the queue.
+        rise: extra weight of a second, for each second before it (urgency over mean time).
+        toll: weight of what later arrivals lose.
+    """
+
+    free_s: Seconds
+    arrivals: float = 0.0
+    rise: float = 0.0
+    toll: float = 1.0
+
+
+def claim_values(service_s: Seconds, age_s: Seconds, own: int, load: ClaimLoad) -> Seconds:
+    """Return the seconds that all gain if worker `own` takes each prompt now, (prompts,).
+
+    value(i) = sum of C_j if `own` leaves the queue alone until the next worker is free
+             - sum of C_j if `own` takes i now - toll (s_i - min s_i) l Q / c
+
+    C_j = T_j + rise T_j^2 / 2, T_j the age of prompt j when it is computed, where the prompts go,
+    in order, to the worker that ends them first. This is a rollout of list scheduling (Bertsekas,
+    Tsitsiklis and Wu, "Rollout Algorithms for Combinatorial Optimization", 1997). The toll is on
+    what is computed twice: it delays those who come while the backlog lasts.
+
+    | symbol | meaning |
+    |---|---|
+    | s_i | seconds of prompt i at `own`; min: at the worker that has most of it cached |
+    | l, Q, c | prompts a second; mean seconds of backlog of a worker; workers |
+
+    Args:
+        service_s: seconds of each prompt on each worker, (prompts, workers).
+        age_s: seconds since each prompt arrived, (prompts,).
+        own: index of the worker that claims.
+        load: of the workers and the queue.
+    """
+    values, busy = np.empty(len(service_s)), load.free_s.copy()
+    toll = load.toll * max(load.arrivals, 0.0)
+    _values(service_s, age_s, own, load.free_s, load.rise, toll, busy, values)
+    return values
+
+
+def best_claim(values: Seconds) -> int:
+    """Return the prompt whose claim is worth most, the earliest of equal ones; -1 for none."""
+    index = int(np.flatnonzero(values >= values.max() - _SAME_S)[0])
+    return index if values[index] > -_SAME_S else -1
+
+
+@bare_kernel
+def _values(
+    service: Seconds, age: Seconds, own: int, free: Seconds, rise: float, toll: float,
+    busy: Seconds, values: Seconds,
+) -> None:  # fmt: skip
+    """Write the value of each claim; see `claim_values`. `busy` is written to as well."""
+    prompts, workers = service.shape
+    next_free, backlog = np.inf, 0.0
+    for w in range(workers):
+        busy[w] = free[w]
+        backlog += free[w]
+        if w != own:
+            next_free = min(next_free, free[w])
+    for i in range(prompts):
+        backlog += _fastest(service, i)
+    delay = toll * backlog / (workers * workers)
+    if workers > 1:
+        busy[own] = max(free[own], next_free)
+    leave = _cost(service, age, busy, -1, rise)
+    for i in range(prompts):
+        for w in range(workers):
+            busy[w] = free[w]
+        busy[own] += service[i, own]
+        end = age[i] + busy[own]
+        take = end + 0.5 * rise * end * end + _cost(service, age, busy, i, rise)
+        values[i] = leave - take - delay * (service[i, own] - _fastest(service, i))
+
+
+@bare_kernel
+def _fastest(service: Seconds, prompt: int) -> float:
+    """Return the seconds of a prompt on the worker that has most of it cached."""
+    seconds = np.inf
+    for w in range(service.shape[1]):
+        seconds = min(seconds, service[prompt, w])
+    return seconds
+
+
+@bare_kernel
+def _cost(service: Seconds, age: Seconds, busy: Seconds, taken: int, rise: float) -> float:
+    """Return the sum of the C_j of all prompts but `taken`; `busy` is written to."""
+    total = 0.0
+    for i in range(service.shape[0]):
+        if i == taken:
+            continue
+        best, end = 0, np.inf
+        for w in range(service.shape[1]):
+            until = busy[w] + service[i, w]
+            if until < end:
+                best, end = w, until
+        busy[best] = end
+        end += age[i]
+        total += end + 0.5 * rise * end * end
+    return total

@@ -1,0 +1,62 @@
+"""What a prefill queue is configured with."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import msgspec
+
+from pigou.config import ConfigError
+
+#: Order of claims: by price, or first in, first out.
+ClaimOrder = Literal["price", "fifo"]
+
+
+class PullQueueConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Limits and the order of a prefill queue.
+
+    Attributes:
+        order: `price` takes the prompt whose claim is worth most; `fifo` the head.
+        batch_tokens: a claim ends once it has so many tokens to compute: the smallest batch that
+            saturates a worker. 1 takes one prompt at a time, as Dynamo's first design.
+        batch_wait_ms: a worker that could not fill its batch waits so long for more.
+        max_bypass: times that others go before a prompt; then it goes next.
+        max_bypass_s: age of a prompt in seconds at which nobody goes before it any more, and no
+            worker leaves it to another one.
+        window: prompts at the head of the queue that are priced.
+        toll: weight of what a claim costs those who come later.
+        urgency: weight of T^2 / (2 M) beside a prompt's time T to its end, M the mean of T.
+        lease_s: a claim that is neither acked nor extended for so long is delivered again.
+        max_deliveries: deliveries after which a prompt is a dead letter.
+        duplicate_window_s: the same prompt is not taken twice in this time.
+    """
+
+    order: ClaimOrder = "price"
+    batch_tokens: int = 512
+    batch_wait_ms: float = 2.0
+    max_bypass: int = 8
+    max_bypass_s: float = 2.0
+    window: int = 16
+    toll: float = 1.0
+    urgency: float = 0.0
+    lease_s: float = 30.0
+    max_deliveries: int = 3
+    duplicate_window_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        """Refuse limits under which nothing could be claimed, or nothing would end."""
+        for name, minimum in (
+            ("batch_tokens", 1), ("max_bypass", 0), ("window", 1), ("max_deliveries", 1),
+        ):  # fmt: skip
+            if getattr(self, name) < minimum:
+                raise ConfigError(
+                    f"prefill queue: {name} is {getattr(self, name)}; it must be at least {minimum}"
+                )
+        for name in ("batch_wait_ms", "max_bypass_s", "toll", "urgency", "duplicate_window_s"):
+            if not 0.0 <= getattr(self, name) < math.inf:
+                raise ConfigError(
+                    f"prefill queue: {name} is {getattr(self, name)}; it must be finite, at least 0"
+                )
+        if not 0.0 < self.lease_s < math.inf:
+            raise ConfigError(f"prefill queue: lease_s is {self.lease_s}; it must be above 0")

@@ -1,0 +1,326 @@
+"""PrefillQueue: prompts wait for whoever pulls them; claims, leases, redelivery, dead letters."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from operator import attrgetter
+
+import msgspec
+import numpy as np
+
+from pigou.control.pull_queue.claim_price import ClaimLoad, best_claim, claim_values
+from pigou.control.pull_queue.config import PullQueueConfig
+from pigou.control.pull_queue.messages import (
+    PrefillClaim,
+    PrefillDeadLetter,
+    PrefillExpired,
+    PrefillItem,
+    QueueCounts,
+    QueueEffect,
+    ServiceLaw,
+)
+from pigou.request import NEVER, SECOND
+
+
+class _Entry(msgspec.Struct, eq=False):
+    """A prompt in the queue, or claimed."""
+
+    item: PrefillItem
+    queued_ns: int
+    number: int
+    deliveries: int = 0
+    passed_over: int = 0
+    not_before_ns: int = 0
+    claim: PrefillClaim | None = None
+    end_ns: int = 0  # when its worker is expected to have computed it
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """By which it goes: priority, arrival, and the order of arrivals of one moment."""
+        return self.item.priority, self.item.arrival_ns, self.number
+
+
+_order = attrgetter("order")
+
+
+class PrefillQueue:
+    """Prompts of all gateways of a model, pulled by its prefill workers.
+
+    Delivery is at least once, the effect exactly one: the first ack of a request's incarnation
+    counts. All calls take `now_ns`, which must not fall.
+
+    Example:
+        queue = PrefillQueue(PullQueueConfig(order="fifo"))
+        queue.worker_up("p0")
+        queue.enqueue(PrefillItem("r1", tokens=800, arrival_ns=0), 0)
+        (claim,) = queue.claim("p0", 0)
+        assert queue.ack("r1", 0, 5)
+
+    Attributes:
+        config: its limits.
+        workers: that pull, in the order of a service law's columns.
+        counts: what became of the prompts.
+    """
+
+    def __init__(self, config: PullQueueConfig) -> None:
+        """Start empty, without workers."""
+        self.config = config
+        self.workers: tuple[str, ...] = ()
+        self.counts = QueueCounts()
+        self._waiting: list[_Entry] = []  # in their order
+        self._entries: dict[str, _Entry] = {}  # by request, those that wait and the claimed ones
+        self._claims: dict[str, list[_Entry]] = {}  # by worker, in the order of the claims
+        self._dated = False  # whether any prompt ever had a deadline
+        self._known: dict[str, tuple[int, int]] = {}  # incarnation, and when it was last touched
+        self._number = 0
+
+    def __len__(self) -> int:
+        """Return how many prompts wait."""
+        return len(self._waiting)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the prompts that wait."""
+        return sum(entry.item.tokens for entry in self._waiting)
+
+    # --- workers ------------------------------------------------------------------------------
+
+    def worker_up(self, worker: str) -> None:
+        """A worker pulls from now on."""
+        if worker not in self.workers:
+            self.workers = (*self.workers, worker)
+
+    def worker_down(self, worker: str, now_ns: int) -> list[QueueEffect]:
+        """A worker is gone: what it had is delivered again, at once."""
+        self.workers = tuple(other for other in self.workers if other != worker)
+        lost = list(self._claims.get(worker, ()))
+        return [effect for entry in lost for effect in self._redeliver(entry, now_ns)]
+
+    def free_s(self, worker: str, now_ns: int) -> float:
+        """Return the seconds until a worker is expected to have computed what it has claimed."""
+        claims = self._claims.get(worker)
+        return max(0, claims[-1].end_ns - now_ns) / SECOND if claims else 0.0
+
+    def claims_of(self, worker: str) -> int:
+        """Return how many prompts a worker has claimed."""
+        return len(self._claims.get(worker, ()))
+
+    # --- prompts ------------------------------------------------------------------------------
+
+    def enqueue(self, item: PrefillItem, now_ns: int) -> bool:
+        """Take a prompt; return whether it is new: the same or an older incarnation is not."""
+        known = self._known.get(item.request)
+        if known is not None and item.incarnation <= known[0]:
+            self.counts.duplicates += 1
+            return False
+        if known is not None:
+            self._drop(item.request)
+        self._known[item.request] = item.incarnation, now_ns
+        self._number += 1
+        self._dated |= item.deadline_ns < NEVER
+        entry = self._entries[item.request] = _Entry(item, now_ns, self._number)
+        insort(self._waiting, entry, key=_order)
+        self.counts.queued += 1
+        return True
+
+    def cancel(self, request: str) -> str | None:
+        """Forget a prompt; return who has claimed it, "" for nobody, None where it is unknown."""
+        worker = self._drop(request)
+        self.counts.cancelled += worker is not None
+        return worker
+
+    def claim(
+        self, worker: str, now_ns: int, service: ServiceLaw | None = None, arrivals: float = 0.0,
+        mean_s: float = 0.0,
+    ) -> list[PrefillClaim]:  # fmt: skip
+        """Give a worker the smallest batch that saturates it; empty where nothing is worth it.
+
+        Args:
+            worker: that has nothing to compute.
+            now_ns: nanoseconds.
+            service: seconds of prompts on the workers; None where they are unknown: the head goes.
+            arrivals: prompts a second that come to the queue.
+            mean_s: seconds to the first token, in the mean; 0 for unknown.
+        """
+        if worker not in self.workers or not self._ready(now_ns):
+            return []
+        claims: list[PrefillClaim] = []
+        tokens, end_ns = 0, now_ns + round(self.free_s(worker, now_ns) * SECOND)
+        while tokens < self.config.batch_tokens:
+            entry, seconds = self._next(worker, end_ns, now_ns, service, arrivals, mean_s)
+            if entry is None:
+                break
+            end_ns += round(seconds * SECOND)
+            claims.append(self._give(entry, worker, end_ns, now_ns))
+            tokens += entry.item.tokens
+        if not claims and self._open(now_ns):
+            self.counts.left += 1
+        return claims
+
+    def extend(self, request: str, worker: str, now_ns: int) -> bool:
+        """Renew the lease of a claim; return whether the worker still has it."""
+        entry = self._entries.get(request)
+        if entry is None or entry.claim is None or entry.claim.worker != worker:
+            return False
+        end_ns = now_ns + round(self.config.lease_s * SECOND)
+        entry.claim = msgspec.structs.replace(entry.claim, lease_end_ns=end_ns)
+        return True
+
+    def ack(self, request: str, incarnation: int, now_ns: int) -> bool:
+        """A prompt is computed; return whether this is the first ack: its KV offer counts.
+
+        A late one counts as well, of a worker whose lease had ended, if nobody was quicker. Who
+        offers after that frees its blocks.
+        """
+        entry = self._entries.get(request)
+        if entry is None or entry.item.incarnation != incarnation:
+            self.counts.duplicates += 1
+            return False
+        self._drop(request)
+        self._known[request] = incarnation, now_ns
+        self.counts.acked += 1
+        return True
+
+    def nak(
+        self, request: str, worker: str, now_ns: int, delay_s: float = 0.0
+    ) -> list[QueueEffect]:
+        """A worker gives a prompt back, which is delivered again after `delay_s` seconds."""
+        entry = self._entries.get(request)
+        if entry is None or entry.claim is None or entry.claim.worker != worker:
+            return []
+        entry.not_before_ns = now_ns + round(delay_s * SECOND)
+        return self._redeliver(entry, now_ns)
+
+    def tick(self, now_ns: int) -> list[QueueEffect]:
+        """Let time pass: leases and deadlines end. Call it at `next_ns`, or often."""
+        effects: list[QueueEffect] = []
+        for claims in self._claims.values():
+            for entry in list(claims):
+                if entry.claim is not None and entry.claim.lease_end_ns <= now_ns:
+                    effects += self._redeliver(entry, now_ns)
+        if self._dated:
+            for entry in [entry for entry in self._waiting if entry.item.deadline_ns <= now_ns]:
+                self._drop(entry.item.request)
+                self.counts.expired += 1
+                effects.append(PrefillExpired(entry.item))
+        before_ns = now_ns - round(self.config.duplicate_window_s * SECOND)
+        while self._known:
+            request, (_, at_ns) = next(iter(self._known.items()))
+            if at_ns > before_ns or request in self._entries:
+                break
+            del self._known[request]
+        return effects
+
+    def next_ns(self, now_ns: int) -> int:
+        """Return when `tick` or a claim may have something to do next; `NEVER` for never."""
+        claimed = (entry for claims in self._claims.values() for entry in claims)
+        times = [entry.claim.lease_end_ns for entry in claimed if entry.claim]
+        bypass_ns = round(self.config.max_bypass_s * SECOND)
+        for entry in self._waiting[: self.config.window]:
+            times += [entry.not_before_ns, self._batch_ns(entry)]
+            if self.config.order == "price":
+                times.append(entry.item.arrival_ns + bypass_ns)
+        if self._dated:
+            times += [entry.item.deadline_ns for entry in self._waiting]
+        return min((at_ns for at_ns in times if at_ns > now_ns), default=NEVER)
+
+    # --- inside -------------------------------------------------------------------------------
+
+    def _open(self, now_ns: int) -> list[_Entry]:
+        """Return the prompts that may be claimed, the first ones of the queue."""
+        window = self.config.window
+        entries: list[_Entry] = []
+        for entry in self._waiting:
+            if entry.not_before_ns <= now_ns:
+                entries.append(entry)
+                if len(entries) == window:
+                    break
+        return entries
+
+    def _ready(self, now_ns: int) -> bool:
+        """Whether there is a batch for all idle workers, or the wait for one is over."""
+        entries = self._open(now_ns)
+        if not entries or len(entries) == self.config.window:
+            return bool(entries)
+        idle = len([worker for worker in self.workers if not self._claims.get(worker)])
+        enough = self.config.batch_tokens * max(1, idle)
+        if sum(entry.item.tokens for entry in entries) >= enough:
+            return True
+        return min(self._batch_ns(entry) for entry in entries) <= now_ns
+
+    def _batch_ns(self, entry: _Entry) -> int:
+        return entry.queued_ns + round(self.config.batch_wait_ms * 1_000_000)
+
+    def _next(
+        self, worker: str, free_ns: int, now_ns: int, service: ServiceLaw | None, arrivals: float,
+        mean_s: float,
+    ) -> tuple[_Entry | None, float]:  # fmt: skip
+        """Return the prompt that a worker takes next, and its seconds there; None for none."""
+        entries = self._open(now_ns)
+        if not entries:
+            return None, 0.0
+        own = self.workers.index(worker)
+        if service is None:
+            return entries[0], 0.0
+        seconds = service([entry.item for entry in entries])
+        head = entries[0]
+        bypass_ns = head.item.arrival_ns + round(self.config.max_bypass_s * SECOND)
+        must_go = head.passed_over >= self.config.max_bypass or now_ns >= bypass_ns
+        if self.config.order == "fifo" or must_go:
+            return head, float(seconds[0, own])
+        free_s = np.array([self.free_s(other, now_ns) for other in self.workers])
+        free_s[own] = (free_ns - now_ns) / SECOND
+        rise = self.config.urgency / mean_s if mean_s > 0.0 else 0.0
+        age_s = np.array([(now_ns - entry.item.arrival_ns) / SECOND for entry in entries])
+        load = ClaimLoad(free_s, arrivals, rise, self.config.toll)
+        index = best_claim(claim_values(seconds, age_s, own, load))
+        if index < 0:
+            return None, 0.0
+        for entry in entries[:index]:
+            entry.passed_over += 1
+            self.counts.bypasses += 1
+        return entries[index], float(seconds[index, own])
+
+    def _give(self, entry: _Entry, worker: str, end_ns: int, now_ns: int) -> PrefillClaim:
+        self._leave(entry)
+        entry.deliveries += 1
+        entry.end_ns = end_ns
+        lease_ns = now_ns + round(self.config.lease_s * SECOND)
+        entry.claim = PrefillClaim(entry.item, worker, entry.deliveries, lease_ns)
+        self._claims.setdefault(worker, []).append(entry)
+        self.counts.claimed += 1
+        return entry.claim
+
+    def _redeliver(self, entry: _Entry, now_ns: int) -> list[QueueEffect]:
+        """Put a claimed prompt back where it was in the queue, unless it was there too often."""
+        self._let_go(entry)
+        if entry.deliveries >= self.config.max_deliveries:
+            del self._entries[entry.item.request]
+            self.counts.dead += 1
+            return [PrefillDeadLetter(entry.item, entry.deliveries)]
+        self.counts.redelivered += 1
+        entry.queued_ns = now_ns - round(self.config.batch_wait_ms * 1_000_000)  # waits for nobody
+        insort(self._waiting, entry, key=_order)
+        return []
+
+    def _leave(self, entry: _Entry) -> None:
+        """Take a prompt that waits out of the order."""
+        del self._waiting[bisect_left(self._waiting, entry.order, key=_order)]
+
+    def _let_go(self, entry: _Entry) -> None:
+        """End the claim of a prompt."""
+        assert entry.claim is not None
+        self._claims[entry.claim.worker].remove(entry)
+        entry.claim = None
+
+    def _drop(self, request: str) -> str | None:
+        """Forget a prompt; return who has claimed it, "" for nobody, None where it is unknown."""
+        entry = self._entries.pop(request, None)
+        if entry is None:
+            return None
+        if entry.claim is None:
+            self._leave(entry)
+            return ""
+        worker = entry.claim.worker
+        self._let_go(entry)
+        return worker
