@@ -143,6 +143,23 @@ class Rehearsed(NamedTuple):
     seconds: float
 
 
+class Location(NamedTuple):
+    """Where a worker runs, by the labels of its node; empty where a label is not known.
+
+    Attributes:
+        host: the machine; unique over all racks.
+        rack: of the host, unique within its zone.
+        zone: of the rack.
+    """
+
+    host: str = ""
+    rack: str = ""
+    zone: str = ""
+
+
+UNKNOWN_LOCATION = Location()
+
+
 @dataclass(frozen=True, slots=True)
 class Worker:
     """A worker as the control plane knows it.
@@ -160,6 +177,7 @@ class Worker:
         layout: of its cache, for others that may read it: workers of one layout read from each
             other; "" for one that does not.
         rehearsed: what it measured of its own speed; empty where it did not.
+        location: the labels of its node.
     """
 
     id: str
@@ -172,3 +190,4 @@ class Worker:
     overtakes: bool = False
     layout: str = ""
     rehearsed: tuple[Rehearsed, ...] = ()
+    location: Location = UNKNOWN_LOCATION
