@@ -32,6 +32,8 @@ EXTRAS = {
     "report": ("matplotlib", "plotly"),
     "traces": ("zstandard",),
     "forecast": ("pmdarima", "statsmodels"),
+    "nats": ("nats",),
+    "etcd": ("aetcd",),
 }
 
 

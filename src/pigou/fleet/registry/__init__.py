@@ -1,0 +1,1 @@
+"""The registry of a fleet over several hosts: workers register themselves, gateways discover."""

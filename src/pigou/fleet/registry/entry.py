@@ -1,0 +1,170 @@
+"""What a registry holds of one worker, and the signature that shows who wrote it."""
+
+from __future__ import annotations
+
+import hmac
+import re
+from typing import Annotated, NamedTuple
+from urllib.parse import urlsplit
+
+import msgspec
+
+from pigou.request import Role
+from pigou.wire.fleet_secret import FleetSecret
+
+#: Use of the fleet secret whose key signs entries.
+_USE = "registry-entry"
+#: Bytes of a record; a longer one is ignored.
+MAX_RECORD = 64 * 1024
+_WORKER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
+_INCARNATION = re.compile(r"[0-9A-Za-z-]{8,64}")
+
+Text = Annotated[str, msgspec.Meta(max_length=512)]
+Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+
+
+class Identity(NamedTuple):
+    """Who a worker is: never its address, which another one may get later."""
+
+    worker: str
+    incarnation: str
+
+    def __str__(self) -> str:
+        return f"{self.worker} ({self.incarnation[:8]})"
+
+
+class Topology(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a worker runs; empty where unknown.
+
+    Attributes:
+        host: name of the machine.
+        rack, zone: that the machine is in.
+        gpus: of the worker.
+        labels: further ones, by name.
+    """
+
+    host: Text = ""
+    rack: Text = ""
+    zone: Text = ""
+    gpus: Count = 0
+    labels: dict[Text, Text] = {}
+
+
+class Shape(msgspec.Struct, frozen=True, kw_only=True):
+    """What the caches of two workers must have in common for blocks to move between them.
+
+    Attributes:
+        tp: GPUs that the model's heads are split over.
+        kv_layout: fingerprint of the blocks; empty where others may not read them.
+    """
+
+    tp: Count = 1
+    kv_layout: Text = ""
+
+
+class WorkerEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker, as it is registered.
+
+    Attributes:
+        worker: name in the fleet.
+        incarnation: of its process, a UUID: a restarted worker has another one.
+        epoch: rises with each change of role or state of one incarnation.
+        role: what it does.
+        model: that it serves.
+        version: hash of what must be equal for two workers to exchange KV.
+        shape: of its cache.
+        url: base address of its HTTP server.
+        kv_events, kv_replay: ZMQ addresses of its KV events; empty where it publishes none.
+        transfer: how blocks move: shm, tcp, none; empty where unknown.
+        kv_address: host that its blocks are pulled from; empty for that of `url`.
+        topology: where it runs.
+        ttl_s: seconds that its lease lasts without a renewal.
+        draining: it gets nothing new, and ends.
+    """
+
+    worker: str
+    incarnation: str
+    epoch: Count = 0
+    role: Role = Role.BOTH
+    model: Text = ""
+    version: Text = ""
+    shape: Shape = Shape()
+    url: Text
+    kv_events: Text = ""
+    kv_replay: Text = ""
+    transfer: Text = ""
+    kv_address: Text = ""
+    topology: Topology = Topology()
+    ttl_s: Annotated[float, msgspec.Meta(gt=0, le=3600)] = 15.0
+    draining: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what names no worker.
+
+        Raises:
+            ValueError: naming the field and its value.
+        """
+        if not _WORKER.fullmatch(self.worker):
+            raise ValueError(
+                f"worker is {self.worker[:140]!r}; it has 1 to 128 letters, digits, '_', '.', '-'"
+            )
+        if not _INCARNATION.fullmatch(self.incarnation):
+            raise ValueError(f"incarnation is {self.incarnation[:80]!r}; it must be a UUID")
+        if not _is_base_url(self.url):
+            raise ValueError(f"url is {self.url[:80]!r}; it must be like http://HOST:PORT")
+
+    @property
+    def identity(self) -> Identity:
+        """Worker and incarnation."""
+        return Identity(self.worker, self.incarnation)
+
+
+def _is_base_url(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
+
+
+class _Envelope(msgspec.Struct, frozen=True, kw_only=True):
+    """An entry as it was written, and its HMAC-SHA256 in hexadecimal digits; empty without one."""
+
+    entry: msgspec.Raw
+    mac: str = ""
+
+
+class EntryRefused(ValueError):
+    """A record is no entry, or is not signed by this fleet."""
+
+
+def write_entry(entry: WorkerEntry, secret: FleetSecret | None) -> bytes:
+    """Return the record of an entry, signed where the fleet has a secret."""
+    body = msgspec.json.encode(entry)
+    mac = "" if secret is None else _mac(body, secret)
+    return msgspec.json.encode(_Envelope(entry=msgspec.Raw(body), mac=mac))
+
+
+def read_entry(record: bytes, secret: FleetSecret | None) -> WorkerEntry:
+    """Return the entry of a record.
+
+    Raises:
+        EntryRefused: it is not understood, or there is a secret and its signature is missing or
+            wrong.
+    """
+    if len(record) > MAX_RECORD:
+        raise EntryRefused(f"the record has {len(record)} bytes")
+    try:
+        envelope = msgspec.json.decode(record, type=_Envelope)
+        body = bytes(envelope.entry)
+        if secret is not None and not hmac.compare_digest(
+            _mac(body, secret).encode(), envelope.mac.encode("utf-8", "surrogatepass")
+        ):
+            raise EntryRefused("the record is not signed with the fleet secret")
+        return msgspec.json.decode(body, type=WorkerEntry)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise EntryRefused(f"the record is no entry: {error}") from error
+
+
+def _mac(body: bytes, secret: FleetSecret) -> str:
+    return hmac.digest(secret.key(_USE), body, "sha256").hex()

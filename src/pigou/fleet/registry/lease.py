@@ -1,0 +1,114 @@
+"""The lease keeper: when a worker registers, renews its lease, and tries again."""
+
+from __future__ import annotations
+
+import random
+from enum import Enum
+from typing import Annotated
+
+import msgspec
+
+from pigou.request import SECOND
+
+
+class LeaseAction(Enum):
+    """What a worker has to do with the registry."""
+
+    REGISTER = "register"
+    RENEW = "renew"
+
+
+class LeaseStep(msgspec.Struct, frozen=True):
+    """The next call to the registry.
+
+    Attributes:
+        action: to take.
+        at_ns: when, by the clock that the keeper is told.
+    """
+
+    action: LeaseAction
+    at_ns: int
+
+
+class Backoff(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds between tries, doubled by each failure; a random part of `jitter` is added.
+
+    After an outage, workers come back at different times because of it.
+    """
+
+    min_s: Annotated[float, msgspec.Meta(gt=0)] = 0.5
+    max_s: Annotated[float, msgspec.Meta(gt=0)] = 5.0
+    jitter: Annotated[float, msgspec.Meta(ge=0)] = 0.5
+
+    def wait_ns(self, failures: int, rng: random.Random) -> int:
+        """Return the wait after so many failures in a row, at least 1, in nanoseconds."""
+        wait_s = min(self.min_s * 2.0 ** min(failures - 1, 30), self.max_s)
+        return round(wait_s * (1 + self.jitter * rng.random()) * SECOND)
+
+
+class LeaseKeeper:
+    """Keeps one worker registered. Pure: the clock is an argument, calls are returned.
+
+    A renewal falls due after half of the time that remains, so that a failed one is tried again
+    at 3/4 and 7/8 of it, before the lease ends. A lost lease ends nothing: the worker registers
+    again, after a random wait, and serves meanwhile.
+
+    Attributes:
+        registered: whether the lease runs, as far as is known.
+        lapses: times that the lease was lost.
+    """
+
+    def __init__(self, ttl_s: float, seed: int = 0, backoff: Backoff | None = None) -> None:
+        """Begin unregistered; the first step is due at once.
+
+        Args:
+            ttl_s: seconds that the lease lasts.
+            seed: of the jitter.
+            backoff: between tries.
+        """
+        self._ttl_ns = round(ttl_s * SECOND)
+        self._rng = random.Random(seed)
+        self._backoff = backoff or Backoff()
+        self._expires_ns = self._due_ns = 0
+        self._failures = 0
+        self.registered = False
+        self.lapses = 0
+
+    def step(self, now: int) -> LeaseStep:
+        """Return the next call; due now where its time is in the past."""
+        if self.registered and now >= self._expires_ns:
+            self._lapse(now)
+        action = LeaseAction.RENEW if self.registered else LeaseAction.REGISTER
+        return LeaseStep(action, max(now, self._due_ns))
+
+    def succeeded(self, sent: int, now: int) -> None:
+        """Note that a call was answered well.
+
+        The lease lasts from when it was sent, which is before the registry got it.
+
+        Args:
+            sent: when it was sent.
+            now: when it was answered.
+        """
+        self.registered, self._failures = True, 0
+        self._expires_ns = sent + self._ttl_ns
+        self._due_ns = now + max(0, self._expires_ns - now) // 2
+
+    def failed(self, now: int) -> None:
+        """Note that a call was not answered, or refused for now."""
+        self._failures += 1
+        wait_ns = self._backoff.wait_ns(self._failures, self._rng)
+        if self.registered and now < self._expires_ns:
+            min_ns = round(self._backoff.min_s * SECOND)
+            wait_ns = max((self._expires_ns - now) // 2, min_ns)
+        self._due_ns = now + wait_ns
+
+    def lost(self, now: int) -> None:
+        """Note that the registry does not know the worker any more."""
+        self._lapse(now)
+
+    def _lapse(self, now: int) -> None:
+        """Register again soon, at another time than others whose leases ended, too."""
+        self.lapses += self.registered
+        self.registered = False
+        self._due_ns = now + round(self._backoff.min_s * SECOND * self._rng.random())

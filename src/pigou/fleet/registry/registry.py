@@ -1,0 +1,198 @@
+"""The registry: entries of workers, with writes guarded by incarnation and epoch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+
+import msgspec
+
+from pigou.fleet.registry.entry import EntryRefused, WorkerEntry, read_entry, write_entry
+from pigou.fleet.registry.record_store import (
+    Record,
+    RecordStore,
+    RegistryUnavailable,
+    WriteConflict,
+)
+from pigou.wire.fleet_secret import FleetSecret
+
+_log = logging.getLogger("pigou.registry")
+
+#: Tries of a write that another process overtakes.
+_TRIES = 8
+
+
+_Write = Callable[[Record | None, WorkerEntry | None], Awaitable[WorkerEntry]]
+
+
+class EntryConflict(RuntimeError):
+    """A write would replace a live worker of another incarnation, or a newer epoch."""
+
+
+class LeaseLost(RuntimeError):
+    """A worker is not registered any more: its lease has expired, or it was removed."""
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """All entries of a registry at one time.
+
+    Attributes:
+        entries: in the order of their workers' names.
+        ignored: records that are no entries, or are not signed by this fleet.
+    """
+
+    entries: tuple[WorkerEntry, ...]
+    ignored: int = 0
+
+
+class Registry:
+    """Workers register here, and gateways discover them, over any store.
+
+    Every write is guarded: one incarnation of a worker never replaces a live one of another, and
+    an older epoch never replaces a newer one.
+    """
+
+    def __init__(self, store: RecordStore, secret: FleetSecret | None = None) -> None:
+        """Use a store.
+
+        Args:
+            store: that holds the records.
+            secret: of the fleet, which signs entries; None takes unsigned ones.
+        """
+        self._store = store
+        self._secret = secret
+
+    async def register(self, entry: WorkerEntry) -> WorkerEntry:
+        """Add a worker, or take its place again after its lease was lost.
+
+        Returns:
+            What is registered: a newer epoch of the same incarnation stays.
+
+        Raises:
+            EntryConflict: a live worker of another incarnation has its name.
+            RegistryUnavailable: nobody answers.
+        """
+
+        async def write(there: Record | None, current: WorkerEntry | None) -> WorkerEntry:
+            if current is not None:
+                _check_incarnation(current, entry)
+            if there is None or current is None or current.epoch < entry.epoch:
+                await self._put(entry, there)
+                return entry
+            await self._store.renew(entry.worker, there, current.ttl_s)
+            return current
+
+        return await self._guarded(entry, write)
+
+    async def renew(self, entry: WorkerEntry) -> WorkerEntry:
+        """Renew the lease of a worker.
+
+        Returns:
+            What is registered, which may have a newer epoch: somebody changed its role.
+
+        Raises:
+            LeaseLost: it is not there; register again. EntryConflict: another incarnation is.
+            RegistryUnavailable: nobody answers.
+        """
+
+        async def write(there: Record | None, current: WorkerEntry | None) -> WorkerEntry:
+            there, current = _registered(there, current, entry)
+            await self._store.renew(entry.worker, there, current.ttl_s)
+            return current
+
+        return await self._guarded(entry, write)
+
+    async def update(self, entry: WorkerEntry) -> WorkerEntry:
+        """Replace an entry by one of a newer epoch; its lease goes on.
+
+        Returns:
+            What is registered: `entry`.
+
+        Raises:
+            EntryConflict: another incarnation or a newer epoch is there. LeaseLost: nothing is.
+            RegistryUnavailable: nobody answers.
+        """
+
+        async def write(there: Record | None, current: WorkerEntry | None) -> WorkerEntry:
+            there, current = _registered(there, current, entry)
+            if current == entry:
+                return entry
+            if current.epoch >= entry.epoch:
+                raise EntryConflict(
+                    f"{entry.identity} is registered at epoch {current.epoch}; the write is of "
+                    f"epoch {entry.epoch}"
+                )
+            await self._put(entry, there)
+            return entry
+
+        return await self._guarded(entry, write)
+
+    async def leave(self, entry: WorkerEntry) -> None:
+        """Remove a worker; one of another incarnation stays. Raises RegistryUnavailable."""
+        there = await self._store.get(entry.worker)
+        current = self._read(entry.worker, there)
+        if there is not None and current is not None and current.identity == entry.identity:
+            await self._store.delete(entry.worker, there)
+
+    async def relist(self) -> Snapshot:
+        """Return all entries. Raises RegistryUnavailable."""
+        records = await self._store.records()
+        entries = [self._read(key, records[key]) for key in sorted(records)]
+        known = tuple(entry for entry in entries if entry is not None)
+        return Snapshot(known, len(entries) - len(known))
+
+    async def watch(self, wake: Callable[[], None]) -> None:
+        """Call `wake` after changes, until cancelled. Raises RegistryUnavailable when it ends."""
+        await self._store.watch(wake)
+
+    async def close(self) -> None:
+        """Let the store go; entries stay until their leases expire."""
+        await self._store.close()
+
+    async def _guarded(self, entry: WorkerEntry, write: _Write) -> WorkerEntry:
+        """Read, check and write; again where another process wrote meanwhile."""
+        for _ in range(_TRIES):
+            there = await self._store.get(entry.worker)
+            try:
+                return await write(there, self._read(entry.worker, there))
+            except WriteConflict:
+                continue
+        raise RegistryUnavailable(f"others write the entry of {entry.identity} all the time")
+
+    async def _put(self, entry: WorkerEntry, replaces: Record | None) -> None:
+        record = write_entry(entry, self._secret)
+        await self._store.put(entry.worker, record, entry.ttl_s, replaces)
+
+    def _read(self, key: str, record: Record | None) -> WorkerEntry | None:
+        if record is None:
+            return None
+        try:
+            entry = read_entry(record.value, self._secret)
+            if entry.worker != key:
+                raise EntryRefused(f"it is of {entry.worker!r}")
+        except EntryRefused as error:
+            _log.warning("the registry's record %.140r is ignored: %s", key, error)
+            return None
+        return entry
+
+
+def _registered(
+    there: Record | None, current: WorkerEntry | None, entry: WorkerEntry
+) -> tuple[Record, WorkerEntry]:
+    """Return what is registered of the incarnation of `entry`.
+
+    Raises:
+        LeaseLost: nothing is. EntryConflict: another incarnation is.
+    """
+    if there is None or current is None:
+        raise LeaseLost(f"{entry.identity} is not registered")
+    _check_incarnation(current, entry)
+    return there, current
+
+
+def _check_incarnation(current: WorkerEntry, entry: WorkerEntry) -> None:
+    if current.incarnation != entry.incarnation:
+        raise EntryConflict(
+            f"{current.identity} at {current.url} is registered, and its lease runs; "
+            f"{entry.identity} needs another --worker-id, or waits for its end"
+        )

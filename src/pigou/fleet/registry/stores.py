@@ -1,0 +1,64 @@
+"""Opens the registry of a URL; only the backend that is named is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from urllib.parse import SplitResult, unquote, urlsplit
+
+from pigou.config import ConfigError
+from pigou.fleet.registry.record_store import RecordStore
+from pigou.fleet.registry.registry import Registry
+from pigou.imports import require
+from pigou.wire.fleet_secret import FleetSecret
+
+#: Forms of the URL, for messages.
+FORMS = (
+    "memory://NAME, file:///FOLDER, etcd://HOST:PORT/PREFIX, nats://HOST:PORT/BUCKET or "
+    "k8s://NAMESPACE?selector=LABELS"
+)
+#: Scheme -> extra that its client is in.
+_EXTRAS = {"etcd": "etcd", "nats": "nats"}
+
+
+def open_registry(url: str, secret: FleetSecret | None = None) -> Registry:
+    """Return the registry of a URL; nothing is connected yet.
+
+    Args:
+        url: in one of `FORMS`.
+        secret: of the fleet, which signs entries; None takes unsigned ones.
+
+    Raises:
+        ConfigError: the URL is not understood, or the extra of its backend is not installed.
+    """
+    return Registry(open_store(url), secret)
+
+
+def open_store(url: str) -> RecordStore:
+    """Return the store of a URL. Raises ConfigError as `open_registry`."""
+    parts = urlsplit(url)
+    if parts.scheme in _EXTRAS:
+        require(_EXTRAS[parts.scheme], f"registry {shown(url)}")
+    try:
+        return _open(parts, url)
+    except ValueError as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"registry is {shown(url)!r}: {error}") from error
+
+
+def _open(parts: SplitResult, url: str) -> RecordStore:
+    if parts.scheme == "memory":
+        from pigou.fleet.registry.memory_store import MemoryStore
+
+        return MemoryStore.shared(parts.netloc)
+    if parts.scheme == "file" and not parts.netloc and len(parts.path) > 1:
+        from pigou.fleet.registry.file_store import FileStore
+
+        return FileStore(Path(unquote(parts.path)))
+    raise ConfigError(f"registry is {shown(url)!r}; give {FORMS}")
+
+
+def shown(url: str) -> str:
+    """Return a URL without its user and password, for messages."""
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()

@@ -1,0 +1,188 @@
+"""Laws of the registry that hold over all its backends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from tests.fleet.registry.backends import BACKENDS, Backend, backend
+from tests.fleet.registry.entries import entry
+
+from pigou.fleet.registry.entry import WorkerEntry, write_entry
+from pigou.fleet.registry.registry import EntryConflict, LeaseLost, Registry
+from pigou.request import Role
+from pigou.wire.fleet_secret import FleetSecret
+
+SECRET = FleetSecret("s" * 32)
+
+
+@pytest.fixture(params=BACKENDS)
+def run(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., None]:
+    """Run a test's coroutine with a backend, and two clients of it: a worker's, a gateway's."""
+
+    def runs(work: Callable[[Backend, Registry, Registry], Awaitable[None]]) -> None:
+        async def main() -> None:
+            async with backend(request.param, tmp_path) as made:
+                clients = [Registry(made.client(), SECRET) for _ in range(2)]
+                try:
+                    await work(made, *clients)
+                finally:
+                    for client in clients:
+                        await client.close()
+
+        asyncio.run(main())
+
+    return runs
+
+
+def leased(made: Backend, worker: str = "w0", incarnation: str = "incarnation-a",
+           **fields: object) -> WorkerEntry:  # fmt: skip
+    return entry(worker, incarnation, ttl_s=made.ttl_s, **fields)
+
+
+def test_what_is_registered_is_listed_and_leaves_by_its_own_word(run: Callable[..., None]) -> None:
+    async def work(made: Backend, worker: Registry, gateway: Registry) -> None:
+        w0, w1 = leased(made), leased(made, "w1")
+        assert await worker.register(w0) == w0
+        await worker.register(w1)
+        assert (await gateway.relist()).entries == (w0, w1)
+        await worker.leave(w0)
+        assert (await gateway.relist()).entries == (w1,)
+
+    run(work)
+
+
+def test_a_lease_that_nobody_renews_ends_and_a_renewed_one_goes_on(
+    run: Callable[..., None],
+) -> None:
+    async def work(made: Backend, worker: Registry, gateway: Registry) -> None:
+        w0, w1 = leased(made), leased(made, "w1")
+        await worker.register(w0)
+        await worker.register(w1)
+        await gateway.relist()
+        await made.lapse(lambda: worker.renew(w1))
+        assert (await gateway.relist()).entries == (w1,)
+        with pytest.raises(LeaseLost):
+            await worker.renew(w0)
+        assert await worker.register(w0) == w0
+        assert (await gateway.relist()).entries == (w0, w1)
+
+    run(work)
+
+
+def test_a_live_worker_is_never_replaced_by_another_incarnation(run: Callable[..., None]) -> None:
+    async def work(made: Backend, worker: Registry, gateway: Registry) -> None:
+        first, second = leased(made), leased(made, incarnation="incarnation-b", epoch=5)
+        await worker.register(first)
+        for write in (gateway.register, gateway.renew, gateway.update):
+            with pytest.raises(EntryConflict, match="worker-id"):
+                await write(second)
+        await gateway.leave(second)
+        assert (await gateway.relist()).entries == (first,)
+        await made.lapse(gateway.relist)
+        assert await gateway.register(second) == second
+        assert (await worker.relist()).entries == (second,)
+
+    run(work)
+
+
+def test_an_older_epoch_never_replaces_a_newer_one(run: Callable[..., None]) -> None:
+    async def work(made: Backend, worker: Registry, gateway: Registry) -> None:
+        w0 = leased(made)
+        flipped = leased(made, epoch=2, role=Role.PREFILL)
+        await worker.register(w0)
+        await gateway.update(flipped)
+        with pytest.raises(EntryConflict, match="epoch 2"):
+            await worker.update(leased(made, epoch=1, draining=True))
+        with pytest.raises(EntryConflict, match="epoch 2"):
+            await worker.update(leased(made, epoch=2))
+        assert await worker.renew(w0) == flipped
+        assert await worker.register(w0) == flipped
+        assert (await worker.relist()).entries == (flipped,)
+
+    run(work)
+
+
+def test_a_change_by_the_gateway_leaves_the_lease_to_its_worker(run: Callable[..., None]) -> None:
+    async def work(made: Backend, worker: Registry, gateway: Registry) -> None:
+        w0, flipped = leased(made), leased(made, epoch=1, role=Role.PREFILL)
+        await worker.register(w0)
+        await gateway.update(flipped)
+        await gateway.relist()
+        await made.lapse(lambda: worker.renew(w0))
+        assert (await gateway.relist()).entries == (flipped,)
+        await made.lapse(gateway.relist)
+        assert (await gateway.relist()).entries == ()
+
+    run(work)
+
+
+def test_of_two_that_change_one_epoch_one_wins(run: Callable[..., None]) -> None:
+    async def work(made: Backend, worker: Registry, gateway: Registry) -> None:
+        await worker.register(leased(made))
+        tries = [
+            client.update(leased(made, epoch=1, role=role))
+            for client, role in ((worker, Role.PREFILL), (gateway, Role.BOTH))
+        ]
+        results = await asyncio.gather(*tries, return_exceptions=True)
+        assert sorted(type(result).__name__ for result in results) == [
+            "EntryConflict", "WorkerEntry",
+        ]  # fmt: skip
+
+    run(work)
+
+
+def test_an_update_of_what_is_gone_brings_nothing_back(run: Callable[..., None]) -> None:
+    async def work(made: Backend, worker: Registry, gateway: Registry) -> None:
+        await worker.register(leased(made))
+        await worker.leave(leased(made))
+        with pytest.raises(LeaseLost):
+            await gateway.update(leased(made, epoch=1))
+        assert (await gateway.relist()).entries == ()
+
+    run(work)
+
+
+@pytest.mark.parametrize("signed_by", [None, FleetSecret("x" * 32)])
+def test_entries_that_the_fleet_did_not_sign_are_ignored_counted_and_in_nobodys_way(
+    run: Callable[..., None], signed_by: FleetSecret | None
+) -> None:
+    async def work(made: Backend, worker: Registry, gateway: Registry) -> None:
+        forged = leased(made, incarnation="incarnation-x")
+        store = made.client()
+        await store.put("w0", write_entry(forged, signed_by), made.ttl_s, None)
+        snapshot = await gateway.relist()
+        assert (snapshot.entries, snapshot.ignored) == ((), 1)
+        await worker.register(leased(made))
+        assert (await gateway.relist()).entries == (leased(made),)
+        await store.close()
+
+    run(work)
+
+
+def test_a_watch_wakes_for_a_new_worker_a_change_and_one_that_leaves(
+    run: Callable[..., None],
+) -> None:
+    async def work(made: Backend, worker: Registry, gateway: Registry) -> None:
+        woken = asyncio.Event()
+        task = asyncio.create_task(gateway.watch(woken.set))
+        await asyncio.sleep(0.2)  # the watch begins
+
+        async def wakes(change: Awaitable[object]) -> None:
+            woken.clear()
+            await change
+            await asyncio.wait_for(woken.wait(), 5.0)
+
+        try:
+            await wakes(worker.register(leased(made)))
+            await wakes(worker.update(leased(made, epoch=1)))
+            await wakes(worker.leave(leased(made)))
+        finally:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+
+    run(work)
