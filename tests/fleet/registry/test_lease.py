@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pigou.fleet.registry.lease import Backoff, LeaseAction, LeaseKeeper, LeaseStep
+from pigou.fleet.registry.lease import LeaseAction, LeaseKeeper, LeaseStep, ReconnectBackoff
 from pigou.request import SECOND
 
 
@@ -63,7 +63,7 @@ def test_hundreds_of_workers_come_back_at_different_times(first_lost: bool) -> N
 
 
 def test_the_wait_between_tries_doubles_up_to_its_end() -> None:
-    keeper = LeaseKeeper(10.0, backoff=Backoff(jitter=0.0))
+    keeper = LeaseKeeper(10.0, backoff=ReconnectBackoff(jitter=0.0))
     waits, now = [], 0
     for _ in range(6):
         keeper.failed(now)

@@ -30,7 +30,7 @@ class LeaseStep(msgspec.Struct, frozen=True):
     at_ns: int
 
 
-class Backoff(msgspec.Struct, frozen=True, kw_only=True):
+class ReconnectBackoff(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds between tries, doubled by each failure; a random part of `jitter` is added.
 
     After an outage, workers come back at different times because of it.
@@ -58,7 +58,9 @@ class LeaseKeeper:
         lapses: times that the lease was lost.
     """
 
-    def __init__(self, ttl_s: float, seed: int = 0, backoff: Backoff | None = None) -> None:
+    def __init__(
+        self, ttl_s: float, seed: int = 0, backoff: ReconnectBackoff | None = None
+    ) -> None:
         """Begin unregistered; the first step is due at once.
 
         Args:
@@ -68,7 +70,7 @@ class LeaseKeeper:
         """
         self._ttl_ns = round(ttl_s * SECOND)
         self._rng = random.Random(seed)
-        self._backoff = backoff or Backoff()
+        self._backoff = backoff or ReconnectBackoff()
         self._expires_ns = self._due_ns = 0
         self._failures = 0
         self.registered = False

@@ -33,7 +33,7 @@ class LeaseLost(RuntimeError):
     """A worker is not registered any more: its lease has expired, or it was removed."""
 
 
-class Snapshot(msgspec.Struct, frozen=True):
+class RegistrySnapshot(msgspec.Struct, frozen=True):
     """All entries of a registry at one time.
 
     Attributes:
@@ -134,12 +134,12 @@ class Registry:
         if there is not None and current is not None and current.identity == entry.identity:
             await self._store.delete(entry.worker, there)
 
-    async def relist(self) -> Snapshot:
+    async def relist(self) -> RegistrySnapshot:
         """Return all entries. Raises RegistryUnavailable."""
         records = await self._store.records()
         entries = [self._read(key, records[key]) for key in sorted(records)]
         known = tuple(entry for entry in entries if entry is not None)
-        return Snapshot(known, len(entries) - len(known))
+        return RegistrySnapshot(known, len(entries) - len(known))
 
     async def watch(self, wake: Callable[[], None]) -> None:
         """Call `wake` after changes, until cancelled. Raises RegistryUnavailable when it ends."""

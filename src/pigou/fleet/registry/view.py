@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import msgspec
 
 from pigou.fleet.registry.entry import Identity, WorkerEntry
-from pigou.fleet.registry.lease import Backoff
+from pigou.fleet.registry.lease import ReconnectBackoff
 from pigou.request import SECOND
 
 
@@ -25,7 +25,7 @@ class ViewConfig(msgspec.Struct, frozen=True, kw_only=True):
     relist_s: float = 30.0
     coalesce_s: float = 0.5
     probe_s: float = 5.0
-    backoff: Backoff = Backoff()
+    backoff: ReconnectBackoff = ReconnectBackoff()
 
 
 class WorkerRegistered(msgspec.Struct, frozen=True, tag=True):
