@@ -50,7 +50,7 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True):
     labels: dict[Text, Text] = {}
 
 
-class Shape(msgspec.Struct, frozen=True, kw_only=True):
+class KVShape(msgspec.Struct, frozen=True, kw_only=True):
     """What the caches of two workers must have in common for blocks to move between them.
 
     Attributes:
@@ -88,7 +88,7 @@ class WorkerEntry(msgspec.Struct, frozen=True, kw_only=True):
     role: Role = Role.BOTH
     model: Text = ""
     version: Text = ""
-    shape: Shape = Shape()
+    shape: KVShape = KVShape()
     url: Text
     kv_events: Text = ""
     kv_replay: Text = ""

@@ -78,10 +78,10 @@ class FileStore:
 
         def write() -> None:
             with self._locked():
-                there = self._checked(key, record)
-                assert there is not None
-                renewals = there.renewals + 1
-                file = msgspec.structs.replace(there, renewals=renewals, ttl_s=ttl_s)
+                file = self._checked(key, record)
+                assert file is not None
+                renewals = file.renewals + 1
+                file = msgspec.structs.replace(file, renewals=renewals, ttl_s=ttl_s)
                 self._write(key, file)
 
         await self._off_loop(write)

@@ -62,8 +62,8 @@ class MemoryStore:
         """Call `wake` after writes, and where a lease ends."""
         while True:
             keys = set(await self.records())
-            ends = [end for _, end in self._records.values()]
-            wait_s = (min(ends) - self._clock()) / SECOND if ends else None
+            deadlines = [end for _, end in self._records.values()]
+            wait_s = (min(deadlines) - self._clock()) / SECOND if deadlines else None
             with suppress(TimeoutError):
                 async with self._changed, asyncio.timeout(wait_s):
                     await self._changed.wait()
@@ -75,8 +75,8 @@ class MemoryStore:
     async def close(self) -> None:
         """Keep the records: others of this process may use them."""
 
-    def _check(self, key: str, there: Record | None, wanted: Record | None) -> None:
-        if there != wanted:
+    def _check(self, key: str, record: Record | None, wanted: Record | None) -> None:
+        if record != wanted:
             raise WriteConflict(f"{key} was written meanwhile")
 
     async def _tell(self) -> None:

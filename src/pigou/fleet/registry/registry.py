@@ -73,13 +73,13 @@ class Registry:
             RegistryUnavailable: nobody answers.
         """
 
-        async def write(there: Record | None, current: WorkerEntry | None) -> WorkerEntry:
+        async def write(record: Record | None, current: WorkerEntry | None) -> WorkerEntry:
             if current is not None:
                 _check_incarnation(current, entry)
-            if there is None or current is None or current.epoch < entry.epoch:
-                await self._put(entry, there)
+            if record is None or current is None or current.epoch < entry.epoch:
+                await self._put(entry, record)
                 return entry
-            await self._store.renew(entry.worker, there, current.ttl_s)
+            await self._store.renew(entry.worker, record, current.ttl_s)
             return current
 
         return await self._guarded(entry, write)
@@ -95,9 +95,9 @@ class Registry:
             RegistryUnavailable: nobody answers.
         """
 
-        async def write(there: Record | None, current: WorkerEntry | None) -> WorkerEntry:
-            there, current = _registered(there, current, entry)
-            await self._store.renew(entry.worker, there, current.ttl_s)
+        async def write(record: Record | None, current: WorkerEntry | None) -> WorkerEntry:
+            record, current = _registered(record, current, entry)
+            await self._store.renew(entry.worker, record, current.ttl_s)
             return current
 
         return await self._guarded(entry, write)
@@ -113,8 +113,8 @@ class Registry:
             RegistryUnavailable: nobody answers.
         """
 
-        async def write(there: Record | None, current: WorkerEntry | None) -> WorkerEntry:
-            there, current = _registered(there, current, entry)
+        async def write(record: Record | None, current: WorkerEntry | None) -> WorkerEntry:
+            record, current = _registered(record, current, entry)
             if current == entry:
                 return entry
             if current.epoch >= entry.epoch:
@@ -122,17 +122,17 @@ class Registry:
                     f"{entry.identity} is registered at epoch {current.epoch}; the write is of "
                     f"epoch {entry.epoch}"
                 )
-            await self._put(entry, there)
+            await self._put(entry, record)
             return entry
 
         return await self._guarded(entry, write)
 
     async def leave(self, entry: WorkerEntry) -> None:
         """Remove a worker; one of another incarnation stays. Raises RegistryUnavailable."""
-        there = await self._store.get(entry.worker)
-        current = self._read(entry.worker, there)
-        if there is not None and current is not None and current.identity == entry.identity:
-            await self._store.delete(entry.worker, there)
+        record = await self._store.get(entry.worker)
+        current = self._read(entry.worker, record)
+        if record is not None and current is not None and current.identity == entry.identity:
+            await self._store.delete(entry.worker, record)
 
     async def relist(self) -> RegistrySnapshot:
         """Return all entries. Raises RegistryUnavailable."""
@@ -152,9 +152,9 @@ class Registry:
     async def _guarded(self, entry: WorkerEntry, write: _Write) -> WorkerEntry:
         """Read, check and write; again where another process wrote meanwhile."""
         for _ in range(_TRIES):
-            there = await self._store.get(entry.worker)
+            record = await self._store.get(entry.worker)
             try:
-                return await write(there, self._read(entry.worker, there))
+                return await write(record, self._read(entry.worker, record))
             except WriteConflict:
                 continue
         raise RegistryUnavailable(f"others write the entry of {entry.identity} all the time")
@@ -177,17 +177,17 @@ class Registry:
 
 
 def _registered(
-    there: Record | None, current: WorkerEntry | None, entry: WorkerEntry
+    record: Record | None, current: WorkerEntry | None, entry: WorkerEntry
 ) -> tuple[Record, WorkerEntry]:
     """Return what is registered of the incarnation of `entry`.
 
     Raises:
         LeaseLost: nothing is. EntryConflict: another incarnation is.
     """
-    if there is None or current is None:
+    if record is None or current is None:
         raise LeaseLost(f"{entry.identity} is not registered")
     _check_incarnation(current, entry)
-    return there, current
+    return record, current
 
 
 def _check_incarnation(current: WorkerEntry, entry: WorkerEntry) -> None:
