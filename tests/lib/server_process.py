@@ -111,11 +111,12 @@ def nats_server(folder: Path, options: tuple[str, ...] = ()) -> ServerProcess:
     )
 
 
-def etcd_server(folder: Path) -> ServerProcess:
+def etcd_server(folder: Path, options: tuple[str, ...] = ()) -> ServerProcess:
     """Return an etcd server on a free port; skip the test where there is none.
 
     Args:
         folder: for its data and log.
+        options: further ones of its command line.
     """
     binary = shutil.which("etcd", path=str(Path(sys.executable).parent)) or shutil.which("etcd")
     if binary is None:
@@ -126,7 +127,7 @@ def etcd_server(folder: Path) -> ServerProcess:
     arguments += ["--listen-client-urls", url, "--advertise-client-urls", url]
     arguments += ["--listen-peer-urls", peer_url, "--initial-advertise-peer-urls", peer_url]
     arguments += ["--initial-cluster", f"default={peer_url}"]
-    return ServerProcess([binary, *arguments], url, port, folder / "etcd.log")
+    return ServerProcess([binary, *arguments, *options], url, port, folder / "etcd.log")
 
 
 def _nats_command() -> list[str]:

@@ -3,43 +3,45 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+
+from tests.lib.server_process import ServerProcess, etcd_server, nats_server
 
 from pigou.fleet.registry.file_store import FileStore
 from pigou.fleet.registry.memory_store import MemoryStore
 from pigou.fleet.registry.record_store import RecordStore
+from pigou.fleet.registry.registry import Registry
+from pigou.fleet.registry.stores import open_store
 from pigou.request import SECOND
+
+Renewal = Callable[[], Awaitable[object]]
 
 
 class Backend(ABC):
-    """One backend.
+    """One backend, with records that no other test uses.
 
     Attributes:
         ttl_s: of the leases that tests take.
-        has_server: whether there is a server that can be away.
     """
 
     ttl_s = 10.0
-    has_server = False
 
     @abstractmethod
     def client(self) -> RecordStore:
         """Return a client of its own of the same records."""
 
-    async def lapse(self, *alive: Callable[[], object]) -> None:
-        """Let the time of a lease pass; what `alive` does meanwhile renews others."""
-        raise NotImplementedError
+    @abstractmethod
+    async def lapse(self, registry: Registry, worker: str, *renewals: Renewal) -> None:
+        """Let time pass until the lease of a worker has ended.
 
-    async def stop(self) -> None:
-        """Kill the server."""
-        await asyncio.sleep(0)
-
-    async def start(self) -> None:
-        """Start the server again with its data."""
-        await asyncio.sleep(0)
+        Args:
+            registry: that is read meanwhile.
+            worker: whose entry must vanish.
+            renewals: of others, called meanwhile.
+        """
 
 
 class Clocked(Backend):
@@ -48,11 +50,13 @@ class Clocked(Backend):
     def __init__(self) -> None:
         self.now = 0
 
-    async def lapse(self, *alive: Callable[[], object]) -> None:
+    async def lapse(self, registry: Registry, worker: str, *renewals: Renewal) -> None:
         for _ in range(4):
+            assert worker in await _workers(registry)
             self.now += round(self.ttl_s * SECOND / 3.9)
-            for renew in alive:
-                await renew()  # type: ignore[misc]
+            for renew in renewals:
+                await renew()
+        assert worker not in await _workers(registry)
 
 
 class Memory(Clocked):
@@ -67,7 +71,7 @@ class Memory(Clocked):
 
 
 class File(Clocked):
-    """A folder; each client sees the time pass by itself."""
+    """A folder."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -77,15 +81,34 @@ class File(Clocked):
         return FileStore(self._folder, lambda: self.now)
 
 
-BACKENDS = ("memory", "file")
+class Served(Backend):
+    """A server that many tests use: each has records of its own."""
+
+    ttl_s = 1.0
+    _numbers = itertools.count()
+
+    def __init__(self, server: ServerProcess, scheme: str) -> None:
+        self.server = server
+        self.url = f"{scheme}://127.0.0.1:{server.port}/test-{next(self._numbers)}"
+
+    def client(self) -> RecordStore:
+        return open_store(self.url)
+
+    async def lapse(self, registry: Registry, worker: str, *renewals: Renewal) -> None:
+        assert worker in await _workers(registry)
+        async with asyncio.timeout(10.0):
+            while worker in await _workers(registry):
+                for renew in renewals:
+                    await renew()
+                await asyncio.sleep(0.1)
 
 
-@asynccontextmanager
-async def backend(name: str, folder: Path) -> AsyncIterator[Backend]:
-    """Run a backend; skip the test where its server or client is not installed."""
-    made: Backend = {"memory": Memory, "file": lambda: File(folder)}[name]()
-    try:
-        await made.start()
-        yield made
-    finally:
-        await made.stop()
+async def _workers(registry: Registry) -> set[str]:
+    return {entry.worker for entry in (await registry.relist()).entries}
+
+
+def server(scheme: str, folder: Path) -> ServerProcess:
+    """Return the server of a backend; skip the test where it is not installed."""
+    if scheme == "nats":
+        return nats_server(folder)
+    return etcd_server(folder, ("--heartbeat-interval", "20", "--election-timeout", "200"))

@@ -55,6 +55,14 @@ def _open(parts: SplitResult, url: str) -> RecordStore:
         from pigou.fleet.registry.file_store import FileStore
 
         return FileStore(Path(unquote(parts.path)))
+    if parts.scheme == "etcd" and parts.hostname:
+        from pigou.fleet.registry.etcd_store import EtcdStore
+
+        return EtcdStore.of(parts)
+    if parts.scheme == "nats" and parts.hostname:
+        from pigou.fleet.registry.nats_store import NatsStore
+
+        return NatsStore.of(parts)
     raise ConfigError(f"registry is {shown(url)!r}; give {FORMS}")
 
 

@@ -1,0 +1,227 @@
+"""Records in a key-value bucket of NATS JetStream."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+from typing import Any, Self
+from urllib.parse import SplitResult
+
+import nats
+from nats.aio.client import Client
+from nats.errors import Error
+from nats.js.api import Header
+from nats.js.errors import APIError, BucketNotFoundError, KeyDeletedError, KeyNotFoundError
+from nats.js.kv import KV_DEL, KV_OP, KV_PURGE, MSG_ROLLUP_SUBJECT, KeyValue
+
+from pigou.config import ConfigError
+from pigou.fleet.registry.record_store import Record, RegistryUnavailable, WriteConflict
+
+_BUCKET = re.compile(r"[A-Za-z0-9_-]{1,64}")
+#: Error codes of the server: the last sequence is not the expected one.
+_WRONG_SEQUENCE = (10071, 10164)
+#: Seconds for a connection, between pings, and for which the mark of a deletion stays.
+_CONNECT_S, _PING_S, _MARKER_S = 2, 5, 60
+#: Level of the API from which messages have lifetimes of their own (NATS 2.11).
+_MESSAGE_TTL_LEVEL = 1
+
+
+class NatsStore:
+    """Records in a bucket, which is made by the first worker that registers.
+
+    From NATS 2.11 on each record has its own time to live, and its end is an event. Older servers
+    have one for the bucket, that of its first record, and tell nobody of the end: the watch then
+    wakes twice a lease.
+    """
+
+    def __init__(self, url: str, bucket: str) -> None:
+        """Use a bucket of the server at `url`; the connection is made by the first call."""
+        self._url = url
+        self._bucket = bucket
+        self._client: Client | None = None
+        self._connecting = asyncio.Lock()
+        self._reconnected = asyncio.Event()
+
+    @classmethod
+    def of(cls, parts: SplitResult) -> Self:
+        """Return the store of `nats://[USER:PASSWORD@]HOST:PORT/BUCKET`.
+
+        Raises:
+            ConfigError: it names no bucket.
+        """
+        bucket = parts.path.strip("/")
+        if not _BUCKET.fullmatch(bucket) or parts.query:
+            raise ConfigError(
+                f"registry: {bucket!r} is no bucket of NATS; write nats://HOST:PORT/BUCKET with "
+                "letters, digits, '_' and '-'"
+            )
+        return cls(f"nats://{parts.netloc}", bucket)
+
+    async def get(self, key: str) -> Record | None:
+        """Return a live record; None where there is none."""
+        async with self._calls() as client:
+            bucket = await self._open(client)
+            return None if bucket is None else (await _last(bucket, key))[0]
+
+    async def records(self) -> Mapping[str, Record]:
+        """Return all live records."""
+        async with self._calls() as client:
+            bucket = await self._open(client)
+            return {} if bucket is None else await _all(bucket)
+
+    async def put(self, key: str, value: bytes, ttl_s: float, replaces: Record | None) -> None:
+        """Write a record in place of the one that was read."""
+        async with self._calls() as client:
+            bucket = await self._open(client) or await self._make(client, ttl_s)
+            sequence = 0 if replaces is None else int(replaces.revision)
+            if replaces is None:
+                record, sequence = await _last(bucket, key)
+                if record is not None:
+                    raise WriteConflict(f"{key} was written meanwhile")
+            await self._publish(client, key, value, ttl_s, {}, sequence)
+
+    async def renew(self, key: str, record: Record, ttl_s: float) -> None:
+        """Write a record again: its time to live begins anew."""
+        await self.put(key, record.value, ttl_s, record)
+
+    async def delete(self, key: str, record: Record) -> None:
+        """Remove a record that is still the one that was read."""
+        headers = {KV_OP: KV_PURGE, Header.ROLLUP.value: MSG_ROLLUP_SUBJECT}
+        async with self._calls() as client:
+            with suppress(WriteConflict):
+                sequence = int(record.revision)
+                await self._publish(client, key, b"", _MARKER_S, headers, sequence)
+
+    async def watch(self, wake: Callable[[], None]) -> None:
+        """Call `wake` after changes; renewals are none."""
+        async with self._calls() as client:
+            self._reconnected.clear()
+            while (bucket := await self._open(client)) is None:
+                await asyncio.sleep(1.0)
+            lease_s = (await bucket.status()).ttl  # where the server tells of no ends
+            watcher: Any = await bucket.watchall()
+            values: dict[str, bytes | None] = {}
+            wake()
+            try:
+                while not self._reconnected.is_set():
+                    try:
+                        entry = await watcher.updates(timeout=min(1.0, (lease_s or 2.0) / 2))
+                    except (nats.errors.TimeoutError, TimeoutError):
+                        if lease_s:
+                            wake()
+                        continue
+                    if entry is None:
+                        continue
+                    gone = entry.operation in (KV_DEL, KV_PURGE)
+                    value = None if gone else entry.value
+                    if values.get(entry.key, b"") != value:
+                        values[entry.key] = value
+                        wake()
+            finally:
+                with suppress(Exception):
+                    await watcher.stop()
+        raise RegistryUnavailable("the connection to NATS was lost, and made again")
+
+    async def close(self) -> None:
+        """Close the connection."""
+        client, self._client = self._client, None
+        if client is not None:
+            with suppress(Error, OSError, TimeoutError):
+                await client.close()
+
+    # --- within -------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def _calls(self) -> AsyncIterator[Client]:
+        """Yield a connection; what it raises becomes the store's errors."""
+        try:
+            yield await self._connection()
+        except APIError as error:
+            if error.err_code in _WRONG_SEQUENCE:
+                raise WriteConflict("it was written meanwhile") from error
+            raise RegistryUnavailable(f"NATS: {error}") from error
+        except (Error, TimeoutError) as error:
+            raise RegistryUnavailable(f"NATS: {error or type(error).__name__}") from error
+
+    async def _connection(self) -> Client:
+        async with self._connecting:
+            if self._client is None:
+                client = Client()
+                try:
+                    await client.connect(
+                        self._url, connect_timeout=_CONNECT_S, allow_reconnect=False,
+                        ping_interval=_PING_S, error_cb=_ignore, closed_cb=self._closed,
+                    )  # fmt: skip
+                except BaseException:
+                    with suppress(Error, OSError, TimeoutError):
+                        await client.close()
+                    raise
+                self._client = client
+            return self._client
+
+    async def _closed(self) -> None:
+        """Note that the connection is gone: the next call makes another one."""
+        self._client = None
+        self._reconnected.set()
+
+    async def _open(self, client: Client) -> KeyValue | None:
+        try:
+            return await client.jetstream(timeout=_CONNECT_S).key_value(self._bucket)
+        except BucketNotFoundError:
+            return None
+
+    async def _make(self, client: Client, ttl_s: float) -> KeyValue:
+        stream = client.jetstream(timeout=_CONNECT_S)
+        if await self._has_message_ttl(client):
+            lifetime: dict[str, Any] = {"limit_marker_ttl": _MARKER_S}
+        else:
+            lifetime = {"ttl": ttl_s}
+        with suppress(APIError):  # another worker makes it at the same time
+            return await stream.create_key_value(bucket=self._bucket, **lifetime)
+        return await stream.key_value(self._bucket)
+
+    async def _has_message_ttl(self, client: Client) -> bool:
+        info = await client.jetstream(timeout=_CONNECT_S).account_info()
+        return (info.api.level or 0) >= _MESSAGE_TTL_LEVEL
+
+    async def _publish(
+        self, client: Client, key: str, value: bytes, ttl_s: float, headers: dict[str, str],
+        sequence: int,
+    ) -> None:  # fmt: skip
+        expected = {Header.EXPECTED_LAST_SUBJECT_SEQUENCE.value: str(sequence)}
+        await client.jetstream(timeout=_CONNECT_S).publish(
+            f"$KV.{self._bucket}.{key}", value, headers=headers | expected,
+            msg_ttl=math.ceil(ttl_s),
+        )  # fmt: skip
+
+
+async def _last(bucket: KeyValue, key: str) -> tuple[Record | None, int]:
+    """Return a live record, and the sequence number that a write must expect."""
+    try:
+        entry = await bucket._get(key)
+    except KeyDeletedError as error:
+        return None, error.entry.revision
+    except KeyNotFoundError:
+        return None, 0
+    return Record(entry.value or b"", str(entry.revision)), entry.revision or 0
+
+
+async def _all(bucket: KeyValue) -> dict[str, Record]:
+    watcher: Any = await bucket.watchall()
+    records: dict[str, Record] = {}
+    try:
+        while (entry := await watcher.updates(timeout=_CONNECT_S)) is not None:
+            if entry.operation in (KV_DEL, KV_PURGE):
+                records.pop(entry.key, None)
+            else:
+                records[entry.key] = Record(entry.value or b"", str(entry.revision))
+    finally:
+        await watcher.stop()
+    return records
+
+
+async def _ignore(error: Exception) -> None:
+    """Errors of the connection come up in calls, too."""
