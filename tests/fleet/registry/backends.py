@@ -7,7 +7,9 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Self
 
+from tests.lib.fake_kubernetes import FakeKubernetes
 from tests.lib.server_process import ServerProcess, etcd_server, nats_server
 
 from pigou.fleet.registry.file_store import FileStore
@@ -28,6 +30,12 @@ class Backend(ABC):
     """
 
     ttl_s = 10.0
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *raised: object) -> None:
+        await asyncio.sleep(0)
 
     @abstractmethod
     def client(self) -> RecordStore:
@@ -101,6 +109,48 @@ class Served(Backend):
                 for renew in renewals:
                     await renew()
                 await asyncio.sleep(0.1)
+
+
+class Kubernetes(Backend):
+    """Pods of a fake API server, whose kubelet the tests play."""
+
+    def __init__(self) -> None:
+        self.fake = FakeKubernetes()
+
+    def client(self) -> RecordStore:
+        return open_store(f"k8s://default?selector=app%3Dpigou&api={self.fake.url}")
+
+    async def __aenter__(self) -> Self:
+        await self.fake.start()
+        for name in ("w0", "w1"):
+            self.pod(name, ready=True)
+        return self
+
+    async def __aexit__(self, *raised: object) -> None:
+        await self.fake.stop()
+
+    def pod(self, name: str, *, ready: bool, restarts: int = 0, **labels: str) -> None:
+        """Write a pod as its kubelet sees it."""
+        status = {"podIP": "10.1.0.1", "containerStatuses": [{"restartCount": restarts}],
+                  "conditions": [{"type": "Ready", "status": str(ready)}]}  # fmt: skip
+        known = {pod["metadata"]["name"]: pod for pod in self.fake.store.all("pods")}
+        pod = known.get(name) or {
+            "apiVersion": "v1", "kind": "Pod", "metadata": {"name": name},
+            "spec": {"nodeName": "node-1", "containers": [
+                {"name": "c", "resources": {"limits": {"nvidia.com/gpu": "2"}}}]},
+        }  # fmt: skip
+        pod["metadata"].setdefault("labels", {}).update(app="pigou", **labels)
+        self.fake.store.put({**pod, "status": status})
+
+    async def lapse(self, registry: Registry, worker: str, *renewals: Renewal) -> None:
+        """The container is killed: the pod is not ready, then it runs again."""
+        assert worker in await _workers(registry)
+        self.pod(worker, ready=False)
+        assert worker not in await _workers(registry)
+        for renew in renewals:
+            await renew()
+        self.pod(worker, ready=True, restarts=1)
+        assert worker not in await _workers(registry)
 
 
 async def _workers(registry: Registry) -> set[str]:

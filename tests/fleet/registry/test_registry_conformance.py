@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
-from tests.fleet.registry.backends import Backend, File, Memory, Served, server
+from tests.fleet.registry.backends import Backend, File, Kubernetes, Memory, Served, server
 from tests.fleet.registry.entries import entry
 from tests.lib.server_process import ServerProcess
 
@@ -18,15 +18,18 @@ from pigou.request import Role
 from pigou.wire.fleet_secret import FleetSecret
 
 SECRET = FleetSecret("s" * 32)
+_IN_PROCESS: dict[str, Callable[[Path], Backend]] = {
+    "memory": lambda _: Memory(), "file": File, "k8s": lambda _: Kubernetes()
+}  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=["memory", "file", "nats", "etcd"])
+@pytest.fixture(scope="module", params=["memory", "file", "nats", "etcd", "k8s"])
 def place(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[str, ServerProcess | None]]:
     """Run the server of a backend, if it has one, for all tests."""
     scheme = request.param
-    if scheme in ("memory", "file"):
+    if scheme in _IN_PROCESS:
         yield scheme, None
         return
     pytest.importorskip({"nats": "nats", "etcd": "aetcd"}[scheme])
@@ -41,17 +44,14 @@ def run(place: tuple[str, ServerProcess | None], tmp_path: Path) -> Callable[...
 
     def runs(work: Callable[[Backend, Registry, Registry], Awaitable[None]]) -> None:
         async def main() -> None:
-            made: Backend
-            if process is not None:
-                made = Served(process, scheme)
-            else:
-                made = Memory() if scheme == "memory" else File(tmp_path)
-            clients = [Registry(made.client(), SECRET) for _ in range(2)]
-            try:
-                await work(made, *clients)
-            finally:
-                for client in clients:
-                    await client.close()
+            backend = _IN_PROCESS[scheme](tmp_path) if process is None else Served(process, scheme)
+            async with backend as made:
+                clients = [Registry(made.client(), SECRET) for _ in range(2)]
+                try:
+                    await work(made, *clients)
+                finally:
+                    for client in clients:
+                        await client.close()
 
         asyncio.run(main())
 
@@ -61,6 +61,20 @@ def run(place: tuple[str, ServerProcess | None], tmp_path: Path) -> Callable[...
 def leased(made: Backend, worker: str = "w0", incarnation: str = "incarnation-a",
            **fields: object) -> WorkerEntry:  # fmt: skip
     return entry(worker, incarnation, ttl_s=made.ttl_s, **fields)
+
+
+@asynccontextmanager
+async def watching(registry: Registry, woken: asyncio.Event) -> AsyncIterator[None]:
+    """Watch a registry; `woken` is set by changes after it began."""
+    task = asyncio.create_task(registry.watch(woken.set))
+    await asyncio.sleep(0.2)
+    woken.clear()
+    try:
+        yield
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
 
 
 def test_what_is_registered_is_listed_and_leaves_by_its_own_word(run: Callable[..., None]) -> None:
@@ -82,7 +96,10 @@ def test_a_lease_that_nobody_renews_ends_and_a_renewed_one_goes_on(
         w0, w1 = leased(made), leased(made, "w1")
         await worker.register(w0)
         await worker.register(w1)
-        await made.lapse(gateway, "w0", lambda: worker.renew(w1))
+        woken = asyncio.Event()
+        async with watching(gateway, woken):
+            await made.lapse(gateway, "w0", lambda: worker.renew(w1))
+            await asyncio.wait_for(woken.wait(), 5.0)
         assert (await gateway.relist()).entries == (w1,)
         with pytest.raises(LeaseLost):
             await worker.renew(w0)
@@ -186,21 +203,13 @@ def test_a_watch_wakes_for_a_new_worker_a_change_and_one_that_leaves(
 ) -> None:
     async def work(made: Backend, worker: Registry, gateway: Registry) -> None:
         woken = asyncio.Event()
-        task = asyncio.create_task(gateway.watch(woken.set))
-        await asyncio.sleep(0.2)  # the watch begins
-
-        async def wakes(change: Awaitable[object]) -> None:
-            woken.clear()
-            await change
-            await asyncio.wait_for(woken.wait(), 5.0)
-
-        try:
-            await wakes(worker.register(leased(made)))
-            await wakes(worker.update(leased(made, epoch=1)))
-            await wakes(worker.leave(leased(made)))
-        finally:
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
+        async with watching(gateway, woken):
+            for change in (
+                worker.register(leased(made)), worker.update(leased(made, epoch=1)),
+                worker.leave(leased(made, epoch=1)),
+            ):  # fmt: skip
+                woken.clear()
+                await change
+                await asyncio.wait_for(woken.wait(), 5.0)
 
     run(work)

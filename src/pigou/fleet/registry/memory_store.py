@@ -10,6 +10,8 @@ from contextlib import suppress
 from pigou.fleet.registry.record_store import Record, WriteConflict
 from pigou.request import SECOND
 
+#: Seconds between two looks for leases that have ended.
+_LOOK_S = 0.25
 #: Stores of this process, by name.
 _SHARED: dict[str, MemoryStore] = {}
 
@@ -59,17 +61,15 @@ class MemoryStore:
             await self._tell()
 
     async def watch(self, wake: Callable[[], None]) -> None:
-        """Call `wake` after writes, and where a lease ends."""
+        """Call `wake` after writes, and soon after the end of a lease."""
+        before = await self.records()
         while True:
-            keys = set(await self.records())
-            deadlines = [end for _, end in self._records.values()]
-            wait_s = (min(deadlines) - self._clock()) / SECOND if deadlines else None
             with suppress(TimeoutError):
-                async with self._changed, asyncio.timeout(wait_s):
+                async with self._changed, asyncio.timeout(_LOOK_S):
                     await self._changed.wait()
-                    wake()
-                    continue
-            if set(await self.records()) != keys:
+            records = await self.records()
+            if records != before:
+                before = records
                 wake()
 
     async def close(self) -> None:

@@ -63,6 +63,10 @@ def _open(parts: SplitResult, url: str) -> RecordStore:
         from pigou.fleet.registry.nats_store import NatsStore
 
         return NatsStore.of(parts)
+    if parts.scheme == "k8s" and parts.netloc:
+        from pigou.fleet.registry.kubernetes_store import KubernetesStore
+
+        return KubernetesStore.of(parts)
     raise ConfigError(f"registry is {shown(url)!r}; give {FORMS}")
 
 
