@@ -33,6 +33,8 @@ from pigou.control.messages import (
     GroupEnded,
     LoadReport,
     Observation,
+    PeerGone,
+    PeerReport,
     PrefillDone,
     ReadFailed,
     Submit,
@@ -56,8 +58,8 @@ VERSION = 2
 #: What a journal holds of each call; of KV events, only those without tokens.
 Recorded: TypeAlias = (
     Submit | Tokens | Tick | WorkerUp | WorkerDraining | WorkerDown | PrefillDone | ReadFailed
-    | FirstToken | Ended | GroupEnded | CacheKeyed | CacheLost | LoadReport | Assessed
-    | PlannerStarted | PlannerWindow
+    | FirstToken | Ended | GroupEnded | CacheKeyed | CacheLost | LoadReport | PeerReport | PeerGone
+    | Assessed | PlannerStarted | PlannerWindow
 )  # fmt: skip
 
 _T = TypeVar("_T")

@@ -7,6 +7,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from pigou.control.peers.bookings import PredictedPrompt, TenantService, WorkerBookings
 from pigou.control.prefix_index.keyed_events import KeyedEvent
 from pigou.control.price_of_anarchy import PoAEstimate, PoASnapshot
 from pigou.events import KVEvent
@@ -202,6 +203,25 @@ class LoadReport(Message, frozen=True):
     kv_usage: float
 
 
+class PeerReport(Message, frozen=True):
+    """What another gateway has on the workers, did for tenants, and expects in caches, if new.
+
+    `lag_ns`: how old that is, and what others know of this gateway.
+    """
+
+    gateway: str
+    workers: tuple[WorkerBookings, ...] = ()
+    tenants: tuple[TenantService, ...] = ()
+    prompts: tuple[PredictedPrompt, ...] = ()
+    lag_ns: int = 0
+
+
+class PeerGone(Message, frozen=True):
+    """Another gateway is gone: nothing of it weighs on the workers any more."""
+
+    gateway: str
+
+
 class Assess(Message, frozen=True):
     """Compute `ControlPlane.assess(snapshot)`, on any thread, and observe the result."""
 
@@ -214,6 +234,8 @@ class Assessed(Message, frozen=True):
     poa: PoAEstimate | None = msgspec.field(name="assessment")
 
 
+#: What comes again and again, from workers and other gateways.
+Report: TypeAlias = LoadReport | PeerReport | PeerGone
 Observation: TypeAlias = (
     WorkerUp
     | WorkerDraining
@@ -227,6 +249,8 @@ Observation: TypeAlias = (
     | CacheKeyed
     | CacheLost
     | LoadReport
+    | PeerReport
+    | PeerGone
     | Assessed
 )
 

@@ -28,15 +28,19 @@ from pigou.control.messages import (
     GroupEnded,
     LoadReport,
     Observation,
+    PeerGone,
+    PeerReport,
     PrefillDone,
     ReadFailed,
     Recall,
+    Report,
     Route,
     Shed,
     WorkerDown,
     WorkerDraining,
     WorkerUp,
 )
+from pigou.control.peers.reports import PeerReports
 from pigou.control.prefix_index import PrefixIndex
 from pigou.control.price_of_anarchy import PoAEstimate, PoASnapshot
 from pigou.control.recall import REPORT_HOLDS, ReturningWorkers, hand_over, overdue, to_move
@@ -101,7 +105,8 @@ class ControlPlane:
         self._assigner = WorkerAssigner(
             config, self.admission, self.tracker, self.index, self.cache_monitor, self.returning
         )  # fmt: skip
-        self._reported: dict[str, int] = {}
+        self._peers = PeerReports(self.admission, self.tracker, self.index)
+        self.predicted = self._assigner.predicted
         self._poa: PoAEstimate | None = None
         self._assessing = False
         self._assessed = 0
@@ -203,7 +208,6 @@ class ControlPlane:
                 decisions = hand_over(self.state, worker)
             case WorkerDown(worker):
                 self._expect_back(worker, now)
-                self._reported.pop(worker, None)
                 self.tracker.down(worker)
                 self.admission.capacity.down(worker)
                 self.index.drop(worker)
@@ -211,10 +215,8 @@ class ControlPlane:
                 self.admission.queue.quota.release(group)
             case CacheLost(worker):
                 self.index.lost(worker)
-            case LoadReport():
-                self._reported[observation.worker] = now
-                self.state.report(observation)
-                self.admission.capacity.report(observation, self.state)
+            case LoadReport() | PeerReport() | PeerGone():
+                decisions = self._take_report(observation, now)
             case Assessed(poa):
                 self._assessing = False
                 self._poa = poa or self._poa
@@ -275,7 +277,7 @@ class ControlPlane:
         """Return the present prices and parameters; asking changes no decision."""
         return plane_status(
             str(self.config.controller["controller"]), self.tracker, self.router, self.index,
-            self.cache_monitor, self._poa, self._unknown(now), now,
+            self.cache_monitor, self._poa, self.returning.away(now), now,
         )  # fmt: skip
 
     def decision(self, request: str) -> Explanation | None:
@@ -288,14 +290,6 @@ class ControlPlane:
         Its arrays are the control plane's own, and change with the next call.
         """
         return self.tracker.view(request, self.index, now)
-
-    def _unknown(self, now: int) -> str:
-        """Return why the Price of Anarchy is not known now; empty where it is."""
-        if away := self.returning.away(now):
-            return f"the fleet is incomplete: {', '.join(sorted(away))} is down"
-        if unknown := self.tracker.poa.unknown(now):
-            return unknown
-        return "" if self._poa is not None else "it was not assessed yet"
 
     def _tune(self, now: int) -> None:
         """Route under the controller's present parameters."""
@@ -327,6 +321,15 @@ class ControlPlane:
         moves = to_move(self.state, self._max_streams(), worker.id)
         return [*routes, *(Recall(routed.request.id, other) for routed, other in moves)]
 
+    def _take_report(self, report: Report, now: int) -> Sequence[Decision]:
+        """A worker or another gateway reports."""
+        if not isinstance(report, LoadReport):
+            self._peers.observe(report, now)
+            return self._drain(now)
+        self.state.report(report, now)
+        self.admission.capacity.report(report, self.state)
+        return ()
+
     def _expect_back(self, worker: str, now: int) -> None:
         """A worker went down: note how many streams it ran at once, unless it was drained."""
         row = self.state.row.get(worker)
@@ -343,7 +346,7 @@ class ControlPlane:
             return []
         shed = []
         for late, worker in list(overdue(self.state, now - self.config.queue_timeout)):
-            if not late.given_up and now - self._reported.get(worker, 0) <= REPORT_HOLDS:
+            if not late.given_up and now - self.state.reported_at(worker) <= REPORT_HOLDS:
                 late.given_up = True
                 shed.append(self.admission.give_up(late.request, worker, now))
         return shed

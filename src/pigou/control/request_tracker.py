@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from pigou.control.latency_model.estimates import Estimates
 from pigou.control.latency_model.model import LatencyModel
 from pigou.control.messages import Choice
+from pigou.control.peers.bookings import SENT, WorkerBookings
 from pigou.control.prefix_index import Overlaps, PrefixIndex
 from pigou.control.prefix_index.holder_table import ON_DEVICE, ON_HOST, ON_STORAGE, RUN
 from pigou.control.price_of_anarchy import PoAEstimator, PoASnapshot, RequestTimes
@@ -35,6 +36,7 @@ class RequestTracker:
         detector: of saturation; takes first tokens.
         controller: of the router's parameters; takes first tokens and ends.
         setting: of the controller, that requests are routed under now.
+        sent_prompts: to each worker, to be computed, since the start.
     """
 
     def __init__(self, detector: Detector, controller: Controller) -> None:
@@ -44,6 +46,7 @@ class RequestTracker:
         self.setting = 0
         self.latency_model = LatencyModel()
         self.poa = PoAEstimator()
+        self.sent_prompts: dict[str, int] = {}
         self._due_at: dict[str, int] = {}  # of prompts whose end no driver sees
         self._fitted_at = 0
         self._median_worker: _MedianWorker | None = None
@@ -72,6 +75,8 @@ class RequestTracker:
         routed = self.state.start(request, choice, uncached, now, priority, output)
         routed.setting = self.setting
         self.latency_model.prompt_sent(row, now)
+        computes = choice.prefill or choice.decode
+        self.sent_prompts[computes] = self.sent_prompts.get(computes, 0) + 1
         if not request.streamed and not routed.remote:
             known, queue = self.estimates(now), self.state.columns
             work = known.work(queue.prefill_requests, queue.prefill_tokens, queue.prefill_pairs)
@@ -148,6 +153,15 @@ class RequestTracker:
     def failed(self, request: str, now: int) -> bool:
         """A request lost its worker, if it had one; return whether it had."""
         return self._release(request, now) is not None
+
+    def book(self, gateway: str, bookings: WorkerBookings, now: int) -> None:
+        """Charge a worker with what another gateway has there."""
+        row = self.state.row.get(bookings.worker)
+        if row is not None:
+            self._advance(row, now)
+        sent = self.state.book(gateway, bookings, now)[SENT]
+        if row is not None and sent > 0:
+            self.latency_model.peer_prompts(row, sent, now)
 
     def tick(self, now: int, queued: int) -> None:
         """Let time pass; `queued` requests wait for a worker."""
@@ -243,6 +257,10 @@ class RequestTracker:
     def _learn(self, row: int, routed: RoutedRequest, now: int) -> None:
         """A prompt is computed: learn what that took, and reading its beginning."""
         prompt = routed.request.prompt
+        if self.state.peers.prompts_since(row, routed.routed_at) and (
+            self.latency_model.prompt_shared(row, routed.uncached, now, prompt)
+        ):
+            return
         if routed.read is None:
             self.latency_model.prompt_computed(row, routed.uncached, routed.routed_at, now, prompt)
         else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any
@@ -12,6 +12,17 @@ from numpy.typing import NDArray
 
 from pigou.control.latency_model.estimates import pairs
 from pigou.control.messages import Choice, LoadReport
+from pigou.control.peers.bookings import (
+    BACKGROUND,
+    BOOKED,
+    COLUMNS,
+    OVER_EXPECTED,
+    PREFILLS,
+    STREAMS,
+    PeerLedger,
+    WorkerBookings,
+)
+from pigou.control.prefill_backlog import PrefillBacklog
 from pigou.control.stream_slots import RoutedRequest, StreamSlots
 from pigou.request import Request, Worker
 
@@ -84,55 +95,6 @@ LOADS = (
 )
 
 
-class PrefillBacklog:
-    """Prompts that each worker has to compute, in the order in which they were sent.
-
-    The first of a worker is under way.
-
-    Attributes:
-        tokens: uncached ones of the first prompt, 0 where there is none, (workers,).
-        pairs: of those with the ones before them, (workers,).
-        since: when the first became that, in nanoseconds, (workers,).
-    """
-
-    def __init__(self) -> None:
-        """Start without workers."""
-        self.tokens: Counts = np.zeros(0, dtype=np.int64)
-        self.pairs, self.since = self.tokens.copy(), self.tokens.copy()
-        self._prompts: list[dict[str, tuple[int, int]]] = []
-
-    def up(self) -> None:
-        """Add a worker; its row is the last."""
-        self._prompts.append({})
-        for name in ("tokens", "pairs", "since"):
-            setattr(self, name, np.append(getattr(self, name), 0))
-
-    def down(self, row: int) -> None:
-        """Remove a worker."""
-        del self._prompts[row]
-        for name in ("tokens", "pairs", "since"):
-            setattr(self, name, np.delete(getattr(self, name), row))
-
-    def add(self, row: int, request: str, tokens: int, pairs: int, now: int) -> None:
-        """Add a prompt of worker `row`; one that is there already has so many tokens now."""
-        prompts = self._prompts[row]
-        first = not prompts
-        prompts[request] = tokens, pairs
-        if first or next(iter(prompts)) == request:
-            self.tokens[row], self.pairs[row] = tokens, pairs
-            if first:
-                self.since[row] = now
-
-    def remove(self, row: int, request: str, now: int) -> None:
-        """Remove a prompt that is computed, or was given up."""
-        prompts = self._prompts[row]
-        first = next(iter(prompts), None) == request
-        del prompts[request]
-        if first:
-            self.tokens[row], self.pairs[row] = next(iter(prompts.values()), (0, 0))
-            self.since[row] = now
-
-
 class FleetState:
     """Workers and their load.
 
@@ -155,6 +117,7 @@ class FleetState:
         requests: the routed requests, by id.
         slots: where their tokens are counted.
         backlog: prompts that are to be computed, in order.
+        peers: what other gateways have on the workers; the columns have it too.
     """
 
     def __init__(self) -> None:
@@ -164,11 +127,13 @@ class FleetState:
         self.block_sizes: frozenset[int] = frozenset()
         self.limited = self.sized = self.has_fetch_sources = False
         self.draining: set[str] = set()
+        self._reported: dict[str, int] = {}
         self.background = self.over_expected_tokens = 0
         self.row: dict[str, int] = {}
         self.requests: dict[str, RoutedRequest] = {}
         self.slots: StreamSlots = StreamSlots()
         self.backlog = PrefillBacklog()
+        self.peers = PeerLedger()
         self.columns = Columns(
             **{field.name: np.zeros(0, dtype=_KINDS[str(field.type)]) for field in fields(Columns)}
         )
@@ -183,6 +148,7 @@ class FleetState:
             for name in _NAMES:
                 column = getattr(self.columns, name)
                 setattr(self.columns, name, np.append(column, column.dtype.type(0)))
+            self._add_booked(row, self.peers.up(worker.id).tolist())
         self.workers[row] = worker
         self.draining.discard(worker.id)
         self._set_roles(row, worker.role.prefills, worker.role.decodes)
@@ -224,8 +190,10 @@ class FleetState:
             if routed.prefill == worker:
                 routed.prefill = None
         self.draining.discard(worker)
+        self._reported.pop(worker, None)
         self.slots.down(row)
         self.backlog.down(row)
+        self.peers.down(row)
         self.background -= int(self.columns.background_requests[row])
         self.over_expected_tokens -= int(self.columns.over_expected_tokens[row])
         del self.workers[row]
@@ -266,7 +234,7 @@ class FleetState:
             uncached=uncached,
             routed_at=now,
             slots=self.slots,
-            inflight=len(self.requests) + 1,
+            inflight=self.inflight + 1,
             prompts_ahead=self.columns.prefill_requests.item(computes),
             background=priority > 0 and self.workers[computes].overtakes,
             pairs=int(pairs(uncached, request.prompt)),
@@ -329,10 +297,35 @@ class FleetState:
         routed.slot = -1
         return routed
 
-    def report(self, report: LoadReport) -> None:
+    @property
+    def inflight(self) -> int:
+        """Requests on the workers: the routed ones, and other gateways' streams."""
+        return len(self.requests) + self.peers.streams
+
+    def book(self, gateway: str, bookings: WorkerBookings, now: int) -> tuple[int, ...]:
+        """Charge a worker with what another gateway has there; return the changes (`BOOKED`)."""
+        row = self.row.get(bookings.worker)
+        change = self.peers.book(gateway, bookings, row, now)
+        if row is not None:
+            self._add_booked(row, change)
+        return change
+
+    def _add_booked(self, row: int, change: Sequence[int]) -> None:
+        for name, count in zip(BOOKED[:COLUMNS], change, strict=False):
+            if count:
+                getattr(self.columns, name)[row] += count
+        self.background += change[BACKGROUND]
+        self.over_expected_tokens += change[OVER_EXPECTED]
+
+    def reported_at(self, worker: str) -> int:
+        """Return when a worker reported last, in nanoseconds; 0 where it did not."""
+        return self._reported.get(worker, 0)
+
+    def report(self, report: LoadReport, now: int) -> None:
         """Note what a worker reports; an unknown worker is no error."""
         row = self.row.get(report.worker)
         if row is not None:
+            self._reported[report.worker] = now
             self.columns.running[row] = report.running
             self.columns.waiting[row] = report.waiting
             self.columns.kv_usage[row] = report.kv_usage
@@ -360,9 +353,11 @@ class FleetState:
         return {name: getattr(self.columns, name)[row].item() for name in LOADS}
 
     def is_drained(self, worker: str) -> bool:
-        """Whether no request weighs on a worker; true of an unknown one."""
-        figures = self.figures(worker)
-        return not (figures["prefill_requests"] or figures["decode_requests"])
+        """Whether none of the routed requests weighs on a worker; true of an unknown one."""
+        figures, row = self.figures(worker), self.row.get(worker)
+        others = 0 if row is None else int(self.peers.total[[PREFILLS, STREAMS], row].sum())
+        own = int(figures["prefill_requests"] + figures["decode_requests"]) - others
+        return own == 0
 
     def _charge_prefill(self, routed: RoutedRequest, sign: int) -> None:
         if routed.prefill is not None:

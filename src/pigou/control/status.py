@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,7 +58,7 @@ class Status:
 
 def plane_status(
     controller: str, tracker: RequestTracker, router: Router, index: PrefixIndex,
-    cache_monitor: CacheMonitor, poa: PoAEstimate | None, unknown: str, now: int,
+    cache_monitor: CacheMonitor, poa: PoAEstimate | None, away: Collection[str], now: int,
 ) -> Status:  # fmt: skip
     """Return the status of a control plane with these parts; none of them changes.
 
@@ -68,9 +69,10 @@ def plane_status(
         index: has what blocks cost that were computed again.
         cache_monitor: has the caches' occupancy.
         poa: the last Price of Anarchy; None before the first.
-        unknown: why it is not known now; empty where it is.
+        away: ids of workers that are down, and expected back.
         now: nanoseconds.
     """
+    unknown = _unknown(tracker, poa, away, now)
     state, detector = tracker.state, tracker.detector
     columns, estimates = state.columns, tracker.latency_model.peek(now)
     output = tracker.latency_model.expected_output(NEVER)
@@ -90,6 +92,19 @@ def plane_status(
         estimates=estimates,
         output=output,
     )
+
+
+def _unknown(
+    tracker: RequestTracker, poa: PoAEstimate | None, away: Collection[str], now: int
+) -> str:
+    """Return why the Price of Anarchy is not known now; empty where it is."""
+    if away:
+        return f"the fleet is incomplete: {', '.join(sorted(away))} is down"
+    if gateways := tracker.state.peers.gateways:
+        return f"{len(gateways)} other gateways send requests to the workers, too"
+    if unknown := tracker.poa.unknown(now):
+        return unknown
+    return "" if poa is not None else "it was not assessed yet"
 
 
 def stream_tolls(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +14,7 @@ from pigou.control.admission.parallel_sequences import UNLIMITED
 from pigou.control.admission.queue_order import QueuedRequest
 from pigou.control.cache_monitor import CacheMonitor
 from pigou.control.messages import Choice, Route
+from pigou.control.peers.bookings import PredictedPrompt
 from pigou.control.prefix_index import PrefixIndex
 from pigou.control.recall import ReturningWorkers
 from pigou.control.request_tracker import RequestTracker
@@ -20,6 +22,9 @@ from pigou.control.router import Router
 from pigou.control.routing.view import FleetView
 from pigou.control.state import both
 from pigou.request import Request
+
+#: Predicted prompts that are remembered for other gateways.
+_PREDICTED = 256
 
 
 class Assignment(NamedTuple):
@@ -48,6 +53,9 @@ class WorkerAssigner:
 
     Admission says which workers can take the request, the router which of these is best. The
     parts are the control plane's own; nothing here calls it back.
+
+    Attributes:
+        predicted: last prompts that workers without KV events are expected to hold.
     """
 
     def __init__(
@@ -62,6 +70,7 @@ class WorkerAssigner:
         self._index = index
         self._cache_monitor = cache_monitor
         self._returning = returning
+        self.predicted: deque[PredictedPrompt] = deque(maxlen=_PREDICTED)
 
     def assign(
         self, waiting: QueuedRequest, router: Router, now: int, fleet: FleetView | None = None
@@ -133,3 +142,4 @@ class WorkerAssigner:
             keys = request.keys_of(worker.block_size)
             if len(keys):
                 self._index.predict(name, keys, now)
+                self.predicted.append(PredictedPrompt(name, keys))

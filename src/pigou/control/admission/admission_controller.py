@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 from typing import NamedTuple
 
 from pigou.config import ControlConfig
 from pigou.control.admission.admission_queue import AdmissionQueue
 from pigou.control.admission.drain_rate import MIN_RETRY, DrainRate
+from pigou.control.admission.fair_order import Fair
 from pigou.control.admission.parallel_sequences import has_capacity, max_per_request
 from pigou.control.admission.queue_order import KeyedOrder, QueuedRequest, load
 from pigou.control.admission.tenant_quota import Refusal, TenantActivity, TenantQuota
 from pigou.control.admission.worker_capacity import WorkerCapacity
 from pigou.control.latency_model.estimates import Estimates
 from pigou.control.messages import Choice, Queue, Shed
+from pigou.control.peers.bookings import TenantService
 from pigou.control.routing.view import FleetView
 from pigou.control.state import FleetState
 from pigou.control.stream_slots import Counts, StreamSlots
@@ -53,6 +56,7 @@ class AdmissionController:
         capacity: what workers can take now.
         drain_rate: how fast requests leave.
         counts_tokens: whether the order counts the tokens that each tenant is served.
+        fair: the order, where it shares between tenants without bands; else None.
     """
 
     def __init__(self, config: ControlConfig) -> None:
@@ -72,6 +76,8 @@ class AdmissionController:
         self._timeout = config.queue_timeout
         self._max_per_request = config.max_request_inflight
         self._displaced: list[Shed] = []
+        self._streams: Counter[str] = Counter()  # of this gateway alone
+        self.fair = order if isinstance(order, Fair) else None
 
     def arrive(self, waiting: QueuedRequest, now: int) -> Shed | None:
         """Take in a request; return its refusal where its whole group finds no place.
@@ -91,7 +97,41 @@ class AdmissionController:
 
     def skips_queue(self, waiting: QueuedRequest) -> bool:
         """Whether no request waits before this one, which is not in the queue."""
-        return not self.queue and not waiting.returned
+        if self.queue or waiting.returned:
+            return False
+        return self.fair is None or not self.fair.gives_way(waiting.request.tenant)
+
+    def peer_service(self, change: TenantService, active: bool, now: int) -> None:
+        """Another gateway's part of a tenant changed by so much.
+
+        Args:
+            change: of each number.
+            active: whether it has requests of the tenant now.
+            now: nanoseconds.
+        """
+        tenant = change.tenant
+        weight = self._weights.get(tenant, 1.0)
+        self.activity.change_streams(tenant, change.streams)
+        if active:
+            self.activity.seen(tenant, weight, now)
+        if self.fair is not None:
+            self.fair.peer_service(change, weight)
+
+    def services(self) -> list[TenantService]:
+        """Return what this gateway did for each tenant, and has of it now.
+
+        Tokens are counted where the order is `fair` alone.
+        """
+        quota, own = self.queue.quota, self._streams
+        served = {} if self.fair is None else self.fair.service
+        services = []
+        for tenant in {**served, **own, **dict.fromkeys(quota.tenants)}:
+            prompt_tokens, output_tokens = served.get(tenant, (0, 0))
+            requests, _ = quota.queued(tenant)
+            services.append(
+                TenantService(tenant, prompt_tokens, output_tokens, own.get(tenant, 0), requests)
+            )
+        return services
 
     def enqueue(self, waiting: QueuedRequest, now: int, min_ttft_s: float) -> QueueEntry:
         """Add a request to the queue, where it may be next; `conclude` says whether it stays.
@@ -206,17 +246,24 @@ class AdmissionController:
         """A request was routed to decode on worker `row`; `fleet` is as it saw it."""
         self.capacity.take(request, choice, row, fleet, now)
         self.activity.began(request.tenant, request.sequences)
+        self._streams[request.tenant] += request.sequences
 
     def failed(self, request: Request) -> None:
         """A routed request lost its worker."""
         self.capacity.free(request.id)
-        self.activity.ended(request.tenant, request.sequences)
+        self._leave(request)
 
     def ended(self, request: Request, now: int) -> None:
         """A routed request left the fleet."""
         self.drain_rate.ended(now, self.capacity.free(request.id))
-        self.activity.ended(request.tenant, request.sequences)
+        self._leave(request)
         self.activity.seen(request.tenant, self._weights.get(request.tenant, 1.0), now)
+
+    def _leave(self, request: Request) -> None:
+        self.activity.ended(request.tenant, request.sequences)
+        self._streams[request.tenant] -= request.sequences
+        if not self._streams[request.tenant]:
+            del self._streams[request.tenant]
 
     def on_tokens(self, streams: StreamSlots, slots: Counts, counts: Counts) -> None:
         """Count output tokens of routed requests; only where the order `counts_tokens`.

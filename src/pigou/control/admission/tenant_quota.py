@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pigou.control.admission.queue_order import QueuedRequest
@@ -57,6 +57,11 @@ class TenantQuota:
         """Return requests and tokens that a tenant has waiting."""
         queued = self._queued.get(tenant)
         return (0, 0) if queued is None else (queued.requests, queued.tokens)
+
+    @property
+    def tenants(self) -> Iterable[str]:
+        """Tenants that have requests waiting."""
+        return self._queued.keys()
 
     def add(self, waiting: QueuedRequest) -> None:
         """Count a request that waits."""
@@ -175,6 +180,13 @@ class TenantActivity:
         self._streams[tenant] -= sequences
         if not self._streams[tenant]:
             del self._streams[tenant]
+
+    def change_streams(self, tenant: str, change: int) -> None:
+        """Other gateways have so many streams of a tenant more, or less, than before."""
+        if change:
+            self.began(tenant, change)
+            if not self._streams[tenant]:
+                del self._streams[tenant]
 
     def above(self, tenant: str, weight: float) -> bool:
         """Whether a tenant has more than its part of what is in flight, and others share it."""

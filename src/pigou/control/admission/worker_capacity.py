@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from pigou.config import ControlConfig
 from pigou.control.latency_model.estimates import Estimates
 from pigou.control.messages import Choice, LoadReport
+from pigou.control.peers.bookings import EXPECTED
 from pigou.control.routing.view import FleetView
 from pigou.control.state import FleetState, all_workers
 from pigou.request import SECOND, Request
@@ -103,6 +104,10 @@ class WorkerCapacity:
         if self._limit is not None and row is not None:
             self._limit.report(report, int(state.columns.decode_requests[row]))
 
+    def expected_tokens(self, ids: Sequence[str]) -> list[int]:
+        """Return the tokens that the routed requests asked each worker for, (workers,)."""
+        return [self._tokens.get(worker, 0) for worker in ids]
+
     def streams(self, state: FleetState, above: bool = False) -> Flags:
         """Return which workers can take one more stream, whichever it is, (workers,).
 
@@ -111,7 +116,7 @@ class WorkerCapacity:
         """
         columns = state.columns
         limits: Counts = columns.max_seqs
-        if self._max_streams * (self._open_share if above else 1.0) > len(state.requests):
+        if self._max_streams * (self._open_share if above else 1.0) > state.inflight:
             return columns.decodes  # any worker has room for all that there are
         if self._max_streams:
             limits = np.full(len(limits), self._max_streams)
@@ -152,8 +157,9 @@ class WorkerCapacity:
 
     def tokens(self, state: FleetState) -> Counts:
         """Return the tokens that each worker holds, or is to hold, (workers,)."""
-        expected = [self._tokens.get(worker, 0) for worker in state.ids]
-        tokens: Counts = np.array(expected, dtype=np.int64) + state.columns.over_expected_tokens
+        expected = np.array(self.expected_tokens(state.ids), dtype=np.int64)
+        tokens: Counts = expected + state.columns.over_expected_tokens
+        tokens += state.peers.total[EXPECTED]
         return tokens
 
     def fits(
@@ -164,6 +170,8 @@ class WorkerCapacity:
             return all_workers(len(fleet.ids))
         output = int(fleet.output) * request.sequences
         total = self._total + state.over_expected_tokens + request.prompt + output
+        if state.peers.streams:
+            total += int(state.peers.total[EXPECTED].sum())
         if total <= self._max_tokens * (self._open_share if above else 1.0):
             return all_workers(len(fleet.ids))  # any worker has room for all that there is
         columns = state.columns

@@ -65,6 +65,8 @@ _MAX_STREAMS = 256.0
 _DOUBLING_TOKENS = 20_000.0
 #: Rates of arrival are as of at most so many nanoseconds ago.
 _MAX_AGE_NS = SECOND // 100
+#: Prompts of one report of another gateway that count: the rates remember no more.
+_MAX_PEER_PROMPTS = 128
 
 
 class LatencyModel:
@@ -109,7 +111,7 @@ class LatencyModel:
         self._startup = StartupReference()
         self._prompts = PromptSizes()
         self._outputs = OutputLength()
-        self._last_sent = 0
+        self._last_sent = self._last_own = 0
         self._prefill_factors = WorkerFactors()
         self._transfer_factors = WorkerFactors()
         self._itl_factors = WorkerFactors()
@@ -149,10 +151,20 @@ class LatencyModel:
 
     def prompt_sent(self, row: int, now: int) -> None:
         """A prompt was sent to worker `row` to be computed."""
+        if self._last_own:
+            self._gaps.observe(max(0, now - self._last_own) / SECOND)
+        self._last_own = now
+        self._count_sent(row, now)
+
+    def peer_prompts(self, row: int, count: int, now: int) -> None:
+        """Other gateways sent so many prompts to worker `row`; their gaps are not known."""
+        for _ in range(min(count, _MAX_PEER_PROMPTS)):
+            self._count_sent(row, now)
+
+    def _count_sent(self, row: int, now: int) -> None:
+        """Count a prompt in the rates of arrival."""
         if self._last_sent:
-            gap_s = max(0, now - self._last_sent) / SECOND
-            self._gaps.observe(gap_s)
-            self._fleet_rate.observe(gap_s)
+            self._fleet_rate.observe(max(0, now - self._last_sent) / SECOND)
         self._last_sent = now
         age = (now - self._rated_at.item(row)) / SECOND / RATE_S
         self._rate[row] = self._rate.item(row) * math.exp(-max(0.0, age)) + 1.0 / RATE_S
@@ -173,6 +185,19 @@ class LatencyModel:
             self._learn(
                 self._prefill, self._prefill_factors, row, tokens, now - began, now, token_pairs
             )
+
+    def prompt_shared(self, row: int, tokens: int, now: int, prompt: int) -> bool:
+        """A prompt was computed while other gateways' prompts were there; return whether it counts.
+
+        How long it took itself is not known: nothing is learned, where a law is known already.
+        """
+        if not self._prefill.observed:
+            return False
+        self._last_done[row] = now
+        rows, uncached = np.array([row]), np.array([float(tokens)])
+        seconds = self.estimates(now).service(rows, uncached, float(prompt)).item()
+        self._count_prompt(row, tokens, float(pairs(tokens, prompt)), seconds)
+        return True
 
     def prompt_fetched(
         self,

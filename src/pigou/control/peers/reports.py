@@ -1,0 +1,84 @@
+"""Reports of other gateways: how they enter the parts of a ControlPlane."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from pigou.control.admission.admission_controller import AdmissionController
+from pigou.control.messages import PeerGone, PeerReport
+from pigou.control.peers.bookings import TenantService, growth
+from pigou.control.prefix_index import PrefixIndex
+from pigou.control.request_tracker import RequestTracker
+from pigou.request import SECOND
+
+#: Tenants of one gateway that are remembered; then those that have nothing now are forgotten.
+MAX_TENANTS = 2048
+#: Nanoseconds between two samples of the service here.
+_SAMPLE_NS = SECOND // 100
+
+
+class PeerReports:
+    """Books what other gateways report.
+
+    Bookings enter the columns of the fleet's state, so every price, limit and drain sees the sum.
+    Prompts sent count in the rates of arrival. Tenants' service and streams enter fair order and
+    the tenants' parts. A gateway's service up to its first report is not charged.
+    """
+
+    def __init__(
+        self, admission: AdmissionController, tracker: RequestTracker, index: PrefixIndex
+    ) -> None:
+        """Take the control plane's parts."""
+        self._admission, self._tracker, self._index = admission, tracker, index
+        self._tenants: dict[str, dict[str, TenantService]] = {}
+        self._served: deque[tuple[int, float]] = deque()
+
+    def observe(self, message: PeerReport | PeerGone, now: int) -> None:
+        """Take in a report, or a gateway's end."""
+        gateway, state = message.gateway, self._tracker.state
+        if isinstance(message, PeerGone):
+            for nothing in state.peers.forget(gateway):
+                self._tracker.book(gateway, nothing, now)
+            state.peers.remove(gateway)
+            for service in self._tenants.pop(gateway, {}).values():
+                self._change(service, TenantService(service.tenant), now)
+            return
+        self._note_lag(message.lag_ns, now)
+        for bookings in message.workers:
+            self._tracker.book(gateway, bookings, now)
+        tenants = self._tenants.setdefault(gateway, {})
+        for service in message.tenants:
+            before = tenants.get(service.tenant)
+            tenants[service.tenant] = service
+            if before is None:  # what was served before is not charged now
+                before = TenantService(service.tenant, service.prompt_tokens, service.output_tokens)
+            self._change(before, service, now)
+        if len(tenants) > MAX_TENANTS:
+            active = {name: last for name, last in tenants.items() if last.streams or last.waiting}
+            self._tenants[gateway] = active
+        for prompt in message.prompts:
+            row = state.row.get(prompt.worker)
+            if row is not None and not state.workers[row].events and len(prompt.keys):
+                self._index.predict(prompt.worker, prompt.keys, now)
+
+    def _note_lag(self, lag_ns: int, now: int) -> None:
+        """Note what was served here within the time that the others do not know of yet."""
+        fair = self._admission.fair
+        if fair is None:
+            return
+        if not self._served or now - self._served[-1][0] >= _SAMPLE_NS:
+            self._served.append((now, fair.own_service))
+        while len(self._served) > 1 and self._served[1][0] <= now - lag_ns:
+            self._served.popleft()
+        fair.unheard_service = fair.own_service - self._served[0][1]
+
+    def _change(self, before: TenantService, after: TenantService, now: int) -> None:
+        """Tell admission by how much a gateway's part of a tenant changed."""
+        change = TenantService(
+            after.tenant,
+            growth(before.prompt_tokens, after.prompt_tokens),
+            growth(before.output_tokens, after.output_tokens),
+            after.streams - before.streams,
+            after.waiting - before.waiting,
+        )
+        self._admission.peer_service(change, bool(after.streams or after.waiting), now)
