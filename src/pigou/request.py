@@ -178,6 +178,7 @@ class Worker:
             other; "" for one that does not.
         rehearsed: what it measured of its own speed; empty where it did not.
         location: the labels of its node.
+        version: of its deployment: workers of different versions exchange no KV.
     """
 
     id: str
@@ -191,3 +192,4 @@ class Worker:
     layout: str = ""
     rehearsed: tuple[Rehearsed, ...] = ()
     location: Location = UNKNOWN_LOCATION
+    version: str = ""

@@ -28,6 +28,7 @@ from pigou.control.plane import ControlPlane
 from pigou.control.routing.policy import load
 from pigou.control.routing.selection import select
 from pigou.control.routing.view import Candidates, FleetView
+from pigou.control.state import FleetState
 from pigou.request import SECOND, FinishReason, Request, Role, Worker
 
 ROLES = [Role.PREFILL, Role.DECODE, Role.BOTH]
@@ -247,6 +248,28 @@ def choices(plane: ControlPlane, prompt: int, count: int) -> list[tuple[str | No
         assert isinstance(decision, Route)
         found.append((decision.choice.prefill, decision.choice.decode))
     return found
+
+
+def test_workers_of_different_versions_exchange_no_kv() -> None:
+    plane = ControlPlane(ControlConfig(policy="random"))
+    for name, role in (("p", Role.PREFILL), ("d", Role.DECODE)):
+        for i, version in enumerate(("", "a", "b", *"aaaaa")):
+            worker = Worker(f"{name}{i}", "u", role, version=version)
+            plane.observe(WorkerUp(worker), 0)
+    versions = {worker.id: worker.version for worker in plane.state.workers}
+    pairs = {pair for pair in choices(plane, 100, 300) if pair[0]}
+    assert {versions[str(prefill)] for prefill, _ in pairs} == {"", "a", "b"}
+    assert all(versions[str(prefill)] == versions[decode] for prefill, decode in pairs)
+    plane.observe(WorkerUp(Worker("d2", "u", Role.DECODE, version="c")), 0)
+    assert "d2" not in {decode for prefill, decode in choices(plane, 101, 100) if prefill}
+
+
+def test_caches_are_read_within_one_version_alone() -> None:
+    state = FleetState()
+    for name, version in (("a", "1"), ("b", "2"), ("c", "1")):
+        state.up(Worker(name, "u", layout="tcp:x", version=version))
+    layout = state.columns.layout
+    assert layout[0] == layout[2] != layout[1]
 
 
 def test_a_long_prompt_is_computed_by_a_prefill_worker() -> None:

@@ -227,6 +227,7 @@ class RequestTracker:
             self.estimates(now),
             self.latency_model.expected_output(request.max_tokens),
             columns.layout,
+            version=columns.version,
             backlog=self.state.backlog,
             now=now,
         )

@@ -175,15 +175,18 @@ class CandidateCache:
     def __init__(self) -> None:
         self._prefills: Flags | None = None
         self._decodes: Flags | None = None
+        self._version: Rows = _NOBODY
         self._apart = False
         self._sets: dict[bytes | tuple[bytes, bytes], Candidates] = {}
 
     def of(self, request: Request, fleet: FleetView, open_: Flags, room: Flags) -> Candidates:
         """Return what `candidates` does, perhaps the same object as before.
 
-        Roles are taken to have changed when the arrays of the view are others.
+        Roles and versions are taken to have changed when the arrays of the view are others.
         """
-        if fleet.prefills is not self._prefills or fleet.decodes is not self._decodes:
+        same = fleet.prefills is self._prefills and fleet.decodes is self._decodes
+        if not same or fleet.version is not self._version:
+            self._version = fleet.version
             self._prefills, self._decodes = fleet.prefills, fleet.decodes
             self._apart = not np.array_equal(fleet.prefills, fleet.decodes)
             self._sets.clear()
@@ -212,8 +215,9 @@ def candidates(request: Request, fleet: FleetView, open_: Flags, room: Flags) ->
     Every decode worker with room, with local prefill, and with each of the prefill workers that
     would have computed this prompt soonest (fewest tokens, those that wait and the prompt's own
     uncached ones). A worker that also decodes computes prompts for pure decode workers only
-    where there is no pure prefill worker. A prompt below one block of the prefill worker has
-    nothing to transfer, so it is computed where it is decoded; so is one that may not be split.
+    where there is no pure prefill worker. Both are of one version. A prompt below one block of
+    the prefill worker has nothing to transfer, so it is computed where it is decoded; so is one
+    that may not be split.
 
     Args:
         request: the request.
@@ -232,6 +236,7 @@ def _pairs(fleet: FleetView, decode: Rows, prefill: Rows) -> Candidates:
     first = np.repeat(prefill, len(decode))
     second = np.tile(decode, len(prefill))
     helps = (first != second) & (pure_prefill[first] | pure_decode[second])
+    helps &= fleet.version[first] == fleet.version[second]
     return Candidates(
         np.concatenate([local, first[helps]]).astype(np.int32),
         np.concatenate([decode, second[helps]]).astype(np.int32),
@@ -248,4 +253,9 @@ def _prefillers(request: Request, fleet: FleetView, open_: Flags) -> Rows:
     if len(chosen) <= PREFILL_CHOICES:
         return chosen
     tokens = fleet.prefill_tokens[chosen] - fleet.cached(request.prompt)[chosen]
-    return chosen[np.argsort(tokens, kind="stable")[:PREFILL_CHOICES]]
+    order = chosen[np.argsort(tokens, kind="stable")]
+    versions = fleet.version[order]
+    if not (versions != versions[0]).any():
+        return order[:PREFILL_CHOICES]
+    sets = [order[versions == version][:PREFILL_CHOICES] for version in np.unique(versions)]
+    return np.concatenate(sets)

@@ -55,7 +55,8 @@ class Columns:
     were routed. `pending_prefill_tokens` are those of prompts that are still to be computed.
     `decoding` counts the streams whose prompt is computed. `background_...` are those of
     `prefill_...` that requests of a priority up to 0 overtake. `max_seqs` is the worker's own
-    limit, 0 when it did not say. `layout` numbers the layouts of caches, 0 for an unknown one.
+    limit, 0 when it did not say. `layout` numbers the layouts of caches, 0 for an unknown one;
+    `version` numbers the versions of deployments, 0 for none.
     """
 
     prefills: Flags
@@ -79,6 +80,7 @@ class Columns:
     waiting: Shares
     kv_usage: Shares
     layout: Counts
+    version: Counts
 
 
 _KINDS: dict[str, type] = {"Flags": np.bool_, "Counts": np.int64, "Shares": np.float64}
@@ -124,6 +126,7 @@ class FleetState:
         self.workers: list[Worker] = []
         self.ids: tuple[str, ...] = ()
         self._layouts: dict[str, int] = {}
+        self._versions: dict[str, int] = {"": 0}
         self.block_sizes: frozenset[int] = frozenset()
         self.limited = self.sized = self.has_fetch_sources = False
         self.draining: set[str] = set()
@@ -155,7 +158,11 @@ class FleetState:
         self.columns.block_size[row] = worker.block_size
         self.columns.blocks[row] = worker.blocks
         self.columns.max_seqs[row] = worker.max_seqs
-        self.columns.layout[row] = self._number(worker.layout)
+        self.columns.layout[row] = self._number(_fetch_layout(worker))
+        version = self._versions.setdefault(worker.version, len(self._versions))
+        if self.columns.version[row] != version:
+            self.columns.version = self.columns.version.copy()  # as for roles
+            self.columns.version[row] = version
         self._name()
 
     def drain(self, worker: str) -> None:
@@ -208,7 +215,7 @@ class FleetState:
         self.block_sizes = frozenset(worker.block_size for worker in self.workers)
         self.limited = any(worker.max_seqs for worker in self.workers)
         self.sized = any(worker.blocks for worker in self.workers)
-        layouts = [worker.layout for worker in self.workers if worker.layout]
+        layouts = [_fetch_layout(worker) for worker in self.workers if worker.layout]
         self.has_fetch_sources = len(set(layouts)) < len(layouts)
 
     def start(
@@ -382,3 +389,10 @@ class FleetState:
             row = self.row[routed.decode]
             self.columns.decode_requests[row] += sign * routed.request.sequences
             self.columns.decode_tokens[row] += sign * routed.tokens
+
+
+def _fetch_layout(worker: Worker) -> str:
+    """Return what two workers must have in common to read each other's caches; "" for none may."""
+    return (
+        f"{worker.layout}@{worker.version}" if worker.layout and worker.version else worker.layout
+    )

@@ -186,6 +186,7 @@ class FleetMember(ABC):
             probed.engine.ranks,
             probed.layout,
             probed.startup_profile,
+            version=probed.version,
         )
         if not self._plane_driver.compiled.is_set():
             self._report("waiting for the gateway's kernels")

@@ -65,6 +65,7 @@ class ProbeResult:
         sources: of KV events, one a data parallel rank.
         layout: of its cache, for others that may read it; empty where others may not read it.
         startup_profile: its own speed, as measured at startup; empty where unknown.
+        version: of its deployment; empty where it has none.
     """
 
     engine: Engine
@@ -74,6 +75,7 @@ class ProbeResult:
     sources: tuple[EventSource, ...]
     layout: str = ""
     startup_profile: tuple[Rehearsed, ...] = ()
+    version: str = ""
 
 
 class _ModelCard(msgspec.Struct):
@@ -137,6 +139,7 @@ async def probe(url: str, key: str = "", timeout_s: float = 10.0) -> ProbeResult
         ],
         "" if engine.stock else _name(about.get("kv_layout")),
         () if engine.stock else read_startup_profile(about.get("rehearsed")),
+        _name(about.get("deployment_version")),
     )
 
 

@@ -36,6 +36,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         str, option("Name that requests use; by default the model's own.", "Model")
     ] = ""
     role: Annotated[Role, option("What the fleet asks it to do.", "Model")] = Role.BOTH
+    deployment_version: Annotated[
+        str,
+        option("Version of its deployment; workers of different ones exchange no KV.", "Model"),
+    ] = ""
     device: Annotated[str, option("cpu, cuda or cuda:N.", "Model")] = "cpu"
     dtype: Annotated[str, option("auto, bf16 or fp32.", "Model")] = "auto"
     threads: Annotated[int, option("Compute threads.", "Model")] = 1

@@ -228,6 +228,7 @@ class WorkerServer:
             "order": core.order,
             "kv_transfer": self._config.kv_transfer,
             "kv_layout": self._layout(),
+            "deployment_version": self._config.deployment_version,
             "pid": os.getpid(),
         }
 

@@ -52,6 +52,7 @@ class FleetView(msgspec.Struct, eq=False):
         estimates: what was learned of each worker's speed.
         output: tokens that this request is expected to generate.
         layout: number of its cache's layout; workers of one may fetch from each other, 0 from none.
+        version: number of its deployment's version; KV moves between workers of one alone.
         fetches: what each worker would fetch from another's cache; None where nobody does.
         backlog: which of each worker's prompts is under way, and since when; None where unknown.
         now: nanoseconds.
@@ -79,6 +80,7 @@ class FleetView(msgspec.Struct, eq=False):
     estimates: Estimates
     output: float
     layout: Counts = _NOTHING
+    version: Counts = _NOTHING
     fetches: RemoteFetches | None = None
     backlog: PrefillBacklog | None = None
     now: int = 0
