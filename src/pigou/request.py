@@ -193,3 +193,8 @@ class Worker:
     rehearsed: tuple[Rehearsed, ...] = ()
     location: Location = UNKNOWN_LOCATION
     version: str = ""
+
+    @property
+    def fetch_layout(self) -> str:
+        """What two workers must have in common to read each other's caches; "" for none may."""
+        return f"{self.layout}@{self.version}" if self.layout and self.version else self.layout

@@ -158,7 +158,7 @@ class FleetState:
         self.columns.block_size[row] = worker.block_size
         self.columns.blocks[row] = worker.blocks
         self.columns.max_seqs[row] = worker.max_seqs
-        self.columns.layout[row] = self._number(_fetch_layout(worker))
+        self.columns.layout[row] = self._number(worker.fetch_layout)
         version = self._versions.setdefault(worker.version, len(self._versions))
         if self.columns.version[row] != version:
             self.columns.version = self.columns.version.copy()  # as for roles
@@ -215,7 +215,7 @@ class FleetState:
         self.block_sizes = frozenset(worker.block_size for worker in self.workers)
         self.limited = any(worker.max_seqs for worker in self.workers)
         self.sized = any(worker.blocks for worker in self.workers)
-        layouts = [_fetch_layout(worker) for worker in self.workers if worker.layout]
+        layouts = [worker.fetch_layout for worker in self.workers if worker.layout]
         self.has_fetch_sources = len(set(layouts)) < len(layouts)
 
     def start(
@@ -389,10 +389,3 @@ class FleetState:
             row = self.row[routed.decode]
             self.columns.decode_requests[row] += sign * routed.request.sequences
             self.columns.decode_tokens[row] += sign * routed.tokens
-
-
-def _fetch_layout(worker: Worker) -> str:
-    """Return what two workers must have in common to read each other's caches; "" for none may."""
-    return (
-        f"{worker.layout}@{worker.version}" if worker.layout and worker.version else worker.layout
-    )
