@@ -116,8 +116,8 @@ class _Rollout:
             return self._without_old()
         if any(self._new[r] > self._goal(r) for r in self._roles):
             return self._scale_new({r: min(self._new[r], self._goal(r)) for r in self._roles})
-        if behind := self._behind():
-            return self._unblocked(behind) if self._state.unschedulable else self._pending(behind)
+        if unready := self._unready():
+            return self._unblocked(unready) if self._state.unschedulable else self._pending(unready)
         done = self._step_of_new()
         if drained := self._drained(self._old_at(done)):
             return self._scale_old(drained, f"step {done} of {self._steps}")
@@ -176,14 +176,14 @@ class _Rollout:
                 return one_more
         return {}
 
-    def _unblocked(self, behind: dict[str, int]) -> RolloutStep:
+    def _unblocked(self, unready: dict[str, int]) -> RolloutStep:
         """Let old workers go, so that nodes have room for new ones that wait for it."""
         fewer = {r: max(self._floor_old(r), min(self._old[r], 1)) for r in self._roles}
         if fewer == self._old:
             fewer = {r: self._floor_old(r) for r in self._roles}
         if drained := self._drained(fewer):
             return self._scale_old(drained, "no node has room for the new version")
-        message = f"no node has room for {_text(behind)}, and unavailable lets no worker go"
+        message = f"no node has room for {_text(unready)}, and unavailable lets no worker go"
         return self._stay("blocked", "Unschedulable", message)
 
     def _drained(self, wanted: dict[str, int]) -> dict[str, int]:
@@ -225,8 +225,8 @@ class _Rollout:
         """Create the fleet, or follow a target that has changed."""
         goal = {r: self._goal(r) for r in self._roles}
         if self._new == goal:
-            if behind := self._behind():
-                return self._pending(behind)
+            if unready := self._unready():
+                return self._pending(unready)
             return self._stay("done", "Ready")
         needed, free = self._gpus({r: max(goal[r], self._new[r]) for r in self._roles}), self._free
         if not needed or needed <= free:
@@ -236,8 +236,8 @@ class _Rollout:
             return self._scale_new(part)
         return self._short(f"{needed} free GPUs are needed, {free} are there")
 
-    def _pending(self, behind: dict[str, int]) -> RolloutStep:
-        return self._stay("wait", "WaitingForReady", f"not ready yet: {_text(behind)}")
+    def _pending(self, unready: dict[str, int]) -> RolloutStep:
+        return self._stay("wait", "WaitingForReady", f"not ready yet: {_text(unready)}")
 
     def _short(self, message: str) -> RolloutStep:
         """Say that GPUs are missing; where they cannot be counted, none is taken."""
@@ -281,7 +281,7 @@ class _Rollout:
         usable = sum(min(v.ready.get(role, 0), v.replicas.get(role, 0)) for v in self._state.old)
         return min(usable, max(0, needed))
 
-    def _behind(self) -> dict[str, int]:
+    def _unready(self) -> dict[str, int]:
         """Return how many new workers of each role are not ready."""
         ready = self._state.new.ready
         return {r: n - ready.get(r, 0) for r, n in self._new.items() if n > ready.get(r, 0)}
