@@ -34,6 +34,7 @@ from pigou.lifecycle.messages import (
     LifecycleEffect,
     LifecycleEvent,
     Prefilled,
+    PrefillStays,
     ReportDeaths,
     RequestOutcome,
     RequestRefused,
@@ -349,6 +350,15 @@ def test_a_request_goes_by_prefill_to_decode_and_ends() -> None:
     assert recorder.take(TokensReceived(decode.leg, 2)) == ()
     (end,) = recorder.take(StreamFinished(decode.leg))
     assert (end.outcome, end.finish.value) == (RequestOutcome.DONE, "stop")
+
+
+def test_a_prompt_that_no_prefill_worker_gets_is_computed_where_it_is_decoded() -> None:
+    recorder = Recorder()
+    recorder.begin()
+    (prefill,) = recorder.take(Route("r", Choice("d", "p")))
+    (decode,) = recorder.take(PrefillStays(prefill.leg))
+    assert (type(decode), decode.worker, recorder.life.choice) == (StartDecode, "d", Choice("d"))
+    assert recorder.take(PrefillStays(prefill.leg)) == ()
 
 
 def test_a_failed_fetch_is_told_and_the_prompt_is_computed() -> None:

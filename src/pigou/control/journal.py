@@ -35,6 +35,7 @@ from pigou.control.messages import (
     Observation,
     PeerGone,
     PeerReport,
+    PrefillClaimed,
     PrefillDone,
     ReadFailed,
     Submit,
@@ -57,9 +58,9 @@ VERSION = 2
 
 #: What a journal holds of each call; of KV events, only those without tokens.
 Recorded: TypeAlias = (
-    Submit | Tokens | Tick | WorkerUp | WorkerDraining | WorkerDown | PrefillDone | ReadFailed
-    | FirstToken | Ended | GroupEnded | CacheKeyed | CacheLost | LoadReport | PeerReport | PeerGone
-    | Assessed | PlannerStarted | PlannerWindow
+    Submit | Tokens | Tick | WorkerUp | WorkerDraining | WorkerDown | PrefillDone | PrefillClaimed
+    | ReadFailed | FirstToken | Ended | GroupEnded | CacheKeyed | CacheLost | LoadReport
+    | PeerReport | PeerGone | Assessed | PlannerStarted | PlannerWindow
 )  # fmt: skip
 
 _T = TypeVar("_T")

@@ -149,6 +149,18 @@ class PrefillDone(Message, frozen=True):
     well: bool = True
 
 
+class PrefillClaimed(Message, frozen=True):
+    """A worker pulled a routed prompt from the prefill queue: its prompt weighs there.
+
+    It is the decode worker itself where the prompt is computed locally after all. `cached`: tokens
+    of the prompt that it holds, as far as is known.
+    """
+
+    request: str
+    worker: str
+    cached: int = 0
+
+
 class ReadFailed(Message, frozen=True):
     """The remote KV fetch of a request failed: its whole prompt is computed."""
 
@@ -241,6 +253,7 @@ Observation: TypeAlias = (
     | WorkerDraining
     | WorkerDown
     | PrefillDone
+    | PrefillClaimed
     | ReadFailed
     | FirstToken
     | Ended

@@ -30,6 +30,7 @@ from pigou.control.messages import (
     Observation,
     PeerGone,
     PeerReport,
+    PrefillClaimed,
     PrefillDone,
     ReadFailed,
     Recall,
@@ -199,8 +200,8 @@ class ControlPlane:
                 worker = self._computes(request)
                 self.tracker.prefill_done(request, well, now)
                 return self._prefilled(worker, now)
-            case ReadFailed(request):
-                self.tracker.read_failed(request, now)
+            case PrefillClaimed() | ReadFailed():
+                self.tracker.prompt_changed(observation, now)
             case WorkerUp(worker):
                 return self._up(worker, now)
             case WorkerDraining(worker):

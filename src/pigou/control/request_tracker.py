@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from pigou.control.latency_model.estimates import Estimates
 from pigou.control.latency_model.model import LatencyModel
-from pigou.control.messages import Choice
+from pigou.control.messages import Choice, PrefillClaimed, ReadFailed
 from pigou.control.peers.bookings import SENT, WorkerBookings
 from pigou.control.prefix_index import Overlaps, PrefixIndex
 from pigou.control.prefix_index.holder_table import ON_DEVICE, ON_HOST, ON_STORAGE, RUN
@@ -94,6 +94,23 @@ class RequestTracker:
             self._learn(row, routed, now)
             routed.transfer_alone = self._has_no_prompts(routed)
         self._computed(routed, now)
+
+    def prompt_changed(self, change: PrefillClaimed | ReadFailed, now: int) -> None:
+        """Another worker computes a prompt, or its worker has more of it to compute."""
+        if isinstance(change, ReadFailed):
+            self.read_failed(change.request, now)
+        else:
+            self._claimed(change.request, change.worker, change.cached, now)
+
+    def _claimed(self, request: str, worker: str, cached: int, now: int) -> None:
+        """A worker pulled a prompt, of which it has so many tokens cached."""
+        routed = self.state.requests.get(request)
+        if routed is None or routed.prefill_done_at or worker not in self.state.row:
+            return
+        for moved in (routed.prefill, worker):
+            if moved is not None:
+                self._advance(self.state.row[moved], now)
+        self.state.claimed(routed, worker, cached, now)
 
     def read_failed(self, request: str, now: int) -> None:
         """Nothing could be read of a prompt: all that its worker lacks is computed."""
@@ -258,18 +275,19 @@ class RequestTracker:
     def _learn(self, row: int, routed: RoutedRequest, now: int) -> None:
         """A prompt is computed: learn what that took, and reading its beginning."""
         prompt = routed.request.prompt
-        if self.state.peers.prompts_since(row, routed.routed_at) and (
+        sent_at = routed.claimed_at or routed.routed_at
+        if self.state.peers.prompts_since(row, sent_at) and (
             self.latency_model.prompt_shared(row, routed.uncached, now, prompt)
         ):
             return
         if routed.read is None:
-            self.latency_model.prompt_computed(row, routed.uncached, routed.routed_at, now, prompt)
+            self.latency_model.prompt_computed(row, routed.uncached, sent_at, now, prompt)
         else:
             self.latency_model.prompt_fetched(
                 row,
                 routed.uncached,
                 routed.read.tokens,
-                routed.routed_at,
+                sent_at,
                 now,
                 prompt,
                 not routed.prompts_ahead,

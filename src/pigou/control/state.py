@@ -51,12 +51,11 @@ def both(first: Flags, second: Flags) -> Flags:
 class Columns:
     """One entry a worker, shape (workers,) each; the names are those of `FleetView`.
 
-    `over_expected_tokens` are those of `decode_tokens` that were not expected when their requests
-    were routed. `pending_prefill_tokens` are those of prompts that are still to be computed.
-    `decoding` counts the streams whose prompt is computed. `background_...` are those of
-    `prefill_...` that requests of a priority up to 0 overtake. `max_seqs` is the worker's own
-    limit, 0 when it did not say. `layout` numbers the layouts of caches, 0 for an unknown one;
-    `version` numbers the versions of deployments, 0 for none.
+    `over_expected_tokens` are those of `decode_tokens` that were not expected at their route,
+    `pending_prefill_tokens` those of prompts to be computed. `decoding` counts the streams whose
+    prompt is computed. `background_...` are those of `prefill_...` that requests of a priority up
+    to 0 overtake. `max_seqs` is the worker's own limit, 0 when it did not say. `layout` numbers the
+    layouts of caches, 0 for an unknown one; `version` the versions of deployments, 0 for none.
     """
 
     prefills: Flags
@@ -270,6 +269,18 @@ class FleetState:
             row = self.row[routed.prefill]
             self.backlog.add(row, routed.request.id, uncached, routed.pairs, routed.routed_at)
 
+    def claimed(self, routed: RoutedRequest, worker: str, cached: int, now: int) -> None:
+        """Move a prompt's weight to the worker that pulled it, with `cached` tokens of it."""
+        self._discharge_prefill(routed, now)
+        row = self.row[worker]
+        routed.prefill, routed.claimed_at, routed.cached = worker, now, cached
+        routed.prefill_worker = "" if worker == routed.decode else worker
+        routed.uncached = max(1, routed.request.prompt - cached)
+        routed.pairs = int(pairs(routed.uncached, routed.request.prompt))
+        routed.prompts_ahead = self.columns.prefill_requests.item(row)
+        self.backlog.add(row, routed.request.id, routed.uncached, routed.pairs, now)
+        self._charge_prefill(routed, 1)
+
     def prefilled(self, routed: RoutedRequest, now: int) -> None:
         """Discharge the worker that computed the prompt; does nothing the second time."""
         if routed.prefill is None:
@@ -354,8 +365,7 @@ class FleetState:
 
     def figures(self, worker: str) -> dict[str, Any]:
         """Return how much a worker has to do, by the names in `LOADS`; zeros for an unknown one."""
-        row = self.row.get(worker)
-        if row is None:
+        if (row := self.row.get(worker)) is None:
             return dict.fromkeys(LOADS, 0)
         return {name: getattr(self.columns, name)[row].item() for name in LOADS}
 

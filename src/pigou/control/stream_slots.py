@@ -29,6 +29,7 @@ class RoutedRequest(msgspec.Struct, eq=False):
         uncached: tokens of the prompt that its worker had to compute.
         pairs: of those with the ones before them.
         routed_at: when it was sent off.
+        claimed_at: when a worker pulled its prompt; 0 where none did.
         prefill_done_at: when its remote prefill ended; 0 before, and for a local one.
         transfer_alone: whether its worker had no prompt to compute when the transfer began.
         first_token_at: when its first token came; 0 before, and where tokens are not seen.
@@ -65,6 +66,7 @@ class RoutedRequest(msgspec.Struct, eq=False):
     read: RemoteKVFetch | None = None
     cached: int = 0
     given_up: bool = False
+    claimed_at: int = 0
 
     @property
     def remote(self) -> bool:

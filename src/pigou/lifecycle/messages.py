@@ -49,6 +49,12 @@ class Prefilled(msgspec.Struct, frozen=True):
     leg: int
 
 
+class PrefillStays(msgspec.Struct, frozen=True):
+    """The prompt was not sent to a prefill worker: the worker that decodes computes it."""
+
+    leg: int
+
+
 class StreamBegan(msgspec.Struct, frozen=True):
     """This leg began the client's stream; `token`: with the first token."""
 
@@ -113,6 +119,7 @@ LegEvent: TypeAlias = (
     KVFetched
     | KVFetchFailed
     | Prefilled
+    | PrefillStays
     | StreamBegan
     | TokensReceived
     | StreamFinished

@@ -30,6 +30,7 @@ from pigou.lifecycle.messages import (
     LifecycleEffect,
     LifecycleEvent,
     Prefilled,
+    PrefillStays,
     ReportDeaths,
     RequestOutcome,
     RequestRefused,
@@ -167,6 +168,12 @@ class RequestLifecycle(msgspec.Struct, eq=False):
         start = StartDecode(self._enter(_DECODE), self.choice.decode)
         return (PrefillDone(self.id), start)
 
+    def _prefill_stays(self, event: PrefillStays, _: int) -> Effects:
+        if event.leg != self.leg or self.state is not _PREFILL or self.choice is None:
+            return ()
+        self.choice = msgspec.structs.replace(self.choice, prefill=None)
+        return self._compute(self.choice)
+
     def _stream_began(self, event: StreamBegan, _: int) -> Effects:
         if event.leg != self.leg or self.state is not _DECODE:
             return ()
@@ -284,6 +291,7 @@ _HANDLERS: dict[type, Callable[[RequestLifecycle, Any, int], Effects]] = {
     KVFetched: RequestLifecycle._fetch_over,
     KVFetchFailed: RequestLifecycle._fetch_over,
     Prefilled: RequestLifecycle._prefilled,
+    PrefillStays: RequestLifecycle._prefill_stays,
     StreamBegan: RequestLifecycle._stream_began,
     TokensReceived: RequestLifecycle._tokens_received,
     TokensDropped: RequestLifecycle._tokens_dropped,

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-
-import numpy as np
+from collections.abc import Callable, Iterable, Mapping
 
 from pigou.control.messages import (
     Action,
@@ -22,6 +20,7 @@ from pigou.control.messages import (
     Shed,
 )
 from pigou.control.plane import ControlPlane
+from pigou.control.pull_queue.config import PullQueueConfig
 from pigou.engine.checks import QueueFull
 from pigou.engine.plan import Finished
 from pigou.lifecycle.messages import (
@@ -45,6 +44,7 @@ from pigou.lifecycle.messages import (
 from pigou.lifecycle.request import Effects, RequestLifecycle
 from pigou.sim.kv_transfer import KVLeases, RemoteKVFetches
 from pigou.sim.network import Network
+from pigou.sim.prefill_pull import PrefillPull
 from pigou.sim.request_run import (
     CLIENT_OUTCOMES,
     NO_SOURCE,
@@ -54,6 +54,7 @@ from pigou.sim.request_run import (
     RequestRun,
     RunOutcome,
 )
+from pigou.sim.token_reports import TokenReports
 from pigou.sim.virtual_clock import Clock, Phase
 from pigou.sim.worker import LaggingWorkers
 from pigou.sim.worker_spec import FleetWorker
@@ -68,13 +69,15 @@ class Dispatcher:
         inflight: attempts under way, queued ones included.
         leases: blocks that workers hold for others.
         kv_fetches: remote KV fetches.
+        pull: the prefill queue; None where prompts are pushed.
+        tokens: of streams, on their way to the control plane.
     """
 
     def __init__(
         self, plane: ControlPlane, clock: Clock, network: Network,
         workers: Mapping[str, FleetWorker], overhead_ns: int, lease_ns: int,
         assess: Callable[[Assess, int], None], leg_ns: int = 0,
-        lagging: LaggingWorkers | None = None,
+        lagging: LaggingWorkers | None = None, pull: PullQueueConfig | None = None,
     ) -> None:  # fmt: skip
         """Prepare for requests.
 
@@ -88,6 +91,7 @@ class Dispatcher:
             assess: called when the control plane asks for the Price of Anarchy.
             leg_ns: time that each leg takes to its worker.
             lagging: workers that publish KV events before the control plane routes anything.
+            pull: of a prefill queue that workers pull from; None where prompts are pushed.
         """
         self.shed = 0
         self._plane, self._clock = plane, clock
@@ -98,11 +102,14 @@ class Dispatcher:
         self._attempt_of: dict[RequestRun, Attempt] = {}
         self.leases = KVLeases(clock, workers, network, lease_ns)
         self.kv_fetches = RemoteKVFetches(
-            clock, workers, leg_ns, self._kv_fetched, self._kv_fetch_failed
+            clock,
+            workers,
+            leg_ns,
+            self._kv_fetched,
+            lambda attempt, fetch, now: self.take(attempt, KVFetchFailed(fetch.leg), now),
         )
-        # Arguments of `on_tokens`: for all streams, and for one.
-        self._slots, self._counts = (np.zeros(0, dtype=np.int64) for _ in range(2))
-        self._one_stream = (np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64))
+        self.tokens = TokenReports(plane)
+        self.pull = None if pull is None else PrefillPull(pull, plane, clock, workers, self)
 
     @property
     def inflight(self) -> int:
@@ -141,7 +148,7 @@ class Dispatcher:
             return
         if attempt.leg is not None:
             self._settle(attempt.leg, now)
-        self._take(attempt, ClientTimedOut(), now)
+        self.take(attempt, ClientTimedOut(), now)
 
     def _begin(self, run: RequestRun, now: int) -> None:
         id_ = run.attempt_id
@@ -170,12 +177,14 @@ class Dispatcher:
     def observe(self, observation: Observation, now: int) -> None:
         """Tell the control plane a fact, and do what it decides."""
         if self._lagging and len(self._plane.queue):  # a queued request may be routed
-            self._catch_up()
+            self.catch_up()
         decisions = self._plane.observe(observation, now)
         if decisions:
-            self.take(decisions, now)
+            self.perform(decisions, now)
+        if self.pull is not None:
+            self.pull.observe(observation, now)
 
-    def take(self, decisions: Iterable[Decision | Action], now: int) -> None:
+    def perform(self, decisions: Iterable[Decision | Action], now: int) -> None:
         """Do what the control plane decides."""
         for decision in decisions:
             if isinstance(decision, Route | Shed | Recall):
@@ -190,31 +199,17 @@ class Dispatcher:
     def tick(self, now: int) -> None:
         """Let time pass for the control plane, and do what it decides."""
         if self._lagging and len(self._plane.queue):
-            self._catch_up()
-        self.take(self._plane.tick(now), now)
+            self.catch_up()
+        self.perform(self._plane.tick(now), now)
 
     def cache_changed(self, changed: CacheChanged, now: int) -> None:
         """Tell the control plane of a worker's KV events; it decides nothing upon them."""
         self._plane.observe(changed, now)
 
-    def _catch_up(self) -> None:
+    def catch_up(self) -> None:
         """Have all past KV events published, before they matter."""
         for worker in list(self._lagging.values()):
             worker.catch_up()
-
-    def publish_tokens(self, workers: Sequence[FleetWorker], now: int) -> None:
-        """Tell the control plane of the tokens generated since the last call."""
-        slots, counts, size = self._slots, self._counts, 0
-        for worker in workers:
-            if worker.sim is not None:
-                size = worker.sim.publish_tokens(now, slots, counts, size)
-        if size:
-            self._plane.on_tokens(slots[:size], counts[:size], now)
-
-    def add_slots(self, streams: int) -> None:
-        """Make room for so many more streams at once."""
-        self._slots = np.zeros(len(self._slots) + streams, dtype=np.int64)
-        self._counts = self._slots.copy()
 
     # --- the lifecycle of an attempt ----------------------------------------------------------
 
@@ -231,7 +226,7 @@ class Dispatcher:
             run.moves += 1
         self._perform(attempt, effects, now)
 
-    def _take(self, attempt: Attempt, event: LifecycleEvent, now: int) -> None:
+    def take(self, attempt: Attempt, event: LifecycleEvent, now: int) -> None:
         """Give the lifecycle an event, and do what follows."""
         self._perform(attempt, attempt.lifecycle.take(event, now), now)
 
@@ -257,15 +252,22 @@ class Dispatcher:
     def _submit(self, attempt: Attempt, submit: SubmitRequest, now: int) -> None:
         request = attempt.request = attempt.plane_request(submit.tokens)
         if self._lagging:
-            self._catch_up()
-        self.take((self._plane.submit(request, now, submit.exclude),), now)
+            self.catch_up()
+        self.perform((self._plane.submit(request, now, submit.exclude),), now)
 
     # --- legs ---------------------------------------------------------------------------------
 
     def _prefill(self, attempt: Attempt, start: StartPrefill, now: int) -> None:
+        """Have a prefill worker compute the prompt: the one that was chosen, or one that pulls."""
+        if self.pull is not None:
+            self.pull.start(attempt, start, now)
+        else:
+            self.send_prefill(attempt, start.worker, start.leg, now)
+
+    def send_prefill(self, attempt: Attempt, worker: str, number: int, now: int) -> None:
         """Begin the leg that computes the prompt."""
         request, source = attempt.leg_request(1, keep_blocks=True), attempt.source
-        leg = attempt.leg = Leg(attempt, start.worker, request, start.leg, source, streams=False)
+        leg = attempt.leg = Leg(attempt, worker, request, number, source, streams=False)
         self._send_leg(leg, now)
 
     def _decode(self, attempt: Attempt, start: StartDecode, now: int) -> None:
@@ -283,11 +285,7 @@ class Dispatcher:
         """A worker holds blocks of a prompt, for the worker that computes the rest."""
         self.leases.add(worker, hold_id, attempt.run.number, now)
         attempt.source = KVSource(worker, hold_id, blocks * attempt.block_size)
-        self._take(attempt, KVFetched(fetch.leg), now)
-
-    def _kv_fetch_failed(self, attempt: Attempt, fetch: FetchKV, now: int) -> None:
-        """Nothing is fetched: all of the prompt is computed."""
-        self._take(attempt, KVFetchFailed(fetch.leg), now)
+        self.take(attempt, KVFetched(fetch.leg), now)
 
     def _send_leg(self, leg: Leg, now: int) -> None:
         if not self._leg_ns:
@@ -309,6 +307,8 @@ class Dispatcher:
 
     def _stop(self, attempt: Attempt, number: int, now: int) -> None:
         """Take a leg from its worker; a fetch ends by its number alone."""
+        if self.pull is not None:
+            self.pull.stop(attempt, now)
         leg = attempt.leg
         if leg is None or leg.number != number:
             return
@@ -331,18 +331,18 @@ class Dispatcher:
         """Count a stream's tokens, and publish those that are not published yet."""
         attempt = leg.attempt
         attempt.run.output_tokens += leg.produced
-        if leg.produced > leg.published:  # quicker than `publish_tokens`
+        if leg.produced > leg.published:
             if self._lagging and len(self._plane.queue):
-                self._catch_up()
-            slot, count = self._one_stream
-            slot[0], count[0] = attempt.slot, leg.produced - leg.published
-            self._plane.on_tokens(slot, count, now)
+                self.catch_up()
+            self.tokens.publish_one(attempt.slot, leg.produced - leg.published, now)
         if leg.produced:
-            self._take(attempt, TokensReceived(leg.number, leg.produced), now)
+            self.take(attempt, TokensReceived(leg.number, leg.produced), now)
 
     def broken(self, leg: Leg, now: int) -> None:
         """A leg's worker died under it."""
-        if leg is leg.attempt.leg:
+        if leg is leg.attempt.leg and self.pull is not None and not leg.streams:
+            leg.attempt.leg = None  # delivered again once its lease ends, or the death is noticed
+        elif leg is leg.attempt.leg:
             self._failed(leg, "its worker died", now)
 
     def _failed(self, leg: Leg, reason: str, now: int) -> None:
@@ -350,7 +350,7 @@ class Dispatcher:
         attempt = leg.attempt
         self._settle(leg, now)
         attempt.run.moves += 1
-        self._take(attempt, LegFailed(leg.number, frozenset({leg.worker}), reason), now)
+        self.take(attempt, LegFailed(leg.number, frozenset({leg.worker}), reason), now)
 
     # --- events of workers --------------------------------------------------------------------
 
@@ -362,14 +362,14 @@ class Dispatcher:
         if isinstance(error, QueueFull):
             self._failed(leg, str(error), now)
             return
-        self._take(attempt, RequestRefused(leg.number, str(error)), now)
+        self.take(attempt, RequestRefused(leg.number, str(error)), now)
 
     def first_token(self, leg: Leg, now: int) -> None:
         """A leg generated its first token."""
         attempt = leg.attempt
         if attempt.run.output_tokens == 0:
             attempt.run.first_token_ns = now
-        self._take(attempt, StreamBegan(leg.number), now)
+        self.take(attempt, StreamBegan(leg.number), now)
 
     def finished(self, leg: Leg, finished: Finished, now: int) -> None:
         """A leg ended by itself."""
@@ -386,7 +386,7 @@ class Dispatcher:
             run.cached_tokens = finished.cached
         self._count_tokens(leg, now)
         run.last_token_ns = now
-        self._take(attempt, StreamFinished(leg.number), now)
+        self.take(attempt, StreamFinished(leg.number), now)
 
     def _prefilled(self, leg: Leg, finished: Finished, now: int) -> None:
         attempt = leg.attempt
@@ -397,4 +397,6 @@ class Dispatcher:
             self.leases.add(leg.worker, finished.request, attempt.run.number, now)
             tokens = len(finished.held) * attempt.block_size
             attempt.source = KVSource(leg.worker, finished.request, tokens)
-        self._take(attempt, Prefilled(leg.number), now)
+        if self.pull is not None:
+            self.pull.computed(leg, now)
+        self.take(attempt, Prefilled(leg.number), now)

@@ -23,6 +23,7 @@ from pigou.control.messages import (
 from pigou.control.plane import ControlPlane
 from pigou.control.planner.messages import WorkerState
 from pigou.control.price_of_anarchy import PoAEstimate
+from pigou.control.pull_queue.config import PullQueueConfig
 from pigou.control.routing.policy import RoutingPolicy
 from pigou.engine.plan import Finished, Load
 from pigou.events import KVEvent
@@ -58,7 +59,7 @@ class SimulatedFleet:
     def __init__(
         self, config: FleetConfig, specs: Sequence[WorkerSpec], control: ControlConfig,
         clock: Clock, *, policy: RoutingPolicy | None = None, seed: int = 0, stepwise: bool = False,
-        assess_every: float = 60.0,
+        assess_every: float = 60.0, pull: PullQueueConfig | None = None,
     ) -> None:  # fmt: skip
         """Start the workers and the control plane's ticks.
 
@@ -73,6 +74,7 @@ class SimulatedFleet:
             assess_every: seconds between two computations of the Price of Anarchy. Those that the
                 control plane asks for in between are answered with nothing new; they do not
                 change what it does.
+            pull: of a prefill queue that workers pull from; None where prompts are pushed.
 
         Raises:
             ConfigError: the block sizes differ, or the policy is not known.
@@ -95,6 +97,7 @@ class SimulatedFleet:
         self.dispatcher = Dispatcher(
             self.plane, clock, self.network, self._by_name, round((config.overhead_ms or 0) * _MS),
             round(config.lease_s * SECOND), self._assess, round(config.leg_ms * _MS), self._lagging,
+            pull,
         )  # fmt: skip
         for group, spec in zip(config.workers, specs, strict=True):
             for _ in range(group.count):
@@ -142,7 +145,7 @@ class SimulatedFleet:
         worker = FleetWorker(number, info, spec, since_ns=self._clock.now)
         self._by_name[name] = worker
         self.workers.append(worker)
-        self.dispatcher.add_slots(engine.max_seqs)
+        self.dispatcher.tokens.add_slots(engine.max_seqs)
         return worker
 
     def _begin_life(self, worker: FleetWorker) -> None:
@@ -292,7 +295,7 @@ class SimulatedFleet:
     # --- time ---------------------------------------------------------------------------------
 
     def _tick(self, now: int) -> None:
-        self.dispatcher.publish_tokens(self.workers, now)
+        self.dispatcher.tokens.publish(self.workers, now)
         self.dispatcher.tick(now)
         caching = self.plane.cache_monitor
         if caching.placement is not None and caching.games > len(self.placements):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -58,6 +58,8 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
             for the engine's: `pigou` does, `vllm` cannot.
         rehearses: workers measure their speed before they are ready, and tell the control plane;
             None for the engine's: `pigou` does, `vllm` does not.
+        prefill_queue: how prompts get to prefill workers: `mode` is `push`, or `pull` with fields
+            of `pigou.control.pull_queue.config.PullQueueConfig`.
     """
 
     model: Annotated[str, option("llama-3.1-8b ..., or a config.json.", "Fleet")] = ""
@@ -118,3 +120,13 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
             flags=("--rehearses/--no-rehearses",),
         ),
     ] = None
+    prefill_queue: Annotated[
+        dict[str, Any],
+        option(
+            "How prompts get to prefill workers: push (routed there), or pull[,parameter=value]... "
+            "(idle workers claim them: order=price or fifo, batch_tokens, max_bypass ...).",
+            "Routing",
+            form="named",
+            key="mode",
+        ),
+    ] = msgspec.field(default_factory=lambda: {"mode": "push"})

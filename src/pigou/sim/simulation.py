@@ -14,6 +14,7 @@ import msgspec
 from pigou.config import ConfigError, ControlConfig, EngineConfig
 from pigou.control import prefix_index
 from pigou.control.planner.planner import Planner
+from pigou.control.pull_queue.config import pull_queue_config
 from pigou.control.routing.policy import RoutingPolicy
 from pigou.engine import startup_profiling
 from pigou.sim.client import ClientConfig, SimulatedClient
@@ -102,7 +103,7 @@ class Simulation:
             fleet = msgspec.structs.replace(fleet, overhead_ms=overhead_s * 1000)
         self.fleet = SimulatedFleet(
             fleet, specs, control, self.clock, policy=policy, seed=seed, stepwise=stepwise,
-            assess_every=assess_every,
+            assess_every=assess_every, pull=pull_queue_config(setup.prefill_queue),
         )  # fmt: skip
         self.membership = Membership(self.fleet, fleet, specs, self.clock, seed)
         self.client = SimulatedClient(workload, client, self.fleet.dispatcher, self.clock, seed)

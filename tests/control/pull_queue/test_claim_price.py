@@ -6,17 +6,16 @@ import pytest
 from pigou.control.pull_queue.claim_price import ClaimLoad, Seconds, best_claim, claim_values
 
 
-def cost(service: Seconds, age: Seconds, free: Seconds, rise: float, skip: int = -1) -> float:
-    """Sum of the costs of list scheduling, written out."""
-    busy, total = free.tolist(), 0.0
-    for i, row in enumerate(service.tolist()):
+def cost(service: Seconds, age: Seconds, free: Seconds, toll: float, skip: int = -1) -> float:
+    """Sum of the costs of list scheduling with a rise of 0.7, written out."""
+    busy, total = free.copy(), 0.0
+    for i, row in enumerate(service):
         if i == skip:
             continue
-        ends = [begin + seconds for begin, seconds in zip(busy, row, strict=True)]
-        worker = ends.index(min(ends))
-        busy[worker] = ends[worker]
-        time = age[i] + ends[worker]
-        total += time + rise * time**2 / 2
+        worker = int(np.argmin(busy + row + toll * row))
+        busy[worker] += row[worker]
+        time = age[i] + busy[worker]
+        total += time + 0.7 * time**2 / 2 + toll * (row[worker] - row.min())
     return total
 
 
@@ -27,19 +26,16 @@ def test_a_value_is_what_leaving_costs_more_than_taking(seed: int) -> None:
     service = rng.uniform(0.01, 1.0, (prompts, workers))
     age, free = rng.uniform(0, 1, prompts), rng.uniform(0, 1, workers)
     own = int(rng.integers(workers))
-    load = ClaimLoad(free, arrivals=3.0, rise=0.7, toll=0.5)
-    values = claim_values(service, age, own, load)
+    values = claim_values(service, age, own, ClaimLoad(free, arrivals=3.0, rise=0.7, toll=0.5))
     left = free.copy()
     left[own] = max(free[own], np.delete(free, own).min())
-    backlog = (free.sum() + service.min(axis=1).sum()) / workers
+    toll = 0.5 * 3.0 * (free.sum() + service.min(axis=1).sum()) / workers / workers
     for i in range(prompts):
         after = free.copy()
         after[own] += service[i, own]
-        end = age[i] + after[own]
-        taken = end + 0.7 * end**2 / 2 + cost(service, age, after, 0.7, i)
-        twice = service[i, own] - service[i].min()
-        toll = 0.5 * twice * 3.0 * backlog / workers
-        expected = cost(service, age, left, 0.7) - taken - toll
+        time = age[i] + after[own]
+        taken = time + 0.7 * time**2 / 2 + toll * (service[i, own] - service[i].min())
+        expected = cost(service, age, left, toll) - taken - cost(service, age, after, toll, i)
         assert values[i] == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
@@ -64,13 +60,20 @@ def test_a_claim_is_worth_it_once_the_other_worker_is_busy_for_longer_than_compu
     assert value(0.8) == pytest.approx(0.0)
 
 
-def test_the_toll_grows_with_arrivals() -> None:
+def test_the_toll_on_what_is_computed_twice_grows_with_arrivals() -> None:
     service, free = np.array([[1.0, 0.2]]), np.array([0.0, 1.0])
     few, many = (
         claim_values(service, np.zeros(1), 0, ClaimLoad(free, arrivals)).item()
         for arrivals in (0.0, 2.0)
     )
     assert few - many == pytest.approx(0.8 * 2.0 * (1.0 + 0.2) / 4)
+
+
+def test_one_of_idle_workers_takes_a_prompt_that_only_a_busy_one_has_cached() -> None:
+    """None leaves it to another that is no better off, whatever the toll."""
+    service = np.array([[0.042, 0.045, 0.045]])
+    load = ClaimLoad(np.array([0.04, 0.0, 0.0]), arrivals=30.0)
+    assert best_claim(claim_values(service, np.zeros(1), 1, load)) == 0
 
 
 def test_a_lone_worker_takes_the_shortest_prompt_first() -> None:

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from pigou.config import ConfigError
-from pigou.control.pull_queue.claim_price import Seconds
-from pigou.control.pull_queue.config import PullQueueConfig
+from pigou.control.pull_queue.config import PullQueueConfig, pull_queue_config
 from pigou.control.pull_queue.messages import (
     PrefillDeadLetter,
     PrefillExpired,
     PrefillItem,
     ServiceLaw,
+    ServiceTable,
 )
 from pigou.control.pull_queue.prefill_queue import PrefillQueue
 from pigou.games.queueing import mgc_wait
@@ -29,14 +29,20 @@ def queue_of(*workers: str, **config: object) -> PrefillQueue:
 
 
 def seconds_of(table: dict[str, Sequence[float]]) -> ServiceLaw:
-    def law(items: Sequence[PrefillItem]) -> Seconds:
-        return np.array([table[item.request] for item in items], dtype=float)
+    def law(items: Sequence[PrefillItem]) -> ServiceTable:
+        return table_of(items, [table[item.request] for item in items])
 
     return law
 
 
+def table_of(items: Sequence[PrefillItem], rows: Sequence[Sequence[float]]) -> ServiceTable:
+    seconds = np.array(rows, dtype=float)
+    tokens = np.array([[item.tokens] for item in items])
+    return ServiceTable(seconds, np.broadcast_to(tokens, seconds.shape))
+
+
 def equal(workers: int) -> ServiceLaw:
-    return lambda items: np.ones((len(items), workers))
+    return lambda items: table_of(items, [[1.0] * workers] * len(items))
 
 
 def test_the_first_in_goes_first_and_priority_before_arrival() -> None:
@@ -96,8 +102,7 @@ def test_an_extended_lease_holds() -> None:
     queue = queue_of("p0", lease_s=2.0)
     queue.enqueue(PrefillItem("r0", 10, 1), 5)
     queue.claim("p0", 5)
-    assert queue.extend("r0", "p0", SECOND)
-    assert not queue.extend("r0", "p1", SECOND)
+    assert (queue.extend("p0", SECOND), queue.extend("p1", SECOND)) == (1, 0)
     queue.tick(2 * SECOND + 5)
     assert len(queue) == 0
     queue.tick(3 * SECOND)
@@ -232,9 +237,10 @@ def test_every_prompt_ends_exactly_once(order: str, seed: int) -> None:
     )  # fmt: skip
     table = {f"r{n}": [rng.choice((0.1, 0.02)) for _ in workers] for n in range(150)}
 
-    def law(items: Sequence[PrefillItem]) -> Seconds:
-        rows = [[table[i.request][int(w[1])] for w in queue.workers] for i in items]
-        return np.array(rows)
+    def law(items: Sequence[PrefillItem]) -> ServiceTable:
+        return table_of(
+            items, [[table[i.request][int(w[1])] for w in queue.workers] for i in items]
+        )
 
     ended: dict[str, str] = {}
     held: list[tuple[str, str]] = []
@@ -311,6 +317,31 @@ def test_one_queue_for_four_workers_is_an_mdc_queue() -> None:
     assert split == pytest.approx(2.0, rel=0.1)  # Pollaczek-Khinchine: rho / (2 (1 - rho))
     assert one == pytest.approx(mgc_wait(4, 0.8, 0.0), rel=0.15)
     assert 4.0 < split / one < 6.5
+
+
+@pytest.mark.parametrize(
+    ("uncached", "queued", "local"),
+    [(1000, 0, True), (1001, 0, False), (1001, 1, False), (1001, 2, True), (9000, 3, True)],
+)
+def test_dynamos_thresholds_keep_short_prompts_local_and_all_beside_a_long_queue(
+    uncached: int, queued: int, local: bool
+) -> None:
+    assert PullQueueConfig(local="thresholds").is_local(uncached, queued) is local
+    assert not PullQueueConfig().is_local(uncached, queued)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"mode": "shove"}, "'shove'"),
+        ({"mode": "push", "toll": 1}, "has no toll"),
+        ({"mode": "pull", "tol": 1}, "tol"),
+        ({"mode": "pull", "window": 0}, "window is 0"),
+    ],
+)
+def test_what_is_no_queue_is_refused(values: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        pull_queue_config(values)
 
 
 @pytest.mark.parametrize(

@@ -35,16 +35,18 @@ def claim_values(service_s: Seconds, age_s: Seconds, own: int, load: ClaimLoad) 
     """Return the seconds that all gain if worker `own` takes each prompt now, (prompts,).
 
     value(i) = sum of C_j if `own` leaves the queue alone until the next worker is free
-             - sum of C_j if `own` takes i now - toll (s_i - min s_i) l Q / c
+             - sum of C_j if `own` takes i now
+    C_j = T_j + rise T_j^2 / 2 + toll (s_j - min s_j) l Q / c
 
-    C_j = T_j + rise T_j^2 / 2, T_j the age of prompt j when it is computed, where the prompts go,
-    in order, to the worker that ends them first. This is a rollout of list scheduling (Bertsekas,
-    Tsitsiklis and Wu, "Rollout Algorithms for Combinatorial Optimization", 1997). The toll is on
-    what is computed twice: it delays those who come while the backlog lasts.
+    where the other prompts go, in order, to the worker that costs them least. This is a rollout
+    of list scheduling (Bertsekas, Tsitsiklis and Wu, "Rollout Algorithms for Combinatorial
+    Optimization", 1997). The toll is on what is computed twice: it delays those who come while the
+    backlog lasts.
 
     | symbol | meaning |
     |---|---|
-    | s_i | seconds of prompt i at `own`; min: at the worker that has most of it cached |
+    | T_j | age of prompt j when it is computed |
+    | s_j | its seconds at the worker that computes it; min: at the one that has most of it cached |
     | l, Q, c | prompts a second; mean seconds of backlog of a worker; workers |
 
     Args:
@@ -54,7 +56,9 @@ def claim_values(service_s: Seconds, age_s: Seconds, own: int, load: ClaimLoad) 
         load: of the workers and the queue.
     """
     values, busy = np.empty(len(service_s)), load.free_s.copy()
-    toll = load.toll * max(load.arrivals, 0.0)
+    workers = len(busy)
+    backlog_s = (busy.sum() + service_s.min(axis=1).sum()) / workers
+    toll = load.toll * max(load.arrivals, 0.0) * backlog_s / workers
     _values(service_s, age_s, own, load.free_s, load.rise, toll, busy, values)
     return values
 
@@ -72,25 +76,21 @@ def _values(
 ) -> None:  # fmt: skip
     """Write the value of each claim; see `claim_values`. `busy` is written to as well."""
     prompts, workers = service.shape
-    next_free, backlog = np.inf, 0.0
+    next_free = np.inf
     for w in range(workers):
         busy[w] = free[w]
-        backlog += free[w]
         if w != own:
             next_free = min(next_free, free[w])
-    for i in range(prompts):
-        backlog += _fastest(service, i)
-    delay = toll * backlog / (workers * workers)
     if workers > 1:
         busy[own] = max(free[own], next_free)
-    leave = _cost(service, age, busy, -1, rise)
+    leave = _cost(service, age, busy, -1, rise, toll)
     for i in range(prompts):
         for w in range(workers):
             busy[w] = free[w]
         busy[own] += service[i, own]
         end = age[i] + busy[own]
-        take = end + 0.5 * rise * end * end + _cost(service, age, busy, i, rise)
-        values[i] = leave - take - delay * (service[i, own] - _fastest(service, i))
+        take = end + 0.5 * rise * end * end + toll * (service[i, own] - _fastest(service, i))
+        values[i] = leave - take - _cost(service, age, busy, i, rise, toll)
 
 
 @bare_kernel
@@ -103,18 +103,20 @@ def _fastest(service: Seconds, prompt: int) -> float:
 
 
 @bare_kernel
-def _cost(service: Seconds, age: Seconds, busy: Seconds, taken: int, rise: float) -> float:
+def _cost(
+    service: Seconds, age: Seconds, busy: Seconds, taken: int, rise: float, toll: float
+) -> float:
     """Return the sum of the C_j of all prompts but `taken`; `busy` is written to."""
     total = 0.0
     for i in range(service.shape[0]):
         if i == taken:
             continue
-        best, end = 0, np.inf
+        best, lowest = 0, np.inf
         for w in range(service.shape[1]):
-            until = busy[w] + service[i, w]
-            if until < end:
-                best, end = w, until
-        busy[best] = end
-        end += age[i]
-        total += end + 0.5 * rise * end * end
+            cost = busy[w] + (1.0 + toll) * service[i, w]
+            if cost < lowest:
+                best, lowest = w, cost
+        busy[best] += service[i, best]
+        end = age[i] + busy[best]
+        total += end + 0.5 * rise * end * end + toll * (service[i, best] - _fastest(service, i))
     return total

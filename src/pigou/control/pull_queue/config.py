@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import msgspec
 
-from pigou.config import ConfigError
+from pigou.config import ConfigError, wrong
 
 #: Order of claims: by price, or first in, first out.
 ClaimOrder = Literal["price", "fifo"]
+#: What says that a prompt is computed where it is decoded: the routing policy's price, or Dynamo's.
+LocalPrefill = Literal["price", "thresholds"]
+#: How prompts get to prefill workers.
+PUSH, PULL = "push", "pull"
 
 
 class PullQueueConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -30,6 +35,12 @@ class PullQueueConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         lease_s: a claim that is neither acked nor extended for so long is delivered again.
         max_deliveries: deliveries after which a prompt is a dead letter.
         duplicate_window_s: the same prompt is not taken twice in this time.
+        local: what keeps a prompt at its decode worker: the price of the routing policy's local
+            candidate beside the queue's wait, or the thresholds of Dynamo's first disaggregated
+            router (ai-dynamo/dynamo PRs 183 and 303), which follow.
+        max_prefill_queue_size: prompts in the queue from which on they stay.
+        max_local_prefill_length: tokens of a prompt, those left out that its decode worker has
+            cached, up to which it stays.
     """
 
     order: ClaimOrder = "price"
@@ -43,11 +54,15 @@ class PullQueueConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     lease_s: float = 30.0
     max_deliveries: int = 3
     duplicate_window_s: float = 120.0
+    local: LocalPrefill = "price"
+    max_prefill_queue_size: int = 2
+    max_local_prefill_length: int = 1000
 
     def __post_init__(self) -> None:
         """Refuse limits under which nothing could be claimed, or nothing would end."""
         for name, minimum in (
             ("batch_tokens", 1), ("max_bypass", 0), ("window", 1), ("max_deliveries", 1),
+            ("max_prefill_queue_size", 0), ("max_local_prefill_length", 0),
         ):  # fmt: skip
             if getattr(self, name) < minimum:
                 raise ConfigError(
@@ -60,3 +75,37 @@ class PullQueueConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
                 )
         if not 0.0 < self.lease_s < math.inf:
             raise ConfigError(f"prefill queue: lease_s is {self.lease_s}; it must be above 0")
+
+    def is_local(self, uncached: int, queued: int) -> bool:
+        """Return whether a prompt that was routed to a prefill worker stays at its decode worker.
+
+        Args:
+            uncached: tokens of the prompt that the decode worker has not cached.
+            queued: prompts that wait in the queue.
+        """
+        if self.local == "price":  # the routing policy has decided
+            return False
+        return uncached <= self.max_local_prefill_length or queued >= self.max_prefill_queue_size
+
+
+def pull_queue_config(values: Mapping[str, Any]) -> PullQueueConfig | None:
+    """Return the configuration of `push`, None, or of `pull` with parameters.
+
+    Args:
+        values: `mode`, and fields of `PullQueueConfig`.
+
+    Raises:
+        ConfigError: another mode, an unknown field, or a value that is refused.
+    """
+    fields = dict(values)
+    mode = fields.pop("mode", PUSH)
+    if mode not in (PUSH, PULL):
+        raise ConfigError(f"prefill_queue is {mode!r}; give {PUSH}, or {PULL}[,parameter=value]...")
+    if mode == PUSH:
+        if fields:
+            raise ConfigError(f"prefill_queue is {PUSH}, which has no {', '.join(fields)}")
+        return None
+    try:
+        return msgspec.convert(fields, PullQueueConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"prefill_queue: {wrong(error, PullQueueConfig, fields)}") from error

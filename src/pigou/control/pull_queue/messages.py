@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from pigou.control.pull_queue.claim_price import Seconds
 from pigou.request import NEVER
@@ -61,8 +63,21 @@ class PrefillDeadLetter(msgspec.Struct, frozen=True):
 
 
 QueueEffect: TypeAlias = PrefillExpired | PrefillDeadLetter
-#: Seconds that prompts take on the workers of the queue, in their order: (prompts, workers).
-ServiceLaw: TypeAlias = Callable[[Sequence[PrefillItem]], Seconds]
+
+
+class ServiceTable(NamedTuple):
+    """What prompts take on the workers of a queue, in their order.
+
+    Attributes:
+        seconds: (prompts, workers).
+        tokens: of the prompts that are to be computed there, (prompts, workers).
+    """
+
+    seconds: Seconds
+    tokens: NDArray[np.int64]
+
+
+ServiceLaw: TypeAlias = Callable[[Sequence[PrefillItem]], ServiceTable]
 
 
 class QueueCounts(msgspec.Struct):

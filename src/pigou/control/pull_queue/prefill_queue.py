@@ -8,7 +8,7 @@ from operator import attrgetter
 import msgspec
 import numpy as np
 
-from pigou.control.pull_queue.claim_price import ClaimLoad, best_claim, claim_values
+from pigou.control.pull_queue.claim_price import ClaimLoad, Seconds, best_claim, claim_values
 from pigou.control.pull_queue.config import PullQueueConfig
 from pigou.control.pull_queue.messages import (
     PrefillClaim,
@@ -41,6 +41,8 @@ class _Entry(msgspec.Struct, eq=False):
 
 
 _order = attrgetter("order")
+#: Prompts that a mean remembers.
+_MEMORY = 32
 
 
 class PrefillQueue:
@@ -73,6 +75,8 @@ class PrefillQueue:
         self._dated = False  # whether any prompt ever had a deadline
         self._known: dict[str, tuple[int, int]] = {}  # incarnation, and when it was last touched
         self._number = 0
+        self._mean_s = 0.0  # from arrival to ack
+        self._gap_s = self._last_ns = 0.0  # between two prompts, and when the last one came
 
     def __len__(self) -> int:
         """Return how many prompts wait."""
@@ -90,9 +94,13 @@ class PrefillQueue:
         if worker not in self.workers:
             self.workers = (*self.workers, worker)
 
+    def worker_stops(self, worker: str) -> None:
+        """A worker pulls nothing more, and ends what it has claimed."""
+        self.workers = tuple(other for other in self.workers if other != worker)
+
     def worker_down(self, worker: str, now_ns: int) -> list[QueueEffect]:
         """A worker is gone: what it had is delivered again, at once."""
-        self.workers = tuple(other for other in self.workers if other != worker)
+        self.worker_stops(worker)
         lost = list(self._claims.get(worker, ()))
         return [effect for entry in lost for effect in self._redeliver(entry, now_ns)]
 
@@ -117,6 +125,9 @@ class PrefillQueue:
             self._drop(item.request)
         self._known[item.request] = item.incarnation, now_ns
         self._number += 1
+        if self._last_ns:
+            self._gap_s = _mean(self._gap_s, (now_ns - self._last_ns) / SECOND)
+        self._last_ns = now_ns
         self._dated |= item.deadline_ns < NEVER
         entry = self._entries[item.request] = _Entry(item, now_ns, self._number)
         insort(self._waiting, entry, key=_order)
@@ -130,41 +141,39 @@ class PrefillQueue:
         return worker
 
     def claim(
-        self, worker: str, now_ns: int, service: ServiceLaw | None = None, arrivals: float = 0.0,
-        mean_s: float = 0.0,
-    ) -> list[PrefillClaim]:  # fmt: skip
+        self, worker: str, now_ns: int, service: ServiceLaw | None = None
+    ) -> list[PrefillClaim]:
         """Give a worker the smallest batch that saturates it; empty where nothing is worth it.
 
         Args:
             worker: that has nothing to compute.
             now_ns: nanoseconds.
-            service: seconds of prompts on the workers; None where they are unknown: the head goes.
-            arrivals: prompts a second that come to the queue.
-            mean_s: seconds to the first token, in the mean; 0 for unknown.
+            service: of prompts on the workers; None where that is unknown: the head goes.
         """
         if worker not in self.workers or not self._ready(now_ns):
             return []
         claims: list[PrefillClaim] = []
         tokens, end_ns = 0, now_ns + round(self.free_s(worker, now_ns) * SECOND)
         while tokens < self.config.batch_tokens:
-            entry, seconds = self._next(worker, end_ns, now_ns, service, arrivals, mean_s)
-            if entry is None:
+            chosen = self._next(worker, end_ns, now_ns, service)
+            if chosen is None:
                 break
+            entry, seconds, uncached = chosen
             end_ns += round(seconds * SECOND)
             claims.append(self._give(entry, worker, end_ns, now_ns))
-            tokens += entry.item.tokens
+            tokens += uncached
         if not claims and self._open(now_ns):
             self.counts.left += 1
         return claims
 
-    def extend(self, request: str, worker: str, now_ns: int) -> bool:
-        """Renew the lease of a claim; return whether the worker still has it."""
-        entry = self._entries.get(request)
-        if entry is None or entry.claim is None or entry.claim.worker != worker:
-            return False
+    def extend(self, worker: str, now_ns: int) -> int:
+        """Renew the leases of a worker that lives; return how many prompts it still has."""
         end_ns = now_ns + round(self.config.lease_s * SECOND)
-        entry.claim = msgspec.structs.replace(entry.claim, lease_end_ns=end_ns)
-        return True
+        claims = self._claims.get(worker, ())
+        for entry in claims:
+            if entry.claim is not None:
+                entry.claim = msgspec.structs.replace(entry.claim, lease_end_ns=end_ns)
+        return len(claims)
 
     def ack(self, request: str, incarnation: int, now_ns: int) -> bool:
         """A prompt is computed; return whether this is the first ack: its KV offer counts.
@@ -178,6 +187,7 @@ class PrefillQueue:
             return False
         self._drop(request)
         self._known[request] = incarnation, now_ns
+        self._mean_s = _mean(self._mean_s, (now_ns - entry.item.arrival_ns) / SECOND)
         self.counts.acked += 1
         return True
 
@@ -238,13 +248,11 @@ class PrefillQueue:
         return entries
 
     def _ready(self, now_ns: int) -> bool:
-        """Whether there is a batch for all idle workers, or the wait for one is over."""
+        """Whether there is a batch, or the wait for one is over."""
         entries = self._open(now_ns)
         if not entries or len(entries) == self.config.window:
             return bool(entries)
-        idle = len([worker for worker in self.workers if not self._claims.get(worker)])
-        enough = self.config.batch_tokens * max(1, idle)
-        if sum(entry.item.tokens for entry in entries) >= enough:
+        if sum(entry.item.tokens for entry in entries) >= self.config.batch_tokens:
             return True
         return min(self._batch_ns(entry) for entry in entries) <= now_ns
 
@@ -252,34 +260,40 @@ class PrefillQueue:
         return entry.queued_ns + round(self.config.batch_wait_ms * 1_000_000)
 
     def _next(
-        self, worker: str, free_ns: int, now_ns: int, service: ServiceLaw | None, arrivals: float,
-        mean_s: float,
-    ) -> tuple[_Entry | None, float]:  # fmt: skip
-        """Return the prompt that a worker takes next, and its seconds there; None for none."""
+        self, worker: str, free_ns: int, now_ns: int, service: ServiceLaw | None
+    ) -> tuple[_Entry, float, int] | None:
+        """Return the prompt that a worker takes next, its seconds and tokens there."""
         entries = self._open(now_ns)
         if not entries:
-            return None, 0.0
+            return None
         own = self.workers.index(worker)
         if service is None:
-            return entries[0], 0.0
-        seconds = service([entry.item for entry in entries])
+            return entries[0], 0.0, entries[0].item.tokens
+        table = service([entry.item for entry in entries])
+        index = self._index(entries, table.seconds, own, free_ns, now_ns)
+        if index < 0:
+            return None
+        return entries[index], float(table.seconds[index, own]), int(table.tokens[index, own])
+
+    def _index(
+        self, entries: list[_Entry], seconds: Seconds, own: int, free_ns: int, now_ns: int
+    ) -> int:
+        """Return which prompt goes next; -1 where all are better left to other workers."""
         head = entries[0]
         bypass_ns = head.item.arrival_ns + round(self.config.max_bypass_s * SECOND)
         must_go = head.passed_over >= self.config.max_bypass or now_ns >= bypass_ns
         if self.config.order == "fifo" or must_go:
-            return head, float(seconds[0, own])
+            return 0
         free_s = np.array([self.free_s(other, now_ns) for other in self.workers])
         free_s[own] = (free_ns - now_ns) / SECOND
-        rise = self.config.urgency / mean_s if mean_s > 0.0 else 0.0
+        rise = self.config.urgency / self._mean_s if self._mean_s > 0.0 else 0.0
         age_s = np.array([(now_ns - entry.item.arrival_ns) / SECOND for entry in entries])
-        load = ClaimLoad(free_s, arrivals, rise, self.config.toll)
+        load = ClaimLoad(free_s, self._arrivals(now_ns), rise, self.config.toll)
         index = best_claim(claim_values(seconds, age_s, own, load))
-        if index < 0:
-            return None, 0.0
-        for entry in entries[:index]:
+        for entry in entries[: max(index, 0)]:
             entry.passed_over += 1
             self.counts.bypasses += 1
-        return entries[index], float(seconds[index, own])
+        return index
 
     def _give(self, entry: _Entry, worker: str, end_ns: int, now_ns: int) -> PrefillClaim:
         self._leave(entry)
@@ -307,6 +321,11 @@ class PrefillQueue:
         """Take a prompt that waits out of the order."""
         del self._waiting[bisect_left(self._waiting, entry.order, key=_order)]
 
+    def _arrivals(self, now_ns: int) -> float:
+        """Return the prompts a second that come; fewer, the longer none came."""
+        gap_s = max(self._gap_s, (now_ns - self._last_ns) / SECOND)
+        return 1.0 / gap_s if gap_s > 0.0 else 0.0
+
     def _let_go(self, entry: _Entry) -> None:
         """End the claim of a prompt."""
         assert entry.claim is not None
@@ -324,3 +343,8 @@ class PrefillQueue:
         worker = entry.claim.worker
         self._let_go(entry)
         return worker
+
+
+def _mean(mean: float, value: float) -> float:
+    """Return a mean that forgets; 0 is none."""
+    return mean + (value - mean) / _MEMORY if mean else value
