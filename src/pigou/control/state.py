@@ -54,8 +54,7 @@ class Columns:
     `over_expected_tokens` are those of `decode_tokens` that were not expected at their route,
     `pending_prefill_tokens` those of prompts to be computed. `decoding` counts the streams whose
     prompt is computed. `background_...` are those of `prefill_...` that requests of a priority up
-    to 0 overtake. `max_seqs` is the worker's own limit, 0 when it did not say. `layout` numbers the
-    layouts of caches, 0 for an unknown one; `version` the versions of deployments, 0 for none.
+    to 0 overtake. `max_seqs` is 0 where unknown; so are the numbers of `layout` and `version`.
     """
 
     prefills: Flags
@@ -275,10 +274,10 @@ class FleetState:
         row = self.row[worker]
         routed.prefill, routed.claimed_at, routed.cached = worker, now, cached
         routed.prefill_worker = "" if worker == routed.decode else worker
-        routed.uncached = max(1, routed.request.prompt - cached)
-        routed.pairs = int(pairs(routed.uncached, routed.request.prompt))
+        uncached = routed.uncached = max(1, routed.request.prompt - cached)
+        routed.pairs = int(pairs(uncached, routed.request.prompt))
         routed.prompts_ahead = self.columns.prefill_requests.item(row)
-        self.backlog.add(row, routed.request.id, routed.uncached, routed.pairs, now)
+        self.backlog.add(row, routed.request.id, uncached, routed.pairs, now)
         self._charge_prefill(routed, 1)
 
     def prefilled(self, routed: RoutedRequest, now: int) -> None:
