@@ -102,12 +102,9 @@ class Dispatcher:
         self._attempt_of: dict[RequestRun, Attempt] = {}
         self.leases = KVLeases(clock, workers, network, lease_ns)
         self.kv_fetches = RemoteKVFetches(
-            clock,
-            workers,
-            leg_ns,
-            self._kv_fetched,
+            clock, workers, leg_ns, self._kv_fetched,
             lambda attempt, fetch, now: self.take(attempt, KVFetchFailed(fetch.leg), now),
-        )
+        )  # fmt: skip
         self.tokens = TokenReports(plane)
         self.pull = None if pull is None else PrefillPull(pull, plane, clock, workers, self)
 
