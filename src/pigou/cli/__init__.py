@@ -24,6 +24,7 @@ COMMANDS = {
     "bench": "pigou.cli.bench:bench",
     "simulate": "pigou.cli.simulate:simulate",
     "sweep": "pigou.cli.sweep:sweep",
+    "plan": "pigou.cli.plan:plan",
     "vram": "pigou.cli.vram:vram",
     "experiment": "pigou.cli.experiment:experiment",
     "report": "pigou.cli.report:report",
@@ -44,6 +45,7 @@ SUMMARIES = {
     "bench": "Load an OpenAI endpoint, and measure what comes back.",
     "simulate": "Simulate a fleet: the production scheduler, router and cache under a virtual clock.",  # noqa: E501
     "sweep": "Measure TTFT of prefill and ITL of decode pools, live or simulated, for planners.",
+    "plan": "Choose a fleet: thousands of configurations analysed, the best of them simulated.",
     "vram": "Map a GPU's memory under a model: six terms, the KV of a token, and what a batch needs.",  # noqa: E501
     "experiment": 'Run an experiment of "The Price of Anarchy in Disaggregated Inference" again.',
     "report": "Lay runs beside each other, or draw an experiment: one page, and pictures.",

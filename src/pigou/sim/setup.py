@@ -48,6 +48,7 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """What workers run on, where their own configuration does not say.
 
     Attributes:
+        kv_dtype: "" for the model's own.
         blocks: KV blocks of a worker; 0 takes those of the measured worker, or computes them from
             the GPU's memory.
         engine: which engine the workers imitate. `vllm`: a step is planned when the one before it
@@ -65,6 +66,10 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     model: Annotated[str, option("llama-3.1-8b ..., or a config.json.", "Fleet")] = ""
     gpu: Annotated[str, option("A100, H100, H200, B200, RTX4090 ..., or cpu.", "Fleet")] = ""
     tp: Annotated[int, option("GPUs of each worker.", "Fleet")] = 1
+    kv_dtype: Annotated[
+        str,
+        option("Number format of the KV cache: fp8, bfloat16; by default the model's.", "Fleet"),
+    ] = ""
     timing: Annotated[
         str,
         option(

@@ -184,14 +184,15 @@ def _worker_specs(
     specs, overhead_s, vllm = [], 0.0, setup.engine == "vllm"
     for group in fleet.workers:
         gpu, tp = group.gpu or setup.gpu, group.tp or setup.tp
-        built = build_timing(group.timing or setup.timing, setup.model, gpu, tp)
+        built = build_timing(group.timing or setup.timing, setup.model, gpu, tp, setup.kv_dtype)
         overhead_s = max(overhead_s, built.overhead_s)
         limits: dict[str, Any] = {
             "block_size": group.block_size,
             "max_seqs": group.max_seqs or setup.max_seqs,
             "max_batched_tokens": group.max_batched_tokens or setup.max_batched_tokens,
         }
-        blocks = group.blocks or setup.blocks or capacity(built, setup.model, gpu, tp, **limits)
+        blocks = group.blocks or setup.blocks
+        blocks = blocks or capacity(built, setup.model, gpu, tp, kv_dtype=setup.kv_dtype, **limits)
         # A sequence longer than all blocks is refused anyway, and needs no rows in the tables.
         kv_tokens = blocks * group.block_size + 1
         engine = EngineConfig(
@@ -216,7 +217,7 @@ def _worker_specs(
 def _worker_spec(
     group: WorkerGroup, setup: Setup, engine: EngineConfig, timing: Timing
 ) -> WorkerSpec:
-    size, vllm = kv_bytes(setup.model), setup.engine == "vllm"
+    size, vllm = kv_bytes(setup.model, setup.kv_dtype), setup.engine == "vllm"
     tiers = group.tiers or (setup.tiers if group.prefix_caching else ())
     if not tiers:
         return WorkerSpec(group, engine, timing, size, vllm)

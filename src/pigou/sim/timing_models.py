@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -36,7 +36,7 @@ class BuiltTiming:
     worker: tuple[str, str, int] | None = None
 
 
-def build_timing(text: str, model: str, gpu: str, tp: int) -> BuiltTiming:
+def build_timing(text: str, model: str, gpu: str, tp: int, kv_dtype: str = "") -> BuiltTiming:
     """Make a timing model.
 
     Args:
@@ -46,6 +46,7 @@ def build_timing(text: str, model: str, gpu: str, tp: int) -> BuiltTiming:
         model: name of the model, or its `config.json`.
         gpu: name of the GPU.
         tp: GPUs that share the model.
+        kv_dtype: number format of the KV cache; "" for the model's own.
 
     Raises:
         ConfigError: there is none of that name, or a value is refused.
@@ -58,15 +59,20 @@ def build_timing(text: str, model: str, gpu: str, tp: int) -> BuiltTiming:
     if name == "law":
         return _law(rest)
     if is_measured(text):
+        if kv_dtype:
+            raise ConfigError(
+                f"kv_dtype is {kv_dtype!r}, and the timing is of a worker that was measured with "
+                "its own; leave it out"
+            )
         measured = read_measured(Path(text))
         room = measured.blocks * measured.block_size
         return BuiltTiming(MeasuredTiming(measured), measured.overhead, room)
     if name == "roofline" and not rest:
-        return BuiltTiming(roofline(_model(model), find_gpu(gpu), tp))
+        return BuiltTiming(roofline(_model(model, kv_dtype), find_gpu(gpu), tp))
     if name == "profile":
         if not rest:
             raise ConfigError("timing profile: name the folder of its tables: profile:FOLDER")
-        return BuiltTiming(profile(Path(rest), _model(model), find_gpu(gpu), tp))
+        return BuiltTiming(profile(Path(rest), _model(model, kv_dtype), find_gpu(gpu), tp))
     raise ConfigError(
         f"timing is {text!r}; it must be roofline, profile:FOLDER, law:PRESET, law:KEY=VALUE,..., "
         "or a FILE.json of `pigou profile`"
@@ -80,7 +86,7 @@ def is_measured(text: str) -> bool:
 
 def capacity(
     built: BuiltTiming, model: str, gpu: str, tp: int,
-    *, block_size: int, max_batched_tokens: int, max_seqs: int,
+    *, block_size: int, max_batched_tokens: int, max_seqs: int, kv_dtype: str = "",
 ) -> int:  # fmt: skip
     """Return the KV blocks of a worker: as measured, or as its engine would count them.
 
@@ -94,20 +100,21 @@ def capacity(
     if not model or not gpu:
         raise ConfigError("blocks are not given; say --blocks N, or --model and --gpu")
     return kv_blocks(
-        architecture(model), find_gpu(gpu), tp, block_size=block_size,
+        _model(model, kv_dtype), find_gpu(gpu), tp, block_size=block_size,
         max_batched_tokens=max_batched_tokens, max_seqs=max_seqs,
     )  # fmt: skip
 
 
-def kv_bytes(model: str) -> int:
+def kv_bytes(model: str, kv_dtype: str = "") -> int:
     """Return the bytes of one token's KV; 0 where no model is given."""
-    return architecture(model).kv_bytes if model else 0
+    return _model(model, kv_dtype).kv_bytes if model else 0
 
 
-def _model(name: str) -> Architecture:
+def _model(name: str, kv_dtype: str) -> Architecture:
     if not name:
         raise ConfigError("--model is not given; this timing depends on it")
-    return architecture(name)
+    model = architecture(name)
+    return replace(model, kv_dtype=kv_dtype) if kv_dtype else model
 
 
 def _law(text: str) -> BuiltTiming:

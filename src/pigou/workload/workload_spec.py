@@ -33,6 +33,7 @@ from pigou.sim.workload import (
     renewal,
 )
 from pigou.struct_values import read_struct
+from pigou.workload.length_mix import LengthMix
 from pigou.workload.trace import Trace
 from pigou.workload.trace_formats import read_trace
 
@@ -131,6 +132,7 @@ def _read_part(text: str, seed: int) -> WorkloadSpec:
         text: `closed:C=128,in=128,out=256,templates=5,ramp=30,hold=120`;
             `poisson:rate=5,in=512,out=64:256,hold=600`, `gamma:rate=5,cv=2,...,n=1000`, where
             `rate=5@0/15@120` is 15 requests a second from second 120 on;
+            `mix=0.7:512/128,0.3:4096/256,rate=5,n=1000`, as `LengthMix.parse` reads it;
             or a trace, alone or with keys: `trace.jsonl.zst,speed=2,sessions=1000`. The client's
             keys can stand in all of them: `pool=100,barging=0.9`.
         seed: of lengths, gaps and templates.
@@ -150,6 +152,13 @@ def _read_part(text: str, seed: int) -> WorkloadSpec:
         shape = _convert(values, _Arrivals, (*_LENGTHS, *_CLIENT))
         rate = read_rate(shape.rate)
         return WorkloadSpec(renewal(lengths, rate, shape.cv, shape.n, shape.hold, seed), client)
+    if text.startswith("mix=") and not Path(text).exists():
+        mix, rest = LengthMix.parse(text)
+        values = _keys(rest)
+        client = _client(values)
+        shape = _convert(values, _Arrivals, _CLIENT)
+        loop = mix.arrivals(read_rate(shape.rate), shape.cv, shape.n, shape.hold, seed)
+        return WorkloadSpec(loop, client)
     path, _, rest = (text, "", "") if Path(text).exists() else text.partition(",")
     values = _keys(rest)
     client = _client(values)

@@ -1,0 +1,1 @@
+"""Which fleet to take for a workload: an analytic pass over many, simulation of the best."""

@@ -1,0 +1,199 @@
+"""The analytic pass: what pools do at a load, by the planner's performance models.
+
+Step times are those of the roofline; waits are quantiles of M/G/c; streams of a decode pool
+fluctuate as those of a shared station (`pigou.control.planner.performance.model`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+import msgspec
+
+from pigou.capacity.plan.configuration import (
+    Configuration,
+    LoadFigures,
+    WorkerKind,
+    usd_per_million,
+)
+from pigou.capacity.plan.demand import Demand
+from pigou.capacity.plan.pool_load import PoolLoad
+from pigou.config import ConfigError, EngineConfig
+from pigou.control.planner.objectives import Slo
+from pigou.control.planner.performance.model import PerformanceModel, joint_share
+from pigou.request import Role
+from pigou.sim.architecture import Architecture, kv_blocks
+from pigou.sim.fleet_config import FleetConfig, WorkerGroup
+from pigou.sim.gpus import gpu as gpu_named
+from pigou.sim.network import LinkConfig
+from pigou.sim.pool_performance import measure_performance
+from pigou.sim.timing_roofline import roofline
+from pigou.sim.worker_spec import WorkerSpec
+
+#: Workers of a `both` pool up to which each size is analysed; the limit of more is in proportion.
+_EXACT_SIZES = 4
+
+
+class Analysis:
+    """What configurations do under one workload and one objective.
+
+    Attributes:
+        demand: the workload.
+        slo: the objective.
+        usd_per_hour: price of a GPU of each kind; empty without prices.
+    """
+
+    def __init__(
+        self,
+        model: Architecture,
+        demand: Demand,
+        slo: Slo,
+        link: LinkConfig,
+        usd_per_hour: Mapping[str, float],
+    ) -> None:
+        """Begin with nothing known of any kind of workers."""
+        self.demand, self.slo, self.usd_per_hour = demand, slo, usd_per_hour
+        self._model, self._link = model, link
+        self._measured: dict[tuple[Role, WorkerKind], PerformanceModel | None] = {}
+        self._loads: dict[tuple[Role, WorkerKind], PoolLoad] = {}
+        self._limits: dict[tuple[Role, WorkerKind, int], float] = {}
+
+    def changed(self, slo: Slo, demand: Demand) -> Analysis:
+        """Return the analysis for another objective and demand; measured speeds stay."""
+        other = Analysis(self._model, demand, slo, self._link, self.usd_per_hour)
+        other._measured = self._measured
+        return other
+
+    def performance(self, kind: WorkerKind, role: Role) -> PerformanceModel | None:
+        """Return the performance model of a kind of workers; None where the model does not fit."""
+        key = (role, kind)
+        if key not in self._measured:
+            self._measured[key] = self._measure(kind, role)
+        return self._measured[key]
+
+    def _measure(self, kind: WorkerKind, role: Role) -> PerformanceModel | None:
+        wide = _widest(kind)
+        if wide != kind:
+            performance = self.performance(wide, role)
+            blocks = self._blocks(kind)
+            if performance is None or blocks is None:
+                return None
+            return replace(performance, max_seqs=kind.max_seqs, kv_tokens=blocks * 16.0)
+        blocks = self._blocks(kind)
+        if blocks is None:
+            return None
+        model = self._cast(kind)
+        group = WorkerGroup(role=role, count=1)
+        engine = EngineConfig(
+            block_size=16, blocks=blocks, max_seqs=kind.max_seqs, max_batched_tokens=kind.chunk,
+            max_model_len=max(self.demand.max_tokens, 128),
+        )  # fmt: skip
+        timing = roofline(model, gpu_named(kind.gpu), kind.tp)
+        spec = WorkerSpec(group, engine, timing, model.kv_bytes, ahead=True, gpus=kind.tp)
+        serving = WorkerGroup(role=Role.BOTH, count=1)  # a fleet must decode
+        return measure_performance(spec, role, FleetConfig(workers=(serving,), link=self._link))
+
+    def _blocks(self, kind: WorkerKind) -> int | None:
+        """Return the KV blocks of a worker; None where it cannot hold the longest request."""
+        try:
+            blocks = kv_blocks(
+                self._cast(kind), gpu_named(kind.gpu), kind.tp,
+                max_batched_tokens=kind.chunk, max_seqs=kind.max_seqs,
+            )  # fmt: skip
+        except ConfigError:
+            return None
+        return blocks if blocks * 16 > self.demand.max_tokens else None
+
+    def _cast(self, kind: WorkerKind) -> Architecture:
+        return replace(self._model, kv_dtype=kind.kv_dtype) if kind.kv_dtype else self._model
+
+    # --- limits ---------------------------------------------------------------------------------
+
+    def limit_rps(self, role: Role, kind: WorkerKind, workers: int) -> float:
+        """Return the most requests a second that a pool holds inside its part of the objective."""
+        key = (role, kind, workers)
+        if key not in self._limits:
+            self._limits[key] = self._limit(role, kind, workers)
+        return self._limits[key]
+
+    def _limit(self, role: Role, kind: WorkerKind, workers: int) -> float:
+        load = self._load(kind, role)
+        if load is None or workers < 1:
+            return 0.0
+        if role is Role.BOTH and workers > _EXACT_SIZES:
+            return self.limit_rps(role, kind, _EXACT_SIZES) * workers / _EXACT_SIZES
+        return load.limit_rps(workers, self.slo, joint_share(self.slo))
+
+    def _load(self, kind: WorkerKind, role: Role) -> PoolLoad | None:
+        """Return a kind of workers under the demand; None where the model does not fit."""
+        performance = self.performance(kind, role)
+        if performance is None:
+            return None
+        key = (role, kind)
+        if key not in self._loads:
+            arrival_scv = self.demand.mix.arrival_scv
+            self._loads[key] = PoolLoad(performance, role, self.demand.classes, arrival_scv)
+        return self._loads[key]
+
+    def workers_for(self, role: Role, kind: WorkerKind, room: int) -> int | None:
+        """Return the fewest workers of a kind that hold the rate; None where `room` does not."""
+        if self.limit_rps(role, kind, room) < self.demand.rate_rps:
+            return None
+        low, high = 0, room
+        while high - low > 1:
+            middle = (low + high) // 2
+            enough = self.limit_rps(role, kind, middle) >= self.demand.rate_rps
+            low, high = (low, middle) if enough else (middle, high)
+        return high
+
+    # --- figures --------------------------------------------------------------------------------
+
+    def figures(self, configuration: Configuration, rate_rps: float) -> LoadFigures:
+        """Return what a configuration does at a rate, latencies at the objective's percentile."""
+        ttft_s = itl_s = e2e_s = 0.0
+        share = self.slo.share
+        for pool in configuration.pools:
+            load = self._load(pool.kind, pool.role)
+            if load is None:
+                ttft_s = itl_s = e2e_s = math.inf
+                break
+            ttft_s = max(ttft_s, load.ttft_quantile_s(rate_rps, pool.workers, share))
+            itl_s = max(itl_s, load.itl_quantile_s(rate_rps, pool.workers, share))
+            e2e_s += load.mean_ttft_s(rate_rps, pool.workers)
+            e2e_s += (self.demand.mix.osl - 1.0) * load.mean_itl_s(rate_rps, pool.workers)
+        return self.priced(configuration, rate_rps, (ttft_s, itl_s, e2e_s), None)
+
+    def priced(
+        self,
+        configuration: Configuration,
+        rate_rps: float,
+        latencies: tuple[float, float, float],
+        attained: float | None,
+    ) -> LoadFigures:
+        """Return figures with throughput and cost.
+
+        Args:
+            configuration: of the fleet.
+            rate_rps: requests a second.
+            latencies: TTFT and ITL at the percentile, mean end to end, in seconds.
+            attained: share of the requests inside the objective.
+        """
+        tok_s = rate_rps * self.demand.mix.osl
+        usd = None
+        if self.usd_per_hour and tok_s > 0:
+            usd = usd_per_million(self.usd_per_hour_of(configuration), tok_s)
+        per_gpu = tok_s / configuration.total_gpus
+        return LoadFigures(rate_rps, *latencies, attained, per_gpu, usd)
+
+    def usd_per_hour_of(self, configuration: Configuration) -> float:
+        """Return the price of a configuration; without prices the GPUs themselves are counted."""
+        return sum(
+            count * self.usd_per_hour.get(name, 1.0) for name, count in configuration.gpus.items()
+        )
+
+
+def _widest(kind: WorkerKind) -> WorkerKind:
+    """Return the kind whose measurement holds for a narrower batch, too."""
+    return msgspec.structs.replace(kind, max_seqs=512)

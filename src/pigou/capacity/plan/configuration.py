@@ -1,0 +1,123 @@
+"""Configurations of a fleet: what a plan compares."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from pigou.request import Role
+from pigou.sim.fleet_config import FleetConfig, WorkerGroup
+from pigou.sim.network import LinkConfig
+
+
+class WorkerKind(msgspec.Struct, frozen=True, kw_only=True):
+    """Workers that are alike.
+
+    Attributes:
+        gpu: name of each GPU.
+        tp: GPUs of a worker.
+        kv_dtype: number format of the KV cache; "" for the model's own.
+        max_seqs: sequences of a step at most: the batch.
+        chunk: tokens of a step at most.
+    """
+
+    gpu: str
+    tp: int
+    kv_dtype: str
+    max_seqs: int
+    chunk: int
+
+
+class PlannedPool(msgspec.Struct, frozen=True, kw_only=True):
+    """Workers of one role and kind."""
+
+    role: Role
+    kind: WorkerKind
+    workers: int
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of all of them."""
+        return self.workers * self.kind.tp
+
+
+class Configuration(msgspec.Struct, frozen=True, kw_only=True):
+    """A fleet: one pool that does both, or prefill and decode apart."""
+
+    pools: tuple[PlannedPool, ...]
+
+    @property
+    def name(self) -> str:
+        """Like `8xboth` or `8p+4d`."""
+        if len(self.pools) == 1:
+            return f"{self.pools[0].workers}xboth"
+        return "+".join(f"{pool.workers}{pool.role.value[0]}" for pool in self.pools)
+
+    @property
+    def gpus(self) -> dict[str, int]:
+        """GPUs by kind."""
+        counts: dict[str, int] = {}
+        for pool in self.pools:
+            counts[pool.kind.gpu] = counts.get(pool.kind.gpu, 0) + pool.gpus
+        return counts
+
+    @property
+    def total_gpus(self) -> int:
+        """GPUs of all kinds."""
+        return sum(pool.gpus for pool in self.pools)
+
+    @property
+    def kv_dtype(self) -> str:
+        """Number format of the KV cache, which all pools share."""
+        return self.pools[0].kind.kv_dtype
+
+    @property
+    def tp(self) -> dict[str, int]:
+        """GPUs of a worker, by role."""
+        return {pool.role.value: pool.kind.tp for pool in self.pools}
+
+    @property
+    def batch(self) -> dict[str, int]:
+        """Sequences of a step at most, by role."""
+        return {pool.role.value: pool.kind.max_seqs for pool in self.pools}
+
+    def fleet(self, link: LinkConfig) -> FleetConfig:
+        """Return the fleet for a simulation."""
+        groups = tuple(
+            WorkerGroup(
+                role=pool.role, count=pool.workers, gpu=pool.kind.gpu, tp=pool.kind.tp,
+                max_seqs=pool.kind.max_seqs, max_batched_tokens=pool.kind.chunk,
+            )
+            for pool in self.pools
+        )  # fmt: skip
+        return FleetConfig(workers=groups, link=link)
+
+
+@dataclass(frozen=True)
+class LoadFigures:
+    """What a configuration does at a load.
+
+    Attributes:
+        rate_rps: requests a second.
+        ttft_s: at the percentile of the objective.
+        itl_s: at the percentile.
+        e2e_s: mean seconds of a request.
+        attained: share of the offered requests inside the objective; None where only the
+            percentiles are known.
+        output_tok_s_per_gpu: output tokens a second.
+        usd_per_million_output: of GPU time; None without prices.
+    """
+
+    rate_rps: float
+    ttft_s: float
+    itl_s: float
+    e2e_s: float
+    attained: float | None
+    output_tok_s_per_gpu: float
+    usd_per_million_output: float | None
+
+
+def usd_per_million(usd_per_hour: float, tok_s: float) -> float:
+    """Return dollars for a million tokens: price an hour / 3600 / (tokens a second) x 10^6."""
+    return usd_per_hour / 3600.0 / tok_s * 1e6

@@ -1,0 +1,199 @@
+"""What a workload asks of a fleet: lengths, rate, and what its prompts have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from pigou.capacity.plan.pool_load import LengthClasses
+from pigou.config import ConfigError
+from pigou.control.planner.performance.speed import RequestMix
+from pigou.request import SECOND
+from pigou.sim.arrival_rate import RateSchedule
+from pigou.sim.workload import OpenLoop, RequestSession, RequestSpec
+from pigou.workload.length_mix import LengthMix
+from pigou.workload.workload_spec import read_workload_spec
+
+#: Requests that a mix without a rate is described by.
+_SAMPLE = 4000
+#: Classes of prompts, and of outputs within one.
+_PROMPT_PARTS, _OUTPUT_PARTS = 12, 4
+#: Requests of a trace that is planned for: its busiest ones in a row.
+_WINDOW = 4000
+
+
+@dataclass(frozen=True)
+class Demand:
+    """A workload as a plan is made for it.
+
+    Attributes:
+        mix: means and variances of its requests.
+        classes: of its requests by length.
+        rate_rps: requests a second; 0.0 where the plan shall find the most.
+        loop: the requests themselves; of a mix without a rate, at one a second.
+        max_tokens: prompt and output of the longest request.
+        seconds: from the first start to the last, at `rate_rps`.
+    """
+
+    mix: RequestMix
+    classes: LengthClasses
+    rate_rps: float
+    loop: OpenLoop
+    max_tokens: int
+    seconds: float
+
+    def with_hit_rate(self, hit_rate: float) -> Demand:
+        """Return the same requests with another share of cached prompt tokens."""
+        classes = self.classes
+        computed = np.maximum(classes.prompts * (1.0 - hit_rate), 1.0)
+        changed = LengthClasses(classes.prompts, computed, classes.outputs, classes.shares)
+        return replace(self, mix=replace(self.mix, hit_rate=hit_rate), classes=changed)
+
+    def at(self, rate_rps: float, requests: int) -> OpenLoop:
+        """Return the first requests of the workload, at so many a second.
+
+        Gaps keep their shape: all times are stretched alike.
+        """
+        sessions = self.loop.sessions
+        own = self.rate_rps or 1.0
+        taken: list[RequestSession] = []
+        count = 0
+        for session in sessions:
+            if count >= requests:
+                break
+            count += len(session.requests)
+            taken.append(replace(session, start_ns=round(session.start_ns * own / rate_rps)))
+        return OpenLoop(tuple(taken), rates=(RateSchedule.of(rate_rps),))
+
+
+def read_demand(text: str, seed: int) -> Demand:
+    """Read what `--workload` says: a mix of lengths, made-up requests, or a trace.
+
+    Args:
+        text: as `read_workload_spec` reads it; a `mix=` may leave its rate out.
+        seed: of lengths and gaps.
+
+    Raises:
+        ConfigError: it is not understood, or its requests wait for one another's window_ends.
+    """
+    if text.startswith("mix=") and not Path(text).exists():
+        mix, rest = LengthMix.parse(text)
+        if not rest:
+            return describe(mix.arrivals(1.0, 1.0, _SAMPLE, 0.0, seed), known_rate=False)
+        if "n=" not in rest and "hold=" not in rest:
+            text = f"{text},n={_SAMPLE}"
+    loop = read_workload_spec(text, seed).workload
+    if not isinstance(loop, OpenLoop) or loop.concurrency:
+        raise ConfigError(
+            f"workload is {text!r}, whose users wait for answers; plan for arrivals: mix=, "
+            "poisson:, gamma:, or a trace"
+        )
+    return describe(busiest(loop, _WINDOW), known_rate=True)
+
+
+def busiest(loop: OpenLoop, requests: int) -> OpenLoop:
+    """Return the sessions in a row, with at least so many requests, in the shortest time."""
+    sessions = sorted(loop.sessions, key=lambda session: session.start_ns)
+    counts = np.cumsum([0, *(len(session.requests) for session in sessions)])
+    if counts[-1] <= requests:
+        return replace(loop, sessions=tuple(sessions))
+    starts = np.array([session.start_ns for session in sessions], dtype=np.int64)
+    window_ends = np.searchsorted(counts, counts[:-1] + requests)
+    fits = np.flatnonzero(window_ends <= len(sessions))
+    first = int(fits[np.argmin(starts[window_ends[fits] - 1] - starts[fits])])
+    begin = starts[first]
+    taken = tuple(
+        replace(session, start_ns=int(session.start_ns - begin))
+        for session in sessions[first : int(window_ends[first])]
+    )
+    return replace(loop, sessions=taken)
+
+
+def describe(loop: OpenLoop, *, known_rate: bool) -> Demand:
+    """Return the demand of a workload.
+
+    Args:
+        loop: its requests.
+        known_rate: whether their times mean anything.
+    """
+    requests = [spec for session in loop.sessions for spec in session.requests]
+    prompts = np.array([spec.prompt_tokens for spec in requests], dtype=float)
+    outputs = np.array([spec.output_tokens for spec in requests], dtype=float)
+    isl, osl = float(prompts.mean()), float(outputs.mean())
+    starts = np.sort([session.start_ns for session in loop.sessions]) / SECOND
+    seconds = float(starts[-1] - starts[0]) if len(starts) > 1 else 0.0
+    rate = len(requests) / seconds if seconds > 0 else 0.0
+    if known_rate and not rate:
+        raise ConfigError("workload: its requests come all at once; give more, or a mix without "
+                          "a rate")  # fmt: skip
+    mix = RequestMix(
+        isl=isl,
+        osl=osl,
+        hit_rate=float(shared_tokens(requests) / prompts.sum()),
+        isl_scv=float(prompts.var() / isl**2),
+        arrival_scv=_gap_scv(starts) if known_rate else 1.0,
+    )
+    max_tokens = int((prompts + outputs).max())
+    classes = length_classes(prompts, outputs, mix.hit_rate)
+    return Demand(mix, classes, rate if known_rate else 0.0, loop, max_tokens, seconds)
+
+
+def length_classes(prompts: np.ndarray, outputs: np.ndarray, hit_rate: float) -> LengthClasses:
+    """Return requests in classes: by prompt in up to 12 parts, each by output in up to 4.
+
+    Args:
+        prompts: tokens of each prompt, shape (requests,).
+        outputs: tokens of each output.
+        hit_rate: share of the prompt tokens that is cached, taken alike for all classes.
+    """
+    order = np.lexsort((outputs, prompts))
+    rows: list[tuple[float, float, int]] = []
+    for part in _parts(prompts[order], order, _PROMPT_PARTS):
+        inner = part[np.argsort(outputs[part], kind="stable")]
+        for piece in _parts(outputs[inner], inner, _OUTPUT_PARTS):
+            rows.append((prompts[piece].mean(), outputs[piece].mean(), len(piece)))
+    lengths = np.array(rows)
+    shares = lengths[:, 2] / len(prompts)
+    computed = np.maximum(lengths[:, 0] * (1.0 - hit_rate), 1.0)
+    return LengthClasses(lengths[:, 0], computed, lengths[:, 1], shares)
+
+
+def _parts(values: np.ndarray, indices: np.ndarray, count: int) -> list[np.ndarray]:
+    """Return indices in up to `count` parts, by their sorted values; equal values stay together."""
+    distinct, starts = np.unique(values, return_index=True)
+    if len(distinct) <= count:
+        cuts = starts[1:]
+    else:
+        aims = (np.arange(1, count) * len(values)) // count
+        cuts = np.unique(starts[np.minimum(np.searchsorted(starts, aims), len(starts) - 1)])
+        cuts = cuts[(cuts > 0) & (cuts < len(values))]
+    return [part for part in np.split(indices, cuts) if len(part)]
+
+
+def shared_tokens(requests: Sequence[RequestSpec]) -> int:
+    """Return the prompt tokens that a cache without bounds would have, requests in order.
+
+    At least one token of a prompt is computed.
+    """
+    seen: set[tuple[int, int]] = set()
+    total = 0
+    for spec in requests:
+        hits = 0
+        for block in spec.block_ids:
+            if (spec.hash_scope, block) not in seen:
+                break
+            hits += 1
+        total += min(int(hits * spec.block_tokens), spec.prompt_tokens - 1)
+        seen.update((spec.hash_scope, block) for block in spec.block_ids)
+    return total
+
+
+def _gap_scv(starts: np.ndarray) -> float:
+    """Variance of the gaps over their squared mean, between 0 and 16; 1 where there are few."""
+    gaps = np.diff(starts)
+    if len(gaps) < 20:
+        return 1.0
+    return float(min(gaps.var() / gaps.mean() ** 2, 16.0))

@@ -1,0 +1,128 @@
+"""What a plan writes: its figures, and the files that start what it recommends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+
+from pigou.capacity.plan.configuration import Configuration
+from pigou.capacity.plan.plan import CapacityPlan, PlannedConfiguration, PlanRequest
+from pigou.config import ConfigError
+
+
+def plan_document(plan: CapacityPlan, request: PlanRequest) -> dict[str, Any]:
+    """Return what `--json` writes."""
+    demand = plan.demand
+    return {
+        "model": request.model,
+        "gpus": request.gpus,
+        "slo": msgspec.to_builtins(request.slo),
+        "workload": {
+            "rate_rps": demand.rate_rps, "prompt_tokens": demand.mix.isl,
+            "output_tokens": demand.mix.osl, "hit_rate": demand.mix.hit_rate,
+        },
+        "configurations": plan.configurations,
+        "seconds": plan.seconds,
+        "analytic_seconds": plan.analytic_seconds,
+        "meets": plan.meets,
+        "best": configuration_document(plan.best, "best"),
+        "pareto": [configuration_document(item, "pareto") for item in plan.pareto],
+        "dominated": [configuration_document(item, "dominated") for item in plan.dominated],
+        "duals": plan.duals,
+    }  # fmt: skip
+
+
+def configuration_document(item: PlannedConfiguration, standing: str) -> dict[str, Any]:
+    """Return the figures of a configuration; latencies at the percentile of the objective."""
+    made, figures = item.configuration, item.figures
+    return {
+        "fleet": made.name,
+        "standing": standing,
+        "gpus": made.gpus,
+        "tp": made.tp,
+        "batch": made.batch,
+        "chunk": {pool.role.value: pool.kind.chunk for pool in made.pools},
+        "kv_dtype": made.kv_dtype or "model",
+        "rate_rps": figures.rate_rps,
+        "ttft_s": figures.ttft_s,
+        "itl_s": figures.itl_s,
+        "e2e_s": figures.e2e_s,
+        "output_tok_s_per_gpu": figures.output_tok_s_per_gpu,
+        "usd_per_million_output": figures.usd_per_million_output,
+        "attained": figures.attained,
+        "analysed": {
+            "ttft_s": item.analysed.ttft_s, "itl_s": item.analysed.itl_s,
+            "e2e_s": item.analysed.e2e_s,
+        },
+        "error": item.error,
+    }  # fmt: skip
+
+
+def write_files(plan: CapacityPlan, request: PlanRequest, folder: Path) -> list[Path]:
+    """Write the files of the recommended configuration.
+
+    `fleet.yaml` is for `pigou simulate --fleet`; `planner.yaml` for `pigou serve --config` on the
+    gateway; `workers.sh` starts the workers, one command a pool.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
+    made = plan.best.configuration
+    slo = request.slo
+    objective = f"ttft={slo.ttft_s:g},itl={slo.itl_s:g},percentile={slo.percentile:g}"
+    files = {
+        "fleet.yaml": yaml.safe_dump({"workers": _groups(made)}, sort_keys=False),
+        "planner.yaml": yaml.safe_dump(
+            {
+                "policy": "toll",
+                "slo": objective,
+                "planner": "price",
+                "max-workers": sum(pool.workers for pool in made.pools),
+            },
+            sort_keys=False,
+        ),
+        "workers.sh": _worker_commands(made, request.model),
+    }
+    written = []
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (folder / name).write_text(text)
+            written.append(folder / name)
+    except OSError as error:
+        raise ConfigError(f"--out is {str(folder)!r}: {error.strerror}") from None
+    return written
+
+
+def _groups(made: Configuration) -> list[dict[str, Any]]:
+    return [
+        {
+            "role": pool.role.value, "count": pool.workers, "gpu": pool.kind.gpu,
+            "tp": pool.kind.tp, "max_seqs": pool.kind.max_seqs,
+            "max_batched_tokens": pool.kind.chunk,
+        }
+        for pool in made.pools
+    ]  # fmt: skip
+
+
+def _worker_commands(made: Configuration, model: str) -> str:
+    """Return a vLLM command for a worker of each pool: workers of Pigou's own use one GPU."""
+    lines = [
+        "#!/bin/sh",
+        "# One command a pool; start it as often as it says, on hosts of your own.",
+        "# Model and GPU were simulated, not measured: see `pigou profile`.",
+    ]
+    for pool in made.pools:
+        kind = pool.kind
+        command = [
+            f"vllm serve {model} --tensor-parallel-size {kind.tp}",
+            f"--max-num-seqs {kind.max_seqs} --max-num-batched-tokens {kind.chunk}",
+        ]
+        if kind.kv_dtype:
+            command.append(f"--kv-cache-dtype {kind.kv_dtype}")
+        lines.append(f"# {pool.workers} x {pool.role.value} on {kind.gpu}")
+        lines.append(" \\\n  ".join(command))
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,363 @@
+"""Makes a plan: analyses all configurations, simulates the best, and prices what is scarce."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from pigou.capacity.plan.analysis import Analysis
+from pigou.capacity.plan.configuration import Configuration, LoadFigures
+from pigou.capacity.plan.demand import Demand
+from pigou.capacity.plan.search_space import Candidate, candidates
+from pigou.capacity.plan.trial import Trial, run_trials, trial_figures
+from pigou.config import ConfigError
+from pigou.control.planner.objectives import Slo
+from pigou.sim.architecture import Architecture
+from pigou.sim.network import LinkConfig
+from pigou.sim.setup import Setup
+
+#: Configurations that the first, short simulations compare for each that is asked for.
+_FIRST_ROUND = 2
+#: Requests of the first and of the last simulations.
+_SHORT_REQUESTS, LONG_REQUESTS = 200, 600
+#: Lives of a request until a fleet is as full as it gets, and the longest life that is waited for.
+_FILLING, _LIFE_S = 1.2, 60.0
+#: Share by which a rate is lowered or raised between simulations of one configuration.
+_STEP = 0.12
+#: Simulations at most that look for the highest rate of a configuration.
+_RATES = 3
+#: A configuration whose analysed limit is this much below the rate may hold it all the same.
+_NEAR = 0.9
+
+
+class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a plan is made for.
+
+    Attributes:
+        model: name of the model, as `pigou.sim.model_config.architecture` reads it.
+        gpus: how many there are of each kind.
+        slo: the objective.
+        usd_per_hour: price of a GPU of each kind; empty without prices.
+        kv_dtypes: number formats of the KV cache to try; "" is the model's own.
+        top: configurations to simulate at length.
+        seed: of lengths, gaps and ties.
+    """
+
+    model: str
+    gpus: dict[str, int]
+    slo: Slo
+    usd_per_hour: dict[str, float] = {}
+    kv_dtypes: tuple[str, ...] = ("", "fp8")
+    top: int = 5
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class PlannedConfiguration:
+    """A configuration of a plan.
+
+    Attributes:
+        configuration: of the fleet.
+        analysed: by the analysis, at the simulated rate.
+        simulated: by the simulator; None where it was not simulated.
+    """
+
+    configuration: Configuration
+    analysed: LoadFigures
+    simulated: LoadFigures | None = None
+
+    @property
+    def figures(self) -> LoadFigures:
+        """What is known best."""
+        return self.simulated or self.analysed
+
+    @property
+    def error(self) -> dict[str, float] | None:
+        """Relative error of the analysis against the simulation; None without one."""
+        if self.simulated is None:
+            return None
+        return {
+            name: getattr(self.analysed, name) / getattr(self.simulated, name) - 1.0
+            for name in ("ttft_s", "itl_s", "e2e_s")
+            if getattr(self.simulated, name)
+        }
+
+
+@dataclass(frozen=True)
+class CapacityPlan:
+    """A plan.
+
+    Attributes:
+        demand: the workload.
+        configurations: that were analysed.
+        best: the recommended one.
+        pareto: not dominated in TTFT, ITL, throughput of a GPU and cost, best first.
+        dominated: simulated ones that others dominate.
+        duals: what a little more of each scarce thing is worth, by name.
+        seconds: that the plan took.
+        analytic_seconds: that the analysis took.
+        meets: whether the best one keeps the objective in simulation.
+    """
+
+    demand: Demand
+    configurations: int
+    best: PlannedConfiguration
+    pareto: Sequence[PlannedConfiguration]
+    dominated: Sequence[PlannedConfiguration]
+    duals: Mapping[str, Mapping[str, float]]
+    seconds: float
+    analytic_seconds: float
+    meets: bool
+
+
+def make_plan(
+    request: PlanRequest,
+    demand: Demand,
+    model: Architecture,
+    pool: ProcessPoolExecutor | None = None,
+    watch: Callable[[str], None] = lambda _: None,
+) -> CapacityPlan:
+    """Make a plan.
+
+    Args:
+        request: what it is for.
+        demand: the workload.
+        model: its architecture.
+        pool: of processes that simulate; None for this one.
+        watch: is told what is under way.
+
+    Raises:
+        ConfigError: no configuration holds the model, or none can be inside the objective.
+    """
+    began = time.perf_counter()
+    link = LinkConfig()
+    analysis = Analysis(model, demand, request.slo, link, request.usd_per_hour)
+    watch("analysing configurations")
+    seen = candidates(analysis, model, request.gpus, request.kv_dtypes)
+    if not seen:
+        raise ConfigError(
+            f"model is {request.model!r}, which no worker made of {request.gpus} holds with "
+            f"requests of {demand.max_tokens:,} tokens; give larger GPUs, or more"
+        )
+    ranked = _ranked(analysis, seen, demand.rate_rps)
+    if not ranked:
+        raise ConfigError(_no_way(analysis, seen, demand.rate_rps))
+    analytic_s = time.perf_counter() - began
+    planned = _simulated(request, analysis, ranked, pool, watch)
+    front, dominated = _front(planned)
+    best = planned[0]
+    attained = best.figures.attained
+    return CapacityPlan(
+        demand=demand,
+        configurations=len(seen),
+        best=best,
+        pareto=front,
+        dominated=dominated,
+        duals=_duals(request, analysis, model, best),
+        seconds=time.perf_counter() - began,
+        analytic_seconds=analytic_s,
+        meets=attained is not None and attained >= request.slo.share,
+    )
+
+
+def _ranked(analysis: Analysis, seen: Sequence[Candidate], rate_rps: float) -> list[Candidate]:
+    """Return what may hold the workload, best first; one of those that do the same.
+
+    With a rate: cheapest first, then with the largest limit. Without: the largest limit for its
+    price first.
+    """
+    unique: dict[tuple[object, ...], Candidate] = {}
+    for candidate in sorted(seen, key=lambda c: -c.limit_rps):
+        made = candidate.configuration
+        key = (made.name, *made.tp.values(), made.kv_dtype, *made.gpus)
+        if candidate.limit_rps > 0.0 and candidate.limit_rps >= _NEAR * rate_rps:
+            unique.setdefault(key, candidate)
+
+    def order(candidate: Candidate) -> tuple[float, float]:
+        usd = analysis.usd_per_hour_of(candidate.configuration)
+        if rate_rps:
+            short = candidate.limit_rps < rate_rps  # the analysis says no
+            return (usd * (1.0 + 0.2 * short), -candidate.limit_rps)
+        return (-candidate.limit_rps, usd)
+
+    return sorted(unique.values(), key=order)
+
+
+def _no_way(analysis: Analysis, seen: Sequence[Candidate], rate_rps: float) -> str:
+    """Say what is missing."""
+    best = max(seen, key=lambda candidate: candidate.limit_rps)
+    if best.limit_rps > 0.0:
+        return (
+            f"workload: it has {rate_rps:.3g} requests/s, and the GPUs hold {best.limit_rps:.3g} "
+            f"inside the objective ({best.configuration.name}); give more GPUs, or a longer --slo"
+        )
+    unloaded = min(
+        (analysis.figures(candidate.configuration, 1e-9) for candidate in seen),
+        key=lambda figures: (
+            figures.ttft_s / analysis.slo.ttft_s + figures.itl_s / analysis.slo.itl_s
+        ),
+    )
+    return (
+        f"slo: no configuration keeps it even without load: the nearest takes "
+        f"{unloaded.ttft_s:.3g} s to the first token, and {unloaded.itl_s:.3g} s between tokens; "
+        "give a longer --slo"
+    )
+
+
+def _simulated(
+    request: PlanRequest,
+    analysis: Analysis,
+    ranked: Sequence[Candidate],
+    pool: ProcessPoolExecutor | None,
+    watch: Callable[[str], None],
+) -> list[PlannedConfiguration]:
+    """Simulate the best by successive halving; return the last ones, best first."""
+    rate = analysis.demand.rate_rps
+    entrants = [
+        (candidate, rate or candidate.limit_rps)
+        for candidate in _diverse(ranked, _FIRST_ROUND * request.top)
+    ]
+    watch(f"simulating {len(entrants)} of {len(ranked)}")
+    short = _round(request, analysis, entrants, _SHORT_REQUESTS, pool)
+    short.sort(key=lambda item: _merit(analysis, item[1]))
+    finalists = [(candidate, figures.rate_rps) for candidate, figures in short[: request.top]]
+    watch(f"simulating {len(finalists)} at length")
+    final = _round(request, analysis, finalists, LONG_REQUESTS, pool)
+    for _ in range(_RATES if not rate else 0):
+        failing = [
+            (candidate, figures.rate_rps * (1.0 - _STEP))
+            for candidate, figures in final
+            if (figures.attained or 0.0) < analysis.slo.share
+        ]
+        if not failing:
+            break
+        watch(f"simulating {len(failing)} at a lower rate")
+        again = dict(_round(request, analysis, failing, LONG_REQUESTS, pool))
+        final = [(candidate, again.get(candidate, figures)) for candidate, figures in final]
+    final.sort(key=lambda item: _merit(analysis, item[1]))
+    return [
+        PlannedConfiguration(
+            candidate.configuration,
+            analysis.figures(candidate.configuration, figures.rate_rps),
+            figures,
+        )
+        for candidate, figures in final
+    ]
+
+
+def _diverse(ranked: Sequence[Candidate], count: int) -> list[Candidate]:
+    """Return the best of both kinds of fleets: a third at least is of the kind that ranks lower."""
+    joint = [c for c in ranked if len(c.configuration.pools) == 1]
+    split = [c for c in ranked if len(c.configuration.pools) > 1]
+    third = count // 3
+    first, second = (joint, split) if ranked[0] in joint else (split, joint)
+    taken = [*second[:third], *first[: count - min(third, len(second))]]
+    return taken[:count]
+
+
+def _round(
+    request: PlanRequest,
+    analysis: Analysis,
+    entrants: Sequence[tuple[Candidate, float]],
+    requests: int,
+    pool: ProcessPoolExecutor | None,
+) -> list[tuple[Candidate, LoadFigures]]:
+    """Simulate each entrant at its rate."""
+    trials = [make_trial(request, analysis, *entrant, requests) for entrant in entrants]
+    done = run_trials(trials, analysis, pool)
+    return [
+        (candidate, trial_figures(analysis, trial, seen))
+        for (candidate, _), (trial, seen) in zip(entrants, done, strict=True)
+    ]
+
+
+def make_trial(
+    request: PlanRequest, analysis: Analysis, candidate: Candidate, rate_rps: float, requests: int
+) -> Trial:
+    """Return a simulation that measures so many requests between its filling and its end."""
+    life_s = min(analysis.figures(candidate.configuration, rate_rps).e2e_s, _LIFE_S)
+    count = requests + round(rate_rps * life_s * (1.0 + _FILLING))
+    return Trial(
+        configuration=candidate.configuration,
+        loop=analysis.demand.at(rate_rps, count),
+        rate_rps=rate_rps,
+        setup=Setup(model=request.model, kv_dtype=candidate.configuration.kv_dtype),
+        link=LinkConfig(),
+        seed=request.seed,
+        warm_up_s=_FILLING * life_s,
+        tail_s=life_s,
+    )
+
+
+def _merit(analysis: Analysis, figures: LoadFigures) -> tuple[float, float]:
+    """Order of simulated configurations: inside the objective first, then cheap for a token.
+
+    Without prices, cost is GPU time.
+    """
+    attained = figures.attained or 0.0
+    short = max(analysis.slo.share - attained, 0.0)
+    cost = figures.usd_per_million_output or 1.0 / max(figures.output_tok_s_per_gpu, 1e-9)
+    return (short, cost)
+
+
+def _front(
+    planned: Sequence[PlannedConfiguration],
+) -> tuple[list[PlannedConfiguration], list[PlannedConfiguration]]:
+    """Return what no other is better than in all figures, and the rest."""
+
+    def loss(item: PlannedConfiguration) -> tuple[float, ...]:
+        figures = item.figures
+        return (
+            figures.ttft_s, figures.itl_s, -figures.output_tok_s_per_gpu,
+            figures.usd_per_million_output or 0.0,
+        )  # fmt: skip
+
+    loss_rows = [loss(item) for item in planned]
+    front: list[PlannedConfiguration] = []
+    dominated: list[PlannedConfiguration] = []
+    for item, own in zip(planned, loss_rows, strict=True):
+        beaten = any(
+            other != own and all(theirs <= mine for theirs, mine in zip(other, own, strict=True))
+            for other in loss_rows
+        )
+        (dominated if beaten else front).append(item)
+    return front, dominated
+
+
+def _duals(
+    request: PlanRequest, analysis: Analysis, model: Architecture, best: PlannedConfiguration
+) -> dict[str, dict[str, float]]:
+    """Return what a little more of each scarce thing is worth, by the analysis.
+
+    The worth is output tokens a second that all GPUs together may yield more.
+    """
+    demand = replace(analysis.demand, rate_rps=0.0)
+
+    def limit_tok_s(slo: Slo, hit_rate: float, gpus: Mapping[str, int]) -> float:
+        other = analysis.changed(slo, demand.with_hit_rate(min(hit_rate, 0.99)))
+        dtypes = (best.configuration.kv_dtype,)
+        limits = (c.limit_rps for c in candidates(other, model, gpus, dtypes))
+        return max(limits, default=0.0) * demand.mix.osl
+
+    slo, hit = request.slo, demand.mix.hit_rate
+    base = limit_tok_s(slo, hit, request.gpus)
+    duals: dict[str, dict[str, float]] = {}
+
+    def note(name: str, value: float) -> None:
+        duals[name] = {"output_tok_s": value - base, "share": value / base - 1.0 if base else 0.0}
+
+    for name, count in request.gpus.items():
+        more = {**request.gpus, name: count + 1}
+        note(f"one_more_{name}", limit_tok_s(slo, hit, more))
+    if slo.ttft_s < float("inf"):
+        longer = msgspec.structs.replace(slo, ttft_s=slo.ttft_s + 0.02)
+        note("ttft_20_ms_longer", limit_tok_s(longer, hit, request.gpus))
+    if slo.itl_s < float("inf"):
+        longer = msgspec.structs.replace(slo, itl_s=slo.itl_s + 0.02)
+        note("itl_20_ms_longer", limit_tok_s(longer, hit, request.gpus))
+    note("hit_rate_5_points_higher", limit_tok_s(slo, hit + 0.05, request.gpus))
+    return duals

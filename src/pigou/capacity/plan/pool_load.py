@@ -1,0 +1,254 @@
+"""TTFT and ITL of a pool under a mix of request lengths, and the load that it holds.
+
+| symbol | meaning |
+|---|---|
+| c | workers |
+| lambda | requests a second |
+| s_i, w_i | seconds of a prompt of class i on one worker, and the share of the class |
+| S | seconds of a prompt, over all classes |
+| n | streams of one worker |
+| ITL(n) | seconds of a decode step of n streams |
+| o_j | output tokens of class j |
+
+Prompts wait in one queue before c servers (the router sends a prompt where it is computed first).
+With C of Erlang and W = (1 + cv2) / 2 x the wait of M/M/c (Lee and Longton), a wait exceeds t with
+probability C e^(-t C / W), so
+
+    P(TTFT <= t) = sum of w_i (1 - C e^(-(t - s_i) C / W)) over classes with s_i < t.
+
+Streams hold lambda o ITL(n) / c of a worker (Little). A class holds contexts in proportion to its
+tokens, not to its requests. A worker that does both takes rho = lambda E[S] / c of its time for
+prompts, so its tokens take ITL(n) / (1 - rho), and a prompt of k chunks s_i + k ITL(n). A request
+of o_j tokens lives o_j ITL, in which lambda o_j ITL / c prompts come: the mean of its gaps deviates
+by the root of lambda ITL E[S^2] / (c o_j), and by the number of its neighbours.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+from scipy.special import ndtr
+
+from pigou.control.planner.objectives import Slo
+from pigou.control.planner.performance.model import AVERAGING, PerformanceModel
+from pigou.control.planner.performance.speed import crossing, elasticity
+from pigou.games.queueing import erlang_c
+from pigou.request import Role
+
+#: Utilisations from here on are overload.
+_FULL = 1.0 - 1e-6
+#: Halvings in a search for a rate, and for a quantile.
+_RATE_HALVINGS, _QUANTILE_HALVINGS = 14, 26
+
+
+class LengthClasses:
+    """Requests by length.
+
+    Attributes:
+        prompts, computed, outputs: tokens of each class: of prompts, uncached ones, and outputs;
+            shape (classes,).
+        shares: of each class; they add up to 1.
+        osl: mean output tokens.
+        context: mean tokens that a stream holds while it decodes.
+    """
+
+    def __init__(
+        self, prompts: np.ndarray, computed: np.ndarray, outputs: np.ndarray, shares: np.ndarray
+    ) -> None:
+        """Take the classes."""
+        self.prompts, self.computed, self.outputs, self.shares = prompts, computed, outputs, shares
+        self.osl = float(shares @ outputs)
+        held = outputs * (prompts + 0.5 * outputs)
+        self.context = float(shares @ held) / self.osl
+
+
+class PoolLoad:
+    """A pool of workers of one kind and role, under a mix of lengths."""
+
+    def __init__(
+        self, performance: PerformanceModel, role: Role, classes: LengthClasses,
+        arrival_scv: float = 1.0,
+    ) -> None:  # fmt: skip
+        """Work out the seconds of each class's prompt.
+
+        Args:
+            performance: of one worker.
+            role: of the pool.
+            classes: of the requests.
+            arrival_scv: variance of gaps between arrivals over their squared mean.
+        """
+        self._performance, self._role, self._classes = performance, role, classes
+        self._arrival_scv = arrival_scv
+        pairs = zip(classes.computed.tolist(), classes.prompts.tolist(), strict=True)
+        seconds = [performance.prefill.seconds(tokens, prompt) for tokens, prompt in pairs]
+        self._prompt_s = np.array(seconds) if role.prefills else np.zeros(len(classes.prompts))
+        self._chunks = np.ceil(classes.computed / performance.chunk_tokens)
+        self._mean_s = float(classes.shares @ self._prompt_s)
+        self._square_s2 = float(classes.shares @ self._prompt_s**2)
+        room = performance.kv_tokens / classes.context
+        self._max_streams = max(min(float(performance.max_seqs), room), 1.0)
+
+    # --- decode ---------------------------------------------------------------------------------
+
+    def step_s(self, streams: float) -> float:
+        """Return the seconds of a decode step of so many streams."""
+        return self._performance.decode.itl_s(max(streams, 1.0), self._classes.context)
+
+    def streams(self, rate_rps: float, workers: int) -> float:
+        """Return the mean streams of one worker; infinity where it cannot hold them."""
+        rho = self._prompt_share(rate_rps, workers)
+        if rho >= _FULL:
+            return math.inf
+        demand = rate_rps * self._classes.osl / (workers * (1.0 - rho))
+        if self._max_streams < demand * self.step_s(self._max_streams):
+            return math.inf
+        return crossing(lambda n: n - demand * self.step_s(n), self._max_streams)
+
+    def _prompt_share(self, rate_rps: float, workers: int) -> float:
+        """Share of a worker's time that prompts take from its streams."""
+        return rate_rps * self._mean_s / workers if self._role is Role.BOTH else 0.0
+
+    def _itl(self, rate_rps: float, workers: int) -> tuple[float, np.ndarray]:
+        """Mean ITL, and its standard deviation for each class; infinity in overload."""
+        streams = self.streams(rate_rps, workers)
+        if math.isinf(streams):
+            return math.inf, np.zeros(len(self._classes.outputs))
+        slack = 1.0 - self._prompt_share(rate_rps, workers)
+        step = self.step_s(streams)
+        speed, context = self._performance.decode, self._classes.context
+        left = max(1.0 - elasticity(speed, max(streams, 1.0), context), 0.05)
+        deviation = AVERAGING * math.sqrt(streams / (workers * left))
+        neighbours = (self.step_s(streams + deviation) - step) / slack
+        mean = step / slack
+        prompts = rate_rps / workers * mean * self._square_s2 / self._classes.outputs
+        if self._role is not Role.BOTH:
+            prompts = np.zeros(len(prompts))
+        return mean, np.sqrt(neighbours**2 + prompts)
+
+    def itl_share(self, rate_rps: float, workers: int, itl_s: float) -> float:
+        """Return the share of requests whose mean gap between tokens is within `itl_s`."""
+        if not self._role.decodes:
+            return 1.0
+        mean, deviations = self._itl(rate_rps, workers)
+        if math.isinf(mean):
+            return 0.0
+        return float(self._classes.shares @ ndtr((itl_s - mean) / np.maximum(deviations, 1e-12)))
+
+    # --- prefill --------------------------------------------------------------------------------
+
+    def _services(self, rate_rps: float, workers: int) -> np.ndarray:
+        """Seconds that each class's prompt takes on its worker."""
+        if self._role is not Role.BOTH:
+            return self._prompt_s
+        return self._prompt_s + self._chunks * self.step_s(self.streams(rate_rps, workers))
+
+    def _wait(self, rate_rps: float, workers: int, services: np.ndarray) -> tuple[float, float]:
+        """Probability of a wait, and its mean where there is one; infinity in overload."""
+        mean = float(self._classes.shares @ services)
+        rho = rate_rps * mean / workers
+        if rho >= _FULL:
+            return 1.0, math.inf
+        scv = float(self._classes.shares @ services**2) / mean**2 - 1.0
+        variance = 0.5 * (self._arrival_scv + scv)
+        return erlang_c(workers, rho), variance * mean / (workers * (1.0 - rho))
+
+    def ttft_share(
+        self, rate_rps: float, workers: int, ttft_s: float, more_s: float = 0.0
+    ) -> float:
+        """Return the share of requests whose first token comes within `ttft_s`.
+
+        Args:
+            rate_rps: requests a second.
+            workers: of the pool.
+            ttft_s: seconds to the first token.
+            more_s: seconds that it takes elsewhere.
+        """
+        if not self._role.prefills:
+            return 1.0
+        if self._role is Role.BOTH and math.isinf(self.streams(rate_rps, workers)):
+            return 0.0
+        services = self._services(rate_rps, workers)
+        probability, wait_s = self._wait(rate_rps, workers, services)
+        if math.isinf(wait_s):
+            return 0.0
+        left = ttft_s - more_s - self._overhead() - services
+        inside = np.where(left > 0, 1.0 - probability * np.exp(-np.maximum(left, 0) / wait_s), 0.0)
+        return float(self._classes.shares @ inside)
+
+    def _overhead(self) -> np.ndarray:
+        performance = self._performance
+        return performance.overhead_s + performance.transfer_token_s * self._classes.prompts
+
+    def mean_ttft_s(self, rate_rps: float, workers: int) -> float:
+        """Return the mean seconds to the first token; 0.0 for a pool that has no part in it."""
+        if not self._role.prefills:
+            return 0.0
+        if self._role is Role.BOTH and math.isinf(self.streams(rate_rps, workers)):
+            return math.inf
+        services = self._services(rate_rps, workers)
+        probability, wait_s = self._wait(rate_rps, workers, services)
+        return probability * wait_s + float(self._classes.shares @ (services + self._overhead()))
+
+    # --- both -----------------------------------------------------------------------------------
+
+    def ttft_quantile_s(
+        self, rate_rps: float, workers: int, share: float, more_s: float = 0.0
+    ) -> float:
+        """Return the TTFT that a share of requests is within; infinity in overload."""
+        if not self._role.prefills:
+            return 0.0
+        return _quantile(lambda t: self.ttft_share(rate_rps, workers, t, more_s), share)
+
+    def itl_quantile_s(self, rate_rps: float, workers: int, share: float) -> float:
+        """Return the ITL that a share of requests is within; infinity in overload."""
+        if not self._role.decodes:
+            return 0.0
+        return _quantile(lambda t: self.itl_share(rate_rps, workers, t), share)
+
+    def mean_itl_s(self, rate_rps: float, workers: int) -> float:
+        """Return the mean seconds between tokens; 0.0 for a pool that has no part in it."""
+        return self._itl(rate_rps, workers)[0] if self._role.decodes else 0.0
+
+    def limit_rps(self, workers: int, slo: Slo, share: float, more_s: float = 0.0) -> float:
+        """Return the most requests a second of which a share is inside the pool's objectives."""
+
+        def inside(rate_rps: float) -> bool:
+            return (
+                self.itl_share(rate_rps, workers, slo.itl_s) >= share
+                and self.ttft_share(rate_rps, workers, slo.ttft_s, more_s) >= share
+            )
+
+        if workers < 1 or not inside(1e-9):
+            return 0.0
+        high = self._highest_rps(workers)
+        low = 0.0
+        for _ in range(_RATE_HALVINGS):
+            middle = 0.5 * (low + high)
+            low, high = (middle, high) if inside(middle) else (low, middle)
+        return low
+
+    def _highest_rps(self, workers: int) -> float:
+        """Return a rate that the pool cannot exceed."""
+        rates = []
+        if self._role.prefills:
+            rates.append(workers / self._mean_s)
+        if self._role.decodes:
+            stream_rps = self._max_streams / (self._classes.osl * self.step_s(self._max_streams))
+            rates.append(workers * stream_rps)
+        return min(rates)
+
+
+def _quantile(share_within: Callable[[float], float], share: float) -> float:
+    """Return the seconds that a share of the requests is within."""
+    high = 1e-3
+    while share_within(high) < share:
+        high *= 2.0
+        if high > 1e5:
+            return math.inf
+    low = 0.0
+    for _ in range(_QUANTILE_HALVINGS):
+        middle = 0.5 * (low + high)
+        low, high = (low, middle) if share_within(middle) >= share else (middle, high)
+    return high

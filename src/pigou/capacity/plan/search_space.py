@@ -1,0 +1,137 @@
+"""The configurations that a plan compares, within the GPUs that there are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
+
+from pigou.capacity.plan.analysis import Analysis
+from pigou.capacity.plan.configuration import Configuration, PlannedPool, WorkerKind
+from pigou.request import Role
+from pigou.sim.architecture import Architecture
+from pigou.sim.gpus import gpu as gpu_named
+
+#: Batches and steps of workers that do both, of decode workers, and of prefill workers.
+_BATCHES = (32, 64, 128, 256, 512)
+_BOTH_CHUNKS = (512, 1024, 2048, 4096, 8192)
+_DECODE_CHUNK, _PREFILL_BATCH = 2048, 64
+_PREFILL_CHUNKS = (2048, 8192, 16_384)
+
+
+def worker_kinds(
+    model: Architecture, gpus: Mapping[str, int], role: Role, kv_dtypes: Sequence[str]
+) -> list[WorkerKind]:
+    """Return the kinds of workers of a role that the GPUs can be made into."""
+    if role is Role.BOTH:
+        limits = [(batch, chunk) for batch in _BATCHES for chunk in _BOTH_CHUNKS]
+    elif role is Role.DECODE:
+        limits = [(batch, _DECODE_CHUNK) for batch in _BATCHES]
+    else:
+        limits = [(_PREFILL_BATCH, chunk) for chunk in _PREFILL_CHUNKS]
+    return [
+        WorkerKind(gpu=name, tp=tp, kv_dtype=kv_dtype, max_seqs=batch, chunk=chunk)
+        for name, count in gpus.items()
+        for tp in _parallelisms(model, name, count)
+        for kv_dtype in kv_dtypes
+        for batch, chunk in limits
+    ]
+
+
+def _parallelisms(model: Architecture, name: str, count: int) -> Iterator[int]:
+    tp = 1
+    while tp <= min(count, gpu_named(name).link_gpus) and model.heads % tp == 0:
+        yield tp
+        tp *= 2
+
+
+class Candidate(msgspec.Struct, frozen=True):
+    """A configuration, and the most requests a second that the analysis expects it to hold."""
+
+    configuration: Configuration
+    limit_rps: float
+
+
+def candidates(
+    analysis: Analysis, model: Architecture, gpus: Mapping[str, int], kv_dtypes: Sequence[str]
+) -> list[Candidate]:
+    """Return all configurations that the analysis looked at, with their limits.
+
+    A rate that is given bounds pools to the sizes around those that hold it; otherwise pools take
+    all GPUs.
+
+    Args:
+        analysis: of one workload and objective.
+        model: its architecture.
+        gpus: how many there are of each kind.
+        kv_dtypes: number formats of the KV cache to try.
+    """
+    kinds = {role: worker_kinds(model, gpus, role, kv_dtypes) for role in Role}
+    seen = list(_joint(analysis, gpus, kinds[Role.BOTH]))
+    sizes = {
+        (role, kind): list(_sizes(analysis, gpus[kind.gpu] // kind.tp, role, kind))
+        for role in (Role.PREFILL, Role.DECODE)
+        for kind in kinds[role]
+    }
+    for first in kinds[Role.PREFILL]:
+        for second in kinds[Role.DECODE]:
+            if first.kv_dtype == second.kv_dtype:
+                seen += _split(analysis, gpus, first, second, sizes)
+    return seen
+
+
+def _joint(
+    analysis: Analysis, gpus: Mapping[str, int], kinds: Sequence[WorkerKind]
+) -> Iterator[Candidate]:
+    for kind in kinds:
+        room = gpus[kind.gpu] // kind.tp
+        for workers in _sizes(analysis, room, Role.BOTH, kind):
+            pool = PlannedPool(role=Role.BOTH, kind=kind, workers=workers)
+            limit = analysis.limit_rps(Role.BOTH, kind, workers)
+            yield Candidate(Configuration(pools=(pool,)), limit)
+
+
+def _sizes(analysis: Analysis, room: int, role: Role, kind: WorkerKind) -> Iterator[int]:
+    """Yield sizes of a pool: all of them, or those around the one that holds the rate."""
+    if room < 1 or analysis.performance(kind, role) is None:
+        return
+    rate = analysis.demand.rate_rps
+    if not rate:
+        yield from ((room,) if role is Role.BOTH else range(1, room + 1))
+        return
+    smallest = analysis.workers_for(role, kind, room)
+    if smallest is None:
+        yield room
+        return
+    yield from range(max(smallest - 1, 1), min(smallest + 2, room) + 1)
+
+
+def _split(
+    analysis: Analysis,
+    gpus: Mapping[str, int],
+    first: WorkerKind,
+    second: WorkerKind,
+    sizes: Mapping[tuple[Role, WorkerKind], Sequence[int]],
+) -> Iterator[Candidate]:
+    """Yield fleets of a prefill and a decode pool: for each prefill pool the decode pools that fit.
+
+    Without a rate, a decode pool takes all that the prefill pool leaves.
+    """
+    decode_sizes = sizes[(Role.DECODE, second)]
+    for prefill in sizes[(Role.PREFILL, first)]:
+        room = gpus[second.gpu]
+        if second.gpu == first.gpu:
+            room -= prefill * first.tp
+        fitting = [size for size in decode_sizes if size * second.tp <= room]
+        if not analysis.demand.rate_rps:
+            fitting = fitting[-1:]
+        for decode in fitting:
+            pools = (
+                PlannedPool(role=Role.PREFILL, kind=first, workers=prefill),
+                PlannedPool(role=Role.DECODE, kind=second, workers=decode),
+            )
+            limit = min(
+                analysis.limit_rps(Role.PREFILL, first, prefill),
+                analysis.limit_rps(Role.DECODE, second, decode),
+            )
+            yield Candidate(Configuration(pools=pools), limit)

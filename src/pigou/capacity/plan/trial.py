@@ -1,0 +1,125 @@
+"""Trials of configurations by the simulator, which runs the code that serves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from pigou.capacity.plan.analysis import Analysis
+from pigou.capacity.plan.configuration import Configuration, LoadFigures
+from pigou.config import ControlConfig
+from pigou.request import SECOND
+from pigou.sim.client import ClientConfig
+from pigou.sim.network import LinkConfig
+from pigou.sim.result import SimulationResult
+from pigou.sim.setup import Setup
+from pigou.sim.simulation import UNLIMITED, Simulation
+from pigou.sim.workload import OpenLoop
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One simulation to run.
+
+    Attributes:
+        configuration: of the fleet.
+        loop: the requests.
+        rate_rps: at which they come.
+        setup: what workers run on.
+        link: between them.
+        seed: of the run.
+        warm_up_s: seconds at the beginning whose requests are not measured: the fleet fills.
+        tail_s: seconds at the end whose requests are not measured: it empties.
+    """
+
+    configuration: Configuration
+    loop: OpenLoop
+    rate_rps: float
+    setup: Setup
+    link: LinkConfig
+    seed: int
+    warm_up_s: float = 0.0
+    tail_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class TrialFigures:
+    """What a simulation saw.
+
+    Attributes:
+        ttft_s: seconds to the first token of each served request.
+        itl_s: mean seconds between tokens of each that had several.
+        e2e_s: mean seconds of a request.
+        attained: share of the offered requests inside the objective.
+    """
+
+    ttft_s: np.ndarray
+    itl_s: np.ndarray
+    e2e_s: float
+    attained: float
+
+
+def run_trials(
+    trials: Sequence[Trial], analysis: Analysis, pool: ProcessPoolExecutor | None
+) -> list[tuple[Trial, TrialFigures]]:
+    """Run simulations, in the processes of a pool where there is one; return all, in order."""
+    objective = (analysis.slo.ttft_s, analysis.slo.itl_s)
+    if pool is None:
+        return [(trial, run_trial(trial, objective)) for trial in trials]
+    futures = [pool.submit(run_trial, trial, objective) for trial in trials]
+    return [(trial, future.result()) for trial, future in zip(trials, futures, strict=True)]
+
+
+def run_trial(trial: Trial, objective: tuple[float, float]) -> TrialFigures:
+    """Simulate a configuration.
+
+    Args:
+        trial: what to run.
+        objective: seconds of TTFT and ITL.
+    """
+    control = ControlConfig(
+        max_inflight=UNLIMITED, max_inflight_tokens=UNLIMITED, max_queued=UNLIMITED,
+        queue_timeout=UNLIMITED, seed=trial.seed,
+    )  # fmt: skip
+    simulation = Simulation(
+        trial.loop, trial.configuration.fleet(trial.link), trial.setup, control, ClientConfig(),
+        seed=trial.seed, assess_every=1e6,
+    )  # fmt: skip
+    return _figures(simulation.run(), objective, trial)
+
+
+def _figures(
+    result: SimulationResult, objective: tuple[float, float], trial: Trial
+) -> TrialFigures:
+    intended_all = np.array([run.intended_ns for run in result.runs], dtype=np.int64)
+    begin = result.begin_ns + trial.warm_up_s * SECOND
+    end = max(intended_all.max() - trial.tail_s * SECOND, begin + 1)
+    intended, first, last, tokens = result.column(
+        "intended_ns", "first_token_ns", "last_token_ns", "output_tokens"
+    )
+    chosen = (intended >= begin) & (intended <= end)
+    intended, first, last, tokens = (column[chosen] for column in (intended, first, last, tokens))
+    ttft = (first - intended) / SECOND
+    itl = (last - first) / SECOND / np.maximum(tokens - 1, 1)
+    inside = (ttft <= objective[0]) & ((itl <= objective[1]) | (tokens <= 1))
+    e2e = (last - intended) / SECOND
+    count = int(((intended_all >= begin) & (intended_all <= end)).sum())
+    return TrialFigures(
+        ttft, itl[tokens > 1], float(e2e.mean()) if len(e2e) else float("inf"),
+        float(inside.sum()) / max(count, 1),
+    )  # fmt: skip
+
+
+def trial_figures(analysis: Analysis, trial: Trial, seen: TrialFigures) -> LoadFigures:
+    """Return the figures of a simulated configuration, latencies at the objective's percentile."""
+    percentile = analysis.slo.percentile
+    ttft, itl = (
+        float(np.percentile(values, percentile)) if len(values) else 0.0
+        for values in (seen.ttft_s, seen.itl_s)
+    )
+    return analysis.priced(
+        trial.configuration, trial.rate_rps, (ttft, itl, seen.e2e_s), seen.attained
+    )

@@ -1,0 +1,232 @@
+"""`pigou plan`."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from pigou.cli.option_values import check_json
+from pigou.config import ConfigError
+
+if TYPE_CHECKING:
+    from pigou.capacity.plan.plan import CapacityPlan, PlannedConfiguration, PlanRequest
+    from pigou.capacity.plan.stress import StressResult
+
+_MAX_GPUS = 4096
+
+
+def plan(
+    workload: Annotated[
+        str,
+        typer.Option(
+            help="mix=0.7:512/128,0.3:4096/256[,rate=5][,prefix=N], poisson:..., or a trace. A mix "
+            "without a rate asks for the most that the GPUs hold.",
+        ),
+    ],
+    model: Annotated[str, typer.Option(help="A model's name, or the path of its config.json.")],
+    gpus: Annotated[str, typer.Option(help="How many of which: H200:32,H100:64.")],
+    slo: Annotated[
+        str, typer.Option(help="Objective: ttft=S,itl=S[,percentile=P], in seconds.")
+    ],
+    prices: Annotated[
+        str, typer.Option(help="Dollars an hour of a GPU: H200=4.0,H100=2.5.")
+    ] = "",
+    kv_dtype: Annotated[
+        list[str] | None,
+        typer.Option(help="Number format of the KV cache to try; by default the model's own and "
+                     "fp8. Repeat it."),
+    ] = None,
+    top: Annotated[int, typer.Option(help="Configurations to simulate at length.", min=1)] = 5,
+    jobs: Annotated[
+        int, typer.Option(help="Simulations at once; 0 for one a core.", min=0)
+    ] = 0,
+    seed: Annotated[int, typer.Option(help="Of lengths, gaps and ties.")] = 0,
+    check: Annotated[
+        bool, typer.Option("--check", help="Try the recommended fleet under 1.3 times the load, "
+                           "and in the densest burst."),
+    ] = False,
+    out: Annotated[
+        str, typer.Option(help="Folder for fleet.yaml, planner.yaml and workers.sh.")
+    ] = "",
+    json: Annotated[str, typer.Option(help="File to write the figures to.")] = "",
+) -> None:  # fmt: skip
+    """Choose a fleet: thousands of configurations analysed, the best of them simulated."""
+    from pigou.capacity.plan.demand import read_demand
+    from pigou.capacity.plan.output import plan_document, write_files
+    from pigou.capacity.plan.plan import PlanRequest, make_plan
+    from pigou.capacity.plan.stress import stress
+    from pigou.control.planner.objectives import Slo
+    from pigou.sim.model_config import architecture
+
+    check_json(json)
+    try:
+        counts = read_gpus(gpus)
+        request = PlanRequest(
+            model=model, gpus=counts, slo=Slo.parse(slo),
+            usd_per_hour=read_prices(prices, counts),
+            kv_dtypes=tuple(kv_dtype) if kv_dtype else ("", "fp8"), top=top, seed=seed,
+        )  # fmt: skip
+        shape = architecture(model)
+        for dtype in filter(None, request.kv_dtypes):
+            replace(shape, kv_dtype=dtype)  # refuses what is no number format
+        demand = read_demand(workload, seed)
+        console = Console(stderr=True)
+        with _processes(jobs) as pool:
+            made = make_plan(
+                request, demand, shape, pool,
+                lambda text: console.print(text, style="dim") if console.is_terminal else None,
+            )  # fmt: skip
+        tests = stress(made, request, shape) if check else []
+        files = write_files(made, request, Path(out)) if out else []
+    except ConfigError as error:
+        typer.echo(f"pigou plan: {error}", err=True)
+        raise typer.Exit(2) from None
+    document = plan_document(made, request)
+    if check:
+        document["check"] = [
+            {**msgspec.to_builtins(test), "healthy": test.healthy} for test in tests
+        ]
+    if json:
+        try:
+            Path(json).write_bytes(msgspec.json.format(msgspec.json.encode(document)) + b"\n")
+        except OSError as error:
+            typer.echo(f"pigou plan: --json is {json!r}: {error}", err=True)
+            raise typer.Exit(1) from None
+    _show(made, request, tests)
+    for file in files:
+        typer.echo(f"Written: {file}")
+    if not made.meets:
+        raise typer.Exit(3)
+
+
+def read_gpus(text: str) -> dict[str, int]:
+    """Read `H200:32,H100:64`.
+
+    Raises:
+        ConfigError: a GPU is not known or named twice, or a count is none.
+    """
+    from pigou.sim.gpus import gpu as gpu_named
+
+    counts: dict[str, int] = {}
+    for item in text.split(","):
+        name, _, count = item.strip().partition(":")
+        if not count.isdigit() or not 1 <= int(count) <= _MAX_GPUS:
+            raise ConfigError(f"--gpus has {item!r}; write NAME:COUNT, 1 to {_MAX_GPUS}: H200:32")
+        name = gpu_named(name).name
+        if name in counts:
+            raise ConfigError(f"--gpus names {name} twice; give it once")
+        counts[name] = int(count)
+    return counts
+
+
+def read_prices(text: str, counts: Mapping[str, int]) -> dict[str, float]:
+    """Read `H200=4.0,H100=2.5`; all GPUs have a price, or none.
+
+    Raises:
+        ConfigError: an item is not understood, or a GPU has no price.
+    """
+    from pigou.sim.gpus import gpu as gpu_named
+
+    prices: dict[str, float] = {}
+    for item in text.split(",") if text else ():
+        name, _, value = item.strip().partition("=")
+        try:
+            price = float(value)
+        except ValueError:
+            price = -1.0
+        if not 0.0 < price < float("inf"):
+            raise ConfigError(f"--prices has {item!r}; write NAME=DOLLARS, above 0: H200=4.0")
+        name = gpu_named(name).name
+        if name not in counts:
+            raise ConfigError(f"--prices has {name}, and --gpus has none; leave it out")
+        prices[name] = price
+    if prices and (missing := set(counts) - set(prices)):
+        raise ConfigError(f"--prices has none for {', '.join(sorted(missing))}; give it")
+    return prices
+
+
+@contextmanager
+def _processes(jobs: int) -> Iterator[ProcessPoolExecutor | None]:
+    """Yield processes that simulate, which share what is loaded; None where one is enough."""
+    jobs = jobs or len(os.sched_getaffinity(0))
+    if jobs == 1:
+        yield None
+        return
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("fork")) as pool:
+        yield pool
+
+
+def _show(made: CapacityPlan, request: PlanRequest, tests: Sequence[StressResult]) -> None:
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=110)
+    demand, slo = made.demand, request.slo
+    rate = f"{demand.rate_rps:.3g} requests/s" if demand.rate_rps else "as many as the GPUs hold"
+    console.print(
+        f"{demand.mix.isl:.0f} prompt tokens ({demand.mix.hit_rate:.0%} shared), "
+        f"{demand.mix.osl:.0f} output tokens, {rate}; {made.configurations:,} configurations "
+        f"analysed in {made.analytic_seconds:.1f} s, {made.seconds:.1f} s in all."
+    )
+    percentile = f"p{slo.percentile:g}"
+    table = Table("fleet", "GPUs", "tp", "batch", "KV", "req/s", f"TTFT {percentile}",
+                  f"ITL {percentile}", "tok/s/GPU", "$/M out", "inside", "error")  # fmt: skip
+    for item in made.pareto:
+        table.add_row(*_row(item))
+    for item in made.dominated:
+        table.add_row(*_row(item), style="dim")
+    console.print(table)
+    best = made.best
+    verdict = "keeps the objective" if made.meets else "does not keep the objective"
+    console.print(
+        f"Recommended: {best.configuration.name}, {_reason(made, request)}; it {verdict} in "
+        "simulation. Dim rows are dominated; error is TTFT, ITL and E2E of the analysis against "
+        "the simulation."
+    )
+    duals = ", ".join(
+        f"{name.replace('_', ' ')} {figures['share']:+.1%}" for name, figures in made.duals.items()
+    )
+    console.print(f"Worth in output tokens/s, by the analysis: {duals}.")
+    for test in tests:
+        health = "healthy" if test.healthy else f"not healthy: {test.reason}"
+        console.print(
+            f"{test.name} ({test.rate_rps:.3g} requests/s): {test.attained:.1%} inside; {health}."
+        )
+
+
+def _reason(made: CapacityPlan, request: PlanRequest) -> str:
+    gpus = ", ".join(f"{count} {name}" for name, count in made.best.configuration.gpus.items())
+    rivals = [item for item in (*made.pareto, *made.dominated) if item is not made.best]
+    inside = [item for item in rivals if (item.figures.attained or 0.0) >= request.slo.share]
+    if not inside:
+        return f"on {gpus}, nearest to the objective of those simulated"
+    return f"on {gpus}, cheapest for a token of the {len(inside) + 1} that keep the objective"
+
+
+def _row(item: PlannedConfiguration) -> list[str]:
+    made, figures, error = item.configuration, item.figures, item.error
+    usd = figures.usd_per_million_output
+    return [
+        made.name,
+        " ".join(f"{count}x{name}" for name, count in made.gpus.items()),
+        "/".join(str(tp) for tp in made.tp.values()),
+        "/".join(str(batch) for batch in made.batch.values()),
+        made.kv_dtype or "model",
+        f"{figures.rate_rps:.3g}",
+        f"{figures.ttft_s:.3g} s",
+        f"{figures.itl_s * 1e3:.3g} ms",
+        f"{figures.output_tok_s_per_gpu:.0f}",
+        "-" if usd is None else f"{usd:.3f}",
+        "-" if figures.attained is None else f"{figures.attained:.1%}",
+        "-" if error is None else " ".join(f"{value:+.0%}" for value in error.values()),
+    ]

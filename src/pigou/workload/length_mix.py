@@ -1,0 +1,113 @@
+"""A mix of request lengths: shares, prompts and answers, and a prefix that all share."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect
+from itertools import accumulate, count
+from random import Random
+from typing import Self
+
+import msgspec
+import numpy as np
+
+from pigou.config import ConfigError
+from pigou.request import SECOND
+from pigou.sim.arrival_rate import RateSchedule, renewal_times
+from pigou.sim.workload import MAX_TOKENS, OpenLoop, RequestSession, RequestSpec
+
+_PART = re.compile(r"([\d.]+):(\d+)/(\d+)")
+#: Tokens of a block id.
+_BLOCK = 16
+#: Scope of the block ids.
+_SCOPE = 2
+
+
+class LengthMix(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests of a few lengths.
+
+    Attributes:
+        parts: share (they add up to 1), prompt tokens and output tokens of each kind.
+        prefix: tokens at the beginning of each prompt that all have in common.
+    """
+
+    parts: tuple[tuple[float, int, int], ...]
+    prefix: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> tuple[Self, str]:
+        """Read `mix=0.7:512/128,0.3:4096/256[,prefix=N]`; return what else there is, too.
+
+        Raises:
+            ConfigError: a part is not understood, or shares do not add up to 1.
+        """
+        parts: list[tuple[float, int, int]] = []
+        prefix, others = 0, []
+        for item in text.removeprefix("mix=").split(","):
+            match = _PART.fullmatch(item.strip())
+            if match is not None:
+                parts.append((float(match[1]), int(match[2]), int(match[3])))
+            elif item.startswith("prefix="):
+                prefix = _tokens("prefix", item.removeprefix("prefix="))
+            elif "=" in item:
+                others.append(item)
+            else:
+                raise ConfigError(f"mix has {item!r}; write SHARE:PROMPT/OUTPUT, like 0.7:512/128")
+        for _, prompt, output in parts:
+            if not 1 <= prompt <= MAX_TOKENS or not 1 <= output <= MAX_TOKENS:
+                raise ConfigError(f"mix has {prompt}/{output}; tokens must be 1 to {MAX_TOKENS}")
+        total = sum(share for share, _, _ in parts)
+        if abs(total - 1.0) > 1e-6:
+            raise ConfigError(f"mix: the shares add up to {total:g}; they must add up to 1")
+        if parts and prefix >= min(prompt for _, prompt, _ in parts):
+            raise ConfigError(f"mix: prefix is {prefix}; it must be below the shortest prompt")
+        return cls(parts=tuple(parts), prefix=prefix), ",".join(others)
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of the longest request."""
+        return max(prompt + output for _, prompt, output in self.parts)
+
+    def arrivals(
+        self, rate: float | RateSchedule, cv: float, requests: int, seconds: float, seed: int
+    ) -> OpenLoop:
+        """Return requests at random times (`renewal_times`).
+
+        Args:
+            rate: requests a second, or a schedule of them.
+            cv: standard deviation of a gap over its mean; 1 is Poisson.
+            requests: at most; 0 takes all those of `seconds`.
+            seconds: in which they are sent; 0 takes `requests` of them.
+            seed: of kinds and gaps.
+
+        Raises:
+            ConfigError: neither `requests` nor `seconds` ends them.
+        """
+        schedule = RateSchedule.of(rate)
+        if requests < 0 or seconds < 0 or not (requests or seconds or schedule.is_finite):
+            raise ConfigError(
+                f"n is {requests} and hold {seconds} s; say how many: n=COUNT or hold=SECONDS"
+            )
+        rng, fresh = Random(seed), count(self.prefix // _BLOCK)
+        bounds = list(accumulate(share for share, _, _ in self.parts))
+        shared = tuple(range(self.prefix // _BLOCK))
+        sessions: list[RequestSession] = []
+        for start in renewal_times(rate, cv, np.random.default_rng(seed)):
+            if (requests and len(sessions) == requests) or (seconds and start >= seconds * SECOND):
+                break
+            kind = min(bisect(bounds, rng.random() * bounds[-1]), len(self.parts) - 1)
+            _, prompt, output = self.parts[kind]
+            ids: tuple[int, ...] = ()
+            if shared:
+                ids = shared + tuple(next(fresh) for _ in range(prompt // _BLOCK - len(shared)))
+            spec = RequestSpec(prompt, output, ids, _SCOPE, float(_BLOCK)) if ids else (
+                RequestSpec(prompt, output)
+            )  # fmt: skip
+            sessions.append(RequestSession(start, (spec,)))
+        return OpenLoop(tuple(sessions), rates=(schedule,))
+
+
+def _tokens(name: str, text: str) -> int:
+    if not text.isdigit():
+        raise ConfigError(f"mix: {name} is {text!r}; it must be a number of tokens")
+    return int(text)
