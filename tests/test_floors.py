@@ -24,7 +24,12 @@ FLOORS = {
 PURE = {"games", "kv", "engine", "control", "lifecycle"}
 IMPURE_MODULES = {"asyncio", "socket", "socketserver", "time", "zmq", "aiohttp", "threading"}
 #: Neighbours on a floor that may know one another, one way.
-NEIGHBOURS = {("worker", "runtime"), ("worker", "sim"), ("fleet", "workload")}
+NEIGHBOURS = {
+    ("worker", "runtime"),
+    ("worker", "sim"),
+    ("fleet", "workload"),
+    ("capacity", "workload"),
+}
 
 
 def room(path: Path) -> str:
