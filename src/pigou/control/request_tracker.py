@@ -56,7 +56,9 @@ class RequestTracker:
         new = worker.id not in self.state.row
         self.state.up(worker)
         if new:
-            self.latency_model.add_worker(worker.rehearsed, now)
+            self.latency_model.add_worker(worker.rehearsed, now, worker.location)
+        else:
+            self.latency_model.move_worker(self.state.row[worker.id], worker.location)
 
     def down(self, worker: str) -> None:
         """A worker is gone."""
@@ -132,7 +134,9 @@ class RequestTracker:
         if not routed.remote and row is not None and routed.prefill is not None:
             self._learn(row, routed, now)
         elif routed.transfer_alone and row is not None and self._has_no_prompts(routed):
-            self.latency_model.transferred(row, routed.request.prompt, routed.prefill_done_at, now)
+            source = self.state.row.get(routed.prefill_worker)
+            tokens = routed.request.prompt
+            self.latency_model.transferred(row, tokens, routed.prefill_done_at, now, source)
         self._computed(routed, now, row)
         routed.first_token_at = now
         self.state.slots.streaming[routed.slot] = True
@@ -291,6 +295,7 @@ class RequestTracker:
                 now,
                 prompt,
                 not routed.prompts_ahead,
+                self.state.row.get(routed.read.worker),
             )
 
     def _has_no_prompts(self, routed: RoutedRequest) -> bool:

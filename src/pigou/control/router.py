@@ -158,6 +158,8 @@ def _choice(candidates: Candidates, pick: Pick, fleet: FleetView, held: Counts) 
 
 #: Prefill workers that are considered with each decode worker.
 PREFILL_CHOICES = 4
+#: Racks of which the idlest one is considered too, where racks are known.
+RACK_CHOICES = 8
 #: Sets of pairs that are remembered; more are forgotten all at once.
 _SETS = 256
 
@@ -214,10 +216,10 @@ def candidates(request: Request, fleet: FleetView, open_: Flags, room: Flags) ->
 
     Every decode worker with room, with local prefill, and with each of the prefill workers that
     would have computed this prompt soonest (fewest tokens, those that wait and the prompt's own
-    uncached ones). A worker that also decodes computes prompts for pure decode workers only
-    where there is no pure prefill worker. Both are of one version. A prompt below one block of
-    the prefill worker has nothing to transfer, so it is computed where it is decoded; so is one
-    that may not be split.
+    uncached ones), of the fleet and of its rack. A worker that also decodes computes prompts for
+    pure decode workers only where there is no pure prefill worker. Both are of one version. A
+    prompt below one block of the prefill worker has nothing to transfer, so it is computed where
+    it is decoded; so is one that may not be split.
 
     Args:
         request: the request.
@@ -256,6 +258,16 @@ def _prefillers(request: Request, fleet: FleetView, open_: Flags) -> Rows:
     order = chosen[np.argsort(tokens, kind="stable")]
     versions = fleet.version[order]
     if not (versions != versions[0]).any():
-        return order[:PREFILL_CHOICES]
-    sets = [order[versions == version][:PREFILL_CHOICES] for version in np.unique(versions)]
+        return _idlest(order, fleet)
+    sets = [_idlest(order[versions == version], fleet) for version in np.unique(versions)]
     return np.concatenate(sets)
+
+
+def _idlest(order: Rows, fleet: FleetView) -> Rows:
+    """Return the first few of some workers, and the first of each rack, (chosen,)."""
+    links = fleet.estimates.links
+    if links is None or len(links.factors) == 1:
+        return order[:PREFILL_CHOICES]
+    _, firsts = np.unique(links.racks[order], return_index=True)
+    chosen = np.union1d(np.arange(min(PREFILL_CHOICES, len(order))), np.sort(firsts)[:RACK_CHOICES])
+    return order[chosen]

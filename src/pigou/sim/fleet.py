@@ -20,6 +20,7 @@ from pigou.control.messages import (
     WorkerDraining,
     WorkerUp,
 )
+from pigou.control.placement.topology import Distance, distance
 from pigou.control.plane import ControlPlane
 from pigou.control.planner.messages import WorkerState
 from pigou.control.price_of_anarchy import PoAEstimate
@@ -27,10 +28,11 @@ from pigou.control.pull_queue.config import PullQueueConfig
 from pigou.control.routing.policy import RoutingPolicy
 from pigou.engine.plan import Finished, Load
 from pigou.events import KVEvent
-from pigou.request import SECOND, Worker
+from pigou.request import SECOND, UNKNOWN_LOCATION, Worker
 from pigou.sim.dispatch import Dispatcher
 from pigou.sim.fleet_config import FleetConfig
-from pigou.sim.network import Network
+from pigou.sim.fleet_placer import FleetPlacer
+from pigou.sim.network import Network, Way
 from pigou.sim.request_run import Leg
 from pigou.sim.streams import ITLHistogram
 from pigou.sim.timing import Slowed
@@ -77,13 +79,25 @@ class SimulatedFleet:
             pull: of a prefill queue that workers pull from; None where prompts are pushed.
 
         Raises:
-            ConfigError: the block sizes differ, or the policy is not known.
+            ConfigError: the block sizes differ, the policy is not known, or hosts lack room.
         """
         if len({spec.engine.block_size for spec in specs}) != 1:
             raise ConfigError("fleet: workers have different block_size; give all the same")
         # To explain a decision takes longer than to make it.
         self.plane = ControlPlane(msgspec.structs.replace(control, max_decisions=0), policy)
-        self.network = Network(config.link, clock)
+        self.network = Network(config.link, clock, self._way if config.topology else None)
+        self.placer: FleetPlacer | None = None
+        if config.topology is not None:
+            wanted = [
+                (group.role, spec.gpus)
+                for group, spec in zip(config.workers, specs, strict=True)
+                for _ in range(group.count)
+            ]
+            self.placer = FleetPlacer(config.topology, wanted, seed)
+            self._links = [
+                Way(8.0 / way.gbps, round(way.latency_us * 1000), level is not Distance.HOST)
+                for level, way in zip(Distance, config.topology.links, strict=True)
+            ]
         self.itl = ITLHistogram()
         self.assessments: list[PoAEstimate] = []
         self.placements: list[Placement] = []
@@ -141,6 +155,7 @@ class SimulatedFleet:
             overtakes=engine.order == "priority",
             layout=spec.layout,
             rehearsed=spec.rehearsed,
+            location=UNKNOWN_LOCATION if self.placer is None else self.placer.add(group.role),
         )
         worker = FleetWorker(number, info, spec, since_ns=self._clock.now)
         self._by_name[name] = worker
@@ -194,9 +209,20 @@ class SimulatedFleet:
             self.dispatcher.observe(WorkerDraining(worker.name), now)
         legs = self._end_life(worker)
         worker.enter(None, now)
+        self._free_host(worker)
         self._notice_death(worker, now)
         for leg in legs:
             self.dispatcher.broken(leg, now)
+
+    def _free_host(self, worker: FleetWorker) -> None:
+        """A worker is gone for good: its host has room for another."""
+        if self.placer is not None:
+            self.placer.remove(worker.info.role, worker.info.location)
+
+    def _way(self, source: int, target: int) -> Way:
+        """Return what lies between two workers."""
+        locations = (self.workers[number].info.location for number in (source, target))
+        return self._links[distance(*locations)]
 
     def readmit(self, worker: FleetWorker, now: int) -> None:
         """A worker serves again, in its present role, with what it runs and has cached."""
@@ -219,6 +245,8 @@ class SimulatedFleet:
             return
         legs = self._end_life(worker)
         worker.enter(WorkerState.STARTING if comes_back else None, now)
+        if not comes_back:
+            self._free_host(worker)
         detect = round(self._config.detect_ms * _MS)
         if detect:
             self._clock.at(

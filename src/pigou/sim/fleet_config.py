@@ -15,6 +15,7 @@ from pigou.sim.arrival_rate import MAX_SECONDS
 from pigou.sim.network import LinkConfig
 from pigou.sim.scaling_config import RoleFlipConfig, StartUpConfig
 from pigou.sim.setup import TierConfig
+from pigou.sim.topology_config import TopologyConfig
 from pigou.yaml_file import read_yaml
 
 _PART = re.compile(r"(\d+)(x?)(p|d|both|prefill|decode)")
@@ -164,6 +165,7 @@ class FleetConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         start_up: of workers that a planner adds.
         flip: of a worker that changes its role.
         drain_s: seconds after which streams of a draining worker migrate; 0 for never.
+        topology: hosts that the workers are placed on; None where all are equally far apart.
     """
 
     workers: tuple[WorkerGroup, ...]
@@ -176,6 +178,7 @@ class FleetConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     start_up: StartUpConfig = StartUpConfig()
     flip: RoleFlipConfig = RoleFlipConfig()
     drain_s: float = 0.0
+    topology: TopologyConfig | None = None
 
     def __post_init__(self) -> None:
         """Refuse fleets that cannot decode, or that no memory holds."""

@@ -130,6 +130,11 @@ class Membership:
             return False
         return self.pools[source].make == self.pools[target].make
 
+    def start_refusal(self, pool: str) -> str:
+        """Return why no further worker of a pool can be placed now; empty where one can."""
+        placer = self._fleet.placer
+        return "" if placer is None else placer.refusal(self.pools[pool].role)
+
     def is_last_decoder(self, worker: FleetWorker) -> bool:
         """Whether a worker decodes, and no other one that is ready does."""
         ready = [w for w in self._fleet.workers if w.state is WorkerState.READY]
@@ -303,6 +308,8 @@ class Membership:
         if flip.seconds and not flip.drains:  # it gets nothing while it changes
             self._fleet.dispatcher.observe(WorkerDraining(worker.name), now)
         worker.enter(WorkerState.STARTING, now)
+        if self._fleet.placer is not None:
+            self._fleet.placer.flip(worker.info.role, worker.info.location, role)
         worker.info = replace(worker.info, role=role)
         worker.pool = pool
         worker.epoch += 1

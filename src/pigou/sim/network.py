@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -47,6 +48,21 @@ class LinkConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         return 8.0 / self.gbps if self.gbps else 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Way:
+    """What lies between two workers beside their own links.
+
+    Attributes:
+        nanos_per_byte: that a transfer takes at least.
+        latency_ns: until the first byte arrives, in place of the link's.
+        own_links: whether it goes over the links of the workers, too.
+    """
+
+    nanos_per_byte: float
+    latency_ns: int
+    own_links: bool = True
+
+
 @dataclass(slots=True, eq=False)
 class _Transfer:
     number: int
@@ -54,6 +70,7 @@ class _Transfer:
     target: int
     left: float
     done: Event
+    way: Way
     since: int = 0
     pace: float = 0.0  # nanoseconds a byte
     version: int = 0
@@ -62,14 +79,17 @@ class _Transfer:
 class Network:
     """Moves bytes between workers, which are known by number."""
 
-    def __init__(self, config: LinkConfig, clock: Clock) -> None:
-        """Start with idle links."""
+    def __init__(
+        self, config: LinkConfig, clock: Clock, ways: Callable[[int, int], Way] | None = None
+    ) -> None:
+        """Start with idle links; `ways` says what lies between two workers beside them."""
         self.config = config
+        direct = Way(0.0, round(config.latency_us * 1000))
+        self._ways = ways or (lambda _source, _target: direct)
         self.transfers = 0
         self.bytes = 0
         self._clock = clock
         self._both = config.ends == "both"
-        self._latency = round(config.latency_us * 1000)
         self._out: dict[int, list[_Transfer]] = {}
         self._in: dict[int, list[_Transfer]] = {}
         self._free: dict[tuple[str, int], int] = {}
@@ -78,15 +98,16 @@ class Network:
         """Move `size` bytes; `done` is called when the last has arrived, some time after `now`."""
         self.transfers += 1
         self.bytes += size
-        transfer = _Transfer(self.transfers, source, target, float(size), done)
-        if not self.config.gbps:
-            self._arrive(transfer, now)
+        way = self._ways(source, target)
+        transfer = _Transfer(self.transfers, source, target, float(size), done, way)
+        if not self.config.gbps or not way.own_links:
+            self._arrive(transfer, now + math.ceil(size * way.nanos_per_byte))
         elif self.config.sharing == "fifo":
             links = [("in", target)]
             if self._both:
                 links.append(("out", source))
             begin = max(now, *(self._free.get(link, 0) for link in links))
-            last = begin + math.ceil(size * self.config.nanos_per_byte)
+            last = begin + math.ceil(size * max(self.config.nanos_per_byte, way.nanos_per_byte))
             self._free.update(dict.fromkeys(links, last))
             self._arrive(transfer, last)
         else:
@@ -96,7 +117,7 @@ class Network:
             self._share(source, target, now)
 
     def _arrive(self, transfer: _Transfer, sent: int) -> None:
-        at = max(sent + self._latency, self._clock.now + 1)
+        at = max(sent + transfer.way.latency_ns, self._clock.now + 1)
         self._clock.at(at, Phase.LINK, transfer.number, transfer.done)
 
     def _share(self, source: int, target: int, now: int) -> None:
@@ -106,7 +127,7 @@ class Network:
             sharers = len(self._in[transfer.target])
             if self._both:
                 sharers = max(sharers, len(self._out[transfer.source]))
-            pace = self.config.nanos_per_byte * sharers
+            pace = max(self.config.nanos_per_byte * sharers, transfer.way.nanos_per_byte)
             if pace == transfer.pace:
                 continue
             if transfer.pace:

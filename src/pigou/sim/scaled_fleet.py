@@ -69,9 +69,10 @@ class ScaledFleets:
         fleet, worker = self._at(id)
         return fleet.membership.is_last_decoder(worker)
 
-    def start_refusal(self, pool: str) -> str:  # noqa: ARG002 (a fleet of real machines has some)
-        """Return nothing: every pool can grow."""
-        return ""
+    def start_refusal(self, pool: str) -> str:
+        """Return why a pool cannot grow: no host has room; empty where it can."""
+        fleet, own = self._pool(pool)
+        return fleet.membership.start_refusal(own)
 
     def flip_refusal(self, id: str, pool: str) -> str:
         """Return why a worker cannot serve in another pool; empty where it can."""

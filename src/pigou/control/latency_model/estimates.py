@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.compiled import bare_kernel
+from pigou.control.latency_model.link_factors import LinkTable, unlabelled
 from pigou.games.latency import LatencyLaw
 
 Numbers: TypeAlias = NDArray[np.float64]
@@ -81,6 +82,7 @@ class Estimates:
 
     Attributes:
         table: all of them, by the names in `ROWS`, shape (24, workers).
+        links: between the hosts of the workers; None where they are not known.
         prefill_base: seconds that a prompt takes apart from its tokens.
         prefill_token: seconds that each uncached token of a prompt takes.
         transfer_base: seconds from a remote prefill's end to the first token, apart from tokens.
@@ -105,6 +107,7 @@ class Estimates:
     """
 
     table: Numbers
+    links: LinkTable | None = None
 
     prefill_base = _row("prefill_base")
     prefill_token = _row("prefill_token")
@@ -138,7 +141,7 @@ class Estimates:
 
     def copy(self) -> Self:
         """Return the same speeds in an array of their own."""
-        return type(self)(self.table.copy())
+        return type(self)(self.table.copy(), self.links)
 
     def learn(self, row: int, law: LatencyLaw) -> None:
         """Set the law of one worker's ITL.
@@ -149,6 +152,11 @@ class Estimates:
         for name in _LAW:
             getattr(self, name)[row] = min(getattr(law, name), _FAR)
         self.a[row] = max(self.a[row], MIN_SLOPE * law(1.0))
+
+    @property
+    def link_table(self) -> LinkTable:
+        """Factors of the links between the hosts of the workers."""
+        return unlabelled(self.table.shape[1]) if self.links is None else self.links
 
     def itl(self, rows: NDArray[np.integer], n: Numbers) -> Numbers:
         """Return the seconds between tokens of worker `rows[i]` with `n[i]` streams, (rows,)."""

@@ -27,6 +27,7 @@ from pigou.control.latency_model.estimates import (
     PREFILL_TOKEN,
     PRIOR_LAW,
     PRIOR_PREFILL,
+    PRIOR_TRANSFER,
     ROWS,
     TRANSFER_BASE,
     TRANSFER_TOKEN,
@@ -45,6 +46,7 @@ from pigou.control.latency_model.itl_samples import (
     sample_table,
     subtract_prompts,
 )
+from pigou.control.latency_model.link_factors import LinkFactors
 from pigou.control.latency_model.prefill_interference import PrefillInterference
 from pigou.control.latency_model.request_sizes import ContextLength, OutputLength, PromptSizes
 from pigou.control.latency_model.throughput_sampler import ThroughputSample, ThroughputSampler
@@ -56,7 +58,7 @@ from pigou.control.latency_model.worker_factors import (
     of_streams,
 )
 from pigou.games.latency import LatencyLaw, OnlineFit
-from pigou.request import SECOND, Rehearsed
+from pigou.request import SECOND, UNKNOWN_LOCATION, Location, Rehearsed
 
 #: Most streams that the law of ITL is fitted to; it goes on past them.
 _MAX_STREAMS = 256.0
@@ -80,7 +82,7 @@ class LatencyModel:
     it ended. These times are fitted by a line over uncached tokens and, where prompts are long
     enough for that to show, over pairs of tokens (attention).
     Transfer: from a remote prefill's end to the first token, by a line over tokens, of those that
-    waited for no prompt.
+    waited for no prompt. Between hosts a token takes a factor longer (`LinkFactors`).
     ITL: samples of `ThroughputSampler`, by a `LatencyLaw` and by the tokens that streams held,
     since each step reads the keys and values of all of them. What prompts took beside them is
     subtracted (`PrefillInterference`).
@@ -115,6 +117,7 @@ class LatencyModel:
         self._prefill_factors = WorkerFactors()
         self._transfer_factors = WorkerFactors()
         self._itl_factors = WorkerFactors()
+        self._links = LinkFactors()
         self._rate = np.zeros(0)
         self._rated_at = np.zeros(0, dtype=np.int64)
         self._last_done = np.zeros(0, dtype=np.int64)
@@ -127,10 +130,14 @@ class LatencyModel:
     def _factors(self) -> tuple[WorkerFactors, WorkerFactors, WorkerFactors]:
         return self._prefill_factors, self._transfer_factors, self._itl_factors
 
-    def add_worker(self, startup: Sequence[Rehearsed] = (), now: int = 0) -> None:
+    def add_worker(
+        self, startup: Sequence[Rehearsed] = (), now: int = 0,
+        location: Location = UNKNOWN_LOCATION,
+    ) -> None:  # fmt: skip
         """A worker joined; its row is the last. Its startup profile is learned."""
         for factors in self._factors:
             factors.add_worker()
+        self._links.add_worker(location)
         self._rate = np.append(self._rate, 0.0)
         self._rated_at = np.append(self._rated_at, 0)
         self._last_done = np.append(self._last_done, 0)
@@ -139,10 +146,16 @@ class LatencyModel:
         if startup:
             self._learn_startup(len(self._rate) - 1, startup, now)
 
+    def move_worker(self, row: int, location: Location) -> None:
+        """Worker `row` has these labels now."""
+        self._links.move_worker(row, location)
+        self._estimates = None
+
     def remove_worker(self, row: int) -> None:
         """A worker left."""
         for factors in self._factors:
             factors.remove_worker(row)
+        self._links.remove_worker(row)
         self._rate = np.delete(self._rate, row)
         self._rated_at = np.delete(self._rated_at, row)
         self._last_done = np.delete(self._last_done, row)
@@ -200,19 +213,14 @@ class LatencyModel:
         return True
 
     def prompt_fetched(
-        self,
-        row: int,
-        tokens: int,
-        fetched: int,
-        sent: int,
-        now: int,
-        prompt: int,
-        was_idle: bool,
-    ) -> None:
+        self, row: int, tokens: int, fetched: int, sent: int, now: int, prompt: int,
+        was_idle: bool, source: int | None = None,
+    ) -> None:  # fmt: skip
         """A prompt was computed of which `fetched` tokens came from another worker's cache.
 
         What it took beyond computing is the fetch, if the worker had no other prompt meanwhile
-        (`was_idle`); else it may have queued. The rest is as for `prompt_computed`.
+        (`was_idle`); else it may have queued. The rest is as for `prompt_computed`. `source` is
+        the row of the other worker, None where it is gone.
         """
         began = max(sent, self._last_done.item(row))
         clean = was_idle and began == sent
@@ -222,7 +230,8 @@ class LatencyModel:
         elapsed_s = max(0, now - began) / SECOND
         self._count_prompt(row, tokens, float(pairs(tokens, prompt)), min(elapsed_s, service_s))
         if clean:
-            self._fetch.observe(float(fetched), elapsed_s - service_s, now)
+            link = 1.0 if source is None else self._links.factor(source, row)
+            self._fetch.observe(link * fetched, elapsed_s - service_s, now)
 
     def _count_prompt(self, row: int, tokens: int, token_pairs: float, seconds: float) -> None:
         """Count a computed prompt, and the time that its worker was busy with it."""
@@ -230,14 +239,23 @@ class LatencyModel:
         self.sampler.add_prompt(row, size, seconds)
         self._prompts.observe(tokens, token_pairs)
 
-    def transferred(self, row: int, tokens: int, began_ns: int, now: int) -> None:
+    def transferred(
+        self, row: int, tokens: int, began_ns: int, now: int, source: int | None = None
+    ) -> None:
         """A remote prefill's tokens reached worker `row`, and its first token followed.
 
         The worker had no prompts at `began_ns` and has none now. A prompt that it computed in
         between may have delayed the token, so nothing is learned then: prices have its wait apart.
+        `source` is the row of the worker that computed the prompt, None where it is gone.
         """
         if now > began_ns >= self._last_done.item(row):
-            self._learn(self._transfer, self._transfer_factors, row, tokens, now - began_ns, now)
+            size = float(tokens)
+            if source is not None:
+                size *= self._links.factor(source, row)
+                law = self._transfer.law if self._transfer.observed else PRIOR_TRANSFER
+                took_s = (now - began_ns) / SECOND / self._transfer_factors.factor(row, now)
+                self._links.learn(source, row, took_s, law, tokens, now)
+            self._learn(self._transfer, self._transfer_factors, row, size, now - began_ns, now)
 
     def generated(self, tokens: int) -> None:
         """A request ended after so many tokens."""
@@ -326,7 +344,7 @@ class LatencyModel:
         )
 
     def _learn(
-        self, fit: AffineFit, factors: WorkerFactors, row: int, size: int, nanos: int, now: int,
+        self, fit: AffineFit, factors: WorkerFactors, row: int, size: float, nanos: int, now: int,
         token_pairs: float = 0.0,
     ) -> None:  # fmt: skip
         seconds = nanos / SECOND
@@ -373,7 +391,7 @@ class LatencyModel:
         column[MEAN_PREFILL] = self._prompts.mean(*prompt)
         column[PREFILL_CV2] = self._prompts.cv2(*prompt)
         prefill, transfer, itl = (factors.factors(now) for factors in self._factors)
-        estimates = Estimates(np.empty((len(ROWS), len(self._rate))))
+        estimates = Estimates(np.empty((len(ROWS), len(self._rate))), self._links.table(now))
         common = (prefill[0], transfer[0], itl[0])
         fill(estimates.table, column, prefill[1], transfer[1], itl[1], common, min_slope)
         self._mean_prefill = estimates.mean_prefill

@@ -151,6 +151,16 @@ class GangScheduler:
         No pair of prefill and decode gets farther apart than the farthest is, where a node allows
         that; a required pack is never left.
         """
+        addition = self.addition(name, role)
+        if isinstance(addition, PlacementRefusal):
+            return addition
+        entry, replica = self._entries[name], addition.replicas[-1]
+        entry.replicas.append(replica)
+        self._resize(entry, role)
+        return replica
+
+    def addition(self, name: str, role: Role) -> GangPlacement | PlacementRefusal:
+        """Return how a gang would be with one more replica, its last; nothing is changed."""
         entry = self._entries[name]
         counts, demand = count_roles(entry.replicas), entry.gang.demand(role)
         if demand is None or not entry.replicas:
@@ -165,13 +175,11 @@ class GangScheduler:
                 best = best or packed
             elif not isinstance(best, GangPlacement) or _rank(packed, before) < _rank(best, before):
                 best = packed
-        if best is None or isinstance(best, PlacementRefusal):
-            whole = self._pack(entry.gang, wanted, entry.replicas)
-            return whole if isinstance(whole, PlacementRefusal) else PlacementRefusal(reason="")
-        replica = best.replicas[-1]
-        entry.replicas.append(replica)
-        self._resize(entry, role)
-        return replica
+        return (
+            best
+            if isinstance(best, GangPlacement)
+            else self._pack(entry.gang, wanted, entry.replicas)
+        )
 
     def remove(self, name: str, replica: Replica) -> Sequence[PlacementEffect]:
         """A gang gives up one of its replicas for good."""

@@ -118,7 +118,8 @@ def _refusal(
     gpus = sum(demand.gpus * count for demand, count in lacking)
     if gang.pack is None or not gang.pack.required:
         total = sum(free[node.host] for node in nodes)
-        return f"gang {gang.name} needs {gpus} GPUs, and the {total} free ones are too scattered"
+        why = f"{total} are free" if total < gpus else f"the {total} free ones are too scattered"
+        return f"gang {gang.name} needs {gpus} GPUs, and {why}"
     level = gang.pack.level
     groups = _domains(gang, nodes, placed)
     unlabelled = sum(not domain(node.location, level) for node in nodes)

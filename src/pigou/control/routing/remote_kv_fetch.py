@@ -89,7 +89,8 @@ def best_sources(
 @bare_kernel_over("control/routing", "control/latency_model")
 def choose_fetches(
     table: Numbers, layout: Counts, best: Counts, device: Counts, cached: Counts,
-    block_size: Counts, prompt: int, restore: tuple[float, float], fetches: FetchArrays,
+    block_size: Counts, prompt: int, restore: tuple[float, float],
+    links: tuple[Counts, Numbers], fetches: FetchArrays,
 ) -> int:  # fmt: skip
     """Write what each worker would fetch, as `RemoteFetches`; return how many would.
 
@@ -102,11 +103,13 @@ def choose_fetches(
         block_size: tokens in a block, (workers,).
         prompt: tokens.
         restore: shares of a token's seconds that one from host and one from storage takes.
+        links: hosts of the workers, and factors of the links between them.
         fetches: as `RemoteFetches`. Ready, host and storage are what the worker has itself when
             this is called.
     """
     source, ready, host, storage, seconds, saves = fetches
     host_restore, storage_restore = restore
+    hosts, factors = links
     count = 0
     for w in range(layout.shape[0]):
         peer = best[layout[w]]
@@ -121,7 +124,8 @@ def choose_fetches(
         below = host_restore * host[w] + storage_restore * storage[w]
         without_s = prefill_s(law, 1, left, left * (prompt - 0.5 * left)) + token_s * size * below
         left = float(prompt - blocks * size)
-        link_s = table[FETCH_BASE, w] + table[FETCH_TOKEN, w] * (blocks - device[w]) * size
+        token_link_s = table[FETCH_TOKEN, w] * factors[hosts[peer], hosts[w]]
+        link_s = table[FETCH_BASE, w] + token_link_s * (blocks - device[w]) * size
         saved_s = without_s - prefill_s(law, 1, left, left * (prompt - 0.5 * left)) - link_s
         if saved_s > 0.0:
             count += 1
@@ -164,9 +168,10 @@ def price_fetches(
         np.full(count, -1, dtype=np.int64), own.copy(), fleet.host.copy(), fleet.storage.copy(),
         np.zeros(count), np.zeros(count),
     )  # fmt: skip
+    links = fleet.estimates.link_table
     readers = choose_fetches(
         fleet.estimates.table, fleet.layout, best, fleet.device, own, fleet.block_size, prompt,
-        restore, (
+        restore, (links.hosts, links.factors), (
             fetches.source, fetches.ready, fetches.host, fetches.storage, fetches.seconds,
             fetches.saves,
         ),

@@ -115,6 +115,8 @@ class TollSetting(NamedTuple):
 
 LoadArrays: TypeAlias = tuple[Flags, Flags, Counts, Counts, Counts, Counts, Counts, Numbers]
 UnderWayArrays: TypeAlias = tuple[Counts, Counts, Counts]
+#: Hosts of the workers, (workers,), and factors of the links between hosts, (hosts, hosts).
+LinkArrays: TypeAlias = tuple[Counts, Numbers]
 CacheArrays: TypeAlias = tuple[Counts, Counts, Counts, Counts, Numbers, Counts]
 #: Workers of the candidates that prefill (-1 for local) and that decode, (candidates,) each.
 PairArrays: TypeAlias = tuple[Indices, Indices]
@@ -137,7 +139,7 @@ def cost_rows(
     """
     rows = np.empty((_PARTS + 1, len(candidates)))
     cached, backlog, fetches = fleet.cached(request.prompt), fleet.backlog, fleet.fetches
-    first = backlog or _NO_BACKLOG
+    first, links = backlog or _NO_BACKLOG, fleet.estimates.link_table
     price(
         fleet.estimates.table,
         (
@@ -157,6 +159,7 @@ def cost_rows(
         request.prompt,
         fleet.output,
         setting,
+        (links.hosts, links.factors),
         np.empty(len(fleet.prefills)),
         rows,
     )  # fmt: skip
@@ -274,7 +277,7 @@ def service_s(table: Numbers, w: int, tokens: float, prompt: float) -> float:
 def prospect_of(
     table: Numbers, load_arrays: LoadArrays, cache_arrays: CacheArrays, waits_s: Numbers,
     pair: tuple[int, int], prompt: int, output: float, restore: tuple[float, float],
-    around: tuple[int, float],
+    around: tuple[int, float], links: LinkArrays,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Return the fields of `Prospect` for one candidate.
 
@@ -288,6 +291,7 @@ def prospect_of(
         output: tokens expected.
         restore: seconds of a token from host memory, and from storage, as shares of computing it.
         around: of `way_round`.
+        links: hosts of the workers, and factors of the links between them.
     """
     load, caches = WorkerLoad(*load_arrays), PromptCaches(*cache_arrays)
     p, d = pair
@@ -309,7 +313,9 @@ def prospect_of(
         if n > 0.0:  # the rest of the step that runs, and its own
             delay_s, computed_s = stall_s, max(computed_s, 1.5 * step_s + stall_s)
     else:
-        transfer_s += table[TRANSFER_BASE, d] + table[TRANSFER_TOKEN, d] * missing
+        hosts, factors = links
+        transfer_s += table[TRANSFER_BASE, d]
+        transfer_s += table[TRANSFER_TOKEN, d] * missing * factors[hosts[p], hosts[d]]
         stored_s = service_s(table, p, float(prompt - caches.cached[p]), float(prompt))
     computed_s += table[PREFILL_TOKEN, p] * caches.block_size[p] * (
         restore[0] * caches.host[p] + restore[1] * caches.storage[p]
@@ -338,6 +344,7 @@ def price(
     prompt: int,
     output: float,
     setting_values: SettingValues,
+    links: LinkArrays,
     waits_s: Numbers,
     costs: Numbers,
 ) -> None:
@@ -353,6 +360,7 @@ def price(
         prompt: tokens.
         output: tokens expected.
         setting_values: `TollSetting`.
+        links: hosts of the workers, and factors of the links between them.
         waits_s: to work in, (workers,).
         costs: takes the parts in the order of `PARTS`, and the sum, shape (9, candidates).
     """
@@ -367,7 +375,16 @@ def price(
         pair = (d if prefill[i] < 0 else int(prefill[i])), d
         p = Prospect(
             *prospect_of(
-                table, load_arrays, cache_arrays, waits_s, pair, prompt, output, restore, around
+                table,
+                load_arrays,
+                cache_arrays,
+                waits_s,
+                pair,
+                prompt,
+                output,
+                restore,
+                around,
+                links,
             )
         )
         parts = (
