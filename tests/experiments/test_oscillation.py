@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -15,6 +16,7 @@ from pigou.experiments.oscillation import (
     distinct_splits,
     lag_limit_s,
     late_reversals,
+    settled_s,
     verdict,
 )
 from pigou.experiments.planned_fleet import START_UP_S, planned_figures
@@ -55,11 +57,38 @@ def test_a_reversal_is_a_turn_of_one_pool_after_it_should_rest() -> None:
 
 def test_the_paper_s_rule_oscillates_under_lag_and_price_does_not() -> None:
     reversals = {}
-    for name, planner in CONTENDERS.items():
-        made = constant_load(fleet("340b-1p2d"), planner, 50.0, seconds=500.0)
+    for name in ("paper", "price"):
+        made = constant_load(fleet("340b-1p2d"), CONTENDERS[name][0], 50.0, seconds=500.0)
         reversals[name] = late_reversals(planned_figures(made.simulation(1))["replicas"], 150.0)
     assert reversals["paper"] > 0
     assert reversals["price"] == 0
+
+
+#: Starts that are too small, or split wrong, shares of the load, and lags.
+QUICK = [((2, 4), 0.8, 200.0), ((5, 1), 0.5, 100.0), ((1, 5), 0.65, 150.0)]
+WIDE = [
+    (start, load, lag)
+    for start in ((1, 1), (1, 4), (1, 5), (2, 4), (3, 1), (4, 2), (5, 1))
+    for load in (0.35, 0.65, 0.9)
+    for lag in (0.0, 50.0, 150.0, 200.0)
+]
+
+
+@pytest.mark.parametrize(
+    ("start", "load", "lag", "seconds"),
+    [(*case, 700.0) for case in QUICK]
+    + [pytest.param(*case, 1200.0, marks=pytest.mark.slow) for case in WIDE],
+)
+def test_price_does_not_turn_after_an_overloaded_start_at_lags_up_to_twice_the_start_up(
+    start: tuple[int, int], load: float, lag: float, seconds: float
+) -> None:
+    made = constant_load(fleet("340b-1p2d"), "price", lag, seconds, start, load)
+    replicas = planned_figures(made.simulation(3))["replicas"]
+    assert late_reversals(replicas, settled_s(lag)) == 0
+    for pool in (0, 1):  # what a backlog asks for may go again, once
+        sizes = [split[pool] for split in distinct_splits(replicas)]
+        signs = [after > before for before, after in itertools.pairwise(sizes) if after != before]
+        assert sum(one != other for one, other in itertools.pairwise(signs)) <= 1
 
 
 def test_the_verdict_has_the_reversals_by_lag() -> None:
@@ -70,6 +99,8 @@ def test_the_verdict_has_the_reversals_by_lag() -> None:
     ]
     assert verdict(rows) == {
         "paper_late_reversals": {"1": 1, "2": 2},
+        "paper_overloaded_late_reversals": {"1": 0, "2": 0},
         "price_late_reversals": {"1": 0, "2": 0},
+        "price_overloaded_late_reversals": {"1": 0, "2": 0},
         "price_lag_limit_s": pytest.approx(200.0),
     }

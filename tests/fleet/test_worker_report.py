@@ -15,16 +15,18 @@ vllm:request_prefill_time_seconds_sum{engine="0"} 4
 
 def test_sums_are_over_all_engines_of_a_server() -> None:
     report = read_report(STOCK, 7)
-    assert report == (7, None, None, None, 2.0, 10.0, 4.0)
+    assert report == (7, None, None, None, 2.0, 10.0, 4.0, None)
 
 
 def test_own_seconds_of_prefill_go_before_those_of_requests_that_overlap() -> None:
     page = STOCK + b'pigou_prefill_seconds_total{engine="0"} 2.5\n'
-    assert read_report(page, 0).prefill_s == 2.5
+    page += b'pigou_prefill_tokens_total{engine="0"} 900\n'
+    report = read_report(page, 0)
+    assert (report.prefill_s, report.prefill_tokens) == (2.5, 900.0)
 
 
 def test_what_a_page_does_not_say_is_unknown_and_never_zero() -> None:
-    assert read_report(b"", 0) == (0, *[None] * 6)
+    assert read_report(b"", 0) == (0, *[None] * 7)
 
 
 def test_an_older_name_of_the_same_is_read() -> None:

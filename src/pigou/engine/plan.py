@@ -164,6 +164,11 @@ class Plan(msgspec.Struct):
         """Tokens computed in one step."""
         return int(self.counts.sum())
 
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens of chunks of prompts computed in one step."""
+        return int(self.counts[self.counts > 1].sum())
+
     def __bool__(self) -> bool:
         """Whether there is anything to compute (moves and loads may exist without)."""
         return len(self.rows) > 0

@@ -11,6 +11,10 @@ pi / 4 / S, S the start-up time it reckons with, so its corrections are stable f
 2 S. The rest of it has no gain: a plan stays while load and speeds stay in their bands, and what
 is on its way counts as supply. Moves are of whole workers, so the band must be wider than half a
 worker's share of the load.
+
+Each planner also begins overloaded. Clients give up there: prompts are computed for nobody,
+streams wait for decode, and KV that is not held so long is computed again by decode workers. No
+speed may be learned from that, and workers for the backlog are ordered once.
 """
 
 from __future__ import annotations
@@ -35,11 +39,17 @@ from pigou.sim.arrival_rate import RateSchedule
 LAGS = (0, 50, 100, 150, 200)
 #: Workers at the beginning, and of the budget.
 START, WORKERS = (3, 3), 6
+#: Workers at the beginning where these are too few of one role.
+OVERLOADED_START = (2, 4)
 #: Load of three prefill workers.
-_UTILISATION = 0.8
+UTILISATION = 0.8
 #: Seconds of a run, and start-up times after which a planner is to have settled.
 SECONDS, SETTLED_LAGS = 1200.0, 3.0
-CONTENDERS = {"paper": "dynamo-load", "price": "price"}
+CONTENDERS = {
+    "paper": ("dynamo-load", START), "price": ("price", START),
+    "paper_overloaded": ("dynamo-load", OVERLOADED_START),
+    "price_overloaded": ("price", OVERLOADED_START),
+}  # fmt: skip
 
 
 def oscillation(
@@ -47,8 +57,8 @@ def oscillation(
 ) -> Iterator[Row]:
     """Yield a row for each lag, in seconds, and planner."""
     for lag in levels:
-        for name, planner in CONTENDERS.items():
-            made = constant_load(fleet, planner, float(lag))
+        for name, (planner, start) in CONTENDERS.items():
+            made = constant_load(fleet, planner, float(lag), start=start)
             runs = []
             for seed in seeds:
                 figures = planned_figures(made.simulation(seed))
@@ -59,11 +69,17 @@ def oscillation(
 
 
 def constant_load(
-    fleet: PaperFleet, planner: str, lag_s: float, seconds: float = SECONDS
-) -> PlannedRun:
-    """Return a run at constant load near the budget's capacity."""
-    made = PlannedRun(fleet, planner, RateSchedule.of(1.0), seconds, START, WORKERS, lag_s)
-    return replace(made, schedule=RateSchedule.of(_UTILISATION * (WORKERS // 2) / made.prompt_s))
+    fleet: PaperFleet, planner: str, lag_s: float, seconds: float = SECONDS,
+    start: tuple[int, int] = START, utilisation: float = UTILISATION,
+) -> PlannedRun:  # fmt: skip
+    """Return a run at a constant load, by default near the budget's capacity.
+
+    Args:
+        fleet, planner, lag_s, seconds, start: of the run.
+        utilisation: load of half the budget as prefill workers.
+    """
+    made = PlannedRun(fleet, planner, RateSchedule.of(1.0), seconds, start, WORKERS, lag_s)
+    return replace(made, schedule=RateSchedule.of(utilisation * (WORKERS // 2) / made.prompt_s))
 
 
 def settled_s(lag_s: float) -> float:

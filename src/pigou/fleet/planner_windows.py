@@ -119,6 +119,7 @@ class PlannerWindows:
         self._add_prompts(member.id, counts, now if report is None else report.at_ns)
         cpu = _increase(cpu_s, before.cpu_s if before is not None else None)
         prefill_s = _increase(_prefill_s(report), _prefill_s(last))
+        counts.observe_tokens(_increase(_prefill_tokens(report), _prefill_tokens(last)))
         return WorkerWindow(
             id=member.id,
             state=member.state,
@@ -165,6 +166,10 @@ def cpu_seconds(pid: int) -> float | None:
 
 def _prefill_s(report: WorkerReport | None) -> float | None:
     return None if report is None else report.prefill_s
+
+
+def _prefill_tokens(report: WorkerReport | None) -> float | None:
+    return None if report is None else report.prefill_tokens
 
 
 def _mean_itl_s(report: WorkerReport | None, last: WorkerReport | None) -> float | None:

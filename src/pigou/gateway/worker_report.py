@@ -14,6 +14,7 @@ class WorkerReport(NamedTuple):
         kv_usage: share of its KV blocks in use, 0 to 1.
         itl_s, itl_count: sum and number of the seconds between tokens, since its start.
         prefill_s: seconds in which it computed prompts, since its start.
+        prefill_tokens: that it computed in them, those of prompts that were given up counted.
     """
 
     at_ns: int
@@ -23,3 +24,4 @@ class WorkerReport(NamedTuple):
     itl_s: float | None = None
     itl_count: float | None = None
     prefill_s: float | None = None
+    prefill_tokens: float | None = None

@@ -40,6 +40,7 @@ class _Progress:
     steps: int = 0
     busy_ns: int = 0
     prefill_ns: int = 0
+    prefill_tokens: int = 0
 
 
 class WindowMeter:
@@ -207,9 +208,10 @@ class WindowMeter:
         steps, busy_ns = sim.progress()
         new_steps, new_busy_ns = steps - before.steps, busy_ns - before.busy_ns
         prefill_s = max(0, sim.prefill_ns - before.prefill_ns) / SECOND  # 0 after a restart
+        counts.observe_tokens(max(0, sim.prefill_tokens - before.prefill_tokens))
         streams = worker.info.role is not Role.PREFILL and new_steps > 0
         block_size = worker.info.block_size
-        self._progress[worker.name] = _Progress(steps, busy_ns, sim.prefill_ns)
+        self._progress[worker.name] = _Progress(steps, busy_ns, sim.prefill_ns, sim.prefill_tokens)
         return WorkerWindow(
             id=life.id,
             state=life.state,

@@ -47,6 +47,7 @@ class SimWorker:
         core: plans its steps.
         steps: computed so far.
         busy_ns, prefill_ns: time of all of them, and of those that compute chunks of prompts.
+        prefill_tokens: of these chunks, those of prompts that were given up counted.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class SimWorker:
             None if tiers is None else TierLinks(self.core, tiers, number, clock, self.call_core)
         )
         self.timing, self._varies = timing, varies(timing)
-        self.steps = self.busy_ns = self.prefill_ns = 0
+        self.steps = self.busy_ns = self.prefill_ns = self.prefill_tokens = 0
         self._clock, self._listener = clock, listener
         self._stepwise, self._ahead = stepwise, int(ahead)
         self._lagging = lagging
@@ -341,6 +342,7 @@ class SimWorker:
         self.busy_ns += now - self._begin_ns
         if plan.counts.item(-1) > 1:
             self.prefill_ns += now - self._begin_ns
+            self.prefill_tokens += steps * plan.chunk_tokens
         self._events += effects.events
         if self._events and (
             effects.finished or plan.preempted or plan.started or max(plan.counts.tolist()) > 1

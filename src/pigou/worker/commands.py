@@ -156,6 +156,7 @@ class Gauges:
     steps_total: int = 0
     tokens_total: int = 0
     prefill_ns_total: int = 0
+    prefill_tokens_total: int = 0
     blocks_received_total: int = 0
     bytes_received_total: int = 0
     blocks_leased_total: int = 0
@@ -166,6 +167,7 @@ class Gauges:
         self.tokens_total += plan.tokens * result.steps
         if plan and plan.counts.item(-1) > 1:
             self.prefill_ns_total += int(result.durations.sum())
+            self.prefill_tokens_total += plan.chunk_tokens * result.steps
 
     def read(self, core: EngineCore, warm_queries: int) -> Gauges:
         """Take the core's figures; `warm_queries` are prefix queries of the warm-up."""

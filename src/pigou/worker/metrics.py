@@ -78,6 +78,7 @@ _OWN_COUNTERS = {
     "engine_steps": "Steps computed.",
     "computed_tokens": "Tokens computed in them, of prompts and outputs.",
     "prefill_seconds": "Seconds of the steps that computed chunks of prompts.",
+    "prefill_tokens": "Tokens of these chunks.",
 }
 REASONS = ("stop", "length", "abort", "error")
 SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
@@ -150,6 +151,7 @@ class WorkerMetrics:
             ("kv_entries_revived", "revived_total"),
             ("engine_steps", "steps_total"),
             ("computed_tokens", "tokens_total"),
+            ("prefill_tokens", "prefill_tokens_total"),
         ):
             value = getattr(gauges, total)
             if more := value - getattr(self._seen, total):

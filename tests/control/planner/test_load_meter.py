@@ -74,3 +74,14 @@ def test_means_of_a_worker_are_over_looks() -> None:
     counts.add_prompt(ComputedPrompt("w", 10, 4))
     assert (counts.mean_running, counts.mean_held_tokens) == (3.0, 20.0)
     assert counts.pairs == pytest.approx(4 * 8)
+
+
+def test_prompts_that_were_given_up_count_with_the_seconds_that_they_took() -> None:
+    counts = WorkerCounts()
+    counts.observe_tokens(50.0)
+    assert counts.tokens == 0  # of no prompt that ended
+    counts.add_prompt(ComputedPrompt("w", 10, 4))
+    counts.observe_tokens(None)
+    counts.observe_tokens(6.0)
+    assert (counts.prompts, counts.tokens) == (1, 6)
+    assert counts.pairs == pytest.approx(6 * 8)

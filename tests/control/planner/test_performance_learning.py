@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -186,6 +187,23 @@ def test_what_ttft_takes_without_a_queue_is_overhead() -> None:
         corrections.observe(seen, pool, TRUTH, MIX, 0.5, bare + 0.08)
     assert corrections.overhead_s == pytest.approx(0.08, rel=0.02)
     assert corrections.wait_factor == 1.0
+
+
+def test_a_decode_worker_that_computes_prompts_itself_is_not_slow() -> None:
+    """Its KV was not held for as long as its streams waited, and its steps compute it again."""
+    rng = np.random.default_rng(0)
+    factors = {}
+    for own_s in (0.1, 4.0):
+        corrections = Corrections(TIMES)
+        for step in range(100):
+            slow = msgspec.structs.replace(
+                worker(rng, "a", 2.0), prefill_s=own_s, computed_prompts=0
+            )
+            seen = window(5.0 * step, slow)
+            corrections.observe(seen, seen.pools[0], TRUTH, MIX, 1.0, 1.0)
+        factors[own_s] = corrections.decode_factor
+    assert factors[0.1] > 1.5
+    assert factors[4.0] == 1.0
 
 
 def test_queueing_adds_prefill_workers() -> None:

@@ -567,6 +567,17 @@ def test_a_flip_comes_before_a_start_where_it_is_quicker() -> None:
     assert not flips[100.0]
 
 
+def test_surplus_at_first_sight_is_held_unless_another_pool_lacks_its_gpus() -> None:
+    drains = {}
+    for gpus in (8, 32):
+        own = fleet(lambda t: 7.0, {"p": 2, "d": 6})
+        own.run(planner(Budget(max_gpus=gpus)), 170)
+        drains[gpus] = [a for _, a in own.moves if isinstance(a, DrainWorker)]
+        assert own.counts["p"] > 2
+    assert drains[8]
+    assert not drains[32]
+
+
 def test_classes_share_a_pool_and_the_strictest_counts() -> None:
     strict = WorkloadClass(name="chat", slo=Slo(ttft_s=0.4, itl_s=0.02), weight=2)
     counts = []

@@ -165,6 +165,16 @@ class WorkerCounts:
         self.tokens += computed.uncached
         self.pairs += float(pairs(computed.uncached, computed.prompt))
 
+    def observe_tokens(self, tokens: float | None) -> None:
+        """Let the worker's own count of prompt tokens take the place of the ended prompts'.
+
+        It is that of its seconds: prompts that a window cuts, that a client gave up, or whose first
+        token waits for a decode worker, take seconds too. None, and 0 of no prompt, change nothing.
+        """
+        if tokens is not None and self.tokens:
+            self.pairs *= tokens / self.tokens
+            self.tokens = round(tokens)
+
     def sample(self, running: float, held_tokens: float) -> None:
         """Add a look at its running requests, and at the tokens that they hold."""
         self.samples += 1

@@ -24,6 +24,8 @@ _MAX_BUSY = 0.9
 _MIN_WAIT = 0.3
 #: Services that a wait takes at most where what is left of TTFT is overhead.
 _NO_WAIT = 0.1
+#: Share of a window that a decode worker's own prompts may take where its ITL is that of streams.
+_MAX_OWN_PROMPTS = 0.2
 #: Waits are compared when the speed is known up to so much, as a logarithm.
 _SPEED_KNOWN = 0.05
 
@@ -95,6 +97,8 @@ class SpeedLearner:
     def _add_decode(self, worker: WorkerWindow, role: Role, seconds: float) -> None:
         streams, held, itl_s = worker.mean_running, worker.mean_held_tokens, worker.itl_s
         if not _positive(streams) or held is None or not _positive(itl_s):
+            return
+        if _computes_prompts(worker, role, seconds):
             return
         assert streams is not None
         assert itl_s is not None
@@ -270,6 +274,8 @@ def _decode_ratios(
         streams, held, itl_s = worker.mean_running, worker.mean_held_tokens, worker.itl_s
         if not _positive(streams) or not _positive(itl_s) or held is None:
             continue
+        if _computes_prompts(worker, role, seconds):
+            continue
         assert streams is not None
         assert itl_s is not None
         context = min(held / max(streams, 1.0), mix.isl + mix.osl)
@@ -278,6 +284,15 @@ def _decode_ratios(
             expected /= 1.0 - prefill_share(worker, model, seconds)
         ratios.append(itl_s / expected)
     return ratios
+
+
+def _computes_prompts(worker: WorkerWindow, role: Role, seconds: float) -> bool:
+    """Whether a decode worker computed prompts itself, whose steps are no measure of its streams.
+
+    It does where their KV was not held for as long as they waited.
+    """
+    own_s = worker.prefill_s
+    return role is Role.DECODE and own_s is not None and own_s > _MAX_OWN_PROMPTS * seconds
 
 
 def prefill_share(worker: WorkerWindow, model: PerformanceModel, seconds: float) -> float:

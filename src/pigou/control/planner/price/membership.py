@@ -28,13 +28,15 @@ class PoolMembers:
 
     Attributes:
         ordered: workers that were ordered, and in how many windows they did not show.
-        grown_ns: when it last grew, or was first seen.
+        seen_ns: when it was first seen.
+        grown_ns: when it last grew since; 0 where it did not.
         blocked_ns: until when nothing is started, because starts failed.
         foreign: workers that somebody else added (above 0) or drained (below 0) since the last
             window.
     """
 
     ordered: list[int] = field(default_factory=list)
+    seen_ns: int = 0
     grown_ns: int = 0
     blocked_ns: int = 0
     foreign: int = 0
@@ -63,7 +65,7 @@ class PoolMembership:
         for pool in window.pools:
             members = self._pools.get(pool.name)
             if members is None:
-                members = self._pools[pool.name] = PoolMembers(grown_ns=window.now_ns)
+                members = self._pools[pool.name] = PoolMembers(seen_ns=window.now_ns)
             own = {worker.id for worker in pool.workers}
             own_drains = {worker.id for worker in pool.in_state(WorkerState.DRAINING)}
             new = len(own - self._known)
@@ -74,7 +76,7 @@ class PoolMembership:
             if not self._is_first:
                 members.foreign = new - expected
                 members.foreign -= len(own_drains - self._drains - self._own_drains)
-            if new > 0:
+            if new > 0 and not self._is_first:
                 members.grown_ns = window.now_ns
             self._flips = {w: p for w, p in self._flips.items() if p != pool.name or w not in own}
             ids |= own

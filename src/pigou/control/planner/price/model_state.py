@@ -115,19 +115,20 @@ class ModelState:
         self._is_backlogged = False
         self._backlog = 0.0
 
-    def observe(self, window: PlannerWindow, is_settled: bool) -> None:
+    def observe(self, window: PlannerWindow, is_settled: bool, lacks: bool = False) -> None:
         """Take in one window.
 
         Args:
             window: of all models.
             is_settled: whether no pool of this model changes, so that attainment is the plan's.
+            lacks: whether workers are wanted that do not serve yet.
         """
         if self.tracker is None:
             self.tracker = LoadTracker(self._params, self._setup.times, window.seconds)
         pools = [pool for pool in window.pools if pool.model == self.name]
         load = self._merged(window)
         arrivals = self._arrivals(window, load, pools)
-        backlog = self._backlog_rps(pools, load)
+        backlog = self._backlog_rps(pools, load, lacks)
         lag_s = max(self._setup.times.start_up_s, 30.0)
         if self._is_backlogged:
             self._steady_ns = window.now_ns + int(lag_s * SECOND)
@@ -136,7 +137,8 @@ class ModelState:
         for pool in pools:
             if pool.name not in self.speeds:
                 self.speeds[pool.name] = PoolSpeed(self._setup, pool)
-            steady = load if window.now_ns >= self._steady_ns else None
+            is_steady = window.now_ns >= self._steady_ns and not streams_wait(pools)
+            steady = load if is_steady else None
             self.speeds[pool.name].observe(window, pool, steady, self.tracker)
         believed = is_settled and window.now_ns >= self._steady_ns
         self._learn_attainment(load, window.seconds, believed)
@@ -253,14 +255,16 @@ class ModelState:
         self._idle_s = self._idle_s + window.seconds if workers and idle else 0.0
         return 0.0 if self._idle_s > max(self._setup.times.start_up_s, 30.0) else None
 
-    def _backlog_rps(self, pools: Sequence[PoolWindow], load: LoadWindow | None) -> float:
+    def _backlog_rps(
+        self, pools: Sequence[PoolWindow], load: LoadWindow | None, lacks: bool
+    ) -> float:
         """Return the requests a second that a backlog adds to the load: the most of any pool.
 
         B requests are to be worked off in T = max(recovery_s, two start-ups): a worker that comes
         later than the queue is gone is of no use. What the ready workers have to spare is taken
         off: max(B / T - max(throughput - lambda, 0), 0). A queue counts from three times the
         objective on (shorter ones are the percentile's business). While workers are on their way,
-        which will work it off, it counts as it did before.
+        or wanted, which will work it off, it counts as it did before.
         """
         assert self.tracker is not None
         mix = self.tracker.mix
@@ -270,7 +274,7 @@ class ModelState:
         limit_s = _BACKLOG_LIMITS * min(slo.ttft_s for slo in self.slos)
         recovery_s = max(self._params.recovery_s, 2.0 * self._setup.times.start_up_s)
         gateway = (_number(load.queued) or 0.0) if load is not None else 0.0
-        extra, is_growing = 0.0, False
+        extra, is_growing = 0.0, lacks
         for pool in pools:
             is_growing |= bool(pool.starting)
             speed = self.speeds.get(pool.name)
@@ -324,6 +328,12 @@ def queued_requests(pool: PoolWindow, mix: RequestMix) -> float:
         return sum(_number(worker.waiting) or 0.0 for worker in ready)
     tokens = sum(_number(worker.queued_prefill_tokens) or 0.0 for worker in ready)
     return tokens / max(mix.computed, 1.0)
+
+
+def streams_wait(pools: Sequence[PoolWindow]) -> bool:
+    """Whether streams wait for a decode worker: then TTFT says nothing of prefill."""
+    workers = [w for p in pools if p.role is Role.DECODE for w in p.in_state(WorkerState.READY)]
+    return any(worker.waiting for worker in workers)
 
 
 def _number(value: float | None) -> float | None:

@@ -78,7 +78,7 @@ class PricePlanner:
         self._window = window
         for model in window.models:
             state = self._models.setdefault(model, ModelState(model, self.setup, self.params))
-            state.observe(window, self._is_settled(window, model))
+            state.observe(window, self._is_settled(window, model), self._lacks(window, model))
         for pool in window.pools:
             self._adopt(pool, window.now_ns)
 
@@ -322,6 +322,11 @@ class PricePlanner:
         else:
             minimum = self.setup.budget.min_of(pool.name)
             self._wanted[pool.name] = max(min(self._wanted[pool.name], supply), minimum)
+
+    def _lacks(self, window: PlannerWindow, model: str) -> bool:
+        """Whether a model's pools have fewer ready workers than are wanted."""
+        pools = [pool for pool in window.pools if pool.model == model]
+        return any(self._wanted.get(pool.name, 0) > pool.ready for pool in pools)
 
     def _is_settled(self, window: PlannerWindow, model: str) -> bool:
         """Whether the pools of a model have not changed for a start-up time."""

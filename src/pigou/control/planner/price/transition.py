@@ -46,7 +46,8 @@ class Transition:
     4. It starts the others, as far as the budget allows; GPUs of all states count, so the budget
        holds while workers drain. Pools with the largest value a GPU come first.
     5. What is surplus still is drained, cheapest victims first, but not before `hold_s` since the
-       pool last grew.
+       pool last grew, or was first seen. What another pool lacks for want of GPUs, or by a flip,
+       a pool gives that did not grow for so long: its first sight is no reason to starve others.
 
     Args:
         window: pools as they are.
@@ -78,6 +79,7 @@ class Transition:
             for pool in window.pools
         }
         self._gone: set[str] = set()
+        self._short_gpus = 0
         self.actions: list[Action] = []
         self.reasons: list[str] = []
 
@@ -147,7 +149,7 @@ class Transition:
 
     def _can_give(self, other: PoolWindow, pool: PoolWindow) -> bool:
         same = (other.model, other.gpus) == (pool.model, pool.gpus) and other.role != pool.role
-        return same and self._missing(other) < 0 and self._may_shrink(other)
+        return same and self._missing(other) < 0 and self._did_not_grow(other)
 
     def _start(self, pool: PoolWindow) -> None:
         missing = self._missing(pool)
@@ -158,6 +160,7 @@ class Transition:
             return
         count = min(missing, self._free_gpus(pool) // pool.gpus)
         if count < missing:
+            self._short_gpus += (missing - count) * pool.gpus
             self.reasons.append(
                 f"{pool.name}: the budget has no GPUs now for {missing - count} more"
             )
@@ -171,14 +174,18 @@ class Transition:
         if surplus <= 0:
             return
         if not self._may_shrink(pool):
-            self.reasons.append(f"{pool.name}: {surplus} too many, held since it grew")
-            return
+            needed = -(-self._short_gpus // pool.gpus) if self._did_not_grow(pool) else 0
+            held = surplus - needed
+            surplus = min(surplus, needed)
+            if held > 0:
+                self.reasons.append(f"{pool.name}: {held} too many, held since it grew")
         victims = [(rates.loss_s[pool.name](w), w.id, w) for w in self._drainable(pool)]
         victims.sort(key=lambda item: item[:2])
         for _, _, worker in victims[:surplus]:
             self.actions.append(DrainWorker(worker.id))
             self._gone.add(worker.id)
             self._supply[pool.name] -= 1
+            self._short_gpus = max(self._short_gpus - pool.gpus, 0)
 
     # --- parts -----------------------------------------------------------------------------
 
@@ -187,8 +194,13 @@ class Transition:
         return self._wanted[pool.name] - self._supply[pool.name]
 
     def _may_shrink(self, pool: PoolWindow) -> bool:
-        grown_s = (self._now_ns - self._members.of(pool.name).grown_ns) / SECOND
-        return grown_s >= self._hold_s
+        seen_s = (self._now_ns - self._members.of(pool.name).seen_ns) / SECOND
+        return seen_s >= self._hold_s and self._did_not_grow(pool)
+
+    def _did_not_grow(self, pool: PoolWindow) -> bool:
+        """Whether a pool did not grow for `hold_s`."""
+        grown_ns = self._members.of(pool.name).grown_ns
+        return not grown_ns or (self._now_ns - grown_ns) / SECOND >= self._hold_s
 
     def _drainable(self, pool: PoolWindow) -> list[WorkerWindow]:
         ready = pool.in_state(WorkerState.READY)
