@@ -46,8 +46,7 @@ class SimWorker:
         name: its id in the fleet.
         core: plans its steps.
         steps: computed so far.
-        busy_ns, prefill_ns: time of all of them, and of those that compute chunks of prompts.
-        prefill_tokens: of these chunks, those of prompts that were given up counted.
+        busy_ns, prefill_ns, prefill_tokens: time; that of chunks of prompts; tokens of these.
     """
 
     def __init__(
