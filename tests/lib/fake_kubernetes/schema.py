@@ -23,11 +23,13 @@ def pruned(value: Any, schema: dict[str, Any], path: str, unknown: list[str]) ->
     result = {}
     for key, inner in value.items():
         here = f"{path}.{key}" if path else key
-        if key in properties:
+        if not path and key in ("apiVersion", "kind", "metadata"):
+            result[key] = inner
+        elif key in properties:
             result[key] = pruned(inner, properties[key], here, unknown)
         elif isinstance(other, dict):
             result[key] = pruned(inner, other, here, unknown)
-        elif schema.get(_FREE) or other or (not path and key in ("apiVersion", "kind", "metadata")):
+        elif schema.get(_FREE) or other:
             result[key] = inner
         else:
             unknown.append(here)

@@ -1,0 +1,257 @@
+"""What a `PigouFleet` asks for, as types; the schema of its definition (CRD) is made of them."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from pigou.config import ConfigError
+from pigou.control.rollout import resolved
+
+_LABEL = "[a-z]([-a-z0-9]{0,28}[a-z0-9])?"
+_QUANTITY = "[0-9]+(Ki|Mi|Gi|Ti)"
+Name = Annotated[str, Meta(pattern=f"^{_LABEL}$")]
+Quantity = Annotated[str, Meta(pattern=f"^{_QUANTITY}$")]
+Positive = Annotated[int, Meta(ge=1, le=10_000)]
+Count = Annotated[int, Meta(ge=0, le=10_000)]
+Seconds = Annotated[float, Meta(gt=0)]
+PoolRole = Literal["prefill", "decode", "both"]
+
+
+class _Typed(
+    msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True,
+    omit_defaults=True,
+):  # fmt: skip
+    """Keys are in camel case, and unknown ones are errors."""
+
+
+class Parallelism(_Typed, frozen=True):
+    """GPUs that an engine splits its work over; their product is that of one replica."""
+
+    tp: Positive = 1
+    pp: Positive = 1
+    dp: Positive = 1
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of all ranks together."""
+        return self.tp * self.pp * self.dp
+
+
+class TopologySpec(_Typed, frozen=True):
+    """How near to each other the workers of a model run."""
+
+    pack: Literal["host", "rack", "zone"]
+    mode: Literal["preferred", "required"] = "preferred"
+
+
+class Variable(_Typed, frozen=True):
+    """An environment variable."""
+
+    name: str
+    value: str
+
+
+class PoolSpec(_Typed, frozen=True):
+    """Workers of one role.
+
+    Attributes:
+        replicas: fixed number; otherwise a `PigouPool` is scaled from `min_replicas` to
+            `max_replicas`.
+        engine: what a worker runs.
+        image: of its container.
+        args: further ones of the engine.
+        gpus_per_replica: of a worker, over all its hosts; 0 computes on the CPU.
+        hosts_per_replica: pods of one worker, which start and end as one (a gang).
+        memory: that a worker asks for.
+        shm_size: of /dev/shm, through which ranks and workers on one host exchange data.
+        load_seconds: that a model may take to load before the worker counts as failed.
+        drain_seconds: that requests get to end in.
+    """
+
+    role: PoolRole
+    replicas: Count | None = None
+    min_replicas: Count | None = None
+    max_replicas: Count | None = None
+    engine: Literal["pigou", "vllm"] = "pigou"
+    image: str = ""
+    args: tuple[str, ...] = ()
+    env: tuple[Variable, ...] = ()
+    parallelism: Parallelism = Parallelism()
+    gpus_per_replica: Count = 1
+    hosts_per_replica: Positive = 1
+    memory: Quantity = "16Gi"
+    shm_size: Quantity = "8Gi"
+    load_seconds: Positive = 3600
+    drain_seconds: Positive = 120
+    topology: TopologySpec | None = None
+    node_selector: dict[str, str] = {}
+
+    @property
+    def scaled(self) -> bool:
+        """Whether a `PigouPool` says how many replicas there are."""
+        return self.replicas is None
+
+
+class UpdateSpec(_Typed, frozen=True):
+    """Limits of a rolling update, for each role: counts, or percents of its replicas."""
+
+    surge: int | str = "25%"
+    unavailable: int | str = 0
+
+
+class ModelSpec(_Typed, frozen=True, kw_only=True):
+    """A model, and the pools that serve it: `both`, or `prefill` and `decode`.
+
+    Attributes:
+        name: that requests use.
+        model: folder or hub id.
+    """
+
+    name: Name
+    model: str = "bundled"
+    pools: Annotated[tuple[PoolSpec, ...], Meta(min_length=1, max_length=3)]
+    update: UpdateSpec = UpdateSpec()
+
+    def version(self) -> str:
+        """Return the hash of all that two workers must have in common to exchange KV."""
+        left_out = {"replicas", "minReplicas", "maxReplicas"}
+        pools = [
+            {k: v for k, v in msgspec.to_builtins(pool).items() if k not in left_out}
+            for pool in self.pools
+        ]
+        text = msgspec.json.encode([self.name, self.model, pools], order="deterministic")
+        return hashlib.sha256(text).hexdigest()[:10]
+
+    def limits(self, replicas: dict[str, int]) -> tuple[int, int]:
+        """Return surge and unavailable in workers; percents are of the widest role.
+
+        Where both come to 0, one may be unavailable, as for Deployments.
+        """
+        widest = max(replicas.values(), default=0)
+        surge = resolved(self.update.surge, widest, up=True)
+        unavailable = resolved(self.update.unavailable, widest, up=False)
+        return surge, unavailable if surge else max(1, unavailable)
+
+
+class SloSpec(_Typed, frozen=True):
+    """Objective: a percentile of requests has its first token, and each next one, in time."""
+
+    ttft_seconds: Seconds
+    itl_seconds: Seconds
+    percentile: Annotated[float, Meta(gt=0, lt=100)] = 95.0
+
+
+class BudgetSpec(_Typed, frozen=True):
+    """GPUs that all pools together may have, updates included."""
+
+    gpus: Count
+
+
+class GatewaySpec(_Typed, frozen=True):
+    """The HTTP front: `args` are of `pigou serve`; `api_keys_secret` is a Secret with `keys`."""
+
+    replicas: Count = 1
+    image: str = ""
+    args: tuple[str, ...] = ()
+    api_keys_secret: str = ""
+
+
+class FleetSpec(_Typed, frozen=True):
+    """What a `PigouFleet` asks for.
+
+    Attributes:
+        image: of Pigou's containers that name no other.
+        fleet_secret: name of the Secret whose key `secret` the processes of the fleet share.
+        model_cache: PersistentVolumeClaim of the hub's cache; empty downloads into each pod.
+        gpu_resource: name under which nodes have GPUs.
+    """
+
+    models: Annotated[tuple[ModelSpec, ...], Meta(min_length=1)]
+    image: str = "pigou-worker:0.1.0"
+    slo: SloSpec | None = None
+    budget: BudgetSpec | None = None
+    gateway: GatewaySpec = GatewaySpec()
+    fleet_secret: str = "pigou-fleet"
+    model_cache: str = ""
+    gpu_resource: str = "nvidia.com/gpu"
+
+
+class PoolScale(_Typed, frozen=True):
+    """What a `PigouPool` asks for: replicas of one pool, set through its scale subresource."""
+
+    fleet: Name
+    model: Name
+    role: PoolRole
+    replicas: Count = 0
+
+
+def read_fleet(spec: Any) -> FleetSpec:
+    """Return the specification of a fleet.
+
+    Raises:
+        ConfigError: naming the field, its value and the remedy.
+    """
+    try:
+        fleet = msgspec.convert(spec, FleetSpec, strict=True)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"spec: {error}") from error
+    names = [model.name for model in fleet.models]
+    if len(names) != len(set(names)):
+        raise ConfigError(f"spec.models: names are {names}; give each model a name of its own")
+    for model in fleet.models:
+        _check_model(model)
+    return fleet
+
+
+def _check_model(model: ModelSpec) -> None:
+    where = f"spec.models[{model.name}]"
+    roles = [pool.role for pool in model.pools]
+    if len(roles) != len(set(roles)):
+        raise ConfigError(f"{where}.pools: roles are {roles}; give one pool a role")
+    if ("prefill" in roles) and not {"decode", "both"} & set(roles):
+        raise ConfigError(f"{where}.pools: prefill needs a pool that decodes; add decode")
+    if len({pool.engine for pool in model.pools}) > 1:
+        raise ConfigError(f"{where}.pools: engines differ; workers that exchange KV need one")
+    for pool in model.pools:
+        _check_pool(pool, f"{where}.pools[{pool.role}]")
+    for name, limit in (("surge", model.update.surge), ("unavailable", model.update.unavailable)):
+        try:
+            counted = resolved(limit, 100, up=True)
+        except ValueError as error:
+            raise ConfigError(f"{where}.update.{name}: {error}") from error
+        if counted < 0:
+            raise ConfigError(f"{where}.update.{name} is {limit}; it must be at least 0")
+    if not re.search("[1-9]", f"{model.update.surge} {model.update.unavailable}"):
+        raise ConfigError(f"{where}.update: surge and unavailable are 0; set one above 0")
+
+
+def _check_pool(pool: PoolSpec, where: str) -> None:
+    lowest, highest = pool.min_replicas, pool.max_replicas
+    if pool.scaled and (lowest is None or highest is None):
+        raise ConfigError(f"{where}: give replicas, or minReplicas and maxReplicas")
+    if not pool.scaled and (lowest is not None or highest is not None):
+        raise ConfigError(f"{where}: replicas is given, and a range, too; give one of both")
+    if lowest is not None and highest is not None and lowest > highest:
+        raise ConfigError(f"{where}: minReplicas {lowest} is above maxReplicas {highest}")
+    if pool.engine == "pigou" and pool.parallelism.gpus > 1:
+        raise ConfigError(
+            f"{where}: parallelism is {pool.parallelism.gpus} GPUs; Pigou's engine computes on "
+            "one: set engine to vllm, or leave it out"
+        )
+    if pool.engine == "vllm" and not pool.image:
+        raise ConfigError(f"{where}: engine is vllm without an image; name one that has vLLM")
+    if pool.gpus_per_replica and pool.parallelism.gpus != pool.gpus_per_replica:
+        raise ConfigError(
+            f"{where}: gpusPerReplica is {pool.gpus_per_replica}, and tp x pp x dp is "
+            f"{pool.parallelism.gpus}; make them equal"
+        )
+    if pool.gpus_per_replica % pool.hosts_per_replica:
+        raise ConfigError(
+            f"{where}: gpusPerReplica is {pool.gpus_per_replica}, which "
+            f"{pool.hosts_per_replica} hosts cannot share evenly"
+        )

@@ -1,0 +1,185 @@
+"""The operator: keeps each `PigouFleet` as it is specified, again and again, until it is deleted.
+
+Events only wake it: each round reads all that matters anew, so that a lost one does no harm.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+from contextlib import suppress
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+import kopf
+import msgspec
+
+from pigou.config import ConfigError
+from pigou.config_option import option
+from pigou.fleet.kubernetes.definitions import GROUP, VERSION
+from pigou.fleet.kubernetes.kubernetes_api import Connection, KubernetesApi, KubernetesError
+from pigou.fleet.kubernetes.manifests import FLEET
+from pigou.fleet.kubernetes.reconciliation import Observation, Reconciliation, reconcile
+
+_log = logging.getLogger("pigou.operator")
+#: Seconds between a change and the round that it wakes, so that several wake one.
+_COALESCED_S = 0.05
+
+
+class OperatorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Options of `pigou operator`."""
+
+    namespace: Annotated[str, option("Of the fleets; empty for all namespaces.", "Operator")] = ""
+    interval: Annotated[
+        float, option("Seconds between two rounds without any event.", "Operator")
+    ] = 10.0
+    liveness: Annotated[
+        str, option("URL of its own health check, as http://0.0.0.0:8080/healthz.", "Operator")
+    ] = ""
+
+    def __post_init__(self) -> None:
+        """Refuse an interval without a pause."""
+        if not 0 < self.interval <= 3600:
+            raise ConfigError(f"interval is {self.interval}; it must be above 0, up to 3600 s")
+
+
+class FleetOperator:
+    """Keeps fleets as they are specified; runs handlers of kopf in one event loop."""
+
+    def __init__(self, config: OperatorConfig, connection: Any = None) -> None:
+        """Take options and kopf's `ConnectionInfo`; None finds the server as kubectl does.
+
+        Raises:
+            ConfigError: there is no API server to be info.
+        """
+        self._config = config
+        self._connection = connection or _connection()
+        self._wakes: dict[tuple[str, str], asyncio.Event] = defaultdict(asyncio.Event)
+        self._api = KubernetesApi(Connection.of(self._connection))
+
+    async def run(self, stop: asyncio.Event | None = None) -> None:
+        """Serve until `stop` is set, or the process is told to end."""
+        settings = kopf.OperatorSettings()
+        settings.posting.enabled = False
+        settings.persistence.finalizer = f"{GROUP}/operator"
+        scope: dict[str, Any] = {"clusterwide": True}
+        if self._config.namespace:
+            scope = {"namespaces": [self._config.namespace]}
+        async with self._api:
+            await kopf.operator(
+                registry=self._handlers(), settings=settings, standalone=True, stop_flag=stop,
+                liveness_endpoint=self._config.liveness or None, **scope,
+            )  # fmt: skip
+
+    async def round(self, namespace: str, name: str) -> Reconciliation | None:
+        """Read what there is, and write the next step; None where the fleet is gone.
+
+        Raises:
+            KubernetesError: a call failed; what was not written is written in a later round.
+        """
+        try:
+            fleet = await self._api.get("PigouFleet", namespace, name)
+        except KubernetesError as error:
+            if error.code == 404:
+                return None
+            raise
+        if "deletionTimestamp" in fleet["metadata"]:
+            return None
+        changes = reconcile(await self._observe(fleet))
+        for write in changes.writes:
+            match write.verb:
+                case "create":
+                    await self._api.create(write.manifest)
+                case "patch":
+                    await self._api.patch(write.manifest)
+                case "status":
+                    await self._api.patch(write.manifest, "status")
+                case "delete":
+                    await self._api.delete(write.manifest)
+        if changes.status != fleet.get("status"):
+            await self._api.patch({**fleet, "status": changes.status}, "status")
+        return changes
+
+    async def _observe(self, fleet: dict[str, Any]) -> Observation:
+        api, meta = self._api, fleet["metadata"]
+        own = f"{FLEET}={meta['name']}"
+        gangs = await api.serves("LeaderWorkerSet")
+        kinds = ["Deployment", "LeaderWorkerSet"] if gangs else ["Deployment"]
+        everywhere = "" if not self._config.namespace else meta["namespace"]
+        workloads = [w for kind in kinds for w in await api.list(kind, everywhere, FLEET)]
+        return Observation(
+            fleet=fleet, workloads=workloads, gangs=gangs, nodes=await self._readable("Node"),
+            pods=await self._readable("Pod"), now=_now(),
+            services=await api.list("Service", meta["namespace"], own),
+            pools=await api.list("PigouPool", meta["namespace"], own),
+        )  # fmt: skip
+
+    async def _readable(self, kind: str) -> list[dict[str, Any]] | None:
+        """Return all objects of a kind; None where they may not, or cannot, be read."""
+        try:
+            return await self._api.list(kind)
+        except KubernetesError as error:
+            _log.warning("%ss cannot be read, so that no GPU is taken: %s", kind, error)
+            return None
+
+    def _handlers(self) -> kopf.OperatorRegistry:
+        registry = kopf.OperatorRegistry()
+        on: Any = kopf.on  # whose handlers take the arguments that they name
+        fleets = (GROUP, VERSION, "pigoufleets")
+
+        def login(**_: Any) -> Any:
+            return self._connection
+
+        async def keep(namespace: str, name: str, stopped: Any, **_: Any) -> None:
+            await self._keep(namespace, name, stopped)
+
+        def changed(namespace: str, name: str, **_: Any) -> None:
+            self._wakes[namespace, name].set()
+
+        on.login(registry=registry)(login)
+        on.daemon(*fleets, registry=registry, cancellation_timeout=5.0)(keep)
+        on.event(*fleets, registry=registry)(changed)
+        for kind in ((GROUP, VERSION, "pigoupools"), ("apps", "v1", "deployments")):
+            on.event(*kind, registry=registry, labels={FLEET: kopf.PRESENT})(self._part_changed)
+        return registry
+
+    def _part_changed(self, namespace: str, labels: Any, **_: Any) -> None:
+        self._wakes[namespace, labels[FLEET]].set()
+
+    async def _keep(self, namespace: str, name: str, stopped: Any) -> None:
+        wake = self._wakes[namespace, name]
+        while not stopped:
+            wake.clear()
+            try:
+                changes = await self.round(namespace, name)
+                for write in changes.writes if changes is not None else ():
+                    manifest = write.manifest
+                    _log.info(
+                        "fleet %s: %s %s %s", name, write.verb, manifest["kind"],
+                        manifest["metadata"]["name"],
+                    )  # fmt: skip
+            except KubernetesError as error:
+                _log.warning("fleet %s: %s; it is tried again", name, error)
+                if error.code == 409:
+                    wake.set()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._config.interval):
+                    await wake.wait()
+            await asyncio.sleep(_COALESCED_S)
+
+
+def _connection() -> Any:
+    settings = kopf.OperatorSettings()
+    try:
+        info = kopf.login_with_service_account(settings=settings)
+        info = info or kopf.login_with_kubeconfig(settings=settings)
+    except (OSError, KeyError, kopf.LoginError) as error:
+        raise ConfigError(f"the kubeconfig cannot be used: {error!r}; see KUBECONFIG") from error
+    if info is None:
+        raise ConfigError("no API server is known: set KUBECONFIG, or run it in a pod")
+    return info
+
+
+def _now() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,0 +1,389 @@
+"""The reconciliation of a fleet: from what is there and what is wanted to writes and a status."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from pigou.config import ConfigError
+from pigou.control.rollout import RolloutState, RolloutStep, VersionReplicas, next_step
+from pigou.fleet.kubernetes.fleet_spec import FleetSpec, ModelSpec, PoolSpec, read_fleet
+from pigou.fleet.kubernetes.manifests import (
+    DEPLOYMENT_VERSION,
+    FLEET,
+    MODEL,
+    PART,
+    ROLE,
+    FleetObjects,
+    Manifest,
+    gpus_of_pod,
+    gpus_of_workload,
+)
+
+_GANG = "LeaderWorkerSet"
+#: Phases of pods that hold nothing any more.
+_ENDED = ("Succeeded", "Failed")
+
+
+class Observation(msgspec.Struct, frozen=True, kw_only=True):
+    """What an operator read of the cluster.
+
+    Attributes:
+        fleet: the `PigouFleet`.
+        workloads: Deployments and LeaderWorkerSets of all fleets, gateways among them.
+        services: of this fleet.
+        pools: its `PigouPool`s.
+        nodes: of the cluster; None where they could not be read.
+        pods: of the cluster; None where they could not be read.
+        gangs: whether LeaderWorkerSets can be made.
+        now: time of conditions, in RFC 3339.
+    """
+
+    fleet: Manifest
+    workloads: Sequence[Manifest] = ()
+    services: Sequence[Manifest] = ()
+    pools: Sequence[Manifest] = ()
+    nodes: Sequence[Manifest] | None = None
+    pods: Sequence[Manifest] | None = None
+    gangs: bool = False
+    now: str = ""
+
+
+class Write(msgspec.Struct, frozen=True):
+    """One change: `patch` is a merge patch of what the manifest has, `status` one of its status."""
+
+    verb: Literal["create", "patch", "status", "delete"]
+    manifest: Manifest
+
+
+class Reconciliation(msgspec.Struct, frozen=True, kw_only=True):
+    """What is to be written, in order, and what the fleet's status is then."""
+
+    writes: tuple[Write, ...]
+    status: Manifest
+
+
+def reconcile(observed: Observation) -> Reconciliation:
+    """Return what brings a fleet nearer to its specification; calling it again goes on.
+
+    An invalid specification changes nothing of what runs.
+    """
+    try:
+        spec = read_fleet(observed.fleet["spec"])
+    except ConfigError as error:
+        return _refusal(observed, "InvalidSpec", str(error))
+    gangs = any(pool.hosts_per_replica > 1 for model in spec.models for pool in model.pools)
+    if gangs and not observed.gangs:
+        message = "hostsPerReplica is above 1, and LeaderWorkerSet is not installed; install it"
+        return _refusal(observed, "GangsUnavailable", message)
+    return _Round(observed, spec).changes()
+
+
+def free_gpus(observed: Observation, resource: str) -> int | None:
+    """Return the GPUs of ready nodes that nobody takes; None where they cannot be counted.
+
+    Workloads of fleets count by the replicas asked for, other pods by their limits:
+    what is about to start or to end counts as started or ended.
+    """
+    if observed.nodes is None or observed.pods is None:
+        return None
+    try:
+        total: int = sum(
+            int(node["status"]["allocatable"].get(resource, 0))
+            for node in observed.nodes
+            if not (node.get("spec") or {}).get("unschedulable") and _condition(node, "Ready")
+        )
+        taken = sum(
+            gpus_of_pod(pod["spec"], resource)
+            for pod in observed.pods
+            if FLEET not in _labels(pod) and pod.get("status", {}).get("phase") not in _ENDED
+        )
+        taken += sum(
+            _replicas(workload) * gpus_of_workload(workload, resource)
+            for workload in observed.workloads
+        )
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None
+    return max(0, total - taken)
+
+
+class _Round:
+    def __init__(self, observed: Observation, spec: FleetSpec) -> None:
+        self._observed, self._spec = observed, spec
+        self._objects = FleetObjects(observed.fleet, spec)
+        self._writes: list[Write] = []
+        self._models: list[Manifest] = []
+        self._steps: list[tuple[str, RolloutStep]] = []
+        name = self._objects.name
+        self._own = [
+            w for w in observed.workloads
+            if _labels(w).get(FLEET) == name
+            and w["metadata"]["namespace"] == self._objects.namespace
+        ]  # fmt: skip
+        self._free = self._free_gpus()
+        self._old_status = {
+            model["name"]: model
+            for model in (observed.fleet.get("status") or {}).get("models") or ()
+        }
+
+    def changes(self) -> Reconciliation:
+        """Return all writes and the status."""
+        for manifest in self._objects.gateway():
+            self._keep(manifest)
+        names = {model.name for model in self._spec.models}
+        for workload in self._own:
+            if _labels(workload).get(PART) == "worker" and _labels(workload)[MODEL] not in names:
+                self._writes.append(Write("delete", workload))
+        wanted = {
+            self._objects.scale_name(model, pool.role)
+            for model in self._spec.models
+            for pool in model.pools
+            if pool.scaled
+        }
+        for scale in self._observed.pools:
+            if scale["metadata"]["name"] not in wanted:
+                self._writes.append(Write("delete", scale))
+        for model in self._spec.models:
+            self._roll(model)
+        return Reconciliation(writes=tuple(self._writes), status=self._status())
+
+    def _free_gpus(self) -> int | None:
+        resource = self._spec.gpu_resource
+        if not any(p.gpus_per_replica for m in self._spec.models for p in m.pools):
+            return 0
+        free = free_gpus(self._observed, resource)
+        if free is None or self._spec.budget is None:
+            return free
+        used: int = sum(_replicas(w) * gpus_of_workload(w, resource) for w in self._own)
+        return max(0, min(free, self._spec.budget.gpus - used))
+
+    def _keep(self, manifest: Manifest) -> None:
+        """Create an object of the gateway, or change it back to what it should be."""
+        existing = [*self._own, *self._observed.services]
+        for item in existing:
+            same = item["kind"] == manifest["kind"]
+            if same and item["metadata"]["name"] == manifest["metadata"]["name"]:
+                if not _within(manifest["spec"], item["spec"]):
+                    self._writes.append(Write("patch", manifest))
+                return
+        self._writes.append(Write("create", manifest))
+
+    # One model
+    def _roll(self, model: ModelSpec) -> None:
+        version = model.version()
+        workloads = self._workloads(model.name)
+        target: dict[str, int] = {p.role: self._target(model, p) for p in model.pools}
+        status = self._old_status.get(model.name, {})
+        old = tuple(
+            _version_of(name, workloads[name]) for name in _by_age(workloads) if name != version
+        )
+        current = {
+            role: sum(v.replicas.get(role, 0) for v in old)
+            for role in sorted({role for v in old for role in v.replicas})
+        }
+        begun = status.get("version") == version and status.get("initial")
+        initial = status["initial"] if begun else current
+        surge, unavailable = model.limits(target)
+        step = next_step(
+            RolloutState(
+                target=target, new=_version_of(version, workloads.get(version, {})), old=old,
+                initial=initial, surge=surge, unavailable=unavailable,
+                gpus={pool.role: pool.gpus_per_replica for pool in model.pools},
+                free_gpus=self._free, unschedulable=self._unschedulable(model.name, version),
+            )
+        )  # fmt: skip
+        added = self._apply(model, version, workloads, step)
+        if self._free is not None:
+            self._free -= added
+        self._steps.append((model.name, step))
+        self._models.append({
+            "name": model.name, "version": version, "reason": step.reason,
+            "message": step.message, "initial": initial,
+            "pools": [_pool_status(p, target[p.role], workloads, version) for p in model.pools],
+        })  # fmt: skip
+        self._report_scales(model, workloads)
+
+    def _apply(
+        self, model: ModelSpec, version: str, workloads: dict[str, dict[str, Manifest]],
+        step: RolloutStep,
+    ) -> int:  # fmt: skip
+        """Write the replicas of a step; return the GPUs that it adds."""
+        current, added = workloads.get(version, {}), 0
+        for pool in model.pools:
+            replicas = step.new.get(pool.role, 0)
+            manifest = self._objects.workload(model, pool, version, replicas)
+            if pool.role not in current:
+                if step.state != "scale" and not replicas:
+                    continue
+                self._writes.append(Write("create", manifest))
+                added += replicas * pool.gpus_per_replica
+            elif current[pool.role]["spec"]["replicas"] != replicas:
+                self._scale(current[pool.role], replicas)
+                more = replicas - current[pool.role]["spec"]["replicas"]
+                added += max(0, more) * pool.gpus_per_replica
+        for name, roles in step.old.items():
+            gone = not any(roles.values())
+            for role, workload in workloads[name].items():
+                if gone:
+                    self._writes.append(Write("delete", workload))
+                elif _replicas(workload) != roles.get(role, 0):
+                    self._scale(workload, roles.get(role, 0))
+        return added
+
+    def _scale(self, workload: Manifest, replicas: int) -> None:
+        meta = workload["metadata"]
+        keys = ("name", "namespace", "resourceVersion")
+        patch = {
+            "apiVersion": workload["apiVersion"], "kind": workload["kind"],
+            "metadata": {key: meta[key] for key in keys if key in meta},
+            "spec": {"replicas": replicas},
+        }  # fmt: skip
+        self._writes.append(Write("patch", patch))
+
+    def _workloads(self, model: str) -> dict[str, dict[str, Manifest]]:
+        """Return the workloads of a model by version and role."""
+        workloads: dict[str, dict[str, Manifest]] = {}
+        for workload in self._own:
+            labels = _labels(workload)
+            if labels.get(PART) == "worker" and labels[MODEL] == model:
+                workloads.setdefault(labels[DEPLOYMENT_VERSION], {})[labels[ROLE]] = workload
+        return workloads
+
+    def _target(self, model: ModelSpec, pool: PoolSpec) -> int:
+        """Return the replicas that a pool is to have, within its range."""
+        if pool.replicas is not None:
+            return pool.replicas
+        lowest, highest = pool.min_replicas or 0, pool.max_replicas or 0
+        name = self._objects.scale_name(model, pool.role)
+        for scale in self._observed.pools:
+            if scale["metadata"]["name"] == name:
+                requested: int = scale["spec"]["replicas"]
+                return min(max(requested, lowest), highest)
+        self._writes.append(Write("create", self._objects.scale(model, pool)))
+        return lowest
+
+    def _report_scales(self, model: ModelSpec, workloads: dict[str, dict[str, Manifest]]) -> None:
+        """Tell those who scale a pool what there is: replicas of all versions, and their pods."""
+        for scale in self._observed.pools:
+            labels = _labels(scale)
+            if labels.get(MODEL) != model.name:
+                continue
+            pool = next((p for p in model.pools if p.role == labels.get(ROLE)), None)
+            if pool is None or not pool.scaled:
+                continue
+            roles = [roles[pool.role] for roles in workloads.values() if pool.role in roles]
+            requested = scale["spec"]["replicas"]
+            lowest, highest = pool.min_replicas or 0, pool.max_replicas or 0
+            outside = f"{requested} is outside of {lowest} to {highest}"
+            status = {
+                "replicas": sum(_replicas(w) for w in roles),
+                "ready": sum(_ready(w) for w in roles),
+                "selector": f"{FLEET}={self._objects.name},{MODEL}={model.name},{ROLE}={pool.role}",
+                "message": "" if lowest <= requested <= highest else outside,
+            }  # fmt: skip
+            if status != scale.get("status"):
+                keep = {"name": scale["metadata"]["name"], "namespace": self._objects.namespace}
+                self._writes.append(
+                    Write("status", {"apiVersion": scale["apiVersion"], "kind": scale["kind"],
+                                     "metadata": keep, "status": status})
+                )  # fmt: skip
+
+    def _unschedulable(self, model: str, version: str) -> bool:
+        return any(
+            condition.get("type") == "PodScheduled" and condition.get("reason") == "Unschedulable"
+            for pod in self._observed.pods or ()
+            if _labels(pod).get(MODEL) == model and _labels(pod).get(DEPLOYMENT_VERSION) == version
+            and _labels(pod).get(FLEET) == self._objects.name
+            for condition in (pod.get("status") or {}).get("conditions") or ()
+        )  # fmt: skip
+
+    def _status(self) -> Manifest:
+        unready = [(name, step) for name, step in self._steps if step.state != "done"]
+        gateway = [w for w in self._own if _labels(w).get(PART) == "gateway"]
+        if unready:
+            reason = unready[0][1].reason
+            message = "; ".join(f"{name}: {step.message}" for name, step in unready)
+            return _status(self._observed, False, reason, message, self._models)
+        if not all(_ready(w) >= _replicas(w) for w in gateway) or not gateway:
+            message = "the gateway is not ready yet"
+            return _status(self._observed, False, "WaitingForGateway", message, self._models)
+        return _status(self._observed, True, "Ready", "", self._models)
+
+
+def _refusal(observed: Observation, reason: str, message: str) -> Reconciliation:
+    models = (observed.fleet.get("status") or {}).get("models") or []
+    return Reconciliation(writes=(), status=_status(observed, False, reason, message, models))
+
+
+def _status(
+    observed: Observation, ready: bool, reason: str, message: str, models: list[Manifest]
+) -> Manifest:
+    meta, old = observed.fleet["metadata"], observed.fleet.get("status") or {}
+    value = "True" if ready else "False"
+    before: Manifest = next((c for c in old.get("conditions") or () if c["type"] == "Ready"), {})
+    since = before.get("lastTransitionTime") if before.get("status") == value else None
+    condition = {
+        "type": "Ready", "status": value, "reason": reason, "message": message,
+        "lastTransitionTime": since or observed.now, "observedGeneration": meta["generation"],
+    }  # fmt: skip
+    return {"observedGeneration": meta["generation"], "conditions": [condition], "models": models}
+
+
+def _version_of(version: str, workloads: dict[str, Manifest]) -> VersionReplicas:
+    return VersionReplicas(
+        version=version,
+        replicas={role: _replicas(w) for role, w in workloads.items()},
+        ready={role: _ready(w) for role, w in workloads.items()},
+    )
+
+
+def _pool_status(
+    pool: PoolSpec, target: int, workloads: dict[str, dict[str, Manifest]], version: str
+) -> Manifest:
+    every = [roles[pool.role] for roles in workloads.values() if pool.role in roles]
+    new = workloads.get(version, {}).get(pool.role)
+    return {
+        "role": pool.role, "replicas": target, "ready": sum(_ready(w) for w in every),
+        "updated": 0 if new is None else _ready(new), "gpus": target * pool.gpus_per_replica,
+    }  # fmt: skip
+
+
+def _ready(workload: Manifest) -> int:
+    """Return the ready replicas of a workload, none of those that are to end."""
+    ready, replicas = (workload.get("status") or {}).get("readyReplicas", 0), _replicas(workload)
+    return int(min(ready, replicas))
+
+
+def _replicas(workload: Manifest) -> int:
+    return int(workload["spec"].get("replicas", 1))
+
+
+def _by_age(workloads: dict[str, dict[str, Manifest]]) -> list[str]:
+    def age(version: str) -> Any:
+        made = [w["metadata"].get("creationTimestamp", "") for w in workloads[version].values()]
+        return min(made), version
+
+    return sorted(workloads, key=age)
+
+
+def _labels(item: Manifest) -> dict[str, str]:
+    return item["metadata"].get("labels") or {}
+
+
+def _condition(item: Manifest, kind: str) -> bool:
+    conditions: Iterable[Manifest] = (item.get("status") or {}).get("conditions") or ()
+    return any(c["type"] == kind and c["status"] == "True" for c in conditions)
+
+
+def _within(wanted: Any, actual: Any) -> bool:
+    """Whether an object has all that is wanted; servers add defaults."""
+    if isinstance(wanted, dict):
+        return isinstance(actual, dict) and all(
+            key in actual and _within(value, actual[key]) for key, value in wanted.items()
+        )
+    if isinstance(wanted, list):
+        same = isinstance(actual, list) and len(wanted) == len(actual)
+        return same and all(_within(a, b) for a, b in zip(wanted, actual, strict=True))
+    return bool(wanted == actual)

@@ -1,0 +1,118 @@
+"""The operator against the API server in memory: create, scale, roll, revert, delete."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.fleet.kubernetes.fleets import Cluster, fleet, node, operated, pool, until
+
+PREFILL, DECODE = pool("prefill", 5), pool("decode", 2)
+#: New prefill and decode, old prefill and decode, after each step of 5P+2D with surge 2.
+VECTOR = [
+    (2, 1, 5, 2), (2, 1, 4, 2), (2, 1, 3, 2), (4, 2, 3, 2), (4, 2, 2, 1), (5, 2, 2, 1),
+]  # fmt: skip
+
+
+def sides(cluster: Cluster, new: str, old: str) -> list[tuple[int, ...]]:
+    names = ((new, "prefill"), (new, "decode"), (old, "prefill"), (old, "decode"))
+    return [tuple(step.get(name, 0) for name in names) for step in cluster.steps]
+
+
+async def test_a_fleet_is_rolled_by_the_vector_reverted_in_mid_roll_and_deleted() -> None:
+    async with operated() as cluster:
+        store = cluster.store
+        store.put(fleet(PREFILL, DECODE))
+        await until(cluster.ready)
+        first = cluster.version()
+        assert cluster.replicas() == {(first, "prefill"): 5, (first, "decode"): 2}
+        cluster.steps.clear()
+        store.put(fleet(PREFILL, DECODE, model="other"))
+        await until(cluster.ready)
+        second = cluster.version()
+        assert cluster.replicas() == {(second, "prefill"): 5, (second, "decode"): 2}
+        taken = sides(cluster, second, first)
+        positions = [taken.index(step) for step in VECTOR]
+        assert positions == sorted(positions)
+        for new_p, new_d, old_p, old_d in taken:
+            assert 4 <= new_p + old_p <= 7
+            assert 1 <= new_d + old_d <= 4
+
+        cluster.steps.clear()
+        store.put(fleet(PREFILL, DECODE, model="broken"))
+        await until(lambda: cluster.version() != second)
+        third = cluster.version()
+        cluster.stuck.add(third)
+        await until(lambda: cluster.replicas().get((third, "prefill")))
+        await until(lambda: cluster.condition()["reason"] == "WaitingForReady")
+        assert cluster.replicas()[second, "prefill"] >= 4  # old ready workers are no success
+        store.put(fleet(PREFILL, DECODE, model="other"))
+        await until(cluster.ready)
+        assert cluster.replicas() == {(second, "prefill"): 5, (second, "decode"): 2}
+        assert all(step[0] >= 4 and step[1] >= 1 for step in sides(cluster, second, third))
+
+        fleets = store.find("pigoufleets")
+        store.delete(fleets, "default", "chat")
+        await until(lambda: not store.all("pigoufleets"))
+        assert not store.all("deployments")
+        assert not store.all("services")
+
+
+async def test_a_pool_is_scaled_by_its_scale_subresource_within_range_and_budget() -> None:
+    async with operated(gpus=4) as cluster:
+        store = cluster.store
+        workers = pool("both", None, minReplicas=1, maxReplicas=8)
+        store.put(fleet(workers, budget={"gpus": 3}))
+        await until(cluster.ready)
+        pools = store.find("pigoupools")
+
+        def scale(replicas: int) -> None:
+            patch = {"spec": {"replicas": replicas}}
+            merge = "application/merge-patch+json"
+            store.patch(pools, "default", "chat-m-both", patch, merge, "scale")
+
+        def status() -> dict[str, Any]:
+            return store.all("pigoupools")[0].get("status") or {}
+
+        scale(2)
+        await until(lambda: status().get("ready") == 2)
+        assert status()["selector"] == (
+            "pigou.dev/fleet=chat,pigou.dev/model=m,pigou.dev/role=both"
+        )
+        scale(9)
+        await until(lambda: cluster.condition()["reason"] == "InsufficientGpus")
+        assert sum(cluster.replicas().values()) == 3
+        assert status()["message"] == "9 is outside of 1 to 8"
+        scale(0)
+        await until(cluster.ready)
+        assert sum(cluster.replicas().values()) == 1
+
+
+async def test_what_the_operator_makes_is_kept_and_bad_specs_change_nothing() -> None:
+    async with operated() as cluster:
+        store = cluster.store
+        store.put(fleet(pool("both", 2)))
+        await until(cluster.ready)
+        before = cluster.replicas()
+        deployments = store.find("deployments")
+        store.delete(deployments, "default", "chat-gateway")
+        await until(lambda: len(store.all("deployments")) == 2)
+        store.put(fleet(pool("both", 2), pool("prefill", 2), pool("prefill", 1)))
+        await until(lambda: cluster.condition()["reason"] == "InvalidSpec")
+        assert "give one pool a role" in cluster.condition()["message"]
+        assert cluster.replicas() == before
+        store.put(fleet(pool("both", 2, gpusPerReplica=2, hostsPerReplica=2,
+                             parallelism={"tp": 2}, engine="vllm", image="vllm")))  # fmt: skip
+        await until(lambda: cluster.condition()["reason"] == "GangsUnavailable")
+        assert cluster.replicas() == before
+
+
+async def test_gpus_that_cannot_be_counted_are_not_taken() -> None:
+    async with operated(gpus=1) as cluster:
+        broken = node("n2", 8)
+        broken["status"]["allocatable"]["nvidia.com/gpu"] = "many"
+        cluster.store.put(broken)
+        cluster.store.put(fleet(pool("both", 1)))
+        await until(lambda: cluster.condition()["reason"] == "GpuCountUnknown")
+        assert not cluster.replicas()
+        cluster.store.put(node("n2", 0))
+        await until(cluster.ready)
