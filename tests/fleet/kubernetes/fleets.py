@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -100,17 +101,19 @@ async def until(true: Callable[[], Any], limit_s: float = 20.0) -> None:
 
 @asynccontextmanager
 async def operated(gpus: int = 32) -> AsyncIterator[Cluster]:
-    """Run the operator, in this process, against a fake cluster of one node."""
+    """Run the operator, in a thread, against a fake cluster of one node."""
     async with FakeKubernetes() as api:
         cluster = Cluster(api)
         api.store.put(node("n1", gpus))
         info = kopf.ConnectionInfo(server=api.url, default_namespace="default")
         operator = FleetOperator(OperatorConfig(namespace="default", interval=1.0), info)
-        stop = asyncio.Event()
-        tasks = [asyncio.create_task(cluster.control()), asyncio.create_task(operator.run(stop))]
+        stop = threading.Event()
+        controller = asyncio.create_task(cluster.control())
+        # At its end kopf waits for all tasks of its event loop, so it has one of its own.
+        run = asyncio.create_task(asyncio.to_thread(lambda: asyncio.run(operator.run(stop))))
         try:
             yield cluster
         finally:
             stop.set()
-            await tasks[1]
-            tasks[0].cancel()
+            await run
+            controller.cancel()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections import defaultdict
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -58,7 +59,7 @@ class FleetOperator:
         self._wakes: dict[tuple[str, str], asyncio.Event] = defaultdict(asyncio.Event)
         self._api = KubernetesApi(Connection.of(self._connection))
 
-    async def run(self, stop: asyncio.Event | None = None) -> None:
+    async def run(self, stop: threading.Event | None = None) -> None:
         """Serve until `stop` is set, or the process is told to end."""
         settings = kopf.OperatorSettings()
         settings.posting.enabled = False
