@@ -34,6 +34,7 @@ EXTRAS = {
     "forecast": ("pmdarima", "statsmodels"),
     "nats": ("nats",),
     "etcd": ("aetcd",),
+    "k8s": ("kopf",),
 }
 
 

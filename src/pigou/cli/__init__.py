@@ -20,6 +20,7 @@ COMMANDS = {
     "serve": "pigou.cli.serve:serve",
     "worker": "pigou.cli.worker:worker",
     "fleet": "pigou.cli.fleet:fleet",
+    "operator": "pigou.cli.operator:operator",
     "key": "pigou.cli.key:key",
     "bench": "pigou.cli.bench:bench",
     "simulate": "pigou.cli.simulate:simulate",
@@ -40,6 +41,7 @@ COMMANDS = {
 SUMMARIES = {
     "serve": "Serve a model on a fleet: a gateway, and the workers behind it.",
     "worker": "Run one worker: an OpenAI-compatible server over one model.",
+    "operator": "Keep the fleets of a Kubernetes cluster as their `PigouFleet` objects specify.",
     "fleet": "List and change the workers of a running gateway.",
     "key": "Make an API key, and what `pigou serve --api-keys-file` needs of it: its hash.",
     "bench": "Load an OpenAI endpoint, and measure what comes back.",

@@ -11,38 +11,20 @@ import threading
 from collections import defaultdict
 from contextlib import suppress
 from datetime import UTC, datetime
-from typing import Annotated, Any
+from typing import Any
 
 import kopf
-import msgspec
 
 from pigou.config import ConfigError
-from pigou.config_option import option
 from pigou.fleet.kubernetes.definitions import GROUP, VERSION
 from pigou.fleet.kubernetes.kubernetes_api import Connection, KubernetesApi, KubernetesError
 from pigou.fleet.kubernetes.manifests import FLEET
+from pigou.fleet.kubernetes.operator_config import OperatorConfig
 from pigou.fleet.kubernetes.reconciliation import Observation, Reconciliation, reconcile
 
 _log = logging.getLogger("pigou.operator")
 #: Seconds between a change and the round that it wakes, so that several wake one.
 _COALESCED_S = 0.05
-
-
-class OperatorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Options of `pigou operator`."""
-
-    namespace: Annotated[str, option("Of the fleets; empty for all namespaces.", "Operator")] = ""
-    interval: Annotated[
-        float, option("Seconds between two rounds without any event.", "Operator")
-    ] = 10.0
-    liveness: Annotated[
-        str, option("URL of its own health check, as http://0.0.0.0:8080/healthz.", "Operator")
-    ] = ""
-
-    def __post_init__(self) -> None:
-        """Refuse an interval without a pause."""
-        if not 0 < self.interval <= 3600:
-            raise ConfigError(f"interval is {self.interval}; it must be above 0, up to 3600 s")
 
 
 class FleetOperator:

@@ -1,0 +1,20 @@
+"""`pigou operator`."""
+
+from __future__ import annotations
+
+import asyncio
+
+from pigou.cli.config_options import config_command
+from pigou.fleet.kubernetes.operator_config import OperatorConfig
+from pigou.imports import require
+from pigou.logs import configure
+
+
+@config_command("operator")
+def operator(config: OperatorConfig) -> None:
+    """Keep the fleets of a Kubernetes cluster as their `PigouFleet` objects specify."""
+    require("k8s", "the operator")
+    from pigou.fleet.kubernetes.operator import FleetOperator
+
+    configure(config.log_format, config.log_level)
+    asyncio.run(FleetOperator(config).run())
