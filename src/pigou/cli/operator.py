@@ -16,5 +16,5 @@ def operator(config: OperatorConfig) -> None:
     require("k8s", "the operator")
     from pigou.fleet.kubernetes.operator import FleetOperator
 
-    configure(config.log_format, config.log_level)
+    configure(config.log_format, config.log_level, access=False)
     asyncio.run(FleetOperator(config).run())
