@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import typer
 
 from pigou.cli.config_options import config_command
 from pigou.cli.option_values import check_port
 from pigou.config import ConfigError, EvictionConfig
+from pigou.fleet.registry.config import RegistrationConfig
 from pigou.imports import require, uncollected
 from pigou.worker.config import WorkerConfig
+
+if TYPE_CHECKING:
+    from pigou.wire.fleet_secret import FleetSecret
+    from pigou.worker.registrar import Registrar
 
 _EVICTION_FLAGS = {
     f"eviction.{name}": f"--eviction-{name}" for name in EvictionConfig.__struct_fields__
@@ -16,7 +23,7 @@ _EVICTION_FLAGS = {
 
 
 @config_command("worker", **_EVICTION_FLAGS)
-def worker(config: WorkerConfig) -> None:
+def worker(config: WorkerConfig, registration: RegistrationConfig) -> None:
     """Run one worker: an OpenAI-compatible server over one model."""
     check_port(config.host, config.port)
     if not config.sleeps:
@@ -24,8 +31,18 @@ def worker(config: WorkerConfig) -> None:
     with uncollected():
         from pigou.worker.process import run
 
+    def registrar(secret: FleetSecret | None) -> Registrar:
+        from pigou.fleet.registry.registrar import WorkerRegistrar
+
+        gpus = config.timing_tp if config.device.startswith("cuda") else 0
+        return WorkerRegistrar(registration, secret, gpus, config.timing_tp)
+
+    if registration.registry:
+        from pigou.fleet.registry.stores import open_store
+
+        open_store(registration.registry)  # refused before a model is loaded
     try:
-        status = run(config)
+        status = run(config, registrar if registration.registry else None)
     except ConfigError:
         raise
     except (OSError, ValueError) as error:

@@ -33,6 +33,7 @@ from pigou.worker.kv_offload import OffloadConnector
 from pigou.worker.kv_transfer import Receiver, Sender, transfer_key
 from pigou.worker.kv_transfer.connector import KVTransfers, NoTransfers
 from pigou.worker.metrics import TierMetrics, WorkerMetrics
+from pigou.worker.registrar import MakeRegistrar, Registrar
 from pigou.worker.routes import Routes
 from pigou.worker.startup import prepare
 
@@ -50,7 +51,11 @@ class WorkerServer:
     """One worker, from its parts to its end."""
 
     def __init__(
-        self, config: WorkerConfig, parts: WorkerParts, secret: FleetSecret | None = None
+        self,
+        config: WorkerConfig,
+        parts: WorkerParts,
+        secret: FleetSecret | None = None,
+        registrar: Registrar | None = None,
     ) -> None:
         """Put the process together; within a running event loop.
 
@@ -58,8 +63,10 @@ class WorkerServer:
             config: of the worker.
             parts: built for it.
             secret: of the fleet, which clients must show; None lets every client in.
+            registrar: makes the worker known to the fleet; None where others know it.
         """
         self._secret = secret
+        self._registrar = registrar
         self._config = config
         self._parts = parts
         self._loop = asyncio.get_running_loop()
@@ -117,9 +124,13 @@ class WorkerServer:
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
             self._loop.add_signal_handler(signal.SIGHUP, self._hang_up)
         await self._runner.setup()
-        self._announce(await self._listen())
+        line = self._announce(await self._listen())
         publish(self.engine.heartbeat)
+        if self._registrar is not None:
+            await self._registrar.ready(line, self.stop)
         await self._over.wait()
+        if self._registrar is not None:
+            await self._registrar.leave()
         await self._close()
         return 1 if self._failed else 0
 
@@ -141,6 +152,8 @@ class WorkerServer:
             return
         self._stopping = True
         self._service.draining = True
+        if self._registrar is not None:
+            self._background.start("registry: draining", self._registrar.draining)
         self._service.when_idle(self._over.set)
         self._loop.call_later(self._config.drain, self._over.set)
 
@@ -230,6 +243,7 @@ class WorkerServer:
             "kv_layout": self._layout(),
             "deployment_version": self._config.deployment_version,
             "pid": os.getpid(),
+            **({} if self._registrar is None else {"incarnation": self._registrar.incarnation}),
         }
 
     def _layout(self) -> str:
@@ -239,13 +253,15 @@ class WorkerServer:
             return ""
         return f"{transfer}:{self._parts.store.layout.fingerprint()}"
 
-    def _announce(self, address: tuple[str, int]) -> None:
-        """Print one line of JSON that says where this worker is."""
+    def _announce(self, address: tuple[str, int]) -> dict[str, Any]:
+        """Print one line of JSON that says where this worker is; return it."""
         host = f"[{address[0]}]" if ":" in address[0] else address[0]
         line = {"ready": True, "url": f"http://{host}:{address[1]}", **self._about()}
         if self._events is not None:
             line["kv_events"] = self._events.endpoint
+            line["kv_replay"] = self._events.replay_endpoint
         print(msgspec.json.encode(line).decode(), flush=True)
+        return line
 
     async def _close(self) -> None:
         if cut := self._service.cut_off():
@@ -270,8 +286,12 @@ class WorkerServer:
             self._parts.memory.close()
 
 
-def run(config: WorkerConfig) -> int:
+def run(config: WorkerConfig, make_registrar: MakeRegistrar | None = None) -> int:
     """Run a worker until it ends; return the process's exit status.
+
+    Args:
+        config: of the worker.
+        make_registrar: makes what registers it; None registers it nowhere.
 
     Raises:
         ConfigError: values that do not fit one another or the model.
@@ -297,7 +317,8 @@ def run(config: WorkerConfig) -> int:
         parts = preparation.submit(prepare, config).result()
 
     async def main() -> int:
-        return await WorkerServer(config, parts, secret).serve()
+        registrar = None if make_registrar is None else make_registrar(secret)
+        return await WorkerServer(config, parts, secret, registrar).serve()
 
     status: int = _runner()(main())
     if threading.active_count() > 1 and status:
