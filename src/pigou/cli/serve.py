@@ -22,6 +22,7 @@ from pigou.logs import LogConfig
 
 if TYPE_CHECKING:
     from pigou.fleet.local_workers import WorkerTemplate
+    from pigou.fleet.registry.registry import Registry
     from pigou.fleet.serve import Serving
     from pigou.wire.fleet_secret import FleetSecret
 
@@ -47,6 +48,7 @@ def serve(
     progress = StageProgress()
     with uncollected():
         from pigou.fleet.local_workers import WorkerTemplate, threads_each
+        from pigou.fleet.registry.stores import open_registry
         from pigou.fleet.serve import workers_of
         from pigou.wire.fleet_secret import FleetSecret
 
@@ -56,10 +58,12 @@ def serve(
         threads = threads_each(max(sum(fleet.counts), scaling.max_workers))
         fleet = msgspec.structs.replace(fleet, threads=threads)
     workers, template = workers_of(fleet, arguments), WorkerTemplate.of(fleet, arguments)
-    gateway = msgspec.structs.replace(gateway, strict=not fleet.attach)
+    gateway = msgspec.structs.replace(gateway, strict=not (fleet.attach or fleet.registry))
     try:
         secret = FleetSecret.given(fleet.fleet_secret_file)
-        _run(gateway, control, workers, watch, fleet.tokenizer, progress, secret, scaling, template)
+        registry = open_registry(fleet.registry, secret) if fleet.registry else None
+        _run(gateway, control, workers, watch, fleet.tokenizer, progress, secret, scaling,
+             template, registry)  # fmt: skip
     except (FleetError, OSError) as error:
         typer.echo(f"pigou serve: {error}", err=True)
         raise typer.Exit(1) from None
@@ -85,6 +89,7 @@ def _run(
     secret: FleetSecret | None,
     planner: PlannerConfig,
     template: WorkerTemplate,
+    registry: Registry | None,
 ) -> None:
     from pigou.fleet.serve import Serving
 
@@ -99,8 +104,9 @@ def _run(
             secret,
             planner,
             template,
+            registry,
         )
-        typer.echo(f"Starting {_roles(workers)} ...")
+        typer.echo(f"Starting {_roles(workers)} ..." if workers else "Looking for workers ...")
 
         def ready() -> None:
             progress.close()

@@ -80,10 +80,12 @@ class WorkersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         str, option("Name that requests use; by default the model's own.", _GROUP)
     ] = ""
     prefill: Annotated[
-        int | None, option("Prefill workers to start.  [default: 1; 0 with --attach]", _GROUP)
+        int | None,
+        option("Prefill workers to start.  [default: 1; 0 with --attach or --registry]", _GROUP),
     ] = None
     decode: Annotated[
-        int | None, option("Decode workers to start.  [default: 2; 0 with --attach]", _GROUP)
+        int | None,
+        option("Decode workers to start.  [default: 2; 0 with --attach or --registry]", _GROUP),
     ] = None
     both: Annotated[int, option("Workers for both to start.", _GROUP)] = 0
     device: Annotated[
@@ -112,6 +114,14 @@ class WorkersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             _GROUP,
         ),
     ] = ()
+    registry: Annotated[
+        str,
+        option(
+            "Registry whose workers are used: file:///FOLDER, etcd://HOST:PORT/PREFIX, "
+            "nats://HOST:PORT/BUCKET or k8s://NAMESPACE?selector=LABELS.",
+            _GROUP,
+        ),
+    ] = ""
     tokenizer: Annotated[
         str,
         option(
@@ -131,13 +141,15 @@ class WorkersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     def __post_init__(self) -> None:
         """Refuse a fleet that has nobody to decode."""
         _, decode, both = self.counts
-        if min(self.counts) < 0 or not (self.attach or decode + both):
+        others = self.attach or self.registry
+        if min(self.counts) < 0 or not (others or decode + both):
             raise ConfigError("there is nobody to decode; start --decode or --both workers")
 
     @property
     def counts(self) -> tuple[int, int, int]:
         """Local workers to start for prefill, for decode, and for both."""
-        prefill, decode, all_local = self.prefill, self.decode, not self.attach
+        prefill, decode = self.prefill, self.decode
+        all_local = not (self.attach or self.registry)
         if prefill is None:
             prefill = _LOCAL[0] * (all_local and not self.both)
         if decode is None:

@@ -66,6 +66,7 @@ class ProbeResult:
         layout: of its cache, for others that may read it; empty where others may not read it.
         startup_profile: its own speed, as measured at startup; empty where unknown.
         version: of its deployment; empty where it has none.
+        incarnation: of its process; empty where it does not register itself.
     """
 
     engine: Engine
@@ -76,6 +77,7 @@ class ProbeResult:
     layout: str = ""
     startup_profile: tuple[Rehearsed, ...] = ()
     version: str = ""
+    incarnation: str = ""
 
 
 class _ModelCard(msgspec.Struct):
@@ -140,6 +142,7 @@ async def probe(url: str, key: str = "", timeout_s: float = 10.0) -> ProbeResult
         "" if engine.stock else _name(about.get("kv_layout")),
         () if engine.stock else read_startup_profile(about.get("rehearsed")),
         _name(about.get("deployment_version")),
+        "" if engine.stock else _name(about.get("incarnation")),
     )
 
 

@@ -20,6 +20,7 @@ from pigou.fleet.live_fleet import LiveFleet
 from pigou.fleet.local_workers import WorkerTemplate, local_workers, sleeps
 from pigou.fleet.operator_changes import OperatorChanges
 from pigou.fleet.planner_driver import PlannerDriver
+from pigou.fleet.registry.registry import Registry
 from pigou.fleet.supervisor import Supervisor
 from pigou.gateway.api_keys import Keys
 from pigou.gateway.app import Gateway
@@ -61,6 +62,7 @@ class Serving:
         secret: FleetSecret | None = None,
         planner: PlannerConfig | None = None,
         template: WorkerTemplate | None = None,
+        registry: Registry | None = None,
     ) -> None:
         """Put the parts together; within a running event loop.
 
@@ -74,6 +76,7 @@ class Serving:
             secret: what the processes of the fleet prove to each other to know; None makes one.
             planner: objectives of requests, and what changes the fleet for them.
             template: of further local workers; None adds none.
+            registry: where further workers are found; None for none.
 
         Raises:
             ConfigError: the policy or the planner is unknown, the keys file is not readable, the
@@ -95,8 +98,10 @@ class Serving:
         planner = planner or PlannerConfig()
         self.plane_driver = PlaneDriver(plane, prompts, journal, planner.objectives)
         self.supervisor = Supervisor(
-            self.plane_driver, workers, self._watch, secret or FleetSecret.make(), template
-        )
+            self.plane_driver, workers, self._watch, secret or FleetSecret.make(), template,
+            registry,
+        )  # fmt: skip
+        registered = self.supervisor.registered
         self.live_fleet = LiveFleet(self.supervisor, self.plane_driver)
         self.plan_status = PlanStatus(self.plane_driver.meter)
         self._planner: PlannerDriver | None = None
@@ -122,6 +127,7 @@ class Serving:
                 startup=self.startup,
                 changes=OperatorChanges(self.live_fleet),
                 plan_status=self.plan_status,
+                registry=None if registered is None else registered.status,
             ),
             shutdown_s=self._watch.drain,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from pigou.control.planner.messages import WorkerState
 from pigou.fleet.attached_provider import AttachedProvider
@@ -16,6 +17,8 @@ from pigou.fleet.local_provider import LocalProvider
 from pigou.fleet.local_workers import WorkerTemplate
 from pigou.fleet.member import FleetMember, MemberSetup
 from pigou.fleet.provider import Provider
+from pigou.fleet.registry.registry import Registry
+from pigou.fleet.registry_provider import RegistryProvider
 from pigou.gateway.plane_driver import PlaneDriver
 from pigou.gateway.status_api import WorkerRow
 from pigou.request import Role
@@ -37,6 +40,7 @@ class Supervisor:
     Attributes:
         local: starts processes of this machine.
         attached: uses servers that others run.
+        registered: uses workers that registered themselves; None without a registry.
         drain_s: seconds that requests on a draining worker are given.
     """
 
@@ -47,6 +51,7 @@ class Supervisor:
         config: WatchConfig | None = None,
         secret: FleetSecret | None = None,
         template: WorkerTemplate | None = None,
+        registry: Registry | None = None,
     ) -> None:
         """Prepare the members; within the event loop. They begin with `start`.
 
@@ -56,6 +61,7 @@ class Supervisor:
             config: how closely they are watched.
             secret: given to local workers; None leaves them open to this machine.
             template: of further local workers; None adds none.
+            registry: where further workers are found; None for none.
         """
         config = config or WatchConfig()
         self._plane_driver = plane_driver
@@ -63,6 +69,8 @@ class Supervisor:
         setup = MemberSetup(plane_driver, config, HangArbiter(config.hang), secret)
         self.local = LocalProvider(setup, template)
         self.attached = AttachedProvider(setup)
+        self.registered = None if registry is None else RegistryProvider(registry, setup)
+        self._following: asyncio.Task[None] | None = None
         self._members: dict[str, FleetMember] = {}
         for worker in workers:
             self._members[worker.id] = self._adopt(worker)
@@ -94,7 +102,9 @@ class Supervisor:
     @property
     def providers(self) -> tuple[Provider, ...]:
         """Where members come from."""
-        return self.local, self.attached
+        if self.registered is None:
+            return self.local, self.attached
+        return self.local, self.attached, self.registered
 
     def member(self, id: str) -> FleetMember | None:
         """Return a member that is not gone; None where there is none of that id."""
@@ -109,7 +119,7 @@ class Supervisor:
     async def start(self) -> None:
         """Start all members, and wait until each was up once.
 
-        Attached servers that are away do not hold up the start.
+        Attached servers that are away do not hold up the start, nor does a registry.
 
         Raises:
             FleetError: a local worker did not come up, or one does not fit the others.
@@ -118,6 +128,10 @@ class Supervisor:
         members = self.members
         for member in members:
             self._run(member)
+        if (registered := self.registered) is not None:
+            self._following = self._plane_driver.background.start(
+                "registry", lambda: registered.follow(self)
+            )
         ready_tasks = {asyncio.create_task(member.ready.wait()): member for member in members}
         local = [
             task
@@ -133,10 +147,24 @@ class Supervisor:
         for member in members:
             if member.failed:
                 raise FleetError(member.failed)
+        await self._discovered()
+
+    async def _discovered(self) -> None:
+        """Wait until the registry was read, and one of its workers is up; not for long."""
+        if self.registered is None:
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_ATTACH_S):
+                await self.registered.discovery.seen.wait()
+                ready = [member.ready.wait() for member in self.members]
+                await asyncio.gather(*ready)
 
     async def stop(self) -> None:
         """End all members, those that are being drained too; local workers end in order."""
         self._runs = False
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.gather(self._following, return_exceptions=True)
         drains = [task for _, task in self._drains.values()]
         for task in (*drains, *self._tasks.values()):
             task.cancel()

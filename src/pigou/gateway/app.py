@@ -24,6 +24,7 @@ from pigou.gateway.middleware import add_cors, check_browser, current_key, guard
 from pigou.gateway.passthrough import Passthrough
 from pigou.gateway.plan_status import PlanStatus
 from pigou.gateway.plane_driver import PlaneDriver
+from pigou.gateway.registry_status import RegistryStatus
 from pigou.gateway.reply_drivers import Generator
 from pigou.gateway.request_parsing import ROUTING_HEADER, read, read_overrides
 from pigou.gateway.request_tenure import ServerScope, read_tenure_headers
@@ -66,6 +67,7 @@ class Gateway:
         startup: knows whether the fleet is still starting.
         changes: changes the fleet; None where that cannot be.
         plan_status: what a planner decided; None where there cannot be one.
+        registry: returns the state of the registry; None without one.
     """
 
     config: GatewayConfig
@@ -78,6 +80,7 @@ class Gateway:
     startup: Startup = field(default_factory=Startup)
     changes: FleetChanges | None = None
     plan_status: PlanStatus | None = None
+    registry: Callable[[], RegistryStatus] | None = None
 
 
 def build(gateway: Gateway) -> web.Application:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from aiohttp import web
@@ -18,6 +18,7 @@ from pigou.gateway.metrics import page, page_without_tenants
 from pigou.gateway.middleware import current_key, unauthorized
 from pigou.gateway.plan_status import PlanMetrics, PlanStatus
 from pigou.gateway.prices_api import PriceGauges
+from pigou.gateway.registry_status import RegistryMetrics
 from pigou.gateway.status_api import Decisions
 from pigou.wire.errors import APIError, bad_request
 
@@ -65,6 +66,8 @@ class StatusRoutes:
         gateway.metrics.add(AttainmentMetrics(gateway.plane_driver.meter))
         self._plan_status = gateway.plan_status or PlanStatus(gateway.plane_driver.meter)
         gateway.metrics.add(PlanMetrics(self._plan_status))
+        if gateway.registry is not None:
+            gateway.metrics.add(RegistryMetrics(gateway.registry))
         index = gateway.plane_driver.plane.index
         gateway.metrics.add_count(
             "pigou_index_evicted_blocks",
@@ -93,7 +96,9 @@ class StatusRoutes:
         background = self._gateway.plane_driver.background
         workers = (up.worker for up in self._gateway.plane_driver.upstreams.values())
         decodes = any(worker.role.decodes for worker in workers)
-        body = {"status": "ok", "background": background.health()}
+        body: dict[str, Any] = {"status": "ok", "background": background.health()}
+        if self._gateway.registry is not None:
+            body["registry"] = self._gateway.registry().health()
         startup = self._gateway.startup
         if self._gateway.shutdown.begun:
             body["status"] = "closing"
@@ -134,7 +139,10 @@ class StatusRoutes:
     async def workers(self, _: web.Request) -> web.Response:
         """Show the workers, to an administrator."""
         _check_admin()
-        return json_response(self._gateway.fleet_status.view())
+        view, registry = self._gateway.fleet_status.view(), self._gateway.registry
+        if registry is not None:
+            view["registry"] = msgspec.to_builtins(registry())
+        return json_response(view)
 
     async def plan(self, _: web.Request) -> web.Response:
         """Show what the planner decided, and why, to an administrator."""

@@ -8,40 +8,17 @@ import time
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 
-import msgspec
-
 from pigou.background import Background
 from pigou.fleet.registry.entry import WorkerEntry
 from pigou.fleet.registry.registry import Registry
 from pigou.fleet.registry.view import ProbeWanted, RegistryView, ViewEffect
+from pigou.gateway.registry_status import RegistryStatus
 from pigou.request import SECOND
 
 _log = logging.getLogger("pigou.registry")
 
-#: Seconds that a snapshot may take.
-_RELIST_S = 5.0
-
-
-class RegistryStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What a gateway shows of its registry.
-
-    Attributes:
-        stale: it does not answer; the last view is served.
-        why: it does not answer; empty while it does.
-        age_s: of the last snapshot, in seconds; None before one.
-        entries: workers of the view, suspects too.
-        suspects: workers that are not registered any more, and get nothing new.
-        ignored: records that are no entries of this fleet.
-        outages: times that it stopped to answer.
-    """
-
-    stale: bool
-    why: str
-    age_s: float | None
-    entries: int
-    suspects: list[str]
-    ignored: int
-    outages: int
+#: Seconds that a snapshot may take, and before a watch that ended is begun again.
+_RELIST_S, _WATCH_AGAIN_S = 5.0, 1.0
 
 
 class Discovery:
@@ -118,8 +95,8 @@ class Discovery:
                 await self._registry.watch(self.wake)
             except OSError as error:
                 _log.info("the registry's watch ended: %s", error)
-            await asyncio.sleep(1.0)
             self.wake()
+            await asyncio.sleep(_WATCH_AGAIN_S)
 
     async def _relist(self) -> None:
         was_stale = self.view.stale

@@ -108,7 +108,7 @@ class NatsStore:
             try:
                 while not self._reconnected.is_set():
                     try:
-                        entry = await watcher.updates(timeout=min(1.0, (lease_s or 2.0) / 2))
+                        entry = await watcher.updates(timeout=min(0.5, (lease_s or 1.0) / 2))
                     except (nats.errors.TimeoutError, TimeoutError):
                         if lease_s:
                             wake()
@@ -206,7 +206,9 @@ async def _last(bucket: KeyValue, key: str) -> tuple[Record | None, int]:
         return None, error.entry.revision
     except KeyNotFoundError:
         return None, 0
-    return Record(entry.value or b"", str(entry.revision)), entry.revision or 0
+    if not entry.value:  # the server's mark of a record whose time is over
+        return None, entry.revision or 0
+    return Record(entry.value, str(entry.revision)), entry.revision or 0
 
 
 async def _all(bucket: KeyValue) -> dict[str, Record]:

@@ -1,0 +1,260 @@
+"""The provider of registered workers: a registry says which there are, on any host."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import ClassVar, Protocol
+
+import msgspec
+
+from pigou.fleet.config import FleetError
+from pigou.fleet.member import FleetMember, MemberSetup
+from pigou.fleet.provider import ProvidedPool
+from pigou.fleet.registered_member import RegisteredMember, lives
+from pigou.fleet.registry.discovery import Discovery
+from pigou.fleet.registry.entry import Identity, WorkerEntry
+from pigou.fleet.registry.registry import EntryConflict, LeaseLost, Registry
+from pigou.fleet.registry.view import (
+    EntryChanged,
+    RegistryView,
+    ViewEffect,
+    WorkerDeparted,
+    WorkerRegistered,
+    WorkerSuspected,
+    WorkerTrusted,
+)
+from pigou.gateway.registry_status import RegistryStatus
+from pigou.request import Role
+
+_log = logging.getLogger("pigou.fleet")
+
+#: Ends the names of their pools.
+_SUFFIX = ".registered"
+#: Seconds of one write, and between two tries.
+_WRITE_S, _RETRY_S = 5.0, 1.0
+
+
+class FollowedFleet(Protocol):
+    """What the registry's news changes: the supervisor."""
+
+    def add(self, member: FleetMember) -> None:
+        """Start a member."""
+
+    def drain(self, member: FleetMember, limit_s: float | None = None) -> None:
+        """Let a member end what it has, then go."""
+
+    def flip(
+        self, member: FleetMember, role: Role, pool: str, limit_s: float | None = None
+    ) -> None:
+        """Let a member drain, then serve in another role."""
+
+    def remove(self, member: FleetMember) -> None:
+        """Let a member go at once."""
+
+    def member(self, id: str) -> FleetMember | None:
+        """Return a member that is not gone."""
+
+
+class RegistryProvider:
+    """Uses the workers of a registry. It starts none; the entries are what it changes.
+
+    A flip is written into the worker's entry, so that all gateways follow. A worker that this
+    fleet lets go is marked as draining there: it ends by itself, on its host.
+    """
+
+    kind: ClassVar[str] = RegisteredMember.kind
+
+    def __init__(
+        self, registry: Registry, setup: MemberSetup, view: RegistryView | None = None
+    ) -> None:
+        """Begin without workers.
+
+        Args:
+            registry: where they are.
+            setup: of the fleet's members.
+            view: of the registry.
+        """
+        self._registry = registry
+        self._setup = setup
+        self._fleet: FollowedFleet | None = None
+        self._members: dict[Identity, RegisteredMember] = {}
+        self._used: set[str] = set()
+        self._released: set[Identity] = set()
+        self._orders: dict[Identity, WorkerEntry] = {}
+        self._ordered = asyncio.Event()
+        self.discovery = Discovery(registry, self._apply, self._probe, view)
+
+    async def follow(self, fleet: FollowedFleet) -> None:
+        """Follow the registry until cancelled; `fleet` gets its members."""
+        self._fleet = fleet
+        writing = asyncio.create_task(self._write_orders(), name="registry orders")
+        try:
+            await self.discovery.run()
+        finally:
+            writing.cancel()
+            await asyncio.gather(writing, return_exceptions=True)
+            await self._registry.close()
+
+    def status(self) -> RegistryStatus:
+        """Return what is shown of the registry."""
+        return self.discovery.status()
+
+    # --- as a provider ------------------------------------------------------------------------
+
+    @property
+    def pools(self) -> Sequence[ProvidedPool]:
+        """One pool for each role that a worker has now, as wide as its widest one."""
+        gpus: dict[Role, int] = {}
+        for member in self._members.values():
+            topology = member.entry.topology
+            gpus[member.role] = max(gpus.get(member.role, 1), topology.gpus)
+        return [
+            ProvidedPool(name=self.pool(role), role=role, gpus=gpus[role])
+            for role in Role
+            if role in gpus
+        ]
+
+    def pool(self, role: Role) -> str:
+        """Return the name of the pool of a role, like `decode.registered`."""
+        return role.value + _SUFFIX
+
+    def start_refusal(self, pool: str) -> str:  # noqa: ARG002 (as every provider has it)
+        """Return why no further worker can be started."""
+        return "workers of a registry are started on their hosts, and not here"
+
+    def make(self, pool: str) -> RegisteredMember:
+        """Refuse.
+
+        Raises:
+            FleetError: always; workers register themselves.
+        """
+        raise FleetError(self.start_refusal(pool))
+
+    def flip_refusal(self, member: FleetMember, pool: str) -> str:
+        """Return why a worker cannot serve in another pool; empty where it can."""
+        if pool == member.pool or pool not in [self.pool(role) for role in Role]:
+            return f"{member.id} cannot serve in pool {pool!r}"
+        if not isinstance(member, RegisteredMember) or member.stock is not False:
+            return f"{member.id} is no worker of Pigou, and its role was set when it was started"
+        return ""
+
+    def flipped(self, member: FleetMember) -> None:
+        """A worker is in another pool: say so to all gateways."""
+        assert isinstance(member, RegisteredMember)
+        if member.entry.role is not member.role:
+            self._order(member.entry, role=member.role)
+
+    def discard(self, member: FleetMember) -> None:
+        """A worker is let go: one that is still registered ends by itself."""
+        assert isinstance(member, RegisteredMember)
+        entry = member.entry
+        self._members.pop(entry.identity, None)
+        known = self.discovery.view.entry(entry.identity)
+        if known is not None:
+            self._released.add(entry.identity)
+            if not known.draining:
+                self._order(known, draining=True)
+
+    # --- what the registry says ---------------------------------------------------------------
+
+    def _apply(self, effect: ViewEffect) -> None:
+        match effect:
+            case WorkerRegistered(entry) | EntryChanged(entry):
+                self._change(entry)
+            case WorkerSuspected(identity, why) if member := self._members.get(identity):
+                if self._is_last_decoder(member):
+                    _log.warning("%s: %s; it serves on, as the last one", member.id, why)
+                else:
+                    member.suspect(why)
+            case WorkerTrusted(identity) if member := self._members.get(identity):
+                member.trust()
+            case WorkerDeparted(identity, why):
+                self._released.discard(identity)
+                self._orders.pop(identity, None)
+                if member := self._members.get(identity):
+                    _log.warning("%s is gone: %s", member.id, why)
+                    self._running.remove(member)
+            case _:
+                pass
+
+    def _change(self, entry: WorkerEntry) -> None:
+        """Follow an entry that is new, or has another epoch."""
+        member = self._members.get(entry.identity)
+        if member is None:
+            if not entry.draining and entry.identity not in self._released:
+                self._add(entry)
+            return
+        member.entry = entry
+        if entry.draining:
+            if not member.leaving:
+                self._running.drain(member)
+        elif entry.role is not (member.next_role or member.role) and not member.leaving:
+            self._running.flip(member, entry.role, self.pool(entry.role))
+
+    def _add(self, entry: WorkerEntry) -> None:
+        member = RegisteredMember(self._name(entry), entry, self._setup)
+        member.pool = self.pool(entry.role)
+        self._members[entry.identity] = member
+        _log.info("%s is registered at %s as %s", member.id, entry.url, entry.role.value)
+        self._running.add(member)
+
+    def _name(self, entry: WorkerEntry) -> str:
+        """Return an id that no member ever had."""
+        base = f"{entry.worker}.{entry.incarnation[:8]}"
+        names = [entry.worker, base, *(f"{base}.{number}" for number in range(2, 1000))]
+        name = next(
+            name for name in names if name not in self._used and self._running.member(name) is None
+        )
+        self._used.add(name)
+        return name
+
+    @property
+    def _running(self) -> FollowedFleet:
+        assert self._fleet is not None
+        return self._fleet
+
+    def _is_last_decoder(self, member: RegisteredMember) -> bool:
+        """Whether no other worker that is up would decode."""
+        if not member.role.decodes:
+            return False
+        others = (
+            upstream.worker
+            for upstream in self._setup.plane_driver.upstreams.values()
+            if upstream.worker.id != member.id and upstream.worker.role.decodes
+        )
+        suspects = {own.id for own in self._members.values() if own.suspected or own.leaving}
+        return all(worker.id in suspects for worker in others)
+
+    async def _probe(self, entry: WorkerEntry) -> bool:
+        return await lives(entry, self._setup.secret)
+
+    # --- what is written ----------------------------------------------------------------------
+
+    def _order(self, entry: WorkerEntry, **fields: object) -> None:
+        """Write fields of an entry, in a new epoch, as soon as the registry takes it."""
+        pending = self._orders.get(entry.identity, entry)
+        epoch = max(entry.epoch, pending.epoch) + 1
+        changed = msgspec.structs.replace(pending, epoch=epoch, **fields)
+        self._orders[entry.identity] = changed
+        self._ordered.set()
+
+    async def _write_orders(self) -> None:
+        while True:
+            await self._ordered.wait()
+            self._ordered.clear()
+            for identity, entry in list(self._orders.items()):
+                try:
+                    async with asyncio.timeout(_WRITE_S):
+                        await self._registry.update(entry)
+                except (TimeoutError, OSError) as error:
+                    _log.info("the registry did not take %s's entry: %s", identity, error)
+                    self._ordered.set()
+                    continue
+                except (EntryConflict, LeaseLost) as error:
+                    _log.info("%s is not changed in the registry: %s", identity, error)
+                if self._orders.get(identity) is entry:
+                    del self._orders[identity]
+            if self._orders:
+                await asyncio.sleep(_RETRY_S)
