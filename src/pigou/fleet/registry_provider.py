@@ -248,11 +248,12 @@ class RegistryProvider:
                 try:
                     async with asyncio.timeout(_WRITE_S):
                         await self._registry.update(entry)
-                except (TimeoutError, OSError) as error:
-                    _log.info("the registry did not take %s's entry: %s", identity, error)
-                    self._ordered.set()
-                    continue
-                except (EntryConflict, LeaseLost) as error:
+                except (TimeoutError, OSError, LeaseLost) as error:
+                    if self.discovery.view.entry(identity) is not None:
+                        _log.info("the registry did not take %s's entry: %s", identity, error)
+                        self._ordered.set()
+                        continue
+                except EntryConflict as error:
                     _log.info("%s is not changed in the registry: %s", identity, error)
                 if self._orders.get(identity) is entry:
                     del self._orders[identity]

@@ -151,10 +151,12 @@ class NatsStore:
             if self._client is None:
                 client = Client()
                 try:
-                    await client.connect(
-                        self._url, connect_timeout=_CONNECT_S, allow_reconnect=False,
-                        ping_interval=_PING_S, error_cb=_ignore, closed_cb=self._closed,
-                    )  # fmt: skip
+                    async with asyncio.timeout(_CONNECT_S):  # of its own it tries for minutes
+                        await client.connect(
+                            self._url, connect_timeout=_CONNECT_S, allow_reconnect=False,
+                            max_reconnect_attempts=1, reconnect_time_wait=0, error_cb=_ignore,
+                            ping_interval=_PING_S, closed_cb=self._closed,
+                        )  # fmt: skip
                 except BaseException:
                     with suppress(Error, OSError, TimeoutError):
                         await client.close()
