@@ -126,7 +126,7 @@ def test_the_help_shows_defaults_under_headings() -> None:
         env={**os.environ, "COLUMNS": "100"}, capture_output=True, text=True, check=True,
     )  # fmt: skip
     text = " ".join(done.stdout.split())
-    assert "Prefill workers to start. [default: 1; 0 with --attach]" in text
+    assert "Prefill workers to start. [default: 1; 0 with --attach or --registry]" in text
     assert "[default: 8000]" in text
     headings = [
         line[:-1] for line in done.stdout.splitlines() if line[:1].isupper() and line[-1] == ":"
