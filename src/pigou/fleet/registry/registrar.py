@@ -111,7 +111,7 @@ class WorkerRegistrar:
                 incarnation=self.incarnation,
                 role=Role(about["role"]),
                 model=str(about["model"]),
-                version=str(about.get("release") or ""),
+                version=str(about.get("deployment_version") or about.get("release") or ""),
                 shape=KVShape(tp=self._tp, kv_layout=str(about.get("kv_layout") or "")),
                 url=f"http://{shown}:{url.port}",
                 kv_events=_reachable(about.get("kv_events"), shown),
