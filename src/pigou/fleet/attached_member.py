@@ -9,6 +9,7 @@ from typing import ClassVar
 from pigou.fleet.config import AttachedWorker, FleetError
 from pigou.fleet.member import FleetMember, MemberSetup
 from pigou.fleet.probe import EventSource, ProbeFailed, ProbeResult, fleet_key, probe
+from pigou.request import Location
 
 
 class AttachedMember(FleetMember):
@@ -25,6 +26,7 @@ class AttachedMember(FleetMember):
         self._spec = spec
         self.stock: bool | None = None
         self._row.url = spec.url
+        self.location = Location(spec.host, spec.rack, spec.zone)
 
     @property
     def server(self) -> tuple[str, str]:

@@ -9,7 +9,7 @@ import msgspec
 
 from pigou.config import ConfigError
 from pigou.config_option import option
-from pigou.request import Role
+from pigou.request import Location, Role
 
 #: Heading of options.
 _GROUP = "Model and workers"
@@ -110,7 +110,8 @@ class WorkersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         tuple[str, ...],
         option(
             "A running server to use: URL[,role=prefill|decode|both][,events=tcp://..]"
-            "[,replay=tcp://..][,topic=T][,key=K][,pin=ID]. Repeat it for more.",
+            "[,replay=tcp://..][,topic=T][,key=K][,pin=ID][,host=H][,rack=R][,zone=Z]. Repeat it "
+            "for more.",
             _GROUP,
         ),
     ] = ()
@@ -183,6 +184,9 @@ class LocalWorker(msgspec.Struct, frozen=True, kw_only=True):
     device: str = "cpu"
 
 
+_ATTACH_OPTIONS = ("role", "events", "replay", "topic", "key", "pin", *Location._fields)
+
+
 class AttachedWorker(msgspec.Struct, frozen=True, kw_only=True):
     """A server that somebody else runs.
 
@@ -195,6 +199,7 @@ class AttachedWorker(msgspec.Struct, frozen=True, kw_only=True):
         topic: of the events; every topic when empty.
         key: sent as bearer key.
         pin: of a frontend of NVIDIA Dynamo, the id of the one worker behind it that is meant.
+        host, rack, zone: labels of its node; empty for what the server says itself.
     """
 
     id: str
@@ -205,10 +210,13 @@ class AttachedWorker(msgspec.Struct, frozen=True, kw_only=True):
     topic: str = ""
     key: str = ""
     pin: str = ""
+    host: str = ""
+    rack: str = ""
+    zone: str = ""
 
     @classmethod
     def parse(cls, text: str, number: int) -> Self:
-        """Read `URL[,role=R][,events=ZMQ][,replay=ZMQ][,topic=T][,key=K][,pin=ID]`.
+        """Read `URL[,role=R][,events=ZMQ][,replay=ZMQ][,topic=T][,key=K][,pin=ID][,host=H]...`.
 
         Raises:
             ConfigError: the URL or an option is not understood.
@@ -220,15 +228,15 @@ class AttachedWorker(msgspec.Struct, frozen=True, kw_only=True):
         options = {}
         for item in rest:
             name, equals, value = item.partition("=")
-            if name not in ("role", "events", "replay", "topic", "key", "pin") or not equals:
-                raise ConfigError(
-                    f"attach: {item!r} is not understood; after the URL come role=, events=, "
-                    "replay=, topic=, key= or pin="
-                )
+            if name not in _ATTACH_OPTIONS or not equals:
+                known = ", ".join(f"{option}=" for option in _ATTACH_OPTIONS)
+                raise ConfigError(f"attach: {item!r} is not understood; after the URL come {known}")
             options[name] = value
         role = options.pop("role", Role.BOTH.value)
         if role not in list(Role):
             raise ConfigError(f"attach: role is {role!r}; it must be prefill, decode or both")
+        if not options.get("host") and (options.get("rack") or options.get("zone")):
+            raise ConfigError(f"attach: {text!r} has labels of a node without its host=")
         url = url.rstrip("/").removesuffix("/v1")
         return cls(id=f"attached-{number}", url=url, role=Role(role), **options)
 

@@ -24,7 +24,7 @@ from pigou.gateway.plane_driver import PlaneDriver
 from pigou.gateway.status_api import WorkerRow
 from pigou.gateway.upstream import Engine
 from pigou.lifecycle.suspicion import WorkerEnd
-from pigou.request import Role, Worker
+from pigou.request import UNKNOWN_LOCATION, Role, Worker
 from pigou.wire.fleet_secret import FleetSecret
 
 _log = logging.getLogger("pigou.fleet")
@@ -62,6 +62,7 @@ class FleetMember(ABC):
         role: what it is asked to do.
         pool: name of the pool that it is in.
         epoch: how often its role has changed.
+        location: labels of its node, in place of what the worker says; unknown for those.
         ready: set once the worker was up for the first time, or failed for good.
         failed: why it never came up; empty otherwise.
         may_fail: a first start that fails is tried again, and ends nothing.
@@ -80,6 +81,7 @@ class FleetMember(ABC):
         self.role = role
         self.pool = role.value
         self.epoch = 0
+        self.location = UNKNOWN_LOCATION
         self.ready = asyncio.Event()
         self.failed = ""
         self.may_fail = self.leaving = False
@@ -187,7 +189,9 @@ class FleetMember(ABC):
             probed.layout,
             probed.startup_profile,
             version=probed.version,
+            location=self.location if self.location.host else probed.location,
         )
+        self._row.host, self._row.rack, self._row.zone = worker.location
         if not self._plane_driver.compiled.is_set():
             self._report("waiting for the gateway's kernels")
             await self._plane_driver.compiled.wait()

@@ -17,7 +17,7 @@ from pigou.fleet import metrics_page
 from pigou.fleet.hang_detection import EngineProgress
 from pigou.fleet.metrics_page import OLD_USAGE, RUNNING, USAGE, WAITING
 from pigou.gateway.upstream import Engine, read_page
-from pigou.request import Rehearsed
+from pigou.request import UNKNOWN_LOCATION, Location, Rehearsed
 from pigou.wire.fleet_secret import NONCE, PROOF, FleetSecret
 
 #: Block size that is assumed of a server that does not tell: vLLM's default on a GPU.
@@ -67,6 +67,7 @@ class ProbeResult:
         startup_profile: its own speed, as measured at startup; empty where unknown.
         version: of its deployment; empty where it has none.
         incarnation: of its process; empty where it does not register itself.
+        location: labels of its node; unknown where it does not say.
     """
 
     engine: Engine
@@ -78,6 +79,7 @@ class ProbeResult:
     startup_profile: tuple[Rehearsed, ...] = ()
     version: str = ""
     incarnation: str = ""
+    location: Location = UNKNOWN_LOCATION
 
 
 class _ModelCard(msgspec.Struct):
@@ -143,6 +145,7 @@ async def probe(url: str, key: str = "", timeout_s: float = 10.0) -> ProbeResult
         () if engine.stock else read_startup_profile(about.get("rehearsed")),
         _name(about.get("deployment_version")),
         "" if engine.stock else _name(about.get("incarnation")),
+        _location(about.get("location")),
     )
 
 
@@ -292,6 +295,13 @@ def _json(body: bytes) -> dict[str, Any]:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def _location(value: Any) -> Location:
+    """Return the labels of a node; a host that is missing, or no text, makes it unknown."""
+    labels = value if isinstance(value, dict) else {}
+    location = Location(*(_name(labels.get(field)) for field in Location._fields))
+    return location if location.host else UNKNOWN_LOCATION
 
 
 def _number(value: Any) -> int:

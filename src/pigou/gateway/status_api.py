@@ -39,6 +39,7 @@ class WorkerRow(msgspec.Struct, kw_only=True):
         restarts: times that it was started anew.
         note: why it is not up.
         gaps: times that KV events were missed for good.
+        host, rack, zone: labels of its node; empty where they are not known.
     """
 
     id: str
@@ -53,6 +54,9 @@ class WorkerRow(msgspec.Struct, kw_only=True):
     restarts: int = 0
     note: str = ""
     gaps: int = 0
+    host: str = ""
+    rack: str = ""
+    zone: str = ""
 
     @property
     def away(self) -> bool:

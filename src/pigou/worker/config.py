@@ -8,6 +8,7 @@ import msgspec
 
 from pigou.config import ConfigError, EvictionConfig, QueueOrder
 from pigou.config_option import option
+from pigou.control.placement.topology import read_location
 from pigou.logs import AccessLogOption, LogFormatOption, LogLevelOption
 from pigou.request import Role
 
@@ -39,6 +40,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     deployment_version: Annotated[
         str,
         option("Version of its deployment; workers of different ones exchange no KV.", "Model"),
+    ] = ""
+    location: Annotated[
+        str,
+        option("Labels of its node, for routes by distance: host=H[,rack=R][,zone=Z].", "Model"),
     ] = ""
     device: Annotated[str, option("cpu, cuda or cuda:N.", "Model")] = "cpu"
     dtype: Annotated[str, option("auto, bf16 or fp32.", "Model")] = "auto"
@@ -279,6 +284,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     def __post_init__(self) -> None:
         """Refuse values that no worker could work with."""
+        read_location(self.location)
         for name in ("threads", "block_size", "max_seqs", "max_batched_tokens", "repeat",
                      "max_body"):  # fmt: skip
             if getattr(self, name) < 1:

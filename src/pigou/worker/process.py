@@ -17,6 +17,7 @@ from aiohttp import web
 
 from pigou import logs
 from pigou.background import Background
+from pigou.control.placement.topology import read_location
 from pigou.imports import uncollected
 from pigou.wire.connections import ConnectionLimits, Factory
 from pigou.wire.fleet_secret import FleetSecret
@@ -242,6 +243,7 @@ class WorkerServer:
             "kv_transfer": self._config.kv_transfer,
             "kv_layout": self._layout(),
             "deployment_version": self._config.deployment_version,
+            "location": read_location(self._config.location)._asdict(),
             "pid": os.getpid(),
             **({} if self._registrar is None else {"incarnation": self._registrar.incarnation}),
         }

@@ -37,6 +37,25 @@ WITHIN = {
 }
 
 
+def read_location(text: str) -> Location:
+    """Read `host=H[,rack=R][,zone=Z]`; empty for an unknown location.
+
+    Raises:
+        ConfigError: a label is not understood, or there are no host and others.
+    """
+    labels: dict[str, str] = {}
+    for item in filter(None, text.split(",")):
+        name, _, value = item.partition("=")
+        if name not in Location._fields or not value or name in labels:
+            raise ConfigError(
+                f"location: {item!r} is not understood; write host=H[,rack=R][,zone=Z], each once"
+            )
+        labels[name] = value
+    if labels and "host" not in labels:
+        raise ConfigError(f"location is {text!r}; host= is missing")
+    return Location(**labels)
+
+
 def distance(a: Location, b: Location) -> Distance:
     """Return the distance class of two locations; a missing label is shared with nobody."""
     if a.host and a.host == b.host:
