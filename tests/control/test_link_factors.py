@@ -33,6 +33,13 @@ def test_the_prior_is_the_distance_class() -> None:
     assert factors == pytest.approx([0.25, 0.25, 1.0, 4.0, 40.0, 1.0])
 
 
+def test_what_labels_do_not_tell_counts_as_within_a_rack() -> None:
+    links = links_of(HERE, Location("x"), Location("y"), Location("w", "", "a"), Location("x"))
+    assert [links.factor(0, row) for row in (1, 2, 3)] == pytest.approx([1.0, 1.0, 1.0])
+    assert links.factor(1, 2) == pytest.approx(1.0)
+    assert links.factor(1, 4) == pytest.approx(0.25)
+
+
 def test_a_measured_pair_leaves_its_class() -> None:
     links = links_of(HERE, SAME_RACK, OTHER_RACK)
     for n in range(40):

@@ -28,10 +28,11 @@ class RegisteredMember(AttachedMember):
     kind: ClassVar[str] = "registered"
 
     def __init__(self, id: str, entry: WorkerEntry, setup: MemberSetup) -> None:
-        events, replay = entry.kv_events, entry.kv_replay
+        events, replay, node = entry.kv_events, entry.kv_replay, entry.topology
         spec = AttachedWorker(
-            id=id, url=entry.url, role=entry.role, events=events, replay=replay if events else ""
-        )
+            id=id, url=entry.url, role=entry.role, events=events, replay=replay if events else "",
+            host=node.host, rack=node.rack, zone=node.zone,
+        )  # fmt: skip
         super().__init__(spec, setup)
         self.entry = entry
         self.suspected = ""

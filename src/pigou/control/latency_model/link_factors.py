@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from pigou.control.placement.topology import Distance, DistanceCosts, distance
+from pigou.control.placement.topology import Distance, DistanceCosts, known_distance
 from pigou.request import SECOND, UNKNOWN_LOCATION, Location
 
 Numbers: TypeAlias = NDArray[np.float64]
@@ -176,7 +176,8 @@ class LinkFactors:
         for name in ("_weight", "_mean", "_seen_at", "_classes"):
             setattr(self, name, np.pad(getattr(self, name), ((0, 1), (0, 1))))
         for number, other in enumerate(self._known):
-            self._classes[number, -1] = self._classes[-1, number] = distance(location, other)
+            level = known_distance(location, other)
+            self._classes[number, -1] = self._classes[-1, number] = level
 
 
 def _host_of(location: Location) -> Location:

@@ -68,6 +68,18 @@ def distance(a: Location, b: Location) -> Distance:
     return Distance.REMOTE
 
 
+def known_distance(a: Location, b: Location) -> Distance:
+    """Return the distance class as far as labels tell: within a rack where they tell nothing.
+
+    Placement takes a missing label for far. A router that did so would avoid links that it has
+    never measured.
+    """
+    level = distance(a, b)
+    if level is Distance.ZONE and not (a.rack and b.rack):
+        return Distance.RACK
+    return Distance.RACK if level is Distance.REMOTE and not (a.zone and b.zone) else level
+
+
 def domain(location: Location, level: TopologyLevel) -> str:
     """Return the name of the domain that a location is in; empty where it lacks the label."""
     if level is TopologyLevel.HOST:
@@ -109,10 +121,6 @@ class DistanceCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     def seconds(self, a: Location, b: Location) -> float:
         """Return the seconds that a byte takes from one location to another."""
         return self.by_class[distance(a, b)]
-
-    def ratio(self, a: Location, b: Location) -> float:
-        """Return how many times as long a byte takes as within a rack; 1 for unknown hosts."""
-        return self.seconds(a, b) / self.rack if a.host and b.host else 1.0
 
 
 class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
