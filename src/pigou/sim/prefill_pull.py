@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-import numpy as np
-
 from pigou.control.messages import Observation, PrefillClaimed, WorkerDown, WorkerDraining, WorkerUp
 from pigou.control.plane import ControlPlane
 from pigou.control.pull_queue.config import PullQueueConfig
@@ -17,8 +15,9 @@ from pigou.control.pull_queue.messages import (
     ServiceTable,
 )
 from pigou.control.pull_queue.prefill_queue import PrefillQueue
+from pigou.control.pull_queue.service_law import cached_at, service_table
 from pigou.lifecycle.messages import LifecycleEvent, PrefillStays, RequestRefused, StartPrefill
-from pigou.request import NEVER
+from pigou.request import NEVER, Request
 from pigou.sim.request_run import Attempt, Leg
 from pigou.sim.virtual_clock import Clock, Phase
 from pigou.sim.worker_spec import FleetWorker
@@ -82,8 +81,7 @@ class PrefillPull:
 
     def start(self, attempt: Attempt, start: StartPrefill, now: int) -> None:
         """Queue a prompt, or leave it to its decode worker."""
-        assert attempt.request is not None
-        request = attempt.request
+        request = self._request(attempt)
         decode = attempt.run.decode_worker
         cached = self._cached(attempt, decode, now)
         if not self.queue.workers or self.queue.config.is_local(
@@ -168,24 +166,15 @@ class PrefillPull:
         self._driver.send_prefill(attempt, claim.worker, number, now)
 
     def _service(self, items: Sequence[PrefillItem], now: int) -> ServiceTable:
-        """Return seconds and tokens of prompts on the workers, by the laws of the tolls."""
-        rows = np.array([self._plane.state.row[worker] for worker in self.queue.workers])
-        seconds, tokens = np.empty((2, len(items), len(rows)))
-        for i, item in enumerate(items):
-            request = self._attempts[item.request][0].request
-            assert request is not None
-            fleet = self._plane.view(request, now)
-            uncached = (request.prompt - fleet.cached(request.prompt)[rows]).astype(np.float64)
-            seconds[i] = fleet.estimates.service(rows, uncached, request.prompt)
-            tokens[i] = uncached
-        return ServiceTable(seconds, tokens.astype(np.int64))
+        requests = [self._request(self._attempts[item.request][0]) for item in items]
+        return service_table(self._plane, requests, self.queue.workers, now)
 
     def _cached(self, attempt: Attempt, worker: str, now: int) -> int:
-        """Return the tokens of a prompt that a worker holds, as far as is known."""
-        request, row = attempt.request, self._plane.state.row.get(worker)
-        if row is None or request is None:
-            return 0
-        return int(self._plane.view(request, now).cached(request.prompt)[row])
+        return cached_at(self._plane, self._request(attempt), worker, now)
+
+    def _request(self, attempt: Attempt) -> Request:
+        assert attempt.request is not None
+        return attempt.request
 
     def _answer(self, effects: Sequence[QueueEffect], now: int) -> None:
         """Answer expired prompts and dead letters with an error."""

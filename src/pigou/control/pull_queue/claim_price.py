@@ -12,7 +12,7 @@ from pigou.compiled import bare_kernel
 Seconds = NDArray[np.float64]
 
 #: Claims whose values differ by less are worth the same; the earlier prompt goes.
-_SAME_S = 1e-9
+SAME_S = 1e-9
 
 
 class ClaimLoad(NamedTuple):
@@ -65,8 +65,13 @@ def claim_values(service_s: Seconds, age_s: Seconds, own: int, load: ClaimLoad) 
 
 def best_claim(values: Seconds) -> int:
     """Return the prompt whose claim is worth most, the earliest of equal ones; -1 for none."""
-    index = int(np.flatnonzero(values >= values.max() - _SAME_S)[0])
-    return index if values[index] > -_SAME_S else -1
+    index = int(np.flatnonzero(values >= values.max() - SAME_S)[0])
+    return index if values[index] > -SAME_S else -1
+
+
+def warm_up() -> None:
+    """Compile the kernels, or load them; seconds the first time on a machine."""
+    claim_values(np.ones((1, 2)), np.zeros(1), 0, ClaimLoad(np.zeros(2)))
 
 
 @bare_kernel

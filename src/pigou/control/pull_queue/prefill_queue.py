@@ -8,7 +8,13 @@ from operator import attrgetter
 import msgspec
 import numpy as np
 
-from pigou.control.pull_queue.claim_price import ClaimLoad, Seconds, best_claim, claim_values
+from pigou.control.pull_queue.claim_price import (
+    SAME_S,
+    ClaimLoad,
+    Seconds,
+    best_claim,
+    claim_values,
+)
 from pigou.control.pull_queue.config import PullQueueConfig
 from pigou.control.pull_queue.messages import (
     PrefillClaim,
@@ -109,6 +115,11 @@ class PrefillQueue:
         claims = self._claims.get(worker)
         return max(0, claims[-1].end_ns - now_ns) / SECOND if claims else 0.0
 
+    def incarnation(self, request: str) -> int | None:
+        """Return the incarnation of a prompt that waits or is claimed; None for another."""
+        entry = self._entries.get(request)
+        return None if entry is None else entry.item.incarnation
+
     def claims_of(self, worker: str) -> int:
         """Return how many prompts a worker has claimed."""
         return len(self._claims.get(worker, ()))
@@ -165,6 +176,34 @@ class PrefillQueue:
         if not claims and self._open(now_ns):
             self.counts.left += 1
         return claims
+
+    def claim_one(
+        self, request: str, worker: str, now_ns: int, service: ServiceLaw | None = None
+    ) -> PrefillClaim | list[QueueEffect]:
+        """Give a worker the prompt that a broker has delivered to it, if the claim is worth it.
+
+        Where it is not, the prompt has been passed over once more. A prompt that another worker has
+        claimed is taken from it: the broker delivers again only what was lost. Without a claim, the
+        effects of that are returned: it may be a dead letter.
+        """
+        entry = self._entries.get(request)
+        if entry is None or worker not in self.workers:
+            return []
+        if entry.claim is not None and (effects := self._redeliver(entry, now_ns)):
+            return effects
+        end_ns = now_ns + round(self.free_s(worker, now_ns) * SECOND)
+        entries, seconds_s = self._open(now_ns), 0.0
+        if entry not in entries:
+            entries.append(entry)
+        if service is not None:
+            at, table = entries.index(entry), service([other.item for other in entries])
+            seconds_s = float(table.seconds[at, self.workers.index(worker)])
+            values = self._values(entries, table.seconds, worker, end_ns, now_ns)
+            if not self._must_go(entry, now_ns) and values[at] < -SAME_S:
+                entry.passed_over += 1
+                self.counts.left += 1
+                return []
+        return self._give(entry, worker, end_ns + round(seconds_s * SECOND), now_ns)
 
     def extend(self, worker: str, now_ns: int) -> int:
         """Renew the leases of a worker that lives; return how many prompts it still has."""
@@ -270,30 +309,40 @@ class PrefillQueue:
         if service is None:
             return entries[0], 0.0, entries[0].item.tokens
         table = service([entry.item for entry in entries])
-        index = self._index(entries, table.seconds, own, free_ns, now_ns)
+        index = self._index(entries, table.seconds, worker, free_ns, now_ns)
         if index < 0:
             return None
         return entries[index], float(table.seconds[index, own]), int(table.tokens[index, own])
 
     def _index(
-        self, entries: list[_Entry], seconds: Seconds, own: int, free_ns: int, now_ns: int
+        self, entries: list[_Entry], seconds: Seconds, worker: str, free_ns: int, now_ns: int
     ) -> int:
         """Return which prompt goes next; -1 where all are better left to other workers."""
-        head = entries[0]
-        bypass_ns = head.item.arrival_ns + round(self.config.max_bypass_s * SECOND)
-        must_go = head.passed_over >= self.config.max_bypass or now_ns >= bypass_ns
-        if self.config.order == "fifo" or must_go:
+        if self._must_go(entries[0], now_ns):
             return 0
+        index = best_claim(self._values(entries, seconds, worker, free_ns, now_ns))
+        for entry in entries[: max(index, 0)]:
+            entry.passed_over += 1
+            self.counts.bypasses += 1
+        return index
+
+    def _must_go(self, entry: _Entry, now_ns: int) -> bool:
+        """Whether nobody may go before a prompt any more."""
+        bypass_ns = entry.item.arrival_ns + round(self.config.max_bypass_s * SECOND)
+        spent = entry.passed_over >= self.config.max_bypass or now_ns >= bypass_ns
+        return spent or self.config.order == "fifo"
+
+    def _values(
+        self, entries: list[_Entry], seconds: Seconds, worker: str, free_ns: int, now_ns: int
+    ) -> Seconds:
+        """Return what the worker's claim of each prompt is worth."""
+        own = self.workers.index(worker)
         free_s = np.array([self.free_s(other, now_ns) for other in self.workers])
         free_s[own] = (free_ns - now_ns) / SECOND
         rise = self.config.urgency / self._mean_s if self._mean_s > 0.0 else 0.0
         age_s = np.array([(now_ns - entry.item.arrival_ns) / SECOND for entry in entries])
         load = ClaimLoad(free_s, self._arrivals(now_ns), rise, self.config.toll)
-        index = best_claim(claim_values(seconds, age_s, own, load))
-        for entry in entries[: max(index, 0)]:
-            entry.passed_over += 1
-            self.counts.bypasses += 1
-        return index
+        return claim_values(seconds, age_s, own, load)
 
     def _give(self, entry: _Entry, worker: str, end_ns: int, now_ns: int) -> PrefillClaim:
         self._leave(entry)

@@ -1,0 +1,1 @@
+"""The prefill queue over NATS JetStream: gateways publish prompts, prefill workers pull them."""

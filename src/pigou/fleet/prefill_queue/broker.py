@@ -1,0 +1,168 @@
+"""The broker: a work queue of NATS JetStream, one consumer for all workers of a version."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+import nats
+from nats.aio.client import Client
+from nats.errors import Error, NoRespondersError
+from nats.js import JetStreamContext
+from nats.js.api import (
+    AckPolicy,
+    ConsumerConfig,
+    DiscardPolicy,
+    RetentionPolicy,
+    StorageType,
+    StreamConfig,
+)
+from nats.js.errors import APIError, BadRequestError, NotFoundError
+
+from pigou.fleet.prefill_queue.messages import QueueAddress
+
+#: Seconds in which the same prompt is not taken twice.
+DUPLICATE_WINDOW_S = 120.0
+#: Seconds for a connection, between two tries, and for an answer of the broker.
+_CONNECT_S, _RETRY_S, _ANSWER_S = 2.0, 0.2, 2.0
+
+
+class BrokerUnavailable(OSError):
+    """The broker does not answer, or refuses."""
+
+
+class PrefillBroker:
+    """A connection to a queue. Its stream is made by the first who connects.
+
+    Attributes:
+        address: of the queue.
+        client: the connection, for questions and answers beside the queue.
+    """
+
+    def __init__(self, address: QueueAddress) -> None:
+        """Prepare for `connect`."""
+        self.address = address
+        self.client = Client()
+        self._stream: JetStreamContext | None = None
+
+    async def connect(self) -> None:
+        """Connect, and make the stream where it is not there; later losses are repaired.
+
+        Raises:
+            BrokerUnavailable: nobody answers at the address, or the stream is another's.
+        """
+        try:
+            self.client = await nats.connect(
+                self.address.server, connect_timeout=_CONNECT_S, allow_reconnect=True,
+                max_reconnect_attempts=-1, reconnect_time_wait=_RETRY_S, ping_interval=2,
+                max_outstanding_pings=2, error_cb=_ignore,
+            )  # fmt: skip
+            self._stream = self.client.jetstream(timeout=_ANSWER_S)
+            await self._make()
+        except (Error, OSError, TimeoutError) as error:
+            await self.close()
+            server = self.address.server.rpartition("@")[2]
+            raise BrokerUnavailable(
+                f"the prefill queue at {server} is not there: {error}"
+            ) from error
+
+    async def close(self) -> None:
+        """Disconnect."""
+        with suppress(Error, OSError):
+            await self.client.close()
+
+    @property
+    def stream(self) -> JetStreamContext:
+        """The stream's interface; there is one after `connect`."""
+        assert self._stream is not None
+        return self._stream
+
+    async def publish(self, subject: str, id_: str, payload: bytes) -> bool:
+        """Store a message once; return whether it is new.
+
+        Raises:
+            BrokerUnavailable: it may not be stored.
+        """
+        try:
+            done = await self.stream.publish(subject, payload, headers={"Nats-Msg-Id": id_})
+        except (Error, OSError, TimeoutError) as error:
+            raise BrokerUnavailable(f"the prefill queue took no prompt: {error}") from error
+        return not done.duplicate
+
+    async def purge(self, subject: str) -> None:
+        """Forget what is stored on a subject; a broker that is away keeps it, and is asked not."""
+        with suppress(Error, OSError, TimeoutError):
+            await self.stream.purge_stream(self.address.stream, subject=subject)
+
+    async def length(self) -> int:
+        """Return how many prompts wait, or are claimed and not acked.
+
+        Raises:
+            BrokerUnavailable: nobody answers.
+        """
+        try:
+            info = await self.stream.stream_info(self.address.stream)
+        except (Error, OSError, TimeoutError) as error:
+            raise BrokerUnavailable(str(error)) from error
+        return info.state.messages
+
+    async def subscribe(self, version: str) -> JetStreamContext.PullSubscription:
+        """Return the consumer that workers of a version share.
+
+        Raises:
+            BrokerUnavailable: nobody answers.
+        """
+        address = self.address
+        config = ConsumerConfig(
+            durable_name=address.consumer(version),
+            filter_subject=address.subject(version, ">"),
+            ack_policy=AckPolicy.EXPLICIT,
+            ack_wait=address.lease_s,
+            max_deliver=-1,  # gateways count those that began
+            max_ack_pending=10_000,
+        )
+        try:
+            with suppress(BadRequestError):  # it is there, with other values
+                await self.stream.add_consumer(address.stream, config)
+            return await self.stream.pull_subscribe_bind(
+                durable=address.consumer(version), stream=address.stream
+            )
+        except (Error, OSError, TimeoutError) as error:
+            raise BrokerUnavailable(str(error)) from error
+
+    async def ask(self, subject: str, payload: bytes, timeout_s: float) -> bytes:
+        """Ask who answers on a subject, beside the queue.
+
+        Raises:
+            BrokerUnavailable: nobody does within `timeout_s` seconds.
+        """
+        try:
+            return (await self.client.request(subject, payload, timeout=timeout_s)).data
+        except (Error, OSError, TimeoutError, NoRespondersError) as error:
+            raise BrokerUnavailable(f"{subject}: {error or type(error).__name__}") from error
+
+    async def _make(self) -> None:
+        address = self.address
+        storage = StorageType.FILE if address.storage == "file" else StorageType.MEMORY
+        config = StreamConfig(
+            name=address.stream,
+            subjects=[f"{address.name}.prefill.>"],
+            retention=RetentionPolicy.WORK_QUEUE,
+            discard=DiscardPolicy.NEW,
+            storage=storage,
+            max_age=address.max_age_s,
+            duplicate_window=min(DUPLICATE_WINDOW_S, address.max_age_s),
+        )
+        try:
+            await self.stream.stream_info(address.stream)
+        except NotFoundError:
+            with suppress(BadRequestError):  # another was quicker
+                await self.stream.add_stream(config)
+        except APIError as error:
+            raise BrokerUnavailable(f"{address.stream}: {error}") from error
+
+
+async def _ignore(error: Exception) -> None:
+    """Connections that break are made again; calls that fail say so themselves."""
+    await asyncio.sleep(0)
+    _ = error

@@ -1,0 +1,147 @@
+"""What gateways and prefill workers say to each other over the broker, and where."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal, Self
+from urllib.parse import parse_qsl, urlsplit
+
+import msgspec
+
+from pigou.config import ConfigError, wrong
+
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+class QueueAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A queue of a NATS server: `nats://[USER:PASSWORD@]HOST:PORT/NAME[?storage=memory]`.
+
+    Attributes:
+        server: URL of the server.
+        name: of the queue: its stream is `PREFILL_NAME`, its subjects begin with `NAME.`.
+        storage: of the prompts; those in memory are gone when the server ends.
+        lease_s: seconds after which a prompt is delivered again whose worker is silent.
+        max_age_s: seconds after which the broker forgets a prompt, whose gateway is gone then.
+    """
+
+    server: str
+    name: str
+    storage: Literal["file", "memory"] = "file"
+    lease_s: float = 10.0
+    max_age_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        """Refuse times that are none."""
+        for name, value in (("lease_s", self.lease_s), ("max_age_s", self.max_age_s)):
+            if not 0.1 <= value <= 86_400:
+                raise ConfigError(f"prefill queue: {name} is {value}; it must be 0.1 to 86400")
+
+    @classmethod
+    def parse(cls, url: str) -> Self:
+        """Read a URL.
+
+        Raises:
+            ConfigError: it is none of NATS, names no queue, or has an unknown parameter.
+        """
+        parts = urlsplit(url)
+        name = parts.path.strip("/")
+        if parts.scheme not in ("nats", "tls") or not parts.netloc or not _NAME.fullmatch(name):
+            raise ConfigError(
+                f"prefill queue is {url!r}; write nats://HOST:PORT/NAME, NAME of letters, digits, "
+                "'_' and '-'"
+            )
+        fields = dict(parse_qsl(parts.query, keep_blank_values=True))
+        fields |= {"server": f"{parts.scheme}://{parts.netloc}", "name": name}
+        try:
+            return msgspec.convert(fields, cls, strict=False)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"prefill queue: {wrong(error, cls, fields)}") from error
+
+    @property
+    def stream(self) -> str:
+        """Name of the stream."""
+        return f"PREFILL_{self.name}"
+
+    def subject(self, version: str, request: str) -> str:
+        """Return the subject of a request's prompt; `>` for those of all requests."""
+        return f"{self.name}.prefill.{token(version or 'any')}.{token(request)}"
+
+    def consumer(self, version: str) -> str:
+        """Return the name of the consumer that workers of a version share."""
+        return f"workers_{token(version or 'any')}"
+
+
+def token(text: str) -> str:
+    """Return a text as one token of a subject: what is no letter or digit is in hexadecimal."""
+    if text == ">":
+        return text
+    return re.sub(r"[^A-Za-z0-9-]", lambda match: f"_{ord(match[0]):x}_", text)
+
+
+class QueuedPrefill(msgspec.Struct, frozen=True):
+    """A prompt on its way to whichever worker pulls it.
+
+    Attributes:
+        request, incarnation: of the prompt.
+        gateway: subject on which its gateway answers.
+        path: of the worker's route.
+        wire_id: id of the request in headers and logs.
+        mark: of its tenant; empty for none.
+        tokens: of the prompt.
+        body: of the leg that computes it.
+    """
+
+    request: str
+    incarnation: int
+    gateway: str
+    path: str
+    wire_id: str
+    mark: str
+    tokens: int
+    body: dict[str, Any]
+
+
+class ClaimQuestion(msgspec.Struct, frozen=True):
+    """A worker, known by the address of its server, asks whether it is to compute a prompt.
+
+    `delivery` is the broker's count: who asks twice has not had the answer.
+    """
+
+    request: str
+    incarnation: int
+    worker: str
+    delivery: int
+
+
+class ClaimAnswer(msgspec.Struct, frozen=True):
+    """Whether to begin, to give the prompt back for a while, or to forget it."""
+
+    verdict: Literal["begin", "later", "gone"]
+    delay_s: float = 0.0
+
+
+class PrefillOffer(msgspec.Struct, frozen=True):
+    """A prompt is computed, or was refused: the reply of the worker's server."""
+
+    request: str
+    incarnation: int
+    worker: str
+    status: int
+    reply: bytes
+
+
+class OfferAnswer(msgspec.Struct, frozen=True):
+    """Whether an offer counts: the first does, and a worker frees the blocks of others."""
+
+    counts: bool
+
+
+class WorkerAlive(msgspec.Struct, frozen=True):
+    """A worker still computes what it has begun for a gateway."""
+
+    worker: str
+
+
+#: Last parts of a gateway's subjects: questions, offers, signs of life.
+CLAIM, OFFER, ALIVE = "claim", "offer", "alive"
+encode = msgspec.msgpack.encode

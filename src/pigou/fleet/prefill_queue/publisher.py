@@ -1,0 +1,227 @@
+"""The gateway's side: prompts are published, claims are priced, the first offer counts."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, TypeAlias
+
+import msgspec
+from nats.aio.msg import Msg
+
+from pigou.control.pull_queue.claim_price import warm_up
+from pigou.control.pull_queue.config import PullQueueConfig
+from pigou.control.pull_queue.messages import (
+    PrefillClaim,
+    PrefillExpired,
+    PrefillItem,
+    QueueEffect,
+    ServiceTable,
+)
+from pigou.control.pull_queue.prefill_queue import PrefillQueue
+from pigou.fleet.prefill_queue.broker import BrokerUnavailable, PrefillBroker
+from pigou.fleet.prefill_queue.messages import (
+    ALIVE,
+    CLAIM,
+    OFFER,
+    ClaimAnswer,
+    ClaimQuestion,
+    OfferAnswer,
+    PrefillOffer,
+    QueuedPrefill,
+    WorkerAlive,
+    encode,
+)
+
+#: Seconds between two looks at leases and deadlines, and two tries to connect.
+_TICK_S, _RETRY_S = 0.05, 1.0
+#: Seconds for which a prompt is given back, at least and at most.
+_MIN_DELAY_S, _MAX_DELAY_S = 0.02, 0.25
+
+#: Seconds and tokens of prompts on workers, by their ids.
+QueueService: TypeAlias = Callable[[Sequence[PrefillItem], Sequence[str]], ServiceTable]
+
+
+class PrefillDropped(Exception):
+    """Nobody computes a prompt: it is expired, or a dead letter.
+
+    Attributes:
+        expired: whether its deadline passed; it is a dead letter otherwise.
+    """
+
+    def __init__(self, effect: QueueEffect) -> None:
+        self.expired = isinstance(effect, PrefillExpired)
+        reason = "was claimed by nobody in time" if self.expired else "ended its workers"
+        super().__init__(f"prompt {effect.item.request} {reason}")
+
+
+class _Pending(msgspec.Struct, eq=False):
+    """A prompt whose offer is awaited."""
+
+    subject: str
+    offer: asyncio.Future[PrefillOffer]
+    on_claim: Callable[[str], None]
+    delivery: tuple[str, int] = "", 0  # of the claim: worker, and the broker's count
+
+
+class PrefillPublisher:
+    """Publishes the prompts of one gateway, and decides who may compute them.
+
+    The production core (`PrefillQueue`) knows this gateway's prompts and prices each claim; the
+    broker keeps them, and hands them to whichever worker pulls.
+    """
+
+    def __init__(
+        self, broker: PrefillBroker, config: PullQueueConfig, service: QueueService,
+        workers: Callable[[], Mapping[str, str]],
+    ) -> None:  # fmt: skip
+        """Prepare for `run`.
+
+        Args:
+            broker: of the queue.
+            config: of claims; leases are the broker's.
+            service: what prompts take.
+            workers: ids of the prefill workers, by the addresses of their servers.
+        """
+        lease_s = broker.address.lease_s
+        self.core = PrefillQueue(msgspec.structs.replace(config, lease_s=lease_s))
+        self._broker, self._service, self._workers = broker, service, workers
+        self._subject = f"{broker.address.name}.gateway.{secrets.token_hex(8)}"
+        self._pending: dict[str, _Pending] = {}
+        self._connected = False
+        self.length = 0
+
+    async def run(self) -> None:
+        """Connect, as often as it takes, and let time pass, until cancelled."""
+        await asyncio.to_thread(warm_up)
+        while not self._connected:
+            try:
+                await self._broker.connect()
+                await self._broker.client.subscribe(f"{self._subject}.*", cb=self._receive)
+                self._connected = True
+            except BrokerUnavailable:
+                await asyncio.sleep(_RETRY_S)
+        try:
+            looked_at = 0.0
+            while True:
+                await asyncio.sleep(_TICK_S)
+                self._apply(self.core.tick(time.monotonic_ns()))
+                if time.monotonic() - looked_at >= 1.0:
+                    looked_at = time.monotonic()
+                    with suppress(BrokerUnavailable):
+                        self.length = await self._broker.length()
+        finally:
+            self._connected = False
+            await self._broker.close()
+
+    async def prefill(
+        self, item: PrefillItem, leg: Mapping[str, Any], version: str,
+        on_claim: Callable[[str], None],
+    ) -> PrefillOffer:  # fmt: skip
+        """Have whichever worker pulls it compute a prompt; return the first offer.
+
+        Cancelled, it takes the prompt back, wherever it is.
+
+        Args:
+            item: the prompt; times are of `time.monotonic_ns`.
+            leg: path, wire_id, mark and body of `QueuedPrefill`.
+            version: of the workers that may compute it.
+            on_claim: called with the worker's id at each claim.
+
+        Raises:
+            PrefillDropped: it expired, or is a dead letter.
+            BrokerUnavailable: it could not be queued.
+        """
+        if not self._connected:
+            raise BrokerUnavailable("no prefill queue is connected yet")
+        request, address = item.request, self._broker.address
+        subject = address.subject(version, request)
+        pending = _Pending(subject, asyncio.get_running_loop().create_future(), on_claim)
+        self._pending[request] = pending
+        self.core.enqueue(item, time.monotonic_ns())
+        message = QueuedPrefill(request, item.incarnation, self._subject, tokens=item.tokens, **leg)
+        try:
+            await self._broker.publish(subject, f"{request}.{item.incarnation}", encode(message))
+            return await pending.offer
+        finally:
+            if self._pending.get(request) is pending:
+                del self._pending[request]
+            if not pending.offer.done() or pending.offer.cancelled():
+                self.core.cancel(request)
+                await asyncio.shield(self._broker.purge(subject))
+
+    # --- what workers say -----------------------------------------------------------------------
+
+    async def _receive(self, message: Msg) -> None:
+        kind = message.subject.rpartition(".")[2]
+        try:
+            if kind == CLAIM:
+                question = msgspec.msgpack.decode(message.data, type=ClaimQuestion)
+                await message.respond(encode(self._claimed(question)))
+            elif kind == OFFER:
+                offer = msgspec.msgpack.decode(message.data, type=PrefillOffer)
+                await message.respond(encode(OfferAnswer(self._offered(offer))))
+            elif kind == ALIVE:
+                alive = msgspec.msgpack.decode(message.data, type=WorkerAlive)
+                worker = self._workers().get(alive.worker, "")
+                self.core.extend(worker, time.monotonic_ns())
+        except (msgspec.MsgspecError, OSError):
+            return  # who asks in another tongue gets no answer
+
+    def _claimed(self, question: ClaimQuestion) -> ClaimAnswer:
+        """Decide whether a worker is to compute the prompt that it pulled."""
+        now_ns, request = time.monotonic_ns(), question.request
+        known = self._update_workers(now_ns)
+        pending = self._pending.get(request)
+        if pending is None or self.core.incarnation(request) != question.incarnation:
+            return ClaimAnswer("gone")
+        worker = known.get(question.worker)
+        if worker is None:
+            return ClaimAnswer("later", _MAX_DELAY_S)
+        if pending.delivery == (worker, question.delivery):
+            return ClaimAnswer("begin")
+        claim = self.core.claim_one(request, worker, now_ns, self._law)
+        if isinstance(claim, PrefillClaim):
+            pending.delivery = worker, question.delivery
+            pending.on_claim(worker)
+            return ClaimAnswer("begin")
+        if claim:
+            self._apply(claim)
+            return ClaimAnswer("gone")
+        busy_s = [self.core.free_s(other, now_ns) for other in self.core.workers]
+        delay_s = min((seconds for seconds in busy_s if seconds > 0.0), default=_MIN_DELAY_S)
+        return ClaimAnswer("later", min(max(delay_s, _MIN_DELAY_S), _MAX_DELAY_S))
+
+    def _offered(self, offer: PrefillOffer) -> bool:
+        """Take in an offer; return whether it is the first."""
+        pending = self._pending.get(offer.request)
+        if pending is None or pending.offer.done():
+            return False
+        if not self.core.ack(offer.request, offer.incarnation, time.monotonic_ns()):
+            return False
+        pending.offer.set_result(offer)
+        return True
+
+    def _law(self, items: Sequence[PrefillItem]) -> ServiceTable:
+        return self._service(items, self.core.workers)
+
+    def _update_workers(self, now_ns: int) -> Mapping[str, str]:
+        """Tell the core which workers there are; return their ids by address."""
+        known = self._workers()
+        for worker in set(self.core.workers) - set(known.values()):
+            self._apply(self.core.worker_down(worker, now_ns))
+        for worker in known.values():
+            self.core.worker_up(worker)
+        return known
+
+    def _apply(self, effects: Sequence[QueueEffect]) -> None:
+        """Answer what is expired, and dead letters, with an error."""
+        for effect in effects:
+            pending = self._pending.get(effect.item.request)
+            if pending is not None and not pending.offer.done():
+                pending.offer.set_exception(PrefillDropped(effect))
+                task = asyncio.ensure_future(self._broker.purge(pending.subject))
+                task.add_done_callback(lambda done: done.cancelled() or done.exception())

@@ -1,0 +1,158 @@
+"""The worker's side: a prefill worker pulls the smallest batch that saturates it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import TypeAlias
+
+import msgspec
+import nats.errors
+from nats.aio.msg import Msg
+from nats.errors import Error
+from nats.js import JetStreamContext
+
+from pigou.fleet.prefill_queue.broker import BrokerUnavailable, PrefillBroker
+from pigou.fleet.prefill_queue.messages import (
+    ALIVE,
+    CLAIM,
+    OFFER,
+    ClaimAnswer,
+    ClaimQuestion,
+    OfferAnswer,
+    PrefillOffer,
+    QueuedPrefill,
+    WorkerAlive,
+    encode,
+)
+
+#: Computes a prompt at this worker: status and body of its server's reply.
+ComputePrompt: TypeAlias = Callable[[QueuedPrefill], Awaitable[tuple[int, bytes]]]
+#: Seconds that a gateway is waited for, before a prompt is given back for so long, or another try
+#: to connect or to offer.
+_ANSWER_S, _RETRY_S = 2.0, 0.2
+#: Seconds of one pull, after which the connection is looked at again.
+_PULL_S = 1.0
+
+
+class PrefillPuller:
+    """Pulls prompts for one worker, and offers their KV to the gateways that asked.
+
+    A batch is pulled once the one before it is computed. While a prompt is computed, the broker and
+    its gateway hear of it every third of the lease.
+    """
+
+    def __init__(
+        self, broker: PrefillBroker, worker: str, compute: ComputePrompt, *, version: str = "",
+        batch_tokens: int = 512, batch_wait_ms: float = 2.0,
+    ) -> None:  # fmt: skip
+        """Prepare for `run`.
+
+        Args:
+            broker: of the queue.
+            worker: address of the worker's server, by which gateways know it.
+            compute: computes a prompt.
+            version: of the worker's deployment.
+            batch_tokens: with which a batch is complete.
+            batch_wait_ms: milliseconds that more prompts are waited for.
+        """
+        self._broker, self._worker, self._compute = broker, worker, compute
+        self._version, self._batch_tokens = version, batch_tokens
+        self._batch_wait_s = batch_wait_ms / 1000
+
+    async def run(self) -> None:
+        """Connect, as often as it takes, and pull until cancelled."""
+        subscription: JetStreamContext.PullSubscription | None = None
+        try:
+            while True:
+                try:
+                    if subscription is None:
+                        if not self._broker.client.is_connected:
+                            await self._broker.connect()
+                        subscription = await self._broker.subscribe(self._version)
+                    await self._serve_batch(subscription)
+                except (BrokerUnavailable, Error, OSError):
+                    subscription = None
+                    await asyncio.sleep(_RETRY_S)
+        finally:
+            await self._broker.close()
+
+    async def _serve_batch(self, subscription: JetStreamContext.PullSubscription) -> None:
+        """Pull prompts until they saturate the worker, and compute them."""
+        tokens, timeout_s = 0, _PULL_S
+        async with asyncio.TaskGroup() as tasks:
+            while tokens < self._batch_tokens:
+                try:
+                    (message,) = await subscription.fetch(1, timeout=timeout_s)
+                except (nats.errors.TimeoutError, TimeoutError):
+                    return
+                try:
+                    prompt = msgspec.msgpack.decode(message.data, type=QueuedPrefill)
+                except msgspec.MsgspecError:
+                    await message.term()  # of another version of the protocol
+                    continue
+                if await self._may_begin(message, prompt):
+                    tokens += prompt.tokens
+                    timeout_s = self._batch_wait_s
+                    tasks.create_task(self._serve(message, prompt))
+
+    async def _may_begin(self, message: Msg, prompt: QueuedPrefill) -> bool:
+        """Ask the gateway whether this worker is to compute a prompt; else let go of it."""
+        delivery = message.metadata.num_delivered or 1
+        question = ClaimQuestion(prompt.request, prompt.incarnation, self._worker, delivery)
+        try:
+            data = await self._broker.ask(f"{prompt.gateway}.{CLAIM}", encode(question), _ANSWER_S)
+        except BrokerUnavailable:  # it may be about to connect again
+            await message.nak(delay=_RETRY_S)
+            return False
+        answer = msgspec.msgpack.decode(data, type=ClaimAnswer)
+        if answer.verdict == "later":
+            await message.nak(delay=answer.delay_s)
+        elif answer.verdict == "gone":
+            await message.ack()
+        return answer.verdict == "begin"
+
+    async def _serve(self, message: Msg, prompt: QueuedPrefill) -> None:
+        """Compute a prompt, and offer its KV."""
+        alive = asyncio.create_task(self._stay_alive(message, prompt))
+        try:
+            status, reply = await self._compute(prompt)
+            if status >= 500 or status in (408, 429):  # another worker may do better
+                await message.nak(delay=_RETRY_S)
+            else:
+                await self._offer(prompt, status, reply)
+                await message.ack()
+        except (BrokerUnavailable, Error, OSError):
+            return  # it is delivered again
+        finally:
+            alive.cancel()
+
+    async def _offer(self, prompt: QueuedPrefill, status: int, reply: bytes) -> bool:
+        """Offer KV until the gateway answers; return whether it takes it.
+
+        Blocks that nobody takes are freed when their lease at this worker ends.
+
+        Raises:
+            BrokerUnavailable: the gateway does not answer for as long as a lease.
+        """
+        offer = PrefillOffer(prompt.request, prompt.incarnation, self._worker, status, reply)
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + self._broker.address.lease_s
+        while True:
+            try:
+                data = await self._broker.ask(f"{prompt.gateway}.{OFFER}", encode(offer), _ANSWER_S)
+                return msgspec.msgpack.decode(data, type=OfferAnswer).counts
+            except BrokerUnavailable:
+                if loop.time() > until_s:
+                    raise
+                await asyncio.sleep(_RETRY_S)
+
+    async def _stay_alive(self, message: Msg, prompt: QueuedPrefill) -> None:
+        """Renew a prompt's lease until cancelled."""
+        while True:
+            await asyncio.sleep(self._broker.address.lease_s / 3)
+            with suppress(Error, OSError):
+                await message.in_progress()
+                subject = f"{prompt.gateway}.{ALIVE}"
+                await self._broker.client.publish(subject, encode(WorkerAlive(self._worker)))

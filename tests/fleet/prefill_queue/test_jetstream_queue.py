@@ -1,0 +1,302 @@
+"""The prefill queue over a real NATS server: kills, restarts, and one effect for each prompt."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.lib.server_process import ServerProcess, nats_server
+
+from pigou.config import ConfigError
+from pigou.control.pull_queue.config import PullQueueConfig
+from pigou.control.pull_queue.messages import PrefillItem, ServiceTable
+from pigou.fleet.prefill_queue.broker import BrokerUnavailable, PrefillBroker
+from pigou.fleet.prefill_queue.messages import PrefillOffer, QueueAddress, QueuedPrefill, token
+from pigou.fleet.prefill_queue.publisher import PrefillDropped, PrefillPublisher
+from pigou.fleet.prefill_queue.puller import PrefillPuller
+from pigou.request import NEVER, SECOND
+
+pytest.importorskip("nats")
+LEG = {"path": "/v1/completions", "wire_id": "w", "mark": "", "body": {"prompt": [1, 2]}}
+Compute = Callable[[QueuedPrefill], Awaitable[tuple[int, bytes]]]
+
+
+class PullFleet:
+    """A NATS server, one gateway, and workers that compute by a function."""
+
+    def __init__(self, server: ServerProcess, stack: AsyncExitStack, options: str) -> None:
+        self.server, self._stack = server, stack
+        self.address = QueueAddress.parse(f"{server.url}/q{options}")
+        self.seconds = np.ones((1, 8))  # of a prompt on each worker
+        self.computed: list[tuple[str, str]] = []
+        self.claims: list[tuple[str, str]] = []
+        self.workers: dict[str, str] = {}
+        config = PullQueueConfig(max_deliveries=2, max_bypass=3)
+        broker = PrefillBroker(self.address)
+        self.gateway = PrefillPublisher(broker, config, self._service, lambda: self.workers)
+
+    def _service(self, items: Sequence[PrefillItem], workers: Sequence[str]) -> ServiceTable:
+        seconds = np.repeat(self.seconds[:, : len(workers)], len(items), axis=0)
+        return ServiceTable(seconds, np.full(seconds.shape, 600))
+
+    async def start(self, task: Awaitable[Any]) -> asyncio.Task[Any]:
+        """Run something until the end of the test."""
+        running = asyncio.ensure_future(task)
+        self._stack.callback(running.cancel)
+        await asyncio.sleep(0)
+        return running  # type: ignore[return-value]
+
+    async def worker(self, name: str, compute: Compute | None = None) -> asyncio.Task[Any]:
+        """Start a worker that answers with its name."""
+
+        async def answer(prompt: QueuedPrefill) -> tuple[int, bytes]:
+            self.computed.append((prompt.request, name))
+            return 200, name.encode()
+
+        self.workers[f"http://{name}"] = name
+        broker = PrefillBroker(self.address)
+        return await self.start(PrefillPuller(broker, f"http://{name}", compute or answer).run())
+
+    async def prefill(self, request: str, deadline_s: float = 0.0) -> PrefillOffer:
+        """Have a prompt computed."""
+        now = time.monotonic_ns()
+        deadline = now + round(deadline_s * SECOND) if deadline_s else NEVER
+        item = PrefillItem(request, 600, now, deadline_ns=deadline)
+        return await self.gateway.prefill(
+            item, LEG, "", lambda worker: self.claims.append((request, worker))
+        )
+
+    async def until(self, met: Callable[[], bool | int], seconds: float = 8.0) -> None:
+        """Wait until something is so."""
+        async with asyncio.timeout(seconds):
+            while not met():
+                await asyncio.sleep(0.01)
+
+    async def length(self) -> int:
+        """Prompts that the broker has."""
+        return await self.gateway._broker.length()
+
+
+@asynccontextmanager
+async def pull_fleet(folder: Path, options: str = "?lease_s=0.6") -> AsyncIterator[PullFleet]:
+    with nats_server(folder) as server:
+        async with AsyncExitStack() as stack:
+            fleet = PullFleet(server, stack, options)
+            await fleet.start(fleet.gateway.run())
+            await fleet.until(lambda: fleet.gateway._connected, 60.0)  # kernels are compiled
+            yield fleet
+
+
+async def stuck(_: QueuedPrefill) -> tuple[int, bytes]:
+    await asyncio.sleep(60)
+    return 200, b""
+
+
+def law(test: Callable[[Path], Awaitable[None]]) -> Callable[[Path], None]:
+    """Run a test of a coroutine within 90 seconds."""
+
+    def run(tmp_path: Path) -> None:
+        async def timed() -> None:
+            async with asyncio.timeout(90):
+                await test(tmp_path)
+
+        asyncio.run(timed())
+
+    run.__name__, run.__doc__ = test.__name__, test.__doc__  # type: ignore[attr-defined]
+    return run
+
+
+@law
+async def test_prompts_are_computed_once_each_and_the_queue_ends_empty(folder: Path) -> None:
+    async with pull_fleet(folder, "?storage=memory") as fleet:
+        for name in ("p0", "p1"):
+            await fleet.worker(name)
+        offers = await asyncio.gather(*(fleet.prefill(f"r{n}") for n in range(24)))
+        assert sorted(request for request, _ in fleet.computed) == sorted(o.request for o in offers)
+        assert sorted(fleet.claims) == sorted(fleet.computed)
+        await fleet.until(lambda: fleet.gateway.length == 0)
+        assert await fleet.length() == 0
+
+
+@law
+async def test_a_killed_workers_prompt_is_redelivered_within_the_lease(folder: Path) -> None:
+    """TTFT goes on from the arrival."""
+    async with pull_fleet(folder) as fleet:
+        dead = await fleet.worker("p0", stuck)
+        began = time.monotonic()
+        prompt = await fleet.start(fleet.prefill("r0"))
+        await fleet.until(lambda: len(fleet.claims))
+        dead.cancel()  # its connection closes, and it says nothing more
+        await fleet.worker("p1")
+        offer = await prompt
+        assert offer.reply == b"p1"
+        assert fleet.claims == [("r0", "p0"), ("r0", "p1")]
+        assert 0.5 < time.monotonic() - began < 3.0
+        assert fleet.gateway.core.counts.redelivered == 1
+
+
+@law
+async def test_a_worker_that_lives_keeps_its_prompt_beyond_the_lease(folder: Path) -> None:
+    async with pull_fleet(folder) as fleet:
+
+        async def slow(_: QueuedPrefill) -> tuple[int, bytes]:
+            await asyncio.sleep(1.5)
+            return 200, b"slow"
+
+        await fleet.worker("p0", slow)
+        prompt = await fleet.start(fleet.prefill("r0"))
+        await fleet.until(lambda: len(fleet.claims))
+        await fleet.worker("p1")
+        assert (await prompt).reply == b"slow"
+        assert fleet.computed == []
+
+
+@law
+async def test_nothing_is_lost_when_the_server_is_killed_and_comes_back(folder: Path) -> None:
+    async with pull_fleet(folder) as fleet:
+        prompts = [await fleet.start(fleet.prefill(f"r{n}")) for n in range(8)]
+        for _ in range(100):
+            if await fleet.length() == 8:
+                break
+            await asyncio.sleep(0.02)
+        fleet.server.kill()
+        await asyncio.sleep(0.2)
+        fleet.server.start()
+        await fleet.worker("p0")
+        offers = await asyncio.gather(*prompts)
+        assert [offer.reply for offer in offers] == [b"p0"] * 8
+        assert len(fleet.computed) == 8
+
+
+@law
+async def test_the_first_offer_counts_and_the_second_has_no_effect(folder: Path) -> None:
+    async with pull_fleet(folder) as fleet:
+        hold, counts = asyncio.Event(), []
+
+        async def late(_: QueuedPrefill) -> tuple[int, bytes]:
+            await hold.wait()
+            return 200, b"late"
+
+        await fleet.worker("p0", late)
+        puller = PrefillPuller(PrefillBroker(fleet.address), "http://p0", late)
+        await puller._broker.connect()
+        prompt = await fleet.start(fleet.prefill("r0"))
+        await fleet.until(lambda: len(fleet.claims))
+        queued = QueuedPrefill("r0", 0, fleet.gateway._subject, "", "", "", 1, {})
+        for reply in (b"first", b"second"):
+            counts.append(await puller._offer(queued, 200, reply))
+        assert (await prompt).reply == b"first"
+        assert counts == [True, False]
+        hold.set()
+        for _ in range(100):
+            if await fleet.length() == 0:
+                break
+            await asyncio.sleep(0.02)
+        assert await fleet.length() == 0
+
+
+@law
+async def test_the_same_prompt_is_stored_once(folder: Path) -> None:
+    async with pull_fleet(folder) as fleet:
+        broker, subject = fleet.gateway._broker, fleet.address.subject("", "r0")
+        new = [await broker.publish(subject, "r0.0", b"x") for _ in range(3)]
+        assert new == [True, False, False]
+        assert await fleet.length() == 1
+
+
+@law
+async def test_a_client_that_leaves_takes_its_prompt_back(folder: Path) -> None:
+    async with pull_fleet(folder) as fleet:
+        prompts = [await fleet.start(fleet.prefill(name)) for name in ("r0", "r.1 >*")]
+        while await fleet.length() < 2:
+            await asyncio.sleep(0.02)
+        prompts[1].cancel()
+        while await fleet.length() == 2:
+            await asyncio.sleep(0.02)
+        await fleet.worker("p0")
+        assert (await prompts[0]).request == "r0"
+        assert fleet.computed == [("r0", "p0")]
+        assert fleet.gateway.core.counts.cancelled == 1
+
+
+@law
+async def test_a_deadline_is_answered_with_an_error(folder: Path) -> None:
+    async with pull_fleet(folder) as fleet:
+        with pytest.raises(PrefillDropped, match="claimed by nobody") as raised:
+            await fleet.prefill("r0", deadline_s=0.3)
+        assert raised.value.expired
+        while await fleet.length():
+            await asyncio.sleep(0.02)
+
+
+@law
+async def test_a_prompt_that_ends_its_workers_is_a_dead_letter(folder: Path) -> None:
+    async with pull_fleet(folder) as fleet:
+
+        async def broken(_: QueuedPrefill) -> tuple[int, bytes]:
+            return 500, b""
+
+        await fleet.worker("p0", broken)
+        with pytest.raises(PrefillDropped, match="ended its workers"):
+            await fleet.prefill("r0")
+        assert len(fleet.claims) == 2
+        while await fleet.length():
+            await asyncio.sleep(0.02)
+
+
+@law
+async def test_a_claim_that_is_not_worth_it_is_left_to_the_other_worker(folder: Path) -> None:
+    async with pull_fleet(folder) as fleet:
+        fleet.seconds = np.array([[9.0, 0.1]])  # the second worker has the prefix
+        fleet.workers |= {"http://p0": "p0", "http://p1": "p1"}
+        await fleet.worker("p0")
+        prompt = await fleet.start(fleet.prefill("r0"))
+        await fleet.until(lambda: fleet.gateway.core.counts.left)
+        await fleet.worker("p1")
+        await prompt
+        assert fleet.gateway.core.counts.left <= 3
+        fleet.computed.clear()
+        await fleet.prefill("r1")
+        assert fleet.computed, "the bound of bypasses holds whoever asks"
+
+
+@law
+async def test_versions_have_workers_of_their_own(folder: Path) -> None:
+    async with pull_fleet(folder) as fleet:
+        await fleet.worker("p0")
+        item = PrefillItem("r0", 600, time.monotonic_ns(), deadline_ns=time.monotonic_ns() + SECOND)
+        with pytest.raises(PrefillDropped):
+            await fleet.gateway.prefill(item, LEG, "v2", lambda _: None)
+        assert fleet.computed == []
+
+
+@law
+async def test_without_a_broker_a_prompt_is_refused_at_once(folder: Path) -> None:
+    broker = PrefillBroker(QueueAddress.parse("nats://127.0.0.1:9/q"))
+    gateway = PrefillPublisher(broker, PullQueueConfig(), lambda *_: None, dict)  # type: ignore[arg-type]
+    with pytest.raises(BrokerUnavailable):
+        await gateway.prefill(PrefillItem("r0", 1, 0), LEG, "", lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [("http://h:1/q", "write nats"), ("nats://h:1/", "write nats"), ("nats://h:1/a.b", "write"),
+     ("nats://h:1/q?lease_s=0", "lease_s is 0"), ("nats://h:1/q?storage=tape", "storage"),
+     ("nats://h:1/q?leas=1", "leas")],
+)  # fmt: skip
+def test_an_address_that_is_none_is_refused(url: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        QueueAddress.parse(url)
+
+
+def test_any_request_id_is_one_token_of_a_subject() -> None:
+    names = ["a.b", "a_b", "a b", ">", "*", "é", "a_2e_b"]
+    tokens = {token(f"x{name}") for name in names}
+    assert len(tokens) == len(names)
+    assert not any(set(made) & set(".*> ") for made in tokens)
