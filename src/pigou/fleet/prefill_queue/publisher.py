@@ -59,10 +59,10 @@ class PrefillDropped(Exception):
 
 
 class _Pending(msgspec.Struct, eq=False):
-    """A prompt whose offer is awaited."""
+    """A prompt whose first offer is awaited."""
 
     subject: str
-    offer: asyncio.Future[PrefillOffer]
+    reply: asyncio.Future[PrefillOffer]
     on_claim: Callable[[str], None]
     delivery: tuple[str, int] = "", 0  # of the claim: worker, and the broker's count
 
@@ -145,11 +145,11 @@ class PrefillPublisher:
         message = QueuedPrefill(request, item.incarnation, self._subject, tokens=item.tokens, **leg)
         try:
             await self._broker.publish(subject, f"{request}.{item.incarnation}", encode(message))
-            return await pending.offer
+            return await pending.reply
         finally:
             if self._pending.get(request) is pending:
                 del self._pending[request]
-            if not pending.offer.done() or pending.offer.cancelled():
+            if not pending.reply.done() or pending.reply.cancelled():
                 self.core.cancel(request)
                 await asyncio.shield(self._broker.purge(subject))
 
@@ -163,7 +163,7 @@ class PrefillPublisher:
                 await message.respond(encode(self._claimed(question)))
             elif kind == OFFER:
                 offer = msgspec.msgpack.decode(message.data, type=PrefillOffer)
-                await message.respond(encode(OfferAnswer(self._offered(offer))))
+                await message.respond(encode(OfferAnswer(self._take_offer(offer))))
             elif kind == ALIVE:
                 alive = msgspec.msgpack.decode(message.data, type=WorkerAlive)
                 worker = self._workers().get(alive.worker, "")
@@ -195,14 +195,14 @@ class PrefillPublisher:
         delay_s = min((seconds for seconds in busy_s if seconds > 0.0), default=_MIN_DELAY_S)
         return ClaimAnswer("later", min(max(delay_s, _MIN_DELAY_S), _MAX_DELAY_S))
 
-    def _offered(self, offer: PrefillOffer) -> bool:
+    def _take_offer(self, offer: PrefillOffer) -> bool:
         """Take in an offer; return whether it is the first."""
         pending = self._pending.get(offer.request)
-        if pending is None or pending.offer.done():
+        if pending is None or pending.reply.done():
             return False
         if not self.core.ack(offer.request, offer.incarnation, time.monotonic_ns()):
             return False
-        pending.offer.set_result(offer)
+        pending.reply.set_result(offer)
         return True
 
     def _law(self, items: Sequence[PrefillItem]) -> ServiceTable:
@@ -221,7 +221,7 @@ class PrefillPublisher:
         """Answer what is expired, and dead letters, with an error."""
         for effect in effects:
             pending = self._pending.get(effect.item.request)
-            if pending is not None and not pending.offer.done():
-                pending.offer.set_exception(PrefillDropped(effect))
+            if pending is not None and not pending.reply.done():
+                pending.reply.set_exception(PrefillDropped(effect))
                 task = asyncio.ensure_future(self._broker.purge(pending.subject))
                 task.add_done_callback(lambda done: done.cancelled() or done.exception())
