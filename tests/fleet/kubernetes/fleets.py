@@ -33,7 +33,7 @@ def fleet(*pools: Manifest, name: str = "chat", model: str = "bundled", **spec: 
             "spec": {"models": models, **spec}}  # fmt: skip
 
 
-def node(name: str, gpus: int) -> Manifest:
+def node(name: str, gpus: int | str) -> Manifest:
     status = {"allocatable": {GPU: str(gpus)}, "conditions": [{"type": "Ready", "status": "True"}]}
     return {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}, "status": status}
 
@@ -118,3 +118,12 @@ async def operated(gpus: int = 32) -> AsyncIterator[Cluster]:
             stop.set()
             await run
             controller.cancel()
+
+
+def kinds(api: FakeKubernetes, agent: str) -> set[tuple[str, str, str]]:
+    """Return the kinds of requests of a client beside discovery: verb, resource, media type."""
+    return {
+        (seen.verb, seen.resource, seen.media_type)
+        for seen in api.requests
+        if seen.agent == agent and seen.verb != "discover"
+    }

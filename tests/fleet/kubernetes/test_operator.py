@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.fleet.kubernetes.fleets import Cluster, fleet, node, operated, pool, until
+from tests.fleet.kubernetes.fleets import Cluster, fleet, kinds, node, operated, pool, until
 
 PREFILL, DECODE = pool("prefill", 5), pool("decode", 2)
 #: New prefill and decode, old prefill and decode, after each step of 5P+2D with surge 2.
 VECTOR = [
     (2, 1, 5, 2), (2, 1, 4, 2), (2, 1, 3, 2), (4, 2, 3, 2), (4, 2, 2, 1), (5, 2, 2, 1),
 ]  # fmt: skip
+
+#: All kinds of requests that kopf 1.45 sent beside discovery: verb, resource, media type.
+WATCHED = (
+    "apiextensions.k8s.io/customresourcedefinitions", "namespaces", "apps/deployments",
+    "pigou.dev/pigoufleets", "pigou.dev/pigoupools",
+)  # fmt: skip
+RECORDED = {(verb, resource, "") for verb in ("list", "watch") for resource in WATCHED} | {
+    ("patch", "pigou.dev/pigoufleets", "application/json-patch+json")
+}
 
 
 def sides(cluster: Cluster, new: str, old: str) -> list[tuple[int, ...]]:
@@ -55,6 +64,7 @@ async def test_a_fleet_is_rolled_by_the_vector_reverted_in_mid_roll_and_deleted(
         await until(lambda: not store.all("pigoufleets"))
         assert not store.all("deployments")
         assert not store.all("services")
+        assert kinds(cluster.api, "kopf") == RECORDED
 
 
 async def test_a_pool_is_scaled_by_its_scale_subresource_within_range_and_budget() -> None:
@@ -108,9 +118,7 @@ async def test_what_the_operator_makes_is_kept_and_bad_specs_change_nothing() ->
 
 async def test_gpus_that_cannot_be_counted_are_not_taken() -> None:
     async with operated(gpus=1) as cluster:
-        broken = node("n2", 8)
-        broken["status"]["allocatable"]["nvidia.com/gpu"] = "many"
-        cluster.store.put(broken)
+        cluster.store.put(node("n2", "many"))
         cluster.store.put(fleet(pool("both", 1)))
         await until(lambda: cluster.condition()["reason"] == "GpuCountUnknown")
         assert not cluster.replicas()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,3 +115,23 @@ def defined(crd: dict[str, Any]) -> list[Resource]:
             )
         )  # fmt: skip
     return resources
+
+
+def openapi(path: str, resources: Iterable[Resource]) -> dict[str, Any] | None:
+    """Return the index of OpenAPI documents, or one: it says that the server checks fields itself.
+
+    kubectl asks for it before it writes, and leaves the checks to such a server.
+    """
+    if not path:
+        urls = {r.path: {"serverRelativeURL": f"/openapi/v3{r.path}"} for r in resources}
+        return {"paths": {name.strip("/"): url for name, url in urls.items()}}
+    check = [{"name": "fieldValidation", "in": "query", "schema": {"type": "string"}}]
+    paths = {}
+    for resource in resources:
+        if resource.path == path:
+            scope = "/namespaces/{namespace}" if resource.namespaced else ""
+            kind = {"group": resource.group, "version": resource.version, "kind": resource.kind}
+            patch = {"parameters": check, "x-kubernetes-group-version-kind": kind, "responses": {}}
+            paths[f"{path}{scope}/{resource.plural}/{{name}}"] = {"patch": patch}
+    info = {"title": "fake", "version": "v1"}
+    return {"openapi": "3.0.0", "info": info, "paths": paths} if paths else None

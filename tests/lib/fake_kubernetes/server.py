@@ -12,7 +12,7 @@ from typing import Any, Self
 from aiohttp import web
 from tests.lib.fake_kubernetes.errors import ApiError
 from tests.lib.fake_kubernetes.objects import Change, ObjectStore
-from tests.lib.fake_kubernetes.resources import Resource
+from tests.lib.fake_kubernetes.resources import Resource, openapi
 from tests.lib.fake_kubernetes.selectors import Matches, Object, selector
 
 #: Parameters of a query that the fake understands; another one is an unknown request.
@@ -143,10 +143,10 @@ class FakeKubernetes:
             found = self._discovery(request.path.rstrip("/"))
             if found is not None:
                 self._record(request, "discover", request.path)
-                return web.json_response(found)
+                return _json(found)
             return await self._object(request)
         except ApiError as error:
-            return web.json_response(error.status(), status=error.code)
+            return _json(error.status(), status=error.code)
 
     # Discovery
     def _discovery(self, path: str) -> Any:  # noqa: PLR0911
@@ -159,8 +159,8 @@ class FakeKubernetes:
             groups = sorted({r.group for r in resources if r.group})
             return {"kind": "APIGroupList", "apiVersion": "v1",
                     "groups": [self._group(group) for group in groups]}  # fmt: skip
-        if path == "/openapi/v3":
-            return {"paths": {}}
+        if path.startswith("/openapi/v3"):
+            return openapi(path.removeprefix("/openapi/v3"), resources)
         parts = path.strip("/").split("/")
         if parts[0] == "apis" and len(parts) == 2 and any(r.group == parts[1] for r in resources):
             return {"kind": "APIGroup", "apiVersion": "v1", **self._group(parts[1])}
@@ -214,10 +214,10 @@ class FakeKubernetes:
         if verb == "watch":
             return await self._watch(request, target, match)
         if verb == "list":
-            return web.json_response(self._list(request, target, match))
+            return _json(self._list(request, target, match))
         body = await _body(request)
         result = self._write(request, verb, target, body, match)
-        return web.json_response(result, status=201 if verb == "create" else 200)
+        return _json(result, status=201 if verb == "create" else 200)
 
     def _write(
         self, request: web.Request, verb: str, target: _Target, body: Any, match: Matches
@@ -343,6 +343,12 @@ class FakeKubernetes:
         self.requests.append(seen)
 
 
+def _json(body: Any, status: int = 200) -> web.Response:
+    """Return a reply; its media type names no character set, as with real servers."""
+    headers = {"Content-Type": "application/json"}
+    return web.Response(body=json.dumps(body).encode(), status=status, headers=headers)
+
+
 def _verb(method: str, named: bool, watched: bool) -> str:
     match method, named:
         case "GET", False:
@@ -362,10 +368,8 @@ def _verb(method: str, named: bool, watched: bool) -> str:
 
 async def _body(request: web.Request) -> Any:
     text = await request.read()
-    if not text or request.content_type == _SSA:
-        return None
     try:
-        return json.loads(text)
+        return json.loads(text) if text and request.content_type != _SSA else None
     except ValueError as error:
         raise ApiError(415, f"the fake reads JSON alone: {error}") from error
 

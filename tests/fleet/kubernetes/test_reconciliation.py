@@ -1,0 +1,125 @@
+"""One round of the operator: what it writes for what it sees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.fleet.kubernetes.fleets import GPU, Manifest, fleet, node, pool
+
+from pigou.fleet.kubernetes.manifests import GATEWAY_PORT
+from pigou.fleet.kubernetes.reconciliation import (
+    Observation,
+    Reconciliation,
+    free_gpus,
+    reconcile,
+)
+
+GANG: dict[str, Any] = {
+    "hostsPerReplica": 2, "gpusPerReplica": 16, "parallelism": {"tp": 8, "pp": 2},
+    "engine": "vllm", "image": "vllm:1", "shmSize": "64Gi", "loadSeconds": 7200,
+    "topology": {"pack": "rack", "mode": "required"},
+}  # fmt: skip
+
+
+def observed(body: Manifest, gpus: int = 64, **fields: Any) -> Observation:
+    meta = {**body["metadata"], "uid": "u1", "generation": 1}
+    fields = {"nodes": [node("n", gpus)], "pods": [], **fields}
+    return Observation(fleet={**body, "metadata": meta}, now="now", **fields)
+
+
+def made(changes: Reconciliation, kind: str) -> list[Manifest]:
+    return [w.manifest for w in changes.writes if w.verb == "create" and w.manifest["kind"] == kind]
+
+
+def pod(gpus: object, phase: str = "Running", **labels: str) -> Manifest:
+    limits = {"resources": {"limits": {GPU: gpus}}}
+    return {"metadata": {"name": "p", "labels": labels}, "spec": {"containers": [limits]},
+            "status": {"phase": phase}}  # fmt: skip
+
+
+def test_gpus_of_others_and_of_what_is_about_to_start_are_taken() -> None:
+    workload = made(reconcile(observed(fleet(pool("both", 3)))), "Deployment")[1]
+    full = observed(
+        fleet(pool("both", 3)), nodes=[node("a", 8), node("b", 8)], workloads=[workload],
+        pods=[pod("2"), pod("4", "Succeeded"), pod("1", **{"pigou.dev/fleet": "chat"})],
+    )  # fmt: skip
+    assert free_gpus(full, GPU) == 16 - 2 - 3
+    cordoned = node("a", 8) | {"spec": {"unschedulable": True}}
+    unready = node("b", 8)
+    unready["status"]["conditions"] = [{"type": "Ready", "status": "False"}]
+    assert free_gpus(observed(fleet(), nodes=[cordoned, unready]), GPU) == 0
+
+
+def test_gpus_that_cannot_be_counted_are_not_taken_but_cpu_fleets_run() -> None:
+    blind: list[dict[str, Any]] = [
+        {"nodes": None}, {"pods": None}, {"pods": [pod("two")]}, {"nodes": [node("n", "many")]},
+    ]  # fmt: skip
+    for fields in blind:
+        changes = reconcile(observed(fleet(pool("both", 1)), **fields))
+        assert changes.status["conditions"][0]["reason"] == "GpuCountUnknown"
+        assert [d["metadata"]["name"] for d in made(changes, "Deployment")] == ["chat-gateway"]
+        cpu = reconcile(observed(fleet(pool("both", 1, gpusPerReplica=0)), **fields))
+        assert len(made(cpu, "Deployment")) == 2
+
+
+def test_a_gang_is_one_unit_with_probes_and_memory_for_its_size() -> None:
+    changes = reconcile(observed(fleet(pool("both", 1, **GANG)), gangs=True))
+    (gang,) = made(changes, "LeaderWorkerSet")
+    template = gang["spec"]["leaderWorkerTemplate"]
+    assert (gang["spec"]["replicas"], template["size"]) == (1, 2)
+    spec = template["workerTemplate"]["spec"]
+    container = spec["containers"][0]
+    assert container["resources"]["limits"] == {GPU: 8}
+    probe = container["startupProbe"]
+    assert probe["failureThreshold"] * probe["periodSeconds"] >= 7200
+    assert spec["volumes"][0]["emptyDir"] == {"medium": "Memory", "sizeLimit": "64Gi"}
+    assert spec["terminationGracePeriodSeconds"] > 120
+    (term,) = spec["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert term["topologyKey"] == "topology.kubernetes.io/rack"
+
+
+def test_workers_and_gateway_find_each_other_in_one_registry() -> None:
+    slo = {"ttftSeconds": 0.5, "itlSeconds": 0.05}
+    changes = reconcile(observed(fleet(pool("prefill", 1), pool("decode", 1), slo=slo)))
+    gateway, *workers = made(changes, "Deployment")
+    args = gateway["spec"]["template"]["spec"]["containers"][0]["args"]
+    registry = args[args.index("--registry") + 1]
+    assert args[args.index("--slo") + 1] == "ttft=0.5,itl=0.05,percentile=95"
+    for worker in workers:
+        container = worker["spec"]["template"]["spec"]["containers"][0]
+        assert registry in container["args"]
+        version = worker["metadata"]["labels"]["pigou.dev/version"]
+        assert container["args"][container["args"].index("--deployment-version") + 1] == version
+    (service,) = made(changes, "Service")
+    pods = gateway["spec"]["template"]["metadata"]["labels"]
+    assert service["spec"]["selector"].items() <= pods.items()
+    assert gateway["spec"]["template"]["spec"]["containers"][0]["ports"] == [
+        {"name": "http", "containerPort": GATEWAY_PORT}
+    ]
+
+
+def test_a_leftover_of_any_version_or_model_goes() -> None:
+    """A version that no status remembers is seen by the labels of its workloads."""
+    body = fleet(pool("both", 1))
+    first = reconcile(observed(body))
+    workloads = made(first, "Deployment")
+    for workload in workloads:
+        workload["status"] = {"readyReplicas": 1}
+    stray = reconcile(observed(fleet(pool("both", 1), model="older")))
+    leftover = made(stray, "Deployment")[1]
+    other = reconcile(observed(body | {"spec": {"models": [
+        {"name": "gone", "pools": [pool("both", 1)]}]}}))  # fmt: skip
+    removed = made(other, "Deployment")[1]
+    changes = reconcile(observed(body, workloads=[*workloads, leftover, removed]))
+    deleted = {w.manifest["metadata"]["name"] for w in changes.writes if w.verb == "delete"}
+    assert deleted == {leftover["metadata"]["name"], removed["metadata"]["name"]}
+    done = reconcile(observed(body, workloads=workloads, services=made(first, "Service")))
+    assert (done.writes, done.status["conditions"][0]["status"]) == ((), "True")
+
+
+def test_a_fleet_of_the_same_name_elsewhere_is_left_alone() -> None:
+    body = fleet(pool("both", 1))
+    foreign = made(reconcile(observed(fleet(pool("both", 1), model="x"))), "Deployment")[1]
+    foreign["metadata"]["namespace"] = "elsewhere"
+    changes = reconcile(observed(body, workloads=[foreign]))
+    assert {w.verb for w in changes.writes} == {"create"}
