@@ -34,6 +34,8 @@ from pigou.sim.worker_spec import WorkerSpec
 
 #: Workers of a `both` pool up to which each size is analysed; the limit of more is in proportion.
 _EXACT_SIZES = 4
+#: Steps of the TTFT objective in which the wait for a decode worker is counted.
+_JOINING_STEPS = 50
 
 
 class Analysis:
@@ -58,7 +60,7 @@ class Analysis:
         self._model, self._link = model, link
         self._measured: dict[tuple[Role, WorkerKind], PerformanceModel | None] = {}
         self._loads: dict[tuple[Role, WorkerKind], PoolLoad] = {}
-        self._limits: dict[tuple[Role, WorkerKind, int], float] = {}
+        self._limits: dict[tuple[Role, WorkerKind, int, int], float] = {}
 
     def changed(self, slo: Slo, demand: Demand) -> Analysis:
         """Return the analysis for another objective and demand; measured speeds stay."""
@@ -111,20 +113,48 @@ class Analysis:
 
     # --- limits ---------------------------------------------------------------------------------
 
-    def limit_rps(self, role: Role, kind: WorkerKind, workers: int) -> float:
-        """Return the most requests a second that a pool holds inside its part of the objective."""
-        key = (role, kind, workers)
+    def limit_rps(
+        self, role: Role, kind: WorkerKind, workers: int, joining_s: float = 0.0
+    ) -> float:
+        """Return the most requests a second that a pool holds inside its part of the objective.
+
+        Args:
+            role: of the pool.
+            kind: of its workers.
+            workers: of the pool.
+            joining_s: seconds that first tokens take in the decode pool besides; taken in steps
+                of a fiftieth of the objective.
+        """
+        step = self.slo.ttft_s / _JOINING_STEPS
+        joining = math.ceil(joining_s / step) if math.isfinite(step) else 0
+        key = (role, kind, workers, joining)
         if key not in self._limits:
-            self._limits[key] = self._limit(role, kind, workers)
+            more_s = joining * step if joining else 0.0
+            self._limits[key] = self._limit(role, kind, workers, more_s)
         return self._limits[key]
 
-    def _limit(self, role: Role, kind: WorkerKind, workers: int) -> float:
+    def _limit(self, role: Role, kind: WorkerKind, workers: int, more_s: float) -> float:
         load = self._load(kind, role)
         if load is None or workers < 1:
             return 0.0
         if role is Role.BOTH and workers > _EXACT_SIZES:
             return self.limit_rps(role, kind, _EXACT_SIZES) * workers / _EXACT_SIZES
-        return load.limit_rps(workers, self.slo, joint_share(self.slo))
+        return load.limit_rps(workers, self.slo, joint_share(self.slo), more_s)
+
+    def split_limit_rps(
+        self, prefill: tuple[WorkerKind, int], decode: tuple[WorkerKind, int]
+    ) -> float:
+        """Return the most requests a second of a prefill and a decode pool, kind and workers each.
+
+        First tokens wait for steps of the decode pool at that rate.
+        """
+        limit = self.limit_rps(Role.DECODE, *decode)
+        limit = min(limit, self.limit_rps(Role.PREFILL, *prefill))
+        load = self._load(decode[0], Role.DECODE)
+        if limit <= 0.0 or load is None:
+            return 0.0
+        joining_s = load.joining_s(limit, decode[1])
+        return min(limit, self.limit_rps(Role.PREFILL, *prefill, joining_s))
 
     def _load(self, kind: WorkerKind, role: Role) -> PoolLoad | None:
         """Return a kind of workers under the demand; None where the model does not fit."""
@@ -154,16 +184,21 @@ class Analysis:
         """Return what a configuration does at a rate, latencies at the objective's percentile."""
         ttft_s = itl_s = e2e_s = 0.0
         share = self.slo.share
-        for pool in configuration.pools:
-            load = self._load(pool.kind, pool.role)
+        loads = [self._load(pool.kind, pool.role) for pool in configuration.pools]
+        joining_s = sum(
+            load.joining_s(rate_rps, pool.workers)
+            for load, pool in zip(loads, configuration.pools, strict=True)
+            if load is not None
+        )
+        for load, pool in zip(loads, configuration.pools, strict=True):
             if load is None:
                 ttft_s = itl_s = e2e_s = math.inf
                 break
-            ttft_s = max(ttft_s, load.ttft_quantile_s(rate_rps, pool.workers, share))
+            ttft_s = max(ttft_s, load.ttft_quantile_s(rate_rps, pool.workers, share, joining_s))
             itl_s = max(itl_s, load.itl_quantile_s(rate_rps, pool.workers, share))
             e2e_s += load.mean_ttft_s(rate_rps, pool.workers)
             e2e_s += (self.demand.mix.osl - 1.0) * load.mean_itl_s(rate_rps, pool.workers)
-        return self.priced(configuration, rate_rps, (ttft_s, itl_s, e2e_s), None)
+        return self.priced(configuration, rate_rps, (ttft_s, itl_s, e2e_s + joining_s), None)
 
     def priced(
         self,

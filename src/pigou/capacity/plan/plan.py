@@ -143,7 +143,7 @@ def make_plan(
             f"model is {request.model!r}, which no worker made of {request.gpus} holds with "
             f"requests of {demand.max_tokens:,} tokens; give larger GPUs, or more"
         )
-    ranked = _ranked(analysis, seen, demand.rate_rps)
+    ranked = ranked_candidates(analysis, seen, demand.rate_rps)
     if not ranked:
         raise ConfigError(_no_way(analysis, seen, demand.rate_rps))
     analytic_s = time.perf_counter() - began
@@ -164,7 +164,9 @@ def make_plan(
     )
 
 
-def _ranked(analysis: Analysis, seen: Sequence[Candidate], rate_rps: float) -> list[Candidate]:
+def ranked_candidates(
+    analysis: Analysis, seen: Sequence[Candidate], rate_rps: float
+) -> list[Candidate]:
     """Return what may hold the workload, best first; one of those that do the same.
 
     With a rate: cheapest first, then with the largest limit. Without: the largest limit for its

@@ -39,6 +39,11 @@ from pigou.request import Role
 
 #: Utilisations from here on are overload.
 _FULL = 1.0 - 1e-6
+#: Steps until a prompt that comes during one is begun: half of it, in the mean.
+_ALIGNMENT = 0.5
+#: Steps until a request that comes to a decode worker has its token: half of the one under way, the
+#: one that was planned ahead, and its own.
+_JOINING = 2.5
 #: Halvings in a search for a rate, and for a quantile.
 _RATE_HALVINGS, _QUANTILE_HALVINGS = 14, 26
 
@@ -82,13 +87,19 @@ class PoolLoad:
         self._performance, self._role, self._classes = performance, role, classes
         self._arrival_scv = arrival_scv
         pairs = zip(classes.computed.tolist(), classes.prompts.tolist(), strict=True)
-        seconds = [performance.prefill.seconds(tokens, prompt) for tokens, prompt in pairs]
+        seconds = [self._seconds(tokens, prompt) for tokens, prompt in pairs]
         self._prompt_s = np.array(seconds) if role.prefills else np.zeros(len(classes.prompts))
         self._chunks = np.ceil(classes.computed / performance.chunk_tokens)
         self._mean_s = float(classes.shares @ self._prompt_s)
         self._square_s2 = float(classes.shares @ self._prompt_s**2)
         room = performance.kv_tokens / classes.context
         self._max_streams = max(min(float(performance.max_seqs), room), 1.0)
+
+    def _seconds(self, computed: float, prompt: float) -> float:
+        """Seconds of a prompt's uncached tokens, which attend to the cached ones, too."""
+        speed = self._performance.prefill
+        after_cached_s = speed.seconds(prompt, prompt) - speed.seconds(prompt - computed, prompt)
+        return max(speed.seconds(computed, prompt), after_cached_s)
 
     # --- decode ---------------------------------------------------------------------------------
 
@@ -105,6 +116,16 @@ class PoolLoad:
         if self._max_streams < demand * self.step_s(self._max_streams):
             return math.inf
         return crossing(lambda n: n - demand * self.step_s(n), self._max_streams)
+
+    def joining_s(self, rate_rps: float, workers: int) -> float:
+        """Return the seconds by which a decode pool's load delays first tokens.
+
+        A request joins between two steps; the steps of an idle worker are in the overhead.
+        """
+        streams = self.streams(rate_rps, workers)
+        if self._role is not Role.DECODE or math.isinf(streams):
+            return 0.0
+        return _JOINING * self.step_s(streams) - self.step_s(1.0)
 
     def _prompt_share(self, rate_rps: float, workers: int) -> float:
         """Share of a worker's time that prompts take from its streams."""
@@ -142,7 +163,8 @@ class PoolLoad:
         """Seconds that each class's prompt takes on its worker."""
         if self._role is not Role.BOTH:
             return self._prompt_s
-        return self._prompt_s + self._chunks * self.step_s(self.streams(rate_rps, workers))
+        steps = self._chunks + _ALIGNMENT
+        return self._prompt_s + steps * self.step_s(self.streams(rate_rps, workers))
 
     def _wait(self, rate_rps: float, workers: int, services: np.ndarray) -> tuple[float, float]:
         """Probability of a wait, and its mean where there is one; infinity in overload."""
@@ -182,7 +204,7 @@ class PoolLoad:
         return performance.overhead_s + performance.transfer_token_s * self._classes.prompts
 
     def mean_ttft_s(self, rate_rps: float, workers: int) -> float:
-        """Return the mean seconds to the first token; 0.0 for a pool that has no part in it."""
+        """Return the mean seconds to the first token, within this pool."""
         if not self._role.prefills:
             return 0.0
         if self._role is Role.BOTH and math.isinf(self.streams(rate_rps, workers)):

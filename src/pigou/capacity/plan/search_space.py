@@ -130,8 +130,5 @@ def _split(
                 PlannedPool(role=Role.PREFILL, kind=first, workers=prefill),
                 PlannedPool(role=Role.DECODE, kind=second, workers=decode),
             )
-            limit = min(
-                analysis.limit_rps(Role.PREFILL, first, prefill),
-                analysis.limit_rps(Role.DECODE, second, decode),
-            )
+            limit = analysis.split_limit_rps((first, prefill), (second, decode))
             yield Candidate(Configuration(pools=pools), limit)
