@@ -19,6 +19,7 @@ from pigou.config import ConfigError, ControlConfig
 from pigou.config_option import Option
 from pigou.imports import require
 from pigou.request import SECOND, Role
+from pigou.sim.gateways_config import GatewaysConfig
 from pigou.sim.scaling_config import ScalingConfig
 from pigou.sim.setup import Setup
 
@@ -83,6 +84,7 @@ def simulate(
     setup: Setup,
     control: Annotated[ControlConfig, _CONTROL],
     scaling: ScalingConfig,
+    replicas: GatewaysConfig,
     fleet: Annotated[
         str, typer.Option(help="4xboth, 1p+2d, or a YAML file.", rich_help_panel="Fleet")
     ] = "1xboth",
@@ -111,6 +113,8 @@ def simulate(
     control = _without_limits(control)
     try:
         what, members = read_workload_spec(workload, seed), read_fleet(fleet)
+        if replicas != GatewaysConfig():
+            members = msgspec.structs.replace(members, gateways=replicas)
         _check_link(members, setup.model)
         simulation = Simulation(
             what.workload, members, setup, control, what.client, seed=seed, scaling=scaling
@@ -217,6 +221,11 @@ def _show(document: dict[str, Any]) -> None:
             "settled in {settle_s:.0f} s, {peak_workers} workers at most".format_map(
                 document["planner"]
             )
+        )
+    if "gateways" in document:
+        console.print(
+            "{count} gateways, {lag_s:g} s of lag: {requests} requests, {messages} messages, "
+            "{gaps} gaps, {snapshots} snapshots".format_map(document["gateways"])
         )
     console.print("price of anarchy: " + ", ".join(f"{k} {v}" for k, v in parts.items()))
 

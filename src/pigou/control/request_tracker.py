@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pigou.control.latency_model.estimates import Estimates
+from pigou.control.latency_model.median_worker import MedianWorker
 from pigou.control.latency_model.model import LatencyModel
 from pigou.control.messages import Choice, PrefillClaimed, ReadFailed
-from pigou.control.peers.bookings import SENT, WorkerBookings
+from pigou.control.peers.bookings import BookedTimes, WorkerBookings
 from pigou.control.prefix_index import Overlaps, PrefixIndex
 from pigou.control.prefix_index.holder_table import ON_DEVICE, ON_HOST, ON_STORAGE, RUN
 from pigou.control.price_of_anarchy import PoAEstimator, PoASnapshot, RequestTimes
@@ -37,6 +38,7 @@ class RequestTracker:
         controller: of the router's parameters; takes first tokens and ends.
         setting: of the controller, that requests are routed under now.
         sent_prompts: to each worker, to be computed, since the start.
+        booked_s: how long prompts and streams stay on workers.
     """
 
     def __init__(self, detector: Detector, controller: Controller) -> None:
@@ -47,9 +49,10 @@ class RequestTracker:
         self.latency_model = LatencyModel()
         self.poa = PoAEstimator()
         self.sent_prompts: dict[str, int] = {}
+        self.booked_s = BookedTimes()
         self._due_at: dict[str, int] = {}  # of prompts whose end no driver sees
         self._fitted_at = 0
-        self._median_worker: _MedianWorker | None = None
+        self._median_worker: MedianWorker | None = None
 
     def up(self, worker: Worker, now: int) -> None:
         """A worker is there, or changed."""
@@ -163,6 +166,7 @@ class RequestTracker:
         if routed is None:
             return False
         generated = routed.generated
+        self.booked_s.ended("stream", now - routed.routed_at)
         if generated:
             self.latency_model.generated(max(1, generated // routed.request.sequences))
             self.poa.ended(_times(routed, now))
@@ -175,14 +179,20 @@ class RequestTracker:
         """A request lost its worker, if it had one; return whether it had."""
         return self._release(request, now) is not None
 
-    def book(self, gateway: str, bookings: WorkerBookings, now: int) -> None:
-        """Charge a worker with what another gateway has there."""
-        row = self.state.row.get(bookings.worker)
-        if row is not None:
+    def book(self, gateway: str, bookings: Iterable[WorkerBookings], now: int) -> int:
+        """Charge workers with what another gateway has there; return prompts that it sent since."""
+        state, sent = self.state, 0
+        for of_worker in bookings:
+            row = state.row.get(of_worker.worker)
+            new = state.peers.book(gateway, of_worker, row, now)
+            if row is not None and new:
+                self.latency_model.peer_prompts(row, new, now)
+                sent += new
+        change = state.peers.settle(now)
+        for row in np.flatnonzero(change.any(axis=0)).tolist():
             self._advance(row, now)
-        sent = self.state.book(gateway, bookings, now)[SENT]
-        if row is not None and sent > 0:
-            self.latency_model.peer_prompts(row, sent, now)
+            state.add_booked(row, change[:, row].tolist())
+        return sent
 
     def tick(self, now: int, queued: int) -> None:
         """Let time pass; `queued` requests wait for a worker."""
@@ -269,7 +279,7 @@ class RequestTracker:
     def _e2e_sample(self, routed: RoutedRequest, known: Estimates, now: int) -> E2ESample:
         """Return the seconds of a request, and those that it takes on an idle fleet."""
         if self._median_worker is None or self._median_worker.known is not known:
-            self._median_worker = _MedianWorker(known)
+            self._median_worker = MedianWorker(known)
         unloaded = (
             self._median_worker.prompt(routed.uncached, routed.pairs)
             + routed.generated * self._median_worker.itl
@@ -312,6 +322,8 @@ class RequestTracker:
         for worker in (routed.prefill, None if routed.decode == routed.prefill else routed.decode):
             if worker is not None and rows[worker] != done:
                 self._advance(rows[worker], now)
+        if routed.prefill is not None:
+            self.booked_s.ended("prompt", now - routed.routed_at)
         self.state.prefilled(routed, now)
 
     def _release(self, request: str, now: int) -> RoutedRequest | None:
@@ -351,39 +363,3 @@ def _times(routed: RoutedRequest, now: int) -> RequestTimes | None:
         pairs=routed.pairs,
         generated=max(1, routed.generated),
     )
-
-
-class _MedianWorker:
-    """What the worker of median speed takes for one request at a time.
-
-    Attributes:
-        known: the estimates that it is of.
-        itl: seconds between tokens of a single stream.
-    """
-
-    def __init__(self, known: Estimates) -> None:
-        self.known = known
-        rows = np.arange(len(known.a))
-        self.itl = _median(known.itl(rows, np.ones(len(rows))))
-        # Workers differ by a factor: they have one order, whatever the length of the prompt.
-        columns = known.prefill_base, known.prefill_token, known.prefill_pair
-        laws = sorted(zip(*(column.tolist() for column in columns), strict=True))
-        self._laws: list[tuple[float, float, float]] = [
-            laws[index] for index in ((len(laws) - 1) // 2, len(laws) // 2) if laws
-        ]
-
-    def prompt(self, uncached: int, pairs: int) -> float:
-        """Return the seconds of a prompt with so many uncached tokens, and pairs of them."""
-        if not self._laws:
-            return math.nan
-        seconds = (base + token * uncached + pair * pairs for base, token, pair in self._laws)
-        return sum(seconds) / 2
-
-
-def _median(values: NDArray[np.float64]) -> float:
-    """Return the median of a few numbers, NaN of none; NumPy's takes ten times as long."""
-    ordered: list[float] = sorted(values.tolist())
-    if not ordered:
-        return math.nan
-    low, high = ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
-    return (low + high) / 2

@@ -20,7 +20,6 @@ from pigou.control.peers.bookings import (
     PREFILLS,
     STREAMS,
     PeerLedger,
-    WorkerBookings,
 )
 from pigou.control.prefill_backlog import PrefillBacklog
 from pigou.control.stream_slots import RoutedRequest, StreamSlots
@@ -149,7 +148,7 @@ class FleetState:
             for name in _NAMES:
                 column = getattr(self.columns, name)
                 setattr(self.columns, name, np.append(column, column.dtype.type(0)))
-            self._add_booked(row, self.peers.up(worker.id).tolist())
+            self.add_booked(row, self.peers.up(worker.id).tolist())
         self.workers[row] = worker
         self.draining.discard(worker.id)
         self._set_roles(row, worker.role.prefills, worker.role.decodes)
@@ -319,15 +318,8 @@ class FleetState:
         """Requests on the workers: the routed ones, and other gateways' streams."""
         return len(self.requests) + self.peers.streams
 
-    def book(self, gateway: str, bookings: WorkerBookings, now: int) -> tuple[int, ...]:
-        """Charge a worker with what another gateway has there; return the changes (`BOOKED`)."""
-        row = self.row.get(bookings.worker)
-        change = self.peers.book(gateway, bookings, row, now)
-        if row is not None:
-            self._add_booked(row, change)
-        return change
-
-    def _add_booked(self, row: int, change: Sequence[int]) -> None:
+    def add_booked(self, row: int, change: Sequence[int]) -> None:
+        """Charge a worker with what other gateways have there more than before (`BOOKED`)."""
         for name, count in zip(BOOKED[:COLUMNS], change, strict=False):
             if count:
                 getattr(self.columns, name)[row] += count

@@ -42,6 +42,7 @@ from pigou.lifecycle.messages import (
     TokensReceived,
 )
 from pigou.lifecycle.request import Effects, RequestLifecycle
+from pigou.sim.gateways import AnyPlane
 from pigou.sim.kv_transfer import KVLeases, RemoteKVFetches
 from pigou.sim.network import Network
 from pigou.sim.prefill_pull import PrefillPull
@@ -74,7 +75,7 @@ class Dispatcher:
     """
 
     def __init__(
-        self, plane: ControlPlane, clock: Clock, network: Network,
+        self, plane: AnyPlane, clock: Clock, network: Network,
         workers: Mapping[str, FleetWorker], overhead_ns: int, lease_ns: int,
         assess: Callable[[Assess, int], None], leg_ns: int = 0,
         lagging: LaggingWorkers | None = None, pull: PullQueueConfig | None = None,
@@ -82,9 +83,8 @@ class Dispatcher:
         """Prepare for requests.
 
         Args:
-            plane: the control plane.
-            clock: virtual.
-            network: between the workers.
+            plane: the control plane, or all of several gateways.
+            clock, network: virtual; between the workers.
             workers: of the fleet, by name.
             overhead_ns: from the client to the fleet.
             lease_ns: time for which blocks are held for a worker that does not ask.
@@ -106,7 +106,8 @@ class Dispatcher:
             lambda attempt, fetch, now: self.take(attempt, KVFetchFailed(fetch.leg), now),
         )  # fmt: skip
         self.tokens = TokenReports(plane)
-        self.pull = None if pull is None else PrefillPull(pull, plane, clock, workers, self)
+        one = plane if isinstance(plane, ControlPlane) else plane.planes[0]
+        self.pull = None if pull is None else PrefillPull(pull, one, clock, workers, self)
 
     @property
     def inflight(self) -> int:

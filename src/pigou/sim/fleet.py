@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from random import Random
 
@@ -15,6 +15,7 @@ from pigou.control.messages import (
     Assessed,
     CacheChanged,
     CacheLost,
+    Decision,
     LoadReport,
     WorkerDown,
     WorkerDraining,
@@ -32,6 +33,7 @@ from pigou.request import SECOND, UNKNOWN_LOCATION, Worker
 from pigou.sim.dispatch import Dispatcher
 from pigou.sim.fleet_config import FleetConfig
 from pigou.sim.fleet_placer import FleetPlacer
+from pigou.sim.gateways import make_gateways
 from pigou.sim.network import Network, Way
 from pigou.sim.request_run import Leg
 from pigou.sim.streams import ITLHistogram
@@ -49,7 +51,8 @@ class SimulatedFleet:
     """Serves the requests of a simulated client.
 
     Attributes:
-        plane: the control plane.
+        plane: the control plane; of several gateways, the first one's.
+        gateways: all of them; None for one.
         dispatcher: takes requests to workers.
         network: between the workers.
         workers: by number.
@@ -79,12 +82,17 @@ class SimulatedFleet:
             pull: of a prefill queue that workers pull from; None where prompts are pushed.
 
         Raises:
-            ConfigError: the block sizes differ, the policy is not known, or hosts lack room.
+            ConfigError: the block sizes differ, the policy is not known, hosts lack room, or
+                several gateways are to share a prefill queue.
         """
         if len({spec.engine.block_size for spec in specs}) != 1:
             raise ConfigError("fleet: workers have different block_size; give all the same")
         # To explain a decision takes longer than to make it.
-        self.plane = ControlPlane(msgspec.structs.replace(control, max_decisions=0), policy)
+        control = msgspec.structs.replace(control, max_decisions=0)
+        self.gateways = make_gateways(
+            config.gateways, control, clock, policy, seed, pull is not None
+        )
+        self.plane = self.gateways.planes[0] if self.gateways else ControlPlane(control, policy)
         self.network = Network(config.link, clock, self._way if config.topology else None)
         self.placer: FleetPlacer | None = None
         if config.topology is not None:
@@ -109,10 +117,12 @@ class SimulatedFleet:
         self._assess_next = 0
         self._lagging: LaggingWorkers = {}
         self.dispatcher = Dispatcher(
-            self.plane, clock, self.network, self._by_name, round((config.overhead_ms or 0) * _MS),
-            round(config.lease_s * SECOND), self._assess, round(config.leg_ms * _MS), self._lagging,
-            pull,
+            self.gateways or self.plane, clock, self.network, self._by_name,
+            round((config.overhead_ms or 0) * _MS), round(config.lease_s * SECOND), self._assess,
+            round(config.leg_ms * _MS), self._lagging, pull,
         )  # fmt: skip
+        if self.gateways is not None:
+            self.gateways.follow(self._deliver)
         for group, spec in zip(config.workers, specs, strict=True):
             for _ in range(group.count):
                 self._begin_life(self.add_worker(spec))
@@ -120,6 +130,11 @@ class SimulatedFleet:
         if config.signals.report_every_ms:
             self._report_every = max(1, round(config.signals.report_every_ms * _MS))
             clock.at(EPOCH + self._report_every, Phase.TICK, -3, self._send_reports)
+
+    @property
+    def planes(self) -> list[ControlPlane]:
+        """Control planes of all gateways."""
+        return [self.plane] if self.gateways is None else self.gateways.planes
 
     def close(self) -> None:
         """At the end of the run: count the steps under way."""
@@ -346,6 +361,13 @@ class SimulatedFleet:
             else:
                 self.dispatcher.observe(report, now)
         self._clock.at(now + self._report_every, Phase.TICK, -3, self._send_reports)
+
+    def _deliver(self, call: Callable[[], Sequence[Decision]], now: int) -> None:
+        """Do what a control plane decides upon another gateway's message."""
+        if self.gateways is not None and len(self.gateways.queue):
+            for worker in list(self._lagging.values()):
+                worker.catch_up()
+        self.dispatcher.perform(call(), now)
 
     def _assess(self, request: Assess, now: int) -> None:
         snapshot = None

@@ -12,6 +12,7 @@ from pigou.config import ConfigError, wrong
 from pigou.control.planner.config import check_wait
 from pigou.request import Role
 from pigou.sim.arrival_rate import MAX_SECONDS
+from pigou.sim.gateways_config import GatewaysConfig
 from pigou.sim.network import LinkConfig
 from pigou.sim.scaling_config import RoleFlipConfig, StartUpConfig
 from pigou.sim.setup import TierConfig
@@ -165,6 +166,7 @@ class FleetConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         start_up: of workers that a planner adds.
         flip: of a worker that changes its role.
         drain_s: seconds after which streams of a draining worker migrate; 0 for never.
+        gateways: in front of it.
         topology: hosts that the workers are placed on; None where all are equally far apart.
     """
 
@@ -178,6 +180,7 @@ class FleetConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     start_up: StartUpConfig = StartUpConfig()
     flip: RoleFlipConfig = RoleFlipConfig()
     drain_s: float = 0.0
+    gateways: GatewaysConfig = GatewaysConfig()
     topology: TopologyConfig | None = None
 
     def __post_init__(self) -> None:

@@ -289,7 +289,8 @@ class Membership:
     def _is_drained(self, worker: FleetWorker, now: int) -> bool:
         """Whether nothing weighs on a worker, runs there, or is held there for others."""
         sim = worker.sim
-        if sim is None or not self._fleet.plane.state.is_drained(worker.name):
+        drained = (plane.state.is_drained(worker.name) for plane in self._fleet.planes)
+        if sim is None or not all(drained):
             return False
         running, waiting, _ = sim.load(now)
         return not (running or waiting or sim.core.held or worker.held_ids)

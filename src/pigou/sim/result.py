@@ -43,6 +43,7 @@ class SimulationResult:
         reads: remote KV fetches: how many brought blocks, their tokens, and how many failed.
         objectives: of the requests.
         planner: what it did; None without one.
+        gateways: how several of them went; None for one.
     """
 
     runs: Sequence[RequestRun]
@@ -59,6 +60,7 @@ class SimulationResult:
     reads: tuple[int, int, int] = (0, 0, 0)
     objectives: Objectives = NO_OBJECTIVES
     planner: dict[str, Any] | None = None
+    gateways: dict[str, Any] | None = None
 
     @property
     def done(self) -> list[RequestRun]:
@@ -125,6 +127,7 @@ class SimulationResult:
             "peer_reads": dict(zip(("count", "tokens", "failed"), self.reads, strict=True)),
             "workers": list(self.workers),
             **self._objective(),
+            **({} if self.gateways is None else {"gateways": self.gateways}),
         }
 
     def _objective(self) -> dict[str, Any]:

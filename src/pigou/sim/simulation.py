@@ -111,6 +111,11 @@ class Simulation:
         self.arrivals = OfferedRate(rates, self.client)
         self.config, self.model = fleet, setup.model
         self.scaling: Scaling | None = None
+        if self.fleet.gateways is not None and (planner is not None or scaling.plans):
+            raise ConfigError(
+                f"planner is {scaling.planner!r}, and there are several gateways; a planner is "
+                "simulated with one: leave one of the two out"
+            )
         if planner is None and scaling.plans:
             planned = PlannedFleet("", fleet, self.membership)
             planner = build_planner(scaling, self.objectives, (planned,), seed)
@@ -153,6 +158,7 @@ class Simulation:
             reads=(fetches.count, fetches.tokens, fetches.failed),
             objectives=self.objectives,
             planner=None if self.scaling is None else self.scaling.summary(clock.now),
+            gateways=None if fleet.gateways is None else fleet.gateways.figures(),
         )
 
     def _run(self, watch: Callable[[Simulation], None] | None) -> None:

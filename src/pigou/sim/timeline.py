@@ -91,10 +91,10 @@ class Timeline:
         self._time[row] = now
         running, waiting = self._sample_workers(row, now)
         simulation = self._simulation
-        plane, inflight = simulation.fleet.plane, simulation.fleet.dispatcher.inflight
+        planes, inflight = simulation.fleet.planes, simulation.fleet.dispatcher.inflight
         sample = {
             "client": simulation.client.open - inflight,
-            "queued": len(plane.queue),
+            "queued": sum(len(plane.queue) for plane in planes),
             "running": running,
             "waiting": waiting,
             **self._sample_plane(row, now),

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from pigou.control.plane import ControlPlane
+from pigou.sim.gateways import AnyPlane
 from pigou.sim.worker_spec import FleetWorker
 
 
 class TokenReports:
     """Tells the control plane of tokens by arrays that are made once."""
 
-    def __init__(self, plane: ControlPlane) -> None:
+    def __init__(self, plane: AnyPlane) -> None:
         """Start with room for no stream."""
         self._plane = plane
         self._slots: NDArray[np.int64] = np.zeros(0, dtype=np.int64)

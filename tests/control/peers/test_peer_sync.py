@@ -59,7 +59,7 @@ class GatewayNode:
             self.take(self.plane.observe(Ended(name, FinishReason.STOP), self.now))
 
     def publish(self) -> list[PeerState]:
-        state = self.publisher.changes(self.now, self.receiver.heard)
+        state = self.publisher.changes(self.now, self.receiver.heard(self.now))
         return [] if state is None else [state]
 
     def hear(self, states: list[PeerState]) -> list[ResendRequest]:

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from pigou.request import BlockKeys
+from pigou.request import SECOND, BlockKeys
 
 Counts = NDArray[np.int64]
 
@@ -53,6 +53,12 @@ BACKGROUND = BOOKED.index("background_requests")
 OVER_EXPECTED = BOOKED.index("over_expected_tokens")
 EXPECTED, SENT = BOOKED.index("expected_tokens"), BOOKED.index("sent_prompts")
 _NONE = (0,) * len(BOOKED)
+#: Which numbers are of prompts that are to be computed.
+_OF_PROMPTS = np.array([name.startswith(("prefill", "background", "pending")) for name in BOOKED])
+#: Weight of the last request in the mean times for which others stay booked.
+_BOOKED_KEEP = 1.0 / 64.0
+#: Seconds over which a worker's share of the bookings is averaged.
+_SHARE_S = 30.0
 
 
 class TenantService(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -88,17 +94,32 @@ def growth(before: int, after: int) -> int:
 class PeerLedger:
     """What other gateways have on each worker; `FleetState` adds the sums to its own columns.
 
-    Numbers are absolute, so one that is lost is put right by the next.
+    Numbers are absolute, so one that is lost is put right by the next. What is known is old by the
+    lag, in which others send prompts that are not known yet, and see the same differences between
+    workers as this gateway: if all correct them, all overshoot (herding). So a difference counts
+    by the weight
+
+        w = exp(-lag / T) / (1 + U),    total = a + w (booked - a)
+
+    T: mean time for which a prompt, or a stream, stays booked: what is left of it after the lag. U:
+    prompts that others sent in the lag, for each worker. a: the worker's long-run share of what
+    is booked on all. 1 / (1 + U) is the linear estimate of least error where the true difference
+    has variance 1 and each unseen prompt adds its own (Poisson). Without lag w is 1.
 
     Attributes:
-        total: sums over the gateways, (numbers of `BOOKED`, workers).
-        streams: of all gateways on workers that are up.
+        total: that is in the columns of the fleet's state, (numbers of `BOOKED`, workers).
+        streams: of all other gateways on workers that are up.
+        weights: w of each number.
     """
 
     def __init__(self) -> None:
         """Start without gateways and workers."""
         self.total: Counts = np.zeros((len(BOOKED), 0), dtype=np.int64)
         self.streams = 0
+        self.weights: NDArray[np.float64] = np.ones(len(BOOKED))
+        self._raw = self.total.copy()
+        self._share = np.zeros((len(BOOKED), 0))
+        self._samples, self._sampled_at = 0, 0
         self._booked: dict[str, dict[str, tuple[int, ...]]] = {}
         self._busy_at: Counts = np.zeros(0, dtype=np.int64)
 
@@ -112,20 +133,22 @@ class PeerLedger:
         have = [booked[worker] for booked in self._booked.values() if worker in booked]
         column: Counts = np.array(have or [_NONE], dtype=np.int64).sum(axis=0)
         self.total = np.hstack((self.total, column[:, None]))
+        self._raw = np.hstack((self._raw, column[:, None]))
+        self._share = np.zeros(self._raw.shape)
+        self._samples = 0
         self._busy_at = np.append(self._busy_at, 0)
-        self.streams += int(column[STREAMS])
+        self.streams = int(self._raw[STREAMS].sum())
         return column
 
     def down(self, row: int) -> None:
         """Remove a worker; what others have there counts again once it is up."""
-        self.streams -= int(self.total[STREAMS, row])
-        self.total = np.delete(self.total, row, axis=1)
+        for name in ("total", "_raw", "_share"):
+            setattr(self, name, np.delete(getattr(self, name), row, axis=1))
+        self.streams = int(self._raw[STREAMS].sum())
         self._busy_at = np.delete(self._busy_at, row)
 
-    def book(
-        self, gateway: str, bookings: WorkerBookings, row: int | None, now: int
-    ) -> tuple[int, ...]:
-        """Take in what a gateway has on a worker; return by how much each number changed.
+    def book(self, gateway: str, bookings: WorkerBookings, row: int | None, now: int) -> int:
+        """Take in what a gateway has on a worker; return the prompts that it sent there since.
 
         Args:
             gateway: its name.
@@ -138,18 +161,54 @@ class PeerLedger:
         before = booked.get(bookings.worker, _NONE)
         sent = growth(before[SENT], counts[SENT]) if bookings.worker in booked else 0
         booked[bookings.worker] = counts
-        change = (*(n - o for n, o in zip(counts[:SENT], before[:SENT], strict=True)), sent)
-        if row is not None:
-            self.total[:, row] += change
-            self.streams += change[STREAMS]
-            if counts[PREFILLS] or before[PREFILLS]:
-                self._busy_at[row] = now
+        if row is None:
+            return 0
+        self._raw[:, row] += np.subtract(counts, before)
+        self.streams += counts[STREAMS] - before[STREAMS]
+        if counts[PREFILLS] or before[PREFILLS]:
+            self._busy_at[row] = now
+        return sent
+
+    def settle(self, now: int) -> Counts:
+        """Return by how much `total` changes with what was booked, (numbers of `BOOKED`, workers).
+
+        The caller adds that to its columns.
+        """
+        raw = self._raw
+        if self.weights[0] < 1.0:
+            whole = raw.sum(axis=1, keepdims=True)
+            self._learn_share(whole, now)
+            anchor = self._share * whole
+            raw = np.rint(anchor + self.weights[:, None] * (raw - anchor)).astype(np.int64)
+        change: Counts = raw - self.total
+        self.total += change
         return change
+
+    def set_weights(self, lag_s: float, unseen: float, prefill_s: float, stream_s: float) -> None:
+        """Set the weights for what is booked from now on.
+
+        Args:
+            lag_s: seconds that messages take.
+            unseen: prompts that others sent in that time, for each worker.
+            prefill_s: for which a prompt stays booked; 0 where that is not known.
+            stream_s: the same for a stream.
+        """
+        last_s = np.where(_OF_PROMPTS, prefill_s, stream_s)
+        left = np.exp(-lag_s / np.where(last_s > 0.0, last_s, np.inf))
+        self.weights = left / (1.0 + unseen)
+
+    def _learn_share(self, whole: Counts, now: int) -> None:
+        """Take the present shares of the workers into their long-run means."""
+        self._samples += 1
+        passed_s = (now - self._sampled_at) / SECOND
+        self._sampled_at = now
+        keep = max(1.0 / self._samples, min(1.0, passed_s / _SHARE_S))
+        self._share += keep * (self._raw / np.maximum(whole, 1) - self._share)
 
     def forget(self, gateway: str) -> list[WorkerBookings]:
         """Return what a gateway that is gone has to be booked with: nothing on each worker.
 
-        `book` each of them, then the gateway is not known any more.
+        `book` each of them, then `remove` it.
         """
         return [WorkerBookings(worker) for worker in self._booked.get(gateway, {})]
 
@@ -159,4 +218,16 @@ class PeerLedger:
 
     def prompts_since(self, row: int, since: int) -> bool:
         """Whether a worker had prompts of others to compute, at `since` (nanoseconds) or after."""
-        return bool(self.total[PREFILLS, row] > 0 or self._busy_at[row] >= since > 0)
+        return bool(self._raw[PREFILLS, row] > 0 or self._busy_at[row] >= since > 0)
+
+
+class BookedTimes(msgspec.Struct):
+    """Mean seconds for which prompts and streams stay booked on a worker; 0 while unknown."""
+
+    prompt: float = 0.0
+    stream: float = 0.0
+
+    def ended(self, name: str, nanos: int) -> None:
+        """Take in how long one stayed."""
+        before, seconds = getattr(self, name), nanos / SECOND
+        setattr(self, name, before + _BOOKED_KEEP * (seconds - before) if before else seconds)

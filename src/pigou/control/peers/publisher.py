@@ -38,11 +38,12 @@ class PeerPublisher:
     Attributes:
         gateway: name, which must be another one after each start.
         seq: of the last message.
+        began_at: when the first went out, in nanoseconds; 0 before.
     """
 
     def __init__(self, gateway: str, plane: ControlPlane) -> None:
         """Start with nothing published."""
-        self.gateway, self.seq = gateway, 0
+        self.gateway, self.seq, self.began_at = gateway, 0, 0
         self._plane = plane
         self._ids: tuple[str, ...] = ()
         self._matrix: Counts = np.zeros((len(BOOKED), 0), dtype=np.int64)
@@ -52,13 +53,13 @@ class PeerPublisher:
         self._sent: deque[tuple[PeerState, int]] = deque(maxlen=BUFFERED)
 
     def changes(
-        self, now: int, heard: Mapping[str, int], name: Callable[[str], str] = str
+        self, now: int, heard: Mapping[str, tuple[int, int]], name: Callable[[str], str] = str
     ) -> PeerState | None:
         """Return what changed since the last call; None for nothing, until a heartbeat is due.
 
         Args:
             now: nanoseconds.
-            heard: last message of each other gateway, by name.
+            heard: as of `PeerState`.
             name: of a worker among gateways, by its id here; "" for one that is not shared.
         """
         workers = self._changed_workers(name)
@@ -76,6 +77,7 @@ class PeerPublisher:
         if not (workers or tenants or prompts or due):
             return None
         self.seq += 1
+        self.began_at = self.began_at or now
         self._workers.update((bookings.worker, bookings) for bookings in workers)
         self._tenants.update((service.tenant, service) for service in tenants)
         self._prompts += prompts

@@ -14,6 +14,8 @@ from pigou.request import SECOND
 LEASE_NS = 5 * SECOND
 #: Nanoseconds after which missing messages are asked for again.
 _RETRY_NS = SECOND // 2
+#: Lags after which an answer is overdue.
+_LAGS = 3
 #: Other gateways that are listened to.
 MAX_PEERS = 64
 
@@ -26,7 +28,9 @@ class PeerFeed:
         seen_at: when its last message came, in nanoseconds.
         seq: all messages up to this number are known.
         ahead: numbers of later ones that are.
-        lag_ns: how old what is known of it is: half the time until it answered a message.
+        newest: number of the last message that came.
+        newest_at: when that came.
+        lag_ns: that messages take: half of the time there and back.
         workers: what it has on each worker, with the number of the message that said so.
         tenants: what it did for each tenant, likewise.
         asked_at: when missing messages were asked for last; 0 where none are missing.
@@ -35,6 +39,8 @@ class PeerFeed:
     seen_at: int
     seq: int = 0
     ahead: set[int] = field(default_factory=set)
+    newest: int = 0
+    newest_at: int = 0
     lag_ns: int = 0
     workers: dict[str, tuple[int, WorkerBookings]] = field(default_factory=dict)
     tenants: dict[str, tuple[int, TenantService]] = field(default_factory=dict)
@@ -46,8 +52,8 @@ class PeerReceiver:
 
     Each number has the sequence number of its message, and an older one never replaces it. So
     order, repetition and loss do not matter in the end: whoever has had the last messages, or a
-    snapshot, knows the sender's state. A gap is asked for again, and what the sender does not have
-    any more comes as a snapshot.
+    snapshot, knows the sender's state. A gap is asked for once, and then a snapshot is: so is what
+    the sender does not have any more.
 
     Attributes:
         peers: by name.
@@ -61,10 +67,9 @@ class PeerReceiver:
         self.gaps = self.snapshots = 0
         self._publisher, self._lease_ns = publisher, lease_ns
 
-    @property
-    def heard(self) -> dict[str, int]:
-        """Last message of each gateway, by name."""
-        return {name: max((feed.seq, *feed.ahead)) for name, feed in self.peers.items()}
+    def heard(self, now: int) -> dict[str, tuple[int, int]]:
+        """Return the last message of each gateway, by name, and nanoseconds since that came."""
+        return {name: (feed.newest, now - feed.newest_at) for name, feed in self.peers.items()}
 
     @property
     def lag_ns(self) -> int:
@@ -89,9 +94,14 @@ class PeerReceiver:
                 return None, None
             feed = self.peers[name] = PeerFeed(now)
         feed.seen_at = now
-        age_ns = self._publisher.age_ns(state.heard.get(self._publisher.gateway, -1), now)
+        if state.seq > feed.newest:
+            feed.newest, feed.newest_at = state.seq, now
+        seq, since_ns = state.heard.get(self._publisher.gateway, (-1, 0))
+        age_ns = self._publisher.age_ns(seq, now)
         if age_ns is not None:
-            feed.lag_ns = age_ns // 2
+            feed.lag_ns = max(0, age_ns - since_ns) // 2
+        elif not state.heard.get(self._publisher.gateway) and self._publisher.began_at:
+            feed.lag_ns = (now - self._publisher.began_at) // 2  # so old at most: none was answered
         is_new = state.snapshot or (state.seq > feed.seq and state.seq not in feed.ahead)
         report = self._news(state, feed, is_new)
         return report, self._ask(state, feed, now) if is_new else None
@@ -110,9 +120,9 @@ class PeerReceiver:
         for name in gone:
             del self.peers[name]
         again = [
-            self._request(name, feed, now)
+            self._request(name, feed, now, again=True)
             for name, feed in self.peers.items()
-            if feed.asked_at and now - feed.asked_at >= _RETRY_NS
+            if feed.asked_at and now - feed.asked_at >= max(_RETRY_NS, _LAGS * feed.lag_ns)
         ]
         return [PeerGone(name) for name in gone], again
 
@@ -159,9 +169,9 @@ class PeerReceiver:
         self.gaps += 1
         return self._request(state.gateway, feed, now)
 
-    def _request(self, name: str, feed: PeerFeed, now: int) -> ResendRequest:
+    def _request(self, name: str, feed: PeerFeed, now: int, again: bool = False) -> ResendRequest:
         feed.asked_at = now
         own = self._publisher.gateway
-        if len(feed.ahead) > BUFFERED or not feed.seq:
+        if again or len(feed.ahead) > BUFFERED or not feed.seq:
             return ResendRequest(own, name)
-        return ResendRequest(own, name, feed.seq + 1, min(feed.ahead) - 1)
+        return ResendRequest(own, name, feed.seq + 1, max(feed.ahead) - 1)

@@ -31,21 +31,20 @@ class PeerReports:
         """Take the control plane's parts."""
         self._admission, self._tracker, self._index = admission, tracker, index
         self._tenants: dict[str, dict[str, TenantService]] = {}
-        self._served: deque[tuple[int, float]] = deque()
+        self._past: deque[tuple[int, float, int]] = deque()
+        self._sent = 0  # prompts of all other gateways
 
     def observe(self, message: PeerReport | PeerGone, now: int) -> None:
         """Take in a report, or a gateway's end."""
         gateway, state = message.gateway, self._tracker.state
         if isinstance(message, PeerGone):
-            for nothing in state.peers.forget(gateway):
-                self._tracker.book(gateway, nothing, now)
+            self._tracker.book(gateway, state.peers.forget(gateway), now)
             state.peers.remove(gateway)
             for service in self._tenants.pop(gateway, {}).values():
                 self._change(service, TenantService(service.tenant), now)
             return
         self._note_lag(message.lag_ns, now)
-        for bookings in message.workers:
-            self._tracker.book(gateway, bookings, now)
+        self._sent += self._tracker.book(gateway, message.workers, now)
         tenants = self._tenants.setdefault(gateway, {})
         for service in message.tenants:
             before = tenants.get(service.tenant)
@@ -62,15 +61,21 @@ class PeerReports:
                 self._index.predict(prompt.worker, prompt.keys, now)
 
     def _note_lag(self, lag_ns: int, now: int) -> None:
-        """Note what was served here within the time that the others do not know of yet."""
-        fair = self._admission.fair
-        if fair is None:
-            return
-        if not self._served or now - self._served[-1][0] >= _SAMPLE_NS:
-            self._served.append((now, fair.own_service))
-        while len(self._served) > 1 and self._served[1][0] <= now - lag_ns:
-            self._served.popleft()
-        fair.unheard_service = fair.own_service - self._served[0][1]
+        """Note what was done within the lag: here, unknown to others, and as much by them."""
+        fair, peers = self._admission.fair, self._tracker.state.peers
+        served = 0.0 if fair is None else fair.own_service
+        past = self._past
+        if not past or now - past[-1][0] >= _SAMPLE_NS:
+            past.append((now, served, self._sent))
+        while len(past) > 1 and past[1][0] <= now - lag_ns:
+            past.popleft()
+        if fair is not None:
+            fair.unheard_service = served - past[0][1]
+        unseen = (self._sent - past[0][2]) / max(1, len(self._tracker.state.ids))
+        lasting = self._tracker.booked_s
+        peers.set_weights(
+            lag_ns / SECOND, unseen if lag_ns else 0.0, lasting.prompt, lasting.stream
+        )
 
     def _change(self, before: TenantService, after: TenantService, now: int) -> None:
         """Tell admission by how much a gateway's part of a tenant changed."""

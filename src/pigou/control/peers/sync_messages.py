@@ -18,7 +18,7 @@ class PeerState(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind
         workers: what it has on workers; in a snapshot, those that are left out have nothing.
         tenants: what it did for tenants, and has of them.
         prompts: that workers without KV events are expected to hold.
-        heard: last message of each other gateway that it knew then, by name.
+        heard: last message of each other gateway, by name, and nanoseconds since that came.
         snapshot: whether it has all of its state.
         leaves: whether it is the last.
     """
@@ -28,7 +28,7 @@ class PeerState(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind
     workers: tuple[WorkerBookings, ...] = ()
     tenants: tuple[TenantService, ...] = ()
     prompts: tuple[PredictedPrompt, ...] = ()
-    heard: dict[str, int] = {}
+    heard: dict[str, tuple[int, int]] = {}
     snapshot: bool = False
     leaves: bool = False
 
