@@ -7,9 +7,16 @@ from pathlib import Path
 import pytest
 
 from pigou.cli import main
-from pigou.fleet.config import AttachedWorker, FleetError
+from pigou.fleet.config import (
+    AttachedWorker,
+    FleetError,
+    LocalWorker,
+    ModelPoolConfig,
+    WorkersConfig,
+)
 from pigou.fleet.local_workers import local_workers
 from pigou.fleet.member import check_fit
+from pigou.fleet.serve import workers_of
 from pigou.gateway.api_keys import Keys
 from pigou.gateway.upstream import Engine
 from pigou.request import Role
@@ -36,6 +43,18 @@ from pigou.request import Role
         (["--index-ttl", "inf"], "--index-ttl is inf; it must be finite"),
         (["--tenant-weights", "a=x"], "--tenant-weights is {'a': 'x'}: expected `float`"),
         (["--detector", "x"], "--detector is 'x'; it must be one of: config-variance"),
+        (["--model-pool", "a"], "--model-pool 'a' has nobody to decode"),
+        (["--model-pool", "a,both=1"], "--model-pool 'a' has workers to start, and no model="),
+        (["--model-pool", "a b,model=m"], "--model-pool is named 'a b'; a name has letters"),
+        (["--model-pool", "x.attached,model=m"], "does not end in 'attached'"),
+        (["--model-pool", "a,model=m,decode=-1"], "--model-pool 'a' has fewer than 0 workers"),
+        (["--model-pool", "a,model=m,size=1"], "unknown field `size`"),
+        (["--model-pool", "a,model=m", "--model-pool", "a,model=n"], "have 'a' 2 times"),
+        (["--model-pool", "a,model=m", "--decode", "1"], "--decode is 1, and --model-pool says it"),
+        (["--model-pool", "a,model=m", "--model", "m"], "--model is 'm', and --model-pool says"),
+        (["--model-alias", "b=a"], "--model-alias is 'b=a', and there is no --model-pool"),
+        (["--model-pool", "a,model=m", "--model-alias", "b=c"], "write ALIAS=NAME with a name of"),
+        (["--model-pool", "a,model=m", "--model-alias", "a=a"], "have 'a' 2 times"),
     ],
 )
 def test_what_cannot_work_is_refused_in_one_line(
@@ -112,3 +131,29 @@ def test_workers_that_do_not_fit_are_refused() -> None:
         check_fit([(Role.PREFILL, ours), (Role.DECODE, other)])
     with pytest.raises(FleetError, match="different models"):
         check_fit([(Role.BOTH, ours), (Role.BOTH, Engine(model="n"))])
+
+
+def test_the_workers_of_several_models_are_told_their_model_and_share_devices() -> None:
+    pools = (
+        ModelPoolConfig(name="org/a", model="/m/a", prefill=1, decode=2),
+        ModelPoolConfig(name="b", model="/m/b"),
+        ModelPoolConfig(name="c"),
+    )
+    config = WorkersConfig(
+        model_pool=pools, model_alias=("x=b", "y=b"), device="cuda:0,cuda:1",
+        attach=("http://h:1",), threads=2,
+    )  # fmt: skip
+    *local, attached = workers_of(config, ["--executor", "sleep"])
+    assert [(w.id, w.model, w.device) for w in local if isinstance(w, LocalWorker)] == [
+        ("prefill-0", "org/a", "cuda:0"), ("decode-0", "org/a", "cuda:1"),
+        ("decode-1", "org/a", "cuda:0"), ("both-0", "b", "cuda:1"),
+    ]  # fmt: skip
+    assert isinstance(attached, AttachedWorker)
+    named = [" ".join(w.arguments) for w in local if isinstance(w, LocalWorker)]
+    assert "--model /m/a" in named[0]
+    assert "--served-model-name org/a" in named[2]
+    assert "--served-model-name b" in named[3]
+    assert [(model.name, model.aliases) for model in config.models] == [
+        ("org/a", ()), ("b", ("x", "y")), ("c", ())
+    ]  # fmt: skip
+    assert config.counts == (1, 2, 1)

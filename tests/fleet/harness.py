@@ -14,7 +14,7 @@ from tests.gateway.stub import Stub
 
 from pigou.config import ControlConfig
 from pigou.control.planner.config import PlannerConfig
-from pigou.fleet.config import AttachedWorker, LocalWorker, WatchConfig
+from pigou.fleet.config import AttachedWorker, DeclaredModel, LocalWorker, WatchConfig
 from pigou.fleet.local_workers import WorkerTemplate, local_workers
 from pigou.fleet.serve import Serving
 from pigou.gateway.config import GatewayConfig
@@ -82,6 +82,7 @@ async def running(
     template: tuple[str, ...] | None = SLEEP,
     planner: PlannerConfig | None = None,
     journal: Path | None = None,
+    models: tuple[DeclaredModel, ...] = (),
 ) -> AsyncIterator[tuple[Serving, Client]]:
     """Run a fleet of (prefill, decode, both) workers behind a gateway.
 
@@ -95,7 +96,7 @@ async def running(
     )
     serving = Serving(
         gateway, control or ControlConfig(), workers, watch, planner=planner,
-        template=None if template is None else WorkerTemplate(arguments=template),
+        template=None if template is None else WorkerTemplate(arguments=template), models=models,
     )  # fmt: skip
     try:
         await serving.start()
@@ -109,12 +110,12 @@ async def running(
 
 @asynccontextmanager
 async def attached(
-    *stubs: Stub, watch: WatchConfig = WATCH, template: tuple[str, ...] | None = None
+    *stubs: Stub, watch: WatchConfig = WATCH, template: tuple[str, ...] | None = None, **rest: Any
 ) -> AsyncIterator[tuple[Serving, Client]]:
     runners = [await stub.start() for stub in stubs]
     specs = tuple(AttachedWorker(id=stub.name, url=stub.url, role=stub.role) for stub in stubs)
     try:
-        async with running(0, 0, 0, attach=specs, watch=watch, template=template) as found:
+        async with running(0, 0, 0, attach=specs, watch=watch, template=template, **rest) as found:
             yield found
     finally:
         for runner in runners:

@@ -104,7 +104,7 @@ async def test_a_live_fleet_refuses_in_the_words_of_the_simulator() -> None:
     driver = PlaneDriver(ControlPlane(ControlConfig()))
     workers = [*local_workers(1, 1, 0, SLEEP, ["cpu"]), AttachedWorker.parse("http://h:1", 0)]
     supervisor = Supervisor(driver, workers, template=WorkerTemplate(arguments=SLEEP))
-    fleet = LiveFleet(supervisor, driver)
+    fleet = LiveFleet(supervisor)
     assert (fleet.size, fleet.pools) == (3, ("prefill", "decode", "both.attached"))
     managed = fleet.worker("decode-0")
     assert managed is not None

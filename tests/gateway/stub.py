@@ -90,6 +90,7 @@ class Stub:
     active: int = 0
     port: int = 0
     health: int = 200
+    model: str = "stub"
     about: dict[str, Any] = field(default_factory=dict)
     routes: dict[str, Callable[[web.Request], Awaitable[web.StreamResponse]]] = field(
         default_factory=dict
@@ -130,7 +131,11 @@ class Stub:
                 f"vllm:kv_cache_usage_perc{{{labels}}} 0.25\n"
                 'vllm:cache_config_info{block_size="32",num_gpu_blocks="77"} 1.0\n'
             )
-        card = {"id": "stub", "owned_by": "vllm" if self.stock else "pigou", "max_model_len": 2048}
+        card = {
+            "id": self.model,
+            "owned_by": "vllm" if self.stock else "pigou",
+            "max_model_len": 2048,
+        }
         pages = {"/v1/models": {"data": [card]}, "/version": {"version": "1.2"},
                  "/server_info": self.about}  # fmt: skip
         return web.json_response(pages.get(request.path, {}))
@@ -199,7 +204,7 @@ class Stub:
             "id": "whole",
             "object": "chat.completion" if chat else "text_completion",
             "created": 1,
-            "model": "stub",
+            "model": self.model,
             "choices": [choice],
             "usage": {
                 "prompt_tokens": len(ids),
@@ -224,7 +229,7 @@ class Stub:
             "id": f"{prefix}-{request.headers['x-request-id']}",
             "object": "chat.completion.chunk" if chat else "text_completion",
             "created": 1 + len(self.seen),
-            "model": "stub",
+            "model": self.model,
         }
         prompt = ids if wants else None
         if chat:

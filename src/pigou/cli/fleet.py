@@ -60,6 +60,7 @@ def add(
         typer.Option(help="Of local workers to start."),
     ] = None,
     count: Annotated[int, typer.Option(help="How many of them.")] = 1,
+    model: Annotated[str, typer.Option(help="Which of several models they serve.")] = "",
     attach: Annotated[
         str, typer.Option(help="A running server to use, as --attach of `pigou serve` has it.")
     ] = "",
@@ -71,7 +72,10 @@ def add(
         raise _usage("add", "give --role or --attach, and only one of them")
     if attach and count != 1:
         raise _usage("add", f"--count is {count}, and --attach takes one server")
-    body = {"attach": attach} if attach else {"role": role, "count": count}
+    if attach and model:
+        raise _usage("add", f"--model is {model}, and a server that is attached says its own")
+    body: dict[str, Any] = {"attach": attach} if attach else {"role": role, "count": count}
+    body |= {"model": model} if model else {}
     _change("add", url, key, json, "/workers", body)
 
 

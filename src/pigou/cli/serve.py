@@ -21,10 +21,9 @@ from pigou.imports import uncollected
 from pigou.logs import LogConfig
 
 if TYPE_CHECKING:
-    from pigou.fleet.local_workers import WorkerTemplate
-    from pigou.fleet.registry.registry import Registry
+    from collections.abc import Callable
+
     from pigou.fleet.serve import Serving
-    from pigou.wire.fleet_secret import FleetSecret
 
 
 @config_command("serve", detector="--detector")
@@ -49,7 +48,7 @@ def serve(
     with uncollected():
         from pigou.fleet.local_workers import WorkerTemplate, threads_each
         from pigou.fleet.registry.stores import open_registry
-        from pigou.fleet.serve import workers_of
+        from pigou.fleet.serve import Serving, workers_of
         from pigou.wire.fleet_secret import FleetSecret
 
     logs.configure(log.log_format, log.level, access=log.access_log, times=False)
@@ -57,13 +56,29 @@ def serve(
     if scaling.max_workers and not fleet.threads:  # the cores are for those that join, too
         threads = threads_each(max(sum(fleet.counts), scaling.max_workers))
         fleet = msgspec.structs.replace(fleet, threads=threads)
-    workers, template = workers_of(fleet, arguments), WorkerTemplate.of(fleet, arguments)
+    workers = workers_of(fleet, arguments)
+    templates = WorkerTemplate.of_models(fleet, arguments)
     gateway = msgspec.structs.replace(gateway, strict=not (fleet.attach or fleet.registry))
     try:
         secret = FleetSecret.given(fleet.fleet_secret_file)
         registry = open_registry(fleet.registry, secret) if fleet.registry else None
-        _run(gateway, control, workers, watch, fleet.tokenizer, progress, secret, scaling,
-             template, registry)  # fmt: skip
+
+        def make() -> Serving:
+            return Serving(
+                gateway,
+                control,
+                workers,
+                watch,
+                fleet.tokenizer,
+                progress.report,
+                secret,
+                scaling,
+                templates,
+                registry,
+                fleet.models,
+            )
+
+        _run(make, workers, progress, gateway.host)
     except (FleetError, OSError) as error:
         typer.echo(f"pigou serve: {error}", err=True)
         raise typer.Exit(1) from None
@@ -80,37 +95,18 @@ def _worker_options(gateway: GatewayConfig, log: LogConfig) -> list[str]:
 
 
 def _run(
-    gateway: GatewayConfig,
-    control: ControlConfig,
+    make: Callable[[], Serving],
     workers: list[LocalWorker | AttachedWorker],
-    watch: WatchConfig,
-    tokenizer: str,
     progress: StageProgress,
-    secret: FleetSecret | None,
-    planner: PlannerConfig,
-    template: WorkerTemplate,
-    registry: Registry | None,
+    host: str,
 ) -> None:
-    from pigou.fleet.serve import Serving
-
     async def main() -> None:
-        serving = Serving(
-            gateway,
-            control,
-            workers,
-            watch,
-            tokenizer,
-            progress.report,
-            secret,
-            planner,
-            template,
-            registry,
-        )
+        serving = make()
         typer.echo(f"Starting {_roles(workers)} ..." if workers else "Looking for workers ...")
 
         def ready() -> None:
             progress.close()
-            _ready(_banner(serving, gateway.host))
+            _ready(_banner(serving, host))
 
         with progress:
             await serving.run(ready)
@@ -148,7 +144,8 @@ def _banner(serving: Serving, host: str) -> str:
     shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
     url = f"http://{f'[{shown}]' if ':' in shown else shown}:{serving.port}"
     ups = list(serving.plane_driver.upstreams.values())
-    model = ups[0].engine.model if ups else "MODEL"
+    names = list(serving.supervisor.models) or ([ups[0].engine.model] if ups else ["MODEL"])
+    model = names[0]
     lines = [f"  {row.id:<12} {row.state:<8} {row.url}" for row in serving.supervisor.rows()]
     request = (
         f"  curl {url}/v1/chat/completions -H 'content-type: application/json' \\\n"
@@ -158,7 +155,7 @@ def _banner(serving: Serving, host: str) -> str:
     return "\n".join(
         [
             "",
-            f"Pigou serves {model} at {url}/v1, and shows the fleet at {url}/",
+            f"Pigou serves {', '.join(names)} at {url}/v1, and shows the fleet at {url}/",
             *lines,
             "",
             "Try it:",

@@ -9,7 +9,12 @@ from typing import ClassVar
 from pigou.fleet.config import AttachedWorker, FleetError
 from pigou.fleet.member import FleetMember, MemberSetup
 from pigou.fleet.probe import EventSource, ProbeFailed, ProbeResult, fleet_key, probe
-from pigou.request import Location
+from pigou.request import Location, Role
+
+
+def pool_of(kind: str, role: Role, model: str = "") -> str:
+    """Return the name of a pool of servers of a kind, like `decode.attached`."""
+    return f"{role.value}.{model}.{kind}" if model else f"{role.value}.{kind}"
 
 
 class AttachedMember(FleetMember):
@@ -27,6 +32,10 @@ class AttachedMember(FleetMember):
         self.stock: bool | None = None
         self._row.url = spec.url
         self.location = Location(spec.host, spec.rack, spec.zone)
+
+    def _join(self, model: str) -> None:
+        super()._join(model)
+        self.pool = pool_of(self.kind, self.role, self.model)
 
     @property
     def server(self) -> tuple[str, str]:
@@ -50,7 +59,7 @@ class AttachedMember(FleetMember):
                 if self._never_up(why):
                     return
             except Exception as error:
-                self._plane_driver.background.failed(self.id, error)
+                self.plane_driver.background.failed(self.id, error)
                 why = f"{type(error).__name__}: {error}"
             if self.leaving:
                 return

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from pigou.fleet.attached_member import AttachedMember
+from pigou.fleet.attached_member import AttachedMember, pool_of
 from pigou.fleet.config import AttachedWorker, FleetError
 from pigou.fleet.member import FleetMember, MemberSetup
 from pigou.fleet.provider import ProvidedPool
 from pigou.request import Role
-
-#: Ends the names of their pools.
-_SUFFIX = ".attached"
 
 
 class AttachedProvider:
@@ -52,13 +49,19 @@ class AttachedProvider:
 
     @property
     def pools(self) -> Sequence[ProvidedPool]:
-        """One pool for each role that a server has now."""
-        roles = {member.role for member in self._members.values()}
-        return [ProvidedPool(name=self.pool(role), role=role) for role in Role if role in roles]
+        """One pool for each role that a server has now, and each model."""
+        pairs = {(member.role, member.model) for member in self._members.values()}
+        models = dict.fromkeys(member.model for member in self._members.values())
+        return [
+            ProvidedPool(name=self.pool(role, model), role=role, model=model)
+            for model in models
+            for role in Role
+            if (role, model) in pairs
+        ]
 
-    def pool(self, role: Role) -> str:
-        """Return the name of the pool of a role, like `decode.attached`."""
-        return role.value + _SUFFIX
+    def pool(self, role: Role, model: str = "") -> str:
+        """Return the name of the pool of a role, and model, like `decode.attached`."""
+        return pool_of(self.kind, role, model)
 
     def start_refusal(self, pool: str) -> str:  # noqa: ARG002 (as every provider has it)
         """Return why no further server can be started."""
@@ -74,7 +77,7 @@ class AttachedProvider:
 
     def flip_refusal(self, member: FleetMember, pool: str) -> str:
         """Return why a server cannot serve in another pool; empty where it can."""
-        known = [self.pool(role) for role in Role]
+        known = [self.pool(role, member.model) for role in Role]
         if pool == member.pool or pool not in known:
             return f"{member.id} cannot serve in pool {pool!r}"
         if not isinstance(member, AttachedMember) or member.stock is not False:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
+from collections.abc import Mapping
 from typing import Annotated, Self
 from urllib.parse import urlsplit
 
@@ -11,6 +14,9 @@ from pigou.config import ConfigError
 from pigou.config_option import option
 from pigou.request import Location, Role
 
+#: Ends of the names of pools that no model's name has.
+_KINDS = ("attached", "registered")
+_MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,255}", re.ASCII)
 #: Heading of options.
 _GROUP = "Model and workers"
 
@@ -58,6 +64,61 @@ class WatchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 0")
         if self.failures < 1:
             raise ConfigError(f"failures is {self.failures}; it must be at least 1")
+
+
+class ModelPoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One of several models behind a gateway, and the local workers of it.
+
+    Attributes:
+        name: that requests use, and that its workers report.
+        model: folder, hub id or 'bundled'; empty for one that attached servers alone serve.
+        prefill, decode, both: local workers to start; one for both where nobody says.
+        device: of its workers; empty for that of all.
+        tokenizer: folder or hub id; by default where the workers say that the model is.
+    """
+
+    name: str
+    model: str = ""
+    prefill: int = 0
+    decode: int = 0
+    both: int = 0
+    device: str = ""
+    tokenizer: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse names that no request could use, and workers without a model."""
+        if not _MODEL_NAME.fullmatch(self.name) or self.name.split(".")[-1] in _KINDS:
+            raise ConfigError(
+                f"model_pool is named {self.name[:80]!r}; a name has letters, digits and ._:/@-, "
+                "and does not end in 'attached' or 'registered'"
+            )
+        if min(self.prefill, self.decode, self.both) < 0:
+            raise ConfigError(f"model_pool {self.name!r} has fewer than 0 workers")
+        if not self.model and (self.prefill or self.decode or self.both or self.device):
+            raise ConfigError(
+                f"model_pool {self.name!r} has workers to start, and no model=; give one, or "
+                "attach servers that report it"
+            )
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Local workers to start for prefill, for decode, and for both."""
+        given = self.prefill, self.decode, self.both
+        return given if any(given) or not self.model else (0, 0, 1)
+
+
+class DeclaredModel(msgspec.Struct, frozen=True, kw_only=True):
+    """A model that a gateway serves.
+
+    Attributes:
+        name: that its workers report; empty where they may report any, all of them the same.
+        aliases: further names that requests may use.
+        tokenizer: folder or hub id; empty asks the workers.
+    """
+
+    name: str = ""
+    aliases: tuple[str, ...] = ()
+    tokenizer: str = ""
 
 
 #: Workers of a local fleet where nobody says: prefill, decode.
@@ -131,6 +192,20 @@ class WorkersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             _GROUP,
         ),
     ] = ""
+    model_pool: Annotated[
+        tuple[ModelPoolConfig, ...],
+        option(
+            "One of several models: NAME[,model=FOLDER][,prefill=N][,decode=N][,both=N]"
+            "[,device=D][,tokenizer=T]; without model= it is what attached servers report. In "
+            "place of --model and its workers; may be given again.",
+            _GROUP,
+            form="entries",
+        ),
+    ] = ()
+    model_alias: Annotated[
+        tuple[str, ...],
+        option("ALIAS=NAME: a further name of a --model-pool; may be given again.", _GROUP),
+    ] = ()
     fleet_secret_file: Annotated[
         str,
         option(
@@ -140,15 +215,79 @@ class WorkersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     ] = ""
 
     def __post_init__(self) -> None:
-        """Refuse a fleet that has nobody to decode."""
+        """Refuse a fleet that has nobody to decode, and models that are not told apart."""
+        if self.model_pool:
+            self._check_models()
+            return
+        if self.model_alias:
+            raise ConfigError(
+                f"model_alias is {self.model_alias[0]!r}, and there is no model_pool; give the "
+                "model that it stands for as one"
+            )
         _, decode, both = self.counts
         others = self.attach or self.registry
         if min(self.counts) < 0 or not (others or decode + both):
             raise ConfigError("there is nobody to decode; start --decode or --both workers")
 
+    def _check_models(self) -> None:
+        for field in ("served_model_name", "prefill", "decode", "both", "tokenizer"):
+            if value := getattr(self, field):
+                raise ConfigError(f"{field} is {value!r}, and model_pool says it for each model")
+        if self.model != "bundled":
+            raise ConfigError(f"model is {self.model!r}, and model_pool says it for each model")
+        names = Counter([*(pool.name for pool in self.model_pool), *self.aliases])
+        for name, times in names.items():
+            if times > 1:
+                raise ConfigError(f"model_pool and model_alias have {name!r} {times} times")
+        for pool in self.model_pool:
+            _, decode, both = pool.counts
+            if not (self.attach or self.registry or decode + both):
+                raise ConfigError(
+                    f"model_pool {pool.name!r} has nobody to decode; start decode= or both= workers"
+                )
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """Names of model pools by alias.
+
+        Raises:
+            ConfigError: one is not understood, comes twice, or its model is not there.
+        """
+        known, aliases = {pool.name for pool in self.model_pool}, dict[str, str]()
+        for text in self.model_alias:
+            alias, _, name = text.partition("=")
+            if not alias or name not in known:
+                raise ConfigError(
+                    f"model_alias is {text[:80]!r}; write ALIAS=NAME with a name of: "
+                    f"{', '.join(sorted(known))}"
+                )
+            if alias in aliases:
+                raise ConfigError(f"model_alias has {alias!r} twice; keep one")
+            aliases[alias] = name
+        return aliases
+
+    @property
+    def models(self) -> tuple[DeclaredModel, ...]:
+        """The models of `model_pool`; none without."""
+        aliases = self.aliases.items()
+        return tuple(
+            DeclaredModel(
+                name=pool.name, tokenizer=pool.tokenizer,
+                aliases=tuple(alias for alias, name in aliases if name == pool.name),
+            )
+            for pool in self.model_pool
+        )  # fmt: skip
+
     @property
     def counts(self) -> tuple[int, int, int]:
         """Local workers to start for prefill, for decode, and for both."""
+        if self.model_pool:
+            pools = [pool.counts for pool in self.model_pool]
+            return (
+                sum(p for p, _, _ in pools),
+                sum(d for _, d, _ in pools),
+                sum(b for *_, b in pools),
+            )
         prefill, decode = self.prefill, self.decode
         all_local = not (self.attach or self.registry)
         if prefill is None:
@@ -157,12 +296,16 @@ class WorkersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             decode = _LOCAL[1] * (all_local and not self.both)
         return prefill, decode, self.both
 
-    def arguments(self, threads: int) -> list[str]:
-        """Return what `pigou worker` is told; `threads` where the configuration does not say."""
-        arguments = ["--model", self.model, "--dtype", self.dtype]
+    def arguments(self, threads: int, pool: ModelPoolConfig | None = None) -> list[str]:
+        """Return what `pigou worker` is told; `threads` where the configuration does not say.
+
+        With a `pool`, its model and name stand in place of the fleet's.
+        """
+        model = self.model if pool is None else pool.model
+        arguments = ["--model", model, "--dtype", self.dtype]
         arguments += ["--kv-transfer", self.kv_transfer, "--threads", str(self.threads or threads)]
-        if self.served_model_name:
-            arguments += ["--served-model-name", self.served_model_name]
+        if name := self.served_model_name if pool is None else pool.name:
+            arguments += ["--served-model-name", name]
         if self.timing:
             arguments += ["--timing", self.timing]
         return arguments
@@ -176,12 +319,14 @@ class LocalWorker(msgspec.Struct, frozen=True, kw_only=True):
         role: what it is asked to do.
         arguments: of `pigou worker`, besides role, address and port.
         device: that it computes on, which is among the arguments too.
+        model: that it serves, of several; empty where there is one.
     """
 
     id: str
     role: Role
     arguments: tuple[str, ...] = ()
     device: str = "cpu"
+    model: str = ""
 
 
 _ATTACH_OPTIONS = ("role", "events", "replay", "topic", "key", "pin", *Location._fields)

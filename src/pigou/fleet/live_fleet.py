@@ -10,7 +10,6 @@ from pigou.fleet.config import FleetError
 from pigou.fleet.member import FleetMember, check_fit
 from pigou.fleet.provider import ProvidedPool, Provider
 from pigou.fleet.supervisor import Supervisor
-from pigou.gateway.plane_driver import PlaneDriver
 from pigou.request import Role
 
 
@@ -20,10 +19,9 @@ class LiveFleet:
     Calls return at once: a worker that is added is starting then, one that leaves is draining.
     """
 
-    def __init__(self, supervisor: Supervisor, plane_driver: PlaneDriver) -> None:
+    def __init__(self, supervisor: Supervisor) -> None:
         """Take charge of the members of a supervisor."""
         self.supervisor = supervisor
-        self._plane_driver = plane_driver
 
     @property
     def members(self) -> Sequence[FleetMember]:
@@ -53,9 +51,12 @@ class LiveFleet:
         return None if member is None else ManagedWorker(id, member.pool, member.state)
 
     def is_last_decoder(self, id: str) -> bool:
-        """Whether a worker decodes, and no other one that is ready does."""
+        """Whether a worker decodes, and no other one of its model that is ready does."""
+        own = self.supervisor.member(id)
         ready = (member for member in self.members if member.state is WorkerState.READY)
-        return [member.id for member in ready if member.role.decodes] == [id]
+        return own is not None and [
+            member.id for member in ready if member.role.decodes and member.model == own.model
+        ] == [id]
 
     def start_refusal(self, pool: str) -> str:
         """Return why no further worker of a pool can be started now; empty where one can."""
@@ -122,7 +123,7 @@ class LiveFleet:
         Raises:
             FleetError: they do not.
         """
-        ups = self._plane_driver.upstreams.values()
+        ups = member.plane_driver.upstreams.values()
         check_fit(
             [(role if up.worker.id == member.id else up.worker.role, up.engine) for up in ups]
         )

@@ -20,7 +20,7 @@ class LocalMember(FleetMember):
     kind: ClassVar[str] = "local"
 
     def __init__(self, spec: LocalWorker, setup: MemberSetup) -> None:
-        super().__init__(spec.id, spec.role, setup)
+        super().__init__(spec.id, spec.role, setup, spec.model)
         self._spec = spec
 
     @property
@@ -39,7 +39,7 @@ class LocalMember(FleetMember):
                 if self._never_up(why):
                     return
             except Exception as error:
-                self._plane_driver.background.failed(self.id, error)
+                self.plane_driver.background.failed(self.id, error)
                 why = f"{type(error).__name__}: {error}"
                 if self._never_up(why):
                     return

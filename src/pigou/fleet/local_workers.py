@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
@@ -24,10 +25,12 @@ class WorkerTemplate(msgspec.Struct, frozen=True, kw_only=True):
         arguments: of `pigou worker`, the same for all; but where one worker alone may keep its
             cache (`OWN`), each gets a part that is named after it.
         devices: that workers are given, in turn.
+        model: that they serve, of several; empty where there is one.
     """
 
     arguments: tuple[str, ...] = ()
     devices: tuple[str, ...] = ("cpu",)
+    model: str = ""
 
     @classmethod
     def of(cls, config: WorkersConfig, arguments: Sequence[str] = ()) -> WorkerTemplate:
@@ -35,11 +38,30 @@ class WorkerTemplate(msgspec.Struct, frozen=True, kw_only=True):
         own = config.arguments(threads_each(sum(config.counts)))
         return cls(arguments=(*own, *arguments), devices=tuple(config.device.split(",")))
 
+    @classmethod
+    def of_models(
+        cls, config: WorkersConfig, arguments: Sequence[str] = ()
+    ) -> list[WorkerTemplate]:
+        """Return the templates of a fleet, one for each model that is started here."""
+        if not config.model_pool:
+            return [cls.of(config, arguments)]
+        threads = threads_each(sum(config.counts))
+        return [
+            cls(
+                arguments=(*config.arguments(threads, pool), *arguments),
+                devices=tuple((pool.device or config.device).split(",")),
+                model=pool.name,
+            )
+            for pool in config.model_pool
+            if pool.model
+        ]
+
     def worker(self, role: Role, number: int, device: str) -> LocalWorker:
         """Return a worker, named by its role and number within the role."""
         name = f"{role.value}-{number}"
         own = _apart(self.arguments, name)
-        return LocalWorker(id=name, role=role, arguments=("--device", device, *own), device=device)
+        arguments = ("--device", device, *own)
+        return LocalWorker(id=name, role=role, arguments=arguments, device=device, model=self.model)
 
     def refusal(self) -> str:
         """Return why no worker of this machine can run; empty where one can."""
@@ -69,6 +91,24 @@ def local_workers(
         )
         for number, role in enumerate(roles)
     ]
+
+
+def model_workers(config: WorkersConfig, templates: Sequence[WorkerTemplate]) -> list[LocalWorker]:
+    """Return the local workers of several models; no two have one id.
+
+    Args:
+        config: with model pools.
+        templates: of the models.
+    """
+    numbers, workers = Counter[Role](), list[LocalWorker]()
+    counts = {pool.name: pool.counts for pool in config.model_pool}
+    for template in templates:
+        prefill, decode, both = counts[template.model]
+        for role in [Role.PREFILL] * prefill + [Role.DECODE] * decode + [Role.BOTH] * both:
+            device = template.devices[len(workers) % len(template.devices)]
+            workers.append(template.worker(role, numbers[role], device))
+            numbers[role] += 1
+    return workers
 
 
 def sleeps(arguments: Sequence[str]) -> bool:

@@ -7,9 +7,9 @@ import logging
 import signal
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from pigou.control.messages import WorkerDraining
@@ -46,12 +46,27 @@ class MemberSetup:
         config: how closely they are watched.
         arbiter: of hangs.
         secret: of the fleet; None leaves local workers open to this machine.
+        models: plane drivers of several models, by name; none where there is one.
     """
 
     plane_driver: PlaneDriver
     config: WatchConfig
     arbiter: HangArbiter
     secret: FleetSecret | None = None
+    models: Mapping[str, PlaneDriver] = field(default_factory=dict)
+
+    def driver_of(self, model: str) -> PlaneDriver:
+        """Return the plane driver of a model.
+
+        Raises:
+            FleetError: there are several, and it is none of them.
+        """
+        if self.models and model not in self.models:
+            raise FleetError(
+                f"the server serves {model!r}, and this gateway has {', '.join(self.models)}; "
+                f"start the gateway with --model-pool {model} too"
+            )
+        return self.models.get(model, self.plane_driver)
 
 
 class FleetMember(ABC):
@@ -61,6 +76,8 @@ class FleetMember(ABC):
         id: name in the fleet, never used again.
         role: what it is asked to do.
         pool: name of the pool that it is in.
+        model: that it serves, of several; empty where there is one, or it is not known yet.
+        plane_driver: of its model.
         epoch: how often its role has changed.
         location: labels of its node, in place of what the worker says; unknown for those.
         ready: set once the worker was up for the first time, or failed for good.
@@ -76,10 +93,11 @@ class FleetMember(ABC):
 
     kind: ClassVar[str] = ""
 
-    def __init__(self, id: str, role: Role, setup: MemberSetup) -> None:
+    def __init__(self, id: str, role: Role, setup: MemberSetup, model: str = "") -> None:
         self.id = id
         self.role = role
         self.pool = role.value
+        self.model = model
         self.epoch = 0
         self.location = UNKNOWN_LOCATION
         self.ready = asyncio.Event()
@@ -90,7 +108,8 @@ class FleetMember(ABC):
         self.start_up_s: float | None = None
         self.since_ns = time.monotonic_ns()
         self.on_stage: Callable[[str, str], None] | None = None
-        self._plane_driver = setup.plane_driver
+        self.plane_driver = setup.driver_of(model) if model else setup.plane_driver
+        self._setup = setup
         self._config = setup.config
         self._arbiter = setup.arbiter
         self._secret = setup.secret
@@ -104,7 +123,7 @@ class FleetMember(ABC):
         """Return what the status API shows of it."""
         row = self._row
         row.role, row.pool, row.epoch = self.role.value, self.pool, self.epoch
-        row.unplaceable = self.unplaceable
+        row.unplaceable, row.model = self.unplaceable, self.model
         return row
 
     @property
@@ -126,7 +145,7 @@ class FleetMember(ABC):
             self._row.note = "it will start again"
         else:
             self._row.note = "it leaves" if next_role is None else f"it will be {next_role.value}"
-        self._plane_driver.observe(WorkerDraining(self.id))
+        self.plane_driver.observe(WorkerDraining(self.id))
 
     def let_go(self) -> None:
         """Say that it leaves: when it ends, it is not started again."""
@@ -137,8 +156,8 @@ class FleetMember(ABC):
         """Have another role, at once where it is up: its connections and cache stay."""
         self.role, self.pool, self.next_role = role, pool, None
         self.epoch += 1
-        if self.id in self._plane_driver.upstreams:
-            self._plane_driver.flip(self.id, role)
+        if self.id in self.plane_driver.upstreams:
+            self.plane_driver.flip(self.id, role)
             self._say("up", "")
 
     @abstractmethod
@@ -175,7 +194,8 @@ class FleetMember(ABC):
             FleetError: it does not fit the workers that are there.
         """
         sources = self._readable(sources)
-        others = [up for up in self._plane_driver.upstreams.values() if up.worker.id != self.id]
+        self._join(probed.engine.model)
+        others = [up for up in self.plane_driver.upstreams.values() if up.worker.id != self.id]
         check_fit([(self.role, probed.engine), *((up.worker.role, up.engine) for up in others)])
         worker = Worker(
             self.id,
@@ -192,15 +212,15 @@ class FleetMember(ABC):
             location=self.location if self.location.host else probed.location,
         )
         self._row.host, self._row.rack, self._row.zone = worker.location
-        if not self._plane_driver.compiled.is_set():
+        if not self.plane_driver.compiled.is_set():
             self._report("waiting for the gateway's kernels")
-            await self._plane_driver.compiled.wait()
-        await self._plane_driver.up(worker, probed.engine, key)
+            await self.plane_driver.compiled.wait()
+        await self.plane_driver.up(worker, probed.engine, key)
         self._report("ready")
         self._is_up(url)
         watch = WorkerWatch(
-            self._plane_driver,
-            self._plane_driver.upstreams[self.id],
+            self.plane_driver,
+            self.plane_driver.upstreams[self.id],
             self._config,
             self._arbiter,
             None if process is None else ProcessState(process.pid),
@@ -215,7 +235,12 @@ class FleetMember(ABC):
             return why
         finally:
             self._row.gaps += watch.gaps
-            await self._plane_driver.down(self.id, self._end(watch, process))
+            await self.plane_driver.down(self.id, self._end(watch, process))
+
+    def _join(self, model: str) -> None:
+        """Become a worker of the model that it reports, where there are several."""
+        if self._setup.models:
+            self.plane_driver, self.model = self._setup.driver_of(model), model
 
     def _is_up(self, url: str) -> None:
         """Note that it serves."""

@@ -30,14 +30,17 @@ class OperatorChanges:
         self._fleet = live_fleet
         self._supervisor = live_fleet.supervisor
 
-    def start(self, role: Role, count: int) -> tuple[list[WorkerRow], str]:
-        """Start local workers; return them, and why not all of `count`.
+    def start(self, role: Role, count: int, model: str = "") -> tuple[list[WorkerRow], str]:
+        """Start local workers, of a model where there are several.
+
+        Returns:
+            Their rows, and why not all of `count`.
 
         Raises:
             ChangeRefused: none can be started.
         """
         rows: list[WorkerRow] = []
-        pool = self._supervisor.local.pool(role)
+        pool = self._supervisor.local.pool(role, model)
         for _ in range(count):
             if refusal := self._fleet.start_refusal(pool):
                 if not rows:
@@ -80,7 +83,7 @@ class OperatorChanges:
         if role is (member.next_role or member.role) and not member.leaving:
             self._supervisor.limit_drain(member, limit_s)
             return member.row()
-        pool = self._supervisor.provider(member).pool(role)
+        pool = self._supervisor.provider(member).pool(role, member.model)
         _check(flip_refusal(self._fleet, id, pool))
         _log.info("an operator flips %s to %s", id, role.value)
         self._supervisor.flip(member, role, pool, limit_s)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from pigou.background import Background
@@ -46,22 +47,30 @@ class PlannerDriver:
 
     def __init__(
         self, config: PlannerConfig, live_fleet: LiveFleet, plane_driver: PlaneDriver,
-        status: PlanStatus, drain_s: float = _DRAIN_S,
+        status: PlanStatus, drain_s: float = _DRAIN_S, others: Sequence[PlaneDriver] = (),
     ) -> None:  # fmt: skip
         """Prepare.
 
         Args:
             config: with a planner.
             live_fleet: that is changed.
-            plane_driver: of its gateway.
+            plane_driver: of its gateway, and of its first model where there are several; its
+                journal gets the planner's entries.
             status: takes what is shown.
             drain_s: that requests on a worker which leaves are given, in seconds.
+            others: plane drivers of its other models; workers of all share `max_workers`.
 
         Raises:
             ConfigError: there is no such planner, or a parameter is refused.
         """
         self._config, self._live_fleet, self._plane_driver = config, live_fleet, plane_driver
+        self._plane_drivers = (plane_driver, *others)
         self._status = status
+        if config.performance and others:
+            raise ConfigError(
+                f"performance is {config.performance!r}, which is of one model, and there are "
+                f"{len(self._plane_drivers)}; leave it out"
+            )
         self._drain_s = min(drain_s, _DRAIN_S)
         self._tables = _read_tables(config.performance)
         self._started(Budget(), ProvisioningTimes(), {"": _ANY_PROFILE}).make()
@@ -95,7 +104,7 @@ class PlannerDriver:
         self._plane_driver.write(planner_entry(started, time.monotonic_ns()))
         self._status.begin(planner.name, self._config.max_workers)
         _log.info("planner %s plans every %g s", planner.name, self._config.interval_s)
-        windows = PlannerWindows(self._live_fleet, self._plane_driver)
+        windows = PlannerWindows(self._live_fleet, *self._plane_drivers)
         interval_s = self._config.interval_s
         sample_s = min(1.0, interval_s / 4)
         due_s = time.monotonic() + interval_s
@@ -148,17 +157,17 @@ class PlannerDriver:
         if start_up_s is None:
             known = [pool.start_up_s for pool in pools.values() if pool.start_up_s is not None]
             start_up_s = max(known, default=_START_UP_S)
-        ups = self._plane_driver.upstreams.values()
+        ups = {id: up for driver in self._plane_drivers for id, up in driver.upstreams.items()}
         times = ProvisioningTimes(
             start_up_s=start_up_s,
             # Workers that profile themselves have run every kernel before they are ready.
-            warm_up_s=0.0 if all(up.worker.rehearsed for up in ups) else 10.0,
+            warm_up_s=0.0 if all(up.worker.rehearsed for up in ups.values()) else 10.0,
             drain_s=self._drain_s,
             flip_s=self._drain_s if self._can_flip() else math.inf,
         )
         profiles: dict[str, PoolProfile] = {}
         for member in self._live_fleet.members:
-            up = self._plane_driver.upstreams.get(member.id)
+            up = ups.get(member.id)
             profile = None if up is None else profile_of(up.worker)
             if profile is not None:
                 profiles.setdefault(member.pool, profile)

@@ -7,7 +7,7 @@ import time
 from typing import NamedTuple
 
 from pigou.control.planner.load_meter import ComputedPrompt, LoadMeter, WorkerCounts, anarchy_of
-from pigou.control.planner.messages import PlannerWindow, PoolWindow, WorkerWindow
+from pigou.control.planner.messages import LoadWindow, PlannerWindow, PoolWindow, WorkerWindow
 from pigou.fleet.live_fleet import LiveFleet
 from pigou.fleet.member import FleetMember
 from pigou.fleet.provider import ProvidedPool
@@ -36,26 +36,36 @@ class PlannerWindows:
     A worker whose report is missing or old is a hole: its figures are None.
     """
 
-    def __init__(self, live_fleet: LiveFleet, plane_driver: PlaneDriver) -> None:
-        """Begin a window now; requests are remembered from now on."""
-        self._live_fleet, self._plane_driver = live_fleet, plane_driver
-        self._meter = plane_driver.meter
-        self._meter.is_windowed = True
-        self._load_meter = LoadMeter(self._meter.objectives, self._meter.model())
+    def __init__(self, live_fleet: LiveFleet, *plane_drivers: PlaneDriver) -> None:
+        """Begin a window now; requests are remembered from now on.
+
+        Args:
+            live_fleet: whose workers are looked at.
+            plane_drivers: one for each of its models.
+        """
+        self._live_fleet = live_fleet
+        self._loads = [
+            (driver, LoadMeter(driver.meter.objectives, driver.meter.model()))
+            for driver in plane_drivers
+        ]
+        for driver in plane_drivers:
+            driver.meter.is_windowed = True
         self._last_ns = time.monotonic_ns()
         self._counts: dict[str, WorkerCounts] = {}
         self._prompts: dict[str, list[ComputedPrompt]] = {}  # that no report covers yet
         self._reported: dict[str, _Reported] = {}
-        self._meter.take(())
+        for driver in plane_drivers:
+            driver.meter.take(())
 
     def sample(self) -> None:
         """Add what runs now to the means of the window."""
-        state = self._plane_driver.plane.state
-        for member in self._live_fleet.members:
-            if (row := state.row.get(member.id)) is not None:
-                counts = self._counts.setdefault(member.id, WorkerCounts())
-                columns = state.columns
-                counts.sample(columns.decoding.item(row), columns.decode_tokens.item(row))
+        for driver, _ in self._loads:
+            state = driver.plane.state
+            for member in self._live_fleet.members:
+                if (row := state.row.get(member.id)) is not None:
+                    counts = self._counts.setdefault(member.id, WorkerCounts())
+                    columns = state.columns
+                    counts.sample(columns.decoding.item(row), columns.decode_tokens.item(row))
 
     def window(self, now: int) -> PlannerWindow:
         """Return what happened since the last window.
@@ -63,42 +73,51 @@ class PlannerWindows:
         Args:
             now: nanoseconds of the gateway's clock.
         """
-        model = self._load_meter.model = self._meter.model()
-        requests = self._meter.take(self._plane_driver.plane.queue)
-        for request in requests.first:
-            if (computed := request.computed) is not None:
-                self._prompts.setdefault(computed.worker, []).append(computed)
+        loads: list[LoadWindow] = []
+        price_of_anarchy, better_prefill = dict[str, float](), dict[str, int]()
+        for driver, load_meter in self._loads:
+            model = load_meter.model = driver.meter.model()
+            requests = driver.meter.take(driver.plane.queue)
+            loads += load_meter.loads(requests)
+            for request in requests.first:
+                if (computed := request.computed) is not None:
+                    self._prompts.setdefault(computed.worker, []).append(computed)
+            anarchy, better = anarchy_of(model, driver.plane.status(now).poa)
+            price_of_anarchy |= anarchy
+            better_prefill |= better
         seconds = max(now - self._last_ns, 1) / SECOND
-        pools = tuple(
-            self._pool(pool, model, now, seconds) for pool in self._live_fleet.provided.values()
-        )
+        pools = tuple(self._pool(pool, now, seconds) for pool in self._live_fleet.provided.values())
         present = {member.id for member in self._live_fleet.members}
         self._reported = {id: seen for id, seen in self._reported.items() if id in present}
         self._prompts = {id: left for id, left in self._prompts.items() if id in present}
         self._counts, self._last_ns = {}, now
-        anarchy, better = anarchy_of(model, self._plane_driver.plane.status(now).poa)
         return PlannerWindow(
             now_ns=now,
             seconds=seconds,
-            loads=self._load_meter.loads(requests),
+            loads=tuple(loads),
             pools=pools,
-            price_of_anarchy=anarchy,
-            better_prefill=better,
+            price_of_anarchy=price_of_anarchy,
+            better_prefill=better_prefill,
         )
 
-    def _pool(self, pool: ProvidedPool, model: str, now: int, seconds: float) -> PoolWindow:
+    def _pool(self, pool: ProvidedPool, now: int, seconds: float) -> PoolWindow:
+        drivers = {load_meter.model: driver for driver, load_meter in self._loads}
+        model = pool.model if len(self._loads) > 1 else self._loads[0][1].model
+        driver = drivers.get(model, self._loads[0][0])
         members = (member for member in self._live_fleet.members if member.pool == pool.name)
         return PoolWindow(
             name=pool.name,
             role=pool.role,
             model=model,
             gpus=pool.gpus,
-            workers=tuple(self._worker(member, now, seconds) for member in members),
+            workers=tuple(self._worker(member, driver, now, seconds) for member in members),
             can_start=not self._live_fleet.start_refusal(pool.name),
         )
 
-    def _worker(self, member: FleetMember, now: int, seconds: float) -> WorkerWindow:
-        plane, upstream = self._plane_driver.plane, self._plane_driver.upstreams.get(member.id)
+    def _worker(
+        self, member: FleetMember, driver: PlaneDriver, now: int, seconds: float
+    ) -> WorkerWindow:
+        plane, upstream = driver.plane, driver.upstreams.get(member.id)
         row = plane.state.row.get(member.id)
         if upstream is None or row is None:
             self._reported.pop(member.id, None)

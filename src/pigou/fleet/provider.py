@@ -20,12 +20,14 @@ class ProvidedPool(msgspec.Struct, frozen=True, kw_only=True):
         gpus: of each worker, at least 1.
         start_up_s: seconds from the order of a worker until it serves, as seen; None where none
             was started yet.
+        model: of its workers, of several; empty where there is one, or it is not known.
     """
 
     name: str
     role: Role
     gpus: int = 1
     start_up_s: float | None = None
+    model: str = ""
 
 
 class Provider(Protocol):
@@ -45,8 +47,8 @@ class Provider(Protocol):
         """The pools, those without workers too."""
         ...
 
-    def pool(self, role: Role) -> str:
-        """Return the name of the pool that its workers of a role are in."""
+    def pool(self, role: Role, model: str = "") -> str:
+        """Return the name of the pool that its workers of a role, and model, are in."""
         ...
 
     def start_refusal(self, pool: str) -> str:

@@ -40,16 +40,16 @@ class RegisteredMember(AttachedMember):
     def suspect(self, why: str) -> None:
         """Send it nothing new; its streams go on."""
         self.suspected = why
-        if self.id in self._plane_driver.upstreams and self._row.state == "up":
+        if self.id in self.plane_driver.upstreams and self._row.state == "up":
             self._say("draining", f"suspect: {why}")
-            self._plane_driver.observe(WorkerDraining(self.id))
+            self.plane_driver.observe(WorkerDraining(self.id))
 
     def trust(self) -> None:
         """Send it requests again, unless it drains for another reason."""
         suspected, self.suspected = self.suspected, ""
         drains = self.leaving or self.next_role is not None
-        if suspected and not drains and self.id in self._plane_driver.upstreams:
-            self._plane_driver.flip(self.id, self.role)
+        if suspected and not drains and self.id in self.plane_driver.upstreams:
+            self.plane_driver.flip(self.id, self.role)
             self._say("up", "")
 
     def change_role(self, role: Role, pool: str) -> None:

@@ -9,6 +9,7 @@ from typing import ClassVar, Protocol
 
 import msgspec
 
+from pigou.fleet.attached_member import pool_of
 from pigou.fleet.config import FleetError
 from pigou.fleet.member import FleetMember, MemberSetup
 from pigou.fleet.provider import ProvidedPool
@@ -30,8 +31,6 @@ from pigou.request import Role
 
 _log = logging.getLogger("pigou.fleet")
 
-#: Ends the names of their pools.
-_SUFFIX = ".registered"
 #: Seconds of one write, and between two tries.
 _WRITE_S, _RETRY_S = 5.0, 1.0
 
@@ -106,19 +105,18 @@ class RegistryProvider:
     @property
     def pools(self) -> Sequence[ProvidedPool]:
         """One pool for each role that a worker has now, as wide as its widest one."""
-        gpus: dict[Role, int] = {}
+        gpus: dict[tuple[Role, str], int] = {}
         for member in self._members.values():
-            topology = member.entry.topology
-            gpus[member.role] = max(gpus.get(member.role, 1), topology.gpus)
+            pool, topology = (member.role, member.model), member.entry.topology
+            gpus[pool] = max(gpus.get(pool, 1), topology.gpus)
         return [
-            ProvidedPool(name=self.pool(role), role=role, gpus=gpus[role])
-            for role in Role
-            if role in gpus
+            ProvidedPool(name=self.pool(*pool), role=pool[0], gpus=gpus[pool], model=pool[1])
+            for pool in sorted(gpus, key=lambda pool: (pool[1], list(Role).index(pool[0])))
         ]
 
-    def pool(self, role: Role) -> str:
-        """Return the name of the pool of a role, like `decode.registered`."""
-        return role.value + _SUFFIX
+    def pool(self, role: Role, model: str = "") -> str:
+        """Return the name of the pool of a role, and model, like `decode.registered`."""
+        return pool_of(self.kind, role, model)
 
     def start_refusal(self, pool: str) -> str:  # noqa: ARG002 (as every provider has it)
         """Return why no further worker can be started."""
@@ -134,7 +132,7 @@ class RegistryProvider:
 
     def flip_refusal(self, member: FleetMember, pool: str) -> str:
         """Return why a worker cannot serve in another pool; empty where it can."""
-        if pool == member.pool or pool not in [self.pool(role) for role in Role]:
+        if pool == member.pool or pool not in [self.pool(role, member.model) for role in Role]:
             return f"{member.id} cannot serve in pool {pool!r}"
         if not isinstance(member, RegisteredMember) or member.stock is not False:
             return f"{member.id} is no worker of Pigou, and its role was set when it was started"
@@ -191,7 +189,7 @@ class RegistryProvider:
             if not member.leaving:
                 self._running.drain(member)
         elif entry.role is not (member.next_role or member.role) and not member.leaving:
-            self._running.flip(member, entry.role, self.pool(entry.role))
+            self._running.flip(member, entry.role, self.pool(entry.role, member.model))
 
     def _add(self, entry: WorkerEntry) -> None:
         member = RegisteredMember(self._name(entry), entry, self._setup)

@@ -6,8 +6,9 @@ import asyncio
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from pigou.config import ConfigError, ControlConfig
@@ -15,9 +16,15 @@ from pigou.control.journal import journal_config
 from pigou.control.plane import ControlPlane
 from pigou.control.planner.config import PlannerConfig
 from pigou.control.warm_up import warm_up
-from pigou.fleet.config import AttachedWorker, LocalWorker, WatchConfig, WorkersConfig
+from pigou.fleet.config import (
+    AttachedWorker,
+    DeclaredModel,
+    LocalWorker,
+    WatchConfig,
+    WorkersConfig,
+)
 from pigou.fleet.live_fleet import LiveFleet
-from pigou.fleet.local_workers import WorkerTemplate, local_workers, sleeps
+from pigou.fleet.local_workers import WorkerTemplate, local_workers, model_workers, sleeps
 from pigou.fleet.operator_changes import OperatorChanges
 from pigou.fleet.planner_driver import PlannerDriver
 from pigou.fleet.registry.registry import Registry
@@ -27,13 +34,14 @@ from pigou.gateway.app import Gateway
 from pigou.gateway.config import GatewayConfig
 from pigou.gateway.journal import Journal
 from pigou.gateway.metrics import Metrics
+from pigou.gateway.model_routing import GatewayModel, ModelRouting
 from pigou.gateway.plan_status import PlanStatus
 from pigou.gateway.plane_driver import PlaneDriver
 from pigou.gateway.prompt_reader import PromptReader
 from pigou.gateway.prompt_tokenizer import PromptTokenizer
 from pigou.gateway.server import GatewayServer
 from pigou.gateway.startup_shutdown import StageListener, Startup
-from pigou.gateway.status_api import FleetStatus
+from pigou.gateway.status_api import FleetStatus, WorkerRow
 from pigou.imports import require
 from pigou.kernel_cache import on_compiling
 from pigou.wire import json_limits, msgpack_walk
@@ -61,8 +69,9 @@ class Serving:
         on_stage: StageListener | None = None,
         secret: FleetSecret | None = None,
         planner: PlannerConfig | None = None,
-        template: WorkerTemplate | None = None,
+        template: WorkerTemplate | Sequence[WorkerTemplate] | None = None,
         registry: Registry | None = None,
+        models: Sequence[DeclaredModel] = (),
     ) -> None:
         """Put the parts together; within a running event loop.
 
@@ -75,8 +84,9 @@ class Serving:
             on_stage: gets the stages of the start, of the gateway and of each worker.
             secret: what the processes of the fleet prove to each other to know; None makes one.
             planner: objectives of requests, and what changes the fleet for them.
-            template: of further local workers; None adds none.
+            template: of further local workers, one for each of several models; None adds none.
             registry: where further workers are found; None for none.
+            models: that are served, where workers do not say the one.
 
         Raises:
             ConfigError: the policy or the planner is unknown, the keys file is not readable, the
@@ -85,25 +95,21 @@ class Serving:
         """
         self._watch = watch or WatchConfig()
         keys = Keys.read(Path(gateway.api_keys_file)) if gateway.api_keys_file else None
-        prompts = PromptReader(
-            PromptTokenizer.named(tokenizer) if tokenizer else None,
-            allow_special_tokens=gateway.allow_special_tokens,
-        )
-        plane = ControlPlane(control)
-        journal = (
-            None
-            if gateway.journal is None
-            else Journal(Path(gateway.journal), journal_config(plane))
-        )
         planner = planner or PlannerConfig()
-        self.plane_driver = PlaneDriver(plane, prompts, journal, planner.objectives)
+        drivers: dict[str, PlaneDriver] = {}
+        for model in models or (DeclaredModel(tokenizer=tokenizer),):
+            sibling = next(iter(drivers.values()), None)
+            drivers[model.name] = _plane_driver(gateway, control, planner, model, sibling)
+        self.plane_driver, *others = drivers.values()
+        by_name = drivers if models else {}
         self.supervisor = Supervisor(
             self.plane_driver, workers, self._watch, secret or FleetSecret.make(), template,
-            registry,
+            registry, by_name,
         )  # fmt: skip
         registered = self.supervisor.registered
-        self.live_fleet = LiveFleet(self.supervisor, self.plane_driver)
-        self.plan_status = PlanStatus(self.plane_driver.meter)
+        self.live_fleet = LiveFleet(self.supervisor)
+        meters = {name: driver.meter for name, driver in by_name.items()}
+        self.plan_status = PlanStatus(self.plane_driver.meter, meters)
         self._planner: PlannerDriver | None = None
         if planner.plans:
             if 0 < planner.max_workers < len(workers):
@@ -112,25 +118,48 @@ class Serving:
                     f"{len(workers)}; give at least as many"
                 )
             self._planner = PlannerDriver(
-                planner, self.live_fleet, self.plane_driver, self.plan_status, self._watch.drain
-            )
+                planner, self.live_fleet, self.plane_driver, self.plan_status, self._watch.drain,
+                others,
+            )  # fmt: skip
         self.startup = Startup(on_stage)
         self.supervisor.report_stages(self.startup.report)
+        metrics, fleet_status = Metrics(), FleetStatus(self.plane_driver, self.supervisor.rows)
         self._server = GatewayServer(
             Gateway(
                 config=gateway,
                 plane_driver=self.plane_driver,
-                metrics=Metrics(),
-                fleet_status=FleetStatus(self.plane_driver, self.supervisor.rows),
+                metrics=metrics,
+                fleet_status=fleet_status,
                 keys=keys,
                 created=int(time.time()),
                 startup=self.startup,
                 changes=OperatorChanges(self.live_fleet),
                 plan_status=self.plan_status,
                 registry=None if registered is None else registered.status,
+                models=self._routing(models, by_name),
             ),
             shutdown_s=self._watch.drain,
         )
+
+    def _routing(
+        self, models: Sequence[DeclaredModel], drivers: Mapping[str, PlaneDriver]
+    ) -> ModelRouting | None:
+        """Return the routing by model; None where none is declared."""
+        if not models:
+            return None
+        return ModelRouting([
+            GatewayModel(
+                drivers[model.name], Metrics(),
+                FleetStatus(drivers[model.name], partial(self._rows_of, model.name)),
+                model.name, model.aliases,
+            )
+            for model in models
+        ])  # fmt: skip
+
+    def _rows_of(self, model: str) -> list[WorkerRow]:
+        """Return the rows of a model's workers; the first has those whose model is unknown."""
+        own = {model, ""} if model == next(iter(self.supervisor.models)) else {model}
+        return [row for row in self.supervisor.rows() if row.model in own]
 
     @property
     def port(self) -> int:
@@ -225,6 +254,25 @@ class Serving:
             await self.stop()
 
 
+def _plane_driver(
+    gateway: GatewayConfig, control: ControlConfig, planner: PlannerConfig, model: DeclaredModel,
+    sibling: PlaneDriver | None,
+) -> PlaneDriver:  # fmt: skip
+    """Return the plane driver of a model, with a journal of its own where there is one."""
+    prompts = PromptReader(
+        PromptTokenizer.named(model.tokenizer) if model.tokenizer else None,
+        allow_special_tokens=gateway.allow_special_tokens,
+    )
+    plane, journal = ControlPlane(control), None
+    if gateway.journal is not None:
+        path = Path(gateway.journal)
+        if model.name:
+            path = path.with_stem(f"{path.stem}.{model.name.replace('/', '_')}")
+        journal = Journal(path, journal_config(plane))
+    objectives = planner.objectives
+    return PlaneDriver(plane, prompts, journal, objectives, model=model.name, sibling=sibling)
+
+
 def _settle(future: asyncio.Future[None], error: BaseException | None) -> None:
     if future.done():
         return
@@ -255,6 +303,8 @@ def workers_of(
         raise ConfigError(
             f"--timing is {config.timing!r}, and no worker is started here; leave it out"
         )
+    if config.model_pool:
+        return [*model_workers(config, WorkerTemplate.of_models(config, arguments)), *attached]
     template = WorkerTemplate.of(config, arguments)
     local = local_workers(*config.counts, template.arguments, template.devices)
     return [*local, *attached]

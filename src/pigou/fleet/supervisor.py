@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 from pigou.control.planner.messages import WorkerState
@@ -42,6 +42,7 @@ class Supervisor:
         attached: uses servers that others run.
         registered: uses workers that registered themselves; None without a registry.
         drain_s: seconds that requests on a draining worker are given.
+        models: plane drivers of several models, by name; none where there is one.
     """
 
     def __init__(
@@ -50,8 +51,9 @@ class Supervisor:
         workers: Sequence[LocalWorker | AttachedWorker],
         config: WatchConfig | None = None,
         secret: FleetSecret | None = None,
-        template: WorkerTemplate | None = None,
+        template: WorkerTemplate | Sequence[WorkerTemplate] | None = None,
         registry: Registry | None = None,
+        models: Mapping[str, PlaneDriver] | None = None,
     ) -> None:
         """Prepare the members; within the event loop. They begin with `start`.
 
@@ -60,13 +62,16 @@ class Supervisor:
             workers: that it begins with.
             config: how closely they are watched.
             secret: given to local workers; None leaves them open to this machine.
-            template: of further local workers; None adds none.
+            template: of further local workers, one for each of several models; None adds none.
             registry: where further workers are found; None for none.
+            models: plane drivers of several models, by name; None for the one of `plane_driver`.
         """
         config = config or WatchConfig()
         self._plane_driver = plane_driver
+        self.models = dict(models or {})
         self.drain_s = config.drain
-        setup = MemberSetup(plane_driver, config, HangArbiter(config.hang), secret)
+        arbiter = HangArbiter(config.hang)
+        setup = MemberSetup(plane_driver, config, arbiter, secret, self.models)
         self.local = LocalProvider(setup, template)
         self.attached = AttachedProvider(setup)
         self.registered = None if registry is None else RegistryProvider(registry, setup)
@@ -237,7 +242,7 @@ class Supervisor:
         def again() -> None:
             member.next_role = None
             task = self._tasks.get(member.id)
-            if task is not None and member.id in self._plane_driver.upstreams:
+            if task is not None and member.id in member.plane_driver.upstreams:
                 task.add_done_callback(lambda _: self._run_again(member))
                 task.cancel()
 
@@ -270,7 +275,7 @@ class Supervisor:
         member.begin_drain(next_role)
         stops = next_role in (None, member.role) and isinstance(member, LocalMember)
         limit_s = self.drain_s if limit_s is None else limit_s
-        drain = Drain(self._plane_driver, member.id, limit_s, stops=stops)
+        drain = Drain(member.plane_driver, member.id, limit_s, stops=stops)
         task = asyncio.create_task(self._finish(member, drain, then), name=f"drain {member.id}")
         self._drains[member.id] = drain, task
 

@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from importlib.resources import files
 from itertools import pairwise
@@ -18,7 +18,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from pigou.gateway.metrics import Metrics
-from pigou.gateway.status_api import FleetStatus, WorkerRow
+from pigou.gateway.status_api import FleetStatus, ModelsStatus, WorkerRow
 
 #: Seconds between samples, and how many of them, and of events, are kept: half an hour.
 STEP_S, MAX_SAMPLES, MAX_EVENTS = 2.0, 900, 200
@@ -46,11 +46,14 @@ class History:
     """Keeps samples and events of the last half hour, in bounded rings."""
 
     def __init__(
-        self, fleet_status: FleetStatus, metrics: Metrics, rows: Callable[[], list[WorkerRow]],
-        clock: Callable[[], float] = time.time,
+        self, fleet_status: FleetStatus | ModelsStatus, metrics: Metrics,
+        rows: Callable[[], list[WorkerRow]], clock: Callable[[], float] = time.time,
+        models: Sequence[Metrics] = (),
     ) -> None:  # fmt: skip
+        """Begin; `models` are the metrics of each model, `metrics` those of the gateway."""
         self._fleet_status = fleet_status
-        self._metrics = metrics
+        self._models = list(models) or [metrics]
+        self._metrics = [*self._models, *([] if metrics in self._models else [metrics])]
         self._rows = rows
         self._clock = clock
         self._samples: deque[dict[str, Any]] = deque(maxlen=MAX_SAMPLES)
@@ -75,8 +78,8 @@ class History:
         poa = view["game"]["poa"]
         elapsed = now - self._last if self._last else 0.0
         requests, errors = self._requests()
-        first = self._since("ttft", self._metrics.first_token)
-        itl = self._since("itl", self._metrics.itl)
+        first = self._since("ttft", [metrics.first_token for metrics in self._models])
+        itl = self._since("itl", [metrics.itl for metrics in self._models])
         self._samples.append(
             {
                 "time": now,
@@ -134,7 +137,7 @@ class History:
     def _requests(self) -> tuple[float, float]:
         """Return requests for work so far, and those that ended in an error of the fleet."""
         requests = errors = 0.0
-        for family in self._metrics.requests.collect():
+        for family in (one for metrics in self._metrics for one in metrics.requests.collect()):
             for sample in family.samples:
                 if not sample.name.endswith("_total") or sample.labels["route"] not in _WORK:
                     continue
@@ -147,9 +150,12 @@ class History:
         self._counts[name] = total
         return round(max(0.0, total - before) / elapsed, 3) if elapsed > 0 else None
 
-    def _since(self, name: str, histogram: Collector) -> dict[float, float]:
-        """Return the cumulative counts of a histogram since the last sample."""
-        now = buckets(histogram.collect())
+    def _since(self, name: str, histograms: Sequence[Collector]) -> dict[float, float]:
+        """Return the cumulative counts of histograms since the last sample, added up."""
+        now: dict[float, float] = {}
+        for histogram in histograms:
+            for bound, count in buckets(histogram.collect()).items():
+                now[bound] = now.get(bound, 0.0) + count
         before = self._buckets.get(name, {})
         self._buckets[name] = now
         return {bound: count - before.get(bound, 0.0) for bound, count in now.items()}

@@ -23,8 +23,11 @@ class FleetChanges(Protocol):
     starting then, one that leaves is draining.
     """
 
-    def start(self, role: Role, count: int) -> tuple[list[WorkerRow], str]:
-        """Start local workers; return them, and why not all of `count`.
+    def start(self, role: Role, count: int, model: str = "") -> tuple[list[WorkerRow], str]:
+        """Start local workers, of a model where there are several.
+
+        Returns:
+            Their rows, and why not all of `count`.
 
         Raises:
             ChangeRefused: none can be started.

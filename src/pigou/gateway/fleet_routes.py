@@ -36,11 +36,15 @@ Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_COUNT)]
 
 
 class AddBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The body of `POST /workers`: a role and how many, or a server to attach."""
+    """The body of `POST /workers`: a role and how many, or a server to attach.
+
+    `model` says of which of several models local workers are.
+    """
 
     role: Role | None = None
     count: Count | None = None
     attach: str | None = None
+    model: str | None = None
 
 
 class DrainBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -81,12 +85,14 @@ class FleetRoutes:
         if body.attach is not None:
             if body.count is not None:
                 raise bad_request("count belongs to role: attach takes one server.", "count")
+            if body.model is not None:
+                raise bad_request("model belongs to role: a server says its own.", "model")
             text = body.attach
             row = _changed(lambda: changes.attach(text))
             return _answer([row])
         assert body.role is not None
-        role, count = body.role, body.count or 1
-        rows, refusal = _changed(lambda: changes.start(role, count))
+        role, count, model = body.role, body.count or 1, self._model(body.model)
+        rows, refusal = _changed(lambda: changes.start(role, count, model))
         return _answer(rows, refusal)
 
     async def drain(self, request: web.Request) -> web.Response:
@@ -120,6 +126,19 @@ class FleetRoutes:
         id = _id(request)
         work = (lambda: changes.remove(id)) if _NOW[text] else lambda: changes.drain(id, None)
         return _answer([_changed(work)])
+
+    def _model(self, name: str | None) -> str:
+        """Return the declared name of a model; empty where none is declared.
+
+        Raises:
+            APIError: 400 or 404, as `ModelRouting.find`.
+        """
+        models = self._gateway.models
+        if models is None:
+            if name is not None:
+                raise bad_request("model is for gateways with --model-pool: leave it out.", "model")
+            return ""
+        return models.find(name).name
 
     def _changes(self, request: web.Request) -> FleetChanges:
         """Return what changes the fleet, for who may.

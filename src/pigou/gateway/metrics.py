@@ -278,33 +278,68 @@ class BuildInfo(Collector):
         yield family
 
 
-def page(registry: CollectorRegistry, model: str, *, tenant: str | None = None) -> bytes:
+#: Metrics of one model: its registry and name.
+ModelPage: TypeAlias = tuple[CollectorRegistry, str]
+#: Families that are counted before the model of a request is known, and those of it besides.
+_OF_GATEWAY = (_BUILD, "pigou_requests_inflight")
+_OF_BOTH = ("pigou_requests", "pigou_requests_cancelled", "pigou_requests_shed")
+
+
+def page(
+    registry: CollectorRegistry, model: str, models: Sequence[ModelPage] = (),
+    *, tenant: str | None = None,
+) -> bytes:  # fmt: skip
     """Return the metrics in the text format of Prometheus.
 
     Args:
-        registry: all metrics.
+        registry: all metrics; of the gateway alone where there are several `models`.
         model: the fleet's model; the label `model_name` of every sample but the build's.
+        models: metrics of each of several models.
         tenant: writes this tenant's own samples, and nothing else; None writes all.
     """
     return generate_latest(
-        _FilteredMetrics(registry, model, lambda families: _own(families, tenant))
+        _FilteredMetrics(registry, model, models, lambda families: _own(families, tenant))
     )
 
 
-def page_without_tenants(registry: CollectorRegistry, model: str) -> bytes:
-    """Return the metrics without the families that name tenants."""
-    return generate_latest(_FilteredMetrics(registry, model, _nameless))
+def page_without_tenants(
+    registry: CollectorRegistry, model: str, models: Sequence[ModelPage] = ()
+) -> bytes:
+    """Return the metrics without the families that name tenants; arguments as of `page`."""
+    return generate_latest(_FilteredMetrics(registry, model, models, _nameless))
 
 
 class _FilteredMetrics(Collector):
     """Metrics of a registry, filtered and labelled as they are read."""
 
-    def __init__(self, registry: CollectorRegistry, model: str, keep: _Filter) -> None:
-        self._registry, self._model, self._keep = registry, model, keep
+    def __init__(
+        self, registry: CollectorRegistry, model: str, models: Sequence[ModelPage], keep: _Filter
+    ) -> None:
+        self._registry, self._model, self._models = registry, model, models
+        self._keep = keep
 
     def collect(self) -> Iterator[Metric]:
-        for family in self._keep(self._registry.collect()):
-            yield _labelled(family, self._model)
+        own = (_labelled(family, self._model) for family in self._registry.collect())
+        yield from self._keep(self._merged(own) if self._models else own)
+
+    def _merged(self, own: Iterable[Metric]) -> Iterator[Metric]:
+        """Yield each family once, with the samples of all models."""
+        families: dict[str, Metric] = {}
+        for registry, model in self._models:
+            for family in registry.collect():
+                if family.name not in _OF_GATEWAY:
+                    _join(families, _labelled(family, model))
+        for family in own:
+            if family.name not in families or family.name in _OF_BOTH:
+                _join(families, family)
+        yield from families.values()
+
+
+def _join(families: dict[str, Metric], family: Metric) -> None:
+    """Put the samples of a family to those that are there under its name."""
+    known = families.setdefault(family.name, family)
+    if known is not family:
+        families[family.name] = _with(known, [*known.samples, *family.samples])
 
 
 def _own(families: Iterable[Metric], tenant: str | None) -> Iterator[Metric]:

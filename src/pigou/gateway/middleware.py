@@ -26,6 +26,8 @@ from pigou.wire.request_validation import REQUEST_ID_HEADER, echo_request_id
 _log = logging.getLogger("pigou.gateway")
 
 
+#: Metrics of the model that the current task's request is for; None while that is not known.
+_model_metrics: ContextVar[Metrics | None] = ContextVar("model_metrics", default=None)
 #: With which key the request of the current task came.
 _key: ContextVar[Key] = ContextVar("key", default=NO_KEY)
 #: Routes that need no key: for probes, and the page, which holds no data itself. `/metrics` looks
@@ -40,6 +42,11 @@ _ROUTES = (COMPLETIONS, CHAT, *_KEYED, *_OPEN)
 def current_key() -> Key:
     """Return the key that the request came with; `NO_KEY` where there are no keys."""
     return _key.get()
+
+
+def count_for(metrics: Metrics) -> None:
+    """Count the current request among those of a model."""
+    _model_metrics.set(metrics)
 
 
 def guard(keys: Keys | None, metrics: Metrics, shutdown: Shutdown) -> Middleware:
@@ -63,6 +70,7 @@ def guard(keys: Keys | None, metrics: Metrics, shutdown: Shutdown) -> Middleware
         # Probes and scrapes are not work: they are counted by route alone.
         works = request.method == "POST"
         metrics.inflight.inc(works)
+        _model_metrics.set(None)  # the task may have served another request before
         status = "499"
         try:
             with shutdown.under_way():
@@ -70,9 +78,10 @@ def guard(keys: Keys | None, metrics: Metrics, shutdown: Shutdown) -> Middleware
             status = str(response.status)
         finally:
             metrics.inflight.dec(works)
-            metrics.requests.labels(route, status).inc()
+            own = _model_metrics.get() or metrics
+            own.requests.labels(route, status).inc()
             if status == "499" and works:
-                metrics.cancelled.inc()
+                own.cancelled.inc()
         if not response.prepared:
             response.headers.update(echo_request_id(request.headers.get(REQUEST_ID_HEADER)))
         return response
@@ -116,7 +125,7 @@ def _refusal(request: web.Request, error: Exception, metrics: Metrics) -> web.Re
             return _json(error.status, error.body)
         case APIError():
             if error.status in (429, 503) and request.method == "POST":
-                metrics.shed.inc()
+                (_model_metrics.get() or metrics).shed.inc()
             return error_response(error)
         case web.HTTPRequestEntityTooLarge():
             return error_response(too_large(request.client_max_size))

@@ -11,7 +11,7 @@ import re
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import aiohttp
@@ -23,8 +23,9 @@ from pigou.gateway.api_keys import Key, KeyLoads
 from pigou.gateway.config import GatewayConfig
 from pigou.gateway.failure import WorkerFailed, busy
 from pigou.gateway.gateway_request import Body, BodyFields, GatewayRequest
+from pigou.gateway.model_routing import GatewayModel, ModelRouting
 from pigou.gateway.plane_driver import PlaneDriver
-from pigou.gateway.request_tenure import ServerScope, salt
+from pigou.gateway.request_tenure import salt
 from pigou.gateway.server_routes import (
     STORED_COLLECTIONS,
     ServerRoutes,
@@ -57,15 +58,13 @@ class Passthrough:
 
     def __init__(
         self,
-        plane_driver: PlaneDriver,
+        models: ModelRouting,
         config: GatewayConfig,
         usage: KeyLoads,
-        scope: Callable[[], ServerScope],
     ) -> None:
-        self._plane_driver = plane_driver
+        self._models = models
         self._config = config
         self._usage = usage
-        self._scope = scope
         self._routes = ServerRoutes()
         self._owners: OrderedDict[str, tuple[str, str]] = OrderedDict()
 
@@ -78,8 +77,8 @@ class Passthrough:
         """
         path = request.rel_url.raw_path
         check_path(path, request)
-        servers = [up for up in self._plane_driver.upstreams.values() if up.engine.stock]
-        servers = await self._routes.having(servers, request.method, path)
+        stock = [up for model in self._models for up in model.upstreams if up.engine.stock]
+        servers = await self._routes.having(stock, request.method, path)
         if not servers:
             raise absent_route(request.method, path, self._routes.known())
         servers = self._owned(servers, path, key)
@@ -88,40 +87,47 @@ class Passthrough:
         if request.content_type == "application/json" or request.content_type.endswith("+json"):
             sent = await request.read()
             body = _object(sent)
-            servers = self._continuing(servers, body, key)
-            data = self._salted(sent, body, tenure)
+            model = self._model_of(body, servers, request.method)
+            servers = self._continuing(_of(model, servers, request), body, key)
+            data = self._salted(sent, body, tenure, model)
         elif request.can_read_body:
             if (request.content_length or 0) > self._config.max_body:
                 raise too_large(self._config.max_body)
             data = _streamed(request, self._config.max_body)
+        if body is None:
+            model = self._model_of({}, servers, request.method)
+            servers = _of(model, servers, request)
         call = _call(request, body, data, key)
+        plane_driver = model.plane_driver
         if request.method != "POST":
-            return await self._passed(request, call, min(servers, key=lambda up: up.inflight), data)
+            server = min(servers, key=lambda up: up.inflight)
+            return await self._passed(request, call, server, data, plane_driver)
         with self._usage.accepted(key.digest, key.limits, call):
-            return await self._admitted(request, call, servers, data)
+            return await self._admitted(request, call, servers, data, plane_driver)
 
     async def _admitted(
-        self, request: web.Request, call: GatewayRequest, servers: list[Upstream], data: Any
-    ) -> web.StreamResponse:
+        self, request: web.Request, call: GatewayRequest, servers: list[Upstream], data: Any,
+        plane_driver: PlaneDriver,
+    ) -> web.StreamResponse:  # fmt: skip
         """Pass it to the server that admission and routing choose, or the next that has it."""
         reason = FinishReason.ERROR
         left = {up.worker.id for up in servers if up.worker.role.decodes}
         try:
             while left:
-                others = frozenset(self._plane_driver.upstreams.keys() - left)
+                others = frozenset(plane_driver.upstreams.keys() - left)
                 if call.quota is not None:
-                    await call.quota.take(call.id, self._plane_driver.queue_timeout_s)
-                route = await self._plane_driver.decide(call.request(), others)
+                    await call.quota.take(call.id, plane_driver.queue_timeout_s)
+                route = await plane_driver.decide(call.request(), others)
                 if isinstance(route, Shed):
                     raise busy(route)
                 if call.quota is not None:
                     call.quota.sent()
-                upstream = self._plane_driver.upstreams.get(route.choice.decode)
+                upstream = plane_driver.upstreams.get(route.choice.decode)
                 left.discard(route.choice.decode)
                 if upstream is None:
                     continue
                 try:
-                    answer = await self._passed(request, call, upstream, data)
+                    answer = await self._passed(request, call, upstream, data, plane_driver)
                 except _RouteAbsent:
                     if not isinstance(data, bytes):
                         break
@@ -133,13 +139,14 @@ class Passthrough:
             reason = FinishReason.ABORT
             raise
         finally:
-            self._plane_driver.end(call.id, reason)
+            plane_driver.end(call.id, reason)
             if call.quota is not None:
                 call.quota.ended(call.id)
 
     async def _passed(
-        self, request: web.Request, call: GatewayRequest, upstream: Upstream, data: Any
-    ) -> web.StreamResponse:
+        self, request: web.Request, call: GatewayRequest, upstream: Upstream, data: Any,
+        plane_driver: PlaneDriver,
+    ) -> web.StreamResponse:  # fmt: skip
         """Pass a request to one server, and its answer back.
 
         Raises:
@@ -162,7 +169,7 @@ class Passthrough:
                 out.headers["x-pigou-worker"] = upstream.worker.id
                 await out.prepare(request)
                 await out.write(first)
-                await self._copy(reply, out, call, upstream)
+                await self._copy(reply, out, call, upstream, plane_driver)
         except (aiohttp.ClientError, OSError, WorkerFailed) as error:
             if isinstance(error, ConnectionResetError) and _gone(request):
                 raise
@@ -180,11 +187,12 @@ class Passthrough:
         out: web.StreamResponse,
         call: GatewayRequest,
         up: Upstream,
+        plane_driver: PlaneDriver,
     ) -> None:
         head = b""
         async for data in reply.content.iter_any():
             if not head:
-                self._plane_driver.observe(FirstToken(call.id))
+                plane_driver.observe(FirstToken(call.id))
             if len(head) < _HEAD_BYTES:
                 head += data[:_HEAD_BYTES]
                 self._note_owner(head, call, up)
@@ -192,6 +200,21 @@ class Passthrough:
                 await out.write(data)
 
     # --- which server ----------------------------------------------------------------------
+
+    def _model_of(self, body: Body, servers: list[Upstream], method: str) -> GatewayModel:
+        """Return the model that a request asks for; without a word, one that has the route.
+
+        Where several have it, a POST must say which one it means.
+
+        Raises:
+            APIError: 400 or 404, as `ModelRouting.find`.
+        """
+        holders = [model for model in self._models if any(up in servers for up in model.upstreams)]
+        if holders and "model" not in body and (len(holders) == 1 or method != "POST"):
+            return holders[0]
+        if not self._models.several and not self._models.models[0].name:
+            return self._models.models[0]  # the server judges the name
+        return self._models.find(_text(body, "model"))
 
     def _owned(self, servers: list[Upstream], path: str, key: Key) -> list[Upstream]:
         """Return the servers for a path below a stored object: the one that stores it."""
@@ -233,10 +256,13 @@ class Passthrough:
         while len(self._owners) > _MAX_OWNERS:
             self._owners.popitem(last=False)
 
-    def _salted(self, sent: bytes, body: Body, tenure: Tenure) -> bytes:
+    def _salted(self, sent: bytes, body: Body, tenure: Tenure, model: GatewayModel) -> bytes:
         """Return what is sent with the cache salt of its tenure, as completions have it."""
         fields = BodyFields(model=_text(body, "model"), cache_salt=_text(body, "cache_salt"))
-        whole = self._scope().extend(tenure, fields, body, chat=True)
+        if fields.model in model.aliases:
+            fields.model, body["model"] = model.name, msgspec.Raw(msgspec.json.encode(model.name))
+            sent = msgspec.json.encode(body)
+        whole = model.scope(self._config.release).extend(tenure, fields, body, chat=True)
         if whole == Tenure():
             return sent
         expired = time.time_ns() >= whole.expiry
@@ -246,6 +272,18 @@ class Passthrough:
 
 class _RouteAbsent(Exception):
     """The server has no such route."""
+
+
+def _of(model: GatewayModel, servers: list[Upstream], request: web.Request) -> list[Upstream]:
+    """Return those servers that serve a model.
+
+    Raises:
+        APIError: 404 or 501, none of them does.
+    """
+    own = [up for up in servers if up in model.upstreams]
+    if not own:
+        raise absent_route(request.method, request.rel_url.raw_path, [])
+    return own
 
 
 def _call(request: web.Request, body: Body | None, data: Any, key: Key) -> GatewayRequest:

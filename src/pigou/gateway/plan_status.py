@@ -21,6 +21,7 @@ from pigou.control.planner.messages import (
     RebalancePool,
     WorkerState,
 )
+from pigou.gateway.metrics import MODEL
 from pigou.gateway.prices_api import json_number
 from pigou.gateway.request_meter import RequestMeter
 
@@ -42,14 +43,22 @@ class PlanStatus:
         latest: its last decision; None before the first.
     """
 
-    def __init__(self, meter: RequestMeter) -> None:
-        """Begin; `meter` counts the requests that the objectives are of."""
+    def __init__(
+        self, meter: RequestMeter, meters: Mapping[str, RequestMeter] | None = None
+    ) -> None:
+        """Begin.
+
+        Args:
+            meter: counts the requests that the objectives are of.
+            meters: one for each of several models, by name; `meter` is the first of them.
+        """
         self.planner = ""
         self.max_workers = 0
         self.failures = 0
         self.moves: Counter[str] = Counter()
         self.latest: PlannerDecision | None = None
         self._meter = meter
+        self._meters = dict(meters or {})
         self._error = ""
         self._refusals: tuple[str, ...] = ()
         self._pools: tuple[PoolWindow, ...] = ()
@@ -93,7 +102,8 @@ class PlanStatus:
     def view(self) -> dict[str, Any]:
         """Return all of it as JSON builtins; `planner` is None without one."""
         latest = self.latest
-        return {
+        models = {"slo_models": {name: meter.view() for name, meter in self._meters.items()}}
+        return (models if self._meters else {}) | {
             "planner": self.planner or None,
             "max_workers": self.max_workers,
             "slo": self._meter.view(),
@@ -127,18 +137,19 @@ class PlanStatus:
         latest = self.latest
         is_exhausted = bool(self.max_workers) and workers >= self.max_workers
         is_exhausted |= latest is not None and latest.shadow_price > 0
-        objectives = self._meter.objectives
-        for name, (count, inside) in self._meter.recent().items():
-            slo = objectives.slo_of(name)
-            if slo is None or count < _MIN_REQUESTS or inside / count >= slo.share:
-                continue
-            words = " and the budget is exhausted" if self.planner and is_exhausted else ""
-            text = (
-                f"{inside / count:.1%} of the requests of class {class_label(name)} attained in "
-                f"the last five minutes, {slo.percentile:g}% shall{words}"
-            )
-            kind = "budget" if words else "attainment"
-            yield {"kind": kind, "text": text}
+        for model, meter in (self._meters or {"": self._meter}).items():
+            for name, (count, inside) in meter.recent().items():
+                slo = meter.objectives.slo_of(name)
+                if slo is None or count < _MIN_REQUESTS or inside / count >= slo.share:
+                    continue
+                words = " and the budget is exhausted" if self.planner and is_exhausted else ""
+                text = (
+                    f"{inside / count:.1%} of the requests of class {class_label(name)}"
+                    f"{model and f' for {model}'} attained in the last five minutes, "
+                    f"{slo.percentile:g}% shall{words}"
+                )
+                kind = "budget" if words else "attainment"
+                yield {"kind": kind, "text": text}
 
     def _sample(self, now: float, window: PlannerWindow, decision: PlannerDecision | None) -> None:
         forecasts = () if decision is None else decision.forecasts
@@ -223,11 +234,13 @@ class PlanMetrics(Collector):
         )
         for plan in latest.pools:
             wanted.add_metric([plan.pool], plan.wanted)
+        labels = [MODEL] if len(latest.forecasts) > 1 else []
         planned = GaugeMetricFamily(
-            "pigou_planner_planned_rps", "Requests a second that the plan is made for."
-        )
-        for forecast in latest.forecasts[:1]:
-            planned.add_metric([], forecast.planned_rps)
+            "pigou_planner_planned_rps", "Requests a second that the plan is made for.",
+            labels=labels,
+        )  # fmt: skip
+        for forecast in latest.forecasts:
+            planned.add_metric([forecast.model] if labels else [], forecast.planned_rps)
         yield wanted
         yield planned
 

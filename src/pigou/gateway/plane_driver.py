@@ -67,20 +67,35 @@ class PlaneDriver:
         prompts: PromptReader | None = None,
         journal: Journal | None = None,
         objectives: Objectives | None = None,
+        *,
+        model: str = "",
+        sibling: PlaneDriver | None = None,
     ) -> None:
+        """Prepare.
+
+        Args:
+            plane: of one model.
+            prompts: as the attribute.
+            journal: of the plane's calls.
+            objectives: of requests.
+            model: its name, where that is declared; else the workers say it.
+            sibling: driver of another model of this gateway: what runs in the background, and
+                kernels, are the same.
+        """
         self.plane = plane
         self.prompts = prompts
-        self.background = Background()
+        self.background: Background = Background() if sibling is None else sibling.background
         self._journal = journal
         self._recorded: PlaneCalls = (
             plane if journal is None else JournalRecorder(plane, journal.write)
         )
         self.upstreams: dict[str, Upstream] = {}
-        self._served_model = ""
+        self._served_model = model
         self.meter = RequestMeter(objectives or Objectives(), self._model)
         self.shed = 0
-        self.compiled = asyncio.Event()
-        self.compiled.set()
+        self.compiled: asyncio.Event = asyncio.Event() if sibling is None else sibling.compiled
+        if sibling is None:
+            self.compiled.set()
         self.timed: Callable[[float], None] = _ignore
         self._queued: dict[str, asyncio.Future[Route | Shed]] = {}
         self._relays: dict[str, tuple[Relay, int]] = {}
@@ -90,7 +105,7 @@ class PlaneDriver:
         self._assessing: asyncio.Task[None] | None = None
 
     def _model(self) -> str:
-        """Return the name of the served model; empty before a worker was up."""
+        """Return the name of its model; empty before a worker was up."""
         for upstream in self.upstreams.values():
             self._served_model = upstream.engine.model
             break

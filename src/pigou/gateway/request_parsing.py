@@ -51,7 +51,7 @@ _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 def read(
     data: bytes, *, chat: bool, strict: bool, tenure: Tenure = NOTHING,
     scope: ServerScope = NO_SCOPE, request_id: str | None = None,
-    overrides: Mapping[str, float] | None = None, context: int = 0,
+    overrides: Mapping[str, float] | None = None, context: int = 0, model: str = "",
 ) -> GatewayRequest:  # fmt: skip
     """Read a body; a large one is to be read on a thread (`pigou.wire.json_limits.SMALL`).
 
@@ -65,6 +65,7 @@ def read(
         request_id: the client's `X-Request-Id`.
         overrides: of the routing policy's parameters, for this request.
         context: tokens that the model can hold; 0 where that is not known.
+        model: name that workers know the model by, in place of an alias; empty changes nothing.
 
     Raises:
         APIError: 400, naming field and remedy.
@@ -88,6 +89,8 @@ def read(
         unknown = known.unknown
         if known.body is not data:
             body = dict(_fields.decode(known.body))
+    if model:
+        fields.model, body["model"] = model, msgspec.Raw(msgspec.json.encode(model))
     call = _generation_request(fields, body, chat)
     call.unknown = unknown
     call.arrival, call.tenant, call.wire_id = (

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import heapq
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -40,6 +41,7 @@ class WorkerRow(msgspec.Struct, kw_only=True):
         note: why it is not up.
         gaps: times that KV events were missed for good.
         host, rack, zone: labels of its node; empty where they are not known.
+        model: that it serves; empty while that is not known.
     """
 
     id: str
@@ -57,6 +59,7 @@ class WorkerRow(msgspec.Struct, kw_only=True):
     host: str = ""
     rack: str = ""
     zone: str = ""
+    model: str = ""
 
     @property
     def away(self) -> bool:
@@ -93,7 +96,7 @@ class FleetStatus:
         status, prices = self.prices()
         priced = {price.worker: price for price in prices}
         workers = [
-            msgspec.to_builtins(row) | self._load(row.id) | _priced(priced.get(row.id))
+            msgspec.to_builtins(row) | self._load(row) | _priced(priced.get(row.id))
             for row in self.rows()
         ]
         return {
@@ -136,19 +139,20 @@ class FleetStatus:
     def gauges(self) -> Iterator[tuple[str, str, dict[str, float]]]:
         """Return the numbers of the table, for `/metrics`."""
         for row in self.rows():
-            load = self._load(row.id)
+            load = self._load(row)
             load.pop("tokens_per_second")
             load.pop("model")
             up = float(row.state in ("up", "draining"))
             changes = {"draining": float(row.state == "draining"), "epoch": row.epoch}
             yield row.id, row.role, {"up": up, "restarts": row.restarts, **changes, **load}
 
-    def _load(self, worker: str) -> dict[str, Any]:
+    def _load(self, row: WorkerRow) -> dict[str, Any]:
+        worker = row.id
         state, upstream = self._plane_driver.plane.state, self._plane_driver.upstreams.get(worker)
         cache = self._plane_driver.plane.index.cache(worker)
         return {
             **state.figures(worker),
-            "model": "" if upstream is None else upstream.engine.model,
+            "model": row.model if upstream is None else upstream.engine.model,
             "cached_blocks": cache.blocks,
             "kv_events": cache.events,
             "tokens": 0 if upstream is None else upstream.tokens,
@@ -163,6 +167,46 @@ class FleetStatus:
             then, before = now, tokens
         self._last[worker] = (then, before, round(speed, 1))
         return round(speed, 1)
+
+
+#: What `/workers` shows of each of several models.
+_OF_MODEL = ("game", "tokenized", "queued", "held_sequences", "shed", "slo")
+_SUMS = ("queued", "held_sequences", "shed")
+
+
+class ModelsStatus:
+    """The tables of all models as one: rows of workers, sums, and the figures of each model.
+
+    Attributes:
+        tables: by model, with its aliases.
+    """
+
+    def __init__(self, tables: Mapping[str, tuple[FleetStatus, Sequence[str]]]) -> None:
+        """Take the tables; at least one."""
+        self.tables = dict(tables)
+
+    def rows(self) -> list[WorkerRow]:
+        """Return the rows of all workers."""
+        return [row for table, _ in self.tables.values() for row in table.rows()]
+
+    def view(self) -> dict[str, Any]:
+        """Return the table, for `/workers`; `game` is that of the first model.
+
+        With several models, `models` has what is known of each.
+        """
+        views = {name: table.view() for name, (table, _) in self.tables.items()}
+        first = next(iter(views.values()))
+        if len(views) == 1:
+            return first
+        sums = {name: sum(view[name] for view in views.values()) for name in _SUMS}
+        speed = sum(view["tokens_per_second"] for view in views.values())
+        models = {
+            name: {"aliases": list(self.tables[name][1])} | {key: view[key] for key in _OF_MODEL}
+            for name, view in views.items()
+        }
+        workers = [worker for view in views.values() for worker in view["workers"]]
+        shown = {"workers": workers, "tokens_per_second": round(speed, 1), "models": models}
+        return first | sums | shown
 
 
 def _priced(price: prices_api.Price | None) -> dict[str, Any]:
@@ -180,10 +224,11 @@ _ID = re.compile(r"[0-9a-f]{32}")
 
 
 class Decisions:
-    """The last decisions of a control plane."""
+    """The last decisions of control planes, one a model."""
 
-    def __init__(self, plane: ControlPlane) -> None:
-        self._plane = plane
+    def __init__(self, *planes: ControlPlane) -> None:
+        """Take the planes, at least one."""
+        self._planes = planes
 
     def one(self, id: str, tenant: str | None = None) -> dict[str, Any]:
         """Return a decision, with each candidate's cost, part by part.
@@ -195,9 +240,10 @@ class Decisions:
         Raises:
             APIError: 404, it is not known.
         """
-        why = self._plane.decision(id)
+        known = (plane.decision(id) for plane in self._planes)
+        why = next((decision for decision in known if decision is not None), None)
         if why is None or tenant not in (None, why.tenant):
-            max_decisions = self._plane.config.max_decisions
+            max_decisions = self._planes[0].config.max_decisions
             what = "is not known" if _ID.fullmatch(id) else "is no decision's id"
             raise APIError(
                 404,
@@ -225,7 +271,9 @@ class Decisions:
                     f"limit is {limit[:40]!r}; it must be a number from 1 to {MAX_DECISIONS}.",
                     "limit",
                 )
-        latest = self._plane.router.ledger.latest()
+        latest = heapq.merge(
+            *(plane.router.ledger.latest() for plane in self._planes), key=lambda why: -why.at
+        )
         own = (why for why in latest if tenant in (None, why.tenant))
         return {"decisions": [_summary(why) for why in islice(own, count)]}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -16,10 +16,11 @@ from pigou.gateway.attainment_metrics import AttainmentMetrics
 from pigou.gateway.dashboard import History
 from pigou.gateway.metrics import page, page_without_tenants
 from pigou.gateway.middleware import current_key, unauthorized
+from pigou.gateway.model_routing import GatewayModel, ModelRouting
 from pigou.gateway.plan_status import PlanMetrics, PlanStatus
 from pigou.gateway.prices_api import PriceGauges
 from pigou.gateway.registry_status import RegistryMetrics
-from pigou.gateway.status_api import Decisions
+from pigou.gateway.status_api import Decisions, ModelsStatus
 from pigou.wire.errors import APIError, bad_request
 
 if TYPE_CHECKING:
@@ -49,32 +50,36 @@ class StatusRoutes:
         StatusRoutes(gateway, model).add_to(app.router)
     """
 
-    def __init__(self, gateway: Gateway, model: Callable[[], str]) -> None:
+    def __init__(self, gateway: Gateway, models: ModelRouting) -> None:
         """Register the gauges.
 
         Args:
             gateway: whose state is shown.
-            model: returns the name of the served model; empty while unknown.
+            models: that it serves.
         """
         self._gateway = gateway
-        self._model = model
-        fleet_status = gateway.fleet_status
-        self._history = History(fleet_status, gateway.metrics, fleet_status.rows)
+        self._models = models
+        drivers = [model.plane_driver for model in models]
+        if models.several:
+            # What is counted before the model of a request is known; the others have their own.
+            self._pages = [(model.metrics.registry, model.name) for model in models]
+        else:
+            self._pages = []
+        self._status = ModelsStatus(
+            {model.name: (model.fleet_status, model.aliases) for model in models}
+        )
+        self._history = History(
+            self._status, gateway.metrics, self._status.rows,
+            models=[model.metrics for model in models],
+        )  # fmt: skip
         self._sampling: asyncio.Task[None] | None = None
-        gateway.metrics.add_fleet(gateway.fleet_status.gauges)
-        gateway.metrics.add(PriceGauges(gateway.fleet_status.prices))
-        gateway.metrics.add(AttainmentMetrics(gateway.plane_driver.meter))
-        self._plan_status = gateway.plan_status or PlanStatus(gateway.plane_driver.meter)
+        for model in models:
+            _register(model)
+        self._plan_status = gateway.plan_status or PlanStatus(drivers[0].meter)
         gateway.metrics.add(PlanMetrics(self._plan_status))
         if gateway.registry is not None:
             gateway.metrics.add(RegistryMetrics(gateway.registry))
-        index = gateway.plane_driver.plane.index
-        gateway.metrics.add_count(
-            "pigou_index_evicted_blocks",
-            "Blocks that the prefix index forgot to stay within its limits.",
-            lambda: index.evicted,
-        )
-        self._decisions = Decisions(gateway.plane_driver.plane)
+        self._decisions = Decisions(*(driver.plane for driver in drivers))
 
     def add_to(self, router: web.UrlDispatcher) -> None:
         """Add the routes."""
@@ -94,9 +99,10 @@ class StatusRoutes:
     async def health(self, _: web.Request) -> web.Response:
         """Answer 200 while requests can be served; 503 while the gateway starts or drains."""
         background = self._gateway.plane_driver.background
-        workers = (up.worker for up in self._gateway.plane_driver.upstreams.values())
-        decodes = any(worker.role.decodes for worker in workers)
+        decodes = self._models.decodes
         body: dict[str, Any] = {"status": "ok", "background": background.health()}
+        if self._models.several:
+            body["models"] = {model.name: _state(model) for model in self._models}
         if self._gateway.registry is not None:
             body["registry"] = self._gateway.registry().health()
         startup = self._gateway.startup
@@ -125,13 +131,15 @@ class StatusRoutes:
         With `open_metrics` those that name no tenant are for everybody.
         """
         metrics, keys = self._gateway.metrics, self._gateway.keys
-        metrics.queued.set(self._gateway.plane_driver.queued)
-        model, registry = self._model(), metrics.registry
+        for model in self._models:
+            model.metrics.queued.set(model.plane_driver.queued)
+        name, registry = self._models.models[0].served_name, metrics.registry
+        name, pages = "" if self._pages else name, self._pages
         key = NO_KEY if keys is None else keys.find(request.headers.get("authorization"))
         if key is not None:
-            body = page(registry, model, tenant=None if key.admin else key.tenant)
+            body = page(registry, name, pages, tenant=None if key.admin else key.tenant)
         elif self._gateway.config.open_metrics:
-            body = page_without_tenants(registry, model)
+            body = page_without_tenants(registry, name, pages)
         else:
             raise unauthorized()
         return web.Response(body=body, headers={"content-type": CONTENT_TYPE_LATEST})
@@ -139,7 +147,7 @@ class StatusRoutes:
     async def workers(self, _: web.Request) -> web.Response:
         """Show the workers, to an administrator."""
         _check_admin()
-        view, registry = self._gateway.fleet_status.view(), self._gateway.registry
+        view, registry = self._status.view(), self._gateway.registry
         if registry is not None:
             view["registry"] = msgspec.to_builtins(registry())
         return json_response(view)
@@ -162,7 +170,9 @@ class StatusRoutes:
     async def usage(self, _: web.Request) -> web.Response:
         """Show a key's tenant, and how many tokens that used so far."""
         key = current_key()
-        used = self._gateway.metrics.usage(key.tenant)
+        used = Counter[str]()
+        for model in self._models:
+            used.update(model.metrics.usage(key.tenant))
         return json_response({"tenant": key.tenant, "admin": key.admin, **used})
 
     async def decisions(self, request: web.Request) -> web.Response:
@@ -178,6 +188,23 @@ class StatusRoutes:
     async def version(self, _: web.Request) -> web.Response:
         """Show Pigou's version."""
         return json_response({"version": __version__})
+
+
+def _register(model: GatewayModel) -> None:
+    """Export what is known of a model with its metrics."""
+    metrics, index = model.metrics, model.plane_driver.plane.index
+    metrics.add_fleet(model.fleet_status.gauges)
+    metrics.add(PriceGauges(model.fleet_status.prices))
+    metrics.add(AttainmentMetrics(model.plane_driver.meter))
+    metrics.add_count(
+        "pigou_index_evicted_blocks",
+        "Blocks that the prefix index forgot to stay within its limits.",
+        lambda: index.evicted,
+    )
+
+
+def _state(model: GatewayModel) -> str:
+    return "ok" if model.decodes else "no decode worker is up"
 
 
 def _check_admin() -> None:

@@ -1,0 +1,202 @@
+"""Routing by model: which workers serve a request, by the name in its body."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from pigou.gateway.metrics import Metrics
+from pigou.gateway.plane_driver import PlaneDriver
+from pigou.gateway.prompt_reader import PromptReader
+from pigou.gateway.reply_drivers import Generator
+from pigou.gateway.request_tenure import ServerScope
+from pigou.gateway.status_api import FleetStatus
+from pigou.gateway.upstream import Upstream
+from pigou.wire.errors import APIError, bad_request
+from pigou.wire.openai_replies import model_card
+from pigou.wire.openai_requests import without_bom
+
+#: Names of models that an error lists at most.
+_MAX_LISTED = 20
+
+
+class _ModelField(msgspec.Struct):
+    model: str | None = None
+
+
+_model_field = msgspec.json.Decoder(_ModelField)
+
+
+class GatewayModel:
+    """One model of a gateway: the control plane and the workers that serve it.
+
+    Attributes:
+        name: that it was declared with; empty where the workers say it.
+        aliases: further names of it.
+        plane_driver: of its workers; no other model has any of them.
+        metrics: of its requests.
+        fleet_status: the table of its workers.
+        generator: serves its requests.
+    """
+
+    def __init__(
+        self, plane_driver: PlaneDriver, metrics: Metrics, fleet_status: FleetStatus,
+        name: str = "", aliases: Sequence[str] = (),
+    ) -> None:  # fmt: skip
+        """Take the parts; arguments are as the attributes."""
+        self.name, self.aliases = name, tuple(aliases)
+        self.plane_driver, self.metrics, self.fleet_status = plane_driver, metrics, fleet_status
+        self.generator = Generator(plane_driver, metrics)
+        plane_driver.timed = metrics.decision.observe
+
+    @property
+    def upstreams(self) -> list[Upstream]:
+        """Its workers that are up."""
+        return list(self.plane_driver.upstreams.values())
+
+    @property
+    def served_name(self) -> str:
+        """Its name; empty before a worker said one."""
+        upstreams = self.upstreams
+        return self.name or (upstreams[0].engine.model if upstreams else "")
+
+    @property
+    def names(self) -> dict[str, Upstream | None]:
+        """The names that requests may use, each with a worker that is up; None without one."""
+        upstreams = self.upstreams
+        if not self.name:
+            return {up.engine.model: up for up in upstreams}
+        return dict.fromkeys((self.name, *self.aliases), upstreams[-1] if upstreams else None)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether a worker that decodes is up."""
+        return any(up.worker.role.decodes for up in self.upstreams)
+
+    @property
+    def pigou_only(self) -> bool:
+        """Whether all workers that are up are Pigou's own, which know no other fields."""
+        upstreams = self.upstreams
+        return bool(upstreams) and not any(up.engine.stock for up in upstreams)
+
+    @property
+    def context(self) -> int:
+        """Tokens that any worker can hold; 0 where one did not say."""
+        sizes = [up.engine.max_model_len for up in self.upstreams]
+        return max(sizes) if sizes and all(sizes) else 0
+
+    def scope(self, release: str) -> ServerScope:
+        """Return what the gateway itself knows of a request's tenure; `release` is its own."""
+        prompts: PromptReader | None = self.plane_driver.prompts
+        engines = [up.engine for up in self.upstreams]
+        return ServerScope(
+            model=self.served_name,
+            release=release,
+            releases=frozenset(engine.release for engine in engines if engine.release),
+            template=prompts.template if prompts is not None else "",
+        )
+
+    def card(self, name: str, created: int) -> dict[str, Any]:
+        """Return the card of one of its names.
+
+        Raises:
+            APIError: 503, no worker is up that could say how long its context is.
+        """
+        upstream = self.names.get(name)
+        if upstream is None:
+            raise APIError(503, f"No worker of {name} is up.", retry_after=1)
+        return model_card(name, self.served_name, created, upstream.engine.max_model_len)
+
+
+class ModelRouting:
+    """The models of a gateway, found by the names that requests use.
+
+    One model without a declared name takes requests without `model`, and has the name that its
+    workers report. Declared models are the only ones there are.
+
+    Attributes:
+        models: at least one, in order.
+    """
+
+    def __init__(self, models: Sequence[GatewayModel]) -> None:
+        """Take the models; several of them are declared, no two with a name in common."""
+        self.models = tuple(models)
+        self._by_name = {
+            name: model for model in models if model.name for name in (model.name, *model.aliases)
+        }
+
+    def __iter__(self) -> Iterator[GatewayModel]:
+        return iter(self.models)
+
+    @property
+    def several(self) -> bool:
+        """Whether there is more than one."""
+        return len(self.models) > 1
+
+    @property
+    def names(self) -> list[str]:
+        """All names that requests may use."""
+        return [name for model in self.models for name in model.names]
+
+    @property
+    def decodes(self) -> bool:
+        """Whether any model has a worker that decodes."""
+        return any(model.decodes for model in self.models)
+
+    def find(self, name: str | None) -> GatewayModel:
+        """Return the model of a name; where there is one, None finds it.
+
+        Raises:
+            APIError: 404, there is none of that name; 400, None does not say which one.
+        """
+        if name is None and self.several:
+            raise bad_request(f"model is missing; it must be one of {self._listed()}.", "model")
+        if not self._by_name:
+            self._check_reported(name)
+            return self.models[0]
+        model = self.models[0] if name is None else self._by_name.get(name)
+        if model is None:
+            raise self._unknown(name)
+        return model
+
+    def of_body(self, data: bytes) -> GatewayModel:
+        """Return the model that a body asks for, the first where nobody declared one.
+
+        A body that is not understood finds the first, too: who reads all of it says why.
+
+        Raises:
+            APIError: as `find`.
+        """
+        if not self._by_name:
+            return self.models[0]
+        try:
+            field = _model_field.decode(without_bom(data))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return self.models[0]
+        return self.find(field.model)
+
+    def check(self, name: str | None) -> None:
+        """Refuse a name that no worker reports, where nobody declared any.
+
+        Raises:
+            APIError: 404.
+        """
+        if not self._by_name:
+            self._check_reported(name)
+
+    def _check_reported(self, name: str | None) -> None:
+        names = self.names
+        if name is not None and names and name not in names:
+            raise self._unknown(name)
+
+    def _unknown(self, name: str | None) -> APIError:
+        return APIError(
+            404, f"The model `{name}` does not exist. Valid aliases: {self._listed()}.", "model"
+        )
+
+    def _listed(self) -> str:
+        names = self.names
+        more = f" and {len(names) - _MAX_LISTED} more (GET /v1/models)"
+        return ", ".join(names[:_MAX_LISTED]) + (more if len(names) > _MAX_LISTED else "")
