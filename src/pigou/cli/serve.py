@@ -155,7 +155,9 @@ def _banner(serving: Serving, host: str) -> str:
     return "\n".join(
         [
             "",
-            f"Pigou serves {', '.join(names)} at {url}/v1, and shows the fleet at {url}/",
+            f"Pigou serves {', '.join(names)} at {url}/v1, and shows the fleet at {url}/"
+            if serving.plane_driver.upstreams
+            else f"Pigou waits for workers, serves at {url}/v1, and shows the fleet at {url}/",
             *lines,
             "",
             "Try it:",

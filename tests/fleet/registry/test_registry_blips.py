@@ -84,7 +84,7 @@ def check_blip(made: Backend, stop: object, start: object, away_s: float) -> Non
     """Let the server be away for longer than a lease: the fleet's view must not change."""
 
     async def main() -> None:
-        async with made, Fleet(made, made.ttl_s) as fleet:
+        async with made, Fleet(made, 2.0) as fleet:
             registered = list(fleet.effects)
             assert [type(effect) for effect in registered] == [WorkerRegistered] * 2
             began = time.monotonic()
@@ -120,7 +120,7 @@ def test_a_server_that_is_killed_and_comes_back_changes_nothing(
         async def start() -> None:
             await asyncio.to_thread(process.start)
 
-        check_blip(Served(process, scheme), stop, start, away_s=1.2)
+        check_blip(Served(process, scheme), stop, start, away_s=2.2)
 
 
 def test_an_api_server_that_is_away_for_a_while_changes_nothing() -> None:
@@ -173,7 +173,7 @@ class Shared(Backend):
 def test_a_killed_worker_is_suspect_when_its_lease_ends_and_gone_when_it_does_not_answer() -> None:
     async def main() -> None:
         made = Shared(MemoryStore())
-        async with Fleet(made, 0.4) as fleet:
+        async with Fleet(made, 1.0) as fleet:
             fleet.tasks.pop("w0").cancel()  # as SIGKILL: it says nothing
             await fleet.until(lambda: fleet.discovery.view.suspects)
             await asyncio.sleep(0.2)
@@ -189,7 +189,7 @@ def test_a_killed_worker_is_suspect_when_its_lease_ends_and_gone_when_it_does_no
 def test_an_emptied_registry_is_filled_again_by_its_workers() -> None:
     async def main() -> None:
         made = Shared(MemoryStore())
-        async with Fleet(made, 0.6) as fleet:
+        async with Fleet(made, 1.5) as fleet:
             registered = list(fleet.effects)
             for key, record in (await made.store.records()).items():
                 await made.store.delete(key, record)
@@ -204,9 +204,9 @@ def test_an_emptied_registry_is_filled_again_by_its_workers() -> None:
 def test_a_change_by_a_gateway_reaches_the_worker_and_its_next_change_goes_on_from_there() -> None:
     async def main() -> None:
         made = Shared(MemoryStore())
-        async with Fleet(made, 0.4) as fleet:
+        async with Fleet(made, 1.0) as fleet:
             worker = fleet.workers[0]
-            flipped = entry("w0", ttl_s=0.4, epoch=1, role=Role.PREFILL)
+            flipped = entry("w0", ttl_s=1.0, epoch=1, role=Role.PREFILL)
             await Registry(made.store).update(flipped)
             await fleet.until(lambda: worker.entry == flipped)
             await worker.change(draining=True)
@@ -222,13 +222,14 @@ def test_a_change_by_a_gateway_reaches_the_worker_and_its_next_change_goes_on_fr
 def test_steps_of_the_wall_clock_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         made = Shared(MemoryStore())
-        async with Fleet(made, 0.4) as fleet:
+        async with Fleet(made, 3.0) as fleet:
             registered, real = list(fleet.effects), time.time
             for step_s in (1e6, -1e6):
                 monkeypatch.setattr(time, "time", lambda step_s=step_s: real() + step_s)
                 monkeypatch.setattr(time, "time_ns", lambda step_s=step_s: int(
                     (real() + step_s) * 1e9))  # fmt: skip
-                await asyncio.sleep(0.5)
+                fleet.discovery.wake()
+                await asyncio.sleep(0.25)
             assert fleet.effects == registered
             assert not any(own.keeper.lapses for own in fleet.workers)
 

@@ -37,8 +37,9 @@ class KubernetesStore:
     """Pods of one namespace that a label selector matches; the key is the pod's name.
 
     A worker of Pigou writes its record into an annotation of its own pod. It lives while the pod
-    is ready, and until a container of the pod is started again: nothing needs to be renewed. A
-    stock engine's pod, which has the label `pigou.dev/stock-role`, counts as an unsigned entry.
+    is ready, and until a container of the pod is started again: nothing needs to be renewed. Of a
+    stock engine's pod, which has the label `pigou.dev/stock-role`, an entry is made of its labels;
+    the API server vouches for it: who may make pods here may read the fleet's secret, too.
     """
 
     def __init__(self, api: str, namespace: str, selector: str, port: int) -> None:
@@ -161,7 +162,9 @@ class KubernetesStore:
                 return None
             return Record(annotations[ENTRY].encode(), meta["uid"])
         entry = self._entry(pod)
-        return None if entry is None else Record(write_entry(entry, None), meta["uid"])
+        if entry is None:
+            return None
+        return Record(write_entry(entry, None), meta["uid"], vouched=True)
 
     def _entry(self, pod: Pod) -> WorkerEntry | None:
         """Return the entry of a pod whose worker does not register itself."""

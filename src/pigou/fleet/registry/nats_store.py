@@ -25,6 +25,8 @@ _BUCKET = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _WRONG_SEQUENCE = (10071, 10164)
 #: Seconds for a connection, between pings, and for which the mark of a deletion stays.
 _CONNECT_S, _PING_S, _MARKER_S = 2, 5, 60
+#: Seconds between two looks of a watch for a bucket that no worker has made yet.
+_NO_BUCKET_S = 0.3
 #: Level of the API from which messages have lifetimes of their own (NATS 2.11).
 _MESSAGE_TTL_LEVEL = 1
 
@@ -100,7 +102,7 @@ class NatsStore:
         async with self._calls() as client:
             self._reconnected.clear()
             while (bucket := await self._open(client)) is None:
-                await asyncio.sleep(1.0)
+                await asyncio.sleep(_NO_BUCKET_S)
             lease_s = (await bucket.status()).ttl  # where the server tells of no ends
             watcher: Any = await bucket.watchall()
             values: dict[str, bytes | None] = {}

@@ -17,11 +17,13 @@ class Record(msgspec.Struct, frozen=True):
         value: its bytes.
         revision: another one after each write.
         lease: that it hangs on, where the store has leases of its own.
+        vouched: the store itself made it of what it knows, so that it needs no signature.
     """
 
     value: bytes
     revision: str
     lease: int = 0
+    vouched: bool = False
 
 
 class RegistryUnavailable(OSError):

@@ -103,11 +103,12 @@ class WorkerRegistrar:
         listens = url.hostname or ""
         host = host or (own_address() if listens in _WILD else listens)
         shown = f"[{host}]" if ":" in host else host
+        topology = self._config.topology(socket.gethostname(), self._gpus)
+        in_pod = self._config.registry.startswith("k8s:")
         try:
             return WorkerEntry(
-                worker=self._config.worker_id or default_id(
-                    self.incarnation, in_pod=self._config.registry.startswith("k8s:")
-                ),
+                worker=self._config.worker_id
+                or default_id(topology.host, "" if in_pod else self.incarnation),
                 incarnation=self.incarnation,
                 role=Role(about["role"]),
                 model=str(about["model"]),
@@ -118,18 +119,22 @@ class WorkerRegistrar:
                 kv_replay=_reachable(about.get("kv_replay"), shown),
                 transfer=str(about.get("kv_transfer") or ""),
                 kv_address=host,
-                topology=self._config.topology(socket.gethostname(), self._gpus),
+                topology=topology,
                 ttl_s=self._config.lease,
             )  # fmt: skip
         except ValueError as error:
             raise ConfigError(f"registry: the worker's entry is not valid: {error}") from error
 
 
-def default_id(incarnation: str, *, in_pod: bool) -> str:
-    """Return a worker's name: the pod's, or the host's and the beginning of its incarnation."""
-    host = os.environ.get("HOSTNAME") or socket.gethostname()
-    if in_pod:
-        return host
+def default_id(host: str, incarnation: str = "") -> str:
+    """Return a worker's name: the host's, and the beginning of its incarnation.
+
+    Args:
+        host: where it runs.
+        incarnation: of its process; empty in a pod of Kubernetes, whose name is the worker's.
+    """
+    if not incarnation:
+        return os.environ.get("HOSTNAME") or socket.gethostname()
     return f"{re.sub(r'[^A-Za-z0-9-]', '-', host.partition('.')[0])}-{incarnation[:8]}"
 
 

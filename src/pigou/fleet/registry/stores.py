@@ -8,6 +8,7 @@ from urllib.parse import SplitResult, unquote, urlsplit
 from pigou.config import ConfigError
 from pigou.fleet.registry.record_store import RecordStore
 from pigou.fleet.registry.registry import Registry
+from pigou.gateway.config import is_loopback
 from pigou.imports import require
 from pigou.wire.fleet_secret import FleetSecret
 
@@ -28,9 +29,18 @@ def open_registry(url: str, secret: FleetSecret | None = None) -> Registry:
         secret: of the fleet, which signs entries; None takes unsigned ones.
 
     Raises:
-        ConfigError: the URL is not understood, or the extra of its backend is not installed.
+        ConfigError: the URL is not understood, the extra of its backend is not installed, or
+            other machines reach the registry and there is no secret.
     """
-    return Registry(open_store(url), secret)
+    store = open_store(url)
+    parts = urlsplit(url)
+    if secret is None and parts.scheme in _EXTRAS and not is_loopback(parts.hostname or ""):
+        raise ConfigError(
+            f"registry is {shown(url)!r}, which other machines reach, and there is no fleet "
+            "secret, so that anybody could register a worker; give --fleet-secret-file FILE or "
+            "PIGOU_FLEET_SECRET"
+        )
+    return Registry(store, secret)
 
 
 def open_store(url: str) -> RecordStore:
