@@ -119,6 +119,21 @@ def test_slow_first_passes_of_a_new_worker_change_nothing() -> None:
     assert wanted[0] == wanted[1]
 
 
+def test_first_passes_are_slow_however_long_a_worker_waited_for_them() -> None:
+    """A live worker was ready long before its first request, and compiled its kernels then."""
+    learner = SpeedLearner(prior_model(), TIMES)
+    rng = np.random.default_rng(4)
+    for step in range(40):
+        idle = step < 10
+        one = WorkerWindow(id="a", running=0) if idle else worker(rng, "a", 20.0 if step < 14 else 1.0)
+        seen = window(1000.0 + 5.0 * step, one)
+        learner.observe(seen, seen.pools[0])
+        if step == 15:
+            assert learner.prefill_samples == 0
+    expected = TRUTH.prefill.seconds(2000, 2000)
+    assert learner.model.prefill.seconds(2000, 2000) == pytest.approx(expected, rel=0.1)
+
+
 def test_a_sample_that_is_far_from_the_fit_counts_for_less() -> None:
     rng = np.random.default_rng(3)
     learner = SpeedLearner(prior_model(), TIMES)

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pigou.control.planner.messages import PlannerWindow, PoolWindow, WorkerState, WorkerWindow
+from pigou.control.planner.messages import PlannerWindow, PoolWindow, WorkerWindow
 from pigou.control.planner.objectives import ProvisioningTimes
 from pigou.control.planner.performance.model import PerformanceModel
 from pigou.control.planner.performance.regression import MIN_SAMPLES, AffineRegression
 from pigou.control.planner.performance.speed import DecodeLaw, PrefillLine, RequestMix
+from pigou.control.planner.performance.warm_up import WarmUp
 from pigou.games.latency import LatencyLaw
 from pigou.request import SECOND, Role
 
@@ -30,18 +31,6 @@ _MAX_OWN_PROMPTS = 0.2
 _SPEED_KNOWN = 0.05
 
 
-def is_warm(worker: WorkerWindow, window: PlannerWindow, times: ProvisioningTimes) -> bool:
-    """Whether a worker was ready, and past its warm-up, for all of a window.
-
-    The first passes of a new worker are slow. Such samples are left out of every fit: they made a
-    planner ask for many more workers than it needed.
-    """
-    if worker.state is not WorkerState.READY:
-        return False
-    age_s = (window.now_ns - worker.since_ns) / SECOND
-    return age_s >= times.warm_up_s + window.seconds
-
-
 class SpeedLearner:
     """The performance model of one pool, learned from its windows.
 
@@ -58,7 +47,7 @@ class SpeedLearner:
         self, prior: PerformanceModel, times: ProvisioningTimes, half_life_s: float = 600.0
     ) -> None:
         self._prior = prior
-        self._times = times
+        self._warm_up = WarmUp(times)
         base = prior.prefill.seconds(0.0, 0.0)
         token = max((prior.prefill.seconds(1000.0, 1000.0) - base) / 1000.0, 1e-9)
         self._prefill = AffineRegression(np.array([base, token, 1e-12]), half_life_s)
@@ -74,10 +63,9 @@ class SpeedLearner:
         """Add what one window showed of the pool; workers that are not warm are left out."""
         self._prefill.forget(window.seconds)
         self._decode.forget(window.seconds)
-        for worker in pool.workers:
-            if is_warm(worker, window, self._times):
-                self._add_prefill(worker, pool.role)
-                self._add_decode(worker, pool.role, window.seconds)
+        for worker in self._warm_up.warm(window, pool):
+            self._add_prefill(worker, pool.role)
+            self._add_decode(worker, pool.role, window.seconds)
         self._prefill.solve()
         self._decode.solve()
 
@@ -164,7 +152,7 @@ class Corrections:
     """
 
     def __init__(self, times: ProvisioningTimes, gain_per_s: float = 0.005) -> None:
-        self._times = times
+        self._times, self._warm_up = times, WarmUp(times)
         lag_s = max(times.start_up_s, 1.0)
         self._gain_per_s = min(gain_per_s, 0.25 * math.pi / lag_s)
         self._log_prefill = self._log_decode = self._log_wait = 0.0
@@ -208,12 +196,12 @@ class Corrections:
             mean_ttft_s: mean TTFT of the window; None where not known.
         """
         step = 1.0 - math.exp(-self._gain_per_s * window.seconds)
-        warm = [worker for worker in pool.workers if is_warm(worker, window, self._times)]
+        warm = self._warm_up.warm(window, pool)
         change = _log_change(self._log_prefill, _prefill_ratios(warm, model, pool.role))
         self._log_prefill += step * change
         ratios = _decode_ratios(warm, model, mix, pool.role, window.seconds)
         self._log_decode += step * _log_change(self._log_decode, ratios)
-        is_settled = self._is_settled(window, pool) and abs(change) <= _SPEED_KNOWN
+        is_settled = self._is_settled(window, pool, warm) and abs(change) <= _SPEED_KNOWN
         if not is_settled or rps is None or not _positive(mean_ttft_s):
             return
         assert mean_ttft_s is not None
@@ -230,9 +218,11 @@ class Corrections:
         elif expected_s <= _NO_WAIT * own.service_s(mix):
             self.overhead_s = max(self.overhead_s + step * (seen_s - expected_s), 0.0)
 
-    def _is_settled(self, window: PlannerWindow, pool: PoolWindow) -> bool:
+    def _is_settled(
+        self, window: PlannerWindow, pool: PoolWindow, warm: list[WorkerWindow]
+    ) -> bool:
         """Whether the pool has had the same warm workers for a start-up time."""
-        workers = frozenset(w.id for w in pool.workers if is_warm(w, window, self._times))
+        workers = frozenset(worker.id for worker in warm)
         if workers != self._workers or len(workers) != len(pool.workers):
             self._workers, self._settled_ns = workers, window.now_ns
         settled_s = (window.now_ns - self._settled_ns) / SECOND
