@@ -15,6 +15,8 @@ from pigou.control.planner.config import PlannerConfig
 from pigou.workload.journal_file import lines
 from pigou.workload.journal_replay import replay_journal
 
+ONE_READY = {"ready": 1, "starting": 0, "draining": 0}
+
 
 async def plan(client: Client) -> dict[str, Any]:
     async with client.session.get(client.url + "/plan") as response:
@@ -85,3 +87,40 @@ async def test_workers_join_after_kills_and_streams_and_decisions_stay_the_same(
     replay = replay_journal(lines(str(journal)))
     assert replay.difference is None
     assert replay.windows > 3
+
+
+async def pace(client: Client, until: asyncio.Event) -> None:
+    """Send a request every tenth of a second."""
+    tasks = []
+    while not until.is_set():
+        tasks.append(asyncio.create_task(client.reply(prompt="a " * 30, max_tokens=5)))
+        await asyncio.sleep(0.1)
+    await asyncio.gather(*tasks)
+
+
+async def test_price_keeps_what_somebody_adds_and_does_not_replace_what_somebody_drains() -> None:
+    planner = PlannerConfig(
+        slo="ttft=5,itl=1", planner={"planner": "price", "hold_s": 1}, max_workers=3,
+        interval_s=0.3, start_up=1.0,
+    )  # fmt: skip
+
+    async def seconds_later(seconds: float) -> dict[str, Any]:
+        last = (await plan(client))["series"]["time"][-1]
+        return await until_plan(client, lambda view: view["series"]["time"][-1] > last + seconds)
+
+    async with running(0, 0, 1, arguments=SLEEP, planner=planner) as (_, client):
+        over = asyncio.Event()
+        load = asyncio.create_task(pace(client, over))
+        await until_plan(client, lambda view: len(view["series"]["time"]) > 8)
+        status, _ = await client.post("/workers", role="both", count=1)
+        assert status == 202
+        await until_states(client, up=2)
+        view = await seconds_later(3)  # three times `hold_s`
+        assert (view["moves"], view["replicas"]["both"]["ready"]) == ({}, 2)
+        status, _ = await client.change("POST", "/workers/both-1/drain")
+        assert status == 202
+        await until_plan(client, lambda view: view["replicas"]["both"] == ONE_READY)
+        view = await seconds_later(2)
+        assert (view["moves"], view["replicas"]["both"]) == ({}, ONE_READY)
+        over.set()
+        await load

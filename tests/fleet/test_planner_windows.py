@@ -30,10 +30,10 @@ class FakeFleet:
         return self.refusal
 
 
-def member(id: str, state: WorkerState = WorkerState.READY, **rest: Any) -> Any:
+def member(id: str, state: WorkerState = WorkerState.READY, leaving: bool = False) -> Any:
     return SimpleNamespace(
-        id=id, pool="both", state=state, since_ns=5, unplaceable=False,
-        row=lambda: SimpleNamespace(pid=0), **rest,
+        id=id, pool="both", state=state, since_ns=5, unplaceable=False, leaving=leaving,
+        row=lambda: SimpleNamespace(pid=0),
     )  # fmt: skip
 
 
@@ -153,3 +153,16 @@ async def test_prompts_count_with_the_report_that_has_their_seconds() -> None:
     upstream.report = WorkerReport(start_ns + 3 * SECOND, prefill_s=1.5)
     worker = only(windows.window(start_ns + 4 * SECOND))
     assert (worker.computed_prompts, worker.prefill_s) == (1, 0.25)
+
+
+async def test_a_worker_that_left_between_two_windows_drained_and_one_that_vanished_did_not() -> (
+    None
+):
+    live, _, windows = fleet(member("stays"), member("left", leaving=True), member("lost"))
+    windows.window(time.monotonic_ns())
+    live.members = live.members[:1]
+    seen = [windows.window(time.monotonic_ns()).pools[0].workers for _ in range(2)]
+    assert [(worker.id, worker.state.value) for worker in seen[0]] == [
+        ("stays", "ready"), ("left", "draining"),
+    ]  # fmt: skip
+    assert [worker.id for worker in seen[1]] == ["stays"]

@@ -7,7 +7,13 @@ import time
 from typing import NamedTuple
 
 from pigou.control.planner.load_meter import ComputedPrompt, LoadMeter, WorkerCounts, anarchy_of
-from pigou.control.planner.messages import LoadWindow, PlannerWindow, PoolWindow, WorkerWindow
+from pigou.control.planner.messages import (
+    LoadWindow,
+    PlannerWindow,
+    PoolWindow,
+    WorkerState,
+    WorkerWindow,
+)
 from pigou.fleet.live_fleet import LiveFleet
 from pigou.fleet.member import FleetMember
 from pigou.fleet.provider import ProvidedPool
@@ -33,7 +39,8 @@ class _Reported(NamedTuple):
 class PlannerWindows:
     """Makes the windows of a planner, each from the end of the one before.
 
-    A worker whose report is missing or old is a hole: its figures are None.
+    A worker whose report is missing or old is a hole: its figures are None. One that left so
+    quickly that no window saw it drain is shown draining once: it did not crash.
     """
 
     def __init__(self, live_fleet: LiveFleet, *plane_drivers: PlaneDriver) -> None:
@@ -54,6 +61,7 @@ class PlannerWindows:
         self._counts: dict[str, WorkerCounts] = {}
         self._prompts: dict[str, list[ComputedPrompt]] = {}  # that no report covers yet
         self._reported: dict[str, _Reported] = {}
+        self._members: dict[str, FleetMember] = {}  # that the last window had, draining ones not
         for driver in plane_drivers:
             driver.meter.take(())
 
@@ -87,7 +95,11 @@ class PlannerWindows:
             better_prefill |= better
         seconds = max(now - self._last_ns, 1) / SECOND
         pools = tuple(self._pool(pool, now, seconds) for pool in self._live_fleet.provided.values())
-        present = {member.id for member in self._live_fleet.members}
+        members = self._live_fleet.members
+        present = {member.id for member in members}
+        self._members = {
+            member.id: member for member in members if member.state is not WorkerState.DRAINING
+        }
         self._reported = {id: seen for id, seen in self._reported.items() if id in present}
         self._prompts = {id: left for id, left in self._prompts.items() if id in present}
         self._counts, self._last_ns = {}, now
@@ -104,13 +116,19 @@ class PlannerWindows:
         drivers = {load_meter.model: driver for driver, load_meter in self._loads}
         model = pool.model if len(self._loads) > 1 else self._loads[0][1].model
         driver = drivers.get(model, self._loads[0][0])
-        members = (member for member in self._live_fleet.members if member.pool == pool.name)
+        members = [member for member in self._live_fleet.members if member.pool == pool.name]
+        workers = [self._worker(member, driver, now, seconds) for member in members]
+        workers += [
+            WorkerWindow(id=member.id, state=WorkerState.DRAINING, since_ns=member.since_ns)
+            for member in self._members.values()
+            if member.leaving and member.pool == pool.name and member not in members
+        ]
         return PoolWindow(
             name=pool.name,
             role=pool.role,
             model=model,
             gpus=pool.gpus,
-            workers=tuple(self._worker(member, driver, now, seconds) for member in members),
+            workers=tuple(workers),
             can_start=not self._live_fleet.start_refusal(pool.name),
         )
 

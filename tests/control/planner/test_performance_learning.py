@@ -125,7 +125,11 @@ def test_first_passes_are_slow_however_long_a_worker_waited_for_them() -> None:
     rng = np.random.default_rng(4)
     for step in range(40):
         idle = step < 10
-        one = WorkerWindow(id="a", running=0) if idle else worker(rng, "a", 20.0 if step < 14 else 1.0)
+        one = (
+            WorkerWindow(id="a", running=0)
+            if idle
+            else worker(rng, "a", 20.0 if step < 14 else 1.0)
+        )
         seen = window(1000.0 + 5.0 * step, one)
         learner.observe(seen, seen.pools[0])
         if step == 15:

@@ -440,6 +440,16 @@ def test_10_what_is_planned_for_is_never_negative() -> None:
     assert min(f.low_rps for f in forecasts) >= 0
 
 
+def _slower(window: PlannerWindow) -> PlannerWindow:
+    return msgspec.structs.replace(window, pools=tuple(
+        msgspec.structs.replace(pool, workers=tuple(
+            msgspec.structs.replace(w, prefill_s=w.prefill_s and 1.2 * w.prefill_s)
+            for w in pool.workers
+        ))
+        for pool in window.pools
+    ))  # fmt: skip
+
+
 @pytest.mark.parametrize("change", [2, -1])
 def test_11_what_a_human_changes_is_adopted(change: int) -> None:
     """Dynamo 4420."""
@@ -458,6 +468,8 @@ def test_11_what_a_human_changes_is_adopted(change: int) -> None:
             own.now_s + 10,
         )
     moves = len(own.moves)
+    own.run(price, 900)
+    own.edit = _slower  # a new plan for the same load, which changes no pool
     own.run(price, 1500)
     assert own.counts["p"] == before + change
     assert len(own.moves) == moves

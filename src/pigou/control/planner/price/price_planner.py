@@ -62,6 +62,7 @@ class PricePlanner:
         self._members = PoolMembership(setup.times)
         self._models: dict[str, ModelState] = {}
         self._wanted: dict[str, int] = {}
+        self._adopted: dict[str, tuple[float, int]] = {}  # planned rps then, and workers
         self._limits: dict[str, int] = {}
         self._batches: dict[str, int] = {}
         self._window: PlannerWindow | None = None
@@ -160,7 +161,7 @@ class PricePlanner:
             changed = state in stale or state.name in moved or is_binding
             for pool, count in point.counts.items():
                 if changed or pool not in self._wanted:
-                    self._wanted[pool] = count
+                    self._wanted[pool] = self._unless_adopted(pool, state, count)
 
     def _make_plan(self, state: ModelState, window: PlannerWindow, now_ns: int) -> None:
         assert state.tracker is not None
@@ -322,6 +323,18 @@ class PricePlanner:
         else:
             minimum = self.setup.budget.min_of(pool.name)
             self._wanted[pool.name] = max(min(self._wanted[pool.name], supply), minimum)
+        tracker = self._models[pool.model].tracker
+        assert tracker is not None
+        self._adopted[pool.name] = (tracker.planned.rps, self._wanted[pool.name])
+
+    def _unless_adopted(self, pool: str, state: ModelState, count: int) -> int:
+        """Return workers of a new plan, or those adopted while the load is as it was then."""
+        assert state.tracker is not None
+        rps, adopted = self._adopted.get(pool, (0.0, count))
+        if abs(state.tracker.planned.rps - rps) <= self.params.down * rps:
+            return min(adopted, self._limits.get(pool, adopted))
+        self._adopted.pop(pool, None)
+        return count
 
     def _lacks(self, window: PlannerWindow, model: str) -> bool:
         """Whether a model's pools have fewer ready workers than are wanted."""
