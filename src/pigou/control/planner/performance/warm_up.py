@@ -44,6 +44,6 @@ class WarmUp:
 
 
 def _works(worker: WorkerWindow) -> bool:
-    """Whether a worker had something to do in a window; one that tells nothing counts as so."""
-    told = (worker.computed_prompts, worker.running, worker.mean_running)
-    return any(told) or all(figure is None for figure in told)
+    """Whether a worker had something to do in a window; one without figures counts as so."""
+    figures = (worker.computed_prompts, worker.running, worker.mean_running)
+    return any(figures) or all(figure is None for figure in figures)
