@@ -17,9 +17,7 @@ WATCHED = (
     "apiextensions.k8s.io/customresourcedefinitions", "namespaces", "apps/deployments",
     "pigou.dev/pigoufleets", "pigou.dev/pigoupools",
 )  # fmt: skip
-RECORDED = {(verb, resource, "") for verb in ("list", "watch") for resource in WATCHED} | {
-    ("patch", "pigou.dev/pigoufleets", "application/json-patch+json")
-}
+RECORDED = {(verb, resource, "") for verb in ("list", "watch") for resource in WATCHED}
 
 
 def sides(cluster: Cluster, new: str, old: str) -> list[tuple[int, ...]]:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from tests.fleet.kubernetes.fleets import GPU, Manifest, fleet, node, pool
+from typer.main import get_command
 
+from pigou.cli import build
 from pigou.fleet.kubernetes.manifests import GATEWAY_PORT
 from pigou.fleet.kubernetes.reconciliation import (
     Observation,
@@ -96,6 +99,29 @@ def test_workers_and_gateway_find_each_other_in_one_registry() -> None:
     assert gateway["spec"]["template"]["spec"]["containers"][0]["ports"] == [
         {"name": "http", "containerPort": GATEWAY_PORT}
     ]
+
+
+def test_pods_run_commands_with_options_that_they_have() -> None:
+    slo = {"ttftSeconds": 0.5, "itlSeconds": 0.05}
+    gateway = {"apiKeysSecret": "keys"}
+    body = fleet(pool("prefill", 1), pool("decode", 1), slo=slo, gateway=gateway)
+    for deployment in made(reconcile(observed(body)), "Deployment"):
+        container = deployment["spec"]["template"]["spec"]["containers"][0]
+        program, command, *options = [*container["command"], *container["args"]]
+        assert program == "pigou"
+        root: Any = get_command(build([command]))
+        known = {name for option in root.commands[command].params for name in option.opts}
+        assert {option for option in options if option.startswith("--")} <= known
+
+
+def test_manifests_have_no_field_that_kubernetes_refuses() -> None:
+    validator = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is absent")
+    topology = {"pack": "host"}
+    pools = [pool("both", 1, topology=topology, env=[{"name": "A", "value": "b"}])]
+    body = fleet(*pools, modelCache="models", gateway={"apiKeysSecret": "keys"})
+    changes = reconcile(observed(body))
+    for manifest in [*made(changes, "Deployment"), *made(changes, "Service")]:
+        validator.validate(manifest, "1.34", strict=True)
 
 
 def test_a_leftover_of_any_version_or_model_goes() -> None:

@@ -75,6 +75,18 @@ def definitions() -> list[dict[str, Any]]:
     return [fleet, pool]
 
 
+def definitions_yaml() -> str:
+    """Return both as one YAML text, which the Helm chart has in `crds/`."""
+    import yaml
+
+    return str(yaml.safe_dump_all(_plain(definitions()), sort_keys=False, width=100))
+
+
+def _plain(value: Any) -> Any:
+    """Return a value whose parts are its own, so that YAML needs no anchors."""
+    return msgspec.json.decode(msgspec.json.encode(value))
+
+
 def _definition(
     kind: str, short: str, spec: type, status: Schema, columns: list[Any], parts: dict[str, Any]
 ) -> dict[str, Any]:

@@ -39,13 +39,13 @@ class FleetOperator:
         self._config = config
         self._connection = connection or _connection()
         self._wakes: dict[tuple[str, str], asyncio.Event] = defaultdict(asyncio.Event)
+        self._loops: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._api = KubernetesApi(Connection.of(self._connection))
 
     async def run(self, stop: threading.Event | None = None) -> None:
         """Serve until `stop` is set, or the process is told to end."""
         settings = kopf.OperatorSettings()
         settings.posting.enabled = False
-        settings.persistence.finalizer = f"{GROUP}/operator"
         scope: dict[str, Any] = {"clusterwide": True}
         if self._config.namespace:
             scope = {"namespaces": [self._config.namespace]}
@@ -107,32 +107,46 @@ class FleetOperator:
             return None
 
     def _handlers(self) -> kopf.OperatorRegistry:
+        """Return handlers that only start, wake and end the loops of fleets.
+
+        None needs a finalizer: what a fleet owns goes with it, and a fleet can be deleted while no
+        operator runs.
+        """
         registry = kopf.OperatorRegistry()
         on: Any = kopf.on  # whose handlers take the arguments that they name
-        fleets = (GROUP, VERSION, "pigoufleets")
 
         def login(**_: Any) -> Any:
             return self._connection
 
-        async def keep(namespace: str, name: str, stopped: Any, **_: Any) -> None:
-            await self._keep(namespace, name, stopped)
-
-        def changed(namespace: str, name: str, **_: Any) -> None:
-            self._wakes[namespace, name].set()
+        async def end(**_: Any) -> None:
+            for task in self._loops.values():
+                task.cancel()
+            await asyncio.gather(*self._loops.values(), return_exceptions=True)
 
         on.login(registry=registry)(login)
-        on.daemon(*fleets, registry=registry, cancellation_timeout=5.0)(keep)
-        on.event(*fleets, registry=registry)(changed)
+        on.cleanup(registry=registry)(end)
+        on.event(GROUP, VERSION, "pigoufleets", registry=registry)(self._fleet_changed)
         for kind in ((GROUP, VERSION, "pigoupools"), ("apps", "v1", "deployments")):
             on.event(*kind, registry=registry, labels={FLEET: kopf.PRESENT})(self._part_changed)
         return registry
 
-    def _part_changed(self, namespace: str, labels: Any, **_: Any) -> None:
+    async def _fleet_changed(self, type: str | None, namespace: str, name: str, **_: Any) -> None:
+        fleet = namespace, name
+        if type == "DELETED":
+            self._wakes.pop(fleet, None)
+            if loop := self._loops.pop(fleet, None):
+                loop.cancel()
+        elif fleet not in self._loops:
+            self._loops[fleet] = asyncio.create_task(self._keep(namespace, name))
+        else:
+            self._wakes[fleet].set()
+
+    async def _part_changed(self, namespace: str, labels: Any, **_: Any) -> None:
         self._wakes[namespace, labels[FLEET]].set()
 
-    async def _keep(self, namespace: str, name: str, stopped: Any) -> None:
+    async def _keep(self, namespace: str, name: str) -> None:
         wake = self._wakes[namespace, name]
-        while not stopped:
+        while True:
             wake.clear()
             try:
                 changes = await self.round(namespace, name)
@@ -146,6 +160,8 @@ class FleetOperator:
                 _log.warning("fleet %s: %s; it is tried again", name, error)
                 if error.code == 409:
                     wake.set()
+            except Exception:
+                _log.exception("fleet %s: this round failed; the next one is tried", name)
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._config.interval):
                     await wake.wait()

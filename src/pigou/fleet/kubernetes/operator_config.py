@@ -22,6 +22,10 @@ class OperatorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         str, option("URL of its own health check, as http://0.0.0.0:8080/healthz.", "Operator")
     ] = ""
 
+    definitions: Annotated[
+        bool,
+        option("Print the definitions (CRD) of its objects, for `kubectl apply`.", "Operator"),
+    ] = False
     log_format: LogFormatOption = "text"
     log_level: LogLevelOption = "info"
 
