@@ -79,10 +79,10 @@ def definitions_yaml() -> str:
     """Return both as one YAML text, which the Helm chart has in `crds/`."""
     import yaml
 
-    return str(yaml.safe_dump_all(_plain(definitions()), sort_keys=False, width=100))
+    return str(yaml.safe_dump_all(_unshared(definitions()), sort_keys=False, width=100))
 
 
-def _plain(value: Any) -> Any:
+def _unshared(value: Any) -> Any:
     """Return a value whose parts are its own, so that YAML needs no anchors."""
     return msgspec.json.decode(msgspec.json.encode(value))
 
