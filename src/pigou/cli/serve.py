@@ -76,6 +76,7 @@ def serve(
                 templates,
                 registry,
                 fleet.models,
+                fleet.prefill_queue,
             )
 
         _run(make, workers, progress, gateway.host)

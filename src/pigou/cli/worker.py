@@ -9,6 +9,7 @@ import typer
 from pigou.cli.config_options import config_command
 from pigou.cli.option_values import check_port
 from pigou.config import ConfigError, EvictionConfig
+from pigou.fleet.prefill_queue.config import PullingConfig
 from pigou.fleet.registry.config import RegistrationConfig
 from pigou.imports import require, uncollected
 from pigou.worker.config import WorkerConfig
@@ -23,7 +24,7 @@ _EVICTION_FLAGS = {
 
 
 @config_command("worker", **_EVICTION_FLAGS)
-def worker(config: WorkerConfig, registration: RegistrationConfig) -> None:
+def worker(config: WorkerConfig, registration: RegistrationConfig, pulling: PullingConfig) -> None:
     """Run one worker: an OpenAI-compatible server over one model."""
     check_port(config.host, config.port)
     if not config.sleeps:
@@ -31,18 +32,28 @@ def worker(config: WorkerConfig, registration: RegistrationConfig) -> None:
     with uncollected():
         from pigou.worker.process import run
 
-    def registrar(secret: FleetSecret | None) -> Registrar:
-        from pigou.fleet.registry.registrar import WorkerRegistrar
+    address = pulling.address(config.role) if pulling.prefill_queue else None
 
-        gpus = config.timing_tp if config.device.startswith("cuda") else 0
-        return WorkerRegistrar(registration, secret, gpus, config.timing_tp)
+    def registrar(secret: FleetSecret | None) -> Registrar:
+        known: Registrar | None = None
+        if registration.registry:
+            from pigou.fleet.registry.registrar import WorkerRegistrar
+
+            gpus = config.timing_tp if config.device.startswith("cuda") else 0
+            known = WorkerRegistrar(registration, secret, gpus, config.timing_tp)
+        if address is not None:
+            from pigou.fleet.prefill_queue.pulling_worker import PullingWorker
+
+            return PullingWorker(address, secret, registration.advertise, known)
+        assert known is not None
+        return known
 
     if registration.registry:
         from pigou.fleet.registry.stores import open_store
 
         open_store(registration.registry)  # refused before a model is loaded
     try:
-        status = run(config, registrar if registration.registry else None)
+        status = run(config, registrar if registration.registry or address else None)
     except ConfigError:
         raise
     except (OSError, ValueError) as error:

@@ -184,6 +184,14 @@ class WorkersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             _GROUP,
         ),
     ] = ""
+    prefill_queue: Annotated[
+        str,
+        option(
+            "Queue that prefill workers pull prompts from: nats://HOST:PORT/NAME[?storage=memory]"
+            "[&lease_s=10]; by default they are sent to a worker.",
+            _GROUP,
+        ),
+    ] = ""
     tokenizer: Annotated[
         str,
         option(

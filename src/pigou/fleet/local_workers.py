@@ -11,6 +11,7 @@ import msgspec
 
 from pigou.config import ConfigError
 from pigou.fleet.config import LocalWorker, WorkersConfig
+from pigou.fleet.prefill_queue.messages import queue_of_model
 from pigou.imports import require
 from pigou.request import Role
 
@@ -26,17 +27,22 @@ class WorkerTemplate(msgspec.Struct, frozen=True, kw_only=True):
             cache (`OWN`), each gets a part that is named after it.
         devices: that workers are given, in turn.
         model: that they serve, of several; empty where there is one.
+        prefill_queue: that those for prefill pull from; empty for none.
     """
 
     arguments: tuple[str, ...] = ()
     devices: tuple[str, ...] = ("cpu",)
     model: str = ""
+    prefill_queue: str = ""
 
     @classmethod
     def of(cls, config: WorkersConfig, arguments: Sequence[str] = ()) -> WorkerTemplate:
         """Return the template of a fleet; `arguments` are further ones for all workers."""
         own = config.arguments(threads_each(sum(config.counts)))
-        return cls(arguments=(*own, *arguments), devices=tuple(config.device.split(",")))
+        devices = tuple(config.device.split(","))
+        return cls(
+            arguments=(*own, *arguments), devices=devices, prefill_queue=config.prefill_queue
+        )
 
     @classmethod
     def of_models(
@@ -51,6 +57,7 @@ class WorkerTemplate(msgspec.Struct, frozen=True, kw_only=True):
                 arguments=(*config.arguments(threads, pool), *arguments),
                 devices=tuple((pool.device or config.device).split(",")),
                 model=pool.name,
+                prefill_queue=config.prefill_queue,
             )
             for pool in config.model_pool
             if pool.model
@@ -60,6 +67,8 @@ class WorkerTemplate(msgspec.Struct, frozen=True, kw_only=True):
         """Return a worker, named by its role and number within the role."""
         name = f"{role.value}-{number}"
         own = _apart(self.arguments, name)
+        if self.prefill_queue and role is Role.PREFILL:
+            own += ["--prefill-queue", queue_of_model(self.prefill_queue, self.model)]
         arguments = ("--device", device, *own)
         return LocalWorker(id=name, role=role, arguments=arguments, device=device, model=self.model)
 
@@ -84,6 +93,13 @@ def local_workers(
         arguments, devices: as `WorkerTemplate` has them.
     """
     template = WorkerTemplate(arguments=tuple(arguments), devices=tuple(devices))
+    return start_workers(template, prefill, decode, both)
+
+
+def start_workers(
+    template: WorkerTemplate, prefill: int, decode: int, both: int
+) -> list[LocalWorker]:
+    """Return so many workers of each role, made from a template."""
     roles = [Role.PREFILL] * prefill + [Role.DECODE] * decode + [Role.BOTH] * both
     return [
         template.worker(

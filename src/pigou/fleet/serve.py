@@ -24,9 +24,11 @@ from pigou.fleet.config import (
     WorkersConfig,
 )
 from pigou.fleet.live_fleet import LiveFleet
-from pigou.fleet.local_workers import WorkerTemplate, local_workers, model_workers, sleeps
+from pigou.fleet.local_workers import WorkerTemplate, model_workers, sleeps, start_workers
 from pigou.fleet.operator_changes import OperatorChanges
 from pigou.fleet.planner_driver import PlannerDriver
+from pigou.fleet.prefill_queue.config import queue_address
+from pigou.fleet.prefill_queue.messages import queue_of_model
 from pigou.fleet.registry.registry import Registry
 from pigou.fleet.supervisor import Supervisor
 from pigou.gateway.api_keys import Keys
@@ -72,6 +74,7 @@ class Serving:
         template: WorkerTemplate | Sequence[WorkerTemplate] | None = None,
         registry: Registry | None = None,
         models: Sequence[DeclaredModel] = (),
+        prefill_queue: str = "",
     ) -> None:
         """Put the parts together; within a running event loop.
 
@@ -87,6 +90,7 @@ class Serving:
             template: of further local workers, one for each of several models; None adds none.
             registry: where further workers are found; None for none.
             models: that are served, where workers do not say the one.
+            prefill_queue: URL of the queue that prefill workers pull from; empty for none.
 
         Raises:
             ConfigError: the policy or the planner is unknown, the keys file is not readable, the
@@ -106,6 +110,12 @@ class Serving:
             self.plane_driver, workers, self._watch, secret or FleetSecret.make(), template,
             registry, by_name,
         )  # fmt: skip
+        if prefill_queue:
+            from pigou.fleet.prefill_queue.gateway_queue import NatsPrefillQueue
+
+            for name, driver in drivers.items():
+                address = queue_address(queue_of_model(prefill_queue, name))
+                driver.prefill_queue = NatsPrefillQueue(address, driver)
         registered = self.supervisor.registered
         self.live_fleet = LiveFleet(self.supervisor)
         meters = {name: driver.meter for name, driver in by_name.items()}
@@ -306,5 +316,5 @@ def workers_of(
     if config.model_pool:
         return [*model_workers(config, WorkerTemplate.of_models(config, arguments)), *attached]
     template = WorkerTemplate.of(config, arguments)
-    local = local_workers(*config.counts, template.arguments, template.devices)
+    local = start_workers(template, *config.counts)
     return [*local, *attached]

@@ -115,6 +115,11 @@ class Metrics:
         self.queued = Gauge(
             "pigou_requests_queued", "Requests that wait for a worker.", registry=self.registry
         )
+        self.prefill_queue = Gauge(
+            "pigou_prefill_queue_prompts",
+            "Prompts of all gateways that prefill workers are to pull, or have claimed.",
+            registry=self.registry,
+        )
 
         self.itl = self._fast(
             "pigou_inter_token_latency_seconds",

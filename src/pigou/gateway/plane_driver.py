@@ -30,6 +30,7 @@ from pigou.control.planner.attainment import Objectives
 from pigou.gateway.gateway_request import GatewayRequest
 from pigou.gateway.journal import Journal
 from pigou.gateway.prompt_reader import PromptReader
+from pigou.gateway.pulled_prefill import GatewayPrefillQueue
 from pigou.gateway.request_meter import RequestMeter
 from pigou.gateway.sse_relay import Relay
 from pigou.gateway.upstream import Engine, Upstream
@@ -58,6 +59,7 @@ class PlaneDriver:
         shed: requests refused so far.
         timed: called with the seconds that each request's first decision took.
         meter: counts what clients offer and get.
+        prefill_queue: that prefill workers pull from; None where they are sent prompts.
         compiled: set while the plane's kernels are there; nobody is to call it otherwise.
     """
 
@@ -93,6 +95,7 @@ class PlaneDriver:
         self._served_model = model
         self.meter = RequestMeter(objectives or Objectives(), self._model)
         self.shed = 0
+        self.prefill_queue: GatewayPrefillQueue | None = None
         self.compiled: asyncio.Event = asyncio.Event() if sibling is None else sibling.compiled
         if sibling is None:
             self.compiled.set()
@@ -103,6 +106,7 @@ class PlaneDriver:
         self._woken: set[asyncio.Event] = set()
         self._ticker: asyncio.Task[None] | None = None
         self._assessing: asyncio.Task[None] | None = None
+        self._pulling: asyncio.Task[None] | None = None
 
     def _model(self) -> str:
         """Return the name of its model; empty before a worker was up."""
@@ -118,10 +122,16 @@ class PlaneDriver:
 
     def start(self) -> None:
         """Begin to let time pass; call within the event loop."""
+        if self.prefill_queue is not None:
+            self._pulling = self.background.start("prefill queue", self.prefill_queue.run)
         self._ticker = self.background.start("control plane ticks", self._tick)
 
     async def stop(self) -> None:
         """End the ticker, and all connections."""
+        if self._pulling is not None:
+            self._pulling.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._pulling
         if self._ticker is not None:
             self._ticker.cancel()
             with suppress(asyncio.CancelledError):

@@ -11,11 +11,12 @@ from typing import Any
 import msgspec
 
 from pigou.config import ConfigError
-from pigou.control.messages import Choice, Recall, Route, Shed
+from pigou.control.messages import Choice, PrefillClaimed, Recall, Route, Shed
 from pigou.gateway.failure import Rejected, WorkerFailed, busy
 from pigou.gateway.gateway_request import COMPLETIONS, Body, GatewayRequest
 from pigou.gateway.metrics import Metrics
 from pigou.gateway.plane_driver import PlaneDriver
+from pigou.gateway.pulled_prefill import PrefillDropped, PrefillLeg
 from pigou.gateway.reply_parsing import cached_tokens
 from pigou.gateway.request_parsing import overrides_refused
 from pigou.gateway.sse_relay import Relay
@@ -30,6 +31,7 @@ from pigou.lifecycle.messages import (
     LegFailed,
     LifecycleEvent,
     Prefilled,
+    PrefillStays,
     ReportDeaths,
     RequestOutcome,
     RequestRefused,
@@ -274,14 +276,20 @@ class RequestDriver(ABC):
         return KVFetchFailed(step.leg) if params is None else KVFetched(step.leg)
 
     async def _prefill(self, step: StartPrefill) -> LifecycleEvent:
-        """Have the prefill worker compute the prompt."""
+        """Have the prefill worker compute the prompt, or one that pulls it."""
         call, start_ns = self.call, time.monotonic_ns()
         prefill = self._upstream(step.worker)
         leg = leg_one(self._body, chat=self._path != COMPLETIONS, read=self._transfer)
         leg = self._ordered(prefill.engine, leg | {"return_token_ids": False})
         try:
-            with prefill.busy():
-                reply = await prefill.whole(self._path, leg, call.wire_id, call.tenant)
+            if self._plane_driver.prefill_queue is not None:
+                pulled = await self._pull(prefill, leg)
+                if pulled is None:
+                    return PrefillStays(step.leg)
+                reply = pulled
+            else:
+                with prefill.busy():
+                    reply = await prefill.whole(self._path, leg, call.wire_id, call.tenant)
             self._transfer = ticket(reply)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise prefill.broke("garbage", error) from error
@@ -291,6 +299,40 @@ class RequestDriver(ABC):
         if call.metered is not None:
             call.metered.computed_ns = now_ns
         return Prefilled(step.leg)
+
+    async def _pull(self, forecast: Upstream, leg: Body) -> bytes | None:
+        """Return the reply of the worker that pulls the prompt; None where the prompt stays.
+
+        Until one does, it weighs on the worker that the control plane expects.
+
+        Raises:
+            Rejected: the worker refused it. APIError: nobody computed it.
+        """
+        call, queue, plane = self.call, self._plane_driver.prefill_queue, self._plane_driver.plane
+        routed = plane.state.requests.get(call.id)
+        if queue is None or routed is None or routed.decode is None:
+            return None
+
+        def claimed(worker: str, cached: int) -> None:
+            self._choice = msgspec.structs.replace(self._choice, prefill=worker, cached=cached)
+            call.choice = self._choice
+            self._plane_driver.observe(PrefillClaimed(call.id, worker, cached))
+
+        version = plane.state.workers[plane.state.row[routed.decode]].version
+        sent = PrefillLeg(self._path, call.wire_id, forecast.mark(call.tenant), leg, version)
+        try:
+            pulled = await queue.prefill(routed.request, sent, claimed)
+        except PrefillDropped as dropped:
+            status = 503 if dropped.expired else 502
+            raise APIError(status, f"{dropped}.", retry_after=1) from dropped
+        if pulled is None:
+            self._transfer = None
+            self._choice = msgspec.structs.replace(self._choice, prefill=None, cached=0)
+            self._plane_driver.observe(PrefillClaimed(call.id, self._choice.decode, 0))
+            return None
+        if pulled.status != 200:
+            raise Rejected(pulled.status, pulled.reply)
+        return pulled.reply
 
     @abstractmethod
     async def _decode(self, step: StartDecode) -> LifecycleEvent:

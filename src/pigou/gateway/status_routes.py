@@ -133,6 +133,8 @@ class StatusRoutes:
         metrics, keys = self._gateway.metrics, self._gateway.keys
         for model in self._models:
             model.metrics.queued.set(model.plane_driver.queued)
+            queue = model.plane_driver.prefill_queue
+            model.metrics.prefill_queue.set(0 if queue is None else queue.length)
         name, registry = self._models.models[0].served_name, metrics.registry
         name, pages = "" if self._pages else name, self._pages
         key = NO_KEY if keys is None else keys.find(request.headers.get("authorization"))

@@ -183,6 +183,10 @@ class Upstream:
         finally:
             self.paused -= 1
 
+    def mark(self, tenant: str) -> str:
+        """Return what the worker is told of a tenant; empty for nothing."""
+        return tenant_mark(tenant) if tenant and self._tells_tenants else ""
+
     @asynccontextmanager
     async def stream(
         self, path: str, body: Body, request_id: str, tenant: str = ""
@@ -197,9 +201,8 @@ class Upstream:
             WorkerFailed: no connection, no answer, or 5xx.
         """
         try:
-            mark = tenant_mark(tenant) if tenant and self._tells_tenants else ""
             connection, head = await self._connections.ask(
-                path, msgspec.json.encode(body), request_id, mark
+                path, msgspec.json.encode(body), request_id, self.mark(tenant)
             )
         except HTTPConnectionError as error:  # the request was sent
             raise self.broke("broke", error) from error

@@ -18,12 +18,12 @@ from pigou.control.pull_queue.config import PullQueueConfig
 from pigou.control.pull_queue.messages import PrefillItem, ServiceTable
 from pigou.fleet.prefill_queue.broker import BrokerUnavailable, PrefillBroker
 from pigou.fleet.prefill_queue.messages import PrefillOffer, QueueAddress, QueuedPrefill, token
-from pigou.fleet.prefill_queue.publisher import PrefillDropped, PrefillPublisher
+from pigou.fleet.prefill_queue.publisher import PrefillPublisher, UncomputedPrefill
 from pigou.fleet.prefill_queue.puller import PrefillPuller
 from pigou.request import NEVER, SECOND
 
 pytest.importorskip("nats")
-LEG = {"path": "/v1/completions", "wire_id": "w", "mark": "", "body": {"prompt": [1, 2]}}
+LEG = {"path": "/v1/completions", "wire_id": "w", "mark": "", "body": b"{}"}
 Compute = Callable[[QueuedPrefill], Awaitable[tuple[int, bytes]]]
 
 
@@ -188,7 +188,7 @@ async def test_the_first_offer_counts_and_the_second_has_no_effect(folder: Path)
         await puller._broker.connect()
         prompt = await fleet.start(fleet.prefill("r0"))
         await fleet.until(lambda: len(fleet.claims))
-        queued = QueuedPrefill("r0", 0, fleet.gateway._subject, "", "", "", 1, {})
+        queued = QueuedPrefill("r0", 0, fleet.gateway._subject, "", "", "", 1, b"")
         for reply in (b"first", b"second"):
             counts.append(await puller._offer(queued, 200, reply))
         assert (await prompt).reply == b"first"
@@ -228,7 +228,7 @@ async def test_a_client_that_leaves_takes_its_prompt_back(folder: Path) -> None:
 @law
 async def test_a_deadline_is_answered_with_an_error(folder: Path) -> None:
     async with pull_fleet(folder) as fleet:
-        with pytest.raises(PrefillDropped, match="claimed by nobody") as raised:
+        with pytest.raises(UncomputedPrefill, match="claimed by nobody") as raised:
             await fleet.prefill("r0", deadline_s=0.3)
         assert raised.value.expired
         while await fleet.length():
@@ -243,7 +243,7 @@ async def test_a_prompt_that_ends_its_workers_is_a_dead_letter(folder: Path) -> 
             return 500, b""
 
         await fleet.worker("p0", broken)
-        with pytest.raises(PrefillDropped, match="ended its workers"):
+        with pytest.raises(UncomputedPrefill, match="ended its workers"):
             await fleet.prefill("r0")
         assert len(fleet.claims) == 2
         while await fleet.length():
@@ -271,7 +271,7 @@ async def test_versions_have_workers_of_their_own(folder: Path) -> None:
     async with pull_fleet(folder) as fleet:
         await fleet.worker("p0")
         item = PrefillItem("r0", 600, time.monotonic_ns(), deadline_ns=time.monotonic_ns() + SECOND)
-        with pytest.raises(PrefillDropped):
+        with pytest.raises(UncomputedPrefill):
             await fleet.gateway.prefill(item, LEG, "v2", lambda _: None)
         assert fleet.computed == []
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Literal, Self
-from urllib.parse import parse_qsl, urlsplit
+from typing import Literal, Self
+from urllib.parse import parse_qsl, urlsplit, urlunsplit
 
 import msgspec
 
@@ -78,6 +78,14 @@ def token(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9-]", lambda match: f"_{ord(match[0]):x}_", text)
 
 
+def queue_of_model(url: str, model: str) -> str:
+    """Return the URL of the queue of one of several models; of the only one it is the same."""
+    if not model:
+        return url
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(path=f"{parts.path.rstrip('/')}-{token(model)}"))
+
+
 class QueuedPrefill(msgspec.Struct, frozen=True):
     """A prompt on its way to whichever worker pulls it.
 
@@ -88,7 +96,7 @@ class QueuedPrefill(msgspec.Struct, frozen=True):
         wire_id: id of the request in headers and logs.
         mark: of its tenant; empty for none.
         tokens: of the prompt.
-        body: of the leg that computes it.
+        body: of the leg that computes it, JSON.
     """
 
     request: str
@@ -98,7 +106,7 @@ class QueuedPrefill(msgspec.Struct, frozen=True):
     wire_id: str
     mark: str
     tokens: int
-    body: dict[str, Any]
+    body: bytes
 
 
 class ClaimQuestion(msgspec.Struct, frozen=True):

@@ -45,7 +45,7 @@ _MIN_DELAY_S, _MAX_DELAY_S = 0.02, 0.25
 QueueService: TypeAlias = Callable[[Sequence[PrefillItem], Sequence[str]], ServiceTable]
 
 
-class PrefillDropped(Exception):
+class UncomputedPrefill(Exception):
     """Nobody computes a prompt: it is expired, or a dead letter.
 
     Attributes:
@@ -89,7 +89,8 @@ class PrefillPublisher:
         lease_s = broker.address.lease_s
         self.core = PrefillQueue(msgspec.structs.replace(config, lease_s=lease_s))
         self._broker, self._service, self._workers = broker, service, workers
-        self._subject = f"{broker.address.name}.gateway.{secrets.token_hex(8)}"
+        self._id = secrets.token_hex(8)
+        self._subject = f"{broker.address.name}.gateway.{self._id}"
         self._pending: dict[str, _Pending] = {}
         self._connected = False
         self.length = 0
@@ -132,19 +133,19 @@ class PrefillPublisher:
             on_claim: called with the worker's id at each claim.
 
         Raises:
-            PrefillDropped: it expired, or is a dead letter.
+            UncomputedPrefill: it expired, or is a dead letter.
             BrokerUnavailable: it could not be queued.
         """
         if not self._connected:
             raise BrokerUnavailable("no prefill queue is connected yet")
         request, address = item.request, self._broker.address
-        subject = address.subject(version, request)
+        subject = address.subject(version, f"{self._id}-{request}")
         pending = _Pending(subject, asyncio.get_running_loop().create_future(), on_claim)
         self._pending[request] = pending
         self.core.enqueue(item, time.monotonic_ns())
         message = QueuedPrefill(request, item.incarnation, self._subject, tokens=item.tokens, **leg)
         try:
-            await self._broker.publish(subject, f"{request}.{item.incarnation}", encode(message))
+            await self._broker.publish(subject, f"{subject}.{item.incarnation}", encode(message))
             return await pending.reply
         finally:
             if self._pending.get(request) is pending:
@@ -222,6 +223,6 @@ class PrefillPublisher:
         for effect in effects:
             pending = self._pending.get(effect.item.request)
             if pending is not None and not pending.reply.done():
-                pending.reply.set_exception(PrefillDropped(effect))
+                pending.reply.set_exception(UncomputedPrefill(effect))
                 task = asyncio.ensure_future(self._broker.purge(pending.subject))
                 task.add_done_callback(lambda done: done.cancelled() or done.exception())

@@ -1,0 +1,98 @@
+"""A gateway's prefill queue on NATS: the publisher, with the control plane's prices."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from pigou.control.pull_queue.config import PullQueueConfig
+from pigou.control.pull_queue.messages import PrefillItem, ServiceTable
+from pigou.control.pull_queue.service_law import cached_at, service_table
+from pigou.fleet.prefill_queue.broker import BrokerUnavailable, PrefillBroker
+from pigou.fleet.prefill_queue.messages import QueueAddress
+from pigou.fleet.prefill_queue.publisher import PrefillPublisher, UncomputedPrefill
+from pigou.gateway.plane_driver import PlaneDriver
+from pigou.gateway.pulled_prefill import PrefillDropped, PrefillLeg, PulledPrefill
+from pigou.request import SECOND, Request
+
+
+class NatsPrefillQueue:
+    """A `GatewayPrefillQueue`: prompts go through NATS, claims are priced by the control plane.
+
+    A broker that is away stops nobody: prompts stay at their decode workers until it is back.
+    """
+
+    def __init__(
+        self, address: QueueAddress, plane_driver: PlaneDriver,
+        config: PullQueueConfig | None = None,
+    ) -> None:  # fmt: skip
+        """Prepare for `run`.
+
+        Args:
+            address: of the queue.
+            plane_driver: whose control plane knows the workers, and their prefixes.
+            config: of the claims.
+        """
+        self._plane_driver = plane_driver
+        self._requests: dict[str, Request] = {}
+        self._incarnations = 0
+        self.config = config or PullQueueConfig()
+        self._publisher = PrefillPublisher(
+            PrefillBroker(address), self.config, self._service, self._workers
+        )
+        self._max_wait_ns = round(address.max_age_s * SECOND)
+
+    @property
+    def length(self) -> int:
+        """Prompts of all gateways that wait, or are claimed."""
+        return self._publisher.length
+
+    async def run(self) -> None:
+        """Keep connected, until cancelled."""
+        await self._publisher.run()
+
+    async def prefill(
+        self, request: Request, leg: PrefillLeg, on_claim: Callable[[str, int], None]
+    ) -> PulledPrefill | None:
+        """As `GatewayPrefillQueue.prefill`."""
+        now_ns, plane = time.monotonic_ns(), self._plane_driver.plane
+        wait_ns = min(plane.config.queue_timeout, self._max_wait_ns)
+        self._incarnations += 1
+        item = PrefillItem(
+            request.id, request.prompt, request.arrival or now_ns, self._incarnations,
+            min(request.deadline, now_ns + wait_ns), request.priority,
+        )  # fmt: skip
+        fields: dict[str, Any] = {"path": leg.path, "wire_id": leg.wire_id, "mark": leg.mark}
+        fields["body"] = msgspec.json.encode(leg.body)
+        self._requests[request.id] = request
+
+        def claimed(worker: str) -> None:
+            on_claim(worker, cached_at(plane, request, worker, time.monotonic_ns()))
+
+        try:
+            offer = await self._publisher.prefill(item, fields, leg.version, claimed)
+        except BrokerUnavailable:
+            return None
+        except UncomputedPrefill as dropped:
+            raise PrefillDropped(str(dropped), expired=dropped.expired) from dropped
+        finally:
+            if self._requests.get(request.id) is request:
+                del self._requests[request.id]
+        return PulledPrefill(offer.status, offer.reply)
+
+    def _service(self, items: Sequence[PrefillItem], workers: Sequence[str]) -> ServiceTable:
+        requests = [self._requests[item.request] for item in items]
+        return service_table(self._plane_driver.plane, requests, workers, time.monotonic_ns())
+
+    def _workers(self) -> Mapping[str, str]:
+        """Return the ids of workers for prefill alone, by the addresses of their servers."""
+        state, upstreams = self._plane_driver.plane.state, self._plane_driver.upstreams
+        columns = state.columns
+        return {
+            upstreams[id_].worker.url: id_
+            for row, id_ in enumerate(state.ids)
+            if id_ in upstreams and columns.prefills[row] and not columns.decodes[row]
+        }

@@ -1,0 +1,95 @@
+"""A worker process that pulls: its own server computes what it claims."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+from urllib.parse import urlsplit
+from uuid import uuid4
+
+import aiohttp
+
+from pigou.background import Background
+from pigou.fleet.prefill_queue.broker import PrefillBroker
+from pigou.fleet.prefill_queue.messages import QueueAddress, QueuedPrefill
+from pigou.fleet.prefill_queue.puller import PrefillPuller
+from pigou.wire.fleet_secret import TENANT, FleetSecret
+from pigou.worker.registrar import Registrar
+
+
+class PullingWorker:
+    """Pulls prompts while its worker serves; a worker's `Registrar`, which may wrap another.
+
+    Attributes:
+        incarnation: of this process.
+    """
+
+    def __init__(
+        self, address: QueueAddress, secret: FleetSecret | None, host: str = "",
+        other: Registrar | None = None,
+    ) -> None:  # fmt: skip
+        """Prepare.
+
+        Args:
+            address: of the queue.
+            secret: of the fleet, which the worker's own server asks for.
+            host: at which gateways reach the worker; empty for that of its URL.
+            other: what makes the worker known besides; None for nothing.
+        """
+        self.incarnation = uuid4().hex if other is None else other.incarnation
+        self._address, self._secret, self._host, self._other = address, secret, host, other
+        self._url = ""
+        self._session: aiohttp.ClientSession | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def ready(self, about: dict[str, Any], stop: Callable[[], None]) -> None:
+        """Begin to pull."""
+        if self._other is not None:
+            await self._other.ready(about, stop)
+        own = urlsplit(str(about["url"]))
+        host = own.hostname or ""
+        at = "127.0.0.1" if host in ("", "0.0.0.0", "::") else host
+        self._url = f"http://{f'[{at}]' if ':' in at else at}:{own.port}"
+        shown = self._host or at
+        url = f"http://{f'[{shown}]' if ':' in shown else shown}:{own.port}"
+        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
+        puller = PrefillPuller(
+            PrefillBroker(self._address), url, self._compute,
+            version=str(about.get("deployment_version") or ""),
+        )  # fmt: skip
+        self._task = Background().start("prefill queue", puller.run)
+
+    async def draining(self) -> None:
+        """Pull nothing more; what is under way is delivered to others."""
+        if self._task is not None:
+            self._task.cancel()
+        if self._other is not None:
+            await self._other.draining()
+
+    async def leave(self) -> None:
+        """Disconnect."""
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+        if self._session is not None:
+            await self._session.close()
+        if self._other is not None:
+            await self._other.leave()
+
+    async def _compute(self, prompt: QueuedPrefill) -> tuple[int, bytes]:
+        """Have the worker's own server compute a prompt; return status and body of its reply."""
+        assert self._session is not None
+        headers = {"content-type": "application/json", "x-request-id": prompt.wire_id}
+        if self._secret is not None:
+            headers["authorization"] = f"Bearer {self._secret.token}"
+            if prompt.mark:
+                headers[TENANT] = prompt.mark
+        url = self._url + prompt.path
+        try:
+            async with self._session.post(url, data=prompt.body, headers=headers) as r:
+                return r.status, await r.read()
+        except (aiohttp.ClientError, OSError):
+            return 503, b""

@@ -1,0 +1,77 @@
+"""Prompts that prefill workers pull: what the gateway asks of a prefill queue."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+from pigou.request import Request
+
+
+class PrefillLeg(NamedTuple):
+    """What a worker is sent to compute a prompt.
+
+    Attributes:
+        path: of its route.
+        wire_id: id of the request in headers and logs.
+        mark: of its tenant; empty for none.
+        body: JSON of the request.
+        version: of the workers that its decode worker can read from.
+    """
+
+    path: str
+    wire_id: str
+    mark: str
+    body: Mapping[str, Any]
+    version: str
+
+
+class PulledPrefill(NamedTuple):
+    """The first reply of a worker: status, and the body."""
+
+    status: int
+    reply: bytes
+
+
+class PrefillDropped(Exception):
+    """Nobody computes a queued prompt, and nobody is to try again.
+
+    Attributes:
+        expired: whether it was claimed by nobody in time; else its workers failed.
+    """
+
+    def __init__(self, message: str, *, expired: bool) -> None:
+        super().__init__(message)
+        self.expired = expired
+
+
+class GatewayPrefillQueue(Protocol):
+    """A queue that prefill workers pull from.
+
+    Attributes:
+        length: prompts that wait in it, or are claimed, of all gateways.
+    """
+
+    @property
+    def length(self) -> int:
+        """Prompts of all gateways that wait, or are claimed."""
+        ...
+
+    async def run(self) -> None:
+        """Keep connected, until cancelled."""
+        ...
+
+    async def prefill(
+        self, request: Request, leg: PrefillLeg, on_claim: Callable[[str, int], None]
+    ) -> PulledPrefill | None:
+        """Have a prompt computed by whichever worker claims it; None where it stays local.
+
+        Args:
+            request: as the control plane routed it.
+            leg: what the worker is sent.
+            on_claim: called with the worker's id, and the tokens that it has cached.
+
+        Raises:
+            PrefillDropped: nobody computed it.
+        """
+        ...
