@@ -51,6 +51,7 @@ class Fleet(Endpoint):
         gateway: dict[str, Any] | None = None,
         control: dict[str, Any] | None = None,
         watch: dict[str, Any] | None = None,
+        prefill_queue: str = "",
     ) -> Fleet:
         """Start a fleet and wait until every local worker is up.
 
@@ -62,6 +63,7 @@ class Fleet(Endpoint):
             "gateway": {"port": 0, "strict": not attach, **(gateway or {})},
             "control": {"policy": "least-loaded"} | (control or {}),
             "watch": WATCH | (watch or {}),
+            "prefill_queue": prefill_queue,
         }
         return cls.run([sys.executable, "-m", "tests.e2e.launch", json.dumps(settings)], log)
 

@@ -33,6 +33,7 @@ async def main(settings: dict[str, Any]) -> None:
         workers,
         msgspec.convert(settings["watch"], WatchConfig),
         secret=FleetSecret.given(),
+        prefill_queue=settings.get("prefill_queue", ""),
     )
     await serving.run(lambda: print(json.dumps({"port": serving.port}), flush=True))
 

@@ -130,8 +130,7 @@ class PlaneDriver:
         """End the ticker, and all connections."""
         if self._pulling is not None:
             self._pulling.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._pulling
+            await asyncio.wait((self._pulling,), timeout=1.0)
         if self._ticker is not None:
             self._ticker.cancel()
             with suppress(asyncio.CancelledError):

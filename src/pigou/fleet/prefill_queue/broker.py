@@ -25,6 +25,8 @@ from pigou.fleet.prefill_queue.messages import QueueAddress
 DUPLICATE_WINDOW_S = 120.0
 #: Seconds for a connection, between two tries, and for an answer of the broker.
 _CONNECT_S, _RETRY_S, _ANSWER_S = 2.0, 0.2, 2.0
+#: Seconds that the end of a connection may take.
+_CLOSE_S = 0.5
 
 
 class BrokerUnavailable(OSError):
@@ -67,9 +69,9 @@ class PrefillBroker:
             ) from error
 
     async def close(self) -> None:
-        """Disconnect."""
-        with suppress(Error, OSError):
-            await self.client.close()
+        """Disconnect; a server that is away is not waited for."""
+        with suppress(Error, OSError, TimeoutError):
+            await asyncio.wait_for(self.client.close(), _CLOSE_S)
 
     @property
     def stream(self) -> JetStreamContext:
@@ -83,6 +85,8 @@ class PrefillBroker:
         Raises:
             BrokerUnavailable: it may not be stored.
         """
+        if not self.client.is_connected:
+            raise BrokerUnavailable("the prefill queue is away")
         try:
             done = await self.stream.publish(subject, payload, headers={"Nats-Msg-Id": id_})
         except (Error, OSError, TimeoutError) as error:

@@ -92,12 +92,25 @@ class PrefillPublisher:
         self._id = secrets.token_hex(8)
         self._subject = f"{broker.address.name}.gateway.{self._id}"
         self._pending: dict[str, _Pending] = {}
+        self._purges: set[asyncio.Future[None]] = set()
         self._connected = False
         self.length = 0
 
     async def run(self) -> None:
         """Connect, as often as it takes, and let time pass, until cancelled."""
         await asyncio.to_thread(warm_up)
+        talk = asyncio.ensure_future(self._talk())  # its client may swallow a cancellation
+        try:
+            while True:
+                await asyncio.sleep(_TICK_S)
+                self._apply(self.core.tick(time.monotonic_ns()))
+        finally:
+            self._connected = False
+            talk.cancel()
+            await self._broker.close()
+
+    async def _talk(self) -> None:
+        """Connect, as often as it takes, and ask for the queue's length every second."""
         while not self._connected:
             try:
                 await self._broker.connect()
@@ -105,18 +118,10 @@ class PrefillPublisher:
                 self._connected = True
             except BrokerUnavailable:
                 await asyncio.sleep(_RETRY_S)
-        try:
-            looked_at = 0.0
-            while True:
-                await asyncio.sleep(_TICK_S)
-                self._apply(self.core.tick(time.monotonic_ns()))
-                if time.monotonic() - looked_at >= 1.0:
-                    looked_at = time.monotonic()
-                    with suppress(BrokerUnavailable):
-                        self.length = await self._broker.length()
-        finally:
-            self._connected = False
-            await self._broker.close()
+        while self._connected:
+            with suppress(BrokerUnavailable):
+                self.length = await self._broker.length()
+            await asyncio.sleep(_RETRY_S)
 
     async def prefill(
         self, item: PrefillItem, leg: Mapping[str, Any], version: str,
@@ -152,7 +157,7 @@ class PrefillPublisher:
                 del self._pending[request]
             if not pending.reply.done() or pending.reply.cancelled():
                 self.core.cancel(request)
-                await asyncio.shield(self._broker.purge(subject))
+                self._purge(subject)
 
     # --- what workers say -----------------------------------------------------------------------
 
@@ -224,5 +229,10 @@ class PrefillPublisher:
             pending = self._pending.get(effect.item.request)
             if pending is not None and not pending.reply.done():
                 pending.reply.set_exception(UncomputedPrefill(effect))
-                task = asyncio.ensure_future(self._broker.purge(pending.subject))
-                task.add_done_callback(lambda done: done.cancelled() or done.exception())
+                self._purge(pending.subject)
+
+    def _purge(self, subject: str) -> None:
+        """Have the broker forget a prompt."""
+        task = asyncio.ensure_future(self._broker.purge(subject))
+        self._purges.add(task)
+        task.add_done_callback(self._purges.discard)

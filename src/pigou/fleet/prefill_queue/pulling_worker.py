@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 from uuid import uuid4
@@ -17,6 +16,9 @@ from pigou.fleet.prefill_queue.messages import QueueAddress, QueuedPrefill
 from pigou.fleet.prefill_queue.puller import PrefillPuller
 from pigou.wire.fleet_secret import TENANT, FleetSecret
 from pigou.worker.registrar import Registrar
+
+#: Seconds that the end of pulling may take.
+_END_S = 1.0
 
 
 class PullingWorker:
@@ -72,8 +74,7 @@ class PullingWorker:
         """Disconnect."""
         if self._task is not None:
             self._task.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._task
+            await asyncio.wait((self._task,), timeout=_END_S)
         if self._session is not None:
             await self._session.close()
         if self._other is not None:
