@@ -50,7 +50,7 @@ class PullQueueConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     max_bypass_s: float = 2.0
     window: int = 16
     toll: float = 1.0
-    urgency: float = 0.0
+    urgency: float = 2.0
     lease_s: float = 30.0
     max_deliveries: int = 3
     duplicate_window_s: float = 120.0
