@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import msgspec
@@ -25,6 +26,7 @@ from pigou.sim.scaling_config import ScalingConfig
 from pigou.sim.setup import Setup
 from pigou.sim.simulation import UNLIMITED
 from pigou.sim.virtual_clock import EPOCH
+from pigou.sim.workload import OpenLoop
 
 CONTROL = ControlConfig(max_inflight=UNLIMITED, max_inflight_tokens=UNLIMITED,
                         queue_timeout=UNLIMITED, max_queued=UNLIMITED)  # fmt: skip
@@ -117,3 +119,33 @@ def test_planners_are_found_by_name_for_several_models_too() -> None:
     document = made.document(made.run())
     assert document["planner"]["name"] == "static"
     assert document["planner"]["moves"] == 0
+
+
+def test_the_price_planner_moves_a_worker_to_the_model_whose_load_rose() -> None:
+    def turning(before: float, after: float, seed: int) -> OpenLoop:
+        first, second = (
+            open_loop(rate, int(rate * 12), seed=seed + 10 * part).sessions
+            for part, rate in enumerate((before, after))
+        )
+        moved = (replace(one, start_ns=one.start_ns + 12 * SECOND) for one in second)
+        return OpenLoop([*first, *moved])
+
+    loads = {MODELS[0]: (turning(45, 3, 1), 2), MODELS[1]: (turning(3, 45, 2), 1)}
+    models = [
+        ModelFleet(load, read_fleet(f"{count}xboth"),
+                   Setup(model=model, timing=LAW, blocks=200, max_seqs=16))
+        for model, (load, count) in loads.items()
+    ]  # fmt: skip
+    scaling = ScalingConfig(
+        slo="ttft=1,itl=0.2", planner={"planner": "price", "hold_s": 3.0}, max_workers=3,
+        start_up=2.0, interval_s=1.0,
+    )  # fmt: skip
+    made = ModelFleets(models, CONTROL, scaling)
+    document = made.document(made.run())
+    assert [one.membership.size for one in made.simulations.values()] == [1, 2]
+    figures = document["planner"]
+    assert (figures["moves"], figures["reversals"], figures["peak_workers"]) == (2, 0, 3)
+    kinds = [action["kind"] for entry in figures["decisions"] for action in entry["actions"]]
+    assert kinds == ["drain_worker", "add_workers"], "the budget is never exceeded"
+    for one in made.simulations.values():
+        assert {run.outcome for run in one.client.runs} == {RunOutcome.DONE}
