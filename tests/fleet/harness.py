@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -75,7 +75,7 @@ def text(chunks: list[dict[str, Any]]) -> str:
 @asynccontextmanager
 async def running(
     *counts: int,
-    attach: tuple[AttachedWorker, ...] = (),
+    attach: tuple[LocalWorker | AttachedWorker, ...] = (),
     watch: WatchConfig = WATCH,
     control: ControlConfig | None = None,
     arguments: tuple[str, ...] = SLEEP,
@@ -83,6 +83,7 @@ async def running(
     planner: PlannerConfig | None = None,
     journal: Path | None = None,
     models: tuple[DeclaredModel, ...] = (),
+    templates: Sequence[WorkerTemplate] = (),
 ) -> AsyncIterator[tuple[Serving, Client]]:
     """Run a fleet of (prefill, decode, both) workers behind a gateway.
 
@@ -96,7 +97,8 @@ async def running(
     )
     serving = Serving(
         gateway, control or ControlConfig(), workers, watch, planner=planner,
-        template=None if template is None else WorkerTemplate(arguments=template), models=models,
+        template=templates or (None if template is None else WorkerTemplate(arguments=template)),
+        models=models,
     )  # fmt: skip
     try:
         await serving.start()

@@ -12,6 +12,7 @@ from pigou.fleet.attached_provider import AttachedProvider
 from pigou.fleet.config import AttachedWorker, FleetError, LocalWorker, WatchConfig
 from pigou.fleet.hang_detection import HangArbiter
 from pigou.fleet.live_fleet import LiveFleet
+from pigou.fleet.local_member import LocalMember
 from pigou.fleet.local_provider import LocalProvider
 from pigou.fleet.local_workers import WorkerTemplate, local_workers
 from pigou.fleet.member import MemberSetup
@@ -120,3 +121,37 @@ async def test_a_live_fleet_refuses_in_the_words_of_the_simulator() -> None:
     assert fleet.flip_refusal("decode-0", "decode") == "decode-0 cannot serve in pool 'decode'"
     assert fleet.flip_refusal("decode-0", "prefill.attached")
     assert fleet.flip_refusal("decode-0", "prefill") == ""
+
+
+async def test_models_share_gpus_and_never_flip_into_one_another() -> None:
+    drivers = {name: PlaneDriver(ControlPlane(ControlConfig()), model=name) for name in ("a", "b")}
+    templates = [
+        WorkerTemplate(arguments=SLEEP, devices=("cuda:0", "cuda:1"), model=name)
+        for name in drivers
+    ]
+    workers = [
+        templates[0].worker(Role.BOTH, 0, "cuda:0"),
+        templates[1].worker(Role.BOTH, 1, "cuda:1"),
+    ]
+    supervisor = Supervisor(drivers["a"], workers, template=templates, models=drivers)
+    fleet = LiveFleet(supervisor)
+    assert fleet.pools == ("both.a", "both.b")
+    assert [pool.model for pool in fleet.provided.values()] == ["a", "b"]
+    assert [member.plane_driver for member in fleet.members] == list(drivers.values())
+    assert fleet.start_refusal("both.b") == "no device is free of cuda:0, cuda:1"
+    assert "models are: a, b" in fleet.start_refusal("both.c")
+    assert fleet.flip_refusal("both-0", "both.b") == "both-0 cannot serve in pool 'both.b'"
+    assert fleet.flip_refusal("both-0", "decode.a") == ""
+    # The GPU of a worker that leaves is free for the other model; ids are never used again.
+    supervisor.remove(fleet.members[0])
+    assert add_workers(fleet, "both.b", 1, 0, max_workers=2) == ""
+    added = fleet.members[-1]
+    assert isinstance(added, LocalMember)
+    assert (added.id, added.model, added.pool, added.device) == ("both-2", "b", "both.b", "cuda:0")
+    assert added.plane_driver is drivers["b"]
+    # The last worker that decodes is so for its model.
+    for member in fleet.members:
+        member._say("up", "")
+    assert not fleet.is_last_decoder("both-1")
+    supervisor.remove(added)
+    assert fleet.is_last_decoder("both-1")
