@@ -13,9 +13,10 @@ from pigou import logs
 from pigou.cli.config_options import config_command
 from pigou.cli.option_values import check_port
 from pigou.cli.progress import StageProgress
-from pigou.config import ControlConfig
+from pigou.config import ConfigError, ControlConfig
 from pigou.control.planner.config import PlannerConfig
 from pigou.fleet.config import AttachedWorker, FleetError, LocalWorker, WatchConfig, WorkersConfig
+from pigou.fleet.peers.config import PeersConfig
 from pigou.gateway.config import GatewayConfig
 from pigou.imports import uncollected
 from pigou.logs import LogConfig
@@ -23,6 +24,7 @@ from pigou.logs import LogConfig
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from pigou.fleet.peers.bus import PeerBus
     from pigou.fleet.serve import Serving
 
 
@@ -34,6 +36,7 @@ def serve(
     control: ControlConfig,
     scaling: PlannerConfig,
     log: LogConfig,
+    gateways: PeersConfig,
     worker_arguments: Annotated[
         list[str] | None,
         typer.Argument(
@@ -62,9 +65,10 @@ def serve(
     try:
         secret = FleetSecret.given(fleet.fleet_secret_file)
         registry = open_registry(fleet.registry, secret) if fleet.registry else None
+        bus = _bus(gateways, secret)
 
         def make() -> Serving:
-            return Serving(
+            serving = Serving(
                 gateway,
                 control,
                 workers,
@@ -78,11 +82,28 @@ def serve(
                 fleet.models,
                 fleet.prefill_queue,
             )
+            if bus is not None:
+                serving.join_peers(bus)
+            return serving
 
         _run(make, workers, progress, gateway.host)
     except (FleetError, OSError) as error:
         typer.echo(f"pigou serve: {error}", err=True)
         raise typer.Exit(1) from None
+
+
+def _bus(peers: PeersConfig, secret: FleetSecret | None) -> PeerBus | None:
+    """Return the bus to other gateways; None where none is asked for."""
+    if not peers.peers:
+        return None
+    if secret is None:
+        raise ConfigError(
+            "peers is given, and no fleet secret, by which gateways know one another: give all of "
+            "them the same --fleet-secret-file, or PIGOU_FLEET_SECRET"
+        )
+    from pigou.fleet.peers.bus import NatsBus
+
+    return NatsBus(peers.servers, peers.subject)
 
 
 def _worker_options(gateway: GatewayConfig, log: LogConfig) -> list[str]:

@@ -26,6 +26,8 @@ from pigou.fleet.config import (
 from pigou.fleet.live_fleet import LiveFleet
 from pigou.fleet.local_workers import WorkerTemplate, model_workers, sleeps, start_workers
 from pigou.fleet.operator_changes import OperatorChanges
+from pigou.fleet.peers.bus import PeerBus
+from pigou.fleet.peers.exchange import PeerExchange, PeerMetrics
 from pigou.fleet.planner_driver import PlannerDriver
 from pigou.fleet.prefill_queue.config import queue_address
 from pigou.fleet.prefill_queue.messages import queue_of_model
@@ -59,6 +61,7 @@ class Serving:
         live_fleet: changes them.
         startup: how far the start is.
         plan_status: what the planner decided.
+        peers: tells other gateways what this one sends; None where there are none.
     """
 
     def __init__(
@@ -99,7 +102,7 @@ class Serving:
         """
         self._watch = watch or WatchConfig()
         keys = Keys.read(Path(gateway.api_keys_file)) if gateway.api_keys_file else None
-        planner = planner or PlannerConfig()
+        planner, secret = planner or PlannerConfig(), secret or FleetSecret.make()
         drivers: dict[str, PlaneDriver] = {}
         for model in models or (DeclaredModel(tokenizer=tokenizer),):
             sibling = next(iter(drivers.values()), None)
@@ -107,8 +110,8 @@ class Serving:
         self.plane_driver, *others = drivers.values()
         by_name = drivers if models else {}
         self.supervisor = Supervisor(
-            self.plane_driver, workers, self._watch, secret or FleetSecret.make(), template,
-            registry, by_name,
+            self.plane_driver, workers, self._watch, secret, template, registry,
+            by_name,
         )  # fmt: skip
         if prefill_queue:
             from pigou.fleet.prefill_queue.gateway_queue import NatsPrefillQueue
@@ -134,6 +137,8 @@ class Serving:
         self.startup = Startup(on_stage)
         self.supervisor.report_stages(self.startup.report)
         metrics, fleet_status = Metrics(), FleetStatus(self.plane_driver, self.supervisor.rows)
+        self.peers: PeerExchange | None = None
+        self._metrics, self._secret = metrics, secret
         self._server = GatewayServer(
             Gateway(
                 config=gateway,
@@ -150,6 +155,23 @@ class Serving:
             ),
             shutdown_s=self._watch.drain,
         )
+
+    def join_peers(self, bus: PeerBus) -> None:
+        """Let other gateways of the fleet, which know its secret, hear what this one sends.
+
+        Call it before `start`.
+
+        Raises:
+            ConfigError: several models are served.
+        """
+        if len(self.supervisor.models) > 1:
+            raise ConfigError(
+                f"peers is given, and {len(self.supervisor.models)} models; gateways exchange what "
+                "they send for one model alone: leave one of the two out"
+            )
+        self.peers = PeerExchange(self.plane_driver, bus, self._secret)
+        self.plane_driver.peers_health = self.peers.health
+        self._metrics.add(PeerMetrics(self.peers))
 
     def _routing(
         self, models: Sequence[DeclaredModel], drivers: Mapping[str, PlaneDriver]
@@ -187,6 +209,8 @@ class Serving:
         self.plane_driver.compiled.clear()
         self.startup.active = True
         await self._server.start()
+        if self.peers is not None:
+            self.peers.start()
         try:
             await asyncio.gather(self._compile(), self.supervisor.start())
         finally:
@@ -233,6 +257,8 @@ class Serving:
         if self._planner is not None:
             await self._planner.stop()
         await self._server.stop()
+        if self.peers is not None:
+            await self.peers.stop()
         await self.supervisor.stop()
 
     async def run(self, ready: Callable[[], None]) -> None:

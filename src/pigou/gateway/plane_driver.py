@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from pigou.background import Background
 from pigou.control.journal import JournalEntry, JournalRecorder, PlaneCalls, report_tokens
@@ -60,6 +60,7 @@ class PlaneDriver:
         timed: called with the seconds that each request's first decision took.
         meter: counts what clients offer and get.
         prefill_queue: that prefill workers pull from; None where they are sent prompts.
+        peers_health: returns what is known of other gateways; None without a bus to them.
         compiled: set while the plane's kernels are there; nobody is to call it otherwise.
     """
 
@@ -95,6 +96,7 @@ class PlaneDriver:
         self._served_model = model
         self.meter = RequestMeter(objectives or Objectives(), self._model)
         self.shed = 0
+        self.peers_health: Callable[[], dict[str, Any]] | None = None
         self.prefill_queue: GatewayPrefillQueue | None = None
         self.compiled: asyncio.Event = asyncio.Event() if sibling is None else sibling.compiled
         if sibling is None:

@@ -105,6 +105,8 @@ class StatusRoutes:
             body["models"] = {model.name: _state(model) for model in self._models}
         if self._gateway.registry is not None:
             body["registry"] = self._gateway.registry().health()
+        if (peers_health := self._gateway.plane_driver.peers_health) is not None:
+            body["peers"] = peers_health()
         startup = self._gateway.startup
         if self._gateway.shutdown.begun:
             body["status"] = "closing"

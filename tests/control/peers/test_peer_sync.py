@@ -140,6 +140,35 @@ def test_columns_are_the_sum_over_the_gateways_and_the_own_part_alone_once_one_i
     assert a.plane.state.peers.streams == 0
 
 
+@given(ACTIONS, st.integers(0, 50), st.floats(0.0, 3.0))
+@settings(max_examples=20, deadline=None)
+def test_what_is_old_counts_less_and_its_sum_and_parts_stay(
+    actions: list[tuple[str, int]], unseen: int, lag_s: float
+) -> None:
+    a, b = GatewayNode("a"), GatewayNode("b")
+    for number, (kind, tokens) in enumerate(actions):
+        node = (a, b)[number % 2]
+        if kind == "s":
+            node.submit(tokens)
+        else:
+            node.end(tokens)
+        for state in a.publish():
+            report, _ = b.receiver.receive(state, b.now)
+            b.plane.state.peers.set_weights(lag_s, unseen, 0.1, 1.0)
+            if isinstance(report, PeerReport):
+                b.plane.tracker.book("a", report.workers, b.now)
+    columns, own = b.plane.state.columns, own_bookings(b.plane)[:COLUMNS]
+    known = np.array(booked(b))
+    assert (known >= 0).all()
+    assert (own >= 0).all(), "what is booked of others is never taken off the own"
+    assert (columns.pending_prefill_tokens <= columns.decode_tokens).all()
+    assert (columns.decoding <= columns.decode_requests).all()
+    whole = own_bookings(a.plane)[STREAMS].sum()
+    assert abs(known[STREAMS].sum() - whole) <= WORKERS / 2, "but for rounding"
+    if not (unseen or lag_s):
+        assert known.tolist() == own_bookings(a.plane)[:COLUMNS].tolist()
+
+
 def test_two_gateways_that_hear_one_another_spread_requests_as_one_does() -> None:
     nodes = [GatewayNode("a"), GatewayNode("b")]
     for number in range(9):

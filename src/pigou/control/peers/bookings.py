@@ -53,12 +53,22 @@ BACKGROUND = BOOKED.index("background_requests")
 OVER_EXPECTED = BOOKED.index("over_expected_tokens")
 EXPECTED, SENT = BOOKED.index("expected_tokens"), BOOKED.index("sent_prompts")
 _NONE = (0,) * len(BOOKED)
+#: Numbers that are a part of another one.
+_PARTS = tuple(
+    (BOOKED.index(part), BOOKED.index(of))
+    for part, of in (
+        ("pending_prefill_tokens", "decode_tokens"),
+        ("over_expected_tokens", "decode_tokens"),
+        ("decoding", "decode_requests"),
+        ("background_requests", "prefill_requests"),
+        ("background_tokens", "prefill_tokens"),
+        ("background_pairs", "prefill_pairs"),
+    )
+)
 #: Which numbers are of prompts that are to be computed.
 _OF_PROMPTS = np.array([name.startswith(("prefill", "background", "pending")) for name in BOOKED])
 #: Weight of the last request in the mean times for which others stay booked.
 _BOOKED_KEEP = 1.0 / 64.0
-#: Seconds over which a worker's share of the bookings is averaged.
-_SHARE_S = 30.0
 
 
 class TenantService(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -102,9 +112,10 @@ class PeerLedger:
         w = exp(-lag / T) / (1 + U),    total = a + w (booked - a)
 
     T: mean time for which a prompt, or a stream, stays booked: what is left of it after the lag. U:
-    prompts that others sent in the lag, for each worker. a: the worker's long-run share of what
-    is booked on all. 1 / (1 + U) is the linear estimate of least error where the true difference
-    has variance 1 and each unseen prompt adds its own (Poisson). Without lag w is 1.
+    prompts that others sent in the lag. a: as if the others had spread what they have as this
+    gateway does its own. 1 / (1 + U) is the linear estimate of least error where the true
+    difference has variance 1 and unseen prompts add theirs, U if all go to the worker that has
+    least. Without lag w is 1.
 
     Attributes:
         total: that is in the columns of the fleet's state, (numbers of `BOOKED`, workers).
@@ -118,8 +129,6 @@ class PeerLedger:
         self.streams = 0
         self.weights: NDArray[np.float64] = np.ones(len(BOOKED))
         self._raw = self.total.copy()
-        self._share = np.zeros((len(BOOKED), 0))
-        self._samples, self._sampled_at = 0, 0
         self._booked: dict[str, dict[str, tuple[int, ...]]] = {}
         self._busy_at: Counts = np.zeros(0, dtype=np.int64)
 
@@ -134,15 +143,13 @@ class PeerLedger:
         column: Counts = np.array(have or [_NONE], dtype=np.int64).sum(axis=0)
         self.total = np.hstack((self.total, column[:, None]))
         self._raw = np.hstack((self._raw, column[:, None]))
-        self._share = np.zeros(self._raw.shape)
-        self._samples = 0
         self._busy_at = np.append(self._busy_at, 0)
         self.streams = int(self._raw[STREAMS].sum())
         return column
 
     def down(self, row: int) -> None:
         """Remove a worker; what others have there counts again once it is up."""
-        for name in ("total", "_raw", "_share"):
+        for name in ("total", "_raw"):
             setattr(self, name, np.delete(getattr(self, name), row, axis=1))
         self.streams = int(self._raw[STREAMS].sum())
         self._busy_at = np.delete(self._busy_at, row)
@@ -169,17 +176,21 @@ class PeerLedger:
             self._busy_at[row] = now
         return sent
 
-    def settle(self, now: int) -> Counts:
+    def settle(self, own: Counts) -> Counts:
         """Return by how much `total` changes with what was booked, (numbers of `BOOKED`, workers).
 
         The caller adds that to its columns.
+
+        Args:
+            own: what the own gateway has on each worker, (numbers of `BOOKED`, workers).
         """
         raw = self._raw
-        if self.weights[0] < 1.0:
-            whole = raw.sum(axis=1, keepdims=True)
-            self._learn_share(whole, now)
-            anchor = self._share * whole
+        if self.weights[0] < 1.0 and raw.size:
+            whole, mine = (n.sum(axis=1, keepdims=True) for n in (raw, own))
+            anchor = np.where(mine > 0, whole * (own / np.maximum(mine, 1)), raw)
             raw = np.rint(anchor + self.weights[:, None] * (raw - anchor)).astype(np.int64)
+            for part, of in _PARTS:  # estimates of a part and its whole are made apart
+                np.minimum(raw[part], raw[of], out=raw[part])
         change: Counts = raw - self.total
         self.total += change
         return change
@@ -189,21 +200,13 @@ class PeerLedger:
 
         Args:
             lag_s: seconds that messages take.
-            unseen: prompts that others sent in that time, for each worker.
+            unseen: prompts that others sent in that time.
             prefill_s: for which a prompt stays booked; 0 where that is not known.
             stream_s: the same for a stream.
         """
         last_s = np.where(_OF_PROMPTS, prefill_s, stream_s)
         left = np.exp(-lag_s / np.where(last_s > 0.0, last_s, np.inf))
         self.weights = left / (1.0 + unseen)
-
-    def _learn_share(self, whole: Counts, now: int) -> None:
-        """Take the present shares of the workers into their long-run means."""
-        self._samples += 1
-        passed_s = (now - self._sampled_at) / SECOND
-        self._sampled_at = now
-        keep = max(1.0 / self._samples, min(1.0, passed_s / _SHARE_S))
-        self._share += keep * (self._raw / np.maximum(whole, 1) - self._share)
 
     def forget(self, gateway: str) -> list[WorkerBookings]:
         """Return what a gateway that is gone has to be booked with: nothing on each worker.

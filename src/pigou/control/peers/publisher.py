@@ -9,7 +9,6 @@ import numpy as np
 
 from pigou.control.peers.bookings import (
     BOOKED,
-    COLUMNS,
     EXPECTED,
     SENT,
     Counts,
@@ -132,11 +131,7 @@ class PeerPublisher:
 
 def own_bookings(plane: ControlPlane) -> Counts:
     """Return what this gateway alone has on each worker, (numbers of `BOOKED`, workers)."""
-    state = plane.state
-    matrix = np.empty((len(BOOKED), len(state.ids)), dtype=np.int64)
-    for index, name in enumerate(BOOKED[:COLUMNS]):
-        matrix[index] = getattr(state.columns, name)
-    matrix[:COLUMNS] -= state.peers.total[:COLUMNS]
+    state, matrix = plane.state, plane.state.own_booked()
     matrix[EXPECTED] = plane.admission.capacity.expected_tokens(state.ids)
     sent = plane.tracker.sent_prompts
     matrix[SENT] = [sent.get(worker, 0) for worker in state.ids]

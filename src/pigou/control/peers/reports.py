@@ -71,7 +71,7 @@ class PeerReports:
             past.popleft()
         if fair is not None:
             fair.unheard_service = served - past[0][1]
-        unseen = (self._sent - past[0][2]) / max(1, len(self._tracker.state.ids))
+        unseen = self._sent - past[0][2]
         lasting = self._tracker.booked_s
         peers.set_weights(
             lag_ns / SECOND, unseen if lag_ns else 0.0, lasting.prompt, lasting.stream

@@ -1,0 +1,1 @@
+"""Gateways of one fleet on a message bus: authenticated messages, supervised exchange."""

@@ -1,0 +1,123 @@
+"""The bus between gateways: an interface of four calls, and NATS behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Protocol
+
+from pigou.fleet.peers.config import public_address
+from pigou.imports import require
+
+if TYPE_CHECKING:
+    from nats.aio.client import Client
+    from nats.aio.msg import Msg
+
+_CONNECT_S = 2
+#: Seconds between two pings, of which two may stay without answer.
+_PING_S = 2
+#: Seconds between two tries to connect again.
+_AGAIN_S = 0.5
+
+
+class BusError(ConnectionError):
+    """The bus cannot be reached; the text says where."""
+
+
+class PeerBus(Protocol):
+    """Brings each message to all other gateways that are connected; it may lose some."""
+
+    @property
+    def connected(self) -> bool:
+        """Whether messages go out now."""
+        ...
+
+    async def connect(self, take: Callable[[bytes], None], again: Callable[[], None]) -> None:
+        """Connect; then reconnect by itself after failures.
+
+        Args:
+            take: called with each message.
+            again: called when the connection is there again.
+
+        Raises:
+            BusError: it cannot be reached.
+        """
+        ...
+
+    async def publish(self, topic: str, data: bytes) -> None:
+        """Send a message to all; `topic` is for those who watch the bus."""
+        ...
+
+    async def close(self) -> None:
+        """Send what is waiting, and end the connection."""
+        ...
+
+
+class NatsBus:
+    """Core NATS: subjects `SUBJECT.gateways.GATEWAY.SEQ`, without JetStream."""
+
+    def __init__(self, servers: Sequence[str], subject: str) -> None:
+        """Prepare.
+
+        Args:
+            servers: addresses.
+            subject: first part of the subjects.
+
+        Raises:
+            ConfigError: the extra `nats` is not installed.
+        """
+        require("nats", "--peers nats://")
+        self._servers, self._subject = list(servers), f"{subject}.gateways"
+        self._client: Client | None = None
+
+    @property
+    def connected(self) -> bool:
+        """Whether messages go out now."""
+        return self._client is not None and self._client.is_connected
+
+    async def connect(self, take: Callable[[bytes], None], again: Callable[[], None]) -> None:
+        """As of `PeerBus`."""
+        import nats
+        from nats.errors import Error
+
+        async def reconnected() -> None:
+            again()
+
+        async def ignored(_: Exception) -> None:
+            pass  # `connected` tells
+
+        async def received(message: Msg) -> None:
+            take(message.data)
+
+        try:
+            self._client = await nats.connect(
+                self._servers,
+                connect_timeout=_CONNECT_S,
+                ping_interval=_PING_S,
+                max_outstanding_pings=2,
+                reconnect_time_wait=_AGAIN_S,
+                max_reconnect_attempts=-1,
+                no_echo=True,
+                allow_reconnect=True,
+                error_cb=ignored,
+                reconnected_cb=reconnected,
+            )
+            await self._client.subscribe(f"{self._subject}.>", cb=received)
+        except (OSError, Error, TimeoutError) as error:
+            await self.close()
+            where = ", ".join(public_address(url) for url in self._servers)
+            raise BusError(f"{where}: {error or type(error).__name__}") from error
+
+    async def publish(self, topic: str, data: bytes) -> None:
+        """As of `PeerBus`."""
+        if self._client is not None and self._client.is_connected:
+            await self._client.publish(f"{self._subject}.{topic}", data)
+
+    async def close(self) -> None:
+        """As of `PeerBus`."""
+        client, self._client = self._client, None
+        if client is not None:
+            with suppress(Exception):
+                if client.is_connected:
+                    await client.flush(timeout=1)
+                await client.close()

@@ -1,0 +1,64 @@
+"""How a gateway reaches the other gateways of its fleet."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+from urllib.parse import urlsplit
+
+import msgspec
+
+from pigou.config import ConfigError
+from pigou.config_option import option
+
+_SUBJECT = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
+_GROUP = "Peers"
+
+
+class PeersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where gateways tell one another what they send, and by which subjects.
+
+    Attributes:
+        peers: addresses of a NATS server, with commas between them; empty for no peers.
+        subject: that the subjects of the fleet begin with.
+    """
+
+    peers: Annotated[
+        str,
+        option(
+            "Bus on which gateways of one fleet tell one another what they send to workers: "
+            "nats://HOST:PORT[,nats://..]. All need the same fleet secret.",
+            _GROUP,
+        ),
+    ] = ""
+    subject: Annotated[
+        str,
+        option("First part of the fleet's subjects there.", _GROUP, name="peers_subject"),
+    ] = "pigou"
+
+    def __post_init__(self) -> None:
+        """Refuse addresses that are none of a known bus, and subjects with wildcards."""
+        for url in self.servers:
+            parts = urlsplit(url)
+            if parts.scheme not in ("nats", "tls") or not parts.hostname:
+                raise ConfigError(
+                    f"peers has {public_address(url)!r}; write nats://HOST:PORT (or tls://), more "
+                    "of them with commas between"
+                )
+        if not _SUBJECT.fullmatch(self.subject):
+            raise ConfigError(
+                f"subject is {self.subject!r}; it must be letters, digits, - and _, in parts with "
+                "dots between"
+            )
+
+    @property
+    def servers(self) -> list[str]:
+        """Addresses of the servers."""
+        return [url.strip() for url in self.peers.split(",") if url.strip()]
+
+
+def public_address(url: str) -> str:
+    """Return an address without user and password, for logs."""
+    before, at, after = url.rpartition("@")
+    scheme = before.partition("://")[0]
+    return f"{scheme}://{after}" if at else url

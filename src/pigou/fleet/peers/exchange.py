@@ -1,0 +1,220 @@
+"""The exchange: what this gateway sends to workers is told to the others, and theirs is heard."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import secrets
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from pigou.control.messages import PeerGone, PeerReport
+from pigou.control.peers.publisher import PeerPublisher
+from pigou.control.peers.receiver import PeerReceiver
+from pigou.control.peers.sync_messages import PeerState, ResendRequest, SyncMessage
+from pigou.fleet.peers.bus import BusError, PeerBus
+from pigou.fleet.peers.envelope import PeerEnvelope, PeerEnvelopeError
+from pigou.gateway.config import is_loopback
+from pigou.gateway.plane_driver import PlaneDriver
+from pigou.request import SECOND
+from pigou.wire.fleet_secret import FleetSecret
+
+_log = logging.getLogger("pigou.fleet")
+
+#: Seconds between two messages with changes, and between two looks at who fell silent.
+PUBLISH_S, LOOK_S = 0.02, 0.1
+#: Seconds before the next try to reach the bus, doubled up to the latter, with half of it random.
+_MIN_WAIT_S, _MAX_WAIT_S = 0.5, 15.0
+
+
+class PeerExchange:
+    """Publishes this gateway's changes on a bus, and reports other gateways' to ControlPlane.
+
+    The fleet serves without it: a bus that is down is logged once and tried again. Workers are
+    named by their addresses, with the host's name where the address is a loopback one.
+
+    Attributes:
+        name: of this gateway, another one after each start.
+        rejected: messages that did not count.
+    """
+
+    def __init__(self, plane_driver: PlaneDriver, bus: PeerBus, secret: FleetSecret) -> None:
+        """Prepare; nothing is sent before `start`."""
+        self.name = f"{socket.gethostname().replace('.', '-')}-{secrets.token_hex(4)}"
+        self.rejected = 0
+        self._plane_driver, self._bus = plane_driver, bus
+        self._envelope = PeerEnvelope(secret)
+        self._publisher = PeerPublisher(self.name, plane_driver.plane)
+        self._receiver = PeerReceiver(self._publisher)
+        self._names: dict[str, str] = {}
+        self._ids: dict[str, str] = {}
+        self._outbox: list[SyncMessage] = []
+        self._task: asyncio.Task[None] | None = None
+        self._down_since = 0.0
+
+    def start(self) -> None:
+        """Begin; the start of the fleet does not wait for the bus."""
+        self._task = self._plane_driver.background.start("gateway peers", self._run)
+
+    async def stop(self) -> None:
+        """Tell the others that this gateway is gone, and end."""
+        if self._task is None:
+            return
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        await self._send(self._publisher.farewell())
+        await self._bus.close()
+
+    def health(self) -> dict[str, Any]:
+        """Return what `/health` says."""
+        receiver = self._receiver
+        return {
+            "bus": "up" if self._bus.connected else "down",
+            "gateway": self.name,
+            "peers": sorted(receiver.peers),
+            "lag_s": receiver.lag_ns / SECOND,
+            "gaps": receiver.gaps,
+            "snapshots": receiver.snapshots,
+            "rejected": self.rejected,
+        }
+
+    async def _run(self) -> None:
+        await self._plane_driver.compiled.wait()
+        wait_s = _MIN_WAIT_S
+        while True:
+            try:
+                await self._bus.connect(self._take, self._greet)
+                break
+            except BusError as error:
+                if wait_s == _MIN_WAIT_S:
+                    _log.warning(
+                        "the gateways' bus is down, and this gateway serves without it: %s", error
+                    )
+            await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
+            wait_s = min(2 * wait_s, _MAX_WAIT_S)
+        _log.info("gateway %s is on the bus", self.name)
+        self._greet()
+        looked = 0.0
+        while True:
+            if self._bus.connected:
+                await self._publish()
+            if time.monotonic() - looked >= LOOK_S:
+                looked = time.monotonic()
+                self._look()
+            await asyncio.sleep(PUBLISH_S)
+
+    def _greet(self) -> None:
+        self._outbox.append(self._receiver.hello())
+
+    async def _publish(self) -> None:
+        """Send what changed here since the last time, and what was asked for."""
+        self._meet_workers()
+        now = time.monotonic_ns()
+        state = self._publisher.changes(
+            now, self._receiver.heard(now), lambda worker: self._names.get(worker, "")
+        )
+        messages, self._outbox = self._outbox, []
+        if state is not None:
+            messages.append(state)
+        for message in messages:
+            await self._send(message)
+
+    async def _send(self, message: SyncMessage) -> None:
+        number = message.seq if isinstance(message, PeerState) else "ask"
+        data = self._envelope.seal(message, time.time_ns() // 1_000_000)
+        await self._bus.publish(f"{self.name}.{number}", data)
+
+    def _take(self, data: bytes) -> None:
+        """Take in a message of the bus."""
+        try:
+            message = self._envelope.open(data, time.time_ns() // 1_000_000)
+        except PeerEnvelopeError as error:
+            self.rejected += 1
+            if self.rejected == 1:
+                _log.warning("a message on the gateways' bus does not count: %s", error)
+            return
+        if isinstance(message, ResendRequest):
+            if message.to in ("", self.name) and message.gateway != self.name:
+                self._outbox += self._publisher.answer(message)
+            return
+        observation, request = self._receiver.receive(message, time.monotonic_ns())
+        if isinstance(observation, PeerReport):
+            observation = self._in_own_ids(observation)
+        if observation is not None:
+            self._plane_driver.observe(observation)
+        if request is not None:
+            self._outbox.append(request)
+
+    def _look(self) -> None:
+        gone, requests = self._receiver.tick(time.monotonic_ns())
+        for end in gone:
+            _log.warning("gateway %s is silent, and counts as gone", end.gateway)
+            self._plane_driver.observe(PeerGone(end.gateway))
+        self._outbox += requests
+
+    def _in_own_ids(self, report: PeerReport) -> PeerReport:
+        """Return a report without the workers that are not up here."""
+        ids, replace = self._ids, msgspec.structs.replace
+        return replace(
+            report,
+            workers=tuple(
+                replace(bookings, worker=ids[bookings.worker])
+                for bookings in report.workers
+                if bookings.worker in ids
+            ),
+            prompts=tuple(
+                replace(prompt, worker=ids[prompt.worker])
+                for prompt in report.prompts
+                if prompt.worker in ids
+            ),
+        )
+
+    def _meet_workers(self) -> None:
+        """Name the workers that are up; book what others have on those that are new."""
+        upstreams = self._plane_driver.upstreams
+        if upstreams.keys() == self._names.keys():
+            return
+        new = upstreams.keys() - self._names.keys()
+        self._names = {name: shared_name(up.worker.url) for name, up in upstreams.items()}
+        self._ids = {shared: name for name, shared in self._names.items()}
+        for worker in new:
+            for report in self._receiver.known(self._names[worker]):
+                self._plane_driver.observe(self._in_own_ids(report))
+
+
+def shared_name(url: str) -> str:
+    """Return the name of a worker among gateways: its address, and the host of a loopback one."""
+    host = urlsplit(url).hostname or ""
+    return f"{socket.gethostname()}/{url}" if is_loopback(host) else url
+
+
+class PeerMetrics(Collector):
+    """Metrics of the exchange."""
+
+    def __init__(self, exchange: PeerExchange) -> None:
+        """Take whose they are."""
+        self._exchange = exchange
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the present values."""
+        health = self._exchange.health()
+        for name, about, value in (
+            ("bus_up", "Whether the bus between gateways is connected.", health["bus"] == "up"),
+            ("gateways", "Other gateways that are heard.", len(health["peers"])),
+            ("lag_seconds", "Seconds that messages of other gateways take.", health["lag_s"]),
+        ):
+            yield GaugeMetricFamily(f"pigou_peer_{name}", about, value=float(value))
+        for name, about in (
+            ("gaps", "Gaps in the messages of other gateways."),
+            ("snapshots", "Snapshots of other gateways that came."),
+            ("rejected", "Messages on the bus that did not count."),
+        ):
+            yield CounterMetricFamily(f"pigou_peer_{name}", about, value=health[name])
