@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from pigou.fleet.peers.bus import PeerBus
     from pigou.fleet.serve import Serving
+    from pigou.wire.fleet_secret import FleetSecret
 
 
 @config_command("serve", detector="--detector")

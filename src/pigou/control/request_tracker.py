@@ -188,7 +188,7 @@ class RequestTracker:
             if row is not None and new:
                 self.latency_model.peer_prompts(row, new, now)
                 sent += new
-        change = state.peers.settle(state.own_booked())
+        change = state.peers.settle(state.columns)
         for row in np.flatnonzero(change.any(axis=0)).tolist():
             self._advance(row, now)
             state.add_booked(row, change[:, row].tolist())

@@ -318,17 +318,6 @@ class FleetState:
         """Requests on the workers: the routed ones, and other gateways' streams."""
         return len(self.requests) + self.peers.streams
 
-    def own_booked(self) -> Counts:
-        """Return what this gateway alone has on each worker, (numbers of `BOOKED`, workers).
-
-        Numbers that are no columns are 0.
-        """
-        own = np.zeros(self.peers.total.shape, dtype=np.int64)
-        for index, name in enumerate(BOOKED[:COLUMNS]):
-            own[index] = getattr(self.columns, name)
-        own[:COLUMNS] -= self.peers.total[:COLUMNS]
-        return own
-
     def add_booked(self, row: int, change: Sequence[int]) -> None:
         """Charge a worker with what other gateways have there more than before (`BOOKED`)."""
         for name, count in zip(BOOKED[:COLUMNS], change, strict=False):

@@ -176,16 +176,29 @@ class PeerLedger:
             self._busy_at[row] = now
         return sent
 
-    def settle(self, own: Counts) -> Counts:
+    def own(self, columns: object) -> Counts:
+        """Return what the own gateway has on each worker, (numbers of `BOOKED`, workers).
+
+        Args:
+            columns: of the fleet's state; numbers that are none of them are 0.
+        """
+        own = np.zeros(self.total.shape, dtype=np.int64)
+        for index, name in enumerate(BOOKED[:COLUMNS]):
+            own[index] = getattr(columns, name)
+        own[:COLUMNS] -= self.total[:COLUMNS]
+        return own
+
+    def settle(self, columns: object) -> Counts:
         """Return by how much `total` changes with what was booked, (numbers of `BOOKED`, workers).
 
         The caller adds that to its columns.
 
         Args:
-            own: what the own gateway has on each worker, (numbers of `BOOKED`, workers).
+            columns: of the fleet's state.
         """
         raw = self._raw
         if self.weights[0] < 1.0 and raw.size:
+            own = self.own(columns)
             whole, mine = (n.sum(axis=1, keepdims=True) for n in (raw, own))
             anchor = np.where(mine > 0, whole * (own / np.maximum(mine, 1)), raw)
             raw = np.rint(anchor + self.weights[:, None] * (raw - anchor)).astype(np.int64)

@@ -131,7 +131,7 @@ class PeerPublisher:
 
 def own_bookings(plane: ControlPlane) -> Counts:
     """Return what this gateway alone has on each worker, (numbers of `BOOKED`, workers)."""
-    state, matrix = plane.state, plane.state.own_booked()
+    state, matrix = plane.state, plane.state.peers.own(plane.state.columns)
     matrix[EXPECTED] = plane.admission.capacity.expected_tokens(state.ids)
     sent = plane.tracker.sent_prompts
     matrix[SENT] = [sent.get(worker, 0) for worker in state.ids]
