@@ -195,18 +195,18 @@ STATE = PeerState(
 
 def test_an_envelope_brings_a_message_back_as_it_was() -> None:
     envelope = PeerEnvelope(SECRET)
-    found = envelope.open(envelope.seal(STATE, 1000), 2000)
+    found = envelope.open(envelope.sign(STATE, 1000), 2000)
     assert isinstance(found, PeerState)
     assert found.prompts[0].keys.tolist() == [1, 2**64 - 1]
     assert (found.seq, found.workers, found.heard) == (3, STATE.workers, STATE.heard)
     ask = ResendRequest("g", "h", 1, 2)
-    assert envelope.open(envelope.seal(ask, 0), 0) == ask
+    assert envelope.open(envelope.sign(ask, 0), 0) == ask
 
 
 @pytest.mark.parametrize("place", [0, 31, 32, 40, -1])
 def test_a_changed_message_does_not_count(place: int) -> None:
     envelope = PeerEnvelope(SECRET)
-    data = bytearray(envelope.seal(STATE, 1000))
+    data = bytearray(envelope.sign(STATE, 1000))
     data[place] ^= 1
     with pytest.raises(PeerEnvelopeError, match="not made with this fleet's secret"):
         envelope.open(bytes(data), 1000)
@@ -215,7 +215,7 @@ def test_a_changed_message_does_not_count(place: int) -> None:
 def test_a_recorded_message_does_not_count_later() -> None:
     envelope = PeerEnvelope(SECRET)
     with pytest.raises(PeerEnvelopeError, match="61 s ago"):
-        envelope.open(envelope.seal(STATE, 1000), 1000 + MAX_SKEW_MS + 1000)
+        envelope.open(envelope.sign(STATE, 1000), 1000 + MAX_SKEW_MS + 1000)
 
 
 @pytest.mark.parametrize("data", [b"", b"x", b"x" * 40, b"\0" * 4096])

@@ -36,7 +36,7 @@ class PeerEnvelope:
             PeerState | ResendRequest, dec_hook=_array
         )
 
-    def seal(self, message: SyncMessage, unix_ms: int) -> bytes:
+    def sign(self, message: SyncMessage, unix_ms: int) -> bytes:
         """Return a message as it is sent at a time, in milliseconds since 1970."""
         body = unix_ms.to_bytes(_TIME, "big") + self._encoder.encode(message)
         return hmac.digest(self._key, body, "sha256") + body

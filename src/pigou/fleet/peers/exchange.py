@@ -129,7 +129,7 @@ class PeerExchange:
 
     async def _send(self, message: SyncMessage) -> None:
         number = message.seq if isinstance(message, PeerState) else "ask"
-        data = self._envelope.seal(message, time.time_ns() // 1_000_000)
+        data = self._envelope.sign(message, time.time_ns() // 1_000_000)
         await self._bus.publish(f"{self.name}.{number}", data)
 
     def _take(self, data: bytes) -> None:
