@@ -7,15 +7,10 @@ from pathlib import Path
 import pytest
 
 from pigou.cli import main
-from pigou.fleet.config import (
-    AttachedWorker,
-    FleetError,
-    LocalWorker,
-    ModelPoolConfig,
-    WorkersConfig,
-)
+from pigou.fleet.config import AttachedWorker, FleetError, LocalWorker, WorkersConfig
 from pigou.fleet.local_workers import local_workers
 from pigou.fleet.member import check_fit
+from pigou.fleet.model_pools import ModelPoolConfig
 from pigou.fleet.serve import workers_of
 from pigou.gateway.api_keys import Keys
 from pigou.gateway.upstream import Engine

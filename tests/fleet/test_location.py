@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 from tests.fleet.harness import SLEEP, running
 
-from pigou.config import ConfigError
+from pigou.config import ConfigError, ControlConfig
 from pigou.control.placement.topology import read_location
+from pigou.control.plane import ControlPlane
 from pigou.fleet.config import AttachedWorker
 from pigou.fleet.probe import _location
-from pigou.request import UNKNOWN_LOCATION, Location
+from pigou.gateway.plane_driver import PlaneDriver
+from pigou.gateway.upstream import Engine, Upstream
+from pigou.request import UNKNOWN_LOCATION, Location, Role, Worker
 
 
 def test_a_location_is_read_from_its_labels() -> None:
@@ -45,3 +48,26 @@ async def test_the_router_knows_what_a_worker_says_of_its_node() -> None:
         assert (row["host"], row["rack"], row["zone"]) == ("a", "r", "z")
         (worker,) = serving.plane_driver.plane.state.workers
         assert worker.location == Location("a", "r", "z")
+
+
+def labelled(**hosts: str) -> PlaneDriver:
+    """A driver of workers that are up, by id and host; those named p... prefill alone."""
+    driver = PlaneDriver(ControlPlane(ControlConfig()))
+    for id, host in hosts.items():
+        role = Role.PREFILL if id.startswith("p") else Role.BOTH
+        worker = Worker(id, "http://h:1", role, location=Location(host))
+        driver.upstreams[id] = Upstream(worker, Engine(stock=False, model="m"), "")
+        driver._hosts[id] = host
+    return driver
+
+
+async def test_a_request_avoids_the_host_of_the_worker_that_failed_it() -> None:
+    driver = labelled(a="x", b="x", c="y", p="x")
+    assert driver.exclude_hosts(frozenset({"a"})) == {"a", "b", "p"}
+    del driver.upstreams["a"]
+    assert driver.exclude_hosts(frozenset({"a"})) == {"a", "b", "p"}
+
+
+async def test_a_host_is_not_avoided_where_nobody_else_decodes_or_labels_lack() -> None:
+    assert labelled(a="x", b="x", p="y").exclude_hosts(frozenset({"a"})) == {"a"}
+    assert labelled(a="", b="").exclude_hosts(frozenset({"a"})) == {"a"}

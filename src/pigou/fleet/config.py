@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
 import msgspec
 
 from pigou.config import ConfigError
 from pigou.config_option import option
+from pigou.fleet.model_pools import DeclaredModel, ModelPoolConfig
+from pigou.fleet.ray.config import RayConfig, ray_config
 from pigou.request import Location, Role
 
-#: Ends of the names of pools that no model's name has.
-_KINDS = ("attached", "registered")
-_MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,255}", re.ASCII)
 #: Heading of options.
 _GROUP = "Model and workers"
 
@@ -66,61 +64,6 @@ class WatchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             raise ConfigError(f"failures is {self.failures}; it must be at least 1")
 
 
-class ModelPoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One of several models behind a gateway, and the local workers of it.
-
-    Attributes:
-        name: that requests use, and that its workers report.
-        model: folder, hub id or 'bundled'; empty for one that attached servers alone serve.
-        prefill, decode, both: local workers to start; one for both where nobody says.
-        device: of its workers; empty for that of all.
-        tokenizer: folder or hub id; by default where the workers say that the model is.
-    """
-
-    name: str
-    model: str = ""
-    prefill: int = 0
-    decode: int = 0
-    both: int = 0
-    device: str = ""
-    tokenizer: str = ""
-
-    def __post_init__(self) -> None:
-        """Refuse names that no request could use, and workers without a model."""
-        if not _MODEL_NAME.fullmatch(self.name) or self.name.split(".")[-1] in _KINDS:
-            raise ConfigError(
-                f"model_pool is named {self.name[:80]!r}; a name has letters, digits and ._:/@-, "
-                "and does not end in 'attached' or 'registered'"
-            )
-        if min(self.prefill, self.decode, self.both) < 0:
-            raise ConfigError(f"model_pool {self.name!r} has fewer than 0 workers")
-        if not self.model and (self.prefill or self.decode or self.both or self.device):
-            raise ConfigError(
-                f"model_pool {self.name!r} has workers to start, and no model=; give one, or "
-                "attach servers that report it"
-            )
-
-    @property
-    def counts(self) -> tuple[int, int, int]:
-        """Local workers to start for prefill, for decode, and for both."""
-        given = self.prefill, self.decode, self.both
-        return given if any(given) or not self.model else (0, 0, 1)
-
-
-class DeclaredModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A model that a gateway serves.
-
-    Attributes:
-        name: that its workers report; empty where they may report any, all of them the same.
-        aliases: further names that requests may use.
-        tokenizer: folder or hub id; empty asks the workers.
-    """
-
-    name: str = ""
-    aliases: tuple[str, ...] = ()
-    tokenizer: str = ""
-
-
 #: Workers of a local fleet where nobody says: prefill, decode.
 _LOCAL = (1, 2)
 
@@ -164,6 +107,21 @@ class WorkersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         option(
             "The workers sleep in place of computing: as of `pigou worker`, whose --timing-... "
             "options go after `--`.",
+            _GROUP,
+        ),
+    ] = ""
+    on: Annotated[
+        Literal["local", "ray"],
+        option("Where workers are started: on this machine, or on a Ray cluster.", _GROUP),
+    ] = "local"
+    ray_address: Annotated[
+        str, option("Address of the Ray cluster; auto for the one of this machine.", _GROUP)
+    ] = "auto"
+    pack: Annotated[
+        str,
+        option(
+            "With --on ray: how near to each other workers must be: host, rack or zone, "
+            "required:rack to refuse all else; by default the cheapest nodes for their KV.",
             _GROUP,
         ),
     ] = ""
@@ -224,6 +182,12 @@ class WorkersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     def __post_init__(self) -> None:
         """Refuse a fleet that has nobody to decode, and models that are not told apart."""
+        if self.ray is None and (self.pack or self.ray_address != "auto"):
+            raise ConfigError("pack and ray_address are for --on ray; leave them out")
+        if self.ray is not None and any(pool.device for pool in self.model_pool):
+            raise ConfigError("model_pool has a device of its own; on Ray all models share one")
+        if self.ray is not None and not sum(self.counts):
+            raise ConfigError("on is 'ray', and no worker is started; give --decode or --both")
         if self.model_pool:
             self._check_models()
             return
@@ -236,6 +200,13 @@ class WorkersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         others = self.attach or self.registry
         if min(self.counts) < 0 or not (others or decode + both):
             raise ConfigError("there is nobody to decode; start --decode or --both workers")
+
+    @property
+    def ray(self) -> RayConfig | None:
+        """The Ray cluster that workers are started on; None for this machine."""
+        if self.on == "local":
+            return None
+        return ray_config(self.ray_address, self.pack, self.device, self.threads)
 
     def _check_models(self) -> None:
         for field in ("served_model_name", "prefill", "decode", "both", "tokenizer"):

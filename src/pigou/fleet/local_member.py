@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from pigou.fleet.config import FleetError, LocalWorker
 from pigou.fleet.member import FleetMember, MemberSetup
 from pigou.fleet.probe import ProbeFailed, probe
-from pigou.fleet.worker_process import WorkerProcess
+from pigou.fleet.worker_process import MemberProcess, WorkerProcess
 
 #: Seconds that the process of a worker that was let go is given to end.
 _LEAVE_S = 2.0
@@ -54,9 +55,7 @@ class LocalMember(FleetMember):
     async def _live(self) -> str:
         """Run one process from start to end; return why it ended."""
         self._report("starting its process")
-        process = await WorkerProcess.start(
-            self.id, ["--role", self.role.value, *self._spec.arguments], self._secret
-        )
+        process = await self._start_process(["--role", self.role.value, *self._spec.arguments])
         self._row.pid = process.pid
         drain = 0.0
         try:
@@ -70,7 +69,11 @@ class LocalMember(FleetMember):
         finally:
             await process.stop(drain)
 
-    async def _until_down(self, process: WorkerProcess, line: dict[str, Any]) -> str:
+    async def _start_process(self, arguments: Sequence[str]) -> MemberProcess:
+        """Start a process with these arguments of `pigou worker`."""
+        return await WorkerProcess.start(self.id, arguments, self._secret)
+
+    async def _until_down(self, process: MemberProcess, line: dict[str, Any]) -> str:
         url = str(line["url"])
         key = "" if self._secret is None else self._secret.token
         probed = await probe(url, key)

@@ -109,13 +109,19 @@ class LocalProvider:
         self._start_up_s[member.pool] = member.start_up_s or self._start_up(member.pool) or 0.0
         self._members.pop(member.id, None)
 
+    async def close(self) -> None:
+        """Give back what the fleet has beyond its members: nothing."""
+
     def _make(self, spec: LocalWorker) -> LocalMember:
-        member = LocalMember(spec, self._setup)
+        member = self._member(spec)
         member.pool = self.pool(spec.role, spec.model)
         self._members[spec.id] = member
         self._pools.add((spec.role, spec.model))
         self._numbers[spec.role] += 1
         return member
+
+    def _member(self, spec: LocalWorker) -> LocalMember:
+        return LocalMember(spec, self._setup)
 
     def _device(self, template: WorkerTemplate) -> str | None:
         """Return the device with the fewest workers that has room; None for none."""

@@ -12,6 +12,7 @@ import msgspec
 from pigou.config import ConfigError
 from pigou.fleet.config import LocalWorker, WorkersConfig
 from pigou.fleet.prefill_queue.messages import queue_of_model
+from pigou.fleet.ray.config import RayConfig
 from pigou.imports import require
 from pigou.request import Role
 
@@ -28,20 +29,22 @@ class WorkerTemplate(msgspec.Struct, frozen=True, kw_only=True):
         devices: that workers are given, in turn.
         model: that they serve, of several; empty where there is one.
         prefill_queue: that those for prefill pull from; empty for none.
+        ray: the Ray cluster that they run on; None for this machine.
     """
 
     arguments: tuple[str, ...] = ()
     devices: tuple[str, ...] = ("cpu",)
     model: str = ""
     prefill_queue: str = ""
+    ray: RayConfig | None = None
 
     @classmethod
     def of(cls, config: WorkersConfig, arguments: Sequence[str] = ()) -> WorkerTemplate:
         """Return the template of a fleet; `arguments` are further ones for all workers."""
-        own = config.arguments(threads_each(sum(config.counts)))
-        devices = tuple(config.device.split(","))
+        own = config.arguments(_threads(config))
+        devices, queue = tuple(config.device.split(",")), config.prefill_queue
         return cls(
-            arguments=(*own, *arguments), devices=devices, prefill_queue=config.prefill_queue
+            arguments=(*own, *arguments), devices=devices, prefill_queue=queue, ray=config.ray
         )
 
     @classmethod
@@ -51,13 +54,14 @@ class WorkerTemplate(msgspec.Struct, frozen=True, kw_only=True):
         """Return the templates of a fleet, one for each model that is started here."""
         if not config.model_pool:
             return [cls.of(config, arguments)]
-        threads = threads_each(sum(config.counts))
+        threads = _threads(config)
         return [
             cls(
                 arguments=(*config.arguments(threads, pool), *arguments),
                 devices=tuple((pool.device or config.device).split(",")),
                 model=pool.name,
                 prefill_queue=config.prefill_queue,
+                ray=config.ray,
             )
             for pool in config.model_pool
             if pool.model
@@ -74,7 +78,7 @@ class WorkerTemplate(msgspec.Struct, frozen=True, kw_only=True):
 
     def refusal(self) -> str:
         """Return why no worker of this machine can run; empty where one can."""
-        if sleeps(self.arguments):
+        if sleeps(self.arguments) or self.ray is not None:
             return ""
         try:
             require("worker", "a worker that computes")
@@ -155,3 +159,8 @@ def _below(path: str, name: str) -> str:
 def threads_each(workers: int) -> int:
     """Return compute threads for each of so many workers, so that together they fill the cores."""
     return max(1, len(os.sched_getaffinity(0)) // max(1, workers))
+
+
+def _threads(config: WorkersConfig) -> int:
+    """Return compute threads of each worker; on other machines one, unless more are asked for."""
+    return threads_each(sum(config.counts)) if config.ray is None else 1

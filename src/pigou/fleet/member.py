@@ -18,7 +18,7 @@ from pigou.control.planner.messages import WorkerState
 from pigou.fleet.config import FleetError, WatchConfig
 from pigou.fleet.hang_detection import HangArbiter
 from pigou.fleet.probe import EventSource, ProbeResult
-from pigou.fleet.worker_process import ProcessState, WorkerProcess
+from pigou.fleet.worker_process import MemberProcess
 from pigou.fleet.worker_watch import WorkerWatch
 from pigou.gateway.plane_driver import PlaneDriver
 from pigou.gateway.status_api import WorkerRow
@@ -179,7 +179,7 @@ class FleetMember(ABC):
         probed: ProbeResult,
         key: str,
         sources: tuple[EventSource, ...],
-        process: WorkerProcess | None = None,
+        process: MemberProcess | None = None,
     ) -> str:
         """Put the worker to use until it is down; return why.
 
@@ -223,7 +223,7 @@ class FleetMember(ABC):
             self.plane_driver.upstreams[self.id],
             self._config,
             self._arbiter,
-            None if process is None else ProcessState(process.pid),
+            None if process is None else process.process_state,
             None if process is None else lambda: process.heartbeat,
         )
         try:
@@ -265,7 +265,7 @@ class FleetMember(ABC):
         self._say(state, f"{why}; starts again in {wait_s:g} s" if state == "backoff" else why)
         return wait_s
 
-    def _end(self, watch: WorkerWatch, process: WorkerProcess | None) -> WorkerEnd:
+    def _end(self, watch: WorkerWatch, process: MemberProcess | None) -> WorkerEnd:
         """Return how the worker ended; one that was let go has not."""
         if self.leaving:
             return WorkerEnd.LIVES

@@ -16,15 +16,10 @@ from pigou.control.journal import journal_config
 from pigou.control.plane import ControlPlane
 from pigou.control.planner.config import PlannerConfig
 from pigou.control.warm_up import warm_up
-from pigou.fleet.config import (
-    AttachedWorker,
-    DeclaredModel,
-    LocalWorker,
-    WatchConfig,
-    WorkersConfig,
-)
+from pigou.fleet.config import AttachedWorker, LocalWorker, WatchConfig, WorkersConfig
 from pigou.fleet.live_fleet import LiveFleet
 from pigou.fleet.local_workers import WorkerTemplate, model_workers, sleeps, start_workers
+from pigou.fleet.model_pools import DeclaredModel
 from pigou.fleet.operator_changes import OperatorChanges
 from pigou.fleet.peers.bus import PeerBus
 from pigou.fleet.peers.exchange import PeerExchange, PeerMetrics
@@ -333,7 +328,7 @@ def workers_of(
     """
     attached = [AttachedWorker.parse(text, i) for i, text in enumerate(config.attach)]
     count = sum(config.counts)
-    if count and not config.timing and not sleeps(arguments):
+    if count and not config.timing and not sleeps(arguments) and config.ray is None:
         require("worker", "a worker that computes")
     if config.timing and not count:
         raise ConfigError(

@@ -72,7 +72,7 @@ class Supervisor:
         self.drain_s = config.drain
         arbiter = HangArbiter(config.hang)
         setup = MemberSetup(plane_driver, config, arbiter, secret, self.models)
-        self.local = LocalProvider(setup, template)
+        self.local = _starter(setup, template)
         self.attached = AttachedProvider(setup)
         self.registered = None if registry is None else RegistryProvider(registry, setup)
         self._following: asyncio.Task[None] | None = None
@@ -177,6 +177,7 @@ class Supervisor:
         for result in results:
             if isinstance(result, Exception):
                 _log.error("a member of the fleet failed", exc_info=result)
+        await self.local.close()
 
     def _run(self, member: FleetMember) -> None:
         task = self._plane_driver.background.start(member.id, member.run)
@@ -298,3 +299,15 @@ class Supervisor:
         self._tasks.pop(member.id, None)
         self.provider(member).discard(member)
         _log.info("%s has left", member.id)
+
+
+def _starter(
+    setup: MemberSetup, template: WorkerTemplate | Sequence[WorkerTemplate] | None
+) -> LocalProvider:
+    """Return what starts workers: on this machine, or on a Ray cluster."""
+    templates = [template] if isinstance(template, WorkerTemplate) else list(template or ())
+    if not templates or templates[0].ray is None:
+        return LocalProvider(setup, template)
+    from pigou.fleet.ray.ray_provider import RayProvider
+
+    return RayProvider(setup, templates, templates[0].ray)

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import msgspec
 
@@ -33,6 +33,40 @@ _QUIET = {
 }
 
 
+class MemberProcess(Protocol):
+    """The process of a member, on this machine or elsewhere; as `WorkerProcess` has it.
+
+    Attributes:
+        pid: 0 for one of another machine.
+        heartbeat: None where it does not come this way.
+        process_state: None for one of another machine.
+        code: exit status; None while it runs, and where it is not known.
+    """
+
+    @property
+    def pid(self) -> int: ...  # noqa: D102
+    @property
+    def heartbeat(self) -> EngineProgress | None: ...  # noqa: D102
+    @property
+    def process_state(self) -> ProcessState | None: ...  # noqa: D102
+    @property
+    def code(self) -> int | None: ...  # noqa: D102
+
+    async def ready(
+        self, timeout_s: float, on_stage: Callable[[str], None] | None = None
+    ) -> dict[str, Any]:
+        """Wait for the line that says where it listens; return it."""
+        ...
+
+    async def exited(self) -> str:
+        """Return how it ended, once it has."""
+        ...
+
+    async def stop(self, drain_s: float) -> None:
+        """End it: politely, and after `drain_s` seconds by force."""
+        ...
+
+
 class WorkerProcess:
     """`pigou worker` as a child, in a session of its own: the terminal's Ctrl-C is ours alone.
 
@@ -50,11 +84,20 @@ class WorkerProcess:
         self._reader = asyncio.create_task(self._read_errors(), name=f"{name} log")
         self._listener: asyncio.Task[None] | None = None
 
+    @property
+    def process_state(self) -> ProcessState:
+        """What `/proc` says of it."""
+        return ProcessState(self.pid)
+
     @classmethod
     async def start(
-        cls, name: str, arguments: Sequence[str], secret: FleetSecret | None = None
+        cls,
+        name: str,
+        arguments: Sequence[str],
+        secret: FleetSecret | None = None,
+        host: str = "127.0.0.1",
     ) -> Self:
-        """Start it on a free port of the loopback interface; it ends when this process does.
+        """Start it on a free port of an address; it ends when this process does.
 
         It reads the fleet's secret from a pipe: no command line and no environment shows it.
         """
@@ -64,6 +107,7 @@ class WorkerProcess:
             "PIGOU_PARENT": str(os.getpid()),
             "PIGOU_STAGES": "1",
         }
+        arguments = ["--host", host, *arguments]
         if secret is None:
             return cls(name, await cls._execute(arguments, environment, ()))
         reading, writing = os.pipe()
@@ -81,7 +125,7 @@ class WorkerProcess:
     ) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(
             sys.executable, "-m", "pigou", "worker",
-            "--host", "127.0.0.1", "--port", "0", "--exit-with-parent", *arguments,
+            "--port", "0", "--exit-with-parent", *arguments,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,

@@ -93,6 +93,7 @@ class PlaneDriver:
             plane if journal is None else JournalRecorder(plane, journal.write)
         )
         self.upstreams: dict[str, Upstream] = {}
+        self._hosts: dict[str, str] = {}  # of workers that are gone, too
         self._served_model = model
         self.meter = RequestMeter(objectives or Objectives(), self._model)
         self.shed = 0
@@ -159,6 +160,7 @@ class PlaneDriver:
                 await upstream.close()
                 raise
         self.upstreams[worker.id] = upstream
+        self._hosts[worker.id] = worker.location.host
         self.observe(WorkerUp(worker))
 
     async def down(self, worker: str, end: WorkerEnd = WorkerEnd.LOST) -> None:
@@ -192,6 +194,19 @@ class PlaneDriver:
             yield
         finally:
             self._woken.discard(event)
+
+    def exclude_hosts(self, failed: frozenset[str]) -> frozenset[str]:
+        """Return what a request avoids after workers failed it: all that is on their hosts.
+
+        A host that is lost takes its workers with it, one of which would fail the request again,
+        and make it look like what ends them. Where no other worker decodes, `failed` is all.
+        """
+        hosts = {self._hosts.get(worker, "") for worker in failed} - {""}
+        ups = [upstream.worker for upstream in self.upstreams.values()]
+        near = {worker.id for worker in ups if worker.location.host in hosts}
+        draining = self.plane.state.draining
+        others = [w for w in ups if w.role.decodes and w.id not in failed | near | draining]
+        return failed | near if others else failed
 
     async def decide(self, request: Request, exclude: frozenset[str]) -> Route | Shed:
         """Submit a request; return its route, or why it has none.

@@ -237,8 +237,11 @@ class RequestDriver(ABC):
             # Further sequences of a request were accepted with its first one.
             follows = call.group not in ("", call.id)
             await quota.take(call.id, None if follows else self._plane_driver.queue_timeout_s)
+        exclude = step.exclude
+        if exclude and step.cause != RECALLED:
+            exclude = self._plane_driver.exclude_hosts(exclude)
         try:
-            decision = await self._plane_driver.decide(call.request(step.tokens), step.exclude)
+            decision = await self._plane_driver.decide(call.request(step.tokens), exclude)
         except ConfigError as error:
             raise overrides_refused(error) from error
         if isinstance(decision, Shed):

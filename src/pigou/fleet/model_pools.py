@@ -1,0 +1,68 @@
+"""Several models behind one gateway: what is said of each, and of the workers that serve it."""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from pigou.config import ConfigError
+
+#: Ends of the names of pools that no model's name has.
+_KINDS = ("attached", "registered")
+_MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,255}", re.ASCII)
+
+
+class ModelPoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One of several models behind a gateway, and the local workers of it.
+
+    Attributes:
+        name: that requests use, and that its workers report.
+        model: folder, hub id or 'bundled'; empty for one that attached servers alone serve.
+        prefill, decode, both: local workers to start; one for both where nobody says.
+        device: of its workers; empty for that of all.
+        tokenizer: folder or hub id; by default where the workers say that the model is.
+    """
+
+    name: str
+    model: str = ""
+    prefill: int = 0
+    decode: int = 0
+    both: int = 0
+    device: str = ""
+    tokenizer: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse names that no request could use, and workers without a model."""
+        if not _MODEL_NAME.fullmatch(self.name) or self.name.split(".")[-1] in _KINDS:
+            raise ConfigError(
+                f"model_pool is named {self.name[:80]!r}; a name has letters, digits and ._:/@-, "
+                "and does not end in 'attached' or 'registered'"
+            )
+        if min(self.prefill, self.decode, self.both) < 0:
+            raise ConfigError(f"model_pool {self.name!r} has fewer than 0 workers")
+        if not self.model and (self.prefill or self.decode or self.both or self.device):
+            raise ConfigError(
+                f"model_pool {self.name!r} has workers to start, and no model=; give one, or "
+                "attach servers that report it"
+            )
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Local workers to start for prefill, for decode, and for both."""
+        given = self.prefill, self.decode, self.both
+        return given if any(given) or not self.model else (0, 0, 1)
+
+
+class DeclaredModel(msgspec.Struct, frozen=True, kw_only=True):
+    """A model that a gateway serves.
+
+    Attributes:
+        name: that its workers report; empty where they may report any, all of them the same.
+        aliases: further names that requests may use.
+        tokenizer: folder or hub id; empty asks the workers.
+    """
+
+    name: str = ""
+    aliases: tuple[str, ...] = ()
+    tokenizer: str = ""

@@ -1,0 +1,1 @@
+"""Ray as the engine of a fleet over many hosts; needs the extra `ray`."""
