@@ -126,11 +126,12 @@ def test_what_images_and_compose_and_systemd_run_has_the_options_that_it_is_give
         assert (DEPLOY / service["build"]["context"] / service["build"]["dockerfile"]).is_file()
         assert target in stages()
         runs.append(["serve" if target == "gateway" else "worker", *service["command"]])
-    unit = configparser.ConfigParser(interpolation=None, strict=False)
-    unit.optionxform = str  # type: ignore[assignment,method-assign]
-    unit.read(DEPLOY / "systemd" / "pigou.service")
-    runs.append(unit["Service"]["ExecStart"].split()[1:])
-    assert len(runs) == 8
+    for name in ("pigou", "pigou-worker"):
+        unit = configparser.ConfigParser(interpolation=None, strict=False)
+        unit.optionxform = str  # type: ignore[assignment,method-assign]
+        unit.read(DEPLOY / "systemd" / f"{name}.service")
+        runs.append(unit["Service"]["ExecStart"].split()[1:])
+    assert len(runs) == 9
     for command, *words in runs:
         check_options(command, words)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -30,6 +31,12 @@ def test_the_chart_has_the_definitions_of_the_operator() -> None:
 
 def test_the_fleet_of_the_chart_s_values_is_valid() -> None:
     read_fleet(VALUES["fleet"]["spec"])
+
+
+def test_the_fleet_of_the_guide_is_valid() -> None:
+    page = (ROOT / "docs" / "guide" / "kubernetes.md").read_text()
+    (text,) = re.findall(r"^```yaml\n(.*?)^```", page, re.M | re.S)
+    read_fleet(yaml.safe_load(text)["spec"])
 
 
 @pytest.fixture(scope="module")
