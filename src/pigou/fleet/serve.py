@@ -113,7 +113,7 @@ class Serving:
 
             for name, driver in drivers.items():
                 address = queue_address(queue_of_model(prefill_queue, name))
-                driver.prefill_queue = NatsPrefillQueue(address, driver)
+                driver.prefill_queue = NatsPrefillQueue(address, driver, secret)
         registered = self.supervisor.registered
         self.live_fleet = LiveFleet(self.supervisor)
         meters = {name: driver.meter for name, driver in by_name.items()}

@@ -17,14 +17,25 @@ from pigou.config import ConfigError
 from pigou.control.pull_queue.config import PullQueueConfig
 from pigou.control.pull_queue.messages import PrefillItem, ServiceTable
 from pigou.fleet.prefill_queue.broker import BrokerUnavailable, PrefillBroker
-from pigou.fleet.prefill_queue.messages import PrefillOffer, QueueAddress, QueuedPrefill, token
+from pigou.fleet.prefill_queue.messages import (
+    ClaimQuestion,
+    MessageSeal,
+    PrefillOffer,
+    QueueAddress,
+    QueuedPrefill,
+    token,
+)
 from pigou.fleet.prefill_queue.publisher import PrefillPublisher, UncomputedPrefill
 from pigou.fleet.prefill_queue.puller import PrefillPuller
 from pigou.request import NEVER, SECOND
+from pigou.wire.fleet_secret import FleetSecret
 
 pytest.importorskip("nats")
 LEG = {"path": "/v1/completions", "wire_id": "w", "mark": "", "body": b"{}"}
 Compute = Callable[[QueuedPrefill], Awaitable[tuple[int, bytes]]]
+
+
+SEAL = MessageSeal(FleetSecret.make())
 
 
 class PullFleet:
@@ -39,7 +50,7 @@ class PullFleet:
         self.workers: dict[str, str] = {}
         config = PullQueueConfig(max_deliveries=2, max_bypass=3)
         broker = PrefillBroker(self.address)
-        self.gateway = PrefillPublisher(broker, config, self._service, lambda: self.workers)
+        self.gateway = PrefillPublisher(broker, config, self._service, lambda: self.workers, SEAL)
 
     def _service(self, items: Sequence[PrefillItem], workers: Sequence[str]) -> ServiceTable:
         seconds = np.repeat(self.seconds[:, : len(workers)], len(items), axis=0)
@@ -61,7 +72,9 @@ class PullFleet:
 
         self.workers[f"http://{name}"] = name
         broker = PrefillBroker(self.address)
-        return await self.start(PrefillPuller(broker, f"http://{name}", compute or answer).run())
+        return await self.start(
+            PrefillPuller(broker, f"http://{name}", compute or answer, seal=SEAL).run()
+        )
 
     async def prefill(self, request: str, deadline_s: float = 0.0) -> PrefillOffer:
         """Have a prompt computed."""
@@ -189,7 +202,7 @@ async def test_the_first_offer_counts_and_the_second_has_no_effect(folder: Path)
             return 200, b"late"
 
         await fleet.worker("p0", late)
-        puller = PrefillPuller(PrefillBroker(fleet.address), "http://p0", late)
+        puller = PrefillPuller(PrefillBroker(fleet.address), "http://p0", late, seal=SEAL)
         await puller._broker.connect()
         prompt = await fleet.start(fleet.prefill("r0"))
         await fleet.until(lambda: len(fleet.claims))
@@ -273,6 +286,20 @@ async def test_versions_have_workers_of_their_own(folder: Path) -> None:
         with pytest.raises(UncomputedPrefill):
             await fleet.gateway.prefill(item, LEG, "v2", lambda _: None)
         assert fleet.computed == []
+
+
+@law
+async def test_a_stranger_on_the_server_has_nothing_computed(folder: Path) -> None:
+    async with pull_fleet(folder) as fleet:
+        await fleet.worker("p0")
+        stranger, subject = MessageSeal(FleetSecret.make()), fleet.address.subject("", "r0")
+        queued = QueuedPrefill("r0", 0, fleet.gateway._subject, "/", "", "", 1, b"")
+        await fleet.gateway._broker.publish(subject, "r0", stranger.close(queued))
+        await fleet.empty()
+        assert fleet.computed == []
+        question = stranger.close(ClaimQuestion("r0", 0, "http://p0", 1))
+        with pytest.raises(BrokerUnavailable):
+            await fleet.gateway._broker.ask(f"{fleet.gateway._subject}.claim", question, 0.2)
 
 
 @law

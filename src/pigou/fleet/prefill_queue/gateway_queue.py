@@ -12,11 +12,12 @@ from pigou.control.pull_queue.config import PullQueueConfig
 from pigou.control.pull_queue.messages import PrefillItem, ServiceTable
 from pigou.control.pull_queue.service_law import cached_at, service_table
 from pigou.fleet.prefill_queue.broker import BrokerUnavailable, PrefillBroker
-from pigou.fleet.prefill_queue.messages import QueueAddress
+from pigou.fleet.prefill_queue.messages import MessageSeal, QueueAddress
 from pigou.fleet.prefill_queue.publisher import PrefillPublisher, UncomputedPrefill
 from pigou.gateway.plane_driver import PlaneDriver
 from pigou.gateway.pulled_prefill import PrefillDropped, PrefillLeg, PulledPrefill
 from pigou.request import SECOND, Request
+from pigou.wire.fleet_secret import FleetSecret
 
 
 class NatsPrefillQueue:
@@ -27,13 +28,14 @@ class NatsPrefillQueue:
 
     def __init__(
         self, address: QueueAddress, plane_driver: PlaneDriver,
-        config: PullQueueConfig | None = None,
+        secret: FleetSecret | None = None, config: PullQueueConfig | None = None,
     ) -> None:  # fmt: skip
         """Prepare for `run`.
 
         Args:
             address: of the queue.
             plane_driver: whose control plane knows the workers, and their prefixes.
+            secret: of the fleet, which messages are proved with.
             config: of the claims.
         """
         self._plane_driver = plane_driver
@@ -41,7 +43,11 @@ class NatsPrefillQueue:
         self._incarnations = 0
         self.config = config or PullQueueConfig()
         self._publisher = PrefillPublisher(
-            PrefillBroker(address), self.config, self._service, self._workers
+            PrefillBroker(address),
+            self.config,
+            self._service,
+            self._workers,
+            MessageSeal(secret),
         )
         self._max_wait_ns = round(address.max_age_s * SECOND)
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import hmac
 import re
-from typing import Literal, Self
+from typing import Literal, Self, TypeVar
 from urllib.parse import parse_qsl, urlsplit, urlunsplit
 
 import msgspec
 
 from pigou.config import ConfigError, wrong
+from pigou.wire.fleet_secret import FleetSecret
 
+_Kind = TypeVar("_Kind", bound=msgspec.Struct)
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -150,6 +153,35 @@ class WorkerAlive(msgspec.Struct, frozen=True):
     worker: str
 
 
+class MessageSeal:
+    """Proves that messages come from the fleet: whoever reaches the broker has no worker compute.
+
+    They are not encrypted: give the server TLS and users where others can read its network.
+    """
+
+    def __init__(self, secret: FleetSecret | None = None) -> None:
+        """Seal with a key of the fleet's secret; without one, nothing is proved."""
+        self._key = b"" if secret is None else secret.key("prefill-queue")
+
+    def close(self, message: msgspec.Struct) -> bytes:
+        """Return a message with its proof before it."""
+        data = msgspec.msgpack.encode(message)
+        return self._proof(data) + data
+
+    def open(self, data: bytes, kind: type[_Kind]) -> _Kind:
+        """Return the message of a kind.
+
+        Raises:
+            msgspec.MsgspecError: it is of another kind, or not of this fleet.
+        """
+        size = len(self._proof(b""))
+        if not hmac.compare_digest(data[:size], self._proof(data[size:])):
+            raise msgspec.DecodeError("a message of another fleet")
+        return msgspec.msgpack.decode(data[size:], type=kind)
+
+    def _proof(self, data: bytes) -> bytes:
+        return hmac.digest(self._key, data, "sha256") if self._key else b""
+
+
 #: Last parts of a gateway's subjects: questions, offers, signs of life.
 CLAIM, OFFER, ALIVE = "claim", "offer", "alive"
-encode = msgspec.msgpack.encode

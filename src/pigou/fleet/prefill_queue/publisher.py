@@ -29,11 +29,11 @@ from pigou.fleet.prefill_queue.messages import (
     OFFER,
     ClaimAnswer,
     ClaimQuestion,
+    MessageSeal,
     OfferAnswer,
     PrefillOffer,
     QueuedPrefill,
     WorkerAlive,
-    encode,
 )
 
 #: Seconds between two looks at leases and deadlines, and two tries to connect.
@@ -76,7 +76,7 @@ class PrefillPublisher:
 
     def __init__(
         self, broker: PrefillBroker, config: PullQueueConfig, service: QueueService,
-        workers: Callable[[], Mapping[str, str]],
+        workers: Callable[[], Mapping[str, str]], seal: MessageSeal | None = None,
     ) -> None:  # fmt: skip
         """Prepare for `run`.
 
@@ -85,7 +85,9 @@ class PrefillPublisher:
             config: of claims; leases are the broker's.
             service: what prompts take.
             workers: ids of the prefill workers, by the addresses of their servers.
+            seal: of the fleet's messages.
         """
+        self._seal = seal or MessageSeal()
         lease_s = broker.address.lease_s
         self.core = PrefillQueue(msgspec.structs.replace(config, lease_s=lease_s))
         self._broker, self._service, self._workers = broker, service, workers
@@ -150,7 +152,9 @@ class PrefillPublisher:
         self.core.enqueue(item, time.monotonic_ns())
         message = QueuedPrefill(request, item.incarnation, self._subject, tokens=item.tokens, **leg)
         try:
-            await self._broker.publish(subject, f"{subject}.{item.incarnation}", encode(message))
+            await self._broker.publish(
+                subject, f"{subject}.{item.incarnation}", self._seal.close(message)
+            )
             return await pending.reply
         finally:
             if self._pending.get(request) is pending:
@@ -165,17 +169,17 @@ class PrefillPublisher:
         kind = message.subject.rpartition(".")[2]
         try:
             if kind == CLAIM:
-                question = msgspec.msgpack.decode(message.data, type=ClaimQuestion)
-                await message.respond(encode(self._claimed(question)))
+                question = self._seal.open(message.data, ClaimQuestion)
+                await message.respond(self._seal.close(self._claimed(question)))
             elif kind == OFFER:
-                offer = msgspec.msgpack.decode(message.data, type=PrefillOffer)
-                await message.respond(encode(OfferAnswer(self._take_offer(offer))))
+                offer = self._seal.open(message.data, PrefillOffer)
+                await message.respond(self._seal.close(OfferAnswer(self._take_offer(offer))))
             elif kind == ALIVE:
-                alive = msgspec.msgpack.decode(message.data, type=WorkerAlive)
+                alive = self._seal.open(message.data, WorkerAlive)
                 worker = self._workers().get(alive.worker, "")
                 self.core.extend(worker, time.monotonic_ns())
         except (msgspec.MsgspecError, OSError):
-            return  # who asks in another tongue gets no answer
+            return  # who is not of the fleet gets no answer
 
     def _claimed(self, question: ClaimQuestion) -> ClaimAnswer:
         """Decide whether a worker is to compute the prompt that it pulled."""

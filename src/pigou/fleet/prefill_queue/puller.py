@@ -20,11 +20,11 @@ from pigou.fleet.prefill_queue.messages import (
     OFFER,
     ClaimAnswer,
     ClaimQuestion,
+    MessageSeal,
     OfferAnswer,
     PrefillOffer,
     QueuedPrefill,
     WorkerAlive,
-    encode,
 )
 
 #: Computes a prompt at this worker: status and body of its server's reply.
@@ -45,7 +45,7 @@ class PrefillPuller:
 
     def __init__(
         self, broker: PrefillBroker, worker: str, compute: ComputePrompt, *, version: str = "",
-        batch_tokens: int = 512, batch_wait_ms: float = 2.0,
+        batch_tokens: int = 512, batch_wait_ms: float = 2.0, seal: MessageSeal | None = None,
     ) -> None:  # fmt: skip
         """Prepare for `run`.
 
@@ -56,16 +56,23 @@ class PrefillPuller:
             version: of the worker's deployment.
             batch_tokens: with which a batch is complete.
             batch_wait_ms: milliseconds that more prompts are waited for.
+            seal: of the fleet's messages.
         """
+        self._seal = seal or MessageSeal()
         self._broker, self._worker, self._compute = broker, worker, compute
         self._version, self._batch_tokens = version, batch_tokens
         self._batch_wait_s = batch_wait_ms / 1000
+        self._stopping = False
+
+    def stop(self) -> None:
+        """Pull nothing more; `run` ends once what was pulled is computed."""
+        self._stopping = True
 
     async def run(self) -> None:
-        """Connect, as often as it takes, and pull until cancelled."""
+        """Connect, as often as it takes, and pull until `stop`, or until cancelled."""
         subscription: JetStreamContext.PullSubscription | None = None
         try:
-            while True:
+            while not self._stopping:
                 try:
                     if subscription is None:
                         if not self._broker.client.is_connected:
@@ -82,15 +89,15 @@ class PrefillPuller:
         """Pull prompts until they saturate the worker, and compute them."""
         tokens, timeout_s = 0, _PULL_S
         async with asyncio.TaskGroup() as tasks:
-            while tokens < self._batch_tokens:
+            while tokens < self._batch_tokens and not self._stopping:
                 try:
                     (message,) = await subscription.fetch(1, timeout=timeout_s)
                 except (nats.errors.TimeoutError, TimeoutError):
                     return
                 try:
-                    prompt = msgspec.msgpack.decode(message.data, type=QueuedPrefill)
+                    prompt = self._seal.open(message.data, QueuedPrefill)
                 except msgspec.MsgspecError:
-                    await message.term()  # of another version of the protocol
+                    await message.term()  # of another fleet, or version of the protocol
                     continue
                 if await self._may_begin(message, prompt):
                     tokens += prompt.tokens
@@ -102,11 +109,13 @@ class PrefillPuller:
         delivery = message.metadata.num_delivered or 1
         question = ClaimQuestion(prompt.request, prompt.incarnation, self._worker, delivery)
         try:
-            data = await self._broker.ask(f"{prompt.gateway}.{CLAIM}", encode(question), _ANSWER_S)
+            data = await self._broker.ask(
+                f"{prompt.gateway}.{CLAIM}", self._seal.close(question), _ANSWER_S
+            )
         except BrokerUnavailable:  # it may be about to connect again
             await message.nak(delay=_RETRY_S)
             return False
-        answer = msgspec.msgpack.decode(data, type=ClaimAnswer)
+        answer = self._seal.open(data, ClaimAnswer)
         if answer.verdict == "later":
             await message.nak(delay=answer.delay_s)
         elif answer.verdict == "gone":
@@ -141,8 +150,10 @@ class PrefillPuller:
         until_s = loop.time() + self._broker.address.lease_s
         while True:
             try:
-                data = await self._broker.ask(f"{prompt.gateway}.{OFFER}", encode(offer), _ANSWER_S)
-                return msgspec.msgpack.decode(data, type=OfferAnswer).counts
+                data = await self._broker.ask(
+                    f"{prompt.gateway}.{OFFER}", self._seal.close(offer), _ANSWER_S
+                )
+                return self._seal.open(data, OfferAnswer).counts
             except BrokerUnavailable:
                 if loop.time() > until_s:
                     raise
@@ -155,4 +166,6 @@ class PrefillPuller:
             with suppress(Error, OSError):
                 await message.in_progress()
                 subject = f"{prompt.gateway}.{ALIVE}"
-                await self._broker.client.publish(subject, encode(WorkerAlive(self._worker)))
+                await self._broker.client.publish(
+                    subject, self._seal.close(WorkerAlive(self._worker))
+                )

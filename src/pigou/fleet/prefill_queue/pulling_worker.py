@@ -12,7 +12,7 @@ import aiohttp
 
 from pigou.background import Background
 from pigou.fleet.prefill_queue.broker import PrefillBroker
-from pigou.fleet.prefill_queue.messages import QueueAddress, QueuedPrefill
+from pigou.fleet.prefill_queue.messages import MessageSeal, QueueAddress, QueuedPrefill
 from pigou.fleet.prefill_queue.puller import PrefillPuller
 from pigou.wire.fleet_secret import TENANT, FleetSecret
 from pigou.worker.registrar import Registrar
@@ -44,6 +44,7 @@ class PullingWorker:
         self._address, self._secret, self._host, self._other = address, secret, host, other
         self._url = ""
         self._session: aiohttp.ClientSession | None = None
+        self._puller: PrefillPuller | None = None
         self._task: asyncio.Task[None] | None = None
 
     async def ready(self, about: dict[str, Any], stop: Callable[[], None]) -> None:
@@ -57,16 +58,16 @@ class PullingWorker:
         shown = self._host or at
         url = f"http://{f'[{shown}]' if ':' in shown else shown}:{own.port}"
         self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
-        puller = PrefillPuller(
+        puller = self._puller = PrefillPuller(
             PrefillBroker(self._address), url, self._compute,
-            version=str(about.get("deployment_version") or ""),
+            version=str(about.get("deployment_version") or ""), seal=MessageSeal(self._secret),
         )  # fmt: skip
         self._task = Background().start("prefill queue", puller.run)
 
     async def draining(self) -> None:
-        """Pull nothing more; what is under way is delivered to others."""
-        if self._task is not None:
-            self._task.cancel()
+        """Pull nothing more, and compute what was pulled."""
+        if self._puller is not None:
+            self._puller.stop()
         if self._other is not None:
             await self._other.draining()
 
