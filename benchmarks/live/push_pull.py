@@ -54,7 +54,7 @@ def load(url: str, rate: float, requests: int, seed: int, file: Path) -> dict[st
     subprocess.run(command, check=True, capture_output=True)
     document = json.loads(file.read_text())
     assert document["failed"] == 0, document["failures"]
-    return {name: document["ttft_s"][name] * 1000 for name in ("mean", "p50", "p99")}
+    return {name: document["ttft_ms"][name] for name in ("mean", "p50", "p99")}
 
 
 def main() -> None:

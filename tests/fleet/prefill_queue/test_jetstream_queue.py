@@ -19,7 +19,7 @@ from pigou.control.pull_queue.messages import PrefillItem, ServiceTable
 from pigou.fleet.prefill_queue.broker import BrokerUnavailable, PrefillBroker
 from pigou.fleet.prefill_queue.messages import (
     ClaimQuestion,
-    MessageSeal,
+    MessageSigner,
     PrefillOffer,
     QueueAddress,
     QueuedPrefill,
@@ -35,7 +35,7 @@ LEG = {"path": "/v1/completions", "wire_id": "w", "mark": "", "body": b"{}"}
 Compute = Callable[[QueuedPrefill], Awaitable[tuple[int, bytes]]]
 
 
-SEAL = MessageSeal(FleetSecret.make())
+SEAL = MessageSigner(FleetSecret.make())
 
 
 class PullFleet:
@@ -73,7 +73,7 @@ class PullFleet:
         self.workers[f"http://{name}"] = name
         broker = PrefillBroker(self.address)
         return await self.start(
-            PrefillPuller(broker, f"http://{name}", compute or answer, seal=SEAL).run()
+            PrefillPuller(broker, f"http://{name}", compute or answer, signer=SEAL).run()
         )
 
     async def prefill(self, request: str, deadline_s: float = 0.0) -> PrefillOffer:
@@ -202,7 +202,7 @@ async def test_the_first_offer_counts_and_the_second_has_no_effect(folder: Path)
             return 200, b"late"
 
         await fleet.worker("p0", late)
-        puller = PrefillPuller(PrefillBroker(fleet.address), "http://p0", late, seal=SEAL)
+        puller = PrefillPuller(PrefillBroker(fleet.address), "http://p0", late, signer=SEAL)
         await puller._broker.connect()
         prompt = await fleet.start(fleet.prefill("r0"))
         await fleet.until(lambda: len(fleet.claims))
@@ -292,12 +292,12 @@ async def test_versions_have_workers_of_their_own(folder: Path) -> None:
 async def test_a_stranger_on_the_server_has_nothing_computed(folder: Path) -> None:
     async with pull_fleet(folder) as fleet:
         await fleet.worker("p0")
-        stranger, subject = MessageSeal(FleetSecret.make()), fleet.address.subject("", "r0")
+        stranger, subject = MessageSigner(FleetSecret.make()), fleet.address.subject("", "r0")
         queued = QueuedPrefill("r0", 0, fleet.gateway._subject, "/", "", "", 1, b"")
-        await fleet.gateway._broker.publish(subject, "r0", stranger.close(queued))
+        await fleet.gateway._broker.publish(subject, "r0", stranger.sign(queued))
         await fleet.empty()
         assert fleet.computed == []
-        question = stranger.close(ClaimQuestion("r0", 0, "http://p0", 1))
+        question = stranger.sign(ClaimQuestion("r0", 0, "http://p0", 1))
         with pytest.raises(BrokerUnavailable):
             await fleet.gateway._broker.ask(f"{fleet.gateway._subject}.claim", question, 0.2)
 

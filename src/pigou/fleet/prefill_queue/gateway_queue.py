@@ -12,7 +12,7 @@ from pigou.control.pull_queue.config import PullQueueConfig
 from pigou.control.pull_queue.messages import PrefillItem, ServiceTable
 from pigou.control.pull_queue.service_law import cached_at, service_table
 from pigou.fleet.prefill_queue.broker import BrokerUnavailable, PrefillBroker
-from pigou.fleet.prefill_queue.messages import MessageSeal, QueueAddress
+from pigou.fleet.prefill_queue.messages import MessageSigner, QueueAddress
 from pigou.fleet.prefill_queue.publisher import PrefillPublisher, UncomputedPrefill
 from pigou.gateway.plane_driver import PlaneDriver
 from pigou.gateway.pulled_prefill import PrefillDropped, PrefillLeg, PulledPrefill
@@ -47,7 +47,7 @@ class NatsPrefillQueue:
             self.config,
             self._service,
             self._workers,
-            MessageSeal(secret),
+            MessageSigner(secret),
         )
         self._max_wait_ns = round(address.max_age_s * SECOND)
 

@@ -153,22 +153,22 @@ class WorkerAlive(msgspec.Struct, frozen=True):
     worker: str
 
 
-class MessageSeal:
+class MessageSigner:
     """Proves that messages come from the fleet: whoever reaches the broker has no worker compute.
 
     They are not encrypted: give the server TLS and users where others can read its network.
     """
 
     def __init__(self, secret: FleetSecret | None = None) -> None:
-        """Seal with a key of the fleet's secret; without one, nothing is proved."""
+        """Sign with a key of the fleet's secret; without one, nothing is proved."""
         self._key = b"" if secret is None else secret.key("prefill-queue")
 
-    def close(self, message: msgspec.Struct) -> bytes:
+    def sign(self, message: msgspec.Struct) -> bytes:
         """Return a message with its proof before it."""
         data = msgspec.msgpack.encode(message)
         return self._proof(data) + data
 
-    def open(self, data: bytes, kind: type[_Kind]) -> _Kind:
+    def verify(self, data: bytes, kind: type[_Kind]) -> _Kind:
         """Return the message of a kind.
 
         Raises:

@@ -29,7 +29,7 @@ from pigou.fleet.prefill_queue.messages import (
     OFFER,
     ClaimAnswer,
     ClaimQuestion,
-    MessageSeal,
+    MessageSigner,
     OfferAnswer,
     PrefillOffer,
     QueuedPrefill,
@@ -76,7 +76,7 @@ class PrefillPublisher:
 
     def __init__(
         self, broker: PrefillBroker, config: PullQueueConfig, service: QueueService,
-        workers: Callable[[], Mapping[str, str]], seal: MessageSeal | None = None,
+        workers: Callable[[], Mapping[str, str]], signer: MessageSigner | None = None,
     ) -> None:  # fmt: skip
         """Prepare for `run`.
 
@@ -85,9 +85,9 @@ class PrefillPublisher:
             config: of claims; leases are the broker's.
             service: what prompts take.
             workers: ids of the prefill workers, by the addresses of their servers.
-            seal: of the fleet's messages.
+            signer: of the fleet's messages.
         """
-        self._seal = seal or MessageSeal()
+        self._signer = signer or MessageSigner()
         lease_s = broker.address.lease_s
         self.core = PrefillQueue(msgspec.structs.replace(config, lease_s=lease_s))
         self._broker, self._service, self._workers = broker, service, workers
@@ -153,7 +153,7 @@ class PrefillPublisher:
         message = QueuedPrefill(request, item.incarnation, self._subject, tokens=item.tokens, **leg)
         try:
             await self._broker.publish(
-                subject, f"{subject}.{item.incarnation}", self._seal.close(message)
+                subject, f"{subject}.{item.incarnation}", self._signer.sign(message)
             )
             return await pending.reply
         finally:
@@ -169,13 +169,13 @@ class PrefillPublisher:
         kind = message.subject.rpartition(".")[2]
         try:
             if kind == CLAIM:
-                question = self._seal.open(message.data, ClaimQuestion)
-                await message.respond(self._seal.close(self._claimed(question)))
+                question = self._signer.verify(message.data, ClaimQuestion)
+                await message.respond(self._signer.sign(self._claimed(question)))
             elif kind == OFFER:
-                offer = self._seal.open(message.data, PrefillOffer)
-                await message.respond(self._seal.close(OfferAnswer(self._take_offer(offer))))
+                offer = self._signer.verify(message.data, PrefillOffer)
+                await message.respond(self._signer.sign(OfferAnswer(self._take_offer(offer))))
             elif kind == ALIVE:
-                alive = self._seal.open(message.data, WorkerAlive)
+                alive = self._signer.verify(message.data, WorkerAlive)
                 worker = self._workers().get(alive.worker, "")
                 self.core.extend(worker, time.monotonic_ns())
         except (msgspec.MsgspecError, OSError):

@@ -20,7 +20,7 @@ from pigou.fleet.prefill_queue.messages import (
     OFFER,
     ClaimAnswer,
     ClaimQuestion,
-    MessageSeal,
+    MessageSigner,
     OfferAnswer,
     PrefillOffer,
     QueuedPrefill,
@@ -45,7 +45,7 @@ class PrefillPuller:
 
     def __init__(
         self, broker: PrefillBroker, worker: str, compute: ComputePrompt, *, version: str = "",
-        batch_tokens: int = 512, batch_wait_ms: float = 2.0, seal: MessageSeal | None = None,
+        batch_tokens: int = 512, batch_wait_ms: float = 2.0, signer: MessageSigner | None = None,
     ) -> None:  # fmt: skip
         """Prepare for `run`.
 
@@ -56,9 +56,9 @@ class PrefillPuller:
             version: of the worker's deployment.
             batch_tokens: with which a batch is complete.
             batch_wait_ms: milliseconds that more prompts are waited for.
-            seal: of the fleet's messages.
+            signer: of the fleet's messages.
         """
-        self._seal = seal or MessageSeal()
+        self._signer = signer or MessageSigner()
         self._broker, self._worker, self._compute = broker, worker, compute
         self._version, self._batch_tokens = version, batch_tokens
         self._batch_wait_s = batch_wait_ms / 1000
@@ -95,7 +95,7 @@ class PrefillPuller:
                 except (nats.errors.TimeoutError, TimeoutError):
                     return
                 try:
-                    prompt = self._seal.open(message.data, QueuedPrefill)
+                    prompt = self._signer.verify(message.data, QueuedPrefill)
                 except msgspec.MsgspecError:
                     await message.term()  # of another fleet, or version of the protocol
                     continue
@@ -110,12 +110,12 @@ class PrefillPuller:
         question = ClaimQuestion(prompt.request, prompt.incarnation, self._worker, delivery)
         try:
             data = await self._broker.ask(
-                f"{prompt.gateway}.{CLAIM}", self._seal.close(question), _ANSWER_S
+                f"{prompt.gateway}.{CLAIM}", self._signer.sign(question), _ANSWER_S
             )
         except BrokerUnavailable:  # it may be about to connect again
             await message.nak(delay=_RETRY_S)
             return False
-        answer = self._seal.open(data, ClaimAnswer)
+        answer = self._signer.verify(data, ClaimAnswer)
         if answer.verdict == "later":
             await message.nak(delay=answer.delay_s)
         elif answer.verdict == "gone":
@@ -151,9 +151,9 @@ class PrefillPuller:
         while True:
             try:
                 data = await self._broker.ask(
-                    f"{prompt.gateway}.{OFFER}", self._seal.close(offer), _ANSWER_S
+                    f"{prompt.gateway}.{OFFER}", self._signer.sign(offer), _ANSWER_S
                 )
-                return self._seal.open(data, OfferAnswer).counts
+                return self._signer.verify(data, OfferAnswer).counts
             except BrokerUnavailable:
                 if loop.time() > until_s:
                     raise
@@ -167,5 +167,5 @@ class PrefillPuller:
                 await message.in_progress()
                 subject = f"{prompt.gateway}.{ALIVE}"
                 await self._broker.client.publish(
-                    subject, self._seal.close(WorkerAlive(self._worker))
+                    subject, self._signer.sign(WorkerAlive(self._worker))
                 )

@@ -12,7 +12,7 @@ import aiohttp
 
 from pigou.background import Background
 from pigou.fleet.prefill_queue.broker import PrefillBroker
-from pigou.fleet.prefill_queue.messages import MessageSeal, QueueAddress, QueuedPrefill
+from pigou.fleet.prefill_queue.messages import MessageSigner, QueueAddress, QueuedPrefill
 from pigou.fleet.prefill_queue.puller import PrefillPuller
 from pigou.wire.fleet_secret import TENANT, FleetSecret
 from pigou.worker.registrar import Registrar
@@ -60,7 +60,7 @@ class PullingWorker:
         self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
         puller = self._puller = PrefillPuller(
             PrefillBroker(self._address), url, self._compute,
-            version=str(about.get("deployment_version") or ""), seal=MessageSeal(self._secret),
+            version=str(about.get("deployment_version") or ""), signer=MessageSigner(self._secret),
         )  # fmt: skip
         self._task = Background().start("prefill queue", puller.run)
 
