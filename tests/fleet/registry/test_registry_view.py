@@ -145,6 +145,16 @@ def test_after_an_outage_workers_have_the_time_of_a_lease_to_come_back() -> None
     assert [e.identity for e in effects if isinstance(e, WorkerSuspected)] == [W2.identity]
 
 
+def test_leases_that_end_right_after_an_outage_take_nobody_away() -> None:
+    """NATS shows records whose time was over during the outage once more, then drops them."""
+    clock = Clocked()
+    clock.see(W0, W1)
+    clock.view.unavailable(clock.now, "connection refused")
+    assert clock.see(W0, W1) == []
+    assert clock.see() == []
+    assert clock.see(W0, W1) == []
+
+
 def test_a_registry_that_was_emptied_takes_no_fleet_away() -> None:
     clock = Clocked()
     clock.see(W0, W1)

@@ -66,7 +66,8 @@ class Discovery:
                 self._handle(self.view.probes(time.monotonic_ns()))
                 wait_s = max(0, self.view.next_ns() - time.monotonic_ns()) / SECOND
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._wake.wait(), wait_s)
+                    async with asyncio.timeout(wait_s):
+                        await self._wake.wait()
         finally:
             tasks = (watch, *self._probes)
             for task in tasks:

@@ -10,7 +10,6 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any, Self
 from urllib.parse import SplitResult
 
-import nats
 from nats.aio.client import Client
 from nats.errors import Error
 from nats.js.api import Header
@@ -110,8 +109,9 @@ class NatsStore:
             try:
                 while not self._reconnected.is_set():
                     try:
-                        entry = await watcher.updates(timeout=min(0.5, (lease_s or 1.0) / 2))
-                    except (nats.errors.TimeoutError, TimeoutError):
+                        async with asyncio.timeout(min(0.5, (lease_s or 1.0) / 2)):
+                            entry = await anext(watcher)
+                    except TimeoutError:
                         if lease_s:
                             wake()
                         continue
@@ -141,6 +141,9 @@ class NatsStore:
         """Yield a connection; what it raises becomes the store's errors."""
         try:
             yield await self._connection()
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():  # which the client may have swallowed
+                raise asyncio.CancelledError
         except APIError as error:
             if error.err_code in _WRONG_SEQUENCE:
                 raise WriteConflict("it was written meanwhile") from error
@@ -219,7 +222,7 @@ async def _all(bucket: KeyValue) -> dict[str, Record]:
     watcher: Any = await bucket.watchall()
     records: dict[str, Record] = {}
     try:
-        while (entry := await watcher.updates(timeout=_CONNECT_S)) is not None:
+        while (entry := await _next(watcher)) is not None:
             if entry.operation in (KV_DEL, KV_PURGE):
                 records.pop(entry.key, None)
             else:
@@ -227,6 +230,12 @@ async def _all(bucket: KeyValue) -> dict[str, Record]:
     finally:
         await watcher.stop()
     return records
+
+
+async def _next(watcher: Any) -> KeyValue.Entry | None:
+    async with asyncio.timeout(_CONNECT_S):
+        entry: KeyValue.Entry | None = await anext(watcher)
+        return entry
 
 
 async def _ignore(error: Exception) -> None:

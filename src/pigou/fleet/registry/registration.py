@@ -62,7 +62,8 @@ class Registration:
             step = self.keeper.step(now)
             if step.at_ns > now:
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._wake.wait(), (step.at_ns - now) / SECOND)
+                    async with asyncio.timeout((step.at_ns - now) / SECOND):
+                        await self._wake.wait()
                 continue
             await self._call(step.action)
 

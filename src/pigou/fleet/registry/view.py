@@ -176,12 +176,10 @@ class RegistryView:
         """
         listed = {entry.identity: entry for entry in entries}
         missing = [known for identity, known in self._known.items() if identity not in listed]
-        fresh = [known for known in missing if not known.why]
-        trusted = sum(not known.why for known in self._known.values())
-        wiped = self._listed_before and not listed and trusted > 1
-        if fresh and (wiped or (self.stale and self._seen)):
-            ttl_s = max(known.entry.ttl_s for known in fresh)
-            self._grace_ns = now + round(ttl_s * SECOND)
+        trusted = [known.entry.ttl_s for known in self._known.values() if not known.why]
+        wiped = self._listed_before and not listed and len(trusted) > 1
+        if trusted and (wiped or (self.stale and self._seen)):
+            self._grace_ns = now + round(max(trusted) * SECOND)
         self.stale, self.why_stale = False, ""
         self._seen, self._failures, self.ignored = True, 0, ignored
         self._listed_before = bool(listed)
