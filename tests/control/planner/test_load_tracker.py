@@ -57,3 +57,15 @@ def test_the_standard_error_of_a_rate_falls_with_the_arrivals() -> None:
         errors.append(rate.standard_error)
     assert errors[0] == pytest.approx(50**0.5 / 5)
     assert errors == sorted(errors, reverse=True)
+
+
+def test_surplus_goes_by_halves_after_half_of_the_hold_and_after_all_of_it() -> None:
+    hold_bins = round(PricePlannerParams().hold_seconds(ProvisioningTimes().start_up_s) / 5)
+    high = tracker([50] * hold_bins).planned.rps
+    planned = [
+        tracker([50] * hold_bins + [10] * bins).planned.rps
+        for bins in (hold_bins // 2 - 2, hold_bins // 2 + 6, hold_bins + 8)
+    ]
+    assert planned[0] == high
+    assert planned[1] == pytest.approx(0.5 * (high + planned[2]), rel=0.1)
+    assert planned[2] == pytest.approx(high / 5, rel=0.15)

@@ -65,8 +65,9 @@ class LoadTracker:
 
     planned := u when r > planned by more than 1.3 standard errors of r; planned := the largest u of
     the last `hold_s` when all of these are below planned (1 - down), and no trend was seen for the
-    lag and `hold_s`. In between it stays, and so does the plan: at constant load it changes
-    finitely often, and a plan that was made larger becomes smaller at the earliest after `hold_s`.
+    lag and `hold_s`. After half of `hold_s` half of the difference goes. In between it stays, and
+    so does the plan: at constant load it changes finitely often, and a plan that was made larger
+    becomes smaller at the earliest after half of `hold_s`.
     The first plan is for what the fleet serves as it is, where that lies within the interval of
     the estimate (`begin`).
 
@@ -84,6 +85,7 @@ class LoadTracker:
         self._hold_bins = max(math.ceil(params.hold_seconds(times.start_up_s) / seconds), 1)
         self._lag_bins = math.ceil(times.start_up_s / seconds)
         self._trend_bins = 0
+        self._planned_bins = 0  # since the plan's load changed
         self._seconds = seconds
         self._rate = ArrivalRate(ArrivalParams(bin_s=seconds, false_alarm_s=max(14_400, seconds)))
         self._predictor: LoadPredictor | None = None
@@ -248,12 +250,23 @@ class LoadTracker:
         full = len(self._uppers) == self._hold_bins and self._trend_bins <= 0
         if full and max(self._uppers) < self._planned * (1.0 - self._params.down):
             return self._set(max(self._uppers))
+        self._planned_bins += 1
+        half = self._hold_bins // 2
+        if (
+            half
+            and min(len(self._uppers), self._planned_bins) >= half
+            and self._trend_bins <= self._hold_bins - half
+        ):
+            top = max(list(self._uppers)[-half:])
+            if top < self._planned * (1.0 - self._params.down):
+                return self._set(0.5 * (top + self._planned))
         if self._mix_moved():
             return self._set(self._planned)
         return False
 
     def _set(self, rps: float) -> bool:
         self._planned = rps
+        self._planned_bins = 0
         self._planned_mix = self.mix
         self._mix_off_bins = 0
         return True

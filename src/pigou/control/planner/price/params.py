@@ -17,7 +17,8 @@ class PricePlannerParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True
         up: share of load beyond the estimate that is planned for; a plan holds until the estimate
             leaves it.
         down: share by which load must have fallen below the plan before it is made smaller.
-        hold_s: for which it must have fallen; None for three start-ups, at least 60: load that
+        hold_s: for which it must have fallen, half of it for half of the surplus; None for three
+            start-ups, at least 60: load that
             comes back costs a start, and requests that are late until then.
         mix: relative change of prompt or output lengths, or of speeds, that makes a new plan.
         recovery_s: in which a backlog is to be worked off, at least two start-ups.
