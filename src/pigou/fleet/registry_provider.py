@@ -214,12 +214,12 @@ class RegistryProvider:
         return self._fleet
 
     def _is_last_decoder(self, member: RegisteredMember) -> bool:
-        """Whether no other worker that is up would decode."""
+        """Whether no other worker of its model that is up would decode."""
         if not member.role.decodes:
             return False
         others = (
             upstream.worker
-            for upstream in self._setup.plane_driver.upstreams.values()
+            for upstream in member.plane_driver.upstreams.values()
             if upstream.worker.id != member.id and upstream.worker.role.decodes
         )
         suspects = {own.id for own in self._members.values() if own.suspected or own.leaving}

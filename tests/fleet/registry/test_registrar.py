@@ -22,6 +22,7 @@ ABOUT = {
     "url": "http://0.0.0.0:8100", "model": "tiny", "release": "r1", "role": "decode",
     "kv_layout": "tcp:abc", "kv_transfer": "tcp", "kv_events": "tcp://0.0.0.0:5557",
     "kv_replay": "tcp://127.0.0.1:5558", "deployment_version": "v2",
+    "location": {"host": "h1", "rack": "r0", "zone": "z1"},
 }  # fmt: skip
 
 
@@ -60,7 +61,9 @@ def test_a_worker_is_registered_as_what_it_says_and_where_others_reach_it() -> N
         assert (own.url, own.kv_address) == ("http://10.0.0.7:8100", "10.0.0.7")
         assert (own.kv_events, own.kv_replay) == ("tcp://10.0.0.7:5557", "tcp://127.0.0.1:5558")
         assert (own.shape.tp, own.shape.kv_layout) == (2, "tcp:abc")
-        assert own.topology == Topology(host="h7", rack="r1", gpus=4, labels={"nic": "ib0"})
+        assert own.topology == Topology(
+            host="h7", rack="r1", zone="z1", gpus=4, labels={"nic": "ib0"}
+        )
 
     run(work, worker_id="w7", advertise="10.0.0.7", label=("host=h7", "rack=r1", "nic=ib0"))
 

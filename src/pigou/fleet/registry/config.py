@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated
 
 import msgspec
@@ -56,8 +57,15 @@ class RegistrationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True
             raise ConfigError(f"lease is {self.lease}; it must be 1 to 3600 seconds")
         self.topology("")
 
-    def topology(self, host: str, gpus: int = 0) -> Topology:
-        """Return where the worker runs; `host` and `gpus` where no label says so.
+    def topology(
+        self, host: str, gpus: int = 0, location: Mapping[str, str] | None = None
+    ) -> Topology:
+        """Return where the worker runs, by its labels, else by the arguments.
+
+        Args:
+            host: its name.
+            gpus: of the worker.
+            location: host, rack and zone, as far as `--location` says.
 
         Raises:
             ConfigError: a label is not understood.
@@ -71,5 +79,7 @@ class RegistrationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True
         number = labels.pop("gpus", str(gpus))
         if not number.isdigit() or len(number) > 6:
             raise ConfigError(f"label: gpus is {number[:20]!r}; it must be a number")
-        fields = {name: labels.pop(name) for name in _FIELDS if name in labels}
-        return Topology(**({"host": host} | fields), gpus=int(number), labels=labels)
+        fields = {"host": host}
+        fields |= {name: value for name, value in (location or {}).items() if value}
+        fields |= {name: labels.pop(name) for name in _FIELDS if name in labels}
+        return Topology(**fields, gpus=int(number), labels=labels)

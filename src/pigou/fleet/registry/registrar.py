@@ -103,7 +103,7 @@ class WorkerRegistrar:
         listens = url.hostname or ""
         host = host or (own_address() if listens in _WILD else listens)
         shown = f"[{host}]" if ":" in host else host
-        topology = self._config.topology(socket.gethostname(), self._gpus)
+        topology = self._config.topology(socket.gethostname(), self._gpus, about.get("location"))
         in_pod = self._config.registry.startswith("k8s:")
         try:
             return WorkerEntry(
