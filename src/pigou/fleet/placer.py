@@ -94,7 +94,7 @@ class Placer:
             FleetError: no node has room.
         """
         if id in self._lost:
-            raise FleetError(f"placement: no node has room for {id} now")
+            raise FleetError(f"placement: no node has room for {id} now: {self.refusal(role)}")
         replica = self._scheduler.scale_out(_GANG, role)
         if isinstance(replica, PlacementRefusal):
             raise FleetError(f"placement: {replica.reason}")

@@ -145,9 +145,10 @@ class RayCluster:
         """Call a method of a bundle's actor, which is started where there is none.
 
         Raises:
-            ActorGone: the actor is gone, or its node. FleetError: what the method raised.
+            ActorGone: the actor is gone, or its node. FleetError: it cannot be reached now, or
+                the method raised an error.
         """
-        from ray.exceptions import RayError, RayTaskError
+        from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
         if bundle.actor is None:
             bundle.actor = self._start_actor(bundle)
@@ -155,6 +156,8 @@ class RayCluster:
             return await getattr(bundle.actor, method).remote(*arguments)
         except RayTaskError as error:
             raise FleetError(str(error.cause or error)) from None
+        except ActorUnavailableError:
+            raise FleetError(f"its node {bundle.host} does not answer") from None
         except RayError as error:
             raise ActorGone(f"its node {bundle.host} is gone ({type(error).__name__})") from None
 

@@ -77,12 +77,16 @@ class RayProcess:
 
     async def exited(self) -> str:
         """Return how it ended, once it has."""
-        try:
-            how, self.code = await self._cluster.call(self._bundle, "exited")
-        except ActorGone as gone:
-            self._cluster.end_actor(self._bundle)
-            return str(gone)
-        return str(how)
+        while True:
+            try:
+                how, self.code = await self._cluster.call(self._bundle, "exited")
+            except ActorGone as gone:
+                self._cluster.end_actor(self._bundle)
+                return str(gone)
+            except FleetError:  # the worker itself is watched by HTTP
+                await asyncio.sleep(_LOOK_S)
+            else:
+                return str(how)
 
     async def stop(self, drain_s: float) -> None:
         """End it, by force after `drain_s` seconds; one whose node is gone has ended."""
