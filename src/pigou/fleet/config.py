@@ -13,6 +13,7 @@ from pigou.config import ConfigError
 from pigou.config_option import option
 from pigou.fleet.model_pools import DeclaredModel, ModelPoolConfig
 from pigou.fleet.ray.config import RayConfig, ray_config
+from pigou.gateway.config import Overflow
 from pigou.request import Location, Role
 
 #: Heading of options.
@@ -162,8 +163,9 @@ class WorkersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         tuple[ModelPoolConfig, ...],
         option(
             "One of several models: NAME[,model=FOLDER][,prefill=N][,decode=N][,both=N]"
-            "[,device=D][,tokenizer=T]; without model= it is what attached servers report. In "
-            "place of --model and its workers; may be given again.",
+            "[,device=D][,tokenizer=T][,overflow=NAME|URL][,overflow_price_s=S]"
+            "[,overflow_key=K]; without model= it is what attached servers report. In place of "
+            "--model and its workers; may be given again.",
             _GROUP,
             form="entries",
         ),
@@ -218,7 +220,14 @@ class WorkersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         for name, times in names.items():
             if times > 1:
                 raise ConfigError(f"model_pool and model_alias have {name!r} {times} times")
+        known = {pool.name for pool in self.model_pool}
         for pool in self.model_pool:
+            to = Overflow(to=pool.overflow)
+            if pool.overflow and not to.is_url and to.to not in known - {pool.name}:
+                raise ConfigError(
+                    f"model_pool {pool.name!r} has overflow={pool.overflow}; name another model "
+                    "pool, or give the URL of a fleet"
+                )
             _, decode, both = pool.counts
             if not (self.attach or self.registry or decode + both):
                 raise ConfigError(
@@ -253,6 +262,9 @@ class WorkersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             DeclaredModel(
                 name=pool.name, tokenizer=pool.tokenizer,
                 aliases=tuple(alias for alias, name in aliases if name == pool.name),
+                overflow=Overflow(
+                    to=pool.overflow, price_s=pool.overflow_price_s, key=pool.overflow_key
+                ) if pool.overflow else None,
             )
             for pool in self.model_pool
         )  # fmt: skip

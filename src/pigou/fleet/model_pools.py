@@ -7,7 +7,10 @@ import re
 import msgspec
 
 from pigou.config import ConfigError
+from pigou.gateway.config import Overflow
 
+#: Seconds that a fallback may be worth: a day.
+_MAX_PRICE_S = 86_400.0
 #: Ends of the names of pools that no model's name has.
 _KINDS = ("attached", "registered")
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,255}", re.ASCII)
@@ -22,6 +25,10 @@ class ModelPoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         prefill, decode, both: local workers to start; one for both where nobody says.
         device: of its workers; empty for that of all.
         tokenizer: folder or hub id; by default where the workers say that the model is.
+        overflow: another model pool, or the base URL of another fleet, for requests that find no
+            worker free; empty for none.
+        overflow_price_s: what one of them is worth there, in seconds of waiting here.
+        overflow_key: bearer key of the other fleet.
     """
 
     name: str
@@ -31,9 +38,21 @@ class ModelPoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     both: int = 0
     device: str = ""
     tokenizer: str = ""
+    overflow: str = ""
+    overflow_price_s: float = 1.0
+    overflow_key: str = ""
 
     def __post_init__(self) -> None:
         """Refuse names that no request could use, and workers without a model."""
+        if not 0 <= self.overflow_price_s <= _MAX_PRICE_S:
+            raise ConfigError(
+                f"model_pool {self.name!r} has overflow_price_s={self.overflow_price_s}; it must "
+                f"be 0 to {_MAX_PRICE_S:g} seconds"
+            )
+        if self.overflow_key and not self.overflow.startswith("http"):
+            raise ConfigError(
+                f"model_pool {self.name!r} has overflow_key, and no URL as overflow; leave it out"
+            )
         if not _MODEL_NAME.fullmatch(self.name) or self.name.split(".")[-1] in _KINDS:
             raise ConfigError(
                 f"model_pool is named {self.name[:80]!r}; a name has letters, digits and ._:/@-, "
@@ -61,8 +80,10 @@ class DeclaredModel(msgspec.Struct, frozen=True, kw_only=True):
         name: that its workers report; empty where they may report any, all of them the same.
         aliases: further names that requests may use.
         tokenizer: folder or hub id; empty asks the workers.
+        overflow: where requests go that it cannot serve now; None for nowhere.
     """
 
     name: str = ""
     aliases: tuple[str, ...] = ()
     tokenizer: str = ""
+    overflow: Overflow | None = None

@@ -178,7 +178,7 @@ class Serving:
             GatewayModel(
                 drivers[model.name], Metrics(),
                 FleetStatus(drivers[model.name], partial(self._rows_of, model.name)),
-                model.name, model.aliases,
+                model.name, model.aliases, model.overflow,
             )
             for model in models
         ])  # fmt: skip

@@ -22,6 +22,7 @@ from pigou.gateway.gateway_request import CHAT, COMPLETIONS, GatewayRequest
 from pigou.gateway.metrics import Metrics
 from pigou.gateway.middleware import add_cors, check_browser, count_for, current_key, guard
 from pigou.gateway.model_routing import GatewayModel, ModelRouting
+from pigou.gateway.overflow import OVERFLOW_HEADER, OtherFleets, unless_full
 from pigou.gateway.passthrough import Passthrough
 from pigou.gateway.plan_status import PlanStatus
 from pigou.gateway.plane_driver import PlaneDriver
@@ -119,7 +120,7 @@ def build(gateway: Gateway) -> web.Application:
 
     async def stop(_: web.Application) -> None:
         status_routes.close()
-        routes.close()
+        await routes.close()
         for model in models:
             await model.plane_driver.stop()
 
@@ -134,13 +135,15 @@ class _Routes:
     def __init__(self, gateway: Gateway, models: ModelRouting) -> None:
         self._gateway, self._models = gateway, models
         self._large = FairThreadPool()
+        self._fleets = OtherFleets()
         self._usage = KeyLoads()
         self._passthrough = Passthrough(models, gateway.config, self._usage)
         self._unknown = UnknownFields(gateway.config.unknown_fields, _log.warning)
 
-    def close(self) -> None:
-        """End the threads."""
+    async def close(self) -> None:
+        """End the threads, and connections to other fleets."""
         self._large.close()
+        await self._fleets.close()
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         return await self._generate(request, chat=False)
@@ -164,8 +167,8 @@ class _Routes:
         data = await read_json(request, self._gateway.config.max_body)
         request_id, config = request.headers.get(REQUEST_ID), self._gateway.config
 
-        def work() -> tuple[GatewayModel, GatewayRequest]:
-            model = self._models.of_body(data)
+        def work(model: GatewayModel | None = None) -> tuple[GatewayModel, GatewayRequest]:
+            model = model or self._models.of_body(data)
             return model, read(
                 data,
                 chat=chat,
@@ -182,6 +185,31 @@ class _Routes:
         self._unknown.judge(call.unknown)
         self._models.check(call.fields.model)
         count_for(model.metrics)
+        overflow = model.overflow
+        if overflow is None or OVERFLOW_HEADER in request.headers:
+            return await self._accepted(request, call, model)
+        serve = partial(self._accepted, request, call, model)
+        reply = await unless_full(call, overflow.price_s, serve)
+        if reply is not None:
+            return reply
+        self._gateway.shutdown.check_open()
+        model.metrics.overflowed.labels(overflow.to).inc()
+        if overflow.is_url:
+            with self._usage.accepted(key.digest, key.limits, call):
+                if call.quota is not None:
+                    await call.quota.take(call.id, model.plane_driver.queue_timeout_s)
+                    call.quota.sent()
+                return await self._fleets.forward(request, data, call, overflow)
+        fallback = self._models.find(overflow.to)
+        _, call = await self._off_loop(data, partial(work, fallback))
+        call.overflow = model.name
+        return await self._accepted(request, call, fallback)
+
+    async def _accepted(
+        self, request: web.Request, call: GatewayRequest, model: GatewayModel
+    ) -> web.StreamResponse:
+        """Serve a request within the limits of its key."""
+        key = current_key()
         self._gateway.startup.check(model.decodes)
         _check_deadline(call, model.plane_driver)
         try:
@@ -306,6 +334,8 @@ def _decided(call: GatewayRequest) -> dict[str, str]:
     unknown = {UNKNOWN: header_value(call.unknown)} if call.unknown else {}
     if call.choice is None:
         return unknown
+    if call.overflow:
+        unknown |= {OVERFLOW_HEADER: call.overflow}
     headers = unknown | {"x-pigou-decision": call.id, "x-pigou-worker": call.choice.decode}
     return headers if call.choice.prefill is None else headers | {
         "x-pigou-prefill-worker": call.choice.prefill

@@ -20,6 +20,29 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s,]+")
 _PACKED = (".gz", ".zst")
 
 
+class Overflow(msgspec.Struct, frozen=True, kw_only=True):
+    """Where requests of a model go that it cannot serve now.
+
+    A request that is refused for want of capacity goes at once. Another one waits for as long as
+    the fallback is worth, and goes then: so it costs at most twice the better of the two
+    (ski rental: Karlin, Manasse, Rudolph, Sleator 1988).
+
+    Attributes:
+        to: name of another model here, or base URL of another fleet.
+        price_s: what a request is worth that the fallback serves, in seconds of waiting.
+        key: bearer key of the other fleet.
+    """
+
+    to: str
+    price_s: float = 1.0
+    key: str = ""
+
+    @property
+    def is_url(self) -> bool:
+        """Whether it is another fleet."""
+        return self.to.startswith(("http://", "https://"))
+
+
 class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Limits of one gateway.
 

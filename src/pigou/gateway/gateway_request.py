@@ -149,6 +149,7 @@ class GatewayRequest:
         quota: what it has of its key's limits; None without.
         on_route: told of the workers each time that it is sent to some.
         metered: what it got so far, shared by its sequences; None where nobody counts.
+        overflow: the model that was asked for, where another one serves it; else empty.
     """
 
     id: str
@@ -185,6 +186,7 @@ class GatewayRequest:
     quota: RequestQuota | None = field(default=None, repr=False)
     on_route: Callable[[Choice], None] | None = field(default=None, repr=False)
     metered: MeteredCall | None = field(default=None, repr=False)
+    overflow: str = ""
 
     @property
     def path(self) -> str:

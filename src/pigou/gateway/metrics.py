@@ -85,6 +85,10 @@ class Metrics:
             "pigou_requests_shed", "Requests refused because the fleet was full.",
             registry=self.registry,
         )  # fmt: skip
+        self.overflowed = Counter(
+            "pigou_requests_overflowed", "Requests that went to another model or fleet.",
+            ["to"], registry=self.registry,
+        )  # fmt: skip
         self.first_token = Histogram(
             "pigou_time_to_first_token_seconds", "From arrival to the first token relayed.",
             buckets=_SECONDS, registry=self.registry,

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from pigou.gateway.config import Overflow
 from pigou.gateway.metrics import Metrics
 from pigou.gateway.plane_driver import PlaneDriver
 from pigou.gateway.prompt_reader import PromptReader
@@ -39,14 +40,15 @@ class GatewayModel:
         metrics: of its requests.
         fleet_status: the table of its workers.
         generator: serves its requests.
+        overflow: where requests go that it cannot serve now; None for nowhere.
     """
 
     def __init__(
         self, plane_driver: PlaneDriver, metrics: Metrics, fleet_status: FleetStatus,
-        name: str = "", aliases: Sequence[str] = (),
+        name: str = "", aliases: Sequence[str] = (), overflow: Overflow | None = None,
     ) -> None:  # fmt: skip
         """Take the parts; arguments are as the attributes."""
-        self.name, self.aliases = name, tuple(aliases)
+        self.name, self.aliases, self.overflow = name, tuple(aliases), overflow
         self.plane_driver, self.metrics, self.fleet_status = plane_driver, metrics, fleet_status
         self.generator = Generator(plane_driver, metrics)
         plane_driver.timed = metrics.decision.observe

@@ -128,6 +128,8 @@ class Sequences:
         routed = asyncio.Event()
 
         def on_route(choice: Choice) -> None:
+            if self._call.choice is None and self._call.on_route is not None:
+                self._call.on_route(choice)
             self._call.choice = self._call.choice or choice
             routed.set()
 

@@ -1,0 +1,120 @@
+"""Overflow: a request of a model that is full goes to another model, or to another fleet."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import aiohttp
+import msgspec
+from aiohttp import web
+
+from pigou.control.messages import Choice
+from pigou.gateway.config import Overflow
+from pigou.gateway.gateway_request import GatewayRequest
+from pigou.wire.errors import APIError
+from pigou.wire.json_limits import read_fields
+from pigou.wire.openai_requests import without_bom
+from pigou.wire.request_validation import REQUEST_ID_HEADER, echo_request_id
+
+#: Header of what overflowed: the model that was asked for. It does not overflow again.
+OVERFLOW_HEADER = "x-pigou-overflow"
+#: Seconds for a connection to another fleet.
+_CONNECT_S = 5.0
+_REPLY_HEADERS = ("content-type", "cache-control", "retry-after")
+
+
+async def unless_full(
+    call: GatewayRequest, price_s: float, serve: Callable[[], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse | None:
+    """Serve a request; return None where it found no worker, and nothing was written.
+
+    Args:
+        call: the request; its wait ends with its first route.
+        price_s: that it may wait for a worker, in seconds.
+        serve: serves it.
+    """
+    limit = asyncio.timeout(price_s)
+
+    def routed(_: Choice) -> None:
+        if not limit.expired():
+            limit.reschedule(None)
+
+    call.on_route = routed
+    try:
+        async with limit:
+            return await serve()
+    except TimeoutError:
+        if not limit.expired():
+            raise
+    except APIError as error:
+        if error.status != 503:
+            raise
+    return None
+
+
+class OtherFleets:
+    """Passes requests to other fleets, over connections that stay."""
+
+    def __init__(self) -> None:
+        """Begin without connections."""
+        self._session: aiohttp.ClientSession | None = None
+
+    async def close(self) -> None:
+        """End all connections."""
+        if self._session is not None:
+            await self._session.close()
+
+    async def forward(
+        self, request: web.Request, data: bytes, call: GatewayRequest, overflow: Overflow
+    ) -> web.StreamResponse:
+        """Pass a request on, and its answer back.
+
+        Args:
+            request: of the client.
+            data: its body.
+            call: the request as it was read here.
+            overflow: with a URL.
+
+        Raises:
+            APIError: 503, the other fleet cannot be reached; 502, it broke off before it answered.
+        """
+        body, model = read_fields(without_bom(data)), call.fields.model or ""
+        body["model"] = msgspec.Raw(msgspec.json.encode(model))
+        echoed = echo_request_id(request.headers.get(REQUEST_ID_HEADER))
+        headers = {"content-type": "application/json", OVERFLOW_HEADER: model}
+        headers[REQUEST_ID_HEADER] = call.wire_id
+        if overflow.key:
+            headers["authorization"] = f"Bearer {overflow.key}"
+        url = overflow.to.rstrip("/").removesuffix("/v1") + request.path
+        out: web.StreamResponse | None = None
+        try:
+            async with self._connections().post(
+                url, data=msgspec.json.encode(body), headers=headers
+            ) as reply:
+                sent = {name: reply.headers[name] for name in _REPLY_HEADERS
+                        if name in reply.headers}  # fmt: skip
+                sent |= echoed | {OVERFLOW_HEADER: model}
+                out = web.StreamResponse(status=reply.status, headers=sent)
+                await out.prepare(request)
+                async for part in reply.content.iter_any():
+                    await out.write(part)
+        except (aiohttp.ClientError, TimeoutError) as error:
+            if out is not None:
+                raise ConnectionResetError(f"{url} broke off: {error}") from error
+            raise APIError(
+                503,
+                f"The model `{model}` has no worker free, and {overflow.to}, where its requests "
+                f"overflow to, cannot be reached ({type(error).__name__}).",
+                retry_after=1,
+            ) from error
+        await out.write_eof()
+        return out
+
+    def _connections(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0), timeout=timeout
+            )
+        return self._session
