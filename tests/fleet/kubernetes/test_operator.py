@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import os
+import signal
+import sys
+from pathlib import Path
 from typing import Any
 
+import aiohttp
 from tests.fleet.kubernetes.fleets import Cluster, fleet, kinds, node, operated, pool, until
+from tests.lib.fake_kubernetes import FakeKubernetes
+from tests.lib.server_process import free_ports
 
 PREFILL, DECODE = pool("prefill", 5), pool("decode", 2)
 #: New prefill and decode, old prefill and decode, after each step of 5P+2D with surge 2.
@@ -122,3 +131,35 @@ async def test_gpus_that_cannot_be_counted_are_not_taken() -> None:
         assert not cluster.replicas()
         cluster.store.put(node("n2", 0))
         await until(cluster.ready)
+
+
+async def test_the_command_finds_its_server_serves_health_and_ends_at_sigterm(
+    tmp_path: Path,
+) -> None:
+    async with FakeKubernetes(token="secret") as api:
+        cluster = Cluster(api)
+        cluster.store.put(fleet(pool("both", 2, gpusPerReplica=0)))
+        config = tmp_path / "config"
+        config.write_text(json.dumps(api.kubeconfig()))
+        (port,) = free_ports(1)
+        health = f"http://127.0.0.1:{port}/healthz"
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "pigou", "operator", "--namespace", "default",
+            "--liveness", health, env={**os.environ, "KUBECONFIG": str(config)},
+            stderr=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        controller = asyncio.create_task(cluster.control())
+        try:
+            await until(cluster.ready)
+            async with aiohttp.ClientSession() as session, session.get(health) as reply:
+                assert reply.status == 200
+            process.send_signal(signal.SIGTERM)
+            assert await asyncio.wait_for(process.wait(), 15) == 0
+        finally:
+            controller.cancel()
+            if process.returncode is None:
+                process.kill()
+        assert process.stderr is not None
+        log = (await process.stderr.read()).decode()
+        assert "create Deployment chat-m-both-" in log
+        assert "Traceback" not in log, log
