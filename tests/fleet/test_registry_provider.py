@@ -106,8 +106,10 @@ def run(work: Work) -> None:
 def test_workers_are_found_used_and_shown() -> None:
     async def work(fleet: Discovered) -> None:
         await fleet.worker("w0")
-        await fleet.worker("w1")
+        await fleet.worker("w1", version="v1")
         rows = await fleet.up("w0", "w1")
+        upstreams = fleet.serving.plane_driver.upstreams
+        assert upstreams["w1"].worker.version == "v1"  # by which KV is not mixed
         assert {(row["kind"], row["pool"]) for row in rows.values()} == {
             ("registered", "both.registered")
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 from pigou.control.messages import WorkerDraining
@@ -64,9 +65,12 @@ class RegisteredMember(AttachedMember):
             self.suspect(self.suspected)
 
     def _pinned(self, probed: ProbeResult) -> ProbeResult:
-        """Return the probe's result, where it is of this incarnation."""
+        """Return the probe's result, where it is of this incarnation.
+
+        A stock engine knows no version of its deployment; its entry, or its pod's label, does.
+        """
         check_incarnation(self.entry, probed)
-        return probed
+        return replace(probed, version=probed.version or self.entry.version)
 
 
 def check_incarnation(entry: WorkerEntry, probed: ProbeResult) -> None:
