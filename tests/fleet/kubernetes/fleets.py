@@ -59,8 +59,8 @@ class Cluster:
             for item in self.store.all("deployments"):
                 version = item["metadata"]["labels"].get(DEPLOYMENT_VERSION)
                 ready = 0 if version in self.stuck else item["spec"]["replicas"]
-                if (item.get("status") or {}).get("readyReplicas", -1) != ready:
-                    self.store.put({**item, "status": {"readyReplicas": ready}})
+                if (item.get("status") or {}).get("availableReplicas", -1) != ready:
+                    self.store.put({**item, "status": {"availableReplicas": ready}})
             await asyncio.sleep(0.005)
 
     def _note(self) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import time
+import urllib.request
 from typing import Any
 
 import pytest
@@ -130,7 +133,7 @@ def test_a_leftover_of_any_version_or_model_goes() -> None:
     first = reconcile(observed(body))
     workloads = made(first, "Deployment")
     for workload in workloads:
-        workload["status"] = {"readyReplicas": 1}
+        workload["status"] = {"readyReplicas": 1, "availableReplicas": 1}
     stray = reconcile(observed(fleet(pool("both", 1), model="older")))
     leftover = made(stray, "Deployment")[1]
     other = reconcile(observed(body | {"spec": {"models": [
@@ -141,6 +144,39 @@ def test_a_leftover_of_any_version_or_model_goes() -> None:
     assert deleted == {leftover["metadata"]["name"], removed["metadata"]["name"]}
     done = reconcile(observed(body, workloads=workloads, services=made(first, "Service")))
     assert (done.writes, done.status["conditions"][0]["status"]) == ((), "True")
+
+
+def test_a_worker_counts_once_gateways_can_know_it() -> None:
+    """Else the last old one goes while gateways still look at the new one."""
+    body = fleet(pool("both", 1))
+    workloads = made(reconcile(observed(body)), "Deployment")
+    for workload in workloads:
+        workload["status"] = {"readyReplicas": 1}
+    assert workloads[1]["spec"]["minReadySeconds"] >= 5
+    changes = reconcile(observed(body, workloads=workloads))
+    assert changes.status["conditions"][0]["reason"] == "WaitingForReady"
+
+
+def test_vllm_ends_when_its_requests_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = {"engine": "vllm", "image": "vllm:1"}
+    changes = reconcile(observed(fleet(pool("both", 1, **engine))))
+    spec = made(changes, "Deployment")[1]["spec"]["template"]["spec"]
+    _, _, code = spec["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+    now, counts = [0.0], [2, 1, 0, 5]
+
+    def page(url: str, timeout: float) -> io.BytesIO:
+        labels = '{engine="0",model_name="m"}'
+        running = f"vllm:num_requests_running{labels} {float(counts.pop(0))}"
+        return io.BytesIO(f"{running}\nvllm:num_requests_waiting{labels} 0.0\n".encode())
+
+    monkeypatch.setattr(time, "sleep", lambda s: now.__setitem__(0, now[0] + s))
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(urllib.request, "urlopen", page)
+    exec(code, {})
+    assert (counts, now[0]) == ([5], 7.0)
+    counts[:] = [1] * 1000
+    exec(code, {})
+    assert 120 <= now[0] - 7.0 < spec["terminationGracePeriodSeconds"]
 
 
 def test_a_fleet_of_the_same_name_elsewhere_is_left_alone() -> None:

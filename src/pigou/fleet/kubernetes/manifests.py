@@ -23,6 +23,20 @@ GATEWAY_PORT, WORKER_PORT = 8000, 8100
 #: Seconds between two probes; those after the drain in which a container may end.
 _PROBE_S, _END_S = 10, 15
 _CACHE = "/var/cache/huggingface"
+#: Seconds that a worker is ready before old ones go: gateways know it by then.
+_KNOWN_S = 10
+#: vLLM ends at once at SIGTERM. Before that, gateways see that its pod goes, and its requests end.
+_VLLM_DRAIN = """\
+import re, time, urllib.request
+time.sleep(5)
+end = time.monotonic() + {drain_s}
+busy = re.compile(r"^vllm:num_requests_(?:running|waiting)\\S* (\\S+)", re.M)
+while time.monotonic() < end:
+    page = urllib.request.urlopen("http://127.0.0.1:{port}/metrics", timeout=5).read().decode()
+    if not any(float(count) for count in busy.findall(page)):
+        break
+    time.sleep(1)
+"""
 
 
 class FleetObjects:
@@ -62,6 +76,7 @@ class FleetObjects:
             "apiVersion": "apps/v1", "kind": "Deployment", "metadata": meta,
             "spec": {
                 "replicas": replicas, "selector": {"matchLabels": labels},
+                "minReadySeconds": _KNOWN_S,
                 "progressDeadlineSeconds": pool.load_seconds + 600, "template": template,
             },
         }  # fmt: skip
@@ -166,6 +181,9 @@ class FleetObjects:
             "readinessProbe": _probe("/health", WORKER_PORT, 3),
             "livenessProbe": _probe("/health", WORKER_PORT, 12),
         }  # fmt: skip
+        if pool.engine == "vllm":
+            code = _VLLM_DRAIN.format(drain_s=pool.drain_seconds, port=WORKER_PORT)
+            container["lifecycle"] = {"preStop": {"exec": {"command": ["python3", "-c", code]}}}
         pod: Manifest = {
             "serviceAccountName": "pigou-fleet", "containers": [container], "volumes": volumes,
             "terminationGracePeriodSeconds": pool.drain_seconds + _END_S,

@@ -351,9 +351,13 @@ def _pool_status(
 
 
 def _ready(workload: Manifest) -> int:
-    """Return the ready replicas of a workload, none of those that are to end."""
-    ready, replicas = (workload.get("status") or {}).get("readyReplicas", 0), _replicas(workload)
-    return int(min(ready, replicas))
+    """Return the ready replicas of a workload, none of those that are to end.
+
+    Those of a Deployment have been ready for a while, so that gateways know them.
+    """
+    counted = "availableReplicas" if workload["kind"] == "Deployment" else "readyReplicas"
+    ready = (workload.get("status") or {}).get(counted, 0)
+    return int(min(ready, _replicas(workload)))
 
 
 def _replicas(workload: Manifest) -> int:
