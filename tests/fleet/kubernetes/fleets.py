@@ -106,8 +106,12 @@ async def operated(gpus: int = 32) -> AsyncIterator[Cluster]:
     async with FakeKubernetes() as api:
         cluster = Cluster(api)
         api.store.put(node("n1", gpus))
-        info = kopf.ConnectionInfo(server=api.url, default_namespace="default")
-        operator = FleetOperator(OperatorConfig(namespace="default", interval=1.0), info)
+
+        def connect() -> kopf.ConnectionInfo:
+            return kopf.ConnectionInfo(server=api.url, token=api.token)
+
+        config = OperatorConfig(namespace="default", interval=1.0)
+        operator = FleetOperator(config, connect)
         stop = threading.Event()
         controller = asyncio.create_task(cluster.control())
         # At its end kopf waits for all tasks of its event loop, so it has one of its own.

@@ -133,6 +133,18 @@ async def test_gpus_that_cannot_be_counted_are_not_taken() -> None:
         await until(cluster.ready)
 
 
+async def test_a_token_that_expires_is_read_anew() -> None:
+    """Tokens of service accounts live for an hour; their files are written anew."""
+    async with operated() as cluster:
+        cluster.api.token = "first"
+        cluster.store.put(fleet(pool("both", 1)))
+        await until(cluster.ready)
+        cluster.api.token = "second"
+        cluster.api.cut_watches()
+        cluster.store.put(fleet(pool("both", 2)))
+        await until(lambda: cluster.ready() and sum(cluster.replicas().values()) == 2)
+
+
 async def test_the_command_finds_its_server_serves_health_and_ends_at_sigterm(
     tmp_path: Path,
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ssl
 import tempfile
 from base64 import b64decode
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
@@ -95,20 +96,34 @@ class Connection(msgspec.Struct, frozen=True, kw_only=True):
 class KubernetesApi:
     """An API server's client; `async with` opens and closes it."""
 
-    def __init__(self, connection: Connection) -> None:
-        """Take where the server is."""
-        self._connection = connection
+    def __init__(self, connect: Callable[[], Connection]) -> None:
+        """Take what says where the server is; it is asked again when a token has expired."""
+        self._connect = connect
+        self._server = ""
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
         """Open the session."""
-        token, agent = self._connection.token, {"user-agent": f"pigou/{__version__}"}
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(ssl=self._connection.tls()),
-            timeout=aiohttp.ClientTimeout(total=_CALL_S),
-            headers=agent | ({"authorization": f"Bearer {token}"} if token else {}),
-        )
+        self._open()
         return self
+
+    def _open(self) -> None:
+        connection = self._connect()
+        headers = {"user-agent": f"pigou/{__version__}"}
+        if connection.token:
+            headers["authorization"] = f"Bearer {connection.token}"
+        self._server = connection.server.rstrip("/")
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(ssl=connection.tls()),
+            timeout=aiohttp.ClientTimeout(total=_CALL_S),
+            headers=headers,
+        )
+
+    async def _renew(self) -> None:
+        """Open another session: tokens of service accounts live for an hour, their files anew."""
+        assert self._session is not None
+        await self._session.close()
+        self._open()
 
     async def __aexit__(
         self,
@@ -183,10 +198,22 @@ class KubernetesApi:
         self, method: str, path: str, body: Manifest | None = None, *,
         media_type: str = "application/json", query: dict[str, str] | None = None,
     ) -> Any:  # fmt: skip
+        try:
+            return await self._ask(method, path, body, media_type, query)
+        except KubernetesError as error:
+            if error.code != 401:
+                raise
+        await self._renew()
+        return await self._ask(method, path, body, media_type, query)
+
+    async def _ask(
+        self, method: str, path: str, body: Manifest | None, media_type: str,
+        query: dict[str, str] | None,
+    ) -> Any:  # fmt: skip
         assert self._session is not None, "the client is not open"
         data = None if body is None else msgspec.json.encode(body)
         headers = {} if body is None else {"content-type": media_type}
-        url = self._connection.server.rstrip("/") + path
+        url = self._server + path
         try:
             async with self._session.request(
                 method, url, data=data, headers=headers, params=query

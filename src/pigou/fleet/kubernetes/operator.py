@@ -9,6 +9,7 @@ import asyncio
 import logging
 import threading
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
@@ -30,17 +31,18 @@ _COALESCED_S = 0.05
 class FleetOperator:
     """Keeps fleets as they are specified; runs handlers of kopf in one event loop."""
 
-    def __init__(self, config: OperatorConfig, connection: Any = None) -> None:
-        """Take options and kopf's `ConnectionInfo`; None finds the server as kubectl does.
+    def __init__(self, config: OperatorConfig, connect: Callable[[], Any] | None = None) -> None:
+        """Take options, and what returns kopf's `ConnectionInfo`: as kubectl finds it by default.
 
         Raises:
-            ConfigError: there is no API server to be info.
+            ConfigError: there is no API server to be found.
         """
         self._config = config
-        self._connection = connection or _connection()
+        self._connect = connect or _connection
+        self._connect()
         self._wakes: dict[tuple[str, str], asyncio.Event] = defaultdict(asyncio.Event)
         self._loops: dict[tuple[str, str], asyncio.Task[None]] = {}
-        self._api = KubernetesApi(Connection.of(self._connection))
+        self._api = KubernetesApi(lambda: Connection.of(self._connect()))
 
     async def run(self, stop: threading.Event | None = None) -> None:
         """Serve until `stop` is set, or the process is told to end."""
@@ -116,7 +118,7 @@ class FleetOperator:
         on: Any = kopf.on  # whose handlers take the arguments that they name
 
         def login(**_: Any) -> Any:
-            return self._connection
+            return self._connect()
 
         async def end(**_: Any) -> None:
             for task in self._loops.values():
