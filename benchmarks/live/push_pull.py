@@ -3,7 +3,7 @@
 Four prefill workers take 50 ms a prompt, one decode worker streams 8 tokens. Rounds of all fleets
 alternate, in an order that each round draws anew; each round sends every fleet the same requests.
 
-    python -m benchmarks.live.push_pull [--rounds 3] [--rate 56] [--requests 400]
+    python -m benchmarks.live.push_pull [--rounds 3] [--rate 48] [--requests 400]
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def load(url: str, rate: float, requests: int, seed: int, file: Path) -> dict[st
     """Send a round's requests; return mean, median and P99 of the TTFT in milliseconds."""
     command = [
         sys.executable, "-m", "pigou", "bench", url, "--rate", str(rate), "--requests",
-        str(requests), "--input", "256", "--output", "8", "--seed", str(seed), "--json", str(file),
+        str(requests), "--input", "512", "--output", "8", "--seed", str(seed), "--json", str(file),
     ]  # fmt: skip
     subprocess.run(command, check=True, capture_output=True)
     document = json.loads(file.read_text())
@@ -60,7 +60,7 @@ def load(url: str, rate: float, requests: int, seed: int, file: Path) -> dict[st
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--rate", type=float, default=56.0, help="requests/s, of 80 at most")
+    parser.add_argument("--rate", type=float, default=48.0, help="requests/s, of 80 at most")
     parser.add_argument("--requests", type=int, default=400)
     asked = parser.parse_args()
     with ExitStack() as stack:

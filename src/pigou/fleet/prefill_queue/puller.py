@@ -39,13 +39,12 @@ _PULL_S = 1.0
 class PrefillPuller:
     """Pulls prompts for one worker, and offers their KV to the gateways that asked.
 
-    A batch is pulled once the one before it is computed. While a prompt is computed, the broker and
-    its gateway hear of it every third of the lease.
+    While a prompt is computed, the broker and its gateway hear of it every third of the lease.
     """
 
     def __init__(
         self, broker: PrefillBroker, worker: str, compute: ComputePrompt, *, version: str = "",
-        batch_tokens: int = 512, batch_wait_ms: float = 2.0, signer: MessageSigner | None = None,
+        batch_tokens: int = 512, signer: MessageSigner | None = None,
     ) -> None:  # fmt: skip
         """Prepare for `run`.
 
@@ -54,14 +53,15 @@ class PrefillPuller:
             worker: address of the worker's server, by which gateways know it.
             compute: computes a prompt.
             version: of the worker's deployment.
-            batch_tokens: with which a batch is complete.
-            batch_wait_ms: milliseconds that more prompts are waited for.
+            batch_tokens: of prompts under way that saturate the worker.
             signer: of the fleet's messages.
         """
         self._signer = signer or MessageSigner()
         self._broker, self._worker, self._compute = broker, worker, compute
         self._version, self._batch_tokens = version, batch_tokens
-        self._batch_wait_s = batch_wait_ms / 1000
+        self._under_way: list[int] = []  # tokens of prompts that are computed
+        self._computed = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = False
 
     def stop(self) -> None:
@@ -78,31 +78,41 @@ class PrefillPuller:
                         if not self._broker.client.is_connected:
                             await self._broker.connect()
                         subscription = await self._broker.subscribe(self._version)
-                    await self._serve_batch(subscription)
-                except (BrokerUnavailable, Error, OSError):
+                    await self._pull(subscription)
+                except (BrokerUnavailable, Error, OSError, msgspec.MsgspecError):
                     subscription = None
                     await asyncio.sleep(_RETRY_S)
+            while self._tasks:
+                await asyncio.wait(self._tasks)
         finally:
+            for task in self._tasks:
+                task.cancel()
             await self._broker.close()
 
-    async def _serve_batch(self, subscription: JetStreamContext.PullSubscription) -> None:
-        """Pull prompts until they saturate the worker, and compute them."""
-        tokens, timeout_s = 0, _PULL_S
-        async with asyncio.TaskGroup() as tasks:
-            while tokens < self._batch_tokens and not self._stopping:
-                try:
-                    (message,) = await subscription.fetch(1, timeout=timeout_s)
-                except (nats.errors.TimeoutError, TimeoutError):
-                    return
-                try:
-                    prompt = self._signer.verify(message.data, QueuedPrefill)
-                except msgspec.MsgspecError:
-                    await message.term()  # of another fleet, or version of the protocol
-                    continue
-                if await self._may_begin(message, prompt):
-                    tokens += prompt.tokens
-                    timeout_s = self._batch_wait_s
-                    tasks.create_task(self._serve(message, prompt))
+    async def _pull(self, subscription: JetStreamContext.PullSubscription) -> None:
+        """Pull a prompt, and begin it, once what is under way leaves room for it.
+
+        One prompt is pulled beyond those that saturate the worker: it begins when they end,
+        without the way to the broker in between. The broker gives it to idle workers first, who
+        have waited for longer.
+        """
+        while sum(self._under_way[:-1]) >= self._batch_tokens:
+            self._computed.clear()
+            await self._computed.wait()
+        try:
+            (message,) = await subscription.fetch(1, timeout=_PULL_S)
+        except (nats.errors.TimeoutError, TimeoutError):
+            return
+        try:
+            prompt = self._signer.verify(message.data, QueuedPrefill)
+        except msgspec.MsgspecError:
+            await message.term()  # of another fleet, or version of the protocol
+            return
+        if await self._may_begin(message, prompt):
+            self._under_way.append(prompt.tokens)
+            task = asyncio.create_task(self._serve(message, prompt))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
     async def _may_begin(self, message: Msg, prompt: QueuedPrefill) -> bool:
         """Ask the gateway whether this worker is to compute a prompt; else let go of it."""
@@ -126,13 +136,17 @@ class PrefillPuller:
         """Compute a prompt, and offer its KV."""
         alive = asyncio.create_task(self._stay_alive(message, prompt))
         try:
-            status, reply = await self._compute(prompt)
+            try:
+                status, reply = await self._compute(prompt)
+            finally:
+                self._under_way.remove(prompt.tokens)
+                self._computed.set()
             if status >= 500 or status in (408, 429):  # another worker may do better
                 await message.nak(delay=_RETRY_S)
             else:
                 await self._offer(prompt, status, reply)
                 await message.ack()
-        except (BrokerUnavailable, Error, OSError):
+        except (BrokerUnavailable, Error, OSError, msgspec.MsgspecError):
             return  # it is delivered again
         finally:
             alive.cancel()
