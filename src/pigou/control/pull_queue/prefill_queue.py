@@ -178,13 +178,15 @@ class PrefillQueue:
         return claims
 
     def claim_one(
-        self, request: str, worker: str, now_ns: int, service: ServiceLaw | None = None
-    ) -> PrefillClaim | list[QueueEffect]:
+        self, request: str, worker: str, now_ns: int, service: ServiceLaw | None = None,
+        delay_s: float = 0.0,
+    ) -> PrefillClaim | list[QueueEffect]:  # fmt: skip
         """Give a worker the prompt that a broker has delivered to it, if the claim is worth it.
 
-        Where it is not, the prompt has been passed over once more. A prompt that another worker has
-        claimed is taken from it: the broker delivers again only what was lost. Without a claim, the
-        effects of that are returned: it may be a dead letter.
+        Where it is not, the prompt has been passed over once more. To leave it must save more than
+        the `delay_s` seconds for which the broker then gives it to nobody. It is taken from another
+        worker's claim: the broker delivers again what was lost. Without a claim, the effects of
+        that are returned: it may be a dead letter.
         """
         entry = self._entries.get(request)
         if entry is None or worker not in self.workers:
@@ -199,7 +201,7 @@ class PrefillQueue:
             at, table = entries.index(entry), service([other.item for other in entries])
             seconds_s = float(table.seconds[at, self.workers.index(worker)])
             values = self._values(entries, table.seconds, worker, end_ns, now_ns)
-            if not self._must_go(entry, now_ns) and values[at] < -SAME_S:
+            if not self._must_go(entry, now_ns) and values[at] < -SAME_S - delay_s:
                 entry.passed_over += 1
                 self.counts.left += 1
                 return []

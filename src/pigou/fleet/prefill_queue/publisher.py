@@ -193,7 +193,10 @@ class PrefillPublisher:
             return ClaimAnswer("later", _MAX_DELAY_S)
         if pending.delivery == (worker, question.delivery):
             return ClaimAnswer("begin")
-        claim = self.core.claim_one(request, worker, now_ns, self._law)
+        busy_s = [self.core.free_s(other, now_ns) for other in self.core.workers]
+        delay_s = min((seconds for seconds in busy_s if seconds > 0.0), default=0.0)
+        delay_s = min(max(delay_s, _MIN_DELAY_S), _MAX_DELAY_S)
+        claim = self.core.claim_one(request, worker, now_ns, self._law, delay_s)
         if isinstance(claim, PrefillClaim):
             pending.delivery = worker, question.delivery
             pending.on_claim(worker)
@@ -201,9 +204,7 @@ class PrefillPublisher:
         if claim:
             self._apply(claim)
             return ClaimAnswer("gone")
-        busy_s = [self.core.free_s(other, now_ns) for other in self.core.workers]
-        delay_s = min((seconds for seconds in busy_s if seconds > 0.0), default=_MIN_DELAY_S)
-        return ClaimAnswer("later", min(max(delay_s, _MIN_DELAY_S), _MAX_DELAY_S))
+        return ClaimAnswer("later", delay_s)
 
     def _take_offer(self, offer: PrefillOffer) -> bool:
         """Take in an offer; return whether it is the first."""
