@@ -183,10 +183,9 @@ class PrefillQueue:
     ) -> PrefillClaim | list[QueueEffect]:  # fmt: skip
         """Give a worker the prompt that a broker has delivered to it, if the claim is worth it.
 
-        Where it is not, the prompt has been passed over once more. To leave it must save more than
-        the `delay_s` seconds for which the broker then gives it to nobody. It is taken from another
-        worker's claim: the broker delivers again what was lost. Without a claim, the effects of
-        that are returned: it may be a dead letter.
+        Where it is not, the prompt was passed over: to leave it must save more than the `delay_s`
+        seconds for which the broker then gives it to nobody. Another worker's claim ends, as what
+        was lost is delivered again; the effects of that are returned: it may be a dead letter.
         """
         entry = self._entries.get(request)
         if entry is None or worker not in self.workers:
