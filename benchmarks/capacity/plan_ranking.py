@@ -25,7 +25,7 @@ from pigou.control.planner.objectives import Slo
 from pigou.sim.model_config import architecture
 from pigou.sim.network import LinkConfig
 
-#: Name -> workload, model, GPUs, objective. None of them chose a constant of the analysis.
+#: Name -> workload, model, GPUs, objective. `long` chose the constants of the analysis.
 WORKLOADS = {
     "long": ("mix=1:4000/500,prefix=500", "Qwen3-32B-FP8", {"H200": 16}, "ttft=0.3,itl=0.01"),
     "mixed": (

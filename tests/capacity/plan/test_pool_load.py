@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,12 +16,15 @@ from pigou.control.planner.performance.model import PerformanceModel
 from pigou.games.queueing import erlang_c, mgc_wait
 from pigou.request import Role
 
-#: A second for each 1,000 prompt tokens; steps of 10 ms and 0.2 ms a stream.
-MODEL = PerformanceModel.from_points(
-    [(0.001, 1e-6), (1000.0, 1.0), (2000.0, 2.0)],
-    [(1.0, 100.0, 0.0102), (101.0, 100.0, 0.0302)],
-    kv_tokens=1e6,
-    max_seqs=100,
+#: A second for each 1,000 prompt tokens, which are a chunk; steps of 10 ms and 0.2 ms a stream.
+MODEL = replace(
+    PerformanceModel.from_points(
+        [(0.001, 1e-6), (1000.0, 1.0), (2000.0, 2.0)],
+        [(1.0, 100.0, 0.0102), (101.0, 100.0, 0.0302)],
+        kv_tokens=1e6,
+        max_seqs=100,
+    ),
+    chunk_tokens=1000,
 )
 
 
@@ -47,6 +51,26 @@ def test_long_prompts_decide_the_tail() -> None:
     load = PoolLoad(MODEL, Role.PREFILL, classes((100, 10, 0.9), (2000, 10, 0.1)))
     assert load.ttft_quantile_s(1e-6, 8, 0.89) == pytest.approx(0.1, rel=0.01)
     assert load.ttft_quantile_s(1e-6, 8, 0.95) == pytest.approx(2.0, rel=0.01)
+
+
+def test_a_chunk_that_is_filled_up_delays_the_prompt_that_ends_in_it() -> None:
+    lengths = classes((1000, 100, 1.0))
+    exact, wide = (
+        PoolLoad(replace(MODEL, chunk_tokens=chunk), Role.PREFILL, lengths)
+        for chunk in (1000, 1400)
+    )
+    more = wide.mean_ttft_s(3.0, 4) - exact.mean_ttft_s(3.0, 4)
+    assert more == pytest.approx(0.4 * erlang_c(4, 0.75))
+
+
+def test_streams_without_a_slot_count_as_outside() -> None:
+    lengths = classes((50, 100, 1.0))
+    wide, narrow = (
+        PoolLoad(replace(MODEL, max_seqs=slots), Role.DECODE, lengths) for slots in (100, 13)
+    )
+    assert wide.streams(10.0, 1) == pytest.approx(narrow.streams(10.0, 1), rel=1e-6)
+    assert wide.itl_share(10.0, 1, 1.0) > 0.999
+    assert 0.5 < narrow.itl_share(10.0, 1, 1.0) < 0.65
 
 
 def test_streams_are_those_of_littles_law() -> None:

@@ -15,6 +15,7 @@ import msgspec
 from pigou.capacity.plan.configuration import (
     Configuration,
     LoadFigures,
+    PlannedPool,
     WorkerKind,
     usd_per_million,
 )
@@ -149,11 +150,11 @@ class Analysis:
         First tokens wait for steps of the decode pool at that rate.
         """
         limit = self.limit_rps(Role.DECODE, *decode)
-        limit = min(limit, self.limit_rps(Role.PREFILL, *prefill))
         load = self._load(decode[0], Role.DECODE)
         if limit <= 0.0 or load is None:
             return 0.0
-        joining_s = load.joining_s(limit, decode[1])
+        remote = min(limit, self.limit_rps(Role.PREFILL, *prefill))
+        joining_s = load.joining_s(remote, decode[1])
         return min(limit, self.limit_rps(Role.PREFILL, *prefill, joining_s))
 
     def _load(self, kind: WorkerKind, role: Role) -> PoolLoad | None:
@@ -182,23 +183,42 @@ class Analysis:
 
     def figures(self, configuration: Configuration, rate_rps: float) -> LoadFigures:
         """Return what a configuration does at a rate, latencies at the objective's percentile."""
-        ttft_s = itl_s = e2e_s = 0.0
-        share = self.slo.share
-        loads = [self._load(pool.kind, pool.role) for pool in configuration.pools]
-        joining_s = sum(
-            load.joining_s(rate_rps, pool.workers)
-            for load, pool in zip(loads, configuration.pools, strict=True)
-            if load is not None
+        if len(configuration.pools) > 1:
+            latencies = self._split_latencies(rate_rps, *configuration.pools)
+        else:
+            latencies = self._joint_latencies(rate_rps, configuration.pools[0])
+        return self.priced(configuration, rate_rps, latencies, None)
+
+    def _joint_latencies(self, rate_rps: float, pool: PlannedPool) -> tuple[float, float, float]:
+        """TTFT and ITL at the percentile, and mean end to end, of workers that do both."""
+        load, workers, share = self._load(pool.kind, pool.role), pool.workers, self.slo.share
+        if load is None:
+            return math.inf, math.inf, math.inf
+        e2e_s = load.mean_ttft_s(rate_rps, workers)
+        e2e_s += (self.demand.mix.osl - 1.0) * load.mean_itl_s(rate_rps, workers)
+        return (
+            load.ttft_quantile_s(rate_rps, workers, share),
+            load.itl_quantile_s(rate_rps, workers, share),
+            e2e_s,
         )
-        for load, pool in zip(loads, configuration.pools, strict=True):
-            if load is None:
-                ttft_s = itl_s = e2e_s = math.inf
-                break
-            ttft_s = max(ttft_s, load.ttft_quantile_s(rate_rps, pool.workers, share, joining_s))
-            itl_s = max(itl_s, load.itl_quantile_s(rate_rps, pool.workers, share))
-            e2e_s += load.mean_ttft_s(rate_rps, pool.workers)
-            e2e_s += (self.demand.mix.osl - 1.0) * load.mean_itl_s(rate_rps, pool.workers)
-        return self.priced(configuration, rate_rps, (ttft_s, itl_s, e2e_s + joining_s), None)
+
+    def _split_latencies(
+        self, rate_rps: float, prefill: PlannedPool, decode: PlannedPool
+    ) -> tuple[float, float, float]:
+        """The same of a prefill and a decode pool."""
+        first = self._load(prefill.kind, prefill.role)
+        second = self._load(decode.kind, decode.role)
+        if first is None or second is None:
+            return math.inf, math.inf, math.inf
+        share = self.slo.share
+        joining_s = second.joining_s(rate_rps, decode.workers)
+        e2e_s = first.mean_ttft_s(rate_rps, prefill.workers) + joining_s
+        e2e_s += (self.demand.mix.osl - 1.0) * second.mean_itl_s(rate_rps, decode.workers)
+        return (
+            first.ttft_quantile_s(rate_rps, prefill.workers, share, joining_s),
+            second.itl_quantile_s(rate_rps, decode.workers, share),
+            e2e_s,
+        )
 
     def priced(
         self,

@@ -21,6 +21,12 @@ tokens, not to its requests. A worker that does both takes rho = lambda E[S] / c
 prompts, so its tokens take ITL(n) / (1 - rho), and a prompt of k chunks s_i + k ITL(n). A request
 of o_j tokens lives o_j ITL, in which lambda o_j ITL / c prompts come: the mean of its gaps deviates
 by the root of lambda ITL E[S^2] / (c o_j), and by the number of its neighbours.
+
+The last chunk of a prompt is filled up with the next one, and both are done with the step: a prompt
+takes longer by what fits behind it, wherever another waits (with probability C).
+
+Streams beyond the batch wait for a slot: their requests count as outside. Decode workers compute
+no prompts here: what the router gives them where a prefill pool is too small is not foreseen.
 """
 
 from __future__ import annotations
@@ -33,7 +39,7 @@ from scipy.special import ndtr
 
 from pigou.control.planner.objectives import Slo
 from pigou.control.planner.performance.model import AVERAGING, PerformanceModel
-from pigou.control.planner.performance.speed import crossing, elasticity
+from pigou.control.planner.performance.speed import crossing, interpolate
 from pigou.games.queueing import erlang_c
 from pigou.request import Role
 
@@ -88,12 +94,24 @@ class PoolLoad:
         self._arrival_scv = arrival_scv
         pairs = zip(classes.computed.tolist(), classes.prompts.tolist(), strict=True)
         seconds = [self._seconds(tokens, prompt) for tokens, prompt in pairs]
-        self._prompt_s = np.array(seconds) if role.prefills else np.zeros(len(classes.prompts))
+        self._prompt_s = np.array(seconds)
         self._chunks = np.ceil(classes.computed / performance.chunk_tokens)
         self._mean_s = float(classes.shares @ self._prompt_s)
+        self._filling_s = self._fillings_s()
         self._square_s2 = float(classes.shares @ self._prompt_s**2)
+        counts = _doubling(performance.max_seqs)
+        itl_s = performance.decode.itl_s
+        self._steps = [(float(n), itl_s(float(n), classes.context)) for n in counts]
+        self._last_streams: tuple[tuple[float, int], float] = ((0.0, 0), 0.0)
         room = performance.kv_tokens / classes.context
         self._max_streams = max(min(float(performance.max_seqs), room), 1.0)
+
+    def _fillings_s(self) -> np.ndarray:
+        """Seconds of what fits behind the last chunk of each class's prompt."""
+        chunk, computed = self._performance.chunk_tokens, self._classes.computed
+        room = np.where(computed % chunk > 0, chunk - computed % chunk, 0.0)
+        mean = float(self._classes.shares @ computed)
+        return np.minimum(room, mean) * (self._mean_s / mean)
 
     def _seconds(self, computed: float, prompt: float) -> float:
         """Seconds of a prompt's uncached tokens, which attend to the cached ones, too."""
@@ -105,10 +123,16 @@ class PoolLoad:
 
     def step_s(self, streams: float) -> float:
         """Return the seconds of a decode step of so many streams."""
-        return self._performance.decode.itl_s(max(streams, 1.0), self._classes.context)
+        return interpolate(self._steps, max(streams, 1.0))
 
     def streams(self, rate_rps: float, workers: int) -> float:
         """Return the mean streams of one worker; infinity where it cannot hold them."""
+        key = (rate_rps, workers)
+        if self._last_streams[0] != key:
+            self._last_streams = (key, self._solve_streams(*key))
+        return self._last_streams[1]
+
+    def _solve_streams(self, rate_rps: float, workers: int) -> float:
         rho = self._prompt_share(rate_rps, workers)
         if rho >= _FULL:
             return math.inf
@@ -131,55 +155,65 @@ class PoolLoad:
         """Share of a worker's time that prompts take from its streams."""
         return rate_rps * self._mean_s / workers if self._role is Role.BOTH else 0.0
 
-    def _itl(self, rate_rps: float, workers: int) -> tuple[float, np.ndarray]:
-        """Mean ITL, and its standard deviation for each class; infinity in overload."""
+    def _itl(self, rate_rps: float, workers: int) -> tuple[float, np.ndarray, float]:
+        """Mean ITL, its standard deviation for each class, and the share of requests with a slot.
+
+        Infinity in overload.
+        """
         streams = self.streams(rate_rps, workers)
         if math.isinf(streams):
-            return math.inf, np.zeros(len(self._classes.outputs))
+            return math.inf, np.zeros(len(self._classes.outputs)), 0.0
         slack = 1.0 - self._prompt_share(rate_rps, workers)
         step = self.step_s(streams)
-        speed, context = self._performance.decode, self._classes.context
-        left = max(1.0 - elasticity(speed, max(streams, 1.0), context), 0.05)
-        deviation = AVERAGING * math.sqrt(streams / (workers * left))
-        neighbours = (self.step_s(streams + deviation) - step) / slack
+        rise = (self.step_s(1.001 * streams) - self.step_s(0.999 * streams)) / (0.002 * step)
+        left = max(1.0 - rise, 0.05)
+        deviation = math.sqrt(max(streams, 1e-9) / (workers * left))
+        slots = float(ndtr((self._max_streams - streams) / deviation))
+        neighbours = (self.step_s(streams + AVERAGING * deviation) - step) / slack
         mean = step / slack
-        prompts = rate_rps / workers * mean * self._square_s2 / self._classes.outputs
-        if self._role is not Role.BOTH:
-            prompts = np.zeros(len(prompts))
-        return mean, np.sqrt(neighbours**2 + prompts)
+        rate = rate_rps / workers if self._role is Role.BOTH else 0.0
+        prompts = rate * mean * self._square_s2 / self._classes.outputs
+        return mean, np.sqrt(neighbours**2 + prompts), slots
 
     def itl_share(self, rate_rps: float, workers: int, itl_s: float) -> float:
         """Return the share of requests whose mean gap between tokens is within `itl_s`."""
         if not self._role.decodes:
             return 1.0
-        mean, deviations = self._itl(rate_rps, workers)
+        mean, deviations, slots = self._itl(rate_rps, workers)
         if math.isinf(mean):
             return 0.0
-        return float(self._classes.shares @ ndtr((itl_s - mean) / np.maximum(deviations, 1e-12)))
+        inside = ndtr((itl_s - mean) / np.maximum(deviations, 1e-12))
+        return slots * float(self._classes.shares @ inside)
 
     # --- prefill --------------------------------------------------------------------------------
 
     def _services(self, rate_rps: float, workers: int) -> np.ndarray:
-        """Seconds that each class's prompt takes on its worker."""
-        if self._role is not Role.BOTH:
+        """Seconds that each class's prompt takes on its worker; infinity in overload."""
+        if self._role is Role.PREFILL:
             return self._prompt_s
-        steps = self._chunks + _ALIGNMENT
-        return self._prompt_s + steps * self.step_s(self.streams(rate_rps, workers))
+        streams = self.streams(rate_rps, workers)
+        if math.isinf(streams):
+            return np.full(len(self._prompt_s), math.inf)
+        return self._prompt_s + (self._chunks + _ALIGNMENT) * self.step_s(streams)
 
     def _wait(self, rate_rps: float, workers: int, services: np.ndarray) -> tuple[float, float]:
         """Probability of a wait, and its mean where there is one; infinity in overload."""
         mean = float(self._classes.shares @ services)
         rho = rate_rps * mean / workers
-        if rho >= _FULL:
+        if not rho < _FULL:
             return 1.0, math.inf
         scv = float(self._classes.shares @ services**2) / mean**2 - 1.0
         variance = 0.5 * (self._arrival_scv + scv)
         return erlang_c(workers, rho), variance * mean / (workers * (1.0 - rho))
 
     def ttft_share(
-        self, rate_rps: float, workers: int, ttft_s: float, more_s: float = 0.0
+        self,
+        rate_rps: float,
+        workers: int,
+        ttft_s: float,
+        more_s: float = 0.0,
     ) -> float:
-        """Return the share of requests whose first token comes within `ttft_s`.
+        """Return the share of the pool's prompts whose first token comes within `ttft_s`.
 
         Args:
             rate_rps: requests a second.
@@ -189,13 +223,11 @@ class PoolLoad:
         """
         if not self._role.prefills:
             return 1.0
-        if self._role is Role.BOTH and math.isinf(self.streams(rate_rps, workers)):
-            return 0.0
         services = self._services(rate_rps, workers)
         probability, wait_s = self._wait(rate_rps, workers, services)
         if math.isinf(wait_s):
             return 0.0
-        left = ttft_s - more_s - self._overhead() - services
+        left = ttft_s - more_s - self._overhead() - services - probability * self._filling_s
         inside = np.where(left > 0, 1.0 - probability * np.exp(-np.maximum(left, 0) / wait_s), 0.0)
         return float(self._classes.shares @ inside)
 
@@ -204,14 +236,13 @@ class PoolLoad:
         return performance.overhead_s + performance.transfer_token_s * self._classes.prompts
 
     def mean_ttft_s(self, rate_rps: float, workers: int) -> float:
-        """Return the mean seconds to the first token, within this pool."""
+        """Return the mean seconds to the first token of the prompts of this pool."""
         if not self._role.prefills:
             return 0.0
-        if self._role is Role.BOTH and math.isinf(self.streams(rate_rps, workers)):
-            return math.inf
         services = self._services(rate_rps, workers)
         probability, wait_s = self._wait(rate_rps, workers, services)
-        return probability * wait_s + float(self._classes.shares @ (services + self._overhead()))
+        taken = services + self._overhead() + probability * self._filling_s
+        return probability * wait_s + float(self._classes.shares @ taken)
 
     # --- both -----------------------------------------------------------------------------------
 
@@ -221,20 +252,36 @@ class PoolLoad:
         """Return the TTFT that a share of requests is within; infinity in overload."""
         if not self._role.prefills:
             return 0.0
-        return _quantile(lambda t: self.ttft_share(rate_rps, workers, t, more_s), share)
+        return quantile_s(lambda t: self.ttft_share(rate_rps, workers, t, more_s), share)
 
     def itl_quantile_s(self, rate_rps: float, workers: int, share: float) -> float:
-        """Return the ITL that a share of requests is within; infinity in overload."""
+        """Return the ITL that a share of requests with a slot is within; infinity in overload."""
         if not self._role.decodes:
             return 0.0
-        return _quantile(lambda t: self.itl_share(rate_rps, workers, t), share)
+        mean, _, slots = self._itl(rate_rps, workers)
+        if math.isinf(mean):
+            return math.inf
+        return quantile_s(lambda t: self.itl_share(rate_rps, workers, t) / slots, share)
 
     def mean_itl_s(self, rate_rps: float, workers: int) -> float:
         """Return the mean seconds between tokens; 0.0 for a pool that has no part in it."""
         return self._itl(rate_rps, workers)[0] if self._role.decodes else 0.0
 
-    def limit_rps(self, workers: int, slo: Slo, share: float, more_s: float = 0.0) -> float:
-        """Return the most requests a second of which a share is inside the pool's objectives."""
+    def limit_rps(
+        self,
+        workers: int,
+        slo: Slo,
+        share: float,
+        more_s: float = 0.0,
+    ) -> float:
+        """Return the most requests a second of which a share is inside the pool's objectives.
+
+        Args:
+            workers: of the pool.
+            slo: the objective.
+            share: of the requests.
+            more_s: seconds that first tokens take elsewhere.
+        """
 
         def inside(rate_rps: float) -> bool:
             return (
@@ -244,8 +291,7 @@ class PoolLoad:
 
         if workers < 1 or not inside(1e-9):
             return 0.0
-        high = self._highest_rps(workers)
-        low = 0.0
+        low, high = 0.0, self._highest_rps(workers)
         for _ in range(_RATE_HALVINGS):
             middle = 0.5 * (low + high)
             low, high = (middle, high) if inside(middle) else (low, middle)
@@ -262,8 +308,8 @@ class PoolLoad:
         return min(rates)
 
 
-def _quantile(share_within: Callable[[float], float], share: float) -> float:
-    """Return the seconds that a share of the requests is within."""
+def quantile_s(share_within: Callable[[float], float], share: float) -> float:
+    """Return the seconds that a share of the requests is within; infinity in overload."""
     high = 1e-3
     while share_within(high) < share:
         high *= 2.0
@@ -274,3 +320,11 @@ def _quantile(share_within: Callable[[float], float], share: float) -> float:
         middle = 0.5 * (low + high)
         low, high = (low, middle) if share_within(middle) >= share else (middle, high)
     return high
+
+
+def _doubling(high: int) -> list[int]:
+    """Return 1, 2, 4 ... below `high`, and `high`."""
+    counts = [1]
+    while 2 * counts[-1] < high:
+        counts.append(2 * counts[-1])
+    return counts if counts[-1] == high else [*counts, high]
