@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from itertools import combinations_with_replacement, product
 from random import Random
 
@@ -63,13 +64,14 @@ def all_placements(gang: Gang, nodes: list[Node]) -> Iterator[list[Replica]]:
         ]
 
 
-def brute_force(gang: Gang, nodes: list[Node]) -> float | None:
+def brute_force(gang: Gang, nodes: list[Node], stay: Sequence[Replica] = ()) -> float | None:
     by_host = {node.host: node for node in nodes}
     required = gang.pack is not None and gang.pack.required
     costs = [
         placement_cost(gang, replicas, by_host, COSTS)
         for replicas in all_placements(gang, nodes)
-        if min(free_gpus(nodes, replicas).values()) >= 0
+        if not Counter(stay) - Counter(replicas)
+        and min(free_gpus(nodes, replicas).values(), default=0) >= 0
         and not (required and not is_packed(gang, [by_host[r.host] for r in replicas]))
     ]
     return min(costs, default=None)
@@ -101,6 +103,31 @@ def test_packing_is_the_cheapest_of_all_placements_on_250_random_clusters(part: 
         assert packed.optimal
         assert packed.cost == pytest.approx(best, rel=1e-9), seed
     assert 0 < refused < 225
+
+
+def test_what_a_gang_lacks_after_a_loss_is_packed_at_the_least_cost() -> None:
+    repaired = 0
+    for seed in range(250):
+        rng = Random(seed)
+        nodes, gang = random_cluster(rng), random_gang(rng)
+        packed = pack_gang(gang, nodes, free_gpus(nodes, ()), gang.wanted, COSTS)
+        if isinstance(packed, PlacementRefusal):
+            continue
+        lost = rng.choice(packed.replicas).host
+        rest = [node for node in nodes if node.host != lost]
+        stay = [replica for replica in packed.replicas if replica.host != lost]
+        free = free_gpus(rest, stay)
+        again = pack_gang(gang, rest, free, gang.wanted, COSTS, stay)
+        best = brute_force(gang, rest, stay)
+        if best is None:
+            assert isinstance(again, PlacementRefusal), seed
+            continue
+        repaired += 1
+        assert isinstance(again, GangPlacement), (seed, again)
+        assert again.replicas[: len(stay)] == tuple(stay)
+        check_whole(gang, rest, again)
+        assert again.cost == pytest.approx(best, rel=1e-9), seed
+    assert repaired > 20
 
 
 def rack_of(number: int, hosts: int, gpus: int) -> list[Node]:
