@@ -194,6 +194,10 @@ def test_the_last_decoder_serves_on_while_it_answers() -> None:
         await asyncio.sleep(0.3)
         assert fleet.provider.status().suspects == ["w0 (incarnat)"]
         assert text(await fleet.client.reply(max_tokens=2))
+        await fleet.worker("w1")
+        await fleet.up("w1")  # the suspect gets nothing new from now on
+        assert text(await fleet.client.reply(max_tokens=2))
+        assert len(fleet.stubs["w1"].seen) == 1
 
     run(work)
 

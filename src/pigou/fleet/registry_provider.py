@@ -226,6 +226,9 @@ class RegistryProvider:
         return all(worker.id in suspects for worker in others)
 
     async def _probe(self, entry: WorkerEntry) -> bool:
+        member = self._members.get(entry.identity)
+        if member is not None and not member.suspected and not self._is_last_decoder(member):
+            member.suspect("it is not registered any more")  # another decoder is up by now
         return await lives(entry, self._setup.secret)
 
     # --- what is written ----------------------------------------------------------------------

@@ -82,6 +82,17 @@ def test_it_says_when_it_drains_and_is_gone_when_it_leaves() -> None:
     run(work)
 
 
+def test_that_it_drains_outlasts_a_change_of_its_role_in_the_same_epoch() -> None:
+    async def work(registrar: WorkerRegistrar, registry: Registry, _: list[str]) -> None:
+        own = await entry_of(registry, lambda _: True)
+        await registry.update(msgspec.structs.replace(own, epoch=1, role=Role.PREFILL))
+        await registrar.draining()
+        last = await entry_of(registry, lambda own: own.draining)
+        assert (last.role, last.epoch) == (Role.PREFILL, 2)
+
+    run(work)
+
+
 def test_a_worker_that_the_fleet_lets_go_stops() -> None:
     async def work(_: WorkerRegistrar, registry: Registry, stopped: list[str]) -> None:
         own = await entry_of(registry, lambda _: True)

@@ -122,8 +122,11 @@ class Discovery:
                 task = asyncio.create_task(self._ask(effect.entry))
                 self._probes.add(task)
                 task.add_done_callback(self._probes.discard)
-            else:
+                continue
+            try:
                 self._apply(effect)
+            except Exception:  # the effects that follow count, too
+                _log.exception("%r could not be applied", effect)
 
     async def _ask(self, entry: WorkerEntry) -> None:
         try:

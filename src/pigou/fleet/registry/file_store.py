@@ -138,7 +138,7 @@ class FileStore:
             return True
         if now - since < file.ttl_s * SECOND:
             return True
-        with self._locked():
+        with suppress(PermissionError), self._locked():  # others may tidy up
             if self._read(key) == file:
                 self._path(key).unlink(missing_ok=True)
         return False

@@ -53,11 +53,15 @@ class Registration:
         self._calls = asyncio.Lock()
         self._call_s = min(_CALL_S, max(entry.ttl_s / 4, 0.1))
         self._why = ""
+        self._unwritten: dict[str, object] = {}
 
     async def run(self) -> None:
         """Keep the worker registered until cancelled."""
         while True:
             self._wake.clear()
+            if self._unwritten:
+                fields, self._unwritten = self._unwritten, {}
+                await self.change(**fields)
             now = time.monotonic_ns()
             step = self.keeper.step(now)
             if step.at_ns > now:
@@ -108,13 +112,21 @@ class Registration:
             self._take(entry)
 
     def _take(self, entry: WorkerEntry) -> None:
-        """Take over what somebody else wrote; what is newer here is written."""
-        if entry.epoch > self.entry.epoch:
+        """Take over what somebody else wrote; what is newer here is written.
+
+        Of two changes in one epoch the registry has the first. That this worker drains is then
+        said once more, in the next epoch.
+        """
+        own = self.entry
+        if entry.epoch < own.epoch:  # changed here while the call was under way
+            self.keeper.lost(time.monotonic_ns())
+        elif entry != own:
             self.entry = entry
+            if own.draining and not entry.draining:
+                self._unwritten = {"draining": True}
+                self._wake.set()
             if self._on_change is not None:
                 self._on_change(entry)
-        elif entry.epoch < self.entry.epoch:  # changed here while the call was under way
-            self.keeper.lost(time.monotonic_ns())
 
     def _say(self, why: str) -> None:
         """Log a change of what the registry says, once."""
