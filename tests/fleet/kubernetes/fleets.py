@@ -54,10 +54,12 @@ class Cluster:
         for crd in definitions():
             self.store.put(crd)
 
-    async def control(self) -> None:
+    async def control(self, workers: bool = True) -> None:
         while True:
             for item in self.store.all("deployments"):
                 version = item["metadata"]["labels"].get(DEPLOYMENT_VERSION)
+                if version and not workers:
+                    continue
                 ready = 0 if version in self.stuck else item["spec"]["replicas"]
                 if (item.get("status") or {}).get("availableReplicas", -1) != ready:
                     self.store.put({**item, "status": {"availableReplicas": ready}})
@@ -101,7 +103,7 @@ async def until(true: Callable[[], Any], limit_s: float = 20.0) -> None:
 
 
 @asynccontextmanager
-async def operated(gpus: int = 32) -> AsyncIterator[Cluster]:
+async def operated(gpus: int = 32, *, controlled: bool = True) -> AsyncIterator[Cluster]:
     """Run the operator, in a thread, against a fake cluster of one node."""
     async with FakeKubernetes() as api:
         cluster = Cluster(api)
@@ -113,7 +115,7 @@ async def operated(gpus: int = 32) -> AsyncIterator[Cluster]:
         config = OperatorConfig(namespace="default", interval=1.0)
         operator = FleetOperator(config, connect)
         stop = threading.Event()
-        controller = asyncio.create_task(cluster.control())
+        controller = asyncio.create_task(cluster.control(controlled))
         # At its end kopf waits for all tasks of its event loop, so it has one of its own.
         run = asyncio.create_task(asyncio.to_thread(lambda: asyncio.run(operator.run(stop))))
         try:
