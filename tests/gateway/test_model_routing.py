@@ -134,6 +134,20 @@ async def test_what_is_shown_has_the_model() -> None:
     assert sum(line.startswith("pigou_requests_inflight") for line in page) == 1
 
 
+async def test_one_declared_model_has_its_aliases_and_metrics() -> None:
+    models = (DeclaredModel(name="ant", aliases=("a",)),)
+    async with attached(Stub("one", model="ant"), models=models) as (_, client):
+        for body in ({}, {"model": "a"}, {"model": "ant"}):
+            status, _ = await client.post("/v1/completions", prompt="x", max_tokens=2, **body)
+            assert status == 200
+        status, _ = await client.post("/v1/completions", prompt="x", model="dog")
+        assert status == 404
+        async with client.session.get(client.url + "/metrics") as response:
+            page = (await response.text()).splitlines()
+    assert 'pigou_generation_tokens_total{model_name="ant",tenant=""} 6.0' in page
+    assert 'pigou_worker_up{model_name="ant",role="both",worker="one"} 1.0' in page
+
+
 async def test_a_server_of_an_undeclared_model_is_refused() -> None:
     models = (DeclaredModel(name="ant"), DeclaredModel(name="bee"))
     with pytest.raises(FleetError, match="the server serves 'cow', and this gateway has ant, bee"):

@@ -60,11 +60,12 @@ class StatusRoutes:
         self._gateway = gateway
         self._models = models
         drivers = [model.plane_driver for model in models]
-        if models.several:
-            # What is counted before the model of a request is known; the others have their own.
-            self._pages = [(model.metrics.registry, model.name) for model in models]
-        else:
-            self._pages = []
+        # The gateway's own metrics count what comes before the model of a request is known.
+        self._pages = [
+            (model.metrics.registry, model.name)
+            for model in models
+            if model.metrics is not gateway.metrics
+        ]
         self._status = ModelsStatus(
             {model.name: (model.fleet_status, model.aliases) for model in models}
         )
