@@ -105,6 +105,6 @@ def test_the_twenty_concepts_are_where_the_architecture_says() -> None:
     assert not missing
 
 
-def test_the_docs_without_notes_have_at_most_50000_words() -> None:
+def test_the_docs_without_notes_have_at_most_53000_words() -> None:
     pages = [page for page in DOCS.rglob("*.md") if "notes" not in page.parts]
-    assert sum(len(page.read_text().split()) for page in pages) <= 50_000
+    assert sum(len(page.read_text().split()) for page in pages) <= 53_000
