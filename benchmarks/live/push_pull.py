@@ -1,9 +1,9 @@
 """Push and pull of prompts on live fleets whose workers sleep in place of computing.
 
-Four prefill workers take 50 ms a prompt, one decode worker streams 8 tokens. Rounds of all fleets
-alternate, in an order that each round draws anew; each round sends every fleet the same requests.
+Four prefill workers take 50 ms a prompt, one decode worker streams 8 tokens. A round starts each
+fleet by itself, in an order that the round draws anew, and sends it the same requests.
 
-    python -m benchmarks.live.push_pull [--rounds 3] [--rate 48] [--requests 400]
+    python -m benchmarks.live.push_pull [--rounds 2] [--rate 48] [--requests 300]
 """
 
 from __future__ import annotations
@@ -59,26 +59,23 @@ def load(url: str, rate: float, requests: int, seed: int, file: Path) -> dict[st
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--rate", type=float, default=48.0, help="requests/s, of 80 at most")
-    parser.add_argument("--requests", type=int, default=400)
+    parser.add_argument("--requests", type=int, default=300)
     asked = parser.parse_args()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         nats = stack.enter_context(nats_server(folder, ()))
-        servers = {}
-        for name, (policy, pulls) in FLEETS.items():
-            queue = f"{nats.url}/bench?storage=memory" if pulls else ""
-            server = stack.enter_context(start(policy, queue, folder / name.replace(" ", "-")))
-            server.wait_healthy("/health", 300)
-            while any(w["state"] != "up" for w in get_json(f"{server.url}/workers")["workers"]):
-                time.sleep(0.5)
-            load(server.url, 20.0, 60, 999, folder / "warm.json")
-            servers[name] = server
         figures = defaultdict(list)
         for number, name in shuffled_rounds(list(FLEETS), asked.rounds, seed=0):
-            url = servers[name].url
-            row = load(url, asked.rate, asked.requests, number, folder / "round.json")
+            policy, pulls = FLEETS[name]
+            queue = f"{nats.url}/bench?storage=memory" if pulls else ""
+            with start(policy, queue, folder / f"{number}-{name}".replace(" ", "-")) as server:
+                server.wait_healthy("/health", 300)
+                while any(w["state"] != "up" for w in get_json(f"{server.url}/workers")["workers"]):
+                    time.sleep(0.5)
+                load(server.url, 20.0, 60, 999, folder / "warm.json")
+                row = load(server.url, asked.rate, asked.requests, number, folder / "round.json")
             figures[name].append(row)
             print(number, name, {key: round(value, 1) for key, value in row.items()}, flush=True)
         print(f"{'fleet':<20} mean ms    P50    P99   (means of {asked.rounds} rounds)")
