@@ -10,6 +10,7 @@ from pigou.experiments import (
     adaptive,
     counterfactual,
     equilibria,
+    gateways,
     mechanisms,
     oscillation,
     paper,
@@ -123,5 +124,10 @@ EXPERIMENTS: Mapping[str, Experiment] = {
         three_games.three_games, lambda rows, *_: three_games.verdict(rows),
         1, three_games.LEVELS, ("arm", "attained", "gpu_hours", "hits", "poa", "moves"),
         reads=False,
+    ),
+    "gateways": Experiment(
+        "several gateways: anarchy and unfairness by their number and seconds of lag",
+        gateways.gateways, lambda rows, *_: gateways.verdict(rows), 3, gateways.LAGS_MS,
+        ("lag_s", "anarchy", "ttft_ratio", "poa", "unfairness"), reads=False,
     ),
 }  # fmt: skip

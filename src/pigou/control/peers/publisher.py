@@ -62,12 +62,9 @@ class PeerPublisher:
             name: of a worker among gateways, by its id here; "" for one that is not shared.
         """
         workers = self._changed_workers(name)
-        tenants = tuple(
-            service
-            for service in self._plane.admission.services()
-            if self._tenants.get(service.tenant) != service
-        )
-        tenants += self._idle_tenants()
+        services = self._plane.admission.services()
+        tenants = tuple(s for s in services if self._tenants.get(s.tenant) != s)
+        tenants += self._idle_tenants({service.tenant for service in services})
         predicted = self._plane.predicted
         prompts = tuple(PredictedPrompt(name(p.worker), p.keys) for p in predicted)
         prompts = tuple(prompt for prompt in prompts if prompt.worker)
@@ -116,9 +113,8 @@ class PeerPublisher:
         changed += [WorkerBookings(name(worker)) for worker in gone]
         return tuple(b for b in changed if b.worker and self._workers.get(b.worker) != b)
 
-    def _idle_tenants(self) -> tuple[TenantService, ...]:
-        """Return the tenants that had something, and are not known here any more."""
-        known = {service.tenant for service in self._plane.admission.services()}
+    def _idle_tenants(self, known: set[str]) -> tuple[TenantService, ...]:
+        """Return the tenants that had something, and are not `known` here any more."""
         gone = [service for name, service in self._tenants.items() if name not in known]
         for service in gone:
             del self._tenants[service.tenant]
