@@ -55,15 +55,15 @@ def gateways(
 
     The last rows are of gateways that tell one another nothing (lag None).
     """
-    alone = [_run_of(GatewaysConfig(), seed) for seed in seeds]
-    yield _row(0, 1, alone, alone)
+    single = [_run_of(GatewaysConfig(), seed) for seed in seeds]
+    yield _row(0, 1, single, single)
     for count in COUNTS:
         for lag_ms in levels:
             config = GatewaysConfig(count=count, lag_s=lag_ms / 1000)
-            yield _row(lag_ms, count, [_run_of(config, seed) for seed in seeds], alone)
+            yield _row(lag_ms, count, [_run_of(config, seed) for seed in seeds], single)
     for count in COUNTS:
         config = GatewaysConfig(count=count, exchanges=False)
-        yield _row(None, count, [_run_of(config, seed) for seed in seeds], alone)
+        yield _row(None, count, [_run_of(config, seed) for seed in seeds], single)
 
 
 def _run_of(config: GatewaysConfig, seed: int) -> dict[str, Any]:
@@ -140,11 +140,11 @@ def deviation(shares: Mapping[str, float], of_one: Mapping[str, float]) -> float
 
 
 def _row(
-    lag_ms: int | None, count: int, runs: Sequence[dict[str, Any]], alone: Sequence[dict[str, Any]]
+    lag_ms: int | None, count: int, runs: Sequence[dict[str, Any]], single: Sequence[dict[str, Any]]
 ) -> Row:
-    ratios = [a["e2e_mean_s"] / b["e2e_mean_s"] for a, b in zip(runs, alone, strict=True)]
-    ttfts = [a["ttft_mean_s"] / b["ttft_mean_s"] for a, b in zip(runs, alone, strict=True)]
-    unfair = [deviation(a["service"], b["service"]) for a, b in zip(runs, alone, strict=True)]
+    ratios = [a["e2e_mean_s"] / b["e2e_mean_s"] for a, b in zip(runs, single, strict=True)]
+    ttfts = [a["ttft_mean_s"] / b["ttft_mean_s"] for a, b in zip(runs, single, strict=True)]
+    unfair = [deviation(a["service"], b["service"]) for a, b in zip(runs, single, strict=True)]
     row: Row = {
         "experiment": "gateways", "concurrency": count, "gateways": count,
         "lag_s": None if lag_ms is None else lag_ms / 1000,
@@ -159,11 +159,11 @@ def _row(
 
 def verdict(rows: Sequence[Row]) -> Mapping[str, Any]:
     """Return the worst anarchy and unfairness, and what telling nothing costs, by number."""
-    told = [row for row in rows if row["lag_s"] is not None]
+    informed = [row for row in rows if row["lag_s"] is not None]
     silent = [row for row in rows if row["lag_s"] is None]
     return {
-        "worst_anarchy": max(float(row["anarchy"]) for row in told),
-        "worst_unfairness": max(float(row["unfairness"]) for row in told),
+        "worst_anarchy": max(float(row["anarchy"]) for row in informed),
+        "worst_unfairness": max(float(row["unfairness"]) for row in informed),
         "silent_anarchy": {str(row["gateways"]): row["anarchy"] for row in silent},
         "silent_unfairness": {str(row["gateways"]): row["unfairness"] for row in silent},
     }
