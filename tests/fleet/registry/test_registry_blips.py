@@ -73,7 +73,7 @@ class Fleet:
     async def _lives(self, asked: WorkerEntry) -> bool:
         return asked.worker in self.alive
 
-    async def until(self, law: object, seconds: float = 10.0) -> None:
+    async def until(self, law: object, seconds: float = 30.0) -> None:
         async with asyncio.timeout(seconds):
             while not law():  # type: ignore[operator]
                 await asyncio.sleep(0.02)
