@@ -132,4 +132,4 @@ def test_the_help_shows_defaults_under_headings() -> None:
         line[:-1] for line in done.stdout.splitlines() if line[:1].isupper() and line[-1] == ":"
     ]
     assert headings == ["Arguments", "Model and workers", "Gateway", "Routing", "Admission",
-                        "Planner", "Logs", "Options"]  # fmt: skip
+                        "Planner", "Logs", "Peers", "Options"]  # fmt: skip
