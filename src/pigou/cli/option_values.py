@@ -122,6 +122,25 @@ def check_json(file: str) -> None:
         raise ConfigError(f"--json is {file!r}, a folder; name a file in it")
 
 
+def write_json(command: str, option: str, file: str, document: object) -> None:
+    """Write the figures of a command as indented JSON.
+
+    Args:
+        command: that writes, like `plan`.
+        option: that names the file, like `--json`.
+        file: to write; its folder was checked before.
+        document: what `msgspec` encodes.
+
+    Raises:
+        typer.Exit: 1, with the reason on stderr, where the file cannot be written.
+    """
+    try:
+        Path(file).write_bytes(msgspec.json.format(msgspec.json.encode(document)) + b"\n")
+    except OSError as error:
+        typer.echo(f"pigou {command}: {option} is {file!r}: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
 def check_port(host: str, port: int) -> None:
     """Refuse `--port` where another process listens; 0, and hosts without an address, pass.
 

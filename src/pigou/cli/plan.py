@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from pigou.cli.option_values import check_json
+from pigou.cli.option_values import check_json, write_json
 from pigou.config import ConfigError
 
 if TYPE_CHECKING:
@@ -98,11 +98,7 @@ def plan(
             {**msgspec.to_builtins(test), "healthy": test.healthy} for test in tests
         ]
     if json:
-        try:
-            Path(json).write_bytes(msgspec.json.format(msgspec.json.encode(document)) + b"\n")
-        except OSError as error:
-            typer.echo(f"pigou plan: --json is {json!r}: {error}", err=True)
-            raise typer.Exit(1) from None
+        write_json("plan", "--json", json, document)
     _show(made, request, tests)
     for file in files:
         typer.echo(f"Written: {file}")

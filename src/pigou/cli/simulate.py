@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -14,7 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from pigou.cli.config_options import Override, config_command
-from pigou.cli.option_values import check_json
+from pigou.cli.option_values import check_json, write_json
 from pigou.config import ConfigError, ControlConfig
 from pigou.config_option import Option
 from pigou.imports import require
@@ -132,12 +131,7 @@ def simulate(
     result = _run(simulation)
     document = result.document()
     if json:
-        text = msgspec.json.format(msgspec.json.encode(document))
-        try:
-            Path(json).write_bytes(text + b"\n")
-        except OSError as error:
-            typer.echo(f"pigou simulate: --json is {json!r}: {error}", err=True)
-            raise typer.Exit(1) from None
+        write_json("simulate", "--json", json, document)
     if reporter is not None:
         policy = context.params["policy"]
         run = {"workload": workload, "fleet": fleet, "policy": policy, "seed": seed}

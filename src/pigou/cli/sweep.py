@@ -7,13 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from pigou.cli.config_options import Override, config_command
 from pigou.cli.measurement import fleet_token, measuring_bar, stop_on_signals
+from pigou.cli.option_values import write_json
 from pigou.config import ConfigError
 from pigou.sim.setup import Setup
 from pigou.sim.sweep_config import SweepConfig
@@ -79,11 +79,7 @@ def sweep(
     if tables is None:
         typer.echo("pigou sweep: stopped; nothing is written", err=True)
         raise typer.Exit(_INTERRUPTED)
-    try:
-        file.write_bytes(msgspec.json.format(msgspec.json.encode(tables)) + b"\n")
-    except OSError as error:
-        typer.echo(f"pigou sweep: --out is {out!r}: {error}", err=True)
-        raise typer.Exit(1) from None
+    write_json("sweep", "--out", out, tables)
     _show(tables)
     command = "serve" if url else "simulate"
     typer.echo(f"Written to {file}: pigou {command} --planner price --performance {file} ...")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -23,7 +22,7 @@ from pigou.capacity.vram import (
     vram_map,
 )
 from pigou.cli.config_options import config_command
-from pigou.cli.option_values import check_json
+from pigou.cli.option_values import check_json, write_json
 from pigou.config import ConfigError
 from pigou.sim.gpus import GIB, GIGA, Gpu
 from pigou.sim.gpus import gpu as gpu_named
@@ -76,11 +75,7 @@ def vram(
         document["batch"]["flops_per_byte"] = decode_intensity(shape, count, mean)
     _show(document)
     if json:
-        try:
-            Path(json).write_bytes(msgspec.json.format(msgspec.json.encode(document)) + b"\n")
-        except OSError as error:
-            typer.echo(f"pigou vram: --json is {json!r}: {error}", err=True)
-            raise typer.Exit(1) from None
+        write_json("vram", "--json", json, document)
 
 
 def _parse_sequences(text: str) -> list[tuple[int, int]]:
