@@ -113,10 +113,17 @@ class FleetSecret:
         good |= hmac.compare_digest(shown, _digest(self._secret))
         return good and scheme.lower() == "bearer"
 
+    def sign(self, use: str, data: bytes) -> bytes:
+        """Return the signature of a message of one use: HMAC-SHA256, 32 bytes."""
+        return hmac.digest(self.key(use), data, "sha256")
+
+    def verifies(self, use: str, data: bytes, signature: bytes) -> bool:
+        """Whether a signature is that of a message of one use, compared in constant time."""
+        return hmac.compare_digest(self.sign(use, data), signature)
+
     def proof(self, nonce: str) -> str:
         """Return the proof, for the peer that chose `nonce`, that the secret is known here."""
-        data = nonce.encode("utf-8", "surrogateescape")
-        return hmac.new(self.key("http-proof"), data, sha256).hexdigest()
+        return self.sign("http-proof", nonce.encode("utf-8", "surrogateescape")).hex()
 
     def proves(self, nonce: str, proof: str) -> bool:
         """Whether `proof` is that of `nonce`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 from typing import Any
 
 import msgspec
@@ -11,6 +10,8 @@ import numpy as np
 from pigou.control.peers.sync_messages import PeerState, ResendRequest, SyncMessage
 from pigou.wire.fleet_secret import FleetSecret
 
+#: Use of the fleet secret whose key signs messages.
+_USE = "gateway-peers"
 _TAG, _TIME = 32, 8
 #: Milliseconds by which the clocks of two hosts may differ; older messages are repetitions.
 MAX_SKEW_MS = 60_000
@@ -30,7 +31,7 @@ class PeerEnvelope:
 
     def __init__(self, secret: FleetSecret) -> None:
         """Take the fleet secret."""
-        self._key = secret.key("gateway-peers")
+        self._secret = secret
         self._encoder = msgspec.msgpack.Encoder(enc_hook=_words)
         self._decoder: msgspec.msgpack.Decoder[SyncMessage] = msgspec.msgpack.Decoder(
             PeerState | ResendRequest, dec_hook=_array
@@ -39,7 +40,7 @@ class PeerEnvelope:
     def sign(self, message: SyncMessage, unix_ms: int) -> bytes:
         """Return a message as it is sent at a time, in milliseconds since 1970."""
         body = unix_ms.to_bytes(_TIME, "big") + self._encoder.encode(message)
-        return hmac.digest(self._key, body, "sha256") + body
+        return self._secret.sign(_USE, body) + body
 
     def open(self, data: bytes, unix_ms: int) -> SyncMessage:
         """Return the message.
@@ -52,7 +53,7 @@ class PeerEnvelope:
             PeerEnvelopeError: who made it did not know the secret, it is old, or not understood.
         """
         tag, body = data[:_TAG], data[_TAG:]
-        if not hmac.compare_digest(tag, hmac.digest(self._key, body, "sha256")):
+        if not self._secret.verifies(_USE, body, tag):
             raise PeerEnvelopeError("it was not made with this fleet's secret")
         sent_ms = int.from_bytes(body[:_TIME], "big")
         if abs(unix_ms - sent_ms) > MAX_SKEW_MS:

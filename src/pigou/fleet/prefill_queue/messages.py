@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import re
 from typing import Literal, Self, TypeVar
 from urllib.parse import parse_qsl, urlsplit, urlunsplit
@@ -153,6 +152,10 @@ class WorkerAlive(msgspec.Struct, frozen=True):
     worker: str
 
 
+#: Use of the fleet secret whose key signs messages, and bytes of a signature.
+_USE, _SIGNATURE_BYTES = "prefill-queue", 32
+
+
 class MessageSigner:
     """Proves that messages come from the fleet: whoever reaches the broker has no worker compute.
 
@@ -161,12 +164,12 @@ class MessageSigner:
 
     def __init__(self, secret: FleetSecret | None = None) -> None:
         """Sign with a key of the fleet's secret; without one, nothing is proved."""
-        self._key = b"" if secret is None else secret.key("prefill-queue")
+        self._secret = secret
 
     def sign(self, message: msgspec.Struct) -> bytes:
         """Return a message with its proof before it."""
         data = msgspec.msgpack.encode(message)
-        return self._proof(data) + data
+        return data if self._secret is None else self._secret.sign(_USE, data) + data
 
     def verify(self, data: bytes, kind: type[_Kind]) -> _Kind:
         """Return the message of a kind.
@@ -174,13 +177,11 @@ class MessageSigner:
         Raises:
             msgspec.MsgspecError: it is of another kind, or not of this fleet.
         """
-        size = len(self._proof(b""))
-        if not hmac.compare_digest(data[:size], self._proof(data[size:])):
-            raise msgspec.DecodeError("a message of another fleet")
-        return msgspec.msgpack.decode(data[size:], type=kind)
-
-    def _proof(self, data: bytes) -> bytes:
-        return hmac.digest(self._key, data, "sha256") if self._key else b""
+        if self._secret is not None:
+            signature, data = data[:_SIGNATURE_BYTES], data[_SIGNATURE_BYTES:]
+            if not self._secret.verifies(_USE, data, signature):
+                raise msgspec.DecodeError("a message of another fleet")
+        return msgspec.msgpack.decode(data, type=kind)
 
 
 #: Last parts of a gateway's subjects: questions, offers, signs of life.

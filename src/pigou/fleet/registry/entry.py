@@ -141,7 +141,7 @@ class EntryRefused(ValueError):
 def write_entry(entry: WorkerEntry, secret: FleetSecret | None) -> bytes:
     """Return the record of an entry, signed where the fleet has a secret."""
     body = msgspec.json.encode(entry)
-    mac = "" if secret is None else _mac(body, secret)
+    mac = "" if secret is None else secret.sign(_USE, body).hex()
     return msgspec.json.encode(_Envelope(entry=msgspec.Raw(body), mac=mac))
 
 
@@ -157,14 +157,11 @@ def read_entry(record: bytes, secret: FleetSecret | None) -> WorkerEntry:
     try:
         envelope = msgspec.json.decode(record, type=_Envelope)
         body = bytes(envelope.entry)
+        mac = envelope.mac.encode("utf-8", "surrogatepass")
         if secret is not None and not hmac.compare_digest(
-            _mac(body, secret).encode(), envelope.mac.encode("utf-8", "surrogatepass")
+            secret.sign(_USE, body).hex().encode(), mac
         ):
             raise EntryRefused("the record is not signed with the fleet secret")
         return msgspec.json.decode(body, type=WorkerEntry)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise EntryRefused(f"the record is no entry: {error}") from error
-
-
-def _mac(body: bytes, secret: FleetSecret) -> str:
-    return hmac.digest(secret.key(_USE), body, "sha256").hex()
