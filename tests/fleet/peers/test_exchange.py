@@ -15,8 +15,9 @@ from pigou.control.messages import WorkerUp
 from pigou.control.peers.bookings import PredictedPrompt, WorkerBookings
 from pigou.control.peers.sync_messages import PeerState, ResendRequest
 from pigou.control.plane import ControlPlane
+from pigou.fleet.nats_connection import public_address
 from pigou.fleet.peers.bus import BusError
-from pigou.fleet.peers.config import PeersConfig, public_address
+from pigou.fleet.peers.config import PeersConfig
 from pigou.fleet.peers.envelope import MAX_SKEW_MS, PeerEnvelope, PeerEnvelopeError
 from pigou.fleet.peers.exchange import PeerExchange, PeerMetrics, shared_name
 from pigou.gateway.plane_driver import PlaneDriver
@@ -240,6 +241,7 @@ def test_addresses_and_subjects_of_no_bus_are_refused(values: Any, message: str)
 def test_passwords_are_in_no_log() -> None:
     assert public_address("nats://me:secret@host:4222") == "nats://host:4222"
     assert public_address("nats://host:4222") == "nats://host:4222"
+    assert public_address("me:secret@host:4222/queue?lease=2") == "host:4222/queue?lease=2"
 
 
 def test_a_loopback_worker_is_one_of_its_host() -> None:

@@ -6,18 +6,15 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 
-from pigou.fleet.peers.config import public_address
+from pigou.fleet.nats_connection import connect_nats, public_address
 from pigou.imports import require
 
 if TYPE_CHECKING:
     from nats.aio.client import Client
     from nats.aio.msg import Msg
 
-_CONNECT_S = 2
-#: Seconds between two pings, of which two may stay without answer.
-_PING_S = 2
 #: Seconds between two tries to connect again.
-_AGAIN_S = 0.5
+_RETRY_S = 0.5
 
 
 class BusError(ConnectionError):
@@ -77,30 +74,17 @@ class NatsBus:
 
     async def connect(self, take: Callable[[bytes], None], again: Callable[[], None]) -> None:
         """As of `PeerBus`."""
-        import nats
         from nats.errors import Error
 
         async def reconnected() -> None:
             again()
 
-        async def ignored(_: Exception) -> None:
-            pass  # `connected` tells
-
         async def received(message: Msg) -> None:
             take(message.data)
 
         try:
-            self._client = await nats.connect(
-                self._servers,
-                connect_timeout=_CONNECT_S,
-                ping_interval=_PING_S,
-                max_outstanding_pings=2,
-                reconnect_time_wait=_AGAIN_S,
-                max_reconnect_attempts=-1,
-                no_echo=True,
-                allow_reconnect=True,
-                error_cb=ignored,
-                reconnected_cb=reconnected,
+            self._client = await connect_nats(
+                self._servers, _RETRY_S, reconnected=reconnected, echo=False
             )
             await self._client.subscribe(f"{self._subject}.>", cb=received)
         except (OSError, Error, TimeoutError) as error:

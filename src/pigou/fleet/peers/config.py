@@ -10,6 +10,7 @@ import msgspec
 
 from pigou.config import ConfigError
 from pigou.config_option import option
+from pigou.fleet.nats_connection import public_address
 
 _SUBJECT = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 _GROUP = "Peers"
@@ -55,10 +56,3 @@ class PeersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     def servers(self) -> list[str]:
         """Addresses of the servers."""
         return [url.strip() for url in self.peers.split(",") if url.strip()]
-
-
-def public_address(url: str) -> str:
-    """Return an address without user and password, for logs."""
-    before, at, after = url.rpartition("@")
-    scheme = before.partition("://")[0]
-    return f"{scheme}://{after}" if at else url

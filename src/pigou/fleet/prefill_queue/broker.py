@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 
-import nats
 from nats.aio.client import Client
 from nats.errors import Error, NoRespondersError
 from nats.js import JetStreamContext
@@ -19,12 +18,13 @@ from nats.js.api import (
 )
 from nats.js.errors import APIError, BadRequestError, NotFoundError
 
+from pigou.fleet.nats_connection import connect_nats, public_address
 from pigou.fleet.prefill_queue.messages import QueueAddress
 
 #: Seconds in which the same prompt is not taken twice.
 DUPLICATE_WINDOW_S = 120.0
-#: Seconds for a connection, between two tries, and for an answer of the broker.
-_CONNECT_S, _RETRY_S, _ANSWER_S = 2.0, 0.2, 2.0
+#: Seconds between two tries to connect, and for an answer of the broker.
+_RETRY_S, _ANSWER_S = 0.2, 2.0
 #: Seconds that the end of a connection may take.
 _CLOSE_S = 0.5
 
@@ -54,16 +54,12 @@ class PrefillBroker:
             BrokerUnavailable: nobody answers at the address, or the stream is another's.
         """
         try:
-            self.client = await nats.connect(
-                self.address.server, connect_timeout=_CONNECT_S, allow_reconnect=True,
-                max_reconnect_attempts=-1, reconnect_time_wait=_RETRY_S, ping_interval=2,
-                max_outstanding_pings=2, error_cb=_ignore,
-            )  # fmt: skip
+            self.client = await connect_nats(self.address.server, _RETRY_S)
             self._stream = self.client.jetstream(timeout=_ANSWER_S)
             await self._make()
         except (Error, OSError, TimeoutError) as error:
             await self.close()
-            server = self.address.server.rpartition("@")[2]
+            server = public_address(self.address.server)
             raise BrokerUnavailable(
                 f"the prefill queue at {server} is not there: {error}"
             ) from error
@@ -164,9 +160,3 @@ class PrefillBroker:
                 await self.stream.add_stream(config)
         except APIError as error:
             raise BrokerUnavailable(f"{address.stream}: {error}") from error
-
-
-async def _ignore(error: Exception) -> None:
-    """Connections that break are made again; calls that fail say so themselves."""
-    await asyncio.sleep(0)
-    _ = error

@@ -9,6 +9,7 @@ from urllib.parse import parse_qsl, urlsplit, urlunsplit
 import msgspec
 
 from pigou.config import ConfigError, wrong
+from pigou.fleet.nats_connection import public_address
 from pigou.wire.fleet_secret import FleetSecret
 
 _Kind = TypeVar("_Kind", bound=msgspec.Struct)
@@ -49,8 +50,8 @@ class QueueAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         name = parts.path.strip("/")
         if parts.scheme not in ("nats", "tls") or not parts.netloc or not _NAME.fullmatch(name):
             raise ConfigError(
-                f"prefill queue is {url!r}; write nats://HOST:PORT/NAME, NAME of letters, digits, "
-                "'_' and '-'"
+                f"prefill queue is {public_address(url)!r}; write nats://HOST:PORT/NAME, NAME of "
+                "letters, digits, '_' and '-'"
             )
         fields = dict(parse_qsl(parts.query, keep_blank_values=True))
         fields |= {"server": f"{parts.scheme}://{parts.netloc}", "name": name}

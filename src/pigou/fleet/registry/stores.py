@@ -6,6 +6,7 @@ from pathlib import Path
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from pigou.config import ConfigError
+from pigou.fleet.nats_connection import public_address
 from pigou.fleet.registry.record_store import RecordStore
 from pigou.fleet.registry.registry import Registry
 from pigou.gateway.config import is_loopback
@@ -36,9 +37,9 @@ def open_registry(url: str, secret: FleetSecret | None = None) -> Registry:
     parts = urlsplit(url)
     if secret is None and parts.scheme in _EXTRAS and not is_loopback(parts.hostname or ""):
         raise ConfigError(
-            f"registry is {shown(url)!r}, which other machines reach, and there is no fleet "
-            "secret, so that anybody could register a worker; give --fleet-secret-file FILE or "
-            "PIGOU_FLEET_SECRET"
+            f"registry is {public_address(url)!r}, which other machines reach, and there is no "
+            "fleet secret, so that anybody could register a worker; give --fleet-secret-file "
+            "FILE or PIGOU_FLEET_SECRET"
         )
     return Registry(store, secret)
 
@@ -47,13 +48,13 @@ def open_store(url: str) -> RecordStore:
     """Return the store of a URL. Raises ConfigError as `open_registry`."""
     parts = urlsplit(url)
     if parts.scheme in _EXTRAS:
-        require(_EXTRAS[parts.scheme], f"registry {shown(url)}")
+        require(_EXTRAS[parts.scheme], f"registry {public_address(url)}")
     try:
         return _open(parts, url)
     except ValueError as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"registry is {shown(url)!r}: {error}") from error
+        raise ConfigError(f"registry is {public_address(url)!r}: {error}") from error
 
 
 def _open(parts: SplitResult, url: str) -> RecordStore:
@@ -77,10 +78,4 @@ def _open(parts: SplitResult, url: str) -> RecordStore:
         from pigou.fleet.registry.kubernetes_store import KubernetesStore
 
         return KubernetesStore.of(parts)
-    raise ConfigError(f"registry is {shown(url)!r}; give {FORMS}")
-
-
-def shown(url: str) -> str:
-    """Return a URL without its user and password, for messages."""
-    parts = urlsplit(url)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+    raise ConfigError(f"registry is {public_address(url)!r}; give {FORMS}")
