@@ -35,12 +35,12 @@ def measure_performance(spec: WorkerSpec, role: Role, fleet: FleetConfig) -> Per
     prefill = [
         (float(n), _prompt_s(timing, n, engine.max_batched_tokens)) for n in prompts.tolist()
     ]
-    contexts = _doubling(_MIN_TOKENS, max_tokens)
+    contexts = doubling(_MIN_TOKENS, max_tokens)
     kv_tokens = engine.blocks * engine.block_size
     decode = [
         (float(streams), float(context), _step_s(timing, streams, context))
         for context in contexts
-        for streams in _doubling(1, engine.max_seqs)
+        for streams in doubling(1, engine.max_seqs)
     ]
     model = PerformanceModel.from_points(prefill, decode, float(kv_tokens), engine.max_seqs)
     link, legs = fleet.link, 2 if role is Role.PREFILL else 1
@@ -57,7 +57,7 @@ def measure_performance(spec: WorkerSpec, role: Role, fleet: FleetConfig) -> Per
     )
 
 
-def _doubling(low: int, high: int) -> list[int]:
+def doubling(low: int, high: int) -> list[int]:
     """Return low, 2 low, 4 low ... below `high`, and `high`."""
     values = [low]
     while 2 * values[-1] < high:

@@ -212,8 +212,16 @@ class ClosedLoop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         return self.ramp + sum(seconds for _, seconds in self.phases)
 
 
+class RequestSampler(Protocol):
+    """Draws requests, one after another."""
+
+    def sample(self, rng: Random) -> RequestSpec:
+        """Return the next request."""
+        ...
+
+
 def renewal(
-    lengths: RequestLengths, rate: float | RateSchedule, cv: float, count: int, seconds: float,
+    lengths: RequestSampler, rate: float | RateSchedule, cv: float, count: int, seconds: float,
     seed: int,
 ) -> OpenLoop:  # fmt: skip
     """Return requests whose gaps are independent and Gamma distributed (`renewal_times`).

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import re
 from bisect import bisect
-from itertools import accumulate, count
+from itertools import accumulate, count, islice
 from random import Random
 from typing import Self
 
 import msgspec
-import numpy as np
 
 from pigou.config import ConfigError
-from pigou.request import SECOND
-from pigou.sim.arrival_rate import RateSchedule, renewal_times
-from pigou.sim.workload import MAX_TOKENS, OpenLoop, RequestSession, RequestSpec
+from pigou.sim.arrival_rate import RateSchedule
+from pigou.sim.workload import MAX_TOKENS, OpenLoop, RequestSpec, renewal
 
 _PART = re.compile(r"([\d.]+):(\d+)/(\d+)")
 #: Tokens of a block id.
@@ -63,11 +61,6 @@ class LengthMix(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"mix: prefix is {prefix}; it must be below the shortest prompt")
         return cls(parts=tuple(parts), prefix=prefix), ",".join(others)
 
-    @property
-    def max_tokens(self) -> int:
-        """Tokens of the longest request."""
-        return max(prompt + output for _, prompt, output in self.parts)
-
     def arrivals(
         self, rate: float | RateSchedule, cv: float, requests: int, seconds: float, seed: int
     ) -> OpenLoop:
@@ -81,30 +74,28 @@ class LengthMix(msgspec.Struct, frozen=True, kw_only=True):
             seed: of kinds and gaps.
 
         Raises:
-            ConfigError: neither `requests` nor `seconds` ends them.
+            ConfigError: a value is out of its range, or nothing ends them.
         """
-        schedule = RateSchedule.of(rate)
-        if requests < 0 or seconds < 0 or not (requests or seconds or schedule.is_finite):
-            raise ConfigError(
-                f"n is {requests} and hold {seconds} s; say how many: n=COUNT or hold=SECONDS"
-            )
-        rng, fresh = Random(seed), count(self.prefix // _BLOCK)
-        bounds = list(accumulate(share for share, _, _ in self.parts))
-        shared = tuple(range(self.prefix // _BLOCK))
-        sessions: list[RequestSession] = []
-        for start in renewal_times(rate, cv, np.random.default_rng(seed)):
-            if (requests and len(sessions) == requests) or (seconds and start >= seconds * SECOND):
-                break
-            kind = min(bisect(bounds, rng.random() * bounds[-1]), len(self.parts) - 1)
-            _, prompt, output = self.parts[kind]
-            ids: tuple[int, ...] = ()
-            if shared:
-                ids = shared + tuple(next(fresh) for _ in range(prompt // _BLOCK - len(shared)))
-            spec = RequestSpec(prompt, output, ids, _SCOPE, float(_BLOCK)) if ids else (
-                RequestSpec(prompt, output)
-            )  # fmt: skip
-            sessions.append(RequestSession(start, (spec,)))
-        return OpenLoop(tuple(sessions), rates=(schedule,))
+        return renewal(_Sampler(self), rate, cv, requests, seconds, seed)
+
+
+class _Sampler:
+    """Draws requests of a mix; what follows the shared prefix is new in each prompt."""
+
+    def __init__(self, mix: LengthMix) -> None:
+        self._parts = mix.parts
+        self._bounds = list(accumulate(share for share, _, _ in mix.parts))
+        self._shared = tuple(range(mix.prefix // _BLOCK))
+        self._fresh = count(len(self._shared))
+
+    def sample(self, rng: Random) -> RequestSpec:
+        """Return the next request."""
+        kind = bisect(self._bounds, rng.random() * self._bounds[-1])
+        _, prompt, output = self._parts[min(kind, len(self._parts) - 1)]
+        if not self._shared:
+            return RequestSpec(prompt, output)
+        rest = islice(self._fresh, prompt // _BLOCK - len(self._shared))
+        return RequestSpec(prompt, output, (*self._shared, *rest), _SCOPE, float(_BLOCK))
 
 
 def _tokens(name: str, text: str) -> int:

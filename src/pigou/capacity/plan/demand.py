@@ -35,7 +35,6 @@ class Demand:
         rate_rps: requests a second; 0.0 where the plan shall find the most.
         loop: the requests themselves; of a mix without a rate, at one a second.
         max_tokens: prompt and output of the longest request.
-        seconds: from the first start to the last, at `rate_rps`.
     """
 
     mix: RequestMix
@@ -43,7 +42,6 @@ class Demand:
     rate_rps: float
     loop: OpenLoop
     max_tokens: int
-    seconds: float
 
     def with_hit_rate(self, hit_rate: float) -> Demand:
         """Return the same requests with another share of cached prompt tokens."""
@@ -77,7 +75,7 @@ def read_demand(text: str, seed: int) -> Demand:
         seed: of lengths and gaps.
 
     Raises:
-        ConfigError: it is not understood, or its requests wait for one another's window_ends.
+        ConfigError: it is not understood, or its requests wait for one another.
     """
     if text.startswith("mix=") and not Path(text).exists():
         mix, rest = LengthMix.parse(text)
@@ -138,7 +136,7 @@ def describe(loop: OpenLoop, *, known_rate: bool) -> Demand:
     )
     max_tokens = int((prompts + outputs).max())
     classes = length_classes(prompts, outputs, mix.hit_rate)
-    return Demand(mix, classes, rate if known_rate else 0.0, loop, max_tokens, seconds)
+    return Demand(mix, classes, rate if known_rate else 0.0, loop, max_tokens)
 
 
 def length_classes(prompts: np.ndarray, outputs: np.ndarray, hit_rate: float) -> LengthClasses:

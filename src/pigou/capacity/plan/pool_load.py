@@ -42,6 +42,7 @@ from pigou.control.planner.performance.model import AVERAGING, PerformanceModel
 from pigou.control.planner.performance.speed import crossing, interpolate
 from pigou.games.queueing import erlang_c
 from pigou.request import Role
+from pigou.sim.pool_performance import doubling
 
 #: Utilisations from here on are overload.
 _FULL = 1.0 - 1e-6
@@ -99,7 +100,7 @@ class PoolLoad:
         self._mean_s = float(classes.shares @ self._prompt_s)
         self._filling_s = self._fillings_s()
         self._square_s2 = float(classes.shares @ self._prompt_s**2)
-        counts = _doubling(performance.max_seqs)
+        counts = doubling(1, performance.max_seqs)
         itl_s = performance.decode.itl_s
         self._steps = [(float(n), itl_s(float(n), classes.context)) for n in counts]
         self._last_streams: tuple[tuple[float, int], float] = ((0.0, 0), 0.0)
@@ -320,11 +321,3 @@ def quantile_s(share_within: Callable[[float], float], share: float) -> float:
         middle = 0.5 * (low + high)
         low, high = (low, middle) if share_within(middle) >= share else (middle, high)
     return high
-
-
-def _doubling(high: int) -> list[int]:
-    """Return 1, 2, 4 ... below `high`, and `high`."""
-    counts = [1]
-    while 2 * counts[-1] < high:
-        counts.append(2 * counts[-1])
-    return counts if counts[-1] == high else [*counts, high]
