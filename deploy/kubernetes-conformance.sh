@@ -12,12 +12,13 @@ gateway=${1:?image of the gateway} worker=${2:?image of the worker}
 chart=$(dirname "$0")/helm/pigou
 namespace=pigou-conformance-$RANDOM
 failed=0
+scratch=$(mktemp -d)
 
 k() { kubectl --namespace "$namespace" "$@"; }
 check() {
   local law=$1; shift
-  if "$@" >/tmp/pigou-conformance.log 2>&1; then echo "ok    $law"; else
-    echo "FAILS $law"; sed 's/^/      /' /tmp/pigou-conformance.log | tail -5; failed=$((failed + 1))
+  if "$@" >"$scratch/log" 2>&1; then echo "ok    $law"; else
+    echo "FAILS $law"; sed 's/^/      /' "$scratch/log" | tail -5; failed=$((failed + 1))
   fi
 }
 ready() { k wait pigoufleet/chat --for=condition=Ready --timeout="${1:-600s}"; }
@@ -35,10 +36,11 @@ refused() { ! "$@"; }
 patch() { k patch pigoufleet chat --type=json -p "$1"; }
 
 trap 'helm uninstall --namespace "$namespace" conformance >/dev/null 2>&1
-      kubectl delete namespace "$namespace" --wait=false >/dev/null 2>&1' EXIT
+      kubectl delete namespace "$namespace" --wait=false >/dev/null 2>&1
+      rm -rf "$scratch"' EXIT
 
 kubectl create namespace "$namespace" || exit 2
-cat > /tmp/pigou-conformance.yaml <<EOF
+cat > "$scratch/values.yaml" <<EOF
 operator: {image: $gateway}
 fleet:
   name: chat
@@ -53,7 +55,7 @@ fleet:
           - {role: decode, minReplicas: 1, maxReplicas: 3, gpusPerReplica: 0, memory: 1Gi, shmSize: 256Mi}
 EOF
 check "the chart is installed" helm install --namespace "$namespace" conformance "$chart" \
-  --values /tmp/pigou-conformance.yaml
+  --values "$scratch/values.yaml"
 check "the definitions are established" kubectl wait crd/pigoufleets.pigou.dev crd/pigoupools.pigou.dev \
   --for=condition=Established --timeout=60s
 check "the fleet becomes ready" ready
