@@ -188,14 +188,13 @@ def shape_of(model: Architecture) -> MemoryShape:
         if parameters
     ]
     weights += embeddings(model.vocab, model.hidden, head, tied=model.tied)
-    wide = (3 if model.gated else 2) * model.ffn * max(model.active, 1)
     return MemoryShape(
         name=model.name,
         weights=tuple(weights),
         kv=(KvLayers(model.layers, model.kv_heads, 2 * model.head_dim),),
         kv_dtype=model.kv_dtype,
         hidden=model.hidden,
-        wide=wide,
+        wide=model.widest,
         vocab=model.vocab,
         ffn=model.ffn if model.gated and not model.experts else 0,
         query_width=queries,

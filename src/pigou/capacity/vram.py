@@ -14,7 +14,7 @@ import msgspec
 from pigou.capacity.memory_shape import MemoryShape
 from pigou.config import ConfigError
 from pigou.config_option import option
-from pigou.sim.architecture import SAMPLER_BYTES
+from pigou.sim.architecture import SAMPLER_BYTES, layer_bytes
 from pigou.sim.gpus import GIB, Gpu
 
 #: Bytes of an activation.
@@ -113,7 +113,7 @@ def vram_map(model: MemoryShape, device: Gpu, config: VramConfig) -> VramMap:
     usable = int(device.memory * config.utilization)
     tp = config.tp
     weights = model.weight_bytes(tp)
-    activations = int(config.max_batched_tokens * (2 * model.hidden + model.wide / tp) * _WIDTH)
+    activations = layer_bytes(model.hidden, model.wide / tp, config.max_batched_tokens)
     scratch = config.max_seqs * model.vocab * SAMPLER_BYTES
     adapters = (
         config.adapters * adapter_bytes(model, config.adapter_rank, config.adapter_targets) // tp
@@ -169,9 +169,9 @@ class MixDemand(msgspec.Struct, frozen=True, kw_only=True):
         safe: bytes of the cache less the margin.
         fits: whether the demand is within the cache.
         is_safe: whether it is within `safe`.
-        step_s: seconds of a decode step of them all, if weights and cache are read once at the
-            share `bandwidth_share` of the peak.
-        step_peak_s: at the whole of it.
+        step_s: seconds of a decode step of them all, which reads weights and cache once, at the
+            shares of the peak that the GPU reaches.
+        step_peak_s: at the peak.
     """
 
     demand: int
@@ -210,12 +210,10 @@ def mix_demand(
         raise ConfigError(f"margin is {margin}; it must be at least 0, below 1")
     demand = sum(count * model.sequence_bytes(tokens, tp) for count, tokens in sequences)
     safe = int(memory.cache * (1.0 - margin))
-    peak = (memory.weights + demand) / device.bandwidth
-    share = peak * memory.weights / (memory.weights + demand) / device.streaming
-    share += demand / device.bandwidth / device.cache
+    reads_s = (memory.weights / device.streaming + demand / device.cache) / device.bandwidth
     return MixDemand(
         demand=demand, safe=safe, fits=demand <= memory.cache, is_safe=demand <= safe,
-        step_s=share, step_peak_s=peak,
+        step_s=reads_s, step_peak_s=(memory.weights + demand) / device.bandwidth,
     )  # fmt: skip
 
 

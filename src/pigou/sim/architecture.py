@@ -95,6 +95,11 @@ class Architecture:
         return (3 if self.gated else 2) * self.hidden * self.ffn
 
     @property
+    def widest(self) -> int:
+        """Numbers of a token that a feed-forward layer holds at once: projections and product."""
+        return (3 if self.gated else 2) * self.ffn * max(self.active, 1)
+
+    @property
     def router_parameters(self) -> int:
         """Parameters of one layer's choice of experts."""
         return self.hidden * self.experts
@@ -194,16 +199,21 @@ PRESETS = {
 SAMPLER_BYTES = 31
 
 
+def layer_bytes(hidden: int, wide: float, max_batched_tokens: int) -> int:
+    """Return the bytes of the widest moment of a layer on a GPU.
+
+    It holds the residual stream and its copy, and `wide` numbers of the feed-forward layer.
+    """
+    return int(max_batched_tokens * (2 * hidden + wide) * DTYPE_BYTES["bfloat16"])
+
+
 def reserve(model: Architecture, tp: int, max_batched_tokens: int, max_seqs: int) -> int:
     """Return the bytes of activations that a GPU keeps free for the largest step.
 
-    The widest moment of a layer holds the residual stream and its copy, what the gate and the
-    up projection yield and their product; the sampler's tensors are kept until it is over.
+    That is the widest moment of a layer; the sampler's tensors are kept until it is over.
     """
-    width = DTYPE_BYTES["bfloat16"]
-    wide = (3 if model.gated else 2) * model.ffn * max(model.active, 1) / tp
-    layer = max_batched_tokens * (2 * model.hidden + wide) * width
-    return int(layer + max_seqs * model.vocab * SAMPLER_BYTES)
+    layer = layer_bytes(model.hidden, model.widest / tp, max_batched_tokens)
+    return layer + max_seqs * model.vocab * SAMPLER_BYTES
 
 
 def kv_blocks(

@@ -121,8 +121,7 @@ def _rates(model: Architecture, device: Gpu, tp: int) -> np.ndarray:
     rates[ATTENTION_FLOP] = 1.0 / (device.peak("bfloat16") * device.attention)
     rates[LAYER] = LAYER_KERNELS * device.launch
     # Two norms read and write the stream and the residual; rotation and activation as they say.
-    wide = (3 if model.gated else 2) * model.ffn * max(model.active, 1)
-    rates[TOKEN] = (8 * model.hidden + (2 * model.qkv_width + wide) / tp) * WIDTH
+    rates[TOKEN] = (8 * model.hidden + (2 * model.qkv_width + model.widest) / tp) * WIDTH
     rates[WORD] = SAMPLER_PASSES * 4.0 * model.vocab
     rates[ROW] = 2.0 * WIDTH * model.hidden
     rates[STEP] = device.step
