@@ -46,7 +46,7 @@ def simulated_limit(
 
     def run(rate_rps: float) -> tuple[bool, dict[str, float]]:
         trial = make_trial(request, analysis, candidate, rate_rps, LONG_REQUESTS)
-        seen = trial_figures(analysis, trial, run_trial(trial, (slo.ttft_s, slo.itl_s)))
+        seen = trial_figures(analysis, trial, run_trial(trial, slo))
         expected = analysis.figures(candidate.configuration, rate_rps)
         errors = {
             name: getattr(expected, name) / max(getattr(seen, name), 1e-9) - 1.0

@@ -33,6 +33,8 @@ from pigou.sim.pool_performance import measure_performance
 from pigou.sim.timing_roofline import roofline
 from pigou.sim.worker_spec import WorkerSpec
 
+#: Tokens of a block; batch up to which speeds are measured; shortest context that is measured.
+_BLOCK_TOKENS, _MEASURED_SEQS, _MIN_TOKENS = 16, 512, 128
 #: Workers of a `both` pool up to which each size is analysed; the limit of more is in proportion.
 _EXACT_SIZES = 4
 #: Steps of the TTFT objective in which the wait for a decode worker is counted.
@@ -59,8 +61,8 @@ class Analysis:
         """Begin with nothing known of any kind of workers."""
         self.demand, self.slo, self.usd_per_hour = demand, slo, usd_per_hour
         self._model, self._link = model, link
-        self._measured: dict[tuple[Role, WorkerKind], PerformanceModel | None] = {}
-        self._loads: dict[tuple[Role, WorkerKind], PoolLoad] = {}
+        self._measured: dict[tuple[Role, WorkerKind], PerformanceModel] = {}
+        self._loads: dict[tuple[Role, WorkerKind], PoolLoad | None] = {}
         self._limits: dict[tuple[Role, WorkerKind, int, int], float] = {}
 
     def changed(self, slo: Slo, demand: Demand) -> Analysis:
@@ -71,43 +73,41 @@ class Analysis:
 
     def performance(self, kind: WorkerKind, role: Role) -> PerformanceModel | None:
         """Return the performance model of a kind of workers; None where the model does not fit."""
-        key = (role, kind)
-        if key not in self._measured:
-            self._measured[key] = self._measure(kind, role)
-        return self._measured[key]
-
-    def _measure(self, kind: WorkerKind, role: Role) -> PerformanceModel | None:
-        wide = _widest(kind)
-        if wide != kind:
-            performance = self.performance(wide, role)
-            blocks = self._blocks(kind)
-            if performance is None or blocks is None:
-                return None
-            return replace(performance, max_seqs=kind.max_seqs, kv_tokens=blocks * 16.0)
         blocks = self._blocks(kind)
         if blocks is None:
             return None
-        model = self._cast(kind)
-        group = WorkerGroup(role=role, count=1)
-        engine = EngineConfig(
-            block_size=16, blocks=blocks, max_seqs=kind.max_seqs, max_batched_tokens=kind.chunk,
-            max_model_len=max(self.demand.max_tokens, 128),
-        )  # fmt: skip
-        timing = roofline(model, gpu_named(kind.gpu), kind.tp)
-        spec = WorkerSpec(group, engine, timing, model.kv_bytes, ahead=True, gpus=kind.tp)
-        serving = WorkerGroup(role=Role.BOTH, count=1)  # a fleet must decode
-        return measure_performance(spec, role, FleetConfig(workers=(serving,), link=self._link))
+        speeds = self._speeds(role, msgspec.structs.replace(kind, max_seqs=_MEASURED_SEQS))
+        return replace(speeds, max_seqs=kind.max_seqs, kv_tokens=float(blocks * _BLOCK_TOKENS))
+
+    def _speeds(self, role: Role, kind: WorkerKind) -> PerformanceModel:
+        """Return the speeds of workers, which hold for narrower batches, too."""
+        key = (role, kind)
+        if key not in self._measured:
+            model = self._cast(kind)
+            max_tokens = max(self.demand.max_tokens, _MIN_TOKENS)
+            engine = EngineConfig(
+                blocks=max_tokens // _BLOCK_TOKENS + 1,  # for one request: steps take as long
+                block_size=_BLOCK_TOKENS, max_seqs=kind.max_seqs, max_batched_tokens=kind.chunk,
+                max_model_len=max_tokens,
+            )  # fmt: skip
+            timing = roofline(model, gpu_named(kind.gpu), kind.tp)
+            group = WorkerGroup(role=role, count=1)
+            spec = WorkerSpec(group, engine, timing, model.kv_bytes, ahead=True, gpus=kind.tp)
+            serving = WorkerGroup(role=Role.BOTH, count=1)  # a fleet must decode
+            fleet = FleetConfig(workers=(serving,), link=self._link)
+            self._measured[key] = measure_performance(spec, role, fleet)
+        return self._measured[key]
 
     def _blocks(self, kind: WorkerKind) -> int | None:
-        """Return the KV blocks of a worker; None where it cannot hold the longest request."""
+        """Return the KV blocks of a worker; None where it cannot hold the max_tokens request."""
         try:
             blocks = kv_blocks(
-                self._cast(kind), gpu_named(kind.gpu), kind.tp,
+                self._cast(kind), gpu_named(kind.gpu), kind.tp, block_size=_BLOCK_TOKENS,
                 max_batched_tokens=kind.chunk, max_seqs=kind.max_seqs,
             )  # fmt: skip
         except ConfigError:
             return None
-        return blocks if blocks * 16 > self.demand.max_tokens else None
+        return blocks if blocks * _BLOCK_TOKENS > self.demand.max_tokens else None
 
     def _cast(self, kind: WorkerKind) -> Architecture:
         return replace(self._model, kv_dtype=kind.kv_dtype) if kind.kv_dtype else self._model
@@ -135,7 +135,7 @@ class Analysis:
         return self._limits[key]
 
     def _limit(self, role: Role, kind: WorkerKind, workers: int, more_s: float) -> float:
-        load = self._load(kind, role)
+        load = self.load(kind, role)
         if load is None or workers < 1:
             return 0.0
         if role is Role.BOTH and workers > _EXACT_SIZES:
@@ -150,22 +150,23 @@ class Analysis:
         First tokens wait for steps of the decode pool at that rate.
         """
         limit = self.limit_rps(Role.DECODE, *decode)
-        load = self._load(decode[0], Role.DECODE)
+        load = self.load(decode[0], Role.DECODE)
         if limit <= 0.0 or load is None:
             return 0.0
         remote = min(limit, self.limit_rps(Role.PREFILL, *prefill))
         joining_s = load.joining_s(remote, decode[1])
         return min(limit, self.limit_rps(Role.PREFILL, *prefill, joining_s))
 
-    def _load(self, kind: WorkerKind, role: Role) -> PoolLoad | None:
+    def load(self, kind: WorkerKind, role: Role) -> PoolLoad | None:
         """Return a kind of workers under the demand; None where the model does not fit."""
-        performance = self.performance(kind, role)
-        if performance is None:
-            return None
         key = (role, kind)
         if key not in self._loads:
-            arrival_scv = self.demand.mix.arrival_scv
-            self._loads[key] = PoolLoad(performance, role, self.demand.classes, arrival_scv)
+            performance, demand = self.performance(kind, role), self.demand
+            self._loads[key] = (
+                None
+                if performance is None
+                else PoolLoad(performance, role, demand.classes, demand.mix.arrival_scv)
+            )
         return self._loads[key]
 
     def workers_for(self, role: Role, kind: WorkerKind, room: int) -> int | None:
@@ -191,7 +192,7 @@ class Analysis:
 
     def _joint_latencies(self, rate_rps: float, pool: PlannedPool) -> tuple[float, float, float]:
         """TTFT and ITL at the percentile, and mean end to end, of workers that do both."""
-        load, workers, share = self._load(pool.kind, pool.role), pool.workers, self.slo.share
+        load, workers, share = self.load(pool.kind, pool.role), pool.workers, self.slo.share
         if load is None:
             return math.inf, math.inf, math.inf
         e2e_s = load.mean_ttft_s(rate_rps, workers)
@@ -206,8 +207,8 @@ class Analysis:
         self, rate_rps: float, prefill: PlannedPool, decode: PlannedPool
     ) -> tuple[float, float, float]:
         """The same of a prefill and a decode pool."""
-        first = self._load(prefill.kind, prefill.role)
-        second = self._load(decode.kind, decode.role)
+        first = self.load(prefill.kind, prefill.role)
+        second = self.load(decode.kind, decode.role)
         if first is None or second is None:
             return math.inf, math.inf, math.inf
         share = self.slo.share
@@ -247,8 +248,3 @@ class Analysis:
         return sum(
             count * self.usd_per_hour.get(name, 1.0) for name, count in configuration.gpus.items()
         )
-
-
-def _widest(kind: WorkerKind) -> WorkerKind:
-    """Return the kind whose measurement holds for a narrower batch, too."""
-    return msgspec.structs.replace(kind, max_seqs=512)

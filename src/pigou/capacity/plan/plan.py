@@ -270,10 +270,10 @@ def _round(
 ) -> list[tuple[Candidate, LoadFigures]]:
     """Simulate each entrant at its rate."""
     trials = [make_trial(request, analysis, *entrant, requests) for entrant in entrants]
-    done = run_trials(trials, analysis, pool)
+    done = run_trials(trials, analysis.slo, pool)
     return [
         (candidate, trial_figures(analysis, trial, seen))
-        for (candidate, _), (trial, seen) in zip(entrants, done, strict=True)
+        for (candidate, _), trial, seen in zip(entrants, trials, done, strict=True)
     ]
 
 

@@ -93,7 +93,7 @@ def _joint(
 
 def _sizes(analysis: Analysis, room: int, role: Role, kind: WorkerKind) -> Iterator[int]:
     """Yield sizes of a pool: all of them, or those around the one that holds the rate."""
-    if room < 1 or analysis.performance(kind, role) is None:
+    if room < 1 or analysis.load(kind, role) is None:
         return
     rate = analysis.demand.rate_rps
     if not rate:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from pigou.capacity.plan.analysis import Analysis
 from pigou.capacity.plan.demand import Demand, busiest
 from pigou.capacity.plan.plan import LONG_REQUESTS, CapacityPlan, PlanRequest, make_trial
 from pigou.capacity.plan.search_space import Candidate
-from pigou.capacity.plan.trial import run_trials, trial_figures
+from pigou.capacity.plan.trial import run_trial, trial_figures
 from pigou.sim.architecture import Architecture
 from pigou.sim.network import LinkConfig
 
@@ -50,11 +50,13 @@ def stress(plan: CapacityPlan, request: PlanRequest, model: Architecture) -> lis
         request: what it was made for.
         model: its architecture.
     """
-    rate = plan.best.figures.rate_rps
-    return [
-        _run("1.3 times the load", plan, request, model, plan.demand, OVERLOAD * rate),
-        _run("densest burst", plan, request, model, plan.demand, burst_rps(plan.demand, rate)),
-    ]
+    rate_rps = plan.best.figures.rate_rps
+    analysis = Analysis(model, plan.demand, request.slo, LinkConfig(), request.usd_per_hour)
+    rates = {
+        "1.3 times the load": OVERLOAD * rate_rps,
+        "densest burst": burst_rps(plan.demand, rate_rps),
+    }
+    return [_run(name, plan, request, analysis, rate) for name, rate in rates.items()]
 
 
 def burst_rps(demand: Demand, rate_rps: float) -> float:
@@ -67,17 +69,11 @@ def burst_rps(demand: Demand, rate_rps: float) -> float:
 
 
 def _run(
-    name: str,
-    plan: CapacityPlan,
-    request: PlanRequest,
-    model: Architecture,
-    demand: Demand,
-    rate_rps: float,
+    name: str, plan: CapacityPlan, request: PlanRequest, analysis: Analysis, rate_rps: float
 ) -> StressResult:
-    analysis = Analysis(model, replace(demand), request.slo, LinkConfig(), request.usd_per_hour)
     candidate = Candidate(plan.best.configuration, rate_rps)
     trial = make_trial(request, analysis, candidate, rate_rps, LONG_REQUESTS)
-    ((_, seen),) = run_trials([trial], analysis, None)
+    seen = run_trial(trial, request.slo)
     figures = trial_figures(analysis, trial, seen)
     slo, reasons = request.slo, []
     for what, value, limit in (

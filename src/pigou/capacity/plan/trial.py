@@ -11,6 +11,7 @@ import numpy as np
 from pigou.capacity.plan.analysis import Analysis
 from pigou.capacity.plan.configuration import Configuration, LoadFigures
 from pigou.config import ControlConfig
+from pigou.control.planner.objectives import Slo
 from pigou.request import SECOND
 from pigou.sim.client import ClientConfig
 from pigou.sim.network import LinkConfig
@@ -63,23 +64,14 @@ class TrialFigures:
 
 
 def run_trials(
-    trials: Sequence[Trial], analysis: Analysis, pool: ProcessPoolExecutor | None
-) -> list[tuple[Trial, TrialFigures]]:
+    trials: Sequence[Trial], slo: Slo, pool: ProcessPoolExecutor | None
+) -> list[TrialFigures]:
     """Run simulations, in the processes of a pool where there is one; return all, in order."""
-    objective = (analysis.slo.ttft_s, analysis.slo.itl_s)
-    if pool is None:
-        return [(trial, run_trial(trial, objective)) for trial in trials]
-    futures = [pool.submit(run_trial, trial, objective) for trial in trials]
-    return [(trial, future.result()) for trial, future in zip(trials, futures, strict=True)]
+    return list((map if pool is None else pool.map)(run_trial, trials, [slo] * len(trials)))
 
 
-def run_trial(trial: Trial, objective: tuple[float, float]) -> TrialFigures:
-    """Simulate a configuration.
-
-    Args:
-        trial: what to run.
-        objective: seconds of TTFT and ITL.
-    """
+def run_trial(trial: Trial, slo: Slo) -> TrialFigures:
+    """Simulate a configuration under an objective."""
     control = ControlConfig(
         max_inflight=UNLIMITED, max_inflight_tokens=UNLIMITED, max_queued=UNLIMITED,
         queue_timeout=UNLIMITED, seed=trial.seed,
@@ -88,12 +80,10 @@ def run_trial(trial: Trial, objective: tuple[float, float]) -> TrialFigures:
         trial.loop, trial.configuration.fleet(trial.link), trial.setup, control, ClientConfig(),
         seed=trial.seed, assess_every=1e6,
     )  # fmt: skip
-    return _figures(simulation.run(), objective, trial)
+    return _figures(simulation.run(), slo, trial)
 
 
-def _figures(
-    result: SimulationResult, objective: tuple[float, float], trial: Trial
-) -> TrialFigures:
+def _figures(result: SimulationResult, slo: Slo, trial: Trial) -> TrialFigures:
     intended_all = np.array([run.intended_ns for run in result.runs], dtype=np.int64)
     begin = result.begin_ns + trial.warm_up_s * SECOND
     end = max(intended_all.max() - trial.tail_s * SECOND, begin + 1)
@@ -104,7 +94,7 @@ def _figures(
     intended, first, last, tokens = (column[chosen] for column in (intended, first, last, tokens))
     ttft = (first - intended) / SECOND
     itl = (last - first) / SECOND / np.maximum(tokens - 1, 1)
-    inside = (ttft <= objective[0]) & ((itl <= objective[1]) | (tokens <= 1))
+    inside = (ttft <= slo.ttft_s) & ((itl <= slo.itl_s) | (tokens <= 1))
     e2e = (last - intended) / SECOND
     count = int(((intended_all >= begin) & (intended_all <= end)).sum())
     return TrialFigures(
