@@ -86,7 +86,7 @@ class Serving:
             secret: what the processes of the fleet prove to each other to know; None makes one.
             planner: objectives of requests, and what changes the fleet for them.
             template: of further local workers, one for each of several models; None adds none.
-            registry: where further workers are found; None for none.
+            registry: that further workers register in; None for none.
             models: that are served, where workers do not say the one.
             prefill_queue: URL of the queue that prefill workers pull from; empty for none.
 

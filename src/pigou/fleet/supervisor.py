@@ -63,7 +63,7 @@ class Supervisor:
             config: how closely they are watched.
             secret: given to local workers; None leaves them open to this machine.
             template: of further local workers, one for each of several models; None adds none.
-            registry: where further workers are found; None for none.
+            registry: that further workers register in; None for none.
             models: plane drivers of several models, by name; None for the one of `plane_driver`.
         """
         config = config or WatchConfig()

@@ -113,7 +113,7 @@ class GatewayModel:
 
 
 class ModelRouting:
-    """The models of a gateway, found by the names that requests use.
+    """The models of a gateway, by the names that requests use.
 
     One model without a declared name takes requests without `model`, and has the name that its
     workers report. Declared models are the only ones there are.

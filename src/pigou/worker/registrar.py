@@ -1,4 +1,4 @@
-"""What a worker asks of whoever keeps it known to a fleet."""
+"""What a worker asks of the registrar that keeps it known to a fleet."""
 
 from __future__ import annotations
 

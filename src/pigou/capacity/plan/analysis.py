@@ -99,7 +99,7 @@ class Analysis:
         return self._measured[key]
 
     def _blocks(self, kind: WorkerKind) -> int | None:
-        """Return the KV blocks of a worker; None where it cannot hold the max_tokens request."""
+        """Return the KV blocks of a worker; None where it cannot hold the longest request."""
         try:
             blocks = kv_blocks(
                 self._cast(kind), gpu_named(kind.gpu), kind.tp, block_size=_BLOCK_TOKENS,

@@ -51,7 +51,7 @@ class PeerReceiver:
     """Turns messages of other gateways into observations of the ControlPlane.
 
     Each number has the sequence number of its message, and an older one never replaces it. So
-    order, repetition and loss do not matter in the end: whoever has had the last messages, or a
+    order, repetition and loss do not matter in the end: a gateway with the last messages, or with a
     snapshot, knows the sender's state. A gap is asked for once, and then a snapshot is: so is what
     the sender does not have any more.
 

@@ -1,4 +1,4 @@
-"""PrefillQueue: prompts wait for whoever pulls them; claims, leases, redelivery, dead letters."""
+"""PrefillQueue: prompts wait until workers pull them; claims, leases, redelivery, dead letters."""
 
 from __future__ import annotations
 

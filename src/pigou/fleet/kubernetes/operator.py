@@ -35,7 +35,7 @@ class FleetOperator:
         """Take options, and what returns kopf's `ConnectionInfo`: as kubectl finds it by default.
 
         Raises:
-            ConfigError: there is no API server to be found.
+            ConfigError: there is no API server.
         """
         self._config = config
         self._connect = connect or _connection

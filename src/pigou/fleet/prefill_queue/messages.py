@@ -158,7 +158,7 @@ _USE, _SIGNATURE_BYTES = "prefill-queue", 32
 
 
 class MessageSigner:
-    """Proves that messages come from the fleet: whoever reaches the broker has no worker compute.
+    """Proves that messages come from the fleet: strangers at the broker make no worker compute.
 
     They are not encrypted: give the server TLS and users where others can read its network.
     """

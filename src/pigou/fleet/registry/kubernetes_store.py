@@ -61,7 +61,7 @@ class KubernetesStore:
         """Return the store of `k8s://NAMESPACE?selector=LABELS[&port=8000][&api=URL]`.
 
         Raises:
-            ConfigError: an option is unknown, or there is no API server to be found.
+            ConfigError: an option is unknown, or there is no API server.
         """
         options = dict(parse_qsl(parts.query, keep_blank_values=True))
         unknown = sorted(options.keys() - set(_OPTIONS))
