@@ -58,6 +58,10 @@ class GatewayModel:
         """Its workers that are up."""
         return list(self.plane_driver.upstreams.values())
 
+    def owns(self, upstream: Upstream) -> bool:
+        """Whether a worker is one of its own that are up."""
+        return self.plane_driver.upstreams.get(upstream.worker.id) is upstream
+
     @property
     def served_name(self) -> str:
         """Its name; empty before a worker said one."""

@@ -82,21 +82,20 @@ class Passthrough:
         if not servers:
             raise absent_route(request.method, path, self._routes.known())
         servers = self._owned(servers, path, key)
-        body: Body | None = None
+        sent: bytes | None = None
         data: bytes | AsyncIterator[bytes] | None = None
         if request.content_type == "application/json" or request.content_type.endswith("+json"):
             sent = await request.read()
-            body = _object(sent)
-            model = self._model_of(body, servers, request.method)
-            servers = self._continuing(_of(model, servers, request), body, key)
-            data = self._salted(sent, body, tenure, model)
         elif request.can_read_body:
             if (request.content_length or 0) > self._config.max_body:
                 raise too_large(self._config.max_body)
             data = _streamed(request, self._config.max_body)
-        if body is None:
-            model = self._model_of({}, servers, request.method)
-            servers = _of(model, servers, request)
+        body: Body = {} if sent is None else _object(sent)
+        model = self._model_of(body, servers, request.method)
+        servers = _of(model, servers, request)
+        if sent is not None:
+            servers = self._continuing(servers, body, key)
+            data = self._salted(sent, body, tenure, model)
         call = _call(request, body, data, key)
         plane_driver = model.plane_driver
         if request.method != "POST":
@@ -150,7 +149,7 @@ class Passthrough:
         """Pass a request to one server, and its answer back.
 
         Raises:
-            _NotHere: the server has no such route. APIError: 502, it failed before it answered.
+            _RouteAbsent: the server has no such route. APIError: 502, it failed before it answered.
         """
         headers = {name: request.headers[name] for name in _REQUEST_HEADERS
                    if name in request.headers}  # fmt: skip
@@ -209,7 +208,7 @@ class Passthrough:
         Raises:
             APIError: 400 or 404, as `ModelRouting.find`.
         """
-        holders = [model for model in self._models if any(up in servers for up in model.upstreams)]
+        holders = [model for model in self._models if any(map(model.owns, servers))]
         if holders and "model" not in body and (len(holders) == 1 or method != "POST"):
             return holders[0]
         if not self._models.several and not self._models.models[0].name:
@@ -280,17 +279,17 @@ def _of(model: GatewayModel, servers: list[Upstream], request: web.Request) -> l
     Raises:
         APIError: 404 or 501, none of them does.
     """
-    own = [up for up in servers if up in model.upstreams]
+    own = [up for up in servers if model.owns(up)]
     if not own:
         raise absent_route(request.method, request.rel_url.raw_path, [])
     return own
 
 
-def _call(request: web.Request, body: Body | None, data: Any, key: Key) -> GatewayRequest:
+def _call(request: web.Request, body: Body, data: Any, key: Key) -> GatewayRequest:
     size = len(data) if isinstance(data, bytes) else (request.content_length or 0)
     wanted = None
     for name in ("max_output_tokens", "max_completion_tokens", "max_tokens"):
-        raw = (body or {}).get(name)
+        raw = body.get(name)
         value = None if raw is None else msgspec.json.decode(raw)
         if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31:
             wanted = value
