@@ -210,7 +210,8 @@ class _Routes:
     ) -> web.StreamResponse:
         """Serve a request within the limits of its key."""
         key = current_key()
-        self._gateway.startup.check(model.decodes)
+        if self._models.several:  # the only one was checked before its body was read
+            self._gateway.startup.check(model.decodes)
         _check_deadline(call, model.plane_driver)
         try:
             with (

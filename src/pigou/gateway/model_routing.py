@@ -79,7 +79,7 @@ class GatewayModel:
     @property
     def decodes(self) -> bool:
         """Whether a worker that decodes is up."""
-        return any(up.worker.role.decodes for up in self.upstreams)
+        return any(up.worker.role.decodes for up in self.plane_driver.upstreams.values())
 
     @property
     def pigou_only(self) -> bool:
@@ -168,9 +168,9 @@ class ModelRouting:
         return model
 
     def of_body(self, data: bytes) -> GatewayModel:
-        """Return the model that a body asks for, the first where nobody declared one.
+        """Return the model that a body asks for; the first where none is declared.
 
-        A body that is not understood finds the first, too: who reads all of it says why.
+        A body that cannot be parsed finds the first, too: `request_parsing.read` refuses it.
 
         Raises:
             APIError: as `find`.
@@ -184,7 +184,7 @@ class ModelRouting:
         return self.find(field.model)
 
     def check(self, name: str | None) -> None:
-        """Refuse a name that no worker reports, where nobody declared any.
+        """Refuse a name that no worker reports, where no model is declared.
 
         Raises:
             APIError: 404.
@@ -193,8 +193,10 @@ class ModelRouting:
             self._check_reported(name)
 
     def _check_reported(self, name: str | None) -> None:
-        names = self.names
-        if name is not None and names and name not in names:
+        if name is None:
+            return
+        names = self.models[0].names
+        if names and name not in names:
             raise self._unknown(name)
 
     def _unknown(self, name: str | None) -> APIError:
