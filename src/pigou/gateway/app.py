@@ -22,7 +22,7 @@ from pigou.gateway.gateway_request import CHAT, COMPLETIONS, GatewayRequest
 from pigou.gateway.metrics import Metrics
 from pigou.gateway.middleware import add_cors, check_browser, count_for, current_key, guard
 from pigou.gateway.model_routing import GatewayModel, ModelRouting
-from pigou.gateway.overflow import OVERFLOW_HEADER, OtherFleets, unless_full
+from pigou.gateway.overflow import OVERFLOW_HEADER, OtherFleets, unless_full, with_model
 from pigou.gateway.passthrough import Passthrough
 from pigou.gateway.plan_status import PlanStatus
 from pigou.gateway.plane_driver import PlaneDriver
@@ -195,6 +195,7 @@ class _Routes:
         self._gateway.shutdown.check_open()
         model.metrics.overflowed.labels(overflow.to).inc()
         if overflow.is_url:
+            data = await self._off_loop(data, partial(with_model, data, model.name))
             with self._usage.accepted(key.digest, key.limits, call):
                 if call.quota is not None:
                     await call.quota.take(call.id, model.plane_driver.queue_timeout_s)

@@ -53,6 +53,13 @@ async def unless_full(
     return None
 
 
+def with_model(data: bytes, model: str) -> bytes:
+    """Return a body with this `model`; for a large one (`SMALL`), call it on a thread."""
+    body = read_fields(without_bom(data))
+    body["model"] = msgspec.Raw(msgspec.json.encode(model))
+    return msgspec.json.encode(body)
+
+
 class OtherFleets:
     """Passes requests to other fleets, over connections that stay."""
 
@@ -72,15 +79,14 @@ class OtherFleets:
 
         Args:
             request: of the client.
-            data: its body.
+            data: its body, with the name of the model.
             call: the request as it was read here.
             overflow: with a URL.
 
         Raises:
             APIError: 503, the other fleet cannot be reached; 502, it broke off before it answered.
         """
-        body, model = read_fields(without_bom(data)), call.fields.model or ""
-        body["model"] = msgspec.Raw(msgspec.json.encode(model))
+        model = call.fields.model or ""
         echoed = echo_request_id(request.headers.get(REQUEST_ID_HEADER))
         headers = {"content-type": "application/json", OVERFLOW_HEADER: model}
         headers[REQUEST_ID_HEADER] = call.wire_id
@@ -89,9 +95,7 @@ class OtherFleets:
         url = overflow.to.rstrip("/").removesuffix("/v1") + request.path
         out: web.StreamResponse | None = None
         try:
-            async with self._connections().post(
-                url, data=msgspec.json.encode(body), headers=headers
-            ) as reply:
+            async with self._connections().post(url, data=data, headers=headers) as reply:
                 sent = {name: reply.headers[name] for name in _REPLY_HEADERS
                         if name in reply.headers}  # fmt: skip
                 sent |= echoed | {OVERFLOW_HEADER: model}
