@@ -18,6 +18,7 @@ from pigou.fleet.hang_detection import EngineProgress
 from pigou.fleet.metrics_page import OLD_USAGE, RUNNING, USAGE, WAITING
 from pigou.gateway.upstream import Engine, read_page
 from pigou.request import UNKNOWN_LOCATION, Location, Rehearsed
+from pigou.wire.addresses import reachable
 from pigou.wire.fleet_secret import NONCE, PROOF, FleetSecret
 
 #: Block size that is assumed of a server that does not tell: vLLM's default on a GPU.
@@ -270,17 +271,11 @@ def _publishes(value: Any) -> bool:
 
 def _source(value: dict[str, Any], host: str) -> EventSource:
     return EventSource(
-        _reachable(_name(value.get("endpoint")), host),
-        _reachable(_name(value.get("replay_endpoint")), host),
+        reachable(_name(value.get("endpoint")), host),
+        reachable(_name(value.get("replay_endpoint")), host),
         _name(value.get("topic")),
         value.get("encryption") == "curve",
     )
-
-
-def _reachable(endpoint: str, host: str) -> str:
-    """Put the worker's host in place of a wildcard address."""
-    shown = f"[{host}]" if ":" in host else host
-    return re.sub(r"^tcp://(\*|0\.0\.0\.0|\[::\])(?=:)", f"tcp://{shown}", endpoint)
 
 
 async def _get(session: aiohttp.ClientSession, url: str) -> tuple[int, bytes]:

@@ -19,6 +19,7 @@ from pigou import logs
 from pigou.background import Background
 from pigou.control.placement.topology import read_location
 from pigou.imports import uncollected
+from pigou.wire.addresses import url_host
 from pigou.wire.connections import ConnectionLimits, Factory
 from pigou.wire.fleet_secret import FleetSecret
 from pigou.worker.build import WorkerParts, transfer_config
@@ -257,8 +258,8 @@ class WorkerServer:
 
     def _announce(self, address: tuple[str, int]) -> dict[str, Any]:
         """Print one line of JSON that says where this worker is; return it."""
-        host = f"[{address[0]}]" if ":" in address[0] else address[0]
-        line = {"ready": True, "url": f"http://{host}:{address[1]}", **self._about()}
+        url = f"http://{url_host(address[0])}:{address[1]}"
+        line = {"ready": True, "url": url, **self._about()}
         if self._events is not None:
             line["kv_events"] = self._events.endpoint
             line["kv_replay"] = self._events.replay_endpoint

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pigou.fleet.worker_process import WorkerProcess
+from pigou.wire.addresses import url_host
 from pigou.wire.fleet_secret import FleetSecret
 
 
@@ -33,9 +34,8 @@ class WorkerActor:
         import ray
 
         host = ray.util.get_node_ip_address()
-        shown = f"[{host}]" if ":" in host else host
-        endpoints = ["--kv-events-endpoint", f"tcp://{shown}:*"]
-        endpoints += ["--kv-replay-endpoint", f"tcp://{shown}:*"]
+        endpoint = f"tcp://{url_host(host)}:*"
+        endpoints = ["--kv-events-endpoint", endpoint, "--kv-replay-endpoint", endpoint]
         await self.stop(0.0)
         known = FleetSecret(secret.decode("utf-8", "surrogateescape")) if secret else None
         self._process = await WorkerProcess.start(name, [*endpoints, *arguments], known, host)

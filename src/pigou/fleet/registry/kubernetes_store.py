@@ -17,6 +17,7 @@ from pigou.config import ConfigError
 from pigou.fleet.registry.entry import KVShape, Topology, WorkerEntry, write_entry
 from pigou.fleet.registry.record_store import Record, RegistryUnavailable, WriteConflict
 from pigou.request import Role
+from pigou.wire.addresses import url_host
 
 #: Annotations of a pod: a worker's record, and the restarts of its containers at that time.
 ENTRY, RESTARTS = "pigou.dev/entry", "pigou.dev/entry-restarts"
@@ -173,7 +174,6 @@ class KubernetesStore:
         role = labels.get(ROLE)
         if not address or role not in list(Role):
             return None
-        host = f"[{address}]" if ":" in address else address
         leaving = "deletionTimestamp" in meta
         topology = Topology(
             host=spec.get("nodeName") or "", rack=labels.get(_RACK, ""),
@@ -182,7 +182,7 @@ class KubernetesStore:
         return WorkerEntry(
             worker=meta["name"], incarnation=meta["uid"], epoch=int(leaving), role=Role(role),
             model=labels.get(MODEL, ""), version=labels.get(VERSION, ""), shape=KVShape(),
-            url=f"http://{host}:{self._port}", topology=topology, draining=leaving,
+            url=f"http://{url_host(address)}:{self._port}", topology=topology, draining=leaving,
         )  # fmt: skip
 
     async def _pod(self, key: str) -> Pod | None:
@@ -248,7 +248,7 @@ def _in_cluster() -> str:
             "registry: this process runs in no pod, so that the API server is unknown; give it as "
             "k8s://NAMESPACE?api=URL (`kubectl proxy` serves one on http://127.0.0.1:8001)"
         )
-    return f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
+    return f"https://{url_host(host)}:{port}"
 
 
 def _tls() -> ssl.SSLContext | bool:

@@ -21,6 +21,7 @@ from pigou.fleet.registry.registration import Registration
 from pigou.fleet.registry.registry import Registry
 from pigou.fleet.registry.stores import open_registry
 from pigou.request import Role
+from pigou.wire.addresses import reachable, url_host
 from pigou.wire.fleet_secret import FleetSecret
 
 _log = logging.getLogger("pigou.registry")
@@ -102,7 +103,6 @@ class WorkerRegistrar:
         url, host = urlsplit(str(about["url"])), self._config.advertise
         listens = url.hostname or ""
         host = host or (own_address() if listens in _WILD else listens)
-        shown = f"[{host}]" if ":" in host else host
         topology = self._config.topology(socket.gethostname(), self._gpus, about.get("location"))
         in_pod = self._config.registry.startswith("k8s:")
         try:
@@ -114,9 +114,9 @@ class WorkerRegistrar:
                 model=str(about["model"]),
                 version=str(about.get("deployment_version") or about.get("release") or ""),
                 shape=KVShape(tp=self._tp, kv_layout=str(about.get("kv_layout") or "")),
-                url=f"http://{shown}:{url.port}",
-                kv_events=_reachable(about.get("kv_events"), shown),
-                kv_replay=_reachable(about.get("kv_replay"), shown),
+                url=f"http://{url_host(host)}:{url.port}",
+                kv_events=reachable(str(about.get("kv_events") or ""), host),
+                kv_replay=reachable(str(about.get("kv_replay") or ""), host),
                 transfer=str(about.get("kv_transfer") or ""),
                 kv_address=host,
                 topology=topology,
@@ -144,8 +144,3 @@ def own_address() -> str:
         return socket.gethostbyname(socket.gethostname())
     except OSError:
         return "127.0.0.1"
-
-
-def _reachable(endpoint: object, host: str) -> str:
-    """Put the worker's host in place of a wildcard address."""
-    return re.sub(r"^tcp://(\*|0\.0\.0\.0|\[::\])(?=:)", f"tcp://{host}", str(endpoint or ""))
