@@ -8,7 +8,8 @@ from pigou.fleet.kubernetes.definitions import API_VERSION
 from pigou.fleet.kubernetes.fleet_spec import FleetSpec, ModelSpec, PoolRole, PoolSpec
 
 Manifest = dict[str, Any]
-#: Labels of all objects of a fleet, and of its pods.
+#: Labels of all objects of a fleet, and of its pods; pods whose workers do not register themselves
+#: have STOCK_ROLE.
 FLEET, MODEL, ROLE, DEPLOYMENT_VERSION, STOCK_ROLE, PART = (
     "pigou.dev/fleet", "pigou.dev/model", "pigou.dev/role", "pigou.dev/version",
     "pigou.dev/stock-role", "pigou.dev/part",

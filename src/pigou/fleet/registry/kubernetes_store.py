@@ -14,6 +14,7 @@ import aiohttp
 import msgspec
 
 from pigou.config import ConfigError
+from pigou.fleet.kubernetes.manifests import DEPLOYMENT_VERSION, MODEL, STOCK_ROLE
 from pigou.fleet.registry.entry import KVShape, Topology, WorkerEntry, write_entry
 from pigou.fleet.registry.record_store import Record, RegistryUnavailable, WriteConflict
 from pigou.request import Role
@@ -21,8 +22,6 @@ from pigou.wire.addresses import url_host
 
 #: Annotations of a pod: a worker's record, and the restarts of its containers at that time.
 ENTRY, RESTARTS = "pigou.dev/entry", "pigou.dev/entry-restarts"
-#: Labels of pods whose workers do not register themselves; the first one says that they do not.
-ROLE, MODEL, VERSION = "pigou.dev/stock-role", "pigou.dev/model", "pigou.dev/version"
 _ZONE, _RACK, _GPU = "topology.kubernetes.io/zone", "topology.kubernetes.io/rack", "nvidia.com/gpu"
 #: Where a pod finds its service account.
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
@@ -171,7 +170,7 @@ class KubernetesStore:
         """Return the entry of a pod whose worker does not register itself."""
         meta, spec = pod["metadata"], pod.get("spec") or {}
         address, labels = (pod.get("status") or {}).get("podIP"), meta.get("labels") or {}
-        role = labels.get(ROLE)
+        role = labels.get(STOCK_ROLE)
         if not address or role not in list(Role):
             return None
         leaving = "deletionTimestamp" in meta
@@ -181,8 +180,9 @@ class KubernetesStore:
         )  # fmt: skip
         return WorkerEntry(
             worker=meta["name"], incarnation=meta["uid"], epoch=int(leaving), role=Role(role),
-            model=labels.get(MODEL, ""), version=labels.get(VERSION, ""), shape=KVShape(),
-            url=f"http://{url_host(address)}:{self._port}", topology=topology, draining=leaving,
+            model=labels.get(MODEL, ""), version=labels.get(DEPLOYMENT_VERSION, ""),
+            shape=KVShape(), url=f"http://{url_host(address)}:{self._port}", topology=topology,
+            draining=leaving,
         )  # fmt: skip
 
     async def _pod(self, key: str) -> Pod | None:
