@@ -15,8 +15,8 @@ import msgspec
 from pigou import __version__
 from pigou.config import ConfigError
 from pigou.fleet.kubernetes.definitions import API_VERSION
+from pigou.fleet.kubernetes.manifests import Manifest
 
-Manifest = dict[str, Any]
 #: Kind -> API version and plural.
 _KINDS = {
     "PigouFleet": (API_VERSION, "pigoufleets"),
@@ -120,7 +120,7 @@ class KubernetesApi:
         )
 
     async def _renew(self) -> None:
-        """Open another session: tokens of service accounts live for an hour, their files anew."""
+        """Open another session, with the token as it is now: service accounts' last an hour."""
         assert self._session is not None
         await self._session.close()
         self._open()

@@ -213,15 +213,15 @@ class _Round:
         current, added = workloads.get(version, {}), 0
         for pool in model.pools:
             replicas = step.new.get(pool.role, 0)
-            manifest = self._objects.workload(model, pool, version, replicas)
-            if pool.role not in current:
+            existing = current.get(pool.role)
+            if existing is None:
                 if step.state != "scale" and not replicas:
                     continue
+                manifest = self._objects.workload(model, pool, version, replicas)
                 self._writes.append(Write("create", manifest))
                 added += replicas * pool.gpus_per_replica
-            elif current[pool.role]["spec"]["replicas"] != replicas:
-                self._scale(current[pool.role], replicas)
-                more = replicas - current[pool.role]["spec"]["replicas"]
+            elif more := replicas - _replicas(existing):
+                self._scale(existing, replicas)
                 added += max(0, more) * pool.gpus_per_replica
         for name, roles in step.old.items():
             gone = not any(roles.values())
