@@ -16,7 +16,7 @@ from pigou.gateway.failure import Rejected, WorkerFailed, busy
 from pigou.gateway.gateway_request import COMPLETIONS, Body, GatewayRequest
 from pigou.gateway.metrics import Metrics
 from pigou.gateway.plane_driver import PlaneDriver
-from pigou.gateway.pulled_prefill import PrefillDropped, PrefillLeg
+from pigou.gateway.pulled_prefill import GatewayPrefillQueue, PrefillDropped, PrefillLeg
 from pigou.gateway.reply_parsing import cached_tokens
 from pigou.gateway.request_parsing import overrides_refused
 from pigou.gateway.sse_relay import Relay
@@ -285,8 +285,9 @@ class RequestDriver(ABC):
         leg = leg_one(self._body, chat=self._path != COMPLETIONS, read=self._transfer)
         leg = self._ordered(prefill.engine, leg | {"return_token_ids": False})
         try:
-            if self._plane_driver.prefill_queue is not None:
-                pulled = await self._pull(prefill, leg)
+            queue = self._plane_driver.prefill_queue
+            if queue is not None:
+                pulled = await self._pull(queue, prefill, leg)
                 if pulled is None:
                     return PrefillStays(step.leg)
                 reply = pulled
@@ -303,7 +304,9 @@ class RequestDriver(ABC):
             call.metered.computed_ns = now_ns
         return Prefilled(step.leg)
 
-    async def _pull(self, forecast: Upstream, leg: Body) -> bytes | None:
+    async def _pull(
+        self, queue: GatewayPrefillQueue, forecast: Upstream, leg: Body
+    ) -> bytes | None:
         """Return the reply of the worker that pulls the prompt; None where the prompt stays.
 
         Until one does, it weighs on the worker that the control plane expects.
@@ -311,9 +314,9 @@ class RequestDriver(ABC):
         Raises:
             Rejected: the worker refused it. APIError: nobody computed it.
         """
-        call, queue, plane = self.call, self._plane_driver.prefill_queue, self._plane_driver.plane
+        call, plane = self.call, self._plane_driver.plane
         routed = plane.state.requests.get(call.id)
-        if queue is None or routed is None or routed.decode is None:
+        if routed is None or routed.decode is None:
             return None
 
         def claimed(worker: str, cached: int) -> None:
