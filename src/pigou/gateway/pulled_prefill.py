@@ -34,10 +34,10 @@ class PulledPrefill(NamedTuple):
 
 
 class PrefillDropped(Exception):
-    """Nobody computes a queued prompt, and nobody is to try again.
+    """A queued prompt is not computed, and is not to be tried again.
 
     Attributes:
-        expired: whether it was claimed by nobody in time; else its workers failed.
+        expired: whether no worker claimed it in time; else those that did failed.
     """
 
     def __init__(self, message: str, *, expired: bool) -> None:
@@ -46,11 +46,7 @@ class PrefillDropped(Exception):
 
 
 class GatewayPrefillQueue(Protocol):
-    """A queue that prefill workers pull from.
-
-    Attributes:
-        length: prompts that wait in it, or are claimed, of all gateways.
-    """
+    """A queue that prefill workers pull from."""
 
     @property
     def length(self) -> int:
@@ -64,7 +60,7 @@ class GatewayPrefillQueue(Protocol):
     async def prefill(
         self, request: Request, leg: PrefillLeg, on_claim: Callable[[str, int], None]
     ) -> PulledPrefill | None:
-        """Have a prompt computed by whichever worker claims it; None where it stays local.
+        """Have a prompt computed by the worker that claims it; None where it stays local.
 
         Args:
             request: as the control plane routed it.
@@ -72,6 +68,6 @@ class GatewayPrefillQueue(Protocol):
             on_claim: called with the worker's id, and the tokens that it has cached.
 
         Raises:
-            PrefillDropped: nobody computed it.
+            PrefillDropped: no worker computed it.
         """
         ...

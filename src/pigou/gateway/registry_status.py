@@ -14,13 +14,13 @@ class RegistryStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a registry, as a gateway sees it.
 
     Attributes:
-        stale: it does not answer; the last view is served.
-        why: it does not answer; empty while it does.
+        stale: whether it does not answer; the last view is served then.
+        why: the reason that it does not answer; empty while it does.
         age_s: of the last snapshot, in seconds; None before one.
         entries: workers of the view, suspects too.
         suspects: workers that are not registered any more, and get nothing new.
         ignored: records that are no entries of this fleet.
-        outages: times that it stopped to answer.
+        outages: times that it stopped answering.
     """
 
     stale: bool
@@ -59,5 +59,5 @@ class RegistryMetrics(Collector):
         for name, (help, value) in gauges.items():
             yield GaugeMetricFamily(f"pigou_registry_{name}", help, value=float(value))
         yield CounterMetricFamily(
-            "pigou_registry_outages", "Times that it stopped to answer.", value=status.outages
+            "pigou_registry_outages", "Times that it stopped answering.", value=status.outages
         )
