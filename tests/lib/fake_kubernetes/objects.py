@@ -129,9 +129,7 @@ class ObjectStore:
         name = meta.get("name") or ""
         if not _NAME.match(name):
             raise ApiError(422, f'{resource.kind} "{name}" is invalid: metadata.name')
-        if resource.namespaced and ("", namespace) not in {
-            ("", n) for _, n in self.objects[("", "namespaces")]
-        }:
+        if resource.namespaced and ("", namespace) not in self.objects["", "namespaces"]:
             raise ApiError(404, f'namespaces "{namespace}" not found')
         if (namespace, name) in self._of(resource):
             message = f'{long_name(resource)} "{name}" already exists'
@@ -173,9 +171,10 @@ class ObjectStore:
             if new["metadata"].get("name", name) != name:
                 raise ApiError(400, "the name of the object does not match the name on the URL")
             new["metadata"]["name"] = name
-            new.pop("status", None) if resource.status else None
-            if resource.status and "status" in old:
-                new["status"] = copy.deepcopy(old["status"])
+            if resource.status:
+                new.pop("status", None)
+                if "status" in old:
+                    new["status"] = copy.deepcopy(old["status"])
         new = self._validated(resource, new, old, strict)
         meta, before = new["metadata"], old["metadata"]
         meta.update({k: before[k] for k in _SERVER_OWNED if k in before})

@@ -140,10 +140,10 @@ class FakeKubernetes:
                 raise ApiError(401, "Unauthorized")
             if self._failures:
                 raise ApiError(self._failures.pop(0), "the test asked for this failure")
-            found = self._discovery(request.path.rstrip("/"))
-            if found is not None:
+            discovered = self._discovery(request.path.rstrip("/"))
+            if discovered is not None:
                 self._record(request, "discover", request.path)
-                return _json(found)
+                return _json(discovered)
             return await self._object(request)
         except ApiError as error:
             return _json(error.status(), status=error.code)
