@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from pigou.control.placement.gang import Gang, GangPlacement, Replica
 from pigou.control.placement.topology import (
-    WITHIN,
     Distance,
     DistanceCosts,
     Node,
@@ -63,9 +62,3 @@ def is_packed(gang: Gang, nodes: Iterable[Node]) -> bool:
         return True
     domains = {domain(node.location, gang.pack.level) for node in nodes}
     return len(domains) <= 1 and "" not in domains
-
-
-def max_distance(gang: Gang) -> Distance:
-    """Return how far apart its workers may be."""
-    required = gang.pack is not None and gang.pack.required
-    return WITHIN[gang.pack.level] if required and gang.pack else Distance.REMOTE

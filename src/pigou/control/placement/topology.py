@@ -29,14 +29,6 @@ class Distance(IntEnum):
     REMOTE = 3
 
 
-#: Distance within a domain of a level.
-WITHIN = {
-    TopologyLevel.HOST: Distance.HOST,
-    TopologyLevel.RACK: Distance.RACK,
-    TopologyLevel.ZONE: Distance.ZONE,
-}
-
-
 def read_location(text: str) -> Location:
     """Read `host=H[,rack=R][,zone=Z]`; empty for an unknown location.
 
