@@ -8,7 +8,13 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from pigou.control.placement.topology import Distance, DistanceCosts, known_distance
+from pigou.control.placement.topology import (
+    Distance,
+    DistanceCosts,
+    TopologyLevel,
+    domain,
+    known_distance,
+)
 from pigou.request import SECOND, UNKNOWN_LOCATION, Location
 
 Numbers: TypeAlias = NDArray[np.float64]
@@ -73,11 +79,12 @@ class LinkFactors:
 
     def add_worker(self, location: Location = UNKNOWN_LOCATION) -> None:
         """A worker joined; its row is the last."""
-        self._locations.append(location)
-        self._add_host(location)
+        self._locations.append(_with_host(location))
+        self._add_host(self._locations[-1])
 
     def move_worker(self, row: int, location: Location) -> None:
         """A worker that is there has other labels."""
+        location = _with_host(location)
         if self._locations[row] != location:
             self._locations[row] = location
             self._add_host(location)
@@ -122,7 +129,7 @@ class LinkFactors:
             return
         expected = math.log(table.factors.item(i, j))
         step = min(max(math.log(ratio) - expected, -_MAX_STEP), _MAX_STEP)
-        weight = min(_MEMORY, self._aged(now).item(i, j))
+        weight = min(_MEMORY, self._aged(now, i).item(j))
         self._mean[i, j] += share * (expected + step - self._mean.item(i, j)) / (weight + share)
         self._weight[i, j], self._seen_at[i, j] = weight + share, now
         level = self._classes.item(i, j)
@@ -146,31 +153,27 @@ class LinkFactors:
 
     def _solve(self, now: int) -> LinkTable:
         numbers = {location: number for number, location in enumerate(self._known)}
-        racks = {("", ""): 0}
+        racks: dict[str, int] = {}  # the first known location is in none: 0
         for location in self._known:
-            rack = (location.zone, location.rack)
-            racks.setdefault(rack if location.rack else ("", ""), len(racks))
+            racks.setdefault(domain(location, TopologyLevel.RACK), len(racks))
         weight, prior = self._aged(now), self._class_mean[self._classes]
         mean = (weight * self._mean + _PRIOR_WEIGHT * prior) / (weight + _PRIOR_WEIGHT)
         factors = np.exp(mean)
         factors[0, :] = factors[:, 0] = 1.0
-        hosts = [numbers[_host_of(location)] for location in self._locations]
-        rows = [
-            racks[(location.zone, location.rack) if location.rack else ("", "")]
-            for location in self._locations
-        ]
+        hosts = [numbers[location] for location in self._locations]
+        rows = [racks[domain(location, TopologyLevel.RACK)] for location in self._locations]
         return LinkTable(np.array(hosts, dtype=np.int64), np.array(rows, dtype=np.int64), factors)
 
-    def _aged(self, now: int) -> Numbers:
-        """Return the weights of all pairs as of now, (hosts, hosts)."""
-        age_s = np.maximum(0, now - self._seen_at) / SECOND
-        weights: Numbers = self._weight * 0.5 ** (age_s / _HALF_LIFE_S)
+    def _aged(self, now: int, sources: int | slice = slice(None)) -> Numbers:
+        """Return the weights of the pairs from some hosts as of now, (..., hosts)."""
+        age_s = np.maximum(0, now - self._seen_at[sources]) / SECOND
+        weights: Numbers = self._weight[sources] * 0.5 ** (age_s / _HALF_LIFE_S)
         return weights
 
     def _add_host(self, location: Location) -> None:
         """Make room for a host that was not seen before."""
         self._table = None
-        if not location.host or location in self._known:
+        if location in self._known:
             return
         self._known.append(location)
         for name in ("_weight", "_mean", "_seen_at", "_classes"):
@@ -180,5 +183,6 @@ class LinkFactors:
             self._classes[number, -1] = self._classes[-1, number] = level
 
 
-def _host_of(location: Location) -> Location:
+def _with_host(location: Location) -> Location:
+    """Return a location; an unknown one where it does not name the host."""
     return location if location.host else UNKNOWN_LOCATION
