@@ -193,17 +193,19 @@ class PrefillQueue:
         if entry.claim is not None and (effects := self._redeliver(entry, now_ns)):
             return effects
         end_ns = now_ns + round(self.free_s(worker, now_ns) * SECOND)
-        entries, seconds_s = self._open(now_ns), 0.0
+        must_go, seconds_s = self._must_go(entry, now_ns), 0.0
+        entries = [] if must_go else self._open(now_ns)
         if entry not in entries:
             entries.append(entry)
         if service is not None:
             at, table = entries.index(entry), service([other.item for other in entries])
             seconds_s = float(table.seconds[at, self.workers.index(worker)])
-            values = self._values(entries, table.seconds, worker, end_ns, now_ns)
-            if not self._must_go(entry, now_ns) and values[at] < -SAME_S - delay_s:
-                entry.passed_over += 1
-                self.counts.left += 1
-                return []
+            if not must_go:
+                values = self._values(entries, table.seconds, worker, end_ns, now_ns)
+                if values[at] < -SAME_S - delay_s:
+                    entry.passed_over += 1
+                    self.counts.left += 1
+                    return []
         return self._give(entry, worker, end_ns + round(seconds_s * SECOND), now_ns)
 
     def extend(self, worker: str, now_ns: int) -> int:
@@ -306,26 +308,19 @@ class PrefillQueue:
         entries = self._open(now_ns)
         if not entries:
             return None
-        own = self.workers.index(worker)
         if service is None:
             return entries[0], 0.0, entries[0].item.tokens
-        table = service([entry.item for entry in entries])
-        index = self._index(entries, table.seconds, worker, free_ns, now_ns)
-        if index < 0:
-            return None
+        must_go, index = self._must_go(entries[0], now_ns), 0
+        table = service([entry.item for entry in (entries[:1] if must_go else entries)])
+        if not must_go:
+            index = best_claim(self._values(entries, table.seconds, worker, free_ns, now_ns))
+            if index < 0:  # all are better left to other workers
+                return None
+            for entry in entries[:index]:
+                entry.passed_over += 1
+                self.counts.bypasses += 1
+        own = self.workers.index(worker)
         return entries[index], float(table.seconds[index, own]), int(table.tokens[index, own])
-
-    def _index(
-        self, entries: list[_Entry], seconds: Seconds, worker: str, free_ns: int, now_ns: int
-    ) -> int:
-        """Return which prompt goes next; -1 where all are better left to other workers."""
-        if self._must_go(entries[0], now_ns):
-            return 0
-        index = best_claim(self._values(entries, seconds, worker, free_ns, now_ns))
-        for entry in entries[: max(index, 0)]:
-            entry.passed_over += 1
-            self.counts.bypasses += 1
-        return index
 
     def _must_go(self, entry: _Entry, now_ns: int) -> bool:
         """Whether nobody may go before a prompt any more."""
