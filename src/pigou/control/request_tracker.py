@@ -75,12 +75,12 @@ class RequestTracker:
     ) -> None:
         """A request was sent to its workers, with this priority; so many tokens are expected."""
         uncached = max(1, request.prompt - choice.computed)
-        row = self.state.row[choice.prefill or choice.decode]
+        computes = choice.prefill or choice.decode
+        row = self.state.row[computes]
         self._advance(row, now)
         routed = self.state.start(request, choice, uncached, now, priority, output)
         routed.setting = self.setting
         self.latency_model.prompt_sent(row, now)
-        computes = choice.prefill or choice.decode
         self.sent_prompts[computes] = self.sent_prompts.get(computes, 0) + 1
         if not request.streamed and not routed.remote:
             known, queue = self.estimates(now), self.state.columns

@@ -362,10 +362,10 @@ class FleetState:
 
     def is_drained(self, worker: str) -> bool:
         """Whether none of the routed requests weighs on a worker; true of an unknown one."""
-        figures, row = self.figures(worker), self.row.get(worker)
-        others = 0 if row is None else int(self.peers.total[[PREFILLS, STREAMS], row].sum())
-        own = int(figures["prefill_requests"] + figures["decode_requests"]) - others
-        return own == 0
+        if (row := self.row.get(worker)) is None:
+            return True
+        weighs = self.columns.prefill_requests[row] + self.columns.decode_requests[row]
+        return bool(weighs == self.peers.total[[PREFILLS, STREAMS], row].sum())
 
     def _charge_prefill(self, routed: RoutedRequest, sign: int) -> None:
         if routed.prefill is not None:
