@@ -365,8 +365,7 @@ class SimulatedFleet:
     def _deliver(self, call: Callable[[], Sequence[Decision]], now: int) -> None:
         """Do what a control plane decides upon another gateway's message."""
         if self.gateways is not None and len(self.gateways.queue):
-            for worker in list(self._lagging.values()):
-                worker.catch_up()
+            self.dispatcher.catch_up()
         self.dispatcher.perform(call(), now)
 
     def _assess(self, request: Assess, now: int) -> None:

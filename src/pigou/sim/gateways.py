@@ -210,8 +210,8 @@ class SimulatedGateways:
             self._send(gateway, state, now)
 
     def _send(self, gateway: int, message: SyncMessage, now: int) -> None:
+        to = message.to if isinstance(message, ResendRequest) else ""
         for other in range(len(self.planes)):
-            to = message.to if isinstance(message, ResendRequest) else ""
             if other == gateway or to not in ("", f"g{other}"):
                 continue
             self.messages += 1
