@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection
 from typing import NamedTuple
 
@@ -76,7 +75,6 @@ class AdmissionController:
         self._timeout = config.queue_timeout
         self._max_per_request = config.max_request_inflight
         self._displaced: list[Shed] = []
-        self._streams: Counter[str] = Counter()  # of this gateway alone
         self.fair = order if isinstance(order, Fair) else None
 
     def arrive(self, waiting: QueuedRequest, now: int) -> Shed | None:
@@ -111,7 +109,7 @@ class AdmissionController:
         """
         tenant = change.tenant
         weight = self._weights.get(tenant, 1.0)
-        self.activity.change_streams(tenant, change.streams)
+        self.activity.peer_streams(tenant, change.streams)
         if active:
             self.activity.seen(tenant, weight, now)
         if self.fair is not None:
@@ -122,7 +120,7 @@ class AdmissionController:
 
         Tokens are counted where the order is `fair` alone.
         """
-        quota, own = self.queue.quota, self._streams
+        quota, own = self.queue.quota, self.activity.own_streams()
         served = {} if self.fair is None else self.fair.service
         services = []
         for tenant in {**served, **own, **dict.fromkeys(quota.tenants)}:
@@ -246,24 +244,17 @@ class AdmissionController:
         """A request was routed to decode on worker `row`; `fleet` is as it saw it."""
         self.capacity.take(request, choice, row, fleet, now)
         self.activity.began(request.tenant, request.sequences)
-        self._streams[request.tenant] += request.sequences
 
     def failed(self, request: Request) -> None:
         """A routed request lost its worker."""
         self.capacity.free(request.id)
-        self._leave(request)
+        self.activity.ended(request.tenant, request.sequences)
 
     def ended(self, request: Request, now: int) -> None:
         """A routed request left the fleet."""
         self.drain_rate.ended(now, self.capacity.free(request.id))
-        self._leave(request)
-        self.activity.seen(request.tenant, self._weights.get(request.tenant, 1.0), now)
-
-    def _leave(self, request: Request) -> None:
         self.activity.ended(request.tenant, request.sequences)
-        self._streams[request.tenant] -= request.sequences
-        if not self._streams[request.tenant]:
-            del self._streams[request.tenant]
+        self.activity.seen(request.tenant, self._weights.get(request.tenant, 1.0), now)
 
     def on_tokens(self, streams: StreamSlots, slots: Counts, counts: Counts) -> None:
         """Count output tokens of routed requests; only where the order `counts_tokens`.

@@ -145,6 +145,7 @@ class TenantActivity:
         self._seen: OrderedDict[str, tuple[int, float]] = OrderedDict()
         self._weights = 0.0
         self._streams: Counter[str] = Counter()
+        self._peer_streams: Counter[str] = Counter()  # of those, at other gateways
         self._total = 0
 
     def seen(self, tenant: str, weight: float, now: int) -> None:
@@ -181,12 +182,20 @@ class TenantActivity:
         if not self._streams[tenant]:
             del self._streams[tenant]
 
-    def change_streams(self, tenant: str, change: int) -> None:
+    def peer_streams(self, tenant: str, change: int) -> None:
         """Other gateways have so many streams of a tenant more, or less, than before."""
         if change:
-            self.began(tenant, change)
-            if not self._streams[tenant]:
-                del self._streams[tenant]
+            self._total += change
+            for streams in (self._streams, self._peer_streams):
+                streams[tenant] += change
+                if not streams[tenant]:
+                    del streams[tenant]
+
+    def own_streams(self) -> dict[str, int]:
+        """Return the streams of each tenant that this gateway has."""
+        peers = self._peer_streams
+        own = {tenant: streams - peers[tenant] for tenant, streams in self._streams.items()}
+        return {tenant: streams for tenant, streams in own.items() if streams}
 
     def above(self, tenant: str, weight: float) -> bool:
         """Whether a tenant has more than its part of what is in flight, and others share it."""
