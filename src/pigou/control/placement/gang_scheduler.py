@@ -168,18 +168,11 @@ class GangScheduler:
         wanted = {d.role: counts.get(d.role, 0) for d in entry.gang.roles}
         wanted[role] += 1
         before = placement_of(entry.gang, entry.replicas, self._nodes, self.costs).distance
-        best: GangPlacement | PlacementRefusal | None = None
-        for node in self._nodes.values():
-            packed = self._pack(entry.gang, wanted, entry.replicas, [node])
-            if not isinstance(packed, GangPlacement):
-                best = best or packed
-            elif not isinstance(best, GangPlacement) or _rank(packed, before) < _rank(best, before):
-                best = packed
-        return (
-            best
-            if isinstance(best, GangPlacement)
-            else self._pack(entry.gang, wanted, entry.replicas)
-        )
+        packed = [self._pack(entry.gang, wanted, entry.replicas, host) for host in self._nodes]
+        placements = [p for p in packed if isinstance(p, GangPlacement)]
+        if not placements:
+            return self._pack(entry.gang, wanted, entry.replicas)
+        return min(placements, key=lambda placement: _rank(placement, before))
 
     def remove(self, name: str, replica: Replica) -> Sequence[PlacementEffect]:
         """A gang gives up one of its replicas for good."""
@@ -366,12 +359,11 @@ class GangScheduler:
         gang: Gang,
         wanted: Mapping[Role, int],
         placed: Sequence[Replica],
-        only: Sequence[Node] | None = None,
+        only: str | None = None,
     ) -> GangPlacement | PlacementRefusal:
         free = self.free
         if only is not None:
-            names = {node.host for node in only}
-            free = {host: gpus if host in names else 0 for host, gpus in free.items()}
+            free = {host: gpus if host == only else 0 for host, gpus in free.items()}
         nodes = list(self._nodes.values())
         return pack_gang(gang, nodes, free, wanted, self.costs, placed, self._max_steps)
 
