@@ -94,6 +94,11 @@ class LinkFactors:
         del self._locations[row]
         self._table = None
 
+    @property
+    def located(self) -> bool:
+        """Whether any worker's host is or was known; else all factors are 1 and none is learned."""
+        return len(self._known) > 1
+
     def factor(self, source: int, target: int) -> float:
         """Return the factor from the host of one worker to that of another."""
         table = self._table or self.table(self._made_at)
@@ -142,12 +147,9 @@ class LinkFactors:
     def table(self, now: int) -> LinkTable:
         """Return the factors as of now."""
         table = self._table
-        if table is not None and (len(self._known) == 1 or now - self._made_at < _RENEW_NS):
+        if table is not None and (not self.located or now - self._made_at < _RENEW_NS):
             return table
-        if len(self._known) == 1:
-            table = unlabelled(len(self._locations))
-        else:
-            table = self._solve(now)
+        table = self._solve(now) if self.located else unlabelled(len(self._locations))
         self._table, self._made_at = table, now
         return table
 

@@ -250,7 +250,7 @@ class LatencyModel:
         """
         if now > began_ns >= self._last_done.item(row):
             size = float(tokens)
-            if source is not None:
+            if source is not None and self._links.located:
                 size *= self._links.factor(source, row)
                 law = self._transfer.law if self._transfer.observed else PRIOR_TRANSFER
                 took_s = (now - began_ns) / SECOND / self._transfer_factors.factor(row, now)
