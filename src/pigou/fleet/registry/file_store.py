@@ -57,7 +57,7 @@ class FileStore:
 
     async def get(self, key: str) -> Record | None:
         """Return a live record; None where there is none."""
-        return (await self.records()).get(key)
+        return await self._off_loop(lambda: self._live(key, self._clock()))
 
     async def records(self) -> Mapping[str, Record]:
         """Return all live records."""
@@ -116,19 +116,19 @@ class FileStore:
             raise RegistryUnavailable(f"{self._folder}: {error}") from error
 
     def _list(self) -> dict[str, Record]:
-        now, records = self._clock(), {}
-        for path in self._paths():
-            key = path.name.removesuffix(_SUFFIX)
-            file = self._read(key)
-            if file is not None and self._lives(key, file, now):
-                records[key] = _record(file)
-        for key in self._seen.keys() - {path.name.removesuffix(_SUFFIX) for path in self._paths()}:
-            del self._seen[key]
-        return records
-
-    def _paths(self) -> list[Path]:
         self._folder.mkdir(parents=True, exist_ok=True)
-        return [path for path in self._folder.iterdir() if path.name.endswith(_SUFFIX)]
+        names = [path.name for path in self._folder.iterdir()]
+        keys = [name.removesuffix(_SUFFIX) for name in names if name.endswith(_SUFFIX)]
+        now = self._clock()
+        records = {key: self._live(key, now) for key in keys}
+        for key in self._seen.keys() - records.keys():
+            del self._seen[key]
+        return {key: record for key, record in records.items() if record is not None}
+
+    def _live(self, key: str, now: int) -> Record | None:
+        """Return the record of a key whose lease runs."""
+        file = self._read(key)
+        return _record(file) if file is not None and self._lives(key, file, now) else None
 
     def _lives(self, key: str, file: _File, now: int) -> bool:
         """Whether a file's lease runs; one whose lease ended is removed."""
