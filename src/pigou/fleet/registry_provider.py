@@ -83,12 +83,14 @@ class RegistryProvider:
         self._released: set[Identity] = set()
         self._orders: dict[Identity, WorkerEntry] = {}
         self._ordered = asyncio.Event()
-        self.discovery = Discovery(registry, self._apply, self._probe, view)
+        background = setup.plane_driver.background
+        self.discovery = Discovery(registry, self._apply, self._probe, view, background)
 
     async def follow(self, fleet: FollowedFleet) -> None:
         """Follow the registry until cancelled; `fleet` gets its members."""
         self._fleet = fleet
-        writing = asyncio.create_task(self._write_orders(), name="registry orders")
+        background = self._setup.plane_driver.background
+        writing = background.start("registry orders", self._write_orders)
         try:
             await self.discovery.run()
         finally:
@@ -244,7 +246,6 @@ class RegistryProvider:
     async def _write_orders(self) -> None:
         while True:
             await self._ordered.wait()
-            self._ordered.clear()
             for identity, entry in list(self._orders.items()):
                 try:
                     async with asyncio.timeout(_WRITE_S):
@@ -252,7 +253,6 @@ class RegistryProvider:
                 except (TimeoutError, OSError, LeaseLost) as error:
                     if self.discovery.view.entry(identity) is not None:
                         _log.info("the registry did not take %s's entry: %s", identity, error)
-                        self._ordered.set()
                         continue
                 except EntryConflict as error:
                     _log.info("%s is not changed in the registry: %s", identity, error)
@@ -260,3 +260,5 @@ class RegistryProvider:
                     del self._orders[identity]
             if self._orders:
                 await asyncio.sleep(_RETRY_S)
+            else:
+                self._ordered.clear()

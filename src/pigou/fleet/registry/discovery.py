@@ -35,6 +35,7 @@ class Discovery:
         apply: Callable[[ViewEffect], None],
         probe: Callable[[WorkerEntry], Awaitable[bool]],
         view: RegistryView | None = None,
+        background: Background | None = None,
     ) -> None:
         """Prepare; `run` reads.
 
@@ -43,20 +44,21 @@ class Discovery:
             apply: gets the effects of the view, in order, but for probes.
             probe: says whether a worker lives, as that incarnation.
             view: that is read into.
+            background: runs the watch.
         """
         self.view = view or RegistryView()
         self.seen = asyncio.Event()
         self._registry = registry
         self._apply = apply
         self._probe = probe
+        self._background = background or Background()
         self._wake = asyncio.Event()
         self._probes: set[asyncio.Task[None]] = set()
         self._read_ns: int | None = None
 
     async def run(self) -> None:
         """Follow the registry until cancelled."""
-        background = Background()
-        watch = background.start("registry watch", self._watch)
+        watch = self._background.start("registry watch", self._watch)
         try:
             while True:
                 self._wake.clear()
