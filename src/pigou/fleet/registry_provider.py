@@ -19,7 +19,6 @@ from pigou.fleet.registry.entry import Identity, WorkerEntry
 from pigou.fleet.registry.registry import EntryConflict, LeaseLost, Registry
 from pigou.fleet.registry.view import (
     EntryChanged,
-    RegistryView,
     ViewEffect,
     WorkerDeparted,
     WorkerRegistered,
@@ -65,15 +64,12 @@ class RegistryProvider:
 
     kind: ClassVar[str] = RegisteredMember.kind
 
-    def __init__(
-        self, registry: Registry, setup: MemberSetup, view: RegistryView | None = None
-    ) -> None:
+    def __init__(self, registry: Registry, setup: MemberSetup) -> None:
         """Begin without workers.
 
         Args:
             registry: where they are.
             setup: of the fleet's members.
-            view: of the registry.
         """
         self._registry = registry
         self._setup = setup
@@ -84,7 +80,7 @@ class RegistryProvider:
         self._orders: dict[Identity, WorkerEntry] = {}
         self._ordered = asyncio.Event()
         background = setup.plane_driver.background
-        self.discovery = Discovery(registry, self._apply, self._probe, view, background)
+        self.discovery = Discovery(registry, self._apply, self._probe, background=background)
 
     async def follow(self, fleet: FollowedFleet) -> None:
         """Follow the registry until cancelled; `fleet` gets its members."""

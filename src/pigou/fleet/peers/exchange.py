@@ -58,7 +58,6 @@ class PeerExchange:
         self._ids: dict[str, str] = {}
         self._outbox: list[SyncMessage] = []
         self._task: asyncio.Task[None] | None = None
-        self._down_since = 0.0
 
     def start(self) -> None:
         """Begin; the start of the fleet does not wait for the bus."""

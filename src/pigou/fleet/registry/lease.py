@@ -79,7 +79,7 @@ class LeaseKeeper:
     def step(self, now: int) -> LeaseStep:
         """Return the next call; due now where its time is in the past."""
         if self.registered and now >= self._expires_ns:
-            self._lapse(now)
+            self.lost(now)
         action = LeaseAction.RENEW if self.registered else LeaseAction.REGISTER
         return LeaseStep(action, max(now, self._due_ns))
 
@@ -106,11 +106,10 @@ class LeaseKeeper:
         self._due_ns = now + wait_ns
 
     def lost(self, now: int) -> None:
-        """Note that the registry does not know the worker any more."""
-        self._lapse(now)
+        """Note that the registry does not know the worker any more: it registers again soon.
 
-    def _lapse(self, now: int) -> None:
-        """Register again soon, at another time than others whose leases ended, too."""
+        It does so at another time than others whose leases ended, too.
+        """
         self.lapses += self.registered
         self.registered = False
         self._due_ns = now + round(self._backoff.min_s * SECOND * self._rng.random())

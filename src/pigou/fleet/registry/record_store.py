@@ -7,8 +7,6 @@ from typing import Protocol
 
 import msgspec
 
-from pigou.config import ConfigError
-
 
 class Record(msgspec.Struct, frozen=True):
     """One record of a store.
@@ -28,10 +26,6 @@ class Record(msgspec.Struct, frozen=True):
 
 class RegistryUnavailable(OSError):
     """The registry does not answer; what it held may still be there."""
-
-
-class RegistryMisuse(ConfigError):
-    """The registry's URL is not understood, or its server cannot do what is needed."""
 
 
 class WriteConflict(RuntimeError):

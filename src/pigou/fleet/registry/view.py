@@ -200,10 +200,6 @@ class RegistryView:
             return []
         return [self._depart(known, f"{known.why}, and it does not answer")]
 
-    def forget(self, identity: Identity) -> None:
-        """Drop a worker that the fleet let go; a snapshot with its entry brings it back."""
-        self._known.pop(identity, None)
-
     def _listed(self, listed: dict[Identity, WorkerEntry]) -> list[ViewEffect]:
         effects: list[ViewEffect] = []
         for identity, entry in listed.items():
