@@ -11,7 +11,7 @@ from tests.fleet.test_planner_live import plan, until_plan
 
 from pigou.control.planner.config import PlannerConfig
 from pigou.fleet.config import ModelPoolConfig, WorkersConfig
-from pigou.fleet.local_workers import WorkerTemplate, model_workers
+from pigou.fleet.local_workers import WorkerTemplate, start_workers
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 #: A worker computes three prompts of 200 tokens in a second.
@@ -44,7 +44,7 @@ async def test_a_worker_moves_to_the_model_whose_load_rose_and_no_stream_is_lost
         interval_s=1.0, start_up=3.0,
     )  # fmt: skip
     templates = WorkerTemplate.of_models(config, SLOW)
-    workers = tuple(model_workers(config, templates))
+    workers = tuple(start_workers(templates, config.model_counts))
     async with running(
         0, 0, 0, attach=workers, planner=planner, templates=templates, models=config.models
     ) as (_, client):

@@ -74,11 +74,12 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> MadeUpCluster:
     return made
 
 
-def provider(*counts: int) -> tuple[RayProvider, list[Any]]:
+def provider(prefill: int, decode: int, both: int) -> tuple[RayProvider, list[Any]]:
     setup = MemberSetup(PlaneDriver(ControlPlane(ControlConfig())), WatchConfig(), HangArbiter(0.0))
     template = WorkerTemplate(ray=RayConfig())
     made = RayProvider(setup, [template], RayConfig())
-    return made, [made.adopt(spec) for spec in start_workers(template, *counts)]
+    specs = start_workers([template], {"": (prefill, decode, both)})
+    return made, [made.adopt(spec) for spec in specs]
 
 
 async def test_the_gang_is_reserved_at_once_by_the_first_that_starts(

@@ -272,20 +272,21 @@ class WorkersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     @property
     def counts(self) -> tuple[int, int, int]:
         """Local workers to start for prefill, for decode, and for both."""
+        prefill, decode, both = zip(*self.model_counts.values(), strict=True)
+        return sum(prefill), sum(decode), sum(both)
+
+    @property
+    def model_counts(self) -> Mapping[str, tuple[int, int, int]]:
+        """The same for each model, by name; that of the only one is empty."""
         if self.model_pool:
-            pools = [pool.counts for pool in self.model_pool]
-            return (
-                sum(p for p, _, _ in pools),
-                sum(d for _, d, _ in pools),
-                sum(b for *_, b in pools),
-            )
+            return {pool.name: pool.counts for pool in self.model_pool}
         prefill, decode = self.prefill, self.decode
         all_local = not (self.attach or self.registry)
         if prefill is None:
             prefill = _LOCAL[0] * (all_local and not self.both)
         if decode is None:
             decode = _LOCAL[1] * (all_local and not self.both)
-        return prefill, decode, self.both
+        return {"": (prefill, decode, self.both)}
 
     def arguments(self, threads: int, pool: ModelPoolConfig | None = None) -> list[str]:
         """Return what `pigou worker` is told; `threads` where the configuration does not say.

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
 import msgspec
 
 from pigou.config import ConfigError
 from pigou.fleet.config import LocalWorker, WorkersConfig
+from pigou.fleet.model_pools import ModelPoolConfig
 from pigou.fleet.prefill_queue.messages import queue_of_model
 from pigou.fleet.ray.config import RayConfig
 from pigou.imports import require
@@ -39,12 +40,26 @@ class WorkerTemplate(msgspec.Struct, frozen=True, kw_only=True):
     ray: RayConfig | None = None
 
     @classmethod
-    def of(cls, config: WorkersConfig, arguments: Sequence[str] = ()) -> WorkerTemplate:
-        """Return the template of a fleet; `arguments` are further ones for all workers."""
-        own = config.arguments(_threads(config))
-        devices, queue = tuple(config.device.split(",")), config.prefill_queue
+    def of(
+        cls,
+        config: WorkersConfig,
+        arguments: Sequence[str] = (),
+        pool: ModelPoolConfig | None = None,
+    ) -> WorkerTemplate:
+        """Return the template of a fleet, or of one of its models.
+
+        Args:
+            config: of the fleet.
+            arguments: further ones for all workers.
+            pool: the model; None where there is one.
+        """
+        device = config.device if pool is None else pool.device or config.device
         return cls(
-            arguments=(*own, *arguments), devices=devices, prefill_queue=queue, ray=config.ray
+            arguments=(*config.arguments(_threads(config), pool), *arguments),
+            devices=tuple(device.split(",")),
+            model="" if pool is None else pool.name,
+            prefill_queue=config.prefill_queue,
+            ray=config.ray,
         )
 
     @classmethod
@@ -54,18 +69,7 @@ class WorkerTemplate(msgspec.Struct, frozen=True, kw_only=True):
         """Return the templates of a fleet, one for each model that is started here."""
         if not config.model_pool:
             return [cls.of(config, arguments)]
-        threads = _threads(config)
-        return [
-            cls(
-                arguments=(*config.arguments(threads, pool), *arguments),
-                devices=tuple((pool.device or config.device).split(",")),
-                model=pool.name,
-                prefill_queue=config.prefill_queue,
-                ray=config.ray,
-            )
-            for pool in config.model_pool
-            if pool.model
-        ]
+        return [cls.of(config, arguments, pool) for pool in config.model_pool if pool.model]
 
     def worker(self, role: Role, number: int, device: str) -> LocalWorker:
         """Return a worker, named by its role and number within the role."""
@@ -97,31 +101,19 @@ def local_workers(
         arguments, devices: as `WorkerTemplate` has them.
     """
     template = WorkerTemplate(arguments=tuple(arguments), devices=tuple(devices))
-    return start_workers(template, prefill, decode, both)
+    return start_workers([template], {"": (prefill, decode, both)})
 
 
 def start_workers(
-    template: WorkerTemplate, prefill: int, decode: int, both: int
+    templates: Sequence[WorkerTemplate], counts: Mapping[str, tuple[int, int, int]]
 ) -> list[LocalWorker]:
-    """Return so many workers of each role, made from a template."""
-    roles = [Role.PREFILL] * prefill + [Role.DECODE] * decode + [Role.BOTH] * both
-    return [
-        template.worker(
-            role, roles[:number].count(role), template.devices[number % len(template.devices)]
-        )
-        for number, role in enumerate(roles)
-    ]
-
-
-def model_workers(config: WorkersConfig, templates: Sequence[WorkerTemplate]) -> list[LocalWorker]:
-    """Return the local workers of several models; no two have one id.
+    """Return the local workers that a fleet begins with; no two have one id.
 
     Args:
-        config: with model pools.
-        templates: of the models.
+        templates: of its models.
+        counts: workers for prefill, for decode and for both, by model.
     """
     numbers, workers = Counter[Role](), list[LocalWorker]()
-    counts = {pool.name: pool.counts for pool in config.model_pool}
     for template in templates:
         prefill, decode, both = counts[template.model]
         for role in [Role.PREFILL] * prefill + [Role.DECODE] * decode + [Role.BOTH] * both:

@@ -18,7 +18,7 @@ from pigou.control.planner.config import PlannerConfig
 from pigou.control.warm_up import warm_up
 from pigou.fleet.config import AttachedWorker, LocalWorker, WatchConfig, WorkersConfig
 from pigou.fleet.live_fleet import LiveFleet
-from pigou.fleet.local_workers import WorkerTemplate, model_workers, sleeps, start_workers
+from pigou.fleet.local_workers import WorkerTemplate, sleeps, start_workers
 from pigou.fleet.model_pools import DeclaredModel
 from pigou.fleet.operator_changes import OperatorChanges
 from pigou.fleet.peers.bus import PeerBus
@@ -334,8 +334,5 @@ def workers_of(
         raise ConfigError(
             f"--timing is {config.timing!r}, and no worker is started here; leave it out"
         )
-    if config.model_pool:
-        return [*model_workers(config, WorkerTemplate.of_models(config, arguments)), *attached]
-    template = WorkerTemplate.of(config, arguments)
-    local = start_workers(template, *config.counts)
-    return [*local, *attached]
+    templates = WorkerTemplate.of_models(config, arguments)
+    return [*start_workers(templates, config.model_counts), *attached]
