@@ -10,9 +10,10 @@ import pytest
 from tests.fleet.registry.backends import Backend, Kubernetes, Served, server
 from tests.fleet.registry.entries import entry
 
+from pigou.fleet.reconnect_backoff import ReconnectBackoff
 from pigou.fleet.registry.discovery import Discovery
 from pigou.fleet.registry.entry import WorkerEntry
-from pigou.fleet.registry.lease import LeaseKeeper, ReconnectBackoff
+from pigou.fleet.registry.lease import LeaseKeeper
 from pigou.fleet.registry.memory_store import MemoryStore
 from pigou.fleet.registry.record_store import RegistryUnavailable
 from pigou.fleet.registry.registration import Registration

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pigou.fleet.registry.lease import LeaseAction, LeaseKeeper, LeaseStep, ReconnectBackoff
+from pigou.fleet.reconnect_backoff import ReconnectBackoff
+from pigou.fleet.registry.lease import LeaseAction, LeaseKeeper, LeaseStep
 from pigou.request import SECOND
 
 

@@ -22,6 +22,7 @@ from pigou.control.peers.receiver import PeerReceiver
 from pigou.control.peers.sync_messages import PeerState, ResendRequest, SyncMessage
 from pigou.fleet.peers.bus import BusError, PeerBus
 from pigou.fleet.peers.envelope import PeerEnvelope, PeerEnvelopeError
+from pigou.fleet.reconnect_backoff import ReconnectBackoff
 from pigou.gateway.config import is_loopback
 from pigou.gateway.plane_driver import PlaneDriver
 from pigou.request import SECOND
@@ -31,8 +32,8 @@ _log = logging.getLogger("pigou.fleet")
 
 #: Seconds between two messages with changes, and between two looks at who fell silent.
 PUBLISH_S, LOOK_S = 0.02, 0.1
-#: Seconds before the next try to reach the bus, doubled up to the latter, with half of it random.
-_MIN_WAIT_S, _MAX_WAIT_S = 0.5, 15.0
+#: Between tries to reach the bus.
+_BACKOFF = ReconnectBackoff(min_s=0.25, max_s=7.5, jitter=1.0)
 
 
 class PeerExchange:
@@ -87,18 +88,18 @@ class PeerExchange:
 
     async def _run(self) -> None:
         await self._plane_driver.compiled.wait()
-        wait_s = _MIN_WAIT_S
+        failures, rng = 0, random.Random()
         while True:
             try:
                 await self._bus.connect(self._take, self._greet)
                 break
             except BusError as error:
-                if wait_s == _MIN_WAIT_S:
+                failures += 1
+                if failures == 1:
                     _log.warning(
                         "the gateways' bus is down, and this gateway serves without it: %s", error
                     )
-            await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
-            wait_s = min(2 * wait_s, _MAX_WAIT_S)
+            await asyncio.sleep(_BACKOFF.wait_ns(failures, rng) / SECOND)
         _log.info("gateway %s is on the bus", self.name)
         self._greet()
         looked = 0.0

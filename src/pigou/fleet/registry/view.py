@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 import msgspec
 
+from pigou.fleet.reconnect_backoff import ReconnectBackoff
 from pigou.fleet.registry.entry import Identity, WorkerEntry
-from pigou.fleet.registry.lease import ReconnectBackoff
 from pigou.request import SECOND
 
 
