@@ -29,6 +29,7 @@ class AttachedMember(FleetMember):
     def __init__(self, spec: AttachedWorker, setup: MemberSetup) -> None:
         super().__init__(spec.id, spec.role, setup)
         self._spec = spec
+        self.pool = pool_of(self.kind, spec.role)
         self.stock: bool | None = None
         self._row.url = spec.url
         self.location = Location(spec.host, spec.rack, spec.zone)

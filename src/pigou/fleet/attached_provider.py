@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from pigou.fleet.attached_member import AttachedMember, pool_of
+from pigou.fleet.attached_member import AttachedMember
 from pigou.fleet.config import AttachedWorker, FleetError
 from pigou.fleet.member import FleetMember, MemberSetup
 from pigou.fleet.provider import ProvidedPool
+from pigou.fleet.server_provider import ServerProvider
 from pigou.request import Role
 
 
-class AttachedProvider:
+class AttachedProvider(ServerProvider):
     """Uses servers by their URL. It starts none, and lets go of those that leave.
 
     A server of Pigou serves in any role. What a stock server can do was set at its start, so it
@@ -20,6 +21,11 @@ class AttachedProvider:
     """
 
     kind: ClassVar[str] = AttachedMember.kind
+    not_started: ClassVar[str] = "servers are attached by their URL, and not started here"
+    not_flipped: ClassVar[str] = (
+        "is no server of Pigou, and its role was set when it was started; remove it, and attach "
+        "it again in its new role"
+    )
 
     def __init__(self, setup: MemberSetup) -> None:
         """Begin without servers."""
@@ -30,7 +36,6 @@ class AttachedProvider:
     def adopt(self, spec: AttachedWorker) -> AttachedMember:
         """Return the member of a server."""
         member = AttachedMember(spec, self._setup)
-        member.pool = self.pool(spec.role)
         self._members[spec.id] = member
         self._number += 1
         return member
@@ -58,34 +63,6 @@ class AttachedProvider:
             for role in Role
             if (role, model) in pairs
         ]
-
-    def pool(self, role: Role, model: str = "") -> str:
-        """Return the name of the pool of a role, and model, like `decode.attached`."""
-        return pool_of(self.kind, role, model)
-
-    def start_refusal(self, pool: str) -> str:  # noqa: ARG002 (as every provider has it)
-        """Return why no further server can be started."""
-        return "servers are attached by their URL, and not started here"
-
-    def make(self, pool: str) -> AttachedMember:
-        """Refuse.
-
-        Raises:
-            FleetError: always; `attach` takes further servers.
-        """
-        raise FleetError(self.start_refusal(pool))
-
-    def flip_refusal(self, member: FleetMember, pool: str) -> str:
-        """Return why a server cannot serve in another pool; empty where it can."""
-        known = [self.pool(role, member.model) for role in Role]
-        if pool == member.pool or pool not in known:
-            return f"{member.id} cannot serve in pool {pool!r}"
-        if not isinstance(member, AttachedMember) or member.stock is not False:
-            return (
-                f"{member.id} is no server of Pigou, and its role was set when it was started; "
-                "remove it, and attach it again in its new role"
-            )
-        return ""
 
     def flipped(self, member: FleetMember) -> None:
         """A server is in another pool."""

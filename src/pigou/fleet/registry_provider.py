@@ -9,8 +9,6 @@ from typing import ClassVar, Protocol
 
 import msgspec
 
-from pigou.fleet.attached_member import pool_of
-from pigou.fleet.config import FleetError
 from pigou.fleet.member import FleetMember, MemberSetup
 from pigou.fleet.provider import ProvidedPool
 from pigou.fleet.registered_member import RegisteredMember, lives
@@ -25,6 +23,7 @@ from pigou.fleet.registry.view import (
     WorkerSuspected,
     WorkerTrusted,
 )
+from pigou.fleet.server_provider import ServerProvider
 from pigou.gateway.registry_status import RegistryStatus
 from pigou.request import Role
 
@@ -55,7 +54,7 @@ class FollowedFleet(Protocol):
         """Return a member that is not gone."""
 
 
-class RegistryProvider:
+class RegistryProvider(ServerProvider):
     """Uses the workers of a registry. It starts none; the entries are what it changes.
 
     A flip is written into the worker's entry, so that all gateways follow. A worker that this
@@ -63,6 +62,8 @@ class RegistryProvider:
     """
 
     kind: ClassVar[str] = RegisteredMember.kind
+    not_started: ClassVar[str] = "workers of a registry are started on their hosts, and not here"
+    not_flipped: ClassVar[str] = "is no worker of Pigou, and its role was set when it was started"
 
     def __init__(self, registry: Registry, setup: MemberSetup) -> None:
         """Begin without workers.
@@ -111,30 +112,6 @@ class RegistryProvider:
             ProvidedPool(name=self.pool(*pool), role=pool[0], gpus=gpus[pool], model=pool[1])
             for pool in sorted(gpus, key=lambda pool: (pool[1], list(Role).index(pool[0])))
         ]
-
-    def pool(self, role: Role, model: str = "") -> str:
-        """Return the name of the pool of a role, and model, like `decode.registered`."""
-        return pool_of(self.kind, role, model)
-
-    def start_refusal(self, pool: str) -> str:  # noqa: ARG002 (as every provider has it)
-        """Return why no further worker can be started."""
-        return "workers of a registry are started on their hosts, and not here"
-
-    def make(self, pool: str) -> RegisteredMember:
-        """Refuse.
-
-        Raises:
-            FleetError: always; workers register themselves.
-        """
-        raise FleetError(self.start_refusal(pool))
-
-    def flip_refusal(self, member: FleetMember, pool: str) -> str:
-        """Return why a worker cannot serve in another pool; empty where it can."""
-        if pool == member.pool or pool not in [self.pool(role, member.model) for role in Role]:
-            return f"{member.id} cannot serve in pool {pool!r}"
-        if not isinstance(member, RegisteredMember) or member.stock is not False:
-            return f"{member.id} is no worker of Pigou, and its role was set when it was started"
-        return ""
 
     def flipped(self, member: FleetMember) -> None:
         """A worker is in another pool: say so to all gateways."""
@@ -191,7 +168,6 @@ class RegistryProvider:
 
     def _add(self, entry: WorkerEntry) -> None:
         member = RegisteredMember(self._name(entry), entry, self._setup)
-        member.pool = self.pool(entry.role)
         self._members[entry.identity] = member
         _log.info("%s is registered at %s as %s", member.id, entry.url, entry.role.value)
         self._running.add(member)
