@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import msgspec
 from nats.aio.msg import Msg
 
+from pigou.background import Background
 from pigou.control.pull_queue.claim_price import warm_up
 from pigou.control.pull_queue.config import PullQueueConfig
 from pigou.control.pull_queue.messages import (
@@ -101,7 +102,8 @@ class PrefillPublisher:
     async def run(self) -> None:
         """Connect, as often as it takes, and let time pass, until cancelled."""
         await asyncio.to_thread(warm_up)
-        talk = asyncio.ensure_future(self._talk())  # its client may swallow a cancellation
+        # A task of its own: its client may swallow a cancellation.
+        talk = Background().start("prefill queue broker", self._talk)
         try:
             while True:
                 await asyncio.sleep(_TICK_S)
