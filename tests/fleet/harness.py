@@ -96,10 +96,11 @@ async def running(
     gateway = GatewayConfig(
         port=0, strict=not attach, journal=None if journal is None else str(journal)
     )
+    if template is not None and not templates:
+        templates = [WorkerTemplate(arguments=template)]
     serving = Serving(
         gateway, control or ControlConfig(), workers, watch, planner=planner,
-        template=templates or (None if template is None else WorkerTemplate(arguments=template)),
-        models=models,
+        templates=templates, models=models,
     )  # fmt: skip
     try:
         await serving.start()

@@ -31,7 +31,7 @@ def setup() -> MemberSetup:
 def provider(*devices: str, start: int = 0) -> LocalProvider:
     """Return a provider of decode workers that begins with `start` of them."""
     template = WorkerTemplate(arguments=SLEEP, devices=devices)
-    made = LocalProvider(setup(), template)
+    made = LocalProvider(setup(), [template])
     for spec in local_workers(0, start, 0, SLEEP, devices):
         made.adopt(spec)
     return made
@@ -104,7 +104,7 @@ async def test_a_server_is_attached_once() -> None:
 async def test_a_live_fleet_refuses_in_the_words_of_the_simulator() -> None:
     driver = PlaneDriver(ControlPlane(ControlConfig()))
     workers = [*local_workers(1, 1, 0, SLEEP, ["cpu"]), AttachedWorker.parse("http://h:1", 0)]
-    supervisor = Supervisor(driver, workers, template=WorkerTemplate(arguments=SLEEP))
+    supervisor = Supervisor(driver, workers, templates=[WorkerTemplate(arguments=SLEEP)])
     fleet = LiveFleet(supervisor)
     assert (fleet.size, fleet.pools) == (3, ("prefill", "decode", "both.attached"))
     managed = fleet.worker("decode-0")
@@ -133,7 +133,7 @@ async def test_models_share_gpus_and_never_flip_into_one_another() -> None:
         templates[0].worker(Role.BOTH, 0, "cuda:0"),
         templates[1].worker(Role.BOTH, 1, "cuda:1"),
     ]
-    supervisor = Supervisor(drivers["a"], workers, template=templates, models=drivers)
+    supervisor = Supervisor(drivers["a"], workers, templates=templates, models=drivers)
     fleet = LiveFleet(supervisor)
     assert fleet.pools == ("both.a", "both.b")
     assert [pool.model for pool in fleet.provided.values()] == ["a", "b"]

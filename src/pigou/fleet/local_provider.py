@@ -24,18 +24,15 @@ class LocalProvider:
 
     kind: ClassVar[str] = LocalMember.kind
 
-    def __init__(
-        self, setup: MemberSetup, template: WorkerTemplate | Sequence[WorkerTemplate] | None = None
-    ) -> None:
+    def __init__(self, setup: MemberSetup, templates: Sequence[WorkerTemplate] = ()) -> None:
         """Begin without members; without a template none is added beside those of the start.
 
         Args:
             setup: what members share.
-            template: of further workers; with several models one for each.
+            templates: of further workers, one for each model.
         """
         self._setup = setup
-        templates = [template] if isinstance(template, WorkerTemplate) else template or ()
-        self._templates = {one.model: one for one in templates}
+        self._templates = {template.model: template for template in templates}
         self._members: dict[str, LocalMember] = {}
         self._numbers: Counter[Role] = Counter()
         self._pools: set[tuple[Role, str]] = set()

@@ -69,7 +69,7 @@ class Serving:
         on_stage: StageListener | None = None,
         secret: FleetSecret | None = None,
         planner: PlannerConfig | None = None,
-        template: WorkerTemplate | Sequence[WorkerTemplate] | None = None,
+        templates: Sequence[WorkerTemplate] = (),
         registry: Registry | None = None,
         models: Sequence[DeclaredModel] = (),
         prefill_queue: str = "",
@@ -85,7 +85,7 @@ class Serving:
             on_stage: gets the stages of the start, of the gateway and of each worker.
             secret: what the processes of the fleet prove to each other to know; None makes one.
             planner: objectives of requests, and what changes the fleet for them.
-            template: of further local workers, one for each of several models; None adds none.
+            templates: of further local workers, one for each model; none adds none.
             registry: that further workers register in; None for none.
             models: that are served, where workers do not say the one.
             prefill_queue: URL of the queue that prefill workers pull from; empty for none.
@@ -105,7 +105,7 @@ class Serving:
         self.plane_driver, *others = drivers.values()
         by_name = drivers if models else {}
         self.supervisor = Supervisor(
-            self.plane_driver, workers, self._watch, secret, template, registry,
+            self.plane_driver, workers, self._watch, secret, templates, registry,
             by_name,
         )  # fmt: skip
         if prefill_queue:

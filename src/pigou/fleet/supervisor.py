@@ -51,7 +51,7 @@ class Supervisor:
         workers: Sequence[LocalWorker | AttachedWorker],
         config: WatchConfig | None = None,
         secret: FleetSecret | None = None,
-        template: WorkerTemplate | Sequence[WorkerTemplate] | None = None,
+        templates: Sequence[WorkerTemplate] = (),
         registry: Registry | None = None,
         models: Mapping[str, PlaneDriver] | None = None,
     ) -> None:
@@ -62,7 +62,7 @@ class Supervisor:
             workers: that it begins with.
             config: how closely they are watched.
             secret: given to local workers; None leaves them open to this machine.
-            template: of further local workers, one for each of several models; None adds none.
+            templates: of further local workers, one for each model; none adds none.
             registry: that further workers register in; None for none.
             models: plane drivers of several models, by name; None for the one of `plane_driver`.
         """
@@ -72,7 +72,7 @@ class Supervisor:
         self.drain_s = config.drain
         arbiter = HangArbiter(config.hang)
         setup = MemberSetup(plane_driver, config, arbiter, secret, self.models)
-        self.local = _starter(setup, template)
+        self.local = _starter(setup, templates)
         self.attached = AttachedProvider(setup)
         self.registered = None if registry is None else RegistryProvider(registry, setup)
         self._following: asyncio.Task[None] | None = None
@@ -301,13 +301,10 @@ class Supervisor:
         _log.info("%s has left", member.id)
 
 
-def _starter(
-    setup: MemberSetup, template: WorkerTemplate | Sequence[WorkerTemplate] | None
-) -> LocalProvider:
+def _starter(setup: MemberSetup, templates: Sequence[WorkerTemplate]) -> LocalProvider:
     """Return what starts workers: on this machine, or on a Ray cluster."""
-    templates = [template] if isinstance(template, WorkerTemplate) else list(template or ())
     if not templates or templates[0].ray is None:
-        return LocalProvider(setup, template)
+        return LocalProvider(setup, templates)
     from pigou.fleet.ray.ray_provider import RayProvider
 
     return RayProvider(setup, templates, templates[0].ray)
