@@ -17,6 +17,8 @@ PAGES = [
     *sorted(DOCS.rglob("*.md")),
 ]
 FOLDERS = {"guide", "reference", "internals", "results", "notes", "images"}
+#: Pages that a tool writes; a test of each compares it with what the tool says now.
+GENERATED = {"docs/reference/cli.md"}
 PAGE = re.compile(r"(?<![\w/.-])docs/(?:[\w-]+/)*[\w.-]+\.(?:md|svg|png)\b")
 
 
@@ -105,6 +107,7 @@ def test_the_twenty_concepts_are_where_the_architecture_says() -> None:
     assert not missing
 
 
-def test_the_docs_without_notes_have_at_most_53000_words() -> None:
+def test_the_docs_without_notes_and_generated_pages_have_at_most_50000_words() -> None:
     pages = [page for page in DOCS.rglob("*.md") if "notes" not in page.parts]
-    assert sum(len(page.read_text().split()) for page in pages) <= 53_000
+    written = [page for page in pages if name(page) not in GENERATED]
+    assert sum(len(page.read_text().split()) for page in written) <= 50_000
