@@ -69,7 +69,7 @@ class Fleet(Endpoint):
 
     @classmethod
     def run(cls, command: Sequence[str], log: Path) -> Fleet:
-        """Run a command that prints a line with the gateway's port or URL once it is ready."""
+        """Run a command that prints a line with its port or URL once it is ready."""
         with log.open("w") as errors:
             process = subprocess.Popen(
                 command, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=ROOT,
@@ -185,6 +185,8 @@ def _ready(process: subprocess.Popen[str], log: Path) -> str:
     for line in process.stdout:
         if line.startswith('{"port"'):
             return f"http://127.0.0.1:{json.loads(line)['port']}"
+        if line.startswith('{"ready"'):  # a worker of its own
+            return str(json.loads(line)["url"])
         if " at http://" in line:
             return line.partition(" at ")[2].partition("/v1")[0]
     raise AssertionError(f"the fleet ended with {process.wait()}\n{log.read_text()[-4000:]}")
