@@ -5,10 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from setups import FleetConfig, LinkConfig, Outage, WorkerGroup, differences, open_loop, run
+from setups import (
+    FleetConfig,
+    LinkConfig,
+    Outage,
+    WorkerGroup,
+    differences,
+    open_loop,
+    run,
+)
 
+from pigou.config import ConfigError
 from pigou.request import Role
 from pigou.sim.result import SimulationResult
+from pigou.sim.workload import RequestLengths, renewal
 
 #: Six prompts of 400 to 1,000 tokens, asked again and again, of workers in turn.
 LONG = "law:itl_a=0.008,itl_b=0.0003,prefill=0.004,prefill_token=0.0005"
@@ -74,3 +84,32 @@ def test_nothing_is_lost_when_workers_die_amid_reading(detect_ms: float) -> None
     result = ran(config, rate=12.0)
     assert all(request.output_tokens == request.spec.output_tokens for request in result.runs)
     assert result.reads[0] > 0
+
+
+def test_between_workers_of_different_tp_the_slowest_gpu_link_decides() -> None:
+    """Of 8 KV heads, 2 prefill GPUs send 4 each, to 8 decode GPUs in 4 messages each."""
+
+    def decoded_ns(tp: int, **link: Any) -> int:
+        groups = (WorkerGroup(role=Role.PREFILL, tp=2), WorkerGroup(role=Role.DECODE, tp=tp))
+        config = FleetConfig(workers=groups, link=LinkConfig(gbps=8.0, **link))
+        lone = renewal(RequestLengths(input=(321, 321), output=(2, 2)), 1.0, 0.0, 1, 0.0, 0)
+        (request,) = run(lone, config, setup={"timing": LONG, "model": "llama-3.1-8b"}).runs
+        return request.ended_ns
+
+    size_ns = 320 * 131_072  # a byte a nanosecond
+    whole, halved, equal = (
+        decoded_ns(8), decoded_ns(8, per="gpu", message_us=100.0), decoded_ns(2, per="gpu"),
+    )  # fmt: skip
+    assert whole - halved == pytest.approx(size_ns / 2 - 3 * 100_000, abs=10)
+    assert whole - equal == pytest.approx(size_ns / 2, abs=10)
+
+
+@pytest.mark.parametrize(
+    ("model", "tp", "says"),
+    [("", 2, "also give --model"), ("llama-3.1-8b", 3, "prefill: tp is 3; it must divide, or be")],
+)
+def test_links_of_gpus_need_kv_heads_that_can_be_divided(model: str, tp: int, says: str) -> None:
+    groups = (WorkerGroup(role=Role.PREFILL, tp=tp), WorkerGroup(role=Role.DECODE))
+    with pytest.raises(ConfigError, match=says):
+        run(open_loop(), FleetConfig(workers=groups, link=LinkConfig(per="gpu")),
+            setup={"model": model})  # fmt: skip

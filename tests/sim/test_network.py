@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from pigou.kv.resharding import split_of
 from pigou.sim.network import LinkConfig, Network
 from pigou.sim.virtual_clock import EPOCH, Clock, Phase
 
@@ -48,3 +49,16 @@ def test_a_sender_is_shared_only_where_both_ends_are(sharing: str) -> None:
     assert max(transfers(sharing, apart, "both")) == pytest.approx(2000, abs=4)
     together = [(0, 0, 2, 1000), (0, 1, 2, 1000)]
     assert transfers(sharing, together, "receiver") == transfers(sharing, together, "both")
+
+
+def test_the_rank_with_the_largest_part_decides_and_each_further_message_takes_its_time() -> None:
+    clock, ends = Clock(), []
+    config = LinkConfig(gbps=8.0, latency_us=0.0, per="gpu", message_us=1.0)
+    splits = {(0, 2): split_of(8, 2, 8), (1, 2): split_of(8, 8, 8), (2, 0): split_of(8, 8, 2)}
+    network = Network(config, clock, splits=lambda source, target: splits[source, target])
+    for source, target in splits:
+        network.send(source, target, 8000, EPOCH, lambda now: ends.append(now - EPOCH))
+    while clock.step():
+        pass
+    # 8 ranks receive an eighth of two transfers; the first one's 2 source ranks send half each.
+    assert sorted(ends) == pytest.approx([2000, 4000 + 3000, 4000 + 3000], abs=4)

@@ -40,7 +40,7 @@ from pigou.sim.streams import ITLHistogram
 from pigou.sim.timing import Slowed
 from pigou.sim.virtual_clock import EPOCH, Clock, Phase
 from pigou.sim.worker import LaggingWorkers, SimWorker
-from pigou.sim.worker_spec import FleetWorker, WorkerSpec
+from pigou.sim.worker_spec import FleetWorker, WorkerSpec, rank_splits
 
 #: As the gateway's: time passes for the control plane so often.
 TICK = SECOND // 10
@@ -93,7 +93,9 @@ class SimulatedFleet:
             config.gateways, control, clock, policy, seed, pull is not None
         )
         self.plane = self.gateways.planes[0] if self.gateways else ControlPlane(control, policy)
-        self.network = Network(config.link, clock, self._way if config.topology else None)
+        self.workers: list[FleetWorker] = []
+        splits = rank_splits(config, specs, self.workers)
+        self.network = Network(config.link, clock, self._way if config.topology else None, splits)
         self.placer: FleetPlacer | None = None
         if config.topology is not None:
             wanted = [
@@ -109,7 +111,6 @@ class SimulatedFleet:
         self.itl = ITLHistogram()
         self.assessments: list[PoAEstimate] = []
         self.placements: list[Placement] = []
-        self.workers: list[FleetWorker] = []
         self._by_name: dict[str, FleetWorker] = {}
         self._config, self._clock, self._stepwise = config, clock, stepwise
         self._rng, self._seed = Random(seed), seed

@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 
 from pigou.config import ConfigError
+from pigou.kv.resharding import TransferSplit
 from pigou.sim.virtual_clock import Clock, Event, Phase
 
 #: Gigabits a second: a thousand bits. Microseconds: an hour.
@@ -26,21 +27,27 @@ class LinkConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             receiver's, whichever is less, at all times; `fifo` sends them one after another.
         ends: whose links transfers share: `both`, or the `receiver`'s alone, where a sender has
             more than all its receivers take.
+        per: whose a link is: a `worker`'s, or a `gpu`'s. Then ranks send the KV heads that
+            the other worker's ranks hold, and the slowest rank decides.
+        message_us: microseconds of each message that a rank handles after its first; for `gpu`.
     """
 
     gbps: float = 400.0
     latency_us: float = 200.0
     sharing: Literal["fair", "fifo"] = "fair"
     ends: Literal["both", "receiver"] = "both"
+    per: Literal["worker", "gpu"] = "worker"
+    message_us: float = 20.0
 
     def __post_init__(self) -> None:
         """Refuse links that never deliver."""
         if self.gbps and not _MIN_GBPS <= self.gbps < math.inf:
             raise ConfigError(f"gbps is {self.gbps}; it must be 0, or at least {_MIN_GBPS:g}")
-        if not 0.0 <= self.latency_us <= _MAX_LATENCY_US:
-            raise ConfigError(
-                f"latency_us is {self.latency_us}; it must be 0 to {_MAX_LATENCY_US:g}"
-            )
+        for name in ("latency_us", "message_us"):
+            if not 0.0 <= getattr(self, name) <= _MAX_LATENCY_US:
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)}; it must be 0 to {_MAX_LATENCY_US:g}"
+                )
 
     @property
     def nanos_per_byte(self) -> float:
@@ -71,6 +78,7 @@ class _Transfer:
     left: float
     done: Event
     way: Way
+    split: TransferSplit
     since: int = 0
     pace: float = 0.0  # nanoseconds a byte
     version: int = 0
@@ -80,12 +88,23 @@ class Network:
     """Moves bytes between workers, which are known by number."""
 
     def __init__(
-        self, config: LinkConfig, clock: Clock, ways: Callable[[int, int], Way] | None = None
-    ) -> None:
-        """Start with idle links; `ways` says what lies between two workers beside them."""
+        self, config: LinkConfig, clock: Clock, ways: Callable[[int, int], Way] | None = None,
+        splits: Callable[[int, int], TransferSplit] | None = None,
+    ) -> None:  # fmt: skip
+        """Start with idle links.
+
+        Args:
+            config: of the links.
+            clock: virtual.
+            ways: what lies between two workers beside their links.
+            splits: how transfers between two workers are split over their ranks; None where
+                workers have one link each.
+        """
         self.config = config
         direct = Way(0.0, round(config.latency_us * 1000))
         self._ways = ways or (lambda _source, _target: direct)
+        whole = TransferSplit()
+        self._splits = splits or (lambda _source, _target: whole)
         self.transfers = 0
         self.bytes = 0
         self._clock = clock
@@ -99,15 +118,18 @@ class Network:
         self.transfers += 1
         self.bytes += size
         way = self._ways(source, target)
-        transfer = _Transfer(self.transfers, source, target, float(size), done, way)
+        split = self._splits(source, target)
+        transfer = _Transfer(self.transfers, source, target, float(size), done, way, split)
         if not self.config.gbps or not way.own_links:
             self._arrive(transfer, now + math.ceil(size * way.nanos_per_byte))
         elif self.config.sharing == "fifo":
-            links = [("in", target)]
+            links, share = [("in", target)], split.target_share
             if self._both:
                 links.append(("out", source))
+                share = max(share, split.source_share)
             begin = max(now, *(self._free.get(link, 0) for link in links))
-            last = begin + math.ceil(size * max(self.config.nanos_per_byte, way.nanos_per_byte))
+            pace = max(self.config.nanos_per_byte * share, way.nanos_per_byte)
+            last = begin + math.ceil(size * pace)
             self._free.update(dict.fromkeys(links, last))
             self._arrive(transfer, last)
         else:
@@ -117,16 +139,18 @@ class Network:
             self._share(source, target, now)
 
     def _arrive(self, transfer: _Transfer, sent: int) -> None:
-        at = max(sent + transfer.way.latency_ns, self._clock.now + 1)
+        messages_ns = round((transfer.split.messages - 1) * self.config.message_us * 1000)
+        at = max(sent + transfer.way.latency_ns + messages_ns, self._clock.now + 1)
         self._clock.at(at, Phase.LINK, transfer.number, transfer.done)
 
     def _share(self, source: int, target: int, now: int) -> None:
         """Divide the links of a sender and of a receiver anew."""
         touched = {transfer.number: transfer for transfer in self._out[source] + self._in[target]}
         for transfer in touched.values():
-            sharers = len(self._in[transfer.target])
+            split = transfer.split
+            sharers = len(self._in[transfer.target]) * split.target_share
             if self._both:
-                sharers = max(sharers, len(self._out[transfer.source]))
+                sharers = max(sharers, len(self._out[transfer.source]) * split.source_share)
             pace = max(self.config.nanos_per_byte * sharers, transfer.way.nanos_per_byte)
             if pace == transfer.pace:
                 continue

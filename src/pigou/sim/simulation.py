@@ -30,7 +30,7 @@ from pigou.sim.scaling_summary import OfferedRate
 from pigou.sim.setup import Setup
 from pigou.sim.tiers import recompute_cost_of
 from pigou.sim.timing import Timing
-from pigou.sim.timing_models import build_timing, capacity, kv_bytes
+from pigou.sim.timing_models import build_timing, capacity, kv_bytes, kv_heads
 from pigou.sim.virtual_clock import EPOCH, Clock
 from pigou.sim.window_meter import WindowMeter
 from pigou.sim.worker import MAX_STEPS
@@ -216,7 +216,8 @@ def _worker_specs(
         layout = f"tp{tp}" if reads and group.prefix_caching else ""
         rehearses = not vllm if setup.rehearses is None else setup.rehearses
         rehearsed = measure_speeds(built.timing, engine) if rehearses else ()
-        specs.append(replace(spec, layout=layout, rehearsed=rehearsed, gpus=tp))
+        heads = kv_heads(setup.model)
+        specs.append(replace(spec, layout=layout, rehearsed=rehearsed, gpus=tp, kv_heads=heads))
     return specs, overhead_s
 
 

@@ -110,6 +110,11 @@ def kv_bytes(model: str, kv_dtype: str = "") -> int:
     return _model(model, kv_dtype).kv_bytes if model else 0
 
 
+def kv_heads(model: str) -> int:
+    """Return the KV heads of a layer; 0 where no model is given."""
+    return _model(model, "").kv_heads if model else 0
+
+
 def _model(name: str, kv_dtype: str) -> Architecture:
     if not name:
         raise ConfigError("--model is not given; this timing depends on it")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from pigou.config import EngineConfig
+from pigou.config import ConfigError, EngineConfig
 from pigou.control.planner.messages import WorkerState
 from pigou.engine.startup_profiling import (
     CONTEXT_TOKENS,
@@ -17,9 +18,10 @@ from pigou.engine.startup_profiling import (
 )
 from pigou.events import KVEvent
 from pigou.kv.offload import RecomputeCost
+from pigou.kv.resharding import TransferSplit, heads_of_rank, split_of
 from pigou.kv.tiers import Tiers
 from pigou.request import SECOND, Rehearsed, Role, Worker
-from pigou.sim.fleet_config import WorkerGroup
+from pigou.sim.fleet_config import FleetConfig, WorkerGroup
 from pigou.sim.setup import TierConfig
 from pigou.sim.tiers import build_tiers
 from pigou.sim.timing import StepShape, Timing
@@ -43,6 +45,7 @@ class WorkerSpec:
         layout: of its cache, for workers that may read it; "" for none.
         rehearsed: speeds that it measures before it is ready.
         gpus: of each worker.
+        kv_heads: of its model; 0 where that is not known.
     """
 
     group: WorkerGroup
@@ -56,6 +59,7 @@ class WorkerSpec:
     layout: str = ""
     rehearsed: tuple[Rehearsed, ...] = ()
     gpus: int = 1
+    kv_heads: int = 0
 
     def make_tiers(self) -> Tiers | None:
         """Return new, empty tiers of one worker; None where it has none."""
@@ -132,6 +136,36 @@ class FleetWorker:
         life = (self.sim.steps, self.sim.busy_ns, core.prefix_queries, core.prefix_hits)
         steps, busy_ns, queries, hits = (a + b for a, b in zip(self.past_totals, life, strict=True))
         return steps, busy_ns, queries, hits
+
+
+def rank_splits(
+    config: FleetConfig, specs: Sequence[WorkerSpec], workers: Sequence[FleetWorker]
+) -> Callable[[int, int], TransferSplit] | None:
+    """Return how transfers between two workers are split over their ranks.
+
+    Args:
+        config: of the fleet; None is returned where its workers have one link each.
+        specs: of its groups.
+        workers: that transfers name by number; looked up when one begins.
+
+    Raises:
+        ConfigError: the model is not given, or its KV heads cannot be divided over a worker's GPUs.
+    """
+    if config.link.per == "worker":
+        return None
+    for group, spec in zip(config.workers, specs, strict=True):
+        if not spec.kv_heads:
+            raise ConfigError("fleet: link is per gpu, and no model is given; also give --model")
+        try:
+            heads_of_rank(spec.kv_heads, spec.gpus, 0)
+        except ValueError as error:
+            raise ConfigError(f"fleet: {group.role.value}: {error}") from error
+
+    def split(source: int, target: int) -> TransferSplit:
+        sender, receiver = workers[source].spec, workers[target].spec
+        return split_of(sender.kv_heads, sender.gpus, receiver.gpus)
+
+    return split
 
 
 def measure_speeds(timing: Timing, config: EngineConfig) -> tuple[Rehearsed, ...]:

@@ -92,7 +92,10 @@ class Analysis:
             )  # fmt: skip
             timing = roofline(model, gpu_named(kind.gpu), kind.tp)
             group = WorkerGroup(role=role, count=1)
-            spec = WorkerSpec(group, engine, timing, model.kv_bytes, ahead=True, gpus=kind.tp)
+            spec = WorkerSpec(
+                group, engine, timing, model.kv_bytes,
+                ahead=True, gpus=kind.tp, kv_heads=model.kv_heads,
+            )  # fmt: skip
             serving = WorkerGroup(role=Role.BOTH, count=1)  # a fleet must decode
             fleet = FleetConfig(workers=(serving,), link=self._link)
             self._measured[key] = measure_performance(spec, role, fleet)

@@ -1,0 +1,110 @@
+"""Resharding: which rank sends which KV heads to which, where two workers differ in their TP."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+
+class HeadSlice(NamedTuple):
+    """Consecutive KV heads that one rank sends to another: one message.
+
+    Attributes:
+        source: rank of the sending worker.
+        target: rank of the receiving worker.
+        first: first head, of those of the whole model.
+        heads: their number.
+    """
+
+    source: int
+    target: int
+    first: int
+    heads: int
+
+
+@dataclass(frozen=True, slots=True)
+class TransferSplit:
+    """How a transfer is split over the ranks of both workers.
+
+    Attributes:
+        source_share: part of the KV's bytes that the busiest source rank sends.
+        target_share: part of them that the busiest target rank receives.
+        messages: of the rank that has to handle the largest number of them.
+    """
+
+    source_share: float = 1.0
+    target_share: float = 1.0
+    messages: int = 1
+
+
+def heads_of_rank(kv_heads: int, tp: int, rank: int) -> range:
+    """Return the KV heads that a rank holds.
+
+    Ranks divide the heads; where there are more ranks than heads, consecutive ranks hold the same
+    head. A latent cache (MLA) is not divided: it counts as one head.
+
+    Args:
+        kv_heads: of the model.
+        tp: ranks of the worker.
+        rank: 0 to tp - 1.
+
+    Raises:
+        ValueError: neither of `kv_heads` and `tp` divides the other.
+    """
+    if kv_heads < 1 or tp < 1 or (kv_heads % tp and tp % kv_heads):
+        raise ValueError(f"tp is {tp}; it must divide, or be a multiple of, {kv_heads} KV heads")
+    if tp > kv_heads:
+        first = rank // (tp // kv_heads)
+        return range(first, first + 1)
+    share = kv_heads // tp
+    return range(rank * share, (rank + 1) * share)
+
+
+def head_slices(kv_heads: int, source_tp: int, target_tp: int) -> list[HeadSlice]:
+    """Return the messages that bring every target rank its heads, once each.
+
+    Copies of a head are read evenly from the ranks that hold it, so equal TP pairs equal ranks.
+
+    Args:
+        kv_heads: of the model; 1 for a latent cache (MLA).
+        source_tp: ranks of the sending worker.
+        target_tp: ranks of the receiving worker.
+
+    Raises:
+        ValueError: the heads cannot be divided over the ranks of a worker.
+    """
+    for tp in (source_tp, target_tp):
+        heads_of_rank(kv_heads, tp, 0)  # refuses what cannot be divided
+    sources = [heads_of_rank(kv_heads, source_tp, rank) for rank in range(source_tp)]
+    source_copies, target_copies = (max(1, tp // kv_heads) for tp in (source_tp, target_tp))
+    slices = []
+    for target in range(target_tp):
+        wanted = heads_of_rank(kv_heads, target_tp, target)
+        copy = target % target_copies * source_copies // target_copies
+        for source in range(copy, source_tp, source_copies):
+            first = max(wanted.start, sources[source].start)
+            last = min(wanted.stop, sources[source].stop)
+            if first < last:
+                slices.append(HeadSlice(source, target, first, last - first))
+    return slices
+
+
+@lru_cache(maxsize=1024)
+def split_of(kv_heads: int, source_tp: int, target_tp: int) -> TransferSplit:
+    """Return how a transfer is split over the ranks; arguments as `head_slices`.
+
+    Raises:
+        ValueError: the heads cannot be divided over the ranks of a worker.
+    """
+    sent: Counter[int] = Counter()
+    received: Counter[int] = Counter()
+    messages: Counter[tuple[str, int]] = Counter()
+    for part in head_slices(kv_heads, source_tp, target_tp):
+        sent[part.source] += part.heads
+        received[part.target] += part.heads
+        messages.update([("source", part.source), ("target", part.target)])
+    return TransferSplit(
+        max(sent.values()) / kv_heads, max(received.values()) / kv_heads, max(messages.values())
+    )
