@@ -38,9 +38,10 @@ def decision(fleet: Fleet) -> dict[str, Any]:
 
 
 def known(fleet: Fleet, worker: str) -> None:
-    """Wait until the gateway has heard of what a worker has cached."""
-    time.sleep(0.5)
-    assert fleet.worker(worker).metric("pigou_kv_blocks_cached") > 0
+    """Wait until the gateway has heard of all that a worker has cached."""
+    cached = fleet.worker(worker).metric("pigou_kv_blocks_cached")
+    assert cached > 0
+    fleet.wait(lambda rows: rows[worker]["cached_blocks"] == cached)
 
 
 @pytest.fixture
