@@ -18,13 +18,15 @@ _UNITS = {
 }  # fmt: skip
 #: Names of the worker contract, which dashboards and routers for vLLM read as they are.
 CONTRACT = "vllm:"
+#: Names of others: those, and of OpenTelemetry's conventions.
+FOREIGN = (CONTRACT, "gen_ai_")
 
 
 def complaints(page: str) -> list[str]:
     """Return what is wrong with the names of a metrics page, but for those of the contract."""
     found = []
     for family in text_string_to_metric_families(page):
-        if family.name.startswith(CONTRACT):
+        if family.name.startswith(FOREIGN):
             continue
         name = family.name + "_total" * (family.type == "counter")
         words = set(name.split("_"))
@@ -54,4 +56,4 @@ def promtool_complaints(page: str) -> list[str] | None:
         [program, "check", "metrics"], input=page, capture_output=True, text=True, check=False
     )
     lines = (done.stdout + done.stderr).splitlines()
-    return [line for line in lines if line and not line.startswith(CONTRACT)]
+    return [line for line in lines if line and not line.startswith(FOREIGN)]

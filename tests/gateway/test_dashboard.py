@@ -131,7 +131,7 @@ async def test_every_metric_is_documented() -> None:
     docs = (ROOT / "docs" / "reference" / "metrics.md").read_text()
     gateway, heading, _ = docs.partition("## A worker's own")
     assert heading
-    named = set(re.findall(r"`(pigou_\w+)`", gateway))
+    named = set(re.findall(r"`((?:pigou|gen_ai_server)_\w+)`", gateway))
     planner = PlannerConfig(slo="ttft=1,itl=1", planner={"planner": "static"}, interval_s=0.2)
     async with running(
         0, 0, 1, arguments=SLEEP, control=ControlConfig(policy="toll"), planner=planner

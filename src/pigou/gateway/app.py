@@ -21,7 +21,7 @@ from pigou.gateway.fleet_routes import FleetRoutes
 from pigou.gateway.gateway_request import CHAT, COMPLETIONS, GatewayRequest
 from pigou.gateway.metrics import Metrics
 from pigou.gateway.middleware import add_cors, check_browser, count_for, current_key, guard
-from pigou.gateway.model_routing import GatewayModel, ModelRouting
+from pigou.gateway.model_routing import GatewayModel, ModelRouting, count_request
 from pigou.gateway.overflow import OVERFLOW_HEADER, OtherFleets, unless_full, with_model
 from pigou.gateway.passthrough import Passthrough
 from pigou.gateway.plan_status import PlanStatus
@@ -211,28 +211,35 @@ class _Routes:
     ) -> web.StreamResponse:
         """Serve a request within the limits of its key."""
         key = current_key()
-        if self._models.several:  # the only one was checked before its body was read
-            self._gateway.startup.check(model.decodes)
-        _check_deadline(call, model.plane_driver)
         try:
-            with (
-                self._usage.accepted(key.digest, key.limits, call),
-                model.plane_driver.meter.metering(call, request.headers),
-            ):
-                return await self._serve(request, call, model)
+            with count_request(call, model):
+                if self._models.several:  # the only one was checked before its body was read
+                    self._gateway.startup.check(model.decodes)
+                _check_deadline(call, model.plane_driver)
+                with (
+                    self._usage.accepted(key.digest, key.limits, call),
+                    model.plane_driver.meter.metering(call, request.headers),
+                ):
+                    return await self._serve(request, call, model)
         finally:
             _describe_access(call, model)
 
     async def _serve(
         self, request: web.Request, call: GatewayRequest, model: GatewayModel
     ) -> web.StreamResponse:
-        await model.plane_driver.read(call)
+        if call.single and model.plane_driver.prompts is not None:
+            start_ns = time.monotonic_ns()
+            await model.plane_driver.read(call)
+            model.metrics.stages.tokenize.observe((time.monotonic_ns() - start_ns) / SECOND)
         if not call.stream:
             reply = await model.generator.whole(call)
             return web.Response(body=reply, content_type=JSON, headers=_decided(call))
         echoed = echo_request_id(request.headers.get(REQUEST_ID))
         limit_s = self._gateway.config.client_timeout
-        writer = SSEWriter(request, lambda: {**echoed, **_decided(call)}, limit_s)
+        stages = model.metrics.stages
+        writer = SSEWriter(
+            request, lambda: {**echoed, **_decided(call)}, limit_s, on_unread=stages.unread
+        )
         try:
             await self._stream(call, writer, model)
             return await writer.close()
@@ -240,6 +247,9 @@ class _Routes:
             model.metrics.stalled.inc()
             _log.warning("request %s was cut off: %s", call.wire_id, error)
             raise
+        finally:
+            writer.end_unread()
+            stages.delivered(writer.unread_ns)
 
     async def _stream(self, call: GatewayRequest, writer: SSEWriter, model: GatewayModel) -> None:
         try:

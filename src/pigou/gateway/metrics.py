@@ -26,6 +26,8 @@ from prometheus_client.samples import Sample
 from pigou import __version__
 from pigou.control.decisions import Explanation
 from pigou.control.messages import RemoteKVFetch
+from pigou.gateway.genai_metrics import GenAIMetrics
+from pigou.gateway.stage_metrics import StageMetrics
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120,
             300, 600)  # fmt: skip
@@ -125,6 +127,8 @@ class Metrics:
             registry=self.registry,
         )
 
+        self.stages = StageMetrics(self.registry)
+        self.genai = GenAIMetrics(self.registry)
         self.itl = self._fast(
             "pigou_inter_token_latency_seconds",
             "Between two chunks of a stream, for each token of the later one.", _ITL,

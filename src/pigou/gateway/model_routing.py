@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 
 from pigou.gateway.config import Overflow
+from pigou.gateway.failure import Rejected
+from pigou.gateway.gateway_request import GatewayRequest
+from pigou.gateway.genai_metrics import GenAIRequest
 from pigou.gateway.metrics import Metrics
 from pigou.gateway.plane_driver import PlaneDriver
 from pigou.gateway.prompt_reader import PromptReader
@@ -15,6 +21,7 @@ from pigou.gateway.reply_drivers import Generator
 from pigou.gateway.request_tenure import ServerScope
 from pigou.gateway.status_api import FleetStatus
 from pigou.gateway.upstream import Upstream
+from pigou.request import SECOND
 from pigou.wire.errors import APIError, bad_request
 from pigou.wire.openai_replies import model_card
 from pigou.wire.openai_requests import without_bom
@@ -114,6 +121,36 @@ class GatewayModel:
         if upstream is None:
             raise APIError(503, f"No worker of {name} is up.", retry_after=1)
         return model_card(name, self.served_name, created, upstream.engine.max_model_len)
+
+
+@contextmanager
+def count_request(call: GatewayRequest, model: GatewayModel) -> Iterator[None]:
+    """Within it, a request is served; what it raises says how it ended."""
+    error = "_OTHER"  # the word of the conventions for what is not foreseen
+    try:
+        yield
+        failure = None if call.metered is None else call.metered.error
+        error = "" if failure is None else str(failure.status)
+    except (APIError, Rejected) as refusal:
+        error = str(refusal.status)
+        raise
+    except (ConnectionError, TimeoutError, asyncio.CancelledError):
+        error = "499"  # as in the counter of requests: the client left
+        raise
+    finally:
+        served, asked = model.served_name, call.fields.model
+        first_ns = call.stats.first_token
+        ended = GenAIRequest(
+            chat=call.chat,
+            request_model=asked if asked is not None and asked in model.names else served,
+            response_model=served,
+            error=error,
+            duration_s=(time.monotonic_ns() - call.arrival) / SECOND,
+            first_token_s=(first_ns - call.arrival) / SECOND if first_ns else None,
+            tokens=call.stats.completion_tokens,
+            sequences=call.choices * len(call.prompts),
+        )
+        model.metrics.genai.ended(ended)
 
 
 class ModelRouting:

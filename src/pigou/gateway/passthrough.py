@@ -35,7 +35,7 @@ from pigou.gateway.server_routes import (
 )
 from pigou.gateway.upstream import Upstream
 from pigou.kv.tenure import Tenure
-from pigou.request import FinishReason
+from pigou.request import SECOND, FinishReason
 from pigou.wire.errors import APIError, bad_request, error_body, too_large
 from pigou.wire.openai_requests import without_bom
 from pigou.wire.request_validation import REQUEST_ID_HEADER as REQUEST_ID
@@ -102,21 +102,24 @@ class Passthrough:
             server = min(servers, key=lambda up: up.inflight)
             return await self._passed(request, call, server, data, plane_driver)
         with self._usage.accepted(key.digest, key.limits, call):
-            return await self._admitted(request, call, servers, data, plane_driver)
+            return await self._admitted(request, call, servers, data, model)
 
     async def _admitted(
         self, request: web.Request, call: GatewayRequest, servers: list[Upstream], data: Any,
-        plane_driver: PlaneDriver,
+        model: GatewayModel,
     ) -> web.StreamResponse:  # fmt: skip
         """Pass it to the server that admission and routing choose, or the next that has it."""
+        plane_driver, metrics = model.plane_driver, model.metrics
         reason = FinishReason.ERROR
         left = {up.worker.id for up in servers if up.worker.role.decodes}
         try:
             while left:
                 others = frozenset(plane_driver.upstreams.keys() - left)
+                start_ns = time.monotonic_ns()
                 if call.quota is not None:
                     await call.quota.take(call.id, plane_driver.queue_timeout_s)
                 route = await plane_driver.decide(call.request(), others)
+                metrics.stages.queue_wait.observe((time.monotonic_ns() - start_ns) / SECOND)
                 if isinstance(route, Shed):
                     raise busy(route)
                 if call.quota is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable
 from contextlib import suppress
 
 import msgspec
@@ -116,6 +117,8 @@ class ReplyDriver(RequestDriver):
 
 
 _END_S = 1.0
+#: A write that takes longer waited for the client.
+_BLOCKED_NS = 10_000_000
 
 
 class StreamDriver(RequestDriver):
@@ -174,8 +177,8 @@ class StreamDriver(RequestDriver):
         them (`take`); the task only wakes when the client is slow, or at the end.
         """
         relay, writer, state = self.relay, self._writer, self.relay.state
-        last_ns = 0
-        itl = self._metrics.itl.observe
+        last_ns = read_ns = 0
+        itl, stall = self._metrics.itl.observe, self._metrics.stages.gap
 
         def feed(data: bytes) -> bytes:
             nonlocal last_ns
@@ -186,7 +189,9 @@ class StreamDriver(RequestDriver):
             if count:
                 decode.tokens += count
                 if last_ns:
-                    itl((now_ns - last_ns) / count / SECOND, count)
+                    gap_s = (now_ns - last_ns) / count / SECOND
+                    itl(gap_s, count)
+                    stall(gap_s, unread=read_ns > last_ns)
                 elif before == 0:
                     self._first_token(step)
                 last_ns = relay.last_token_ns = now_ns
@@ -207,8 +212,7 @@ class StreamDriver(RequestDriver):
             if data:
                 out = feed(data)
                 if out:
-                    with decode.waiting():
-                        await writer.write(out)
+                    read_ns = await _written(decode, writer.write(out)) or read_ns
             if relay.failed is not None:
                 if isinstance(relay.failed, WorkerFailed):
                     relay.failed.workers = frozenset({decode.worker.id})
@@ -223,8 +227,7 @@ class StreamDriver(RequestDriver):
             if data == b"":
                 raise decode.broke("broke", EOFError("the stream ended early"))
             if data is None:
-                with decode.waiting():
-                    await writer.drain()
+                read_ns = await _written(decode, writer.drain()) or read_ns
 
     def _first_token(self, step: StartDecode) -> None:
         now_ns = time.monotonic_ns()
@@ -232,7 +235,19 @@ class StreamDriver(RequestDriver):
         stats = self.call.stats
         stats.first_token = stats.first_token or now_ns
         self._metrics.first_token.observe((now_ns - self.call.arrival) / SECOND)
+        metered = self.call.metered
+        if self._transfer is not None and metered is not None and metered.computed_ns:
+            self._metrics.stages.transfer.observe((now_ns - metered.computed_ns) / SECOND)
         self._meter_prompt()
+
+
+async def _written(decode: Upstream, writing: Awaitable[None]) -> int:
+    """Wait for the client, not the worker; return when that ended if it took long, else 0."""
+    before_ns = time.monotonic_ns()
+    with decode.waiting():
+        await writing
+    now_ns = time.monotonic_ns()
+    return now_ns if now_ns - before_ns > _BLOCKED_NS else 0
 
 
 async def _to_end(connection: HTTPConnection) -> None:

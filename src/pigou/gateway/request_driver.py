@@ -164,9 +164,8 @@ class RequestDriver(ABC):
     async def _failed(self, step: Step, failure: WorkerFailed) -> LegFailed:
         """Return the event of a worker's failure, with how the worker ended if it did."""
         self._failure = failure
-        end = None
-        if failure.fate is not None and failure.may_be_death:
-            end = await failure.fate()
+        fate = failure.fate if failure.may_be_death else None
+        end = None if fate is None else await fate()
         complete = self.relay.state.finish is not None and self.call.single
         return LegFailed(step.leg, failure.workers, failure.reason, end, complete)
 
@@ -230,7 +229,7 @@ class RequestDriver(ABC):
 
     async def _submit(self, step: SubmitRequest) -> LifecycleEvent:
         """Ask the control plane for workers, once the key's limits let the request go."""
-        call, quota = self.call, self.call.quota
+        call, quota, start_ns = self.call, self.call.quota, time.monotonic_ns()
         if step.cause:
             self._count_move(step.cause)
         if quota is not None:
@@ -244,6 +243,7 @@ class RequestDriver(ABC):
             decision = await self._plane_driver.decide(call.request(step.tokens), exclude)
         except ConfigError as error:
             raise overrides_refused(error) from error
+        self._metrics.stages.queue_wait.observe((time.monotonic_ns() - start_ns) / SECOND)
         if isinstance(decision, Shed):
             return decision
         choice = call.choice = self._choice = decision.choice

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -18,6 +19,8 @@ from pigou.wire.sse import DONE, frame
 #: Bytes that may wait for a slow client before its worker is not read any further.
 HIGH_WATER = 256 * 1024
 _LOOK_S = 0.01
+#: Bytes of a stream that this kernel takes beyond what the client's takes.
+_MAX_UNSENT_BYTES = 16 * 1024
 _HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
 
 
@@ -29,6 +32,10 @@ class SSEWriter:
     """A streamed response whose head is sent with its first bytes.
 
     Until then the request can still be answered with a plain error.
+
+    Attributes:
+        unread_ns: nanoseconds in which bytes waited for the client, as looks at the connection's
+            buffer tell. What the client's kernel took and it did not read is not seen.
     """
 
     def __init__(
@@ -36,6 +43,7 @@ class SSEWriter:
         request: web.Request,
         headers: Callable[[], Mapping[str, str]] = dict,
         client_timeout_s: float = 0.0,
+        on_unread: Callable[[int], None] | None = None,
     ) -> None:
         """Answer a request.
 
@@ -43,7 +51,11 @@ class SSEWriter:
             request: of the client.
             headers: returns further ones once the head is sent.
             client_timeout_s: that the client may take nothing of what waits for it; 0 for ever.
+            on_unread: told the nanoseconds of each pause in which bytes waited for the client.
         """
+        self.unread_ns = 0
+        self._on_unread = on_unread
+        self._unread_from_ns = self._unread_to_ns = 0
         self._client_timeout_s = client_timeout_s
         self._request = request
         self._headers = headers
@@ -65,6 +77,7 @@ class SSEWriter:
         if response is None:
             response = self._response = web.StreamResponse(headers={**_HEADERS, **self._headers()})
             mark_event_stream(self._request)
+            _limit_unsent(self._transport)
             await response.prepare(self._request)
         with suppress(TimeoutError):  # the transport has the data, and goes on
             async with asyncio.timeout(self._client_timeout_s or None):
@@ -82,8 +95,28 @@ class SSEWriter:
         transport = self._transport
         if transport is None or transport.is_closing():
             return False
+        if self._unread_from_ns and not transport.get_write_buffer_size():
+            self._end_unread()
         transport.write(b"%x\r\n%b\r\n" % (len(data), data))
-        return bool(transport.get_write_buffer_size() < HIGH_WATER)
+        size = transport.get_write_buffer_size()
+        if size:
+            self._note_unread()
+        return bool(size < HIGH_WATER)
+
+    def _note_unread(self) -> None:
+        """Note that bytes wait for the client, and did so since the last look if any did then."""
+        now_ns = time.monotonic_ns()
+        if self._unread_from_ns:
+            self.unread_ns += now_ns - self._unread_to_ns
+        else:
+            self._unread_from_ns = now_ns
+        self._unread_to_ns = now_ns
+
+    def _end_unread(self) -> None:
+        """Note that the client has read all, since the last look."""
+        if self._unread_from_ns and self._on_unread is not None:
+            self._on_unread(self._unread_to_ns - self._unread_from_ns)
+        self._unread_from_ns = 0
 
     async def drain(self, max_waiting_bytes: int = HIGH_WATER) -> None:
         """Wait until fewer than `max_waiting_bytes` wait for the client.
@@ -97,6 +130,10 @@ class SSEWriter:
             if transport is None or transport.is_closing():
                 raise ConnectionResetError("the client left")
             size = transport.get_write_buffer_size()
+            if size:
+                self._note_unread()
+            else:
+                self._end_unread()
             if size < max_waiting_bytes:
                 return
             now = time.monotonic()
@@ -106,6 +143,13 @@ class SSEWriter:
                 transport.abort()
                 raise ClientStalled(f"the client took nothing for {now - since:.0f} s")
             await asyncio.sleep(_LOOK_S)
+
+    def end_unread(self) -> None:
+        """Tell of the pause that lasts as the stream ends, where there is one."""
+        if self._unread_from_ns and self._transport is not None:
+            if not self._transport.is_closing() and self._transport.get_write_buffer_size():
+                self._note_unread()
+            self._end_unread()
 
     async def fail(self, error: APIError | Rejected) -> None:
         """End the stream with an error event."""
@@ -126,7 +170,20 @@ class SSEWriter:
                 await self._response.write_eof()
         except TimeoutError:
             await self.drain(1)
+        if self._unread_from_ns:
+            self._note_unread()  # the end was written once the client had read enough
         return self._response
+
+
+def _limit_unsent(transport: asyncio.Transport | None) -> None:
+    """Let this kernel take no megabytes that the client's has no room for: they wait here.
+
+    So a slow client shows in the write buffer, and slows its worker, long before.
+    """
+    sock = None if transport is None else transport.get_extra_info("socket")
+    if sock is not None and hasattr(socket, "TCP_NOTSENT_LOWAT"):
+        with suppress(OSError):  # a Unix socket
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _MAX_UNSENT_BYTES)
 
 
 def _compact(body: bytes) -> bytes:
