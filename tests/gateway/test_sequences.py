@@ -153,8 +153,8 @@ async def test_a_client_that_leaves_ends_all_its_sequences() -> None:
         going = asyncio.create_task(post(fleet, TEXT, {"prompt": ["x"] * 9}))
         await eventually(lambda: stub.active == 2)
         going.cancel()
-        await eventually(fleet.idle)
-        assert fleet.plane_driver.plane.queue.quota.requests == 0
+        quota = fleet.plane_driver.plane.queue.quota
+        await eventually(lambda: fleet.idle() and quota.requests == 0)
         await eventually(lambda: stub.active == 0)
         assert len(stub.seen) == 2
 
