@@ -85,7 +85,7 @@ async def test_a_pause_is_its_makers_alone(cause: str) -> None:
     script = Script(delay_s=0.35) if cause == "engine" else WIDE
     async with serving(Stub("a", script=script), client_timeout=60) as fleet:
         for _ in range(200):
-            fleet.metrics.stages.gap(0.005, unread=False)
+            fleet.metrics.stages.gap(0.005, blocked=False)
         if cause == "engine":
             await ask(fleet, stream=True, max_tokens=2)
         else:
@@ -106,23 +106,23 @@ def test_the_running_median_comes_near_the_median_and_a_stall_is_above_ten_times
     metrics = StageMetrics(CollectorRegistry())
     gaps = [0.01, 0.02, 0.03, 0.02, 0.015] * 200
     for gap in gaps:
-        metrics.gap(gap, unread=False)
+        metrics.gap(gap, blocked=False)
     assert metrics.typical_itl_s == pytest.approx(0.02, rel=0.1)
     limit = STALL_RATIO * metrics.typical_itl_s
-    metrics.gap(0.9 * limit, unread=False)
+    metrics.gap(0.9 * limit, blocked=False)
     assert stalls(metrics) == {"client": 0, "engine": 0}
-    metrics.gap(1.2 * limit, unread=False)
-    metrics.gap(9.0, unread=True)
-    metrics.unread(int(1.2 * limit * SECOND))
+    metrics.gap(1.2 * limit, blocked=False)
+    metrics.gap(9.0, blocked=True)
+    metrics.client_blocked(int(1.2 * limit * SECOND))
     assert stalls(metrics) == {"client": 1, "engine": 1}
 
 
 def test_no_pause_counts_that_nobody_sees_or_before_the_median_is_known() -> None:
     metrics = StageMetrics(CollectorRegistry())
-    metrics.gap(0.02, unread=False)
-    metrics.gap(5.0, unread=False)
-    metrics.unread(5 * SECOND)
+    metrics.gap(0.02, blocked=False)
+    metrics.gap(5.0, blocked=False)
+    metrics.client_blocked(5 * SECOND)
     for _ in range(500):
-        metrics.gap(0.001, unread=False)
-    metrics.gap(0.9 * MIN_STALL_S, unread=False)
+        metrics.gap(0.001, blocked=False)
+    metrics.gap(0.9 * MIN_STALL_S, blocked=False)
     assert stalls(metrics) == {"client": 0, "engine": 0}

@@ -238,7 +238,7 @@ class _Routes:
         limit_s = self._gateway.config.client_timeout
         stages = model.metrics.stages
         writer = SSEWriter(
-            request, lambda: {**echoed, **_decided(call)}, limit_s, on_unread=stages.unread
+            request, lambda: {**echoed, **_decided(call)}, limit_s, on_blocked=stages.client_blocked
         )
         try:
             await self._stream(call, writer, model)
@@ -248,8 +248,8 @@ class _Routes:
             _log.warning("request %s was cut off: %s", call.wire_id, error)
             raise
         finally:
-            writer.end_unread()
-            stages.delivered(writer.unread_ns)
+            writer.end_blocked()
+            stages.delivered(writer.blocked_ns)
 
     async def _stream(self, call: GatewayRequest, writer: SSEWriter, model: GatewayModel) -> None:
         try:

@@ -138,11 +138,11 @@ def count_request(call: GatewayRequest, model: GatewayModel) -> Iterator[None]:
         error = "499"  # as in the counter of requests: the client left
         raise
     finally:
-        served, asked = model.served_name, call.fields.model
+        served, requested = model.served_name, call.fields.model
         first_ns = call.stats.first_token
         ended = GenAIRequest(
             chat=call.chat,
-            request_model=asked if asked is not None and asked in model.names else served,
+            request_model=requested if requested in model.names and requested else served,
             response_model=served,
             error=error,
             duration_s=(time.monotonic_ns() - call.arrival) / SECOND,

@@ -191,7 +191,7 @@ class StreamDriver(RequestDriver):
                 if last_ns:
                     gap_s = (now_ns - last_ns) / count / SECOND
                     itl(gap_s, count)
-                    stall(gap_s, unread=read_ns > last_ns)
+                    stall(gap_s, blocked=read_ns > last_ns)
                 elif before == 0:
                     self._first_token(step)
                 last_ns = relay.last_token_ns = now_ns

@@ -34,7 +34,7 @@ class SSEWriter:
     Until then the request can still be answered with a plain error.
 
     Attributes:
-        unread_ns: nanoseconds in which bytes waited for the client, as looks at the connection's
+        blocked_ns: nanoseconds in which bytes waited for the client, as looks at the connection's
             buffer tell. What the client's kernel took and it did not read is not seen.
     """
 
@@ -43,7 +43,7 @@ class SSEWriter:
         request: web.Request,
         headers: Callable[[], Mapping[str, str]] = dict,
         client_timeout_s: float = 0.0,
-        on_unread: Callable[[int], None] | None = None,
+        on_blocked: Callable[[int], None] | None = None,
     ) -> None:
         """Answer a request.
 
@@ -51,11 +51,11 @@ class SSEWriter:
             request: of the client.
             headers: returns further ones once the head is sent.
             client_timeout_s: that the client may take nothing of what waits for it; 0 for ever.
-            on_unread: told the nanoseconds of each pause in which bytes waited for the client.
+            on_blocked: told the nanoseconds of each pause in which bytes waited for the client.
         """
-        self.unread_ns = 0
-        self._on_unread = on_unread
-        self._unread_from_ns = self._unread_to_ns = 0
+        self.blocked_ns = 0
+        self._on_blocked = on_blocked
+        self._blocked_from_ns = self._blocked_to_ns = 0
         self._client_timeout_s = client_timeout_s
         self._request = request
         self._headers = headers
@@ -95,28 +95,28 @@ class SSEWriter:
         transport = self._transport
         if transport is None or transport.is_closing():
             return False
-        if self._unread_from_ns and not transport.get_write_buffer_size():
-            self._end_unread()
+        if self._blocked_from_ns and not transport.get_write_buffer_size():
+            self._end_blocked()
         transport.write(b"%x\r\n%b\r\n" % (len(data), data))
         size = transport.get_write_buffer_size()
         if size:
-            self._note_unread()
+            self._note_blocked()
         return bool(size < HIGH_WATER)
 
-    def _note_unread(self) -> None:
+    def _note_blocked(self) -> None:
         """Note that bytes wait for the client, and did so since the last look if any did then."""
         now_ns = time.monotonic_ns()
-        if self._unread_from_ns:
-            self.unread_ns += now_ns - self._unread_to_ns
+        if self._blocked_from_ns:
+            self.blocked_ns += now_ns - self._blocked_to_ns
         else:
-            self._unread_from_ns = now_ns
-        self._unread_to_ns = now_ns
+            self._blocked_from_ns = now_ns
+        self._blocked_to_ns = now_ns
 
-    def _end_unread(self) -> None:
+    def _end_blocked(self) -> None:
         """Note that the client has read all, since the last look."""
-        if self._unread_from_ns and self._on_unread is not None:
-            self._on_unread(self._unread_to_ns - self._unread_from_ns)
-        self._unread_from_ns = 0
+        if self._blocked_from_ns and self._on_blocked is not None:
+            self._on_blocked(self._blocked_to_ns - self._blocked_from_ns)
+        self._blocked_from_ns = 0
 
     async def drain(self, max_waiting_bytes: int = HIGH_WATER) -> None:
         """Wait until fewer than `max_waiting_bytes` wait for the client.
@@ -131,9 +131,9 @@ class SSEWriter:
                 raise ConnectionResetError("the client left")
             size = transport.get_write_buffer_size()
             if size:
-                self._note_unread()
+                self._note_blocked()
             else:
-                self._end_unread()
+                self._end_blocked()
             if size < max_waiting_bytes:
                 return
             now = time.monotonic()
@@ -144,12 +144,12 @@ class SSEWriter:
                 raise ClientStalled(f"the client took nothing for {now - since:.0f} s")
             await asyncio.sleep(_LOOK_S)
 
-    def end_unread(self) -> None:
+    def end_blocked(self) -> None:
         """Tell of the pause that lasts as the stream ends, where there is one."""
-        if self._unread_from_ns and self._transport is not None:
+        if self._blocked_from_ns and self._transport is not None:
             if not self._transport.is_closing() and self._transport.get_write_buffer_size():
-                self._note_unread()
-            self._end_unread()
+                self._note_blocked()
+            self._end_blocked()
 
     async def fail(self, error: APIError | Rejected) -> None:
         """End the stream with an error event."""
@@ -170,8 +170,8 @@ class SSEWriter:
                 await self._response.write_eof()
         except TimeoutError:
             await self.drain(1)
-        if self._unread_from_ns:
-            self._note_unread()  # the end was written once the client had read enough
+        if self._blocked_from_ns:
+            self._note_blocked()  # the end was written once the client had read enough
         return self._response
 
 

@@ -57,7 +57,7 @@ class StageMetrics:
         self.typical_itl_s = 0.0
         self._gaps = 0
 
-    def gap(self, seconds: float, *, unread: bool) -> None:
+    def gap(self, seconds: float, *, blocked: bool) -> None:
         """Take in the seconds between two tokens of a worker's stream.
 
         The median is a frugal one: each gap moves it by a fixed factor, up or down (Ma et al.
@@ -65,10 +65,10 @@ class StageMetrics:
 
         Args:
             seconds: for each token.
-            unread: within them the worker was not read, as the client took nothing. Then the gap
+            blocked: within them the worker was not read, as the client took nothing. Then the gap
                 tells nothing of the engine; the client's own pause is counted by `delivered`.
         """
-        if unread:
+        if blocked:
             return
         typical = self.typical_itl_s
         self._gaps += 1
@@ -79,7 +79,7 @@ class StageMetrics:
         else:
             self.typical_itl_s = typical / _STEP
 
-    def unread(self, nanoseconds: int) -> None:
+    def client_blocked(self, nanoseconds: int) -> None:
         """Take in a pause in which bytes waited for a client all the time."""
         seconds = nanoseconds / SECOND
         if self.typical_itl_s and seconds > STALL_RATIO * self.typical_itl_s:
