@@ -15,13 +15,13 @@ FLOORS = {
     "background": 1, "kernel_cache": 1, "logs": 1, "imports": 1, "config_option": 1,
     "struct_values": 1, "yaml_file": 1,
     "kv": 2, "wire": 2, "text": 2,
-    "engine": 3, "control": 3, "lifecycle": 3,
+    "engine": 3, "control": 3, "lifecycle": 3, "cost": 3,
     "runtime": 4, "sim": 4, "worker": 4, "gateway": 4,
     "fleet": 5, "workload": 5, "report": 5, "integrations": 5,
     "experiments": 5, "capacity": 5,
     "cli": 6, "gpu_check": 6, "__main__": 7,
 }  # fmt: skip
-PURE = {"games", "kv", "engine", "control", "lifecycle"}
+PURE = {"games", "kv", "engine", "control", "lifecycle", "cost"}
 IMPURE_MODULES = {"asyncio", "socket", "socketserver", "time", "zmq", "aiohttp", "threading"}
 #: Neighbours on a floor that may know one another, one way.
 NEIGHBOURS = {

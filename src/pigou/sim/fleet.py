@@ -27,6 +27,8 @@ from pigou.control.planner.messages import WorkerState
 from pigou.control.price_of_anarchy import PoAEstimate
 from pigou.control.pull_queue.config import PullQueueConfig
 from pigou.control.routing.policy import RoutingPolicy
+from pigou.cost.cost_meter import CostMeter
+from pigou.cost.metered_plane import MeteredControlPlane
 from pigou.engine.plan import Finished, Load
 from pigou.events import KVEvent
 from pigou.request import SECOND, UNKNOWN_LOCATION, Worker
@@ -65,6 +67,7 @@ class SimulatedFleet:
         self, config: FleetConfig, specs: Sequence[WorkerSpec], control: ControlConfig,
         clock: Clock, *, policy: RoutingPolicy | None = None, seed: int = 0, stepwise: bool = False,
         assess_every: float = 60.0, pull: PullQueueConfig | None = None,
+        cost_meter: CostMeter | None = None,
     ) -> None:  # fmt: skip
         """Start the workers and the control plane's ticks.
 
@@ -80,6 +83,7 @@ class SimulatedFleet:
                 control plane asks for in between are answered with nothing new; they do not
                 change what it does.
             pull: of a prefill queue that workers pull from; None where prompts are pushed.
+            cost_meter: follows the control plane; None for none.
 
         Raises:
             ConfigError: the block sizes differ, the policy is not known, hosts lack room, or
@@ -92,7 +96,12 @@ class SimulatedFleet:
         self.gateways = make_gateways(
             config.gateways, control, clock, policy, seed, pull is not None
         )
-        self.plane = self.gateways.planes[0] if self.gateways else ControlPlane(control, policy)
+        if self.gateways:
+            self.plane = self.gateways.planes[0]
+        elif cost_meter is not None:
+            self.plane = MeteredControlPlane(control, cost_meter, policy)
+        else:
+            self.plane = ControlPlane(control, policy)
         self.workers: list[FleetWorker] = []
         splits = rank_splits(config, specs, self.workers)
         self.network = Network(config.link, clock, self._way if config.topology else None, splits)

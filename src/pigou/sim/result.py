@@ -15,6 +15,7 @@ from pigou.control.caching_game import Placement
 from pigou.control.planner.attainment import Objectives
 from pigou.control.planner.load_meter import PERCENTILE_NAMES, PERCENTILES, latency_summary
 from pigou.control.price_of_anarchy import PoAEstimate
+from pigou.cost.fleet_bill import FleetBill
 from pigou.request import SECOND, Nanos
 from pigou.sim.objectives import NO_OBJECTIVES, objectives_document
 from pigou.sim.request_run import RequestRun, RunOutcome
@@ -44,6 +45,7 @@ class SimulationResult:
         objectives: of the requests.
         planner: what it did; None without one.
         gateways: how several of them went; None for one.
+        bill: what the fleet costs; None without prices.
     """
 
     runs: Sequence[RequestRun]
@@ -61,6 +63,7 @@ class SimulationResult:
     objectives: Objectives = NO_OBJECTIVES
     planner: dict[str, Any] | None = None
     gateways: dict[str, Any] | None = None
+    bill: FleetBill | None = None
 
     @property
     def done(self) -> list[RequestRun]:
@@ -137,6 +140,8 @@ class SimulationResult:
             figures["slo"] = objectives_document(self.objectives, self.runs)
         if self.planner is not None:
             figures["planner"] = self.planner
+        if self.bill is not None:
+            figures |= {"cost": self.bill.document(), "energy": self.bill.energy_document()}
         return figures
 
 

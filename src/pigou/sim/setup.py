@@ -61,6 +61,7 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
             None for the engine's: `pigou` does, `vllm` does not.
         prefill_queue: how prompts get to prefill workers: `mode` is `push`, or `pull` with fields
             of `pigou.control.pull_queue.config.PullQueueConfig`.
+        prices: of GPUs and storage, as `pigou.cost.price_list` reads them; "" for no costs.
     """
 
     model: Annotated[str, option("llama-3.1-8b ..., or a config.json.", "Fleet")] = ""
@@ -135,3 +136,11 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
             key="mode",
         ),
     ] = msgspec.field(default_factory=lambda: {"mode": "push"})
+    prices: Annotated[
+        str,
+        option(
+            "What GPUs and tiers cost: default, or H100=2.5,dram=3,... in dollars of a GPU-hour "
+            "and of a gigabyte-month; the figures get cost and energy.",
+            "Results",
+        ),
+    ] = ""

@@ -16,11 +16,14 @@ from pigou.control import prefix_index
 from pigou.control.planner.planner import Planner
 from pigou.control.pull_queue.config import pull_queue_config
 from pigou.control.routing.policy import RoutingPolicy
+from pigou.cost.fleet_bill import FleetBill
 from pigou.engine import startup_profiling
 from pigou.sim.client import ClientConfig, SimulatedClient
+from pigou.sim.cost import simulated_cost_meter
 from pigou.sim.fleet import SimulatedFleet
 from pigou.sim.fleet_config import FleetConfig, WorkerGroup
 from pigou.sim.membership import Membership
+from pigou.sim.objectives import objectives_document
 from pigou.sim.planner_setup import PlannedFleet, build_planner, with_start_up
 from pigou.sim.result import SimulationResult
 from pigou.sim.scaled_fleet import ScaledFleet
@@ -64,6 +67,7 @@ class Simulation:
         config, model: of the fleet.
         arrivals: the arrival rate.
         scaling: what the planner does; None without one.
+        cost_meter: of the fleet; None without prices.
     """
 
     def __init__(
@@ -101,9 +105,14 @@ class Simulation:
         specs, overhead_s = _worker_specs(fleet, setup, workload.max_tokens)
         if fleet.overhead_ms is None:
             fleet = msgspec.structs.replace(fleet, overhead_ms=overhead_s * 1000)
+        cost_meter = None
+        if setup.prices:
+            cost_meter = simulated_cost_meter(setup, fleet, self.objectives)
+        self.cost_meter = cost_meter
         self.fleet = SimulatedFleet(
             fleet, specs, control, self.clock, policy=policy, seed=seed, stepwise=stepwise,
             assess_every=assess_every, pull=pull_queue_config(setup.prefill_queue),
+            cost_meter=cost_meter,
         )  # fmt: skip
         self.membership = Membership(self.fleet, fleet, specs, self.clock, seed)
         self.client = SimulatedClient(workload, client, self.fleet.dispatcher, self.clock, seed)
@@ -159,7 +168,15 @@ class Simulation:
             objectives=self.objectives,
             planner=None if self.scaling is None else self.scaling.summary(clock.now),
             gateways=None if fleet.gateways is None else fleet.gateways.figures(),
+            bill=None if self.cost_meter is None else self._bill(),
         )
+
+    def _bill(self) -> FleetBill:
+        assert self.cost_meter is not None
+        attained = None
+        if self.objectives.known:
+            attained = objectives_document(self.objectives, self.client.runs)["attained"]
+        return self.cost_meter.bill(self.clock.now, attained)
 
     def _run(self, watch: Callable[[Simulation], None] | None) -> None:
         done = self.client.done

@@ -1,0 +1,1 @@
+"""What serving costs: prices, bills of tenants, energy."""

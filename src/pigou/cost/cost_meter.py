@@ -1,0 +1,276 @@
+"""The cost meter: bills of tenants out of what a control plane is told and decides.
+
+It follows the calls of a ControlPlane: of a live gateway, of a simulation, or of a journal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pigou.control.messages import (
+    Ended,
+    FirstToken,
+    PrefillClaimed,
+    PrefillDone,
+    ReadFailed,
+    Recall,
+    Route,
+    Shed,
+    Submit,
+    Tick,
+    Tokens,
+    WorkerDown,
+    WorkerUp,
+)
+from pigou.cost.fleet_bill import FleetBill
+from pigou.cost.usage import Usage, UsageKey
+from pigou.cost.worker_meter import WorkerMeter
+from pigou.cost.worker_rate import Payer, WorkerRate
+from pigou.request import SECOND, Request, Worker
+
+#: Nanoseconds between two settlements.
+SETTLE_NS = SECOND
+#: Requests whose bills are remembered after their end.
+_MAX_BILLS = 4096
+
+
+@dataclass(slots=True)
+class _Routed:
+    """A routed request, by its id."""
+
+    request: Request
+    route: Route
+    payer: Payer
+    computes: WorkerMeter | None = None  # while its prompt is not computed
+    decodes: WorkerMeter | None = None
+    due_ns: int = 0  # of a prompt whose end no driver sees; 0 for another
+
+
+class CostMeter:
+    """Splits what a fleet costs among its requests, and adds up by tenant, model and class.
+
+    Example:
+        meter = CostMeter(lambda worker: WorkerRate(usd_per_s=2.5 / 3600))
+        for line in lines:  # of a journal
+            meter.follow(line.message, decisions, line.now)
+        bill = meter.bill(now)
+
+    Attributes:
+        workers: meters of the workers that are up, by id.
+        bills: usage of each of the last requests, by id.
+    """
+
+    def __init__(
+        self, rate: Callable[[Worker], WorkerRate], model: Callable[[str], str] = lambda _: "",
+        workload: Callable[[Request], str] = lambda _: "",
+    ) -> None:  # fmt: skip
+        """Begin without workers.
+
+        Args:
+            rate: returns what a worker costs, asked when it is up.
+            model: returns the model that a worker serves, by its id.
+            workload: returns the class of a request.
+        """
+        self.workers: dict[str, WorkerMeter] = {}
+        self.bills: OrderedDict[str, Usage] = OrderedDict()
+        self._rate, self._model, self._workload = rate, model, workload
+        self._usages: dict[UsageKey, Usage] = {}
+        self._submitted: dict[str, Request] = {}
+        self._routed: dict[str, _Routed] = {}
+        self._past: list[WorkerMeter] = []
+        self._began: int | None = None
+        self._settled_ns = 0
+
+    def follow(self, message: Any, decisions: Sequence[Any], now: int) -> None:
+        """Take in a call of a control plane, and what it returned.
+
+        Args:
+            message: as a journal has it; those that say nothing of costs are passed over.
+            decisions: routes and refusals among others.
+            now: nanoseconds.
+        """
+        if self._began is None:
+            self._began = self._settled_ns = now
+        self._take(message, now)
+        for decision in decisions:
+            if type(decision) is Route:
+                self._route(decision, now)
+            elif type(decision) is Recall:
+                self._release(decision.request, now)
+            elif type(decision) is Shed:
+                self._release(decision.request, now)
+                self._submitted.pop(decision.request, None)
+        if type(message) is Tick:
+            self._tick(now)
+
+    def settle(self, now: int) -> None:
+        """Charge all seconds until `now`, nanoseconds."""
+        self._settled_ns = now
+        for worker in self.workers.values():
+            worker.settle(now)
+
+    def measured(self, worker: str, joules: float) -> None:
+        """A worker's counter says that it used so many joules since it last did."""
+        if worker in self.workers:
+            self.workers[worker].measured(joules)
+
+    def bill(self, now: int, attained: float | None = None) -> FleetBill:
+        """Return the bill until `now`.
+
+        Args:
+            now: nanoseconds.
+            attained: share of the requests inside the objective; None without one.
+        """
+        self.settle(now)
+        meters = [*self._past, *self.workers.values()]
+        seconds = 0.0 if self._began is None else (now - self._began) / SECOND
+        return FleetBill(
+            seconds=seconds,
+            gpu_s=sum(meter.rate.gpus * meter.seconds for meter in meters),
+            gpu_usd=sum(meter.rate.usd_per_s * meter.seconds for meter in meters),
+            idle_usd=sum(meter.rate.usd_per_s * meter.idle_s for meter in meters),
+            open_usd=sum(meter.rate.usd_per_s * meter.open_s for meter in meters),
+            storage_usd=sum(meter.rate.storage_usd_per_s * meter.seconds for meter in meters),
+            joules=sum(meter.joules for meter in meters),
+            idle_joules=sum(meter.idle_joules for meter in meters),
+            open_joules=sum(meter.open_joules for meter in meters),
+            usages=dict(self._usages),
+            attained=attained,
+            has_tolls=all(math.isfinite(meter.rate.weight_tokens) for meter in meters),
+        )
+
+    # --- a call ---------------------------------------------------------------------------------
+
+    def _take(self, message: Any, now: int) -> None:
+        match message:
+            case Tokens(counts):
+                for request, count in counts:
+                    self._tokens(request, count, now)
+            case Submit(request):
+                self._release(request.id, now)
+                self._submitted[request.id] = request
+            case FirstToken(request):
+                self._computed(request, now)
+            case PrefillDone(request, well):
+                self._prefilled(request, well, now)
+            case PrefillClaimed(request, worker, cached):
+                self._claimed(request, worker, cached, now)
+            case ReadFailed(request):
+                self._read_failed(request)
+            case Ended(request):
+                self._release(request, now)
+                self._submitted.pop(request, None)
+            case WorkerUp(worker):
+                self._up(worker, now)
+            case WorkerDown(worker):
+                self._down(worker, now)
+
+    def _up(self, worker: Worker, now: int) -> None:
+        if worker.id not in self.workers:
+            self.workers[worker.id] = WorkerMeter(self._rate(worker), now)
+
+    def _down(self, worker: str, now: int) -> None:
+        """A worker is gone: what it had under way pays, and its seconds end."""
+        meter = self.workers.pop(worker, None)
+        if meter is not None:
+            meter.settle(now, final=True)
+            self._past.append(meter)
+
+    def _route(self, route: Route, now: int) -> None:
+        self._release(route.request, now)
+        request = self._submitted.get(route.request)
+        if request is None:
+            return
+        choice = route.choice
+        key = UsageKey(request.tenant, self._model(choice.decode), self._workload(request))
+        bill = self.bills.setdefault(request.id, Usage())
+        if len(self.bills) > _MAX_BILLS:
+            self.bills.popitem(last=False)
+        payer = Payer((self._usages.setdefault(key, Usage()), bill))
+        payer.add("requests", 1)
+        payer.add("cached_tokens", min(choice.computed, request.prompt - 1))
+        worker = self.workers.get(choice.prefill or choice.decode)
+        decode = self.workers.get(choice.decode)
+        routed = self._routed[request.id] = _Routed(request, route, payer, worker, decode)
+        if worker is None:
+            return
+        uncached = max(request.prompt - choice.computed, 1)
+        if not request.streamed and choice.prefill is None:
+            routed.due_ns = now + round(worker.prompt_seconds(uncached) * SECOND)
+        restore_s = 0.0 if choice.read is None else choice.read.seconds
+        worker.prompt_sent(request.id, payer, uncached, now, restore_s)
+
+    def _claimed(self, request: str, worker: str, cached: int, now: int) -> None:
+        """Another worker computes a prompt, which had not begun."""
+        routed = self._routed.get(request)
+        if routed is None:
+            return
+        if routed.computes is not None:
+            routed.computes.prompt_ended(request, now, computed=False)
+        routed.computes = self.workers.get(worker)
+        if routed.computes is not None:
+            tokens = max(routed.request.prompt - cached, 1)
+            routed.computes.prompt_sent(request, routed.payer, tokens, now)
+
+    def _read_failed(self, request: str) -> None:
+        routed = self._routed.get(request)
+        if routed is None:
+            return
+        cached = routed.route.choice.cached
+        routed.payer.add("cached_tokens", cached - routed.route.choice.computed)
+        if routed.computes is not None:
+            routed.computes.prompt_changed(request, routed.request.prompt - cached)
+
+    def _prefilled(self, request: str, well: bool, now: int) -> None:
+        routed = self._routed.get(request)
+        if routed is None or routed.route.choice.prefill is None:
+            return
+        if routed.computes is not None and routed.computes is not routed.decodes:
+            routed.computes.prompt_ended(request, now, computed=well)
+            routed.computes = None
+
+    def _computed(self, request: str, now: int) -> None:
+        """The first token came: the prompt is computed, and the request decodes."""
+        routed = self._routed.get(request)
+        if routed is None:
+            return
+        if routed.computes is not None:
+            routed.computes.prompt_ended(request, now)
+            routed.computes = None
+        if routed.decodes is not None:
+            sequence = routed.request
+            routed.decodes.stream_began(
+                request, routed.payer, sequence.prompt, sequence.sequences, now
+            )
+
+    def _tokens(self, request: str, count: int, now: int) -> None:
+        routed = self._routed.get(request)
+        if routed is None:
+            return
+        routed.payer.add("output_tokens", count)
+        if routed.decodes is not None:
+            routed.decodes.stream_tokens(request, count, now)
+
+    def _release(self, request: str, now: int) -> None:
+        """A request left its workers."""
+        routed = self._routed.pop(request, None)
+        if routed is None:
+            return
+        if routed.computes is not None:
+            routed.computes.prompt_ended(request, now, computed=False)
+        if routed.decodes is not None:
+            routed.decodes.stream_ended(request, now)
+
+    def _tick(self, now: int) -> None:
+        for request, routed in self._routed.items():
+            if 0 < routed.due_ns <= now:
+                routed.due_ns = 0
+                self._computed(request, now)
+        for worker in self.workers.values():
+            worker.tick(now)
+        if now - self._settled_ns >= SETTLE_NS:
+            self.settle(now)

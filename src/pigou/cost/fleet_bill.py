@@ -1,0 +1,150 @@
+"""The bill of a fleet: what its tenants used, what is allocated to them, and what stood idle.
+
+Usage is what requests took. Allocation adds to it what nobody took: idle GPUs, prompts that are
+not computed yet, in proportion to usage, and storage, in proportion to the tokens that it saved
+(without any: to usage). The sum of the allocations is what the fleet costs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pigou.cost.energy import KWH_JOULES
+from pigou.cost.token_cost import usd_per_million
+from pigou.cost.usage import Usage, UsageKey, total
+
+#: Labels of what a bill can be added up by.
+GROUPS = ("tenant", "model", "workload")
+
+
+@dataclass(frozen=True, slots=True)
+class FleetBill:
+    """What a fleet costs over some time.
+
+    Attributes:
+        seconds: of the time.
+        gpu_s: GPUs x seconds of the workers that were up.
+        gpu_usd: what those cost.
+        idle_usd: of that, what stood idle.
+        open_usd: of that, prompts that are being computed.
+        storage_usd: of tiers.
+        joules, idle_joules, open_joules: energy of all GPUs, and of these parts.
+        usages: by tenant, model and class.
+        attained: share of the requests inside the objective; None without one.
+        has_tolls: whether the marginal dollars of streams are known for all workers.
+    """
+
+    seconds: float
+    gpu_s: float
+    gpu_usd: float
+    idle_usd: float
+    open_usd: float
+    storage_usd: float
+    joules: float
+    idle_joules: float
+    open_joules: float
+    usages: Mapping[UsageKey, Usage]
+    attained: float | None = None
+    has_tolls: bool = True
+
+    @property
+    def usd(self) -> float:
+        """What the fleet costs: GPUs and storage."""
+        return self.gpu_usd + self.storage_usd
+
+    @property
+    def total(self) -> Usage:
+        """Usage of all."""
+        return total(list(self.usages.values()))
+
+    @property
+    def utilisation(self) -> float:
+        """Share of the GPUs' price that was not idle."""
+        return 1.0 - self.idle_usd / self.gpu_usd if self.gpu_usd > 0 else 0.0
+
+    def by(self, *labels: str) -> dict[tuple[str, ...], Usage]:
+        """Return usages added up by some of the labels, which are of `GROUPS`."""
+        sums: dict[tuple[str, ...], Usage] = {}
+        for key, usage in self.usages.items():
+            own = tuple(getattr(key, label) for label in labels)
+            sums.setdefault(own, Usage()).add(usage)
+        return sums
+
+    def allocation(self, usage: Usage, whole: Usage) -> tuple[float, float]:
+        """Return the dollars and joules that fall on a usage, idle and storage included.
+
+        Args:
+            usage: part of `whole`.
+            whole: `total`.
+        """
+        share = usage.usd / whole.usd if whole.usd > 0 else 0.0
+        stored = usage.cached_tokens / whole.cached_tokens if whole.cached_tokens else share
+        usd = usage.usd + (self.idle_usd + self.open_usd) * share + self.storage_usd * stored
+        energy = usage.joules / whole.joules if whole.joules > 0 else share
+        return usd, usage.joules + (self.idle_joules + self.open_joules) * energy
+
+    def document(self, shown: Callable[[UsageKey], bool] = lambda _: True) -> dict[str, Any]:
+        """Return the bill as JSON builtins.
+
+        Args:
+            shown: whether a usage is shown; sums of the fleet are of all.
+        """
+        whole = self.total
+        rows = [
+            {**key._asdict(), **self._row(usage, whole)}
+            for key, usage in sorted(self.usages.items())
+            if shown(key)
+        ]
+        cached_usd = whole.restore_usd + self.storage_usd
+        inside = self.attained or 0.0
+        output = usd_per_million(self.usd, whole.output_tokens)
+        return {
+            "seconds": self.seconds,
+            "gpu_s": self.gpu_s,
+            "usd": self.usd,
+            "usage_usd": whole.usd,
+            "idle_usd": self.idle_usd,
+            "open_usd": self.open_usd,
+            "storage_usd": self.storage_usd,
+            "marginal_usd": whole.marginal_usd if self.has_tolls else None,
+            "utilisation": self.utilisation,
+            "attained": self.attained,
+            "usd_per_million": {
+                "uncached_input": _finite(
+                    usd_per_million(whole.prefill_usd, whole.uncached_tokens)
+                ),
+                "cached_input": _finite(usd_per_million(cached_usd, whole.cached_tokens)),
+                "output": _finite(usd_per_million(whole.decode_usd, whole.output_tokens)),
+                "all_per_output": _finite(output),
+                "all_per_output_at_slo": _finite(output / inside) if inside else None,
+            },
+            "usages": rows,
+        }
+
+    def energy_document(self) -> dict[str, Any]:
+        """Return the energy as JSON builtins."""
+        whole = self.total
+        tokens = whole.output_tokens
+        return {
+            "joules": self.joules,
+            "idle_joules": self.idle_joules,
+            "prefill_joules": whole.prefill_joules,
+            "decode_joules": whole.decode_joules,
+            "joules_per_output_token": self.joules / tokens if tokens else None,
+            "kwh_per_million_output": self.joules / tokens * 1e6 / KWH_JOULES if tokens else None,
+            "mean_watts": self.joules / self.seconds if self.seconds > 0 else 0.0,
+        }
+
+    def _row(self, usage: Usage, whole: Usage) -> dict[str, Any]:
+        usd, joules = self.allocation(usage, whole)
+        document = usage.document() | {"allocated_usd": usd, "allocated_joules": joules}
+        if not self.has_tolls:
+            document["marginal_usd"] = None
+        return document
+
+
+def _finite(value: float) -> float | None:
+    return None if math.isnan(value) else value

@@ -1,0 +1,106 @@
+"""Price lists: dollars for GPU-hours, and for gigabytes of storage."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import msgspec
+
+from pigou.config import ConfigError
+
+#: Hours of a month, as clouds count them: 8,760 / 12.
+MONTH_HOURS = 730.0
+HOUR_S = 3600.0
+GB = 1e9
+#: Dollars of a GPU-hour. Round figures assumed for comparisons, no provider's offer; 2.5 and 4.0
+#: are those of the worked examples. `cpu` is two cores of a host.
+GPU_HOUR_USD: Mapping[str, float] = MappingProxyType(
+    {
+        "A100": 1.8, "A100-SXM4-40GB": 1.3, "A100-PCIE-80GB": 1.6, "A100-PCIE-40GB": 1.2,
+        "H100": 2.5, "H100-PCIE": 2.2, "H100-NVL": 2.4, "H200": 4.0, "H200-NVL": 3.6,
+        "B200": 6.0, "GB200": 7.0, "L40S": 1.0, "RTX4090": 0.5, "RTXPRO6000": 1.8, "cpu": 0.08,
+    }
+)  # fmt: skip
+#: Storage by its name in price lists, and dollars of a gigabyte (10^9 bytes) for a month, assumed
+#: like those of GPUs.
+STORAGE_USD: Mapping[str, float] = MappingProxyType({"dram": 3.0, "nvme": 0.1, "object": 0.023})
+#: Which storage a tier is on, by the tier's name; others are taken for `nvme`.
+TIER_STORAGE: Mapping[str, str] = MappingProxyType(
+    {
+        "host": "dram", "dram": "dram", "cpu": "dram", "memory": "dram", "bucket": "object",
+        "object": "object", "s3": "object",
+    }
+)  # fmt: skip
+
+
+class PriceList(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What GPUs and storage cost.
+
+    Memory of GPUs is paid with the GPU-hour: it has a price (`gpu_memory`), and adds nothing.
+
+    Attributes:
+        gpu_hour: dollars of a GPU-hour by kind, named as in `GPU_HOUR_USD`.
+        storage: dollars of a gigabyte a month, by `STORAGE_USD`.
+    """
+
+    gpu_hour: dict[str, float] = msgspec.field(default_factory=lambda: dict(GPU_HOUR_USD))
+    storage: dict[str, float] = msgspec.field(default_factory=lambda: dict(STORAGE_USD))
+
+    def gpu(self, kind: str) -> float:
+        """Return dollars of a GPU-hour.
+
+        Raises:
+            ConfigError: the list has none of that kind.
+        """
+        if kind not in self.gpu_hour:
+            raise ConfigError(
+                f"prices has none for GPU {kind!r}; give it: --prices {kind or 'NAME'}=DOLLARS"
+            )
+        return self.gpu_hour[kind]
+
+    def gpu_memory(self, kind: str, memory_bytes: float) -> float:
+        """Return dollars of a GPU's gigabyte for a month: its hours over its memory."""
+        return self.gpu(kind) * MONTH_HOURS / (memory_bytes / GB)
+
+    def byte_second(self, storage: str) -> float:
+        """Return dollars of a byte of storage for a second."""
+        return self.storage[storage] / GB / (MONTH_HOURS * HOUR_S)
+
+    def tier_usd_per_s(self, tiers: Mapping[str, float]) -> float:
+        """Return dollars a second of tiers: bytes that are provisioned, by the tier's name."""
+        return sum(
+            size * self.byte_second(TIER_STORAGE.get(name, "nvme")) for name, size in tiers.items()
+        )
+
+
+def read_price_list(text: str, gpu_name: Callable[[str], str]) -> PriceList:
+    """Read `default`, or `H100=2.5,dram=3,...`: the defaults with other values.
+
+    Args:
+        text: as it was typed; pairs are separated by commas.
+        gpu_name: returns the name of a GPU kind; raises ConfigError where it is not known.
+
+    Raises:
+        ConfigError: a name is not known, or given twice, or a price is none.
+    """
+    gpus, storage = dict(GPU_HOUR_USD), dict(STORAGE_USD)
+    given: set[str] = set()
+    for item in text.split(",") if text.strip() != "default" else ():
+        name, _, value = item.strip().partition("=")
+        try:
+            usd = float(value)
+        except ValueError:
+            usd = -1.0
+        if not 0.0 <= usd < math.inf:
+            raise ConfigError(
+                f"prices has {item!r}; write default, or NAME=DOLLARS: a GPU's hour (H100=2.5), "
+                f"or a gigabyte-month of {', '.join(STORAGE_USD)}"
+            )
+        name = name.strip() if name.strip() in storage else gpu_name(name.strip())
+        if name in given:
+            raise ConfigError(f"prices has {name} twice; give it once")
+        given.add(name)
+        (storage if name in storage else gpus)[name] = usd
+    return PriceList(gpu_hour=gpus, storage=storage)

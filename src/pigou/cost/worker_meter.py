@@ -1,0 +1,333 @@
+"""The meter of one worker: its seconds, split among the requests that it serves.
+
+A worker's time is idle, of prompts, of streams, or of both. Between two settlements, the seconds of
+streams are shared as `step_shares` has it, those of prompts in proportion to the tokens that were
+computed. Nothing is lost: what is charged, idle and open adds up to the worker's time.
+
+Streams that begin and end at any time pay by two integrals over the seconds t of streams:
+A = int dt / (K + W), C = int (W/B) dt / (K + W). K are the tokens in the KV cache, W the weights in
+tokens of KV, B the streams. A stream of k tokens pays k dA + dC, of which k dA is its toll.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from pigou.cost.worker_rate import Payer, WorkerRate
+from pigou.request import SECOND
+
+#: Weight of a new observation in running means.
+_NEW = 0.2
+#: Use of a prefill's FLOP/s before one was seen.
+_FIRST_MFU = 0.3
+#: Seconds of an uncached token before one was seen.
+_FIRST_TOKEN_S = 1e-4
+
+
+@dataclass(slots=True)
+class _Prompt:
+    payer: Payer
+    tokens: int
+    restore_s: float
+    number: int
+
+
+@dataclass(slots=True)
+class _Stream:
+    payer: Payer
+    kv_tokens: int
+    sequences: int
+    a: float
+    c: float
+    own: float = 0.0
+    equal: float = 0.0
+
+    def touch(self, a: float, c: float) -> None:
+        self.own += self.kv_tokens * (a - self.a)
+        self.equal += self.sequences * (c - self.c)
+        self.a, self.c = a, c
+
+
+@dataclass(slots=True)
+class _Interval:
+    """Seconds since the last settlement; `streams` and `tokens` are integrals over them."""
+
+    idle: float = 0.0
+    prompts: float = 0.0
+    streams: float = 0.0
+    both: float = 0.0
+    stream_s: float = 0.0
+    kv_s: float = 0.0
+    tokens: int = 0
+    ended: list[_Stream] = field(default_factory=list)
+    computed: list[_Prompt] = field(default_factory=list)
+
+
+class WorkerMeter:
+    """Splits one worker's time.
+
+    Attributes:
+        rate: what it costs.
+        seconds: since it was up.
+        idle_s: of those, seconds without work.
+        open_s: seconds of prompts that are not computed yet.
+        idle_joules, joules: of these seconds, and of all.
+    """
+
+    def __init__(self, rate: WorkerRate, now: int) -> None:
+        """Begin at `now`, nanoseconds."""
+        self.rate = rate
+        self.seconds = self.idle_s = self.open_s = 0.0
+        self.idle_joules = self.joules = self.open_joules = 0.0
+        self._prompts: dict[str, _Prompt] = {}
+        self._streams: dict[str, _Stream] = {}
+        self._at, self._number = now, 0
+        self._weight = rate.weight_tokens
+        self._kv = self._sequences = 0
+        self._a = self._c = 0.0
+        self._now = _Interval()
+        self._ticked = _Interval()
+        self._step_s = 0.0
+        self._fastest_step_s = math.inf
+        self._mfu = _FIRST_MFU
+        self._token_s = _FIRST_TOKEN_S
+        self._measured: float | None = None
+
+    # --- what happens ---------------------------------------------------------------------------
+
+    def prompt_sent(
+        self, request: str, payer: Payer, tokens: int, now: int, restore_s: float = 0.0
+    ) -> None:
+        """A prompt is to be computed.
+
+        Args:
+            request: its id.
+            payer: of the seconds.
+            tokens: to compute.
+            now: nanoseconds.
+            restore_s: that reading its cached beginning is expected to take.
+        """
+        self.advance(now)
+        self._number += 1
+        self._prompts[request] = _Prompt(payer, max(tokens, 1), restore_s, self._number)
+
+    def prompt_changed(self, request: str, tokens: int) -> None:
+        """A prompt has so many tokens to compute after all, and nothing is read."""
+        if request in self._prompts:
+            self._prompts[request].tokens = max(tokens, 1)
+            self._prompts[request].restore_s = 0.0
+
+    def prompt_ended(self, request: str, now: int, computed: bool = True) -> None:
+        """A prompt is computed, or is not to be; then it pays for what was worked on meanwhile."""
+        if request not in self._prompts:
+            return
+        self.advance(now)
+        prompt = self._prompts.pop(request)
+        self._now.computed.append(prompt)
+        if computed:
+            prompt.payer.add("uncached_tokens", prompt.tokens)
+
+    def stream_began(
+        self, request: str, payer: Payer, kv_tokens: int, sequences: int, now: int
+    ) -> None:
+        """A request decodes, with so many tokens in the KV cache."""
+        if request in self._streams:
+            return
+        self.advance(now)
+        self._streams[request] = _Stream(payer, kv_tokens, sequences, self._a, self._c)
+        self._kv += kv_tokens
+        self._sequences += sequences
+
+    def stream_tokens(self, request: str, tokens: int, now: int) -> None:
+        """A stream got tokens."""
+        stream = self._streams.get(request)
+        if stream is None:
+            return
+        self.advance(now)
+        stream.touch(self._a, self._c)
+        stream.kv_tokens += tokens
+        self._kv += tokens
+        self._now.tokens += tokens
+
+    def stream_ended(self, request: str, now: int) -> None:
+        """A stream is over."""
+        if request not in self._streams:
+            return
+        self.advance(now)
+        stream = self._streams.pop(request)
+        stream.touch(self._a, self._c)
+        self._kv -= stream.kv_tokens
+        self._sequences -= stream.sequences
+        self._now.ended.append(stream)
+
+    def prompt_seconds(self, tokens: int) -> float:
+        """Return the seconds that a prompt of so many uncached tokens takes, behind those there."""
+        return (tokens + sum(p.tokens for p in self._prompts.values())) * self._token_s
+
+    # --- time -----------------------------------------------------------------------------------
+
+    def advance(self, now: int) -> None:
+        """Let time pass until `now`, nanoseconds."""
+        passed = (now - self._at) / SECOND
+        if passed <= 0.0:
+            return
+        self._at = now
+        interval = self._now
+        if not self._sequences:
+            if self._prompts:
+                interval.prompts += passed
+            else:
+                interval.idle += passed
+            return
+        if self._prompts:
+            interval.both += passed
+        else:
+            interval.streams += passed
+        interval.stream_s += self._sequences * passed
+        interval.kv_s += self._kv * passed
+        if math.isinf(self._weight):
+            self._c += passed / self._sequences
+        else:
+            total = self._kv + self._weight
+            self._a += passed / total
+            self._c += passed * self._weight / self._sequences / total
+
+    def tick(self, now: int) -> None:
+        """Learn the seconds of a step from those since the last call, all their tokens counted."""
+        self.advance(now)
+        last, interval = self._ticked, self._now
+        tokens = interval.tokens - last.tokens
+        seconds = interval.streams + interval.both - last.streams - last.both
+        if tokens > 0 and seconds > 0.0:
+            step_s = (interval.stream_s - last.stream_s) / tokens
+            if not math.isinf(self._weight):
+                step_s /= 1.0 + (interval.kv_s - last.kv_s) / seconds / self._weight
+            self._fastest_step_s = min(self._fastest_step_s, step_s)
+            if interval.both == last.both:
+                self._step_s += (step_s - self._step_s) * (_NEW if self._step_s else 1.0)
+        self._ticked = _Interval(
+            streams=interval.streams, both=interval.both, stream_s=interval.stream_s,
+            kv_s=interval.kv_s, tokens=interval.tokens,
+        )  # fmt: skip
+
+    def measured(self, joules: float) -> None:
+        """A counter says that the worker used so much energy since the last settlement."""
+        self._measured = (self._measured or 0.0) + joules
+
+    def settle(self, now: int, *, final: bool = False) -> None:
+        """Charge the seconds since the last call.
+
+        Args:
+            now: nanoseconds.
+            final: the worker is gone: what is under way pays for what was begun.
+        """
+        self.advance(now)
+        if final:
+            for request in list(self._prompts):
+                self.prompt_ended(request, now, computed=False)
+            for request in list(self._streams):
+                self.stream_ended(request, now)
+        interval, self._now, self._ticked = self._now, _Interval(), _Interval()
+        decode_s = interval.streams + self._decode_part(interval)
+        prompt_s = interval.prompts + interval.both + interval.streams - decode_s
+        self.seconds += interval.idle + prompt_s + decode_s
+        self.idle_s += interval.idle
+        idle, prompt, decode = self._joules(interval, prompt_s, decode_s)
+        self.idle_joules += idle
+        self.joules += idle + prompt + decode
+        self.open_s += prompt_s
+        self.open_joules += prompt
+        self._charge_streams(interval, decode_s, decode)
+        self._charge_prompts(interval)
+
+    def _decode_part(self, interval: _Interval) -> float:
+        """Return the seconds of streams within those that had prompts, too.
+
+        Streams take as many steps as they took tokens; the rest of the time is of prompts.
+        """
+        step_s = self._step_s or self._fastest_step_s
+        if not interval.both:
+            return 0.0
+        if not interval.tokens or math.isinf(step_s):
+            return interval.both / 2.0 if interval.tokens else 0.0
+        mean = interval.streams + interval.both
+        steps = interval.tokens / (interval.stream_s / mean)
+        if not math.isinf(self._weight):
+            step_s *= 1.0 + interval.kv_s / mean / self._weight
+        return min(max(steps * step_s - interval.streams, 0.0), interval.both)
+
+    def _joules(
+        self, interval: _Interval, prompt_s: float, decode_s: float
+    ) -> tuple[float, float, float]:
+        """Return the energy of idle seconds, of prompts and of streams.
+
+        As the model has it, scaled to what was measured.
+        """
+        rate, power, scale = self.rate, self.rate.power, 1.0
+        if power is None:
+            joules = interval.idle, prompt_s, decode_s
+            if self._measured is None:
+                return 0.0, 0.0, 0.0
+        else:
+            mbu = 0.0
+            if decode_s > 0.0 and rate.bytes_per_s:
+                span = interval.streams + interval.both
+                steps = interval.tokens / max(interval.stream_s / span, 1e-12)
+                read = rate.weight_bytes + interval.kv_s / span * rate.kv_bytes
+                mbu = steps * read / decode_s / rate.bytes_per_s
+            joules = (
+                interval.idle * power.idle_w * rate.gpus,
+                prompt_s * power.prefill_watts(self._mfu) * rate.gpus,
+                decode_s * power.decode_watts(mbu) * rate.gpus,
+            )
+        modelled = sum(joules)
+        if self._measured is not None and modelled > 0.0:
+            scale, self._measured = self._measured / modelled, None
+        return joules[0] * scale, joules[1] * scale, joules[2] * scale
+
+    def _charge_streams(self, interval: _Interval, decode_s: float, joules: float) -> None:
+        span = interval.streams + interval.both
+        if span <= 0.0:
+            return
+        for stream in self._streams.values():
+            stream.touch(self._a, self._c)
+        rate, part = self.rate, decode_s / span
+        for stream in (*interval.ended, *self._streams.values()):
+            seconds, own = (stream.own + stream.equal) * part, stream.own * part
+            stream.own = stream.equal = 0.0
+            payer = stream.payer
+            payer.add("decode_gpu_s", seconds * rate.gpus)
+            payer.add("decode_usd", seconds * rate.usd_per_s)
+            payer.add("marginal_usd", own * rate.usd_per_s)
+            if decode_s > 0.0:
+                payer.add("decode_joules", joules * seconds / decode_s)
+
+    def _charge_prompts(self, interval: _Interval) -> None:
+        """Charge the open seconds to the prompts that ended, and to those that they overtook."""
+        if not interval.computed:
+            return
+        last = max(prompt.number for prompt in interval.computed)
+        payers = interval.computed + [p for p in self._prompts.values() if p.number < last]
+        tokens, rate = sum(prompt.tokens for prompt in payers), self.rate
+        restore_s = sum(prompt.restore_s for prompt in interval.computed)
+        seconds, joules = self.open_s, self.open_joules
+        computing_s = max(seconds - restore_s, 0.0)
+        if computing_s > 0.0:
+            self._token_s += (computing_s / tokens - self._token_s) * _NEW
+            if rate.flops:
+                mfu = tokens * rate.token_flops / computing_s / rate.flops
+                self._mfu += (min(mfu, 1.0) - self._mfu) * _NEW
+        restored = min(restore_s, seconds)
+        for prompt in payers:
+            share = prompt.tokens / tokens * computing_s
+            restore = prompt.restore_s / restore_s * restored if restore_s else 0.0
+            payer = prompt.payer
+            payer.add("prefill_gpu_s", share * rate.gpus)
+            payer.add("restore_gpu_s", restore * rate.gpus)
+            payer.add("prefill_usd", share * rate.usd_per_s)
+            payer.add("restore_usd", restore * rate.usd_per_s)
+            payer.add("marginal_usd", (share + restore) * rate.usd_per_s)
+            if seconds > 0.0:
+                payer.add("prefill_joules", joules * (share + restore) / seconds)
+        self.open_s = self.open_joules = 0.0

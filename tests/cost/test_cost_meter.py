@@ -1,0 +1,135 @@
+"""Bills add up: of random fleets, and of a journal that is replayed."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from pigou.config import ControlConfig
+from pigou.control.journal import JournalEntry, JournalRecorder, decode, encode, replay_call
+from pigou.control.messages import (
+    Ended,
+    FirstToken,
+    PrefillDone,
+    Route,
+    WorkerDown,
+    WorkerUp,
+)
+from pigou.cost.cost_meter import CostMeter
+from pigou.cost.energy import PowerModel
+from pigou.cost.fleet_bill import FleetBill
+from pigou.cost.metered_plane import MeteredControlPlane
+from pigou.cost.worker_rate import WorkerRate
+from pigou.request import SECOND, FinishReason, Request, Role, Worker
+
+KV = 131_072.0
+RATE = WorkerRate(
+    usd_per_s=2.5 / 3600, storage_usd_per_s=1e-5, power=PowerModel(700.0), weight_bytes=16e9,
+    kv_bytes=KV, bytes_per_s=3.35e12, flops=989e12, token_flops=16e9,
+)  # fmt: skip
+
+
+def cost_meter(rate: WorkerRate = RATE) -> CostMeter:
+    return CostMeter(lambda _: rate, lambda _: "m", lambda request: f"p{request.priority}")
+
+
+def play(  # noqa: PLR0912 (one branch an event)
+    seed: int, meter: CostMeter, write: list[bytes] | None = None
+) -> tuple[FleetBill, int]:
+    """Let a random fleet serve random requests; return its bill, and when it ended."""
+    rng = random.Random(seed)
+    plane = MeteredControlPlane(ControlConfig(policy="random", seed=seed), meter)
+    entries: list[bytes] = [] if write is None else write
+    calls = JournalRecorder(plane, lambda entry: entries.append(encode(entry)))
+    now, number = SECOND, 0
+    roles = rng.choices((Role.BOTH, Role.PREFILL, Role.DECODE), k=3)
+    for index, role in enumerate((Role.BOTH, *roles)):
+        calls.observe(WorkerUp(Worker(f"w{index}", "", role)), now)
+    waiting: list[Route] = []
+    prefilled: list[str] = []
+    running: list[str] = []
+    for _ in range(rng.randrange(100, 250)):
+        now += int(rng.expovariate(1 / 0.05) * SECOND)
+        event = rng.random()
+        if event < 0.3:
+            number += 1
+            request = Request(
+                f"r{number}", rng.randrange(1, 4000), 200, tenant=f"t{rng.randrange(3)}",
+                priority=rng.randrange(2), arrival=now,
+            )  # fmt: skip
+            decision = calls.submit(request, now)
+            if isinstance(decision, Route):
+                waiting.append(decision)
+        elif event < 0.5 and waiting:
+            route = waiting.pop(rng.randrange(len(waiting)))
+            if route.choice.prefill is not None:
+                calls.observe(PrefillDone(route.request), now)
+            prefilled.append(route.request)
+        elif event < 0.6 and prefilled:
+            running.append(prefilled.pop())
+            calls.observe(FirstToken(running[-1]), now)
+        elif event < 0.8 and running:
+            for request_id in rng.sample(running, rng.randrange(1, len(running) + 1)):
+                count(plane, calls, request_id, rng.randrange(1, 9), now)
+        elif event < 0.85:
+            for group in (running, prefilled):
+                if group:
+                    calls.observe(Ended(group.pop(), FinishReason.STOP), now)
+        elif event < 0.86:
+            calls.observe(WorkerDown("w1"), now)
+        else:
+            calls.tick(now)
+    return meter.bill(now), now
+
+
+def count(
+    plane: MeteredControlPlane, calls: JournalRecorder, request: str, tokens: int, now: int
+) -> None:
+    slot = plane.slot(request)
+    if slot >= 0:
+        calls.on_tokens(np.array([slot]), np.array([tokens]), now)
+
+
+@pytest.mark.parametrize("rate", [RATE, WorkerRate(1e-3)], ids=["modelled", "unknown model"])
+def test_allocations_of_tenants_are_what_any_fleet_costs(rate: WorkerRate) -> None:
+    for seed in range(25):
+        bill, _ = play(seed, cost_meter(rate))
+        whole = bill.total
+        parts = [bill.allocation(usage, whole) for usage in bill.by("tenant").values()]
+        assert whole.usd > 0.0
+        assert sum(usd for usd, _ in parts) == pytest.approx(bill.usd, rel=1e-9)
+        assert sum(joules for _, joules in parts) == pytest.approx(bill.joules, rel=1e-9)
+        assert whole.usd + bill.idle_usd + bill.open_usd == pytest.approx(bill.gpu_usd, rel=1e-9)
+        assert whole.marginal_usd <= whole.usd * (1 + 1e-9)
+
+
+def test_a_replayed_journal_gives_the_same_bill() -> None:
+    lines: list[bytes] = []
+    bill, now = play(7, cost_meter(), lines)
+    plane = MeteredControlPlane(ControlConfig(policy="random", seed=7), cost_meter())
+    for line in lines:
+        entry = decode(line)
+        assert isinstance(entry, JournalEntry)
+        assert replay_call(plane, entry)[0] == entry.out
+    again = plane.cost_meter.bill(now)
+    assert again == bill
+    whole = again.total
+    tenants = sum(again.allocation(usage, whole)[0] for usage in again.by("tenant").values())
+    assert abs(tenants / again.usd - 1.0) < 1e-3
+
+
+def test_bills_of_requests_add_up_to_those_of_tenants() -> None:
+    meter = cost_meter()
+    bill, _ = play(3, meter)
+    assert sum(one.usd for one in meter.bills.values()) == pytest.approx(bill.total.usd)
+
+
+def test_measured_joules_replace_those_of_the_model() -> None:
+    meter, up = cost_meter(), WorkerUp(Worker("w0", ""))
+    meter.follow(up, (), 0)
+    meter.measured("w0", 123.0)
+    bill = meter.bill(SECOND)
+    assert bill.joules == pytest.approx(123.0)
+    assert bill.idle_joules == pytest.approx(123.0)
