@@ -144,7 +144,10 @@ async def test_every_metric_is_documented() -> None:
             if "pigou_game_poa{" in page and "pigou_game_poa_caching " in page:
                 break
             await asyncio.sleep(0.2)
+        async with client.session.get(client.url + "/metrics/workers") as response:
+            federated = list(text_string_to_metric_families(await response.text()))
     families = list(text_string_to_metric_families(page))
+    families += [each for each in federated if each.name.startswith("pigou_worker_page")]
     exported = {
         each.name + "_total" * (each.type == "counter")
         for each in families if not each.name.endswith("_created")

@@ -96,11 +96,15 @@ async def test_metrics_name_no_tenant_to_another(caller: Caller) -> None:
         assert "pigou_requests_total" in page
 
 
-async def test_open_metrics_are_for_all_but_name_no_tenant(caller: Caller) -> None:
+async def test_open_metrics_are_for_all_and_have_the_sums_of_tenants_without_their_names(
+    caller: Caller,
+) -> None:
     async with serving(Stub("a"), keys=caller.keys, open_metrics=True) as fleet:
-        await caller.decide(fleet, "ann")
+        for who in ("ann", "ann", "bob"):
+            await caller.decide(fleet, who)
         status, page, _ = await caller.call(fleet, "", "/metrics")
         assert status == 200
+        assert '\npigou_generation_tokens_total{model_name="stub"} 15.0\n' in page
         assert "pigou_requests_total" in page
         assert "ann" not in page
         assert 'tenant="ann"' in (await caller.call(fleet, "root", "/metrics"))[1]

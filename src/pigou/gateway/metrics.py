@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeAlias
 
 from prometheus_client import (
     CollectorRegistry,
@@ -12,7 +11,6 @@ from prometheus_client import (
     Gauge,
     Histogram,
     disable_created_metrics,
-    generate_latest,
 )
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -21,11 +19,10 @@ from prometheus_client.core import (
     Metric,
 )
 from prometheus_client.registry import Collector
-from prometheus_client.samples import Sample
 
-from pigou import __version__
 from pigou.control.decisions import Explanation
 from pigou.control.messages import RemoteKVFetch
+from pigou.gateway.exposition import BuildInfo
 from pigou.gateway.genai_metrics import GenAIMetrics
 from pigou.gateway.stage_metrics import StageMetrics
 
@@ -267,122 +264,3 @@ class FastHistogram(Collector):
             so_far += count
             buckets.append(("+Inf" if bound == float("inf") else str(float(bound)), so_far))
         yield HistogramMetricFamily(self._name, self._help, buckets=buckets, sum_value=self.total)
-
-
-#: Label with the tenant's name.
-TENANT = "tenant"
-#: Label with the model's name, as vLLM calls it.
-MODEL = "model_name"
-_BUILD = "pigou_build_info"
-_Filter: TypeAlias = Callable[[Iterable[Metric]], Iterator[Metric]]
-
-
-class BuildInfo(Collector):
-    """The gauge `pigou_build_info`: 1, with the version as its label."""
-
-    def describe(self) -> Iterable[Metric]:
-        """Return the family without samples."""
-        return [_build_info()]
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield the one sample."""
-        family = _build_info()
-        family.add_metric([__version__], 1)
-        yield family
-
-
-#: Metrics of one model: its registry and name.
-ModelPage: TypeAlias = tuple[CollectorRegistry, str]
-#: Families that are counted before the model of a request is known, and those of it besides.
-_OF_GATEWAY = (_BUILD, "pigou_requests_inflight")
-_OF_BOTH = ("pigou_requests", "pigou_requests_cancelled", "pigou_requests_shed")
-
-
-def page(
-    registry: CollectorRegistry, model: str, models: Sequence[ModelPage] = (),
-    *, tenant: str | None = None,
-) -> bytes:  # fmt: skip
-    """Return the metrics in the text format of Prometheus.
-
-    Args:
-        registry: all metrics; of the gateway alone where there are several `models`.
-        model: the fleet's model; the label `model_name` of every sample but the build's.
-        models: metrics of each of several models.
-        tenant: writes this tenant's own samples, and nothing else; None writes all.
-    """
-    return generate_latest(
-        _FilteredMetrics(registry, model, models, lambda families: _own(families, tenant))
-    )
-
-
-def page_without_tenants(
-    registry: CollectorRegistry, model: str, models: Sequence[ModelPage] = ()
-) -> bytes:
-    """Return the metrics without the families that name tenants; arguments as of `page`."""
-    return generate_latest(_FilteredMetrics(registry, model, models, _nameless))
-
-
-class _FilteredMetrics(Collector):
-    """Metrics of a registry, filtered and labelled as they are read."""
-
-    def __init__(
-        self, registry: CollectorRegistry, model: str, models: Sequence[ModelPage], keep: _Filter
-    ) -> None:
-        self._registry, self._model, self._models = registry, model, models
-        self._keep = keep
-
-    def collect(self) -> Iterator[Metric]:
-        own = (_labelled(family, self._model) for family in self._registry.collect())
-        yield from self._keep(self._merged(own) if self._models else own)
-
-    def _merged(self, own: Iterable[Metric]) -> Iterator[Metric]:
-        """Yield each family once, with the samples of all models."""
-        families: dict[str, Metric] = {}
-        for registry, model in self._models:
-            for family in registry.collect():
-                if family.name not in _OF_GATEWAY:
-                    _join(families, _labelled(family, model))
-        for family in own:
-            if family.name not in families or family.name in _OF_BOTH:
-                _join(families, family)
-        yield from families.values()
-
-
-def _join(families: dict[str, Metric], family: Metric) -> None:
-    """Put the samples of a family to those that are there under its name."""
-    known = families.setdefault(family.name, family)
-    if known is not family:
-        families[family.name] = _with(known, [*known.samples, *family.samples])
-
-
-def _own(families: Iterable[Metric], tenant: str | None) -> Iterator[Metric]:
-    for family in families:
-        if tenant is None:
-            yield family
-        elif samples := [s for s in family.samples if s.labels.get(TENANT) == tenant]:
-            yield _with(family, samples)
-
-
-def _nameless(families: Iterable[Metric]) -> Iterator[Metric]:
-    return (family for family in families if not any(TENANT in s.labels for s in family.samples))
-
-
-def _labelled(family: Metric, model: str) -> Metric:
-    if family.name == _BUILD or not model:
-        return family
-    label = {MODEL: model}
-    return _with(family, [_relabelled(sample, label) for sample in family.samples])
-
-
-def _relabelled(sample: Sample, label: dict[str, str]) -> Sample:
-    return sample._replace(labels=label | sample.labels)
-
-
-def _with(family: Metric, samples: list[Sample]) -> Metric:
-    made = Metric(family.name, family.documentation, family.type, family.unit)
-    made.samples = samples
-    return made
-
-
-def _build_info() -> GaugeMetricFamily:
-    return GaugeMetricFamily(_BUILD, "Version of Pigou; the value is always 1.", labels=["version"])

@@ -30,10 +30,10 @@ _log = logging.getLogger("pigou.gateway")
 _model_metrics: ContextVar[Metrics | None] = ContextVar("model_metrics", default=None)
 #: With which key the request of the current task came.
 _key: ContextVar[Key] = ContextVar("key", default=NO_KEY)
-#: Routes that need no key: for probes, and the page, which holds no data itself. `/metrics` looks
-#: at the key by itself.
+#: Routes that need no key: for probes, and the page, which holds no data itself. `/metrics` and
+#: `/metrics/workers` look at the key themselves.
 _OPEN = ("/health", "/health/ready", "/health/live", "/ping", "/version", "/metrics",
-         *ASSETS)  # fmt: skip
+         "/metrics/workers", *ASSETS)  # fmt: skip
 _PROBES = ("/health", "/health/ready", "/health/live", "/ping", "/metrics")
 _KEYED = ("/v1/models", "/tokenize", "/detokenize", "/workers", "/history", "/usage", "/decisions")
 _ROUTES = (COMPLETIONS, CHAT, *_KEYED, *_OPEN)

@@ -21,7 +21,7 @@ from pigou.control.planner.messages import (
     RebalancePool,
     WorkerState,
 )
-from pigou.gateway.metrics import MODEL
+from pigou.gateway.exposition import MODEL
 from pigou.gateway.prices_api import json_number
 from pigou.gateway.request_meter import RequestMeter
 

@@ -14,13 +14,14 @@ from pigou import __version__
 from pigou.gateway.api_keys import NO_KEY, Key
 from pigou.gateway.attainment_metrics import AttainmentMetrics
 from pigou.gateway.dashboard import History
-from pigou.gateway.metrics import page, page_without_tenants
+from pigou.gateway.exposition import page, page_without_tenants
 from pigou.gateway.middleware import current_key, unauthorized
 from pigou.gateway.model_routing import GatewayModel, ModelRouting
 from pigou.gateway.plan_status import PlanMetrics, PlanStatus
 from pigou.gateway.prices_api import PriceGauges
 from pigou.gateway.registry_status import RegistryMetrics
 from pigou.gateway.status_api import Decisions, ModelsStatus
+from pigou.gateway.worker_federation import WorkerFederation
 from pigou.wire.errors import APIError, bad_request
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ _PAGES = {
     "/health/live": "live",
     "/ping": "health",
     "/metrics": "metrics",
+    "/metrics/workers": "worker_metrics",
     "/workers": "workers",
     "/plan": "plan",
     "/usage": "usage",
@@ -80,6 +82,7 @@ class StatusRoutes:
         gateway.metrics.add(PlanMetrics(self._plan_status))
         if gateway.registry is not None:
             gateway.metrics.add(RegistryMetrics(gateway.registry))
+        self._federation = WorkerFederation(models)
         self._decisions = Decisions(*(driver.plane for driver in drivers))
 
     def add_to(self, router: web.UrlDispatcher) -> None:
@@ -149,6 +152,17 @@ class StatusRoutes:
             raise unauthorized()
         return web.Response(body=body, headers={"content-type": CONTENT_TYPE_LATEST})
 
+    async def worker_metrics(self, request: web.Request) -> web.Response:
+        """Write the metrics of all workers, for whom `/metrics` has all: they name no tenant."""
+        keys = self._gateway.keys
+        key = NO_KEY if keys is None else keys.find(request.headers.get("authorization"))
+        if key is None and not self._gateway.config.open_metrics:
+            raise unauthorized()
+        if key is not None:
+            _check_admin(key)
+        body = await self._federation.page()
+        return web.Response(body=body, headers={"content-type": CONTENT_TYPE_LATEST})
+
     async def workers(self, _: web.Request) -> web.Response:
         """Show the workers, to an administrator."""
         _check_admin()
@@ -212,8 +226,8 @@ def _state(model: GatewayModel) -> str:
     return "ok" if model.decodes else "no decode worker is up"
 
 
-def _check_admin() -> None:
-    if not current_key().admin:
+def _check_admin(key: Key | None = None) -> None:
+    if not (key or current_key()).admin:
         raise APIError(
             403,
             "The workers are shown to an administrator's key alone (`pigou key TENANT "

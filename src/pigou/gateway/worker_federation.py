@@ -1,0 +1,199 @@
+"""Federates the metrics pages of all workers: one page, with the labels of the fleet."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import aiohttp
+
+from pigou.gateway.exposition import MODEL
+from pigou.gateway.model_routing import GatewayModel
+from pigou.gateway.upstream import Upstream
+
+#: Seconds that a worker has for its page; those that need longer are left out.
+TIMEOUT_S = 2.0
+_MAX_LINES, _MAX_LINE_CHARS = 50_000, 16_384
+_NAME, _LABEL = r"[a-zA-Z_:][a-zA-Z0-9_:]*", r"[a-zA-Z_][a-zA-Z0-9_]*"
+_PAIR = rf'({_LABEL})="((?:[^"\\]|\\["\\n])*)"'
+_PAIRS = re.compile(_PAIR)
+_SAMPLE = re.compile(
+    rf'({_NAME})(?:\{{((?:{_LABEL}="(?:[^"\\]|\\["\\n])*"(?:, ?)?)*)\}})? +(\S+)(?: +-?\d+)?'
+)
+_TYPE = re.compile(rf"# TYPE ({_NAME}) (counter|gauge|histogram|summary|untyped)")
+_HELP = re.compile(rf"# HELP ({_NAME}) (.*)")
+#: Names of a family's samples besides its own, by type.
+_SUFFIXES = {
+    "histogram": ("_bucket", "_sum", "_count"), "summary": ("", "_sum", "_count"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPage:
+    """A worker's page.
+
+    Attributes:
+        labels: that each of its samples gets: worker, role, pool, model_name.
+        text: of the page; None where the worker gave none in time.
+    """
+
+    labels: Mapping[str, str]
+    text: str | None
+
+
+@dataclass(slots=True)
+class _SampleFamily:
+    type: str = "untyped"
+    help: str = ""
+    values: dict[str, str] = field(default_factory=dict)
+
+    def owns(self, name: str, sample: str) -> bool:
+        """Whether a sample's name is one of a family of this name."""
+        return sample in {name + suffix for suffix in _SUFFIXES.get(self.type, ("",))}
+
+
+class WorkerFederation:
+    """Asks all workers that are up for their pages; one round at a time, for whoever asks.
+
+    Example:
+        page = await WorkerFederation(models).page()
+    """
+
+    def __init__(self, models: Iterable[GatewayModel], timeout_s: float = TIMEOUT_S) -> None:
+        """Take the models; a worker has `timeout_s` seconds."""
+        self._models, self._timeout_s = models, timeout_s
+        self._round: asyncio.Task[bytes] | None = None
+
+    async def page(self) -> bytes:
+        """Return the page of all workers, in the text format of Prometheus."""
+        if self._round is None or self._round.done():
+            self._round = asyncio.create_task(self._collect(), name="federation")
+        return await asyncio.shield(self._round)
+
+    async def _collect(self) -> bytes:
+        targets: dict[str, tuple[Upstream, dict[str, str]]] = {}
+        for model in self._models:
+            rows = {row.id: row for row in model.fleet_status.rows()}
+            for upstream in model.upstreams:
+                worker, row = upstream.worker, rows.get(upstream.worker.id)
+                labels = {
+                    "worker": worker.id, "role": worker.role.value,
+                    "pool": "" if row is None else row.pool, MODEL: model.served_name,
+                }  # fmt: skip
+                targets.setdefault(worker.url, (upstream, labels))  # a frontend of several: once
+        texts = await asyncio.gather(*(self._text(upstream) for upstream, _ in targets.values()))
+        pages = [
+            WorkerPage(labels, text)
+            for (_, labels), text in zip(targets.values(), texts, strict=True)
+        ]
+        return await asyncio.to_thread(federated, pages)
+
+    async def _text(self, upstream: Upstream) -> str | None:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                status, page = await upstream.get("/metrics", self._timeout_s)
+            return page.decode() if status == 200 else None
+        except (aiohttp.ClientError, OSError, TimeoutError, RuntimeError, UnicodeDecodeError):
+            return None  # slow, gone meanwhile, or no page of text
+
+
+def federated(pages: Sequence[WorkerPage]) -> bytes:
+    """Return workers' pages as one: each family once, with the samples of all.
+
+    A sample's own label of a fleet's name becomes `exported_...`, as in Prometheus. Timestamps
+    and comments are left out, as are malformed lines, and families whose type is another one's.
+    """
+    families: dict[str, _SampleFamily] = {}
+    state: list[str] = []
+    for page in pages:
+        fleet_labels = _written(page.labels)
+        malformed = 0 if page.text is None else _merge(page, families)
+        state += [
+            f"pigou_worker_page_up{{{fleet_labels}}} {int(page.text is not None)}",
+            f"pigou_worker_page_malformed_lines{{{fleet_labels}}} {malformed}",
+        ]
+    stale = sum(page.text is None for page in pages)
+    out = [
+        *_headed("pigou_worker_pages_stale", "Workers whose page did not come in time."),
+        f"pigou_worker_pages_stale {stale}",
+        *_headed("pigou_worker_page_up", "Whether a worker's page is in this one."), *state[::2],
+        *_headed("pigou_worker_page_malformed_lines", "Lines of a page that were left out."),
+        *state[1::2],
+    ]  # fmt: skip
+    for name, family in families.items():
+        if family.values and not name.startswith("pigou_worker_page"):
+            out += _headed(name, family.help, family.type)
+            out += [f"{series} {value}" for series, value in family.values.items()]
+    return "\n".join([*out, ""]).encode()
+
+
+def _headed(name: str, help: str, type: str = "gauge") -> list[str]:
+    return [f"# HELP {name} {help}", f"# TYPE {name} {type}"]
+
+
+def _merge(page: WorkerPage, families: dict[str, _SampleFamily]) -> int:
+    """Add a page's samples to the families; return how many lines were left out."""
+    text = page.text or ""
+    fleet_labels, left_out = _written(page.labels), 0
+    helps: dict[str, str] = {}
+    name, family = "", _SampleFamily()
+    agrees = True
+    for line in text.split("\n", _MAX_LINES)[:_MAX_LINES]:
+        if not line or line.isspace():
+            continue
+        if line.startswith("#"):
+            if (match := _HELP.fullmatch(line)) is not None:
+                helps[match[1]] = match[2]
+            elif (match := _TYPE.fullmatch(line)) is not None:
+                name = match[1]
+                known = families.get(name)
+                family = known or _SampleFamily(match[2], helps.get(name, ""))
+                families[name] = family
+                agrees = family.type == match[2]
+            continue
+        sample = _SAMPLE.fullmatch(line) if len(line) <= _MAX_LINE_CHARS else None
+        if sample is None or not _is_number(sample[3]):
+            left_out += 1
+            continue
+        if not family.owns(name, sample[1]):  # without a type of its own
+            name, agrees = sample[1], True
+            family = families.setdefault(name, _SampleFamily(help=helps.get(name, "")))
+            agrees = family.owns(name, name)
+        if not agrees:
+            left_out += 1
+            continue
+        own = _relabelled(sample[2] or "", page.labels)
+        labels = f"{own},{fleet_labels}" if own else fleet_labels
+        family.values[f"{sample[1]}{{{labels}}}"] = sample[3]
+    return left_out
+
+
+def _relabelled(labels: str, fleet: Mapping[str, str]) -> str:
+    """Return a sample's own labels beside those of the fleet."""
+    if not any(name in labels for name in fleet):
+        return labels.rstrip(", ")
+    pairs = []
+    for name, value in _PAIRS.findall(labels):
+        if name not in fleet:
+            pairs.append(f'{name}="{value}"')
+        elif value != fleet[name]:
+            pairs.append(f'exported_{name}="{value}"')
+    return ",".join(pairs)
+
+
+def _written(labels: Mapping[str, str]) -> str:
+    escaped = {
+        name: value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+        for name, value in labels.items()
+    }
+    return ",".join(f'{name}="{value}"' for name, value in escaped.items())
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return "_" not in text
