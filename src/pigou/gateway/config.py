@@ -104,7 +104,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     ] = None
     open_metrics: Annotated[
         bool,
-        option("Let scrapers without a key read /metrics, with sums in place of tenants.", "Gateway"),
+        option("Let scrapers without a key read /metrics, but no names of tenants.", "Gateway"),
     ] = False
     allow_open: Annotated[
         bool, option("Listen beyond loopback although there are no keys.", "Gateway")
