@@ -80,9 +80,9 @@ def plan(
         shape = architecture(model)
         for dtype in filter(None, request.kv_dtypes):
             replace(shape, kv_dtype=dtype)  # refuses what is no number format
-        demand = read_demand(workload, seed)
         console = Console(stderr=True)
         with _processes(jobs) as pool:
+            demand = read_demand(workload, seed)
             made = make_plan(
                 request, demand, shape, pool,
                 lambda text: console.print(text, style="dim") if console.is_terminal else None,
@@ -155,11 +155,14 @@ def read_prices(text: str, counts: Mapping[str, int]) -> dict[str, float]:
 @contextmanager
 def _processes(jobs: int) -> Iterator[ProcessPoolExecutor | None]:
     """Yield processes that simulate, which share what is loaded; None where one is enough."""
+    from pigou.capacity.plan.trial import warm_up
+
     jobs = jobs or len(os.sched_getaffinity(0))
     if jobs == 1:
         yield None
         return
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("fork")) as pool:
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("fork"), warm_up) as pool:
+        pool.submit(int)  # starts them, so that they warm up during the analysis
         yield pool
 
 

@@ -66,9 +66,14 @@ class Analysis:
         self._limits: dict[tuple[Role, WorkerKind, int, int], float] = {}
 
     def changed(self, slo: Slo, demand: Demand) -> Analysis:
-        """Return the analysis for another objective and demand; measured speeds stay."""
+        """Return the analysis for another objective and demand; what does not change stays known.
+
+        Speeds do not depend on either, limits of a pool not on the rate.
+        """
         other = Analysis(self._model, demand, slo, self._link, self.usd_per_hour)
         other._measured = self._measured
+        if slo == self.slo and demand.mix == self.demand.mix and demand.loop is self.demand.loop:
+            other._loads, other._limits = self._loads, self._limits
         return other
 
     def performance(self, kind: WorkerKind, role: Role) -> PerformanceModel | None:

@@ -176,16 +176,17 @@ def shared_tokens(requests: Sequence[RequestSpec]) -> int:
 
     At least one token of a prompt is computed.
     """
-    seen: set[tuple[int, int]] = set()
+    scopes: dict[int, set[int]] = {}
     total = 0
     for spec in requests:
+        seen = scopes.setdefault(spec.hash_scope, set())
         hits = 0
         for block in spec.block_ids:
-            if (spec.hash_scope, block) not in seen:
+            if block not in seen:
                 break
             hits += 1
         total += min(int(hits * spec.block_tokens), spec.prompt_tokens - 1)
-        seen.update((spec.hash_scope, block) for block in spec.block_ids)
+        seen.update(spec.block_ids)
     return total
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 
 import msgspec
 
@@ -22,10 +24,15 @@ from pigou.sim.setup import Setup
 
 #: Configurations that the first, short simulations compare for each that is asked for.
 _FIRST_ROUND = 2
+#: Sizes of the pools of the same kinds of workers among them, where there are others.
+_PER_KIND = 2
 #: Requests of the first and of the last simulations.
 _SHORT_REQUESTS, LONG_REQUESTS = 200, 600
-#: Lives of a request until a fleet is as full as it gets, and the longest life that is waited for.
-_FILLING, _LIFE_S = 1.2, 60.0
+#: Lives of a request until a fleet is as full as it gets, and those that it stays full for the last
+#: that is measured: of the first simulations, which only choose, and of the last.
+_SHORT_LIVES, _LONG_LIVES = (1.0, 0.5), (1.2, 1.0)
+#: The longest life of a request that is waited for.
+_LIFE_S = 60.0
 #: Share by which a rate is lowered or raised between simulations of one configuration.
 _STEP = 0.12
 #: Simulations at most that look for the highest rate of a configuration.
@@ -157,7 +164,7 @@ def make_plan(
         best=best,
         pareto=front,
         dominated=dominated,
-        duals=_duals(request, analysis, model, best),
+        duals=_duals(request, analysis, model, best, pool),
         seconds=time.perf_counter() - began,
         analytic_seconds=analytic_s,
         meets=attained is not None and attained >= request.slo.share,
@@ -252,13 +259,25 @@ def _simulated(
 
 
 def _diverse(ranked: Sequence[Candidate], count: int) -> list[Candidate]:
-    """Return the best of both kinds of fleets: a third at least is of the kind that ranks lower."""
-    joint = [c for c in ranked if len(c.configuration.pools) == 1]
-    split = [c for c in ranked if len(c.configuration.pools) > 1]
-    third = count // 3
+    """Return the best of both kinds of fleets: a third at least is of the kind that ranks lower.
+
+    Sizes of pools of the same workers come after two of theirs, where others are left.
+    """
+    joint: list[Candidate] = []
+    split: list[Candidate] = []
+    counts: Counter[tuple[object, ...]] = Counter()
+    rest: list[Candidate] = []
+    for candidate in ranked:
+        made = candidate.configuration
+        workers = (*made.tp.items(), made.kv_dtype, *made.gpus)
+        counts[workers] += 1
+        if counts[workers] > _PER_KIND:
+            rest.append(candidate)
+        else:
+            (joint if len(made.pools) == 1 else split).append(candidate)
     first, second = (joint, split) if ranked[0] in joint else (split, joint)
-    taken = [*second[:third], *first[: count - min(third, len(second))]]
-    return taken[:count]
+    third = second[: count // 3]
+    return [*third, *[*first, *rest][: count - len(third)]]
 
 
 def _round(
@@ -282,7 +301,8 @@ def make_trial(
 ) -> Trial:
     """Return a simulation that measures so many requests between its filling and its end."""
     life_s = min(analysis.figures(candidate.configuration, rate_rps).e2e_s, _LIFE_S)
-    count = requests + round(rate_rps * life_s * (1.0 + _FILLING))
+    filling, tail = _SHORT_LIVES if requests <= _SHORT_REQUESTS else _LONG_LIVES
+    count = requests + round(rate_rps * life_s * (filling + tail))
     return Trial(
         configuration=candidate.configuration,
         loop=analysis.demand.at(rate_rps, count),
@@ -290,8 +310,8 @@ def make_trial(
         setup=Setup(model=request.model, kv_dtype=candidate.configuration.kv_dtype),
         link=LinkConfig(),
         seed=request.seed,
-        warm_up_s=_FILLING * life_s,
-        tail_s=life_s,
+        warm_up_s=filling * life_s,
+        tail_s=tail * life_s,
     )
 
 
@@ -331,35 +351,44 @@ def _front(
 
 
 def _duals(
-    request: PlanRequest, analysis: Analysis, model: Architecture, best: PlannedConfiguration
+    request: PlanRequest,
+    analysis: Analysis,
+    model: Architecture,
+    best: PlannedConfiguration,
+    pool: ProcessPoolExecutor | None,
 ) -> dict[str, dict[str, float]]:
     """Return what a little more of each scarce thing is worth, by the analysis.
 
     The worth is output tokens a second that all GPUs together may yield more.
     """
     demand = replace(analysis.demand, rate_rps=0.0)
-
-    def limit_tok_s(slo: Slo, hit_rate: float, gpus: Mapping[str, int]) -> float:
-        other = analysis.changed(slo, demand.with_hit_rate(min(hit_rate, 0.99)))
-        dtypes = (best.configuration.kv_dtype,)
-        limits = (c.limit_rps for c in candidates(other, model, gpus, dtypes))
-        return max(limits, default=0.0) * demand.mix.osl
-
-    slo, hit = request.slo, demand.mix.hit_rate
-    base = limit_tok_s(slo, hit, request.gpus)
-    duals: dict[str, dict[str, float]] = {}
-
-    def note(name: str, value: float) -> None:
-        duals[name] = {"output_tok_s": value - base, "share": value / base - 1.0 if base else 0.0}
-
-    for name, count in request.gpus.items():
-        more = {**request.gpus, name: count + 1}
-        note(f"one_more_{name}", limit_tok_s(slo, hit, more))
+    slo, gpus = request.slo, request.gpus
+    same = analysis.changed(slo, demand)
+    changes: dict[str, tuple[Analysis, Mapping[str, int]]] = {"": (same, gpus)}
+    for name, count in gpus.items():
+        changes[f"one_more_{name}"] = (same, {**gpus, name: count + 1})
     if slo.ttft_s < float("inf"):
         longer = msgspec.structs.replace(slo, ttft_s=slo.ttft_s + 0.02)
-        note("ttft_20_ms_longer", limit_tok_s(longer, hit, request.gpus))
+        changes["ttft_20_ms_longer"] = (analysis.changed(longer, demand), gpus)
     if slo.itl_s < float("inf"):
         longer = msgspec.structs.replace(slo, itl_s=slo.itl_s + 0.02)
-        note("itl_20_ms_longer", limit_tok_s(longer, hit, request.gpus))
-    note("hit_rate_5_points_higher", limit_tok_s(slo, hit + 0.05, request.gpus))
-    return duals
+        changes["itl_20_ms_longer"] = (analysis.changed(longer, demand), gpus)
+    hotter = demand.with_hit_rate(min(demand.mix.hit_rate + 0.05, 0.99))
+    changes["hit_rate_5_points_higher"] = (analysis.changed(slo, hotter), gpus)
+
+    limit_of = partial(_limit_tok_s, model, (best.configuration.kv_dtype,))
+    limits = (map if pool is None else pool.map)(limit_of, *zip(*changes.values(), strict=True))
+    tok_s = dict(zip(changes, limits, strict=True))
+    base = tok_s.pop("")
+    return {
+        name: {"output_tok_s": value - base, "share": value / base - 1.0 if base else 0.0}
+        for name, value in tok_s.items()
+    }
+
+
+def _limit_tok_s(
+    model: Architecture, kv_dtypes: Sequence[str], analysis: Analysis, gpus: Mapping[str, int]
+) -> float:
+    """Return the most output tokens a second that GPUs hold inside the objective."""
+    limits = (c.limit_rps for c in candidates(analysis, model, gpus, kv_dtypes))
+    return max(limits, default=0.0) * analysis.demand.mix.osl

@@ -9,16 +9,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from pigou.capacity.plan.analysis import Analysis
-from pigou.capacity.plan.configuration import Configuration, LoadFigures
+from pigou.capacity.plan.configuration import Configuration, LoadFigures, PlannedPool, WorkerKind
 from pigou.config import ControlConfig
 from pigou.control.planner.objectives import Slo
-from pigou.request import SECOND
+from pigou.request import SECOND, Role
 from pigou.sim.client import ClientConfig
 from pigou.sim.network import LinkConfig
 from pigou.sim.result import SimulationResult
 from pigou.sim.setup import Setup
 from pigou.sim.simulation import UNLIMITED, Simulation
-from pigou.sim.workload import OpenLoop
+from pigou.sim.workload import OpenLoop, RequestSession, RequestSpec
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,23 @@ class TrialFigures:
     itl_s: np.ndarray
     e2e_s: float
     attained: float
+
+
+def warm_up() -> None:
+    """Simulate a few requests, for what this process compiles, or loads, once."""
+    kind = WorkerKind(gpu="H200", tp=1, kv_dtype="", max_seqs=8, chunk=512)
+    pools = tuple(
+        PlannedPool(role=role, kind=kind, workers=1) for role in (Role.PREFILL, Role.DECODE)
+    )
+    trial = Trial(
+        configuration=Configuration(pools=pools),
+        loop=OpenLoop(tuple(RequestSession(i * 1000, (RequestSpec(64, 8),)) for i in range(20))),
+        rate_rps=1.0,
+        setup=Setup(model="llama-3.1-8b", blocks=1000),
+        link=LinkConfig(),
+        seed=0,
+    )
+    run_trial(trial, Slo(ttft_s=1.0, itl_s=1.0))
 
 
 def run_trials(

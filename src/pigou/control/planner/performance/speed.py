@@ -6,6 +6,7 @@ import bisect
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Protocol
 
 import numpy as np
@@ -14,6 +15,8 @@ from pigou.games.latency import LatencyLaw
 
 #: Halvings of an interval in which a number of streams lies.
 _HALVINGS = 26
+#: x of a point (x, y).
+_ABSCISSA = itemgetter(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +147,7 @@ def interpolate(points: Sequence[tuple[float, float]], x: float) -> float:
 
     Below the first point y is its y, and never below 0; beyond the last it never falls.
     """
-    xs = [at for at, _ in points]
-    index = bisect.bisect_right(xs, x)
+    index = bisect.bisect_right(points, x, key=_ABSCISSA)
     if index == 0 or len(points) == 1:
         return points[0][1]
     is_after = index == len(points)
