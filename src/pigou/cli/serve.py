@@ -112,6 +112,7 @@ def _worker_options(gateway: GatewayConfig, log: LogConfig) -> list[str]:
     arguments = ["--log-format", log.log_format] if log.log_format != "text" else []
     arguments += ["--log-level", log.level] if log.level == "debug" else []
     arguments += ["--access-log"] if log.access_log else []
+    arguments += gateway.tracing.arguments()
     arguments += ["--unknown-fields", gateway.unknown_fields]
     arguments += ["--allow-special-tokens"] if gateway.allow_special_tokens else []
     return arguments

@@ -43,6 +43,7 @@ from pigou.gateway.startup_shutdown import StageListener, Startup
 from pigou.gateway.status_api import FleetStatus, WorkerRow
 from pigou.imports import require
 from pigou.kernel_cache import on_compiling
+from pigou.tracing.tracer import open_tracer
 from pigou.wire import json_limits, msgpack_walk
 from pigou.wire.fleet_secret import FleetSecret
 
@@ -147,6 +148,7 @@ class Serving:
                 plan_status=self.plan_status,
                 registry=None if registered is None else registered.status,
                 models=self._routing(models, by_name),
+                tracer=open_tracer(gateway.tracing, "pigou-gateway"),
             ),
             shutdown_s=self._watch.drain,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable
@@ -28,14 +29,18 @@ from pigou.gateway.plan_status import PlanStatus
 from pigou.gateway.plane_driver import PlaneDriver
 from pigou.gateway.registry_status import RegistryStatus
 from pigou.gateway.request_parsing import ROUTING_HEADER, read, read_overrides
+from pigou.gateway.request_spans import TracedRequest, end_request, status_of, within_leg
 from pigou.gateway.request_tenure import read_tenure_headers
 from pigou.gateway.server_routes import ROOT_PATHS
 from pigou.gateway.sse_writer import ClientStalled, SSEWriter
 from pigou.gateway.startup_shutdown import Shutdown, Startup
 from pigou.gateway.status_api import FleetStatus
 from pigou.gateway.status_routes import JSON, StatusRoutes, json_response
+from pigou.gateway.trace_routes import TraceRoutes
 from pigou.logs import describe_access
 from pigou.request import SECOND
+from pigou.tracing.metrics import SpanExporterMetrics
+from pigou.tracing.tracer import Tracer
 from pigou.wire.connections import close_old_streams
 from pigou.wire.errors import APIError, bad_request
 from pigou.wire.json_limits import SMALL, read_fields
@@ -68,6 +73,7 @@ class Gateway:
         plan_status: what a planner decided; None where there cannot be one.
         registry: returns the state of the registry; None without one.
         models: that are served, where they are declared; None for the one of `plane_driver`.
+        tracer: of requests; None where they are not traced.
     """
 
     config: GatewayConfig
@@ -82,6 +88,7 @@ class Gateway:
     plan_status: PlanStatus | None = None
     registry: Callable[[], RegistryStatus] | None = None
     models: ModelRouting | None = None
+    tracer: Tracer | None = None
 
 
 def build(gateway: Gateway) -> web.Application:
@@ -106,6 +113,9 @@ def build(gateway: Gateway) -> web.Application:
     app.router.add_post("/detokenize", routes.forward, expect_handler=no_interim_answer)
     status_routes.add_to(app.router)
     FleetRoutes(gateway).add_to(app.router)
+    TraceRoutes(gateway.tracer, models).add_to(app.router)
+    if gateway.tracer is not None and gateway.tracer.exporter is not None:
+        gateway.metrics.add(SpanExporterMetrics(gateway.tracer.exporter))
     read_assets()
     for path in ASSETS:
         app.router.add_get(path, asset)
@@ -123,6 +133,8 @@ def build(gateway: Gateway) -> web.Application:
         await routes.close()
         for model in models:
             await model.plane_driver.stop()
+        if gateway.tracer is not None:
+            await asyncio.to_thread(gateway.tracer.close)
 
     app.on_response_prepare.append(close_old_streams)
     app.on_response_prepare.append(add_cors(gateway.config))
@@ -159,6 +171,24 @@ class _Routes:
         return await self._passthrough.answer(request, key, tenure)
 
     async def _generate(self, request: web.Request, *, chat: bool) -> web.StreamResponse:
+        tracer = self._gateway.tracer
+        if tracer is None:
+            return await self._generated(request, None, chat=chat)
+        traced, status = TracedRequest(tracer.begin(request.headers)), 500
+        try:
+            response = await self._generated(request, traced, chat=chat)
+            status = response.status
+            return response
+        except BaseException as error:
+            status = status_of(error)
+            raise
+        finally:
+            address = (self._gateway.config.host, self._gateway.config.port)
+            end_request(tracer, traced, request.path, status, address)
+
+    async def _generated(
+        self, request: web.Request, traced: TracedRequest | None, *, chat: bool
+    ) -> web.StreamResponse:
         self._gateway.shutdown.check_open()
         self._gateway.startup.check(self._models.decodes)
         key, headers = current_key(), read_tenure_headers(request.headers)
@@ -182,6 +212,8 @@ class _Routes:
             )
 
         model, call = await self._off_loop(data, work)
+        if traced is not None:
+            traced.take(call)
         self._unknown.judge(call.unknown)
         self._models.check(call.fields.model)
         count_for(model.metrics)
@@ -200,10 +232,15 @@ class _Routes:
                 if call.quota is not None:
                     await call.quota.take(call.id, model.plane_driver.queue_timeout_s)
                     call.quota.sent()
-                return await self._fleets.forward(request, data, call, overflow)
+                sent = self._fleets.forward(request, data, call, overflow)
+                if traced is None:
+                    return await sent
+                return await within_leg(call, "overflow", overflow.to, sent)
         fallback = self._models.find(overflow.to)
         _, call = await self._off_loop(data, partial(work, fallback))
         call.overflow = model.name
+        if traced is not None:
+            traced.take(call)
         return await self._accepted(request, call, fallback)
 
     async def _accepted(

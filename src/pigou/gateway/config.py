@@ -11,6 +11,7 @@ import msgspec
 
 from pigou.config import ConfigError
 from pigou.config_option import option
+from pigou.tracing.config import TracingConfig
 from pigou.wire.unknown_fields import MODES
 
 #: Addresses that only this machine reaches.
@@ -64,6 +65,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             know fields that Pigou does not.
         unknown_fields: what is done with unknown fields where they are judged here: "warn", once
             in the log and in a header of each reply, or "refuse".
+        tracing: where traces of requests go, and which.
     """
 
     host: Annotated[str, option("Address of the gateway.", "Gateway")] = "127.0.0.1"
@@ -145,6 +147,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             "Gateway",
         ),
     ] = "warn"
+    tracing: TracingConfig = TracingConfig()
 
     def __post_init__(self) -> None:
         """Refuse values that are out of range, and an open door that nobody asked for."""

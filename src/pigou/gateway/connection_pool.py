@@ -33,7 +33,7 @@ class HTTPConnectionPool:
         self._closed = False
 
     async def ask(
-        self, path: str, body: bytes, request_id: str, tenant: str = ""
+        self, path: str, body: bytes, request_id: str, tenant: str = "", trace: str = ""
     ) -> tuple[HTTPConnection, ResponseHead]:
         """Post a body; return the connection, to read the answer's body from, and its head.
 
@@ -42,6 +42,7 @@ class HTTPConnectionPool:
             body: as JSON.
             request_id: of the client's request.
             tenant: mark of whose it is; empty to tell none.
+            trace: header lines of the trace that it belongs to, each with its line break.
 
         An idle connection that turns out to be closed is replaced once: nothing of the request was
         answered, the server had ended the connection before.
@@ -49,7 +50,7 @@ class HTTPConnectionPool:
         Raises:
             HTTPConnectionError, OSError, TimeoutError: no connection, or no answer.
         """
-        own = f"x-request-id: {request_id}\r\ncontent-length: {len(body)}\r\n"
+        own = f"x-request-id: {request_id}\r\ncontent-length: {len(body)}\r\n{trace}"
         if tenant:
             own += f"{TENANT}: {tenant}\r\n"
         request = b"POST %b%b HTTP/1.1\r\n%b%b\r\n%b" % (

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
 from pigou.control.messages import Shed
 from pigou.lifecycle.suspicion import WorkerEnd
 from pigou.request import SECOND
-from pigou.wire.errors import REQUEST_FAILED, APIError
+from pigou.wire.errors import REQUEST_FAILED, SUSPECT, APIError
 
 
 class WorkerFailed(Exception):
@@ -71,6 +71,25 @@ def busy(shed: Shed) -> APIError:
         429 if shed.tenant else 503,
         f"The fleet is busy: {shed.reason}. Try again later.",
         retry_after=max(1, -(-shed.retry_after // SECOND)),
+    )
+
+
+def surrender(failure: WorkerFailed) -> APIError:
+    """Return the error for a request that no worker could finish, by the last failure."""
+    if failure.status == 503:
+        message = "All workers that could serve this request are busy. Try again later."
+        return APIError(503, message, retry_after=1)
+    return APIError(502, f"No worker could finish this request; the last failure: {failure}.")
+
+
+def suspect(wire_id: str, deaths: Sequence[str]) -> APIError:
+    """Return the error for a request with which under way these workers ended."""
+    return APIError(
+        502,
+        f"Request {wire_id} was under way when {len(deaths)} workers ended "
+        f"({', '.join(deaths)}); it may be what ends them, and is not sent again. The gateway's "
+        "log says more.",
+        type=SUSPECT,
     )
 
 

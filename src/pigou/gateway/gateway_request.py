@@ -15,6 +15,7 @@ from pigou.request import NEVER, BlockKeys, Request
 if TYPE_CHECKING:
     from pigou.gateway.api_keys import RequestQuota
     from pigou.gateway.request_meter import MeteredCall
+    from pigou.tracing.request_trace import RequestTrace
 
 
 class RequestedStreamOptions(msgspec.Struct):
@@ -97,12 +98,14 @@ class RequestStats:
         prompt_tokens: of its prompts; 0 while unknown.
         completion_tokens: that were generated.
         worker: id of the last worker that decoded it.
+        finish_reasons: of the sequences that have ended; only of a request that is traced.
     """
 
     first_token: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
     worker: str | None = None
+    finish_reasons: tuple[str, ...] = ()
 
     def add(self, prompt_tokens: int, completion_tokens: int) -> None:
         """A sequence ended, or another part of it."""
@@ -150,6 +153,7 @@ class GatewayRequest:
         on_route: told of the workers each time that it is sent to some.
         metered: what it got so far, shared by its sequences; None where nobody counts.
         overflow: the model that was asked for, where another one serves it; else empty.
+        trace: its spans so far; None where it is not traced.
     """
 
     id: str
@@ -187,11 +191,17 @@ class GatewayRequest:
     on_route: Callable[[Choice], None] | None = field(default=None, repr=False)
     metered: MeteredCall | None = field(default=None, repr=False)
     overflow: str = ""
+    trace: RequestTrace | None = field(default=None, repr=False)
 
     @property
     def path(self) -> str:
         """The route it came to."""
         return CHAT if self.chat else COMPLETIONS
+
+    @property
+    def outgoing(self) -> str:
+        """Header lines that say to which trace what a worker does now belongs; may be empty."""
+        return "" if self.trace is None else self.trace.outgoing
 
     def current(self, body: Body, now: int) -> Body:
         """Return a body to be sent at `now` (ns since 1970).

@@ -90,6 +90,8 @@ class OtherFleets:
         echoed = echo_request_id(request.headers.get(REQUEST_ID_HEADER))
         headers = {"content-type": "application/json", OVERFLOW_HEADER: model}
         headers[REQUEST_ID_HEADER] = call.wire_id
+        if call.trace is not None:
+            headers |= call.trace.context.header_map(call.trace.leg_id)
         if overflow.key:
             headers["authorization"] = f"Bearer {overflow.key}"
         url = overflow.to.rstrip("/").removesuffix("/v1") + request.path

@@ -124,6 +124,8 @@ class PromptReader:
             tokens_of_prompt = await self._prompt_tokens(call, upstreams)
         except NotTokenizable:
             return
+        if call.trace is not None:
+            call.trace.phase("hash")
         prompt = call.fields.prompt
         several = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
         call.prompt = max(1, tokens_of_prompt.count, call.prompt if several else 0)
@@ -151,6 +153,8 @@ class PromptReader:
         if mode is not TokenizationMode.WORKER:
             raise NotTokenizable("there is no tokenizer")
         tokens = _cut(await self._ask_any(call, source, upstreams), fields)
+        if call.trace is not None:
+            call.trace.phase("tokenize", (("pigou.tokens", len(tokens)),))
         if len(tokens) <= LONG:
             return _keyed(tokens, call.salt, sizes)
         return await self._pool.run(call.tenant, lambda: _keyed(tokens, call.salt, sizes))
@@ -245,6 +249,8 @@ def _tokenize(
     if tokenizer is None:
         return _keyed(_cut(_ids(first_prompt(fields.prompt)), fields), call.salt, sizes)
     source = tokenizer.prompt_of(fields, chat=chat, stock=stock)
+    if call.trace is not None:
+        call.trace.phase("assemble")
     if (
         max_context
         and isinstance(source, str)
@@ -252,6 +258,8 @@ def _tokenize(
     ):
         raise NotTokenizable("it is longer than the context")
     tokens = tokenizer.encode(source, fields, chat=chat)
+    if call.trace is not None:
+        call.trace.phase("tokenize", (("pigou.tokens", len(tokens)),))
     tokens_of_prompt = _keyed(_cut(tokens, fields), call.salt, sizes)
     wanted = not stock and call.single and isinstance(source, str) and not fields.echo
     if not (wanted and fields.truncate_prompt_tokens is None and 0 < len(tokens) <= max_context):

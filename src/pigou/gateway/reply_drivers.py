@@ -87,6 +87,8 @@ class Generator:
             self._metrics.generation_tokens.labels(call.tenant).inc(relay.counted)
             self._metrics.prompt_tokens.labels(call.tenant).inc(prompt_tokens)
             call.stats.add(prompt_tokens, relay.counted)
+            if call.trace is not None and relay.state.finish:
+                call.stats.finish_reasons += (relay.state.finish,)
 
 
 class ReplyDriver(RequestDriver):
@@ -96,7 +98,7 @@ class ReplyDriver(RequestDriver):
         call, decode = self.call, self._upstream(step.worker)
         body = self._decode_body(decode.engine)
         with decode.busy():
-            reply = await decode.whole(self._path, body, call.wire_id, call.tenant)
+            reply = await decode.whole(self._path, body, call.wire_id, call.tenant, call.outgoing)
         try:
             read = whole(without_bom(reply))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -105,6 +107,9 @@ class ReplyDriver(RequestDriver):
             worker = decode.worker.id
             raise WorkerFailed("abort", f"{worker} gave the request up", frozenset({worker}))
         self._meter_prompt()
+        if call.trace is not None:
+            reasons = (choice.finish_reason or "" for choice in read.choices)
+            call.stats.finish_reasons += tuple(filter(None, reasons))
         if read.usage is not None:
             tokens = read.usage.completion_tokens
             decode.tokens += tokens
@@ -161,7 +166,9 @@ class StreamDriver(RequestDriver):
         body = self._decode_body(decode.engine)
         self.relay.begin(stock=decode.engine.stock, mapped=self._mapped)
         with decode.busy():
-            async with decode.stream(self._path, body, call.wire_id, call.tenant) as connection:
+            async with decode.stream(
+                self._path, body, call.wire_id, call.tenant, call.outgoing
+            ) as connection:
                 await self._pump(step, decode, connection)
         return StreamFinished(step.leg)
 

@@ -12,13 +12,14 @@ import msgspec
 
 from pigou.config import ConfigError
 from pigou.control.messages import Choice, PrefillClaimed, Recall, Route, Shed
-from pigou.gateway.failure import Rejected, WorkerFailed, busy
+from pigou.gateway.failure import Rejected, WorkerFailed, busy, surrender, suspect
 from pigou.gateway.gateway_request import COMPLETIONS, Body, GatewayRequest
 from pigou.gateway.metrics import Metrics
 from pigou.gateway.plane_driver import PlaneDriver
 from pigou.gateway.pulled_prefill import GatewayPrefillQueue, PrefillDropped, PrefillLeg
 from pigou.gateway.reply_parsing import cached_tokens
 from pigou.gateway.request_parsing import overrides_refused
+from pigou.gateway.request_spans import decided, within_step
 from pigou.gateway.sse_relay import Relay
 from pigou.gateway.upstream import Engine, Upstream, fetch_kv
 from pigou.lifecycle.messages import (
@@ -45,7 +46,7 @@ from pigou.lifecycle.messages import (
 )
 from pigou.lifecycle.request import RECALLED, Effects, RequestLifecycle
 from pigou.request import SECOND
-from pigou.wire.errors import SUSPECT, APIError
+from pigou.wire.errors import APIError
 from pigou.wire.prefill_decode_legs import leg_one, leg_two, ticket
 
 _log = logging.getLogger("pigou.gateway")
@@ -140,7 +141,10 @@ class RequestDriver(ABC):
         failure: WorkerFailed | None = None
         self._awaiting = task
         try:
-            event = await self._perform(step)
+            doing = self._perform(step)
+            event = await (
+                doing if self.call.trace is None else within_step(self.call, step, doing)
+            )
         except asyncio.CancelledError:
             if not self._interrupted or task.uncancel() > cancelling:
                 raise  # the client is gone
@@ -207,11 +211,11 @@ class RequestDriver(ABC):
         if end.shed is not None:
             raise busy(end.shed)
         if end.outcome is RequestOutcome.SUSPECT:
-            raise _suspect(self.call, self.life.suspicion.deaths)
+            raise suspect(self.call.wire_id, self.life.suspicion.deaths)
         if self._refusal is not None:
             raise self._refusal
         self._metrics.unfinished.labels(self._failure.reason).inc()
-        raise _surrender(self._failure)
+        raise surrender(self._failure)
 
     # --- steps --------------------------------------------------------------------------------
 
@@ -253,6 +257,8 @@ class RequestDriver(ABC):
         if call.on_route is not None:
             call.on_route(choice)
         why = self._plane_driver.plane.decision(call.id)
+        if call.trace is not None:
+            decided(call.trace, why, step.exclude)
         computes = self._plane_driver.upstreams.get(choice.prefill or choice.decode)
         if why is not None and computes is not None:
             self._metrics.decided(why, computes.worker.block_size)
@@ -273,7 +279,9 @@ class RequestDriver(ABC):
         params, outcome = None, "gone"
         if source is not None:
             call = self.call
-            params, outcome = await fetch_kv(source, self._body, call.wire_id, step, call.tenant)
+            params, outcome = await fetch_kv(
+                source, self._body, call.wire_id, step, call.tenant, call.outgoing
+            )
         self._transfer = params
         self._metrics.read(outcome, step.read)
         return KVFetchFailed(step.leg) if params is None else KVFetched(step.leg)
@@ -293,7 +301,9 @@ class RequestDriver(ABC):
                 reply = pulled
             else:
                 with prefill.busy():
-                    reply = await prefill.whole(self._path, leg, call.wire_id, call.tenant)
+                    reply = await prefill.whole(
+                        self._path, leg, call.wire_id, call.tenant, call.outgoing
+                    )
             self._transfer = ticket(reply)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise prefill.broke("garbage", error) from error
@@ -381,20 +391,3 @@ class RequestDriver(ABC):
             self.call.metered.moves += 1
         phase = "stream" if self.life.generated else "prompt"
         self._metrics.migrations.labels(phase, cause).inc()
-
-
-def _surrender(failure: WorkerFailed) -> APIError:
-    if failure.status == 503:
-        message = "All workers that could serve this request are busy. Try again later."
-        return APIError(503, message, retry_after=1)
-    return APIError(502, f"No worker could finish this request; the last failure: {failure}.")
-
-
-def _suspect(call: GatewayRequest, deaths: tuple[str, ...]) -> APIError:
-    return APIError(
-        502,
-        f"Request {call.wire_id} was under way when {len(deaths)} workers ended "
-        f"({', '.join(deaths)}); it may be what ends them, and is not sent again. The gateway's "
-        "log says more.",
-        type=SUSPECT,
-    )

@@ -102,6 +102,8 @@ class Sequences:
             raise failures.exceptions[0] from failures
         finally:
             self._plane_driver.observe(GroupEnded(self._call.id))
+            if self._call.trace is not None:
+                self._call.trace.phase("choices")
 
     def wake(self) -> None:
         """Let `run` look whether the next sequence may go."""
@@ -143,10 +145,15 @@ class Sequences:
         return sequence
 
     async def _one(self, sequence: _Sequence, serve: Serve) -> None:
+        call, above = sequence.call, self._call.trace
+        if above is not None:
+            call.trace = above.branch()
         try:
-            await self._plane_driver.read(sequence.call)
-            await serve(sequence.call, sequence.index)
+            await self._plane_driver.read(call)
+            await serve(call, sequence.index)
         finally:
+            if above is not None and call.trace is not None:
+                above.end_branch(call.trace, "choice", (("pigou.choice", sequence.index),))
             del self._active[sequence.index]
             sequence.routed.set()
             self._wake.set()

@@ -189,12 +189,13 @@ class Upstream:
 
     @asynccontextmanager
     async def stream(
-        self, path: str, body: Body, request_id: str, tenant: str = ""
+        self, path: str, body: Body, request_id: str, tenant: str = "", trace: str = ""
     ) -> AsyncIterator[HTTPConnection]:
         """Send a request; within the block its answer, of status 200, can be read.
 
         A worker that knows the fleet's secret is told a mark of the tenant, where there is one.
-        A connection that was not read to its end is cut, so that the worker stops computing.
+        `trace` are header lines of the trace that it belongs to. A connection that was not read to
+        its end is cut, so that the worker stops computing.
 
         Raises:
             Rejected: 4xx, the request's fault.
@@ -202,7 +203,7 @@ class Upstream:
         """
         try:
             connection, head = await self._connections.ask(
-                path, msgspec.json.encode(body), request_id, self.mark(tenant)
+                path, msgspec.json.encode(body), request_id, self.mark(tenant), trace
             )
         except HTTPConnectionError as error:  # the request was sent
             raise self.broke("broke", error) from error
@@ -252,9 +253,11 @@ class Upstream:
             body=answer, fate=self.fate,
         )  # fmt: skip
 
-    async def whole(self, path: str, body: Body, request_id: str, tenant: str = "") -> bytes:
-        """Send a request; return the body of its answer. Raises as `stream`."""
-        async with self.stream(path, body, request_id, tenant) as connection:
+    async def whole(
+        self, path: str, body: Body, request_id: str, tenant: str = "", trace: str = ""
+    ) -> bytes:
+        """Send a request; return the body of its answer. Arguments and errors as of `stream`."""
+        async with self.stream(path, body, request_id, tenant, trace) as connection:
             return await self._rest(connection, MAX_REPLY_BYTES)
 
     async def get(self, path: str, timeout_s: float) -> tuple[int, bytes]:
@@ -348,7 +351,7 @@ _PROMPT_FIELDS = ("model", "cache_salt", "resume_tokens")
 
 
 async def fetch_kv(
-    source: Upstream, body: Body, request_id: str, fetch: FetchKV, tenant: str = ""
+    source: Upstream, body: Body, request_id: str, fetch: FetchKV, tenant: str = "", trace: str = ""
 ) -> tuple[dict[str, Any] | None, str]:
     """Return the transfer params of what a worker has cached of a prompt, and the outcome.
 
@@ -362,11 +365,12 @@ async def fetch_kv(
         request_id: as its legs have it.
         fetch: what is expected of it.
         tenant: whose request it is.
+        trace: header lines of the trace that it belongs to.
     """
     try:
         async with asyncio.timeout(fetch.wait_ns / SECOND):
             with source.busy():
-                reply = await source.whole(OFFER, _prompt_of(body), request_id, tenant)
+                reply = await source.whole(OFFER, _prompt_of(body), request_id, tenant, trace)
         params = ticket(reply)
     except TimeoutError:
         return None, "late"

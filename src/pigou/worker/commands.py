@@ -30,6 +30,7 @@ class Add:
         salt: its cache salt, for its KV events.
         ticket: `kv_transfer_params` of the worker that has its blocks.
         grammar: state of `params.grammar` behind the generated tokens; None without one.
+        trace_id: of its trace; empty where it is not traced.
     """
 
     request: Request
@@ -41,6 +42,7 @@ class Add:
     ticket: dict[str, Any] | None = None
     grammar: GrammarState | None = None
     tenure: bytes = b""
+    trace_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +202,11 @@ class Failed:
     type: str = ""
 
 
+def failed_alone(why: str) -> str:
+    """Return the message of a request that fails in the engine by itself."""
+    return f"The engine failed on this request alone ({why}); change it before it is sent again."
+
+
 @dataclass(frozen=True, slots=True)
 class Begun:
     """A request took a row: for the first time, or again after a preemption.
@@ -209,12 +216,14 @@ class Begun:
         computed: tokens that need not be computed.
         loaded: of those, tokens that another worker's blocks brought.
         now: when, in monotonic nanoseconds.
+        loading: when the transfer of its blocks began; 0 where it is not traced, or without one.
     """
 
     request: str
     computed: int
     loaded: int
     now: int
+    loading: int = 0
 
 
 @dataclass(slots=True)
@@ -233,6 +242,7 @@ class Report:
         events: KV events, as maps of the wire.
         computed: tokens computed in each step of the plan; 0 in reports between its steps.
         steps: that the plan had.
+        chunks: of prompts of traced requests: (request, begin, end, tokens), times as `now`.
         gauges: figures after the step.
     """
 
@@ -247,6 +257,7 @@ class Report:
     events: list[dict[str, Any]] = field(default_factory=list)
     computed: int = 0
     steps: int = 0
+    chunks: list[tuple[str, int, int, int]] = field(default_factory=list)
     gauges: Gauges | None = None
 
     def __bool__(self) -> bool:

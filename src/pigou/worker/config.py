@@ -11,6 +11,7 @@ from pigou.config_option import option
 from pigou.control.placement.topology import read_location
 from pigou.logs import AccessLogOption, LogFormatOption, LogLevelOption
 from pigou.request import Role
+from pigou.tracing.config import TracingConfig
 
 ExecutorKind = Literal["torch", "sleep"]
 JsonWhitespace = Literal["compact", "flexible"]
@@ -29,6 +30,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """One worker process.
 
     Attributes:
+        tracing: where traces of requests go, and which.
         tier_params: parameters of `tier_policy`, by name.
     """
 
@@ -256,6 +258,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     log_format: LogFormatOption = "text"
     log_level: LogLevelOption = "info"
     access_log: AccessLogOption = False
+    tracing: TracingConfig = TracingConfig()
     tool_call_parser: Annotated[
         ToolCallParser,
         option(

@@ -198,6 +198,8 @@ class EngineClient:
             self._metrics.step(report.computed)
         for begun in report.begun:
             self._isolated(begun.request, self._begin, begun)
+        for chunk in report.chunks:
+            self._note_chunk(*chunk)
         for request, prompt in report.prompts:
             self._isolated(request, self._explain_prompt, request, prompt)
         if report.tokens:
@@ -245,7 +247,13 @@ class EngineClient:
         sequence, _, add = flight
         sequence.begun = begun.now
         sequence.cached, sequence.loaded = begun.computed, begun.loaded
+        sequence.loading = begun.loading
         self._metrics.begun(sequence, add.request.remote)
+
+    def _note_chunk(self, request: str, start_ns: int, end_ns: int, tokens: int) -> None:
+        flight = self._flights.get(request)
+        if flight is not None:
+            flight[0].chunks = (*flight[0].chunks, (start_ns, end_ns, tokens))
 
     def _explain_prompt(self, request: str, reports: list[Report | None]) -> None:
         flight = self._flights.get(request)
@@ -295,6 +303,7 @@ class EngineClient:
         if flight is None:
             return
         sequence, reply, add = flight
+        sequence.preemptions = finished.preemptions
         self._follow(finished.request)
         self._left(reply)
         reason = finished.reason.value

@@ -40,12 +40,14 @@ from pigou.worker.commands import (
     Report,
     Restored,
     Stop,
+    failed_alone,
 )
 from pigou.worker.heartbeat import Heartbeat
 from pigou.worker.kv_event_publisher import event_map
 from pigou.worker.kv_offload import OffloadConnector
 from pigou.worker.kv_transfer.connector import Transfers
 from pigou.worker.kv_transfer.transfer_params import hash_text
+from pigou.worker.traced_prompts import TracedPrompts
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +81,7 @@ class EngineThread:
         self._adds: dict[str, Add] = {}
         self._tokens: dict[str, list[int]] = {}
         self._loaded: dict[str, int] = {}
+        self._traced = TracedPrompts()
         self._entries: list[str] = []
         self._left = 0
         self._owner: dict[int, str] = {}
@@ -189,7 +192,7 @@ class EngineThread:
             if not is_contained(error):
                 raise
             log.error("request %s cannot be taken up", request.id, exc_info=error)
-            self._refuse(add, 500, _failure(described(error)), REQUEST_FAILED)
+            self._refuse(add, 500, failed_alone(described(error)), REQUEST_FAILED)
             return
         try:
             self._core.add(request)
@@ -201,6 +204,7 @@ class EngineThread:
             if add.ticket is not None and not request.remote:
                 self.transfers.decline(add.ticket)
             self._adds[request.id] = add
+            self._traced.add(add)
             self._tokens[request.id] = list(add.tokens)
 
     def _refuse(self, add: Add, status: int, message: str, type: str = "") -> None:
@@ -256,7 +260,8 @@ class EngineThread:
         if self.tiers is not None:
             self._recall(now)
             if self._core.waiting:
-                self.tiers.measure(self._mean_notice_s())
+                busy = self._core.running > self._core.loading
+                self.tiers.measure(self._step_s / 2 if busy else 0.0)  # until commands are noticed
         plan = self._core.schedule(now)
         self._begin(plan, now)
         moves = len(plan.swap_out) or len(plan.copies) or len(plan.swap_in)
@@ -266,6 +271,9 @@ class EngineThread:
         self.heartbeat.work(plan.tokens * plan.repeat)
         self._entries = [self._owner[row] for row in plan.rows.tolist()]
         result = self._backend.execute(plan, self._on_step)
+        if self._traced:
+            end_ns = time.monotonic_ns()
+            self._out.chunks += self._traced.chunks(plan, self._entries, now, end_ns)
         self.heartbeat.work()
         self.heartbeat.steps += result.steps
         self._gauges.count_steps(plan, result)
@@ -278,11 +286,6 @@ class EngineThread:
             # wakes one that slept for long: a first token would then wait for up to 4 ms.
             os.sched_yield()
         return True
-
-    def _mean_notice_s(self) -> float:
-        """Return the mean seconds until a command is noticed: half a step while busy."""
-        busy = self._core.running > self._core.loading
-        return self._step_s / 2 if busy else 0.0
 
     def _measure(self, plan: Plan, result: Result) -> None:
         if self.meter is None or not len(result.durations):
@@ -301,8 +304,10 @@ class EngineThread:
         for started in plan.started:
             self._owner[started.row] = started.request
             loaded = self._loaded.get(started.request, 0)
-            self._out.begun.append(Begun(started.request, started.computed, loaded, now))
+            loading = self._traced.loading(started.request)
+            self._out.begun.append(Begun(started.request, started.computed, loaded, now, loading))
         for load in plan.loads:
+            self._traced.load(load.request, now)
             if load.row >= 0:  # else it is for a session that is away
                 self._owner[load.row] = load.request
             if len(load.tiers):
@@ -331,7 +336,7 @@ class EngineThread:
         for entry, why in step.broken.items():
             request = self._entries[entry]
             log.error("request %s failed in the engine, alone: %s", request, why)
-            out.failed.append(Failed(request, 500, _failure(why), REQUEST_FAILED))
+            out.failed.append(Failed(request, 500, failed_alone(why), REQUEST_FAILED))
         self._left -= 1
         if not self._inbox.empty():
             return False
@@ -353,6 +358,7 @@ class EngineThread:
             self._offer(finished, add)
         self._tokens.pop(request, None)
         self._loaded.pop(request, None)
+        self._traced.drop(request)
         self._backend.drop(request)
         self._out.finished.append(finished)
 
@@ -375,11 +381,11 @@ class EngineThread:
     def _wire_event(self, event: KVEvent) -> dict[str, Any]:
         """Return the wire's map of a KV event; a tier's blocks carry no tokens."""
         size = self._core.config.block_size
-        if not isinstance(event, BlockStored):
+        if not isinstance(event, BlockStored) or event.medium is not Medium.DEVICE:
             return event_map(event, size)
         tokens = self._tokens.get(event.request)
-        if tokens is None or event.medium is not Medium.DEVICE:
-            return event_map(event, size)  # a tier's, or brought back for nobody yet
+        if tokens is None:
+            return event_map(event, size)  # brought back for nobody yet
         start = event.first * size
         tokens = tokens[start : start + len(event.hashes) * size]
         return event_map(event, size, tokens, self._adds[event.request].salt)
@@ -392,7 +398,3 @@ class EngineThread:
         out.now = time.monotonic_ns()
         out.gauges = self._gauges.read(self._core, self._warm_queries)
         self._report(out)
-
-
-def _failure(why: str) -> str:
-    return f"The engine failed on this request alone ({why}); change it before it is sent again."

@@ -11,6 +11,7 @@ from aiohttp import web
 
 from pigou.logs import accessed, describe_access
 from pigou.request import SECOND
+from pigou.tracing.tracer import Tracer
 from pigou.wire.connections import is_reserved, mark_event_stream, too_many_connections
 from pigou.wire.errors import APIError, http_error, too_large
 from pigou.wire.json_limits import SMALL, read_fields
@@ -23,6 +24,7 @@ from pigou.worker.engine_client import EngineClient
 from pigou.worker.fleet_auth import fleet_tenant
 from pigou.worker.input_processor import InputProcessor
 from pigou.worker.reply import Reply
+from pigou.worker.reply_spans import NOT_TRACED, TracedReply, UntracedReply
 
 log = logging.getLogger(__name__)
 
@@ -36,9 +38,15 @@ class Generation:
     """`POST /v1/completions` and `POST /v1/chat/completions`."""
 
     def __init__(
-        self, intake: InputProcessor, service: EngineClient, bodies: Bodies, unknown: UnknownFields
+        self,
+        intake: InputProcessor,
+        service: EngineClient,
+        bodies: Bodies,
+        unknown: UnknownFields,
+        tracer: Tracer | None = None,
     ) -> None:
         """Answer by these; `unknown` judges the fields that no request has."""
+        self._tracer = tracer
         self._intake = intake
         self._service = service
         self._bodies = bodies
@@ -46,19 +54,29 @@ class Generation:
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """Complete a prompt, or several."""
-        known = await self._bodies.read(request, known_completion)
-        headers = self._unknown.judge(known.unknown)
-        id = _id(request, known.request.request_id)
-        reply = await self._intake.completion(known.request, id, fleet_tenant())
-        return await self._send(request, reply, headers)
+        with self._tracing(request) as traced:
+            known = await self._bodies.read(request, known_completion)
+            headers = self._unknown.judge(known.unknown)
+            id = _id(request, known.request.request_id)
+            traced.phase("receive")
+            reply = await self._intake.completion(known.request, id, fleet_tenant(), traced.trace)
+            traced.take(reply)
+            return await self._send(request, reply, headers)
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """Answer a chat."""
-        known = await self._bodies.read(request, known_chat)
-        headers = self._unknown.judge(known.unknown)
-        id = _id(request, known.request.request_id)
-        reply = await self._intake.chat(known.request, id, fleet_tenant())
-        return await self._send(request, reply, headers)
+        with self._tracing(request) as traced:
+            known = await self._bodies.read(request, known_chat)
+            headers = self._unknown.judge(known.unknown)
+            id = _id(request, known.request.request_id)
+            traced.phase("receive")
+            reply = await self._intake.chat(known.request, id, fleet_tenant(), traced.trace)
+            traced.take(reply)
+            return await self._send(request, reply, headers)
+
+    def _tracing(self, request: web.Request) -> UntracedReply:
+        tracer = self._tracer
+        return NOT_TRACED if tracer is None else TracedReply(tracer, tracer.begin(request.headers))
 
     async def _send(
         self, request: web.Request, reply: Reply, headers: dict[str, str]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pigou.kv.tenure import salt_expiry
 from pigou.request import NEVER, Request
 from pigou.sampling import SamplingParams
+from pigou.tracing.request_trace import RequestTrace
 from pigou.wire import request_validation
 from pigou.wire.errors import APIError, bad_request
 from pigou.wire.openai_requests import ChatRequest, CompletionRequest, GenerationRequest
@@ -38,11 +39,13 @@ class _Inputs:
         request: of the client, checked.
         shape: what its output must match.
         ticket: checked `kv_transfer_params` of a worker that has the prompt's blocks; or None.
+        trace: of the request; None where it is not traced.
     """
 
     request: GenerationRequest
     shape: OutputConstraint
     ticket: TransferParams | None
+    trace: RequestTrace | None = None
 
 
 class InputProcessor:
@@ -76,11 +79,13 @@ class InputProcessor:
         self.prompts = PromptProcessor(model, config)
 
     async def completion(
-        self, request: CompletionRequest, request_id: str, tenant: str = ""
-    ) -> Reply:
+        self, request: CompletionRequest, request_id: str, tenant: str = "",
+        trace: RequestTrace | None = None,
+    ) -> Reply:  # fmt: skip
         """Begin a completion; `request_id` becomes part of its id.
 
-        Grammars are compiled in turn by `tenant`, or by `cache_salt` where that is empty.
+        Grammars are compiled in turn by `tenant`, or by `cache_salt` where that is empty. `trace`
+        gets the phases.
         """
         self._check(request)
         sources = request_validation.prompts(request)
@@ -94,18 +99,27 @@ class InputProcessor:
         special = request.add_special_tokens is not False
         prompts = [await self.prompts.prompt(request, source, special) for source in sources]
         echo = [self.prompts.echo(prompt) for prompt in prompts] if request.echo else None
+        if trace is not None:
+            trace.phase("tokenize")
         shape = await self._shapes.shape(request, count, prompts[0].output, tenant)
         ticket = await self._ticket(request, prompts[0])
-        return self._begin(_Inputs(request, shape, ticket), f"cmpl-{request_id}", prompts, echo)
+        inputs = _Inputs(request, shape, ticket, trace)
+        return self._begin(inputs, f"cmpl-{request_id}", prompts, echo)
 
-    async def chat(self, request: ChatRequest, request_id: str, tenant: str = "") -> Reply:
+    async def chat(
+        self, request: ChatRequest, request_id: str, tenant: str = "",
+        trace: RequestTrace | None = None,
+    ) -> Reply:  # fmt: skip
         """Begin a chat completion; see `completion`."""
         self._check(request)
         tools = self._shapes.tools(request)
         prompt = await self.prompts.prompt(request, *self.prompts.source(request))
+        if trace is not None:
+            trace.phase("tokenize")
         shape = await self._shapes.shape(request, request.n or 1, prompt.output, tenant, tools)
         ticket = await self._ticket(request, prompt)
-        return self._begin(_Inputs(request, shape, ticket), f"chatcmpl-{request_id}", [prompt])
+        inputs = _Inputs(request, shape, ticket, trace)
+        return self._begin(inputs, f"chatcmpl-{request_id}", [prompt])
 
     async def cached(self, request: CompletionRequest | ChatRequest) -> Request:
         """Return what identifies a prompt's blocks in the cache; nothing of it is computed."""
@@ -207,6 +221,8 @@ class InputProcessor:
         """Submit all sequences of a request; return the reply that collects their tokens."""
         request, options = inputs.request, _options(inputs.request, echo)
         reply = Reply(id, int(time.time()), self._model.name, options)
+        if inputs.trace is not None:
+            inputs.trace.phase("prepare")
         # Choice j of a seeded request is what the same request with seed + j yields.
         seed = request.seed if request.seed is not None else secrets.randbits(62)
         pairs: list[tuple[ReplySequence, Add]] = []
@@ -299,6 +315,7 @@ class InputProcessor:
             ticket=None if ticket is None else request.kv_transfer_params,
             grammar=inputs.shape.states[index],
             tenure=self._tenure(request),
+            trace_id="" if inputs.trace is None else inputs.trace.context.trace_id,
         )
 
 

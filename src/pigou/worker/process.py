@@ -19,6 +19,8 @@ from pigou import logs
 from pigou.background import Background
 from pigou.control.placement.topology import read_location
 from pigou.imports import uncollected
+from pigou.tracing.metrics import SpanExporterMetrics
+from pigou.tracing.tracer import open_tracer
 from pigou.wire.addresses import url_host
 from pigou.wire.connections import ConnectionLimits, Factory
 from pigou.wire.fleet_secret import FleetSecret
@@ -101,11 +103,14 @@ class WorkerServer:
         self._transfers = self._start_transfers()
         self._tiers = self._start_tiers()
         about = {**self._about(), "rehearsed": parts.rehearsed}
+        self._tracer = open_tracer(config.tracing, "pigou-worker")
+        if self._tracer is not None and self._tracer.exporter is not None:
+            self._metrics.registry.register(SpanExporterMetrics(self._tracer.exporter))
         routes = Routes(
             model, self._intake, self._service, self._metrics,
             events=self._events, about=about, heartbeat=self.engine.heartbeat,
             background=self._background, tiers=self._tiers,
-            unknown_fields=config.unknown_fields, secret=secret,
+            unknown_fields=config.unknown_fields, secret=secret, tracer=self._tracer,
         )  # fmt: skip
         self._runner = web.AppRunner(
             routes.application(config.max_body),
@@ -275,6 +280,8 @@ class WorkerServer:
         if self._listener is not None:
             self._listener.close()
         await self._runner.cleanup()
+        if self._tracer is not None:
+            await asyncio.to_thread(self._tracer.close)
         self.engine.put(Stop())
         ended = await asyncio.to_thread(self.engine.join, _JOIN)
         if not ended:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +38,8 @@ class ReplySequence:
         offset: length of the text of the tokens whose log-probabilities were sent.
         opened: whether a chunk was sent.
         tools: its tool calls; None where it may make none.
+        loading: when the transfer of its blocks began; 0 without one, or where it is not traced.
+        chunks: of its prompt, where it is traced: begin, end, tokens.
     """
 
     id: str
@@ -57,6 +60,8 @@ class ReplySequence:
     offset: int = 0
     opened: bool = False
     tools: ToolStream | None = None
+    loading: int = 0
+    chunks: Sequence[tuple[int, int, int]] = ()
 
     @property
     def finish(self) -> str | None:

@@ -11,9 +11,11 @@ from aiohttp import web
 
 from pigou import __version__
 from pigou.background import Background
+from pigou.tracing.tracer import Tracer
+from pigou.tracing.waterfall import spans_view
 from pigou.wire import openai_replies, request_validation
 from pigou.wire.connections import close_old_streams
-from pigou.wire.errors import bad_request
+from pigou.wire.errors import APIError, bad_request
 from pigou.wire.fleet_secret import FleetSecret
 from pigou.wire.openai_requests import decode_cached, decode_detokenize, decode_tokenize
 from pigou.wire.request_body import no_interim_answer
@@ -48,10 +50,12 @@ class Routes:
         tiers: OffloadConnector | None = None,
         unknown_fields: str = "warn",
         secret: FleetSecret | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         """Answer for these, to those who know `secret`; `about` is what `GET /server_info` says."""
         self._unknown = UnknownFields(unknown_fields, _log.warning)
         self._secret = secret
+        self._tracer = tracer
         self._tiers = tiers
         self._heartbeat = heartbeat
         self._background = background
@@ -70,7 +74,7 @@ class Routes:
         app.on_response_prepare.append(close_old_streams)
         bodies = self._bodies = Bodies(max_body, self._model.limits.max_model_len)
         post = partial(web.post, expect_handler=no_interim_answer)
-        generation = Generation(self._intake, self._service, bodies, self._unknown)
+        generation = Generation(self._intake, self._service, bodies, self._unknown, self._tracer)
         app.add_routes(
             [
                 post("/v1/completions", generation.completions),
@@ -86,6 +90,7 @@ class Routes:
                 web.get("/metrics", self.metrics_page),
                 web.get("/version", self.version),
                 web.get("/load", self.load),
+                web.get("/traces/{id}", self.trace),
                 web.get("/server_info", self.server_info),
                 web.get("/kv_event_sources", self.event_sources),
                 web.post("/reset_prefix_cache", self.reset_prefix_cache),
@@ -156,6 +161,13 @@ class Routes:
     async def load(self, _: web.Request) -> web.Response:
         """Say how many sequences are in flight."""
         return _json({"server_load": self._service.in_flight})
+
+    async def trace(self, request: web.Request) -> web.Response:
+        """Say which spans of a trace this worker remembers."""
+        if self._tracer is None:
+            raise APIError(404, "This worker traces nothing: give --otlp-traces-endpoint.")
+        traces = self._tracer.memory.find(request.match_info["id"])
+        return _json({"spans": spans_view(traces, self._tracer.service)})
 
     async def server_info(self, _: web.Request) -> web.Response:
         """Say what this worker is: role, block size, limits."""

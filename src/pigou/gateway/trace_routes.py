@@ -1,0 +1,140 @@
+"""Routes that show traces: those of this gateway, joined with what its workers know of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import aiohttp
+import msgspec
+from aiohttp import web
+
+from pigou.gateway.middleware import current_key
+from pigou.gateway.model_routing import ModelRouting
+from pigou.gateway.status_routes import json_response
+from pigou.gateway.upstream import Upstream
+from pigou.request import SECOND
+from pigou.tracing.request_trace import RequestTrace
+from pigou.tracing.tracer import Tracer
+from pigou.tracing.waterfall import as_text, spans_view, waterfall
+from pigou.wire.errors import APIError, bad_request
+
+_ASK_S = 2.0
+_DEFAULT_LIMIT, _MAX_LIMIT = 20, 1000
+
+
+class _WorkerTrace(msgspec.Struct):
+    """What a worker answers of a trace."""
+
+    spans: list[dict[str, Any]]
+
+
+class TraceRoutes:
+    """`GET /traces` and `GET /traces/ID`."""
+
+    def __init__(self, tracer: Tracer | None, models: ModelRouting) -> None:
+        """Show what a tracer remembers; None answers that nothing is traced."""
+        self._tracer = tracer
+        self._models = models
+
+    def add_to(self, router: web.UrlDispatcher) -> None:
+        """Add the routes."""
+        router.add_get("/traces", self.latest)
+        router.add_get("/traces/{id}", self.one)
+
+    async def latest(self, request: web.Request) -> web.Response:
+        """List the requests of the last traces that the key may see, newest first."""
+        text = request.query.get("limit", str(_DEFAULT_LIMIT))
+        limit = int(text) if text.isascii() and text.isdigit() and len(text) < 9 else 0
+        if not 1 <= limit <= _MAX_LIMIT:
+            raise bad_request(
+                f"limit is {text[:40]!r}; it must be a number from 1 to {_MAX_LIMIT}.", "limit"
+            )
+        if self._tracer is None:
+            return json_response({"tracing": False, "traces": []})
+        rows = [
+            _row(trace)
+            for traces in self._tracer.memory.latest(limit)
+            for trace in _own(reversed(traces))
+        ]
+        return json_response({"tracing": True, "traces": rows[:limit]})
+
+    async def one(self, request: web.Request) -> web.Response:
+        """Show a trace, by its id or by a decision's, as JSON or (`format=text`) as text."""
+        id, form = request.match_info["id"], request.query.get("format", "json")
+        if form not in ("json", "text"):
+            raise bad_request(f"format is {form[:40]!r}; it must be json or text.", "format")
+        if self._tracer is None:
+            raise APIError(
+                404,
+                "This gateway traces nothing: start it with --otlp-traces-endpoint URL, or "
+                "--otlp-traces-endpoint memory.",
+                "id",
+            )
+        traces = list(_own(self._tracer.memory.find(id)))
+        if not traces:
+            raise APIError(
+                404,
+                f"The trace {id[:64]!r} is not known: GET /traces lists those that are "
+                "remembered (--trace-memory).",
+                "id",
+            )
+        spans = spans_view(traces, self._tracer.service)
+        spans += _below(spans, await self._of_workers(traces))
+        ordered = waterfall(spans)
+        if form == "text":
+            return web.Response(text=as_text(ordered))
+        return json_response({"trace_id": traces[0].context.trace_id, "spans": ordered})
+
+    async def _of_workers(self, traces: Sequence[RequestTrace]) -> list[dict[str, Any]]:
+        """Return what workers know of a trace; those that do not answer are left out."""
+        names = set[str]().union(*(trace.workers for trace in traces))
+        path = f"/traces/{traces[0].context.trace_id}"
+        asked = [
+            _ask(upstream, path)
+            for model in self._models
+            for name, upstream in model.plane_driver.upstreams.items()
+            if name in names and not upstream.engine.stock
+        ]
+        return [span for spans in await asyncio.gather(*asked) for span in spans]
+
+
+def _own(traces: Iterable[RequestTrace]) -> Iterable[RequestTrace]:
+    """Return the requests that the current key may see."""
+    key = current_key()
+    return (trace for trace in traces if key.admin or trace.tenant == key.tenant)
+
+
+def _row(trace: RequestTrace) -> dict[str, Any]:
+    root = trace.spans[-1]
+    return {
+        "trace_id": trace.context.trace_id,
+        "id": trace.request_id or None,
+        "name": root.name,
+        "start": (root.start_ns + trace.epoch_ns) / SECOND,
+        "duration_s": (root.end_ns - root.start_ns) / SECOND,
+        "error": root.error or None,
+        "tenant": trace.tenant,
+        "spans": len(trace.spans),
+    }
+
+
+async def _ask(upstream: Upstream, path: str) -> list[dict[str, Any]]:
+    try:
+        status, page = await upstream.get(path, _ASK_S)
+        return msgspec.json.decode(page, type=_WorkerTrace).spans if status == 200 else []
+    except (aiohttp.ClientError, OSError, TimeoutError, RuntimeError, msgspec.MsgspecError,
+            UnicodeDecodeError):  # fmt: skip
+        return []
+
+
+def _below(spans: list[dict[str, Any]], others: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the spans of workers that stand below these: a trace may have other tenants' too."""
+    known, chosen, fresh = {span["span_id"] for span in spans}, list[dict[str, Any]](), spans
+    while fresh:
+        fresh = [span for span in others if span["parent_id"] in known]
+        others = [span for span in others if span["parent_id"] not in known]
+        known.update(span["span_id"] for span in fresh)
+        chosen += fresh
+    return chosen

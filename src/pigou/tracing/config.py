@@ -1,0 +1,230 @@
+"""How requests are traced: options, and the variables of OpenTelemetry."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from typing import Annotated
+from urllib.parse import unquote, urlsplit, urlunsplit
+
+import msgspec
+
+from pigou import __version__
+from pigou.config import ConfigError
+from pigou.config_option import option
+
+#: Endpoint that sends nothing: traces are for `GET /traces` alone.
+MEMORY = "memory"
+_PATH = "/v1/traces"
+_GROUP = "Traces"
+_ENDPOINT, _BASE = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"
+_SAMPLERS = ("always_on", "always_off", "traceidratio")
+
+
+class TracingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where traces go, and which."""
+
+    otlp_traces_endpoint: Annotated[
+        str,
+        option(
+            "URL that traces are sent to by OTLP/HTTP, as http://HOST:4318/v1/traces; `memory` "
+            "keeps the last ones for GET /traces alone. By default what OTEL_EXPORTER_OTLP_* say.",
+            _GROUP,
+            name="otlp_traces_endpoint",
+        ),
+    ] = ""
+    sample_ratio: Annotated[
+        float | None,
+        option(
+            "Share of traces that are sent, where the client does not say. By default what "
+            "OTEL_TRACES_SAMPLER says, else all.",
+            _GROUP,
+            name="trace_sample_ratio",
+            show_default=False,
+        ),
+    ] = None
+    slow: Annotated[
+        float,
+        option(
+            "Seconds from which on a request's trace is sent though it is not sampled, as those "
+            "of failed ones are; 0 leaves out both.",
+            _GROUP,
+            name="trace_slow",
+        ),
+    ] = 10.0
+    memory: Annotated[
+        int, option("Traces that GET /traces has; 0 for none.", _GROUP, name="trace_memory")
+    ] = 256
+
+    def __post_init__(self) -> None:
+        """Refuse what is out of range."""
+        url = self.otlp_traces_endpoint
+        if url and url != MEMORY:
+            check_endpoint("tracing.otlp_traces_endpoint", url)
+        if self.sample_ratio is not None and not 0 <= self.sample_ratio <= 1:
+            raise ConfigError(f"tracing.sample_ratio is {self.sample_ratio}; it must be in [0, 1]")
+        if not 0 <= self.slow <= 86_400:
+            raise ConfigError(f"tracing.slow is {self.slow}; it must be in [0, 86400] seconds")
+        if not 0 <= self.memory <= 100_000:
+            raise ConfigError(f"tracing.memory is {self.memory}; it must be in [0, 100000]")
+
+    def arguments(self) -> list[str]:
+        """Return the options for a worker of the same fleet."""
+        if not self.otlp_traces_endpoint and self == TracingConfig():
+            return []
+        given = ["--otlp-traces-endpoint", self.otlp_traces_endpoint]
+        given = given if self.otlp_traces_endpoint else []
+        if self.sample_ratio is not None:
+            given += ["--trace-sample-ratio", str(self.sample_ratio)]
+        return [*given, "--trace-slow", str(self.slow), "--trace-memory", str(self.memory)]
+
+
+class ExportTarget(msgspec.Struct, frozen=True, kw_only=True):
+    """Where spans are sent, and how.
+
+    Attributes:
+        url: of the receiver; empty where nothing is sent.
+        headers: of each request.
+        timeout_s: seconds that it may take.
+        compress: bodies are packed with gzip.
+        certificate: file of the authority that the receiver's is checked by; empty for the
+            system's.
+    """
+
+    url: str = ""
+    headers: dict[str, str] = {}
+    timeout_s: float = 10.0
+    compress: bool = False
+    certificate: str = ""
+
+
+def export_target(
+    config: TracingConfig, environ: Mapping[str, str] = os.environ
+) -> ExportTarget | None:
+    """Return where spans go by options and environment; None where requests are not traced.
+
+    Source of the variables: OpenTelemetry specification, "OTLP Exporter Configuration".
+
+    Raises:
+        ConfigError: a variable says what this exporter does not speak.
+    """
+    is_off = environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
+    url, own = config.otlp_traces_endpoint, bool(config.otlp_traces_endpoint)
+    if url == MEMORY:
+        return ExportTarget()
+    if not url and (is_off or environ.get("OTEL_TRACES_EXPORTER", "otlp") != "otlp"):
+        return None
+    if own:
+        url = with_default_path(url)
+    elif url := environ.get(_ENDPOINT, ""):
+        check_endpoint(_ENDPOINT, url)
+    elif base := environ.get(_BASE, ""):
+        check_endpoint(_BASE, base)
+        url = base.rstrip("/") + _PATH
+    if not url:
+        return None
+    protocol = _variable(environ, "PROTOCOL")
+    if protocol not in ("", "http/json", "http/protobuf"):
+        raise ConfigError(
+            f"OTEL_EXPORTER_OTLP_PROTOCOL is {protocol!r}; traces are sent by OTLP/HTTP alone: "
+            "set it to http/json, with the receiver's HTTP port (4318)"
+        )
+    compression = _variable(environ, "COMPRESSION")
+    if compression not in ("", "none", "gzip"):
+        raise ConfigError(f"OTEL_EXPORTER_OTLP_COMPRESSION is {compression!r}; give gzip or none")
+    return ExportTarget(
+        url=url,
+        headers=_headers(_variable(environ, "HEADERS")),
+        timeout_s=_timeout_s(_variable(environ, "TIMEOUT")),
+        compress=compression == "gzip",
+        certificate=_variable(environ, "CERTIFICATE"),
+    )
+
+
+def sampled_share(config: TracingConfig, environ: Mapping[str, str] = os.environ) -> float:
+    """Return the share of traces that are sampled where the client does not say, 0 to 1.
+
+    Raises:
+        ConfigError: OTEL_TRACES_SAMPLER names a sampler that is not known.
+    """
+    if config.sample_ratio is not None:
+        return config.sample_ratio
+    name = environ.get("OTEL_TRACES_SAMPLER", "").removeprefix("parentbased_") or "always_on"
+    if name not in _SAMPLERS:
+        raise ConfigError(f"OTEL_TRACES_SAMPLER is {name!r}; give one of {', '.join(_SAMPLERS)}")
+    if name != "traceidratio":
+        return float(name == "always_on")
+    text = environ.get("OTEL_TRACES_SAMPLER_ARG", "1.0")
+    try:
+        ratio = float(text)
+    except ValueError:
+        ratio = -1.0
+    if not 0 <= ratio <= 1:
+        raise ConfigError(f"OTEL_TRACES_SAMPLER_ARG is {text!r}; it must be in [0, 1]")
+    return ratio
+
+
+def resource(service: str, environ: Mapping[str, str] = os.environ) -> dict[str, str | int]:
+    """Return the attributes of this process, which all its spans have in common.
+
+    Args:
+        service: its name, where the environment has none.
+        environ: variables.
+    """
+    given = _pairs(environ.get("OTEL_RESOURCE_ATTRIBUTES", ""))
+    host = socket.gethostname()
+    own: dict[str, str | int] = {
+        "service.name": service,
+        "service.version": __version__,
+        "service.instance.id": f"{host}:{os.getpid()}",
+        "host.name": host,
+        "process.pid": os.getpid(),
+        "telemetry.sdk.language": "python",
+    }
+    name = environ.get("OTEL_SERVICE_NAME", "")
+    return own | given | ({"service.name": name} if name else {})
+
+
+def check_endpoint(name: str, url: str) -> None:
+    """Raise `ConfigError` unless it is the URL of an HTTP server."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(
+            f"{name} is {url!r}; give the URL of an OTLP/HTTP receiver, such as "
+            f"http://127.0.0.1:4318{_PATH}, or {MEMORY}"
+        )
+
+
+def with_default_path(url: str) -> str:
+    """Return an endpoint with the path of OTLP/HTTP where it has none."""
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(path=_PATH)) if parts.path in ("", "/") else url
+
+
+def _variable(environ: Mapping[str, str], name: str) -> str:
+    """Return a variable of the exporter: that of traces goes before that of all signals."""
+    own = environ.get(f"OTEL_EXPORTER_OTLP_TRACES_{name}", "")
+    return (own or environ.get(f"OTEL_EXPORTER_OTLP_{name}", "")).strip()
+
+
+def _headers(text: str) -> dict[str, str]:
+    pairs = _pairs(text)
+    for name, value in pairs.items():
+        if not name.isascii() or not (name + value).isprintable():
+            raise ConfigError(f"OTEL_EXPORTER_OTLP_HEADERS has {name!r}, which is no header")
+    return pairs
+
+
+def _pairs(text: str) -> dict[str, str]:
+    """Read `key=value,...`, with what is percent-encoded (W3C Baggage)."""
+    pairs = (entry.partition("=") for entry in text.split(",") if "=" in entry)
+    return {unquote(key.strip()): unquote(value.strip()) for key, _, value in pairs}
+
+
+def _timeout_s(text: str) -> float:
+    if not text:
+        return 10.0
+    if not (text.isascii() and text.isdigit() and int(text)):
+        raise ConfigError(f"OTEL_EXPORTER_OTLP_TIMEOUT is {text!r}; give milliseconds")
+    return int(text) / 1000

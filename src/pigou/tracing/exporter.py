@@ -1,0 +1,209 @@
+"""The span exporter: a bounded queue, and a thread that sends what is in it by OTLP/HTTP."""
+
+from __future__ import annotations
+
+import gzip
+import logging
+import random
+import ssl
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from pigou import __version__
+from pigou.tracing.config import ExportTarget
+from pigou.tracing.otlp import CONTENT_TYPE, encode_spans, frame, rejected_spans
+from pigou.tracing.request_trace import AttributeValue, RequestTrace
+
+_log = logging.getLogger("pigou.tracing")
+
+#: Spans that wait at most, and that are sent at once.
+MAX_QUEUED_SPANS, MAX_BATCH_SPANS = 16_384, 512
+#: Seconds that a span waits at most before it is sent.
+INTERVAL_S = 1.0
+#: Tries of a batch, and seconds between the first two; later pauses double up to the last.
+_MAX_TRIES, _BACKOFF_S, _MAX_BACKOFF_S = 5, 0.5, 8.0
+_MAX_RETRY_AFTER_S = 30.0
+#: Statuses after which OTLP/HTTP lets a client try again.
+_RETRYABLE = (429, 502, 503, 504)
+#: Requests that are encoded between two pauses, in which the event loop gets the interpreter.
+_SLICE, _PAUSE_S = 8, 50e-6
+_MAX_ANSWER_BYTES = 2**20
+_WARN_EVERY_S = 60.0
+
+
+class ExportAnswer(NamedTuple):
+    """What a receiver answered: status, the header Retry-After, and the body."""
+
+    status: int
+    retry_after: str
+    body: bytes
+
+
+Post = Callable[[bytes], ExportAnswer]
+
+
+class SpanExporter:
+    """Sends the spans of requests; `put` is called by one thread alone.
+
+    Attributes:
+        exported: spans that the receiver took.
+        dropped: spans that it never got or did not take, by reason: queue_full, rejected, refused
+            (a status that no retry mends), unreachable (all tries failed).
+        retries: tries beyond the first of a batch.
+    """
+
+    def __init__(
+        self, target: ExportTarget, resource: Mapping[str, AttributeValue],
+        post: Post | None = None, *, interval_s: float = INTERVAL_S, backoff_s: float = _BACKOFF_S,
+    ) -> None:  # fmt: skip
+        """Prepare; nothing is sent before `start`.
+
+        Args:
+            target: of the spans.
+            resource: attributes that they have in common.
+            post: sends a body; by default over a connection to the target.
+            interval_s: seconds that spans wait at most.
+            backoff_s: seconds before the second try.
+        """
+        self._post = post or HTTPPost(target)
+        self._before, self._after = frame(resource)
+        self._interval_s, self._backoff_s = interval_s, backoff_s
+        self._url = target.url
+        self._compress = target.compress
+        self._queue: deque[RequestTrace] = deque()
+        self._put_total = self._taken_total = 0  # each is written by one thread
+        self._wake, self._closing = threading.Event(), threading.Event()
+        self._warned_s = -_WARN_EVERY_S
+        self.exported = self.retries = 0
+        self.dropped: Counter[str] = Counter()
+        self._thread = threading.Thread(target=self._run, name="spans", daemon=True)
+
+    @property
+    def queued(self) -> int:
+        """Spans that wait."""
+        return self._put_total - self._taken_total
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def put(self, trace: RequestTrace) -> None:
+        """Queue the spans of a request that has ended; they are dropped where there is no room."""
+        count, queued = len(trace.spans), self.queued
+        if queued + count > MAX_QUEUED_SPANS:
+            self.dropped["queue_full"] += count
+            return
+        self._queue.append(trace)
+        self._put_total += count
+        if queued + count >= MAX_BATCH_SPANS > queued:
+            self._wake.set()
+
+    def close(self, timeout_s: float = 3.0) -> None:
+        """Send what waits, once, for so many seconds at most; then end."""
+        self._closing.set()
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while True:
+            self._wake.wait(self._interval_s)
+            self._wake.clear()
+            while self._queue:
+                self._send(self._take())
+            if self._closing.is_set():
+                return
+
+    def _take(self) -> list[RequestTrace]:
+        """Return the next batch."""
+        batch, count = [self._queue.popleft()], 0
+        count = len(batch[0].spans)
+        while self._queue and count + len(self._queue[0].spans) <= MAX_BATCH_SPANS:
+            batch.append(self._queue.popleft())
+            count += len(batch[-1].spans)
+        self._taken_total += count
+        return batch
+
+    def _send(self, batch: list[RequestTrace]) -> None:
+        count = sum(len(trace.spans) for trace in batch)
+        body = self._encode(batch)
+        for tries in range(1, _MAX_TRIES + 1):
+            pause_s = min(_MAX_BACKOFF_S, self._backoff_s * 2 ** (tries - 1))
+            pause_s *= random.uniform(0.5, 1.0)
+            try:
+                answer = self._post(body)
+            except (OSError, HTTPException) as error:
+                why, reason = str(error) or type(error).__name__, "unreachable"
+            else:
+                if 200 <= answer.status < 300:
+                    rejected = min(rejected_spans(answer.body), count)
+                    self.exported += count - rejected
+                    self.dropped["rejected"] += rejected
+                    return
+                why = f"status {answer.status}"
+                reason = "unreachable" if answer.status in _RETRYABLE else "refused"
+                if answer.retry_after.isdigit():
+                    pause_s = min(_MAX_RETRY_AFTER_S, float(answer.retry_after))
+            if reason == "refused" or tries == _MAX_TRIES or self._closing.wait(pause_s):
+                break
+            self.retries += 1
+        self.dropped[reason] += count
+        self._warn(count, why)
+
+    def _encode(self, batch: list[RequestTrace]) -> bytes:
+        parts = []
+        for index, trace in enumerate(batch):
+            if index % _SLICE == _SLICE - 1:
+                time.sleep(_PAUSE_S)
+            parts.append(encode_spans(trace))
+        body = self._before + b",".join(parts) + self._after
+        return gzip.compress(body, 1) if self._compress else body
+
+    def _warn(self, count: int, why: str) -> None:
+        if time.monotonic() - self._warned_s >= _WARN_EVERY_S:
+            self._warned_s = time.monotonic()
+            _log.warning("%d spans were dropped: %s answered with %s", count, self._url, why)
+
+
+class HTTPPost:
+    """Posts bodies over one connection, which is opened again when it was closed."""
+
+    def __init__(self, target: ExportTarget) -> None:
+        parts = urlsplit(target.url)
+        self._path = parts.path + (f"?{parts.query}" if parts.query else "")
+        self._headers = {
+            "content-type": CONTENT_TYPE,
+            "user-agent": f"pigou/{__version__}",
+            **({"content-encoding": "gzip"} if target.compress else {}),
+            **target.headers,
+        }
+        host, timeout_s = parts.hostname or "", target.timeout_s
+        if parts.scheme == "https":
+            context = ssl.create_default_context(cafile=target.certificate or None)
+            self._connection: HTTPConnection = HTTPSConnection(
+                host, parts.port or 443, timeout=timeout_s, context=context
+            )
+        else:
+            self._connection = HTTPConnection(host, parts.port or 80, timeout=timeout_s)
+
+    def __call__(self, body: bytes) -> ExportAnswer:
+        """Post a body.
+
+        Raises:
+            OSError, HTTPException: no connection, or no answer.
+        """
+        try:
+            self._connection.request("POST", self._path or "/", body, self._headers)
+            response = self._connection.getresponse()
+            answer = response.read(_MAX_ANSWER_BYTES)
+            if not response.isclosed():
+                self._connection.close()  # a longer answer is left unread
+        except BaseException:
+            self._connection.close()
+            raise
+        return ExportAnswer(response.status, response.getheader("retry-after", ""), answer)

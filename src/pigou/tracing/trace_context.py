@@ -1,0 +1,108 @@
+"""W3C Trace Context: the headers `traceparent` and `tracestate`.
+
+Source: https://www.w3.org/TR/trace-context/ (Recommendation, 23 November 2021).
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+TRACEPARENT, TRACESTATE = "traceparent", "tracestate"
+_VALUE = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+_NO_TRACE, _NO_SPAN = "0" * 32, "0" * 16
+_MEMBER = re.compile(
+    r"[a-z0-9][a-z0-9_\-*/]{0,255}(@[a-z][a-z0-9_\-*/]{0,13})?"
+    r"=[\x20-\x2b\x2d-\x3c\x3e-\x7e]{0,255}[\x21-\x2b\x2d-\x3c\x3e-\x7e]"
+)
+_MAX_MEMBERS, _MAX_STATE_CHARS = 32, 8192
+
+
+class Headers(Protocol):
+    """Headers of a request, of which one name may come several times."""
+
+    def getall(self, key: str, default: Sequence[str], /) -> Sequence[str]:
+        """Return all values of a header."""
+        ...
+
+
+class TraceContext(NamedTuple):
+    """Where a span belongs.
+
+    Attributes:
+        trace_id: 32 hexadecimal digits.
+        parent_id: of the span above, 64 bits; 0 for none.
+        is_sampled: whether whoever began the trace records it.
+        state: of other vendors, as it came; empty for none.
+    """
+
+    trace_id: str
+    parent_id: int
+    is_sampled: bool
+    state: str = ""
+
+    def header(self, span_id: int) -> str:
+        """Return the `traceparent` by which what is asked for joins as a child of a span."""
+        return f"00-{self.trace_id}-{span_id:016x}-0{self.is_sampled:d}"
+
+    def header_map(self, span_id: int) -> dict[str, str]:
+        """Return the headers for a server that is asked within a span."""
+        headers = {TRACEPARENT: self.header(span_id)}
+        return headers | ({TRACESTATE: self.state} if self.state else {})
+
+    def headers(self, span_id: int) -> str:
+        """Return the header lines for a server that is asked within a span, with line breaks."""
+        lines = f"{TRACEPARENT}: {self.header(span_id)}\r\n"
+        return lines + f"{TRACESTATE}: {self.state}\r\n" if self.state else lines
+
+
+def read_context(headers: Headers) -> TraceContext | None:
+    """Return the context of a request; None where it has none, or one that is not valid.
+
+    A `tracestate` that is not valid is left out; it never voids the `traceparent`.
+    """
+    parents = headers.getall(TRACEPARENT, ())
+    if len(parents) != 1:
+        return None
+    match = _VALUE.fullmatch(parents[0])
+    if match is None:
+        return None
+    version, trace_id, parent_id, flags, rest = match.groups()
+    if version == "ff" or (version == "00" and rest) or trace_id == _NO_TRACE:
+        return None
+    if parent_id == _NO_SPAN:
+        return None
+    state = ",".join(headers.getall(TRACESTATE, ()))
+    is_sampled = bool(int(flags, 16) & 1)
+    return TraceContext(trace_id, int(parent_id, 16), is_sampled, _checked_state(state))
+
+
+def new_trace_id() -> str:
+    """Return an id that no trace has had."""
+    return f"{random.getrandbits(128) or 1:032x}"
+
+
+def new_span_id() -> int:
+    """Return an id that no span has had, 64 bits."""
+    return random.getrandbits(64) or 1
+
+
+def is_in_ratio(trace_id: str, ratio: float) -> bool:
+    """Whether a trace is among the sampled share: the same answer in every process.
+
+    It goes by the last 56 bits, which are random (OpenTelemetry, TraceIdRatioBased).
+    """
+    return int(trace_id[-14:], 16) < ratio * 2**56
+
+
+def _checked_state(state: str) -> str:
+    """Return a `tracestate` that may be passed on, else nothing."""
+    if not state or len(state) > _MAX_STATE_CHARS:
+        return ""
+    members = [member.strip(" \t") for member in state.split(",")]
+    members = [member for member in members if member]
+    names = {member.partition("=")[0] for member in members}
+    good = len(members) <= _MAX_MEMBERS and len(names) == len(members)
+    return ",".join(members) if good and all(map(_MEMBER.fullmatch, members)) else ""
