@@ -27,6 +27,7 @@ from pigou.gateway.server import GatewayServer
 from pigou.gateway.status_api import FleetStatus
 from pigou.gateway.upstream import Engine
 from pigou.request import Role, Worker
+from pigou.tracing.tracer import Tracer
 
 BASE = 1000
 
@@ -341,6 +342,7 @@ async def serving(
     keys: Keys | None = None,
     drain_s: float = 0.2,
     objectives: Objectives | None = None,
+    tracer: Tracer | None = None,
     **limits: Any,
 ) -> AsyncIterator[Fleet]:
     """Run a gateway over these stubs, all of them up; its end waits `drain_s` for requests."""
@@ -351,7 +353,8 @@ async def serving(
     config = GatewayConfig(port=0, **limits)
     fleet_status = FleetStatus(plane_driver, list)
     server = GatewayServer(
-        Gateway(config, plane_driver, metrics, fleet_status, keys, 1), shutdown_s=drain_s
+        Gateway(config, plane_driver, metrics, fleet_status, keys, 1, tracer=tracer),
+        shutdown_s=drain_s,
     )
     try:
         async with server:

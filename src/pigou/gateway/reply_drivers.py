@@ -198,7 +198,9 @@ class StreamDriver(RequestDriver):
                 if last_ns:
                     gap_s = (now_ns - last_ns) / count / SECOND
                     itl(gap_s, count)
-                    stall(gap_s, blocked=read_ns > last_ns)
+                    stalled = stall(gap_s, blocked=read_ns > last_ns)
+                    if stalled and (trace := self.call.trace) is not None:
+                        trace.event("engine stall", last_ns, (("pigou.gap_s", gap_s),))
                 elif before == 0:
                     self._first_token(step)
                 last_ns = relay.last_token_ns = now_ns

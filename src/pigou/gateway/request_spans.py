@@ -207,7 +207,7 @@ def _request_attributes(call: GatewayRequest, model: str) -> list[tuple[str, Att
         ("pigou.decision.id", call.id),
     ]
     for name, attribute in _REQUESTED.items():
-        if name in body and (value := _plain(body[name])) is not None:
+        if name in body and (value := _attribute(body[name])) is not None:
             pairs.append((f"gen_ai.request.{attribute}", value))
     if stats.finish_reasons:
         pairs.append(("gen_ai.response.finish_reasons", stats.finish_reasons))
@@ -223,7 +223,7 @@ def _request_attributes(call: GatewayRequest, model: str) -> list[tuple[str, Att
     return pairs
 
 
-def _plain(value: object) -> AttributeValue | None:
+def _attribute(value: object) -> AttributeValue | None:
     """Return a field of a body as an attribute; None for null, and for what is no attribute."""
     if isinstance(value, msgspec.Raw):
         if len(memoryview(value)) > _MAX_VALUE_CHARS:
@@ -231,6 +231,6 @@ def _plain(value: object) -> AttributeValue | None:
         value = msgspec.json.decode(value)
     if isinstance(value, str | bool | int | float):
         return value
-    if isinstance(value, list) and all(isinstance(each, str) for each in value):
+    if isinstance(value, list) and all(isinstance(entry, str) for entry in value):
         return tuple(value)
     return None

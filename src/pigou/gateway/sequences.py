@@ -90,6 +90,8 @@ class Sequences:
         Raises:
             APIError, Rejected: the first failure of any; the others are ended.
         """
+        if self._call.trace is not None:
+            self._call.trace.begin_branches()
         try:
             with self._plane_driver.woken(self._wake):
                 async with asyncio.TaskGroup() as tasks:
@@ -103,7 +105,7 @@ class Sequences:
         finally:
             self._plane_driver.observe(GroupEnded(self._call.id))
             if self._call.trace is not None:
-                self._call.trace.phase("choices")
+                self._call.trace.end_branches("choices")
 
     def wake(self) -> None:
         """Let `run` look whether the next sequence may go."""

@@ -57,8 +57,8 @@ class StageMetrics:
         self.typical_itl_s = 0.0
         self._gaps = 0
 
-    def gap(self, seconds: float, *, blocked: bool) -> None:
-        """Take in the seconds between two tokens of a worker's stream.
+    def gap(self, seconds: float, *, blocked: bool) -> bool:
+        """Take in the seconds between two tokens of a worker's stream; return whether it stalled.
 
         The median is a frugal one: each gap moves it by a fixed factor, up or down (Ma et al.
         2013, arXiv 1407.1121, with steps that are relative).
@@ -69,15 +69,16 @@ class StageMetrics:
                 tells nothing of the engine; the client's own pause is counted by `delivered`.
         """
         if blocked:
-            return
-        typical = self.typical_itl_s
+            return False
+        typical, stalled = self.typical_itl_s, False
         self._gaps += 1
         if seconds > typical:
             if seconds > STALL_RATIO * typical and typical:
-                self._stall("engine", seconds)
+                stalled = self._stall("engine", seconds)
             self.typical_itl_s = typical * _STEP or seconds
         else:
             self.typical_itl_s = typical / _STEP
+        return stalled
 
     def client_blocked(self, nanoseconds: int) -> None:
         """Take in a pause in which bytes waited for a client all the time."""
@@ -89,7 +90,10 @@ class StageMetrics:
         """Take in the time of a whole stream in which bytes waited for its client."""
         self._delivery.observe(nanoseconds / SECOND)
 
-    def _stall(self, cause: StallCause, seconds: float) -> None:
-        if self._gaps > _WARM_UP and seconds > MIN_STALL_S:
+    def _stall(self, cause: StallCause, seconds: float) -> bool:
+        """Count a pause, if it is one to a reader; return whether it is."""
+        counts = self._gaps > _WARM_UP and seconds > MIN_STALL_S
+        if counts:
             self._stalls.labels(cause).inc()
             self._stall_seconds.labels(cause).inc(seconds)
+        return counts

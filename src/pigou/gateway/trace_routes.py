@@ -91,13 +91,13 @@ class TraceRoutes:
         """Return what workers know of a trace; those that do not answer are left out."""
         names = set[str]().union(*(trace.workers for trace in traces))
         path = f"/traces/{traces[0].context.trace_id}"
-        asked = [
+        answers = [
             _ask(upstream, path)
             for model in self._models
             for name, upstream in model.plane_driver.upstreams.items()
             if name in names and not upstream.engine.stock
         ]
-        return [span for spans in await asyncio.gather(*asked) for span in spans]
+        return [span for spans in await asyncio.gather(*answers) for span in spans]
 
 
 def _own(traces: Iterable[RequestTrace]) -> Iterable[RequestTrace]:

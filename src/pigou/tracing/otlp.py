@@ -89,6 +89,6 @@ def _value(value: AttributeValue) -> dict[str, Any]:
     if kind is bool:
         return {"boolValue": value}
     if isinstance(value, tuple):
-        return {"arrayValue": {"values": [_value(each) for each in value]}}
+        return {"arrayValue": {"values": [_value(entry) for entry in value]}}
     number = float(value)
     return {"doubleValue": number if math.isfinite(number) else str(number)}

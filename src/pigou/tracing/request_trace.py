@@ -47,7 +47,8 @@ class RequestTrace:
         epoch_ns: nanoseconds since 1970 at time 0 of that clock.
         spans: that have ended.
         outgoing: header lines for the server that is asked now; empty between legs.
-        leg_id: of the span of the server that was asked last; 0 before.
+        leg_id: of the span of the server that was asked last, or of the phase that the sequences
+            are in; 0 before.
         mark_ns: when the last phase ended.
         is_failed: a server failed it.
         request_id: by which it is asked for, besides its trace's id.
@@ -123,6 +124,16 @@ class RequestTrace:
         self.spans.append(root)
         return root
 
+    def begin_branches(self) -> None:
+        """Begin a phase that the traces of several sequences are part of."""
+        self.leg_id = new_span_id()
+
+    def end_branches(self, name: str) -> None:
+        """End the phase of the sequences."""
+        start_ns, self.mark_ns = self.mark_ns, time.monotonic_ns()
+        span = Span(name, INTERNAL, self.leg_id, self.span_id, start_ns, self.mark_ns)
+        self.spans.append(span)
+
     def branch(self) -> RequestTrace:
         """Return the trace of one of several sequences; its spans are this one's, too."""
         branch = RequestTrace(self.context, time.monotonic_ns(), self.epoch_ns)
@@ -132,7 +143,7 @@ class RequestTrace:
     def end_branch(self, branch: RequestTrace, name: str, attributes: LazyAttributes = ()) -> None:
         """End the trace of a sequence."""
         self.spans.append(
-            Span(name, INTERNAL, branch.span_id, self.span_id, branch.start_ns,
+            Span(name, INTERNAL, branch.span_id, self.leg_id or self.span_id, branch.start_ns,
                  time.monotonic_ns(), attributes)
         )  # fmt: skip
 
