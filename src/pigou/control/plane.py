@@ -248,23 +248,23 @@ class ControlPlane:
             self.admission.on_tokens(self.state.slots, slots, counts)
 
     def tick(self, now: int) -> Sequence[Action]:
-        """Let time pass: estimates are renewed, queued requests time out, failed workers are
-        tried again. Call it several times a second.
+        """Let time pass, several times a second: estimates are renewed, queued requests time out,
+        failed workers are tried again.
         """
-        waiting = len(self.admission.queue)
-        self.tracker.tick(now, waiting)
+        self.tracker.tick(now, waiting := len(self.admission.queue))
         self.index.expire(now)
         self.cache_monitor.tick(self.state, self.index, lambda: self.tracker.estimates(now), now)
+        self._peers.tick(now)
         if self.tracker.detector.regime is not self._regime:  # an enum's value is slow to read
             self._regime = self.tracker.detector.regime
             self.router.regime = self._regime.value
         if self._tunes:
             self._tune(now)
-        shed = [*self.admission.displaced(), *self._overdue_inside(now)]
-        if not waiting:
-            return [*shed, *self._assess(now)] if shed else self._assess(now)
-        shed += self.admission.overdue(now, bool(self.state.workers))
-        return [*shed, *self._drain(now), *self._assess(now)]
+        actions: list[Action] = [*self.admission.displaced(), *self._overdue_inside(now)]
+        if waiting:
+            actions += self.admission.overdue(now, bool(self.state.workers))
+            actions += self._drain(now)
+        return [*actions, *self._assess(now)]
 
     def assess(self, snapshot: PoASnapshot) -> PoAEstimate | None:
         """Return the Price of Anarchy of a snapshot that `tick` gave out.
@@ -324,12 +324,12 @@ class ControlPlane:
 
     def _take_report(self, report: Report, now: int) -> Sequence[Decision]:
         """A worker or another gateway reports."""
-        if not isinstance(report, LoadReport):
-            self._peers.observe(report, now)
-            return self._drain(now)
-        self.state.report(report, now)
-        self.admission.capacity.report(report, self.state)
-        return ()
+        if isinstance(report, LoadReport):
+            self.state.report(report, now)
+            self.admission.capacity.report(report, self.state)
+            return ()
+        self._peers.observe(report, now)
+        return self._drain(now)
 
     def _expect_back(self, worker: str, now: int) -> None:
         """A worker went down: note how many streams it ran at once, unless it was drained."""

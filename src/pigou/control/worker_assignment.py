@@ -84,6 +84,8 @@ class WorkerAssigner:
             fleet: as the request sees it, where that is known already.
         """
         request, capacity, state = waiting.request, self._admission.capacity, self._state
+        if self._admission.allowance_spent(waiting):
+            return None
         above = self._admission.above(waiting)
         streams = self._shared(waiting, capacity.streams(state, above), now)
         if request.sequences > 1:
@@ -97,7 +99,11 @@ class WorkerAssigner:
         if priority <= 0 and state.background:
             self._leave_out_background(fleet)
         prompts, fed = capacity.ready(request, fleet, now, above)
-        room = both(streams, both(fed, capacity.fits(request, fleet, state, above)))
+        room = both(streams, capacity.fits(request, fleet, state, above))
+        if room is not streams and not np.count_nonzero(room):
+            self._admission.allowance.tokens_lacked(now)
+            return None
+        room = both(room, fed)
         if room is not streams and not np.count_nonzero(room):
             return None
         sources = open_ if self._remote_kv_fetch and state.has_fetch_sources else None

@@ -217,6 +217,22 @@ def test_a_new_gateway_serves_before_it_has_heard_of_the_others() -> None:
     assert booked(b) == own_bookings(a.plane)[:COLUMNS].tolist()
 
 
+def test_the_lag_of_a_gateway_that_joins_is_not_the_age_of_the_others() -> None:
+    a, b = GatewayNode("a"), GatewayNode("b")
+    a.publish()
+    a.now = b.now = 3600 * SECOND
+    a.hear(b.publish())
+    assert a.receiver.lag_ns == 0
+    a.now += SECOND
+    b.submit()
+    a.hear(b.publish())
+    assert a.receiver.lag_ns == SECOND // 2, "so old at most, as nothing was answered since"
+    b.hear(a.publish())
+    b.submit()
+    a.hear(b.publish())
+    assert a.receiver.lag_ns <= 1
+
+
 def test_a_gateway_that_leaves_weighs_on_nobody_at_once() -> None:
     a, b = GatewayNode("a"), GatewayNode("b")
     a.submit()
@@ -299,8 +315,8 @@ def test_a_tenant_is_charged_for_what_it_had_elsewhere() -> None:
         node.submit(1, "z")
     for tenant in ("x", "y"):
         assert node.submit(1, tenant) is None
-    node.plane.observe(PeerReport("a", tenants=(TenantService("x", 10, 10, 1),)), 1)
-    node.plane.observe(PeerReport("a", tenants=(TenantService("x", 2000, 500, 1),)), 2)
+    node.plane.observe(PeerReport("a", tenants=(TenantService("x", 10, 10),)), 1)
+    node.plane.observe(PeerReport("a", tenants=(TenantService("x", 2000, 500),)), 2)
     order = node.plane.queue.order
     assert order.counter("x") - order.counter("y") == pytest.approx(1990 + 2 * 490)
     node.end()

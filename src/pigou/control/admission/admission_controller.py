@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 from pigou.config import ControlConfig
 from pigou.control.admission.admission_queue import AdmissionQueue
 from pigou.control.admission.drain_rate import MIN_RETRY, DrainRate
 from pigou.control.admission.fair_order import Fair
-from pigou.control.admission.parallel_sequences import has_capacity, max_per_request
+from pigou.control.admission.parallel_sequences import (
+    UNLIMITED,
+    has_capacity,
+    max_per_request,
+)
 from pigou.control.admission.queue_order import KeyedOrder, QueuedRequest, load
 from pigou.control.admission.tenant_quota import Refusal, TenantActivity, TenantQuota
 from pigou.control.admission.worker_capacity import WorkerCapacity
 from pigou.control.latency_model.estimates import Estimates
 from pigou.control.messages import Choice, Queue, Shed
+from pigou.control.peers.allowance import StreamAllowance, TokenCharges
 from pigou.control.peers.bookings import TenantService
 from pigou.control.routing.view import FleetView
 from pigou.control.state import FleetState
@@ -56,6 +63,7 @@ class AdmissionController:
         drain_rate: how fast requests leave.
         counts_tokens: whether the order counts the tokens that each tenant is served.
         fair: the order, where it shares between tenants without bands; else None.
+        allowance: this gateway's part of the places, where there are other gateways.
     """
 
     def __init__(self, config: ControlConfig) -> None:
@@ -76,6 +84,7 @@ class AdmissionController:
         self._max_per_request = config.max_request_inflight
         self._displaced: list[Shed] = []
         self.fair = order if isinstance(order, Fair) else None
+        self.allowance = StreamAllowance()
 
     def arrive(self, waiting: QueuedRequest, now: int) -> Shed | None:
         """Take in a request; return its refusal where its whole group finds no place.
@@ -95,9 +104,7 @@ class AdmissionController:
 
     def skips_queue(self, waiting: QueuedRequest) -> bool:
         """Whether no request waits before this one, which is not in the queue."""
-        if self.queue or waiting.returned:
-            return False
-        return self.fair is None or not self.fair.gives_way(waiting.request.tenant)
+        return not (self.queue or waiting.returned)
 
     def peer_service(self, change: TenantService, active: bool, now: int) -> None:
         """Another gateway's part of a tenant changed by so much.
@@ -114,6 +121,31 @@ class AdmissionController:
             self.activity.seen(tenant, weight, now)
         if self.fair is not None:
             self.fair.peer_service(change, weight)
+
+    def update_allowance(
+        self, state: FleetState, others: Sequence[TenantService], now: int
+    ) -> None:
+        """Compute this gateway's part of the places, where that is due.
+
+        Args:
+            state: of the workers.
+            others: what each other gateway does for its tenants.
+            now: nanoseconds.
+        """
+        if not self.allowance.due(now):
+            return
+        streams = self.capacity.max_streams(state, UNLIMITED)[state.columns.decodes]
+        places = float(streams.astype(np.float64).sum())
+        if self.fair is None:
+            self.allowance.update(now, places, self.services(), others)
+            return
+        params = self.fair.params
+        charges = TokenCharges(params.input_weight, params.output_weight)
+        self.allowance.update(now, places, self.services(), others, self._weights, charges)
+
+    def allowance_spent(self, waiting: QueuedRequest) -> bool:
+        """Whether a request is to wait because this gateway has its part of the places."""
+        return not waiting.returned and self.allowance.spent(self.activity.own_total)
 
     def services(self) -> list[TenantService]:
         """Return what this gateway did for each tenant, and has of it now.
@@ -244,6 +276,7 @@ class AdmissionController:
         """A request was routed to decode on worker `row`; `fleet` is as it saw it."""
         self.capacity.take(request, choice, row, fleet, now)
         self.activity.began(request.tenant, request.sequences)
+        self.allowance.began()
 
     def failed(self, request: Request) -> None:
         """A routed request lost its worker."""

@@ -11,12 +11,10 @@ import msgspec
 from pigou.config import ConfigError
 from pigou.control.admission.queue_order import Heap, QueuedRequest
 from pigou.control.peers.bookings import TenantService
-from pigou.request import SECOND, Request
+from pigou.request import Request
 
 #: With this many tenants counted, those that owe nothing are forgotten.
 _MAX_TENANTS = 1024
-#: Nanoseconds for which tenants that wait at other gateways go first, while none is served there.
-_GIVES_WAY_NS = SECOND
 
 #: How the requests of one tenant are ordered.
 Within = Literal["fcfs", "priority", "edf"]
@@ -91,16 +89,10 @@ class Fair:
     that comes up too low is put right. So each step costs O(log tenants), amortised.
 
     Where several gateways serve one fleet, service of all of them counts, and who waits at any of
-    them. The first here gives way while a tenant that waits elsewhere has less, by more than half
-    the credit, the largest single charge, and what was served here in the time that reports take:
-    so a gateway does not keep the places that its own streams leave, and two do not both give way
-    because neither knows yet what the other served. It gives way for `_GIVES_WAY_NS` at most
-    without hearing of service there.
+    them. `StreamAllowance` says how many streams a gateway may have.
 
     Attributes:
         service: prompt and output tokens of each tenant that were served here.
-        own_service: all service here, over the weights.
-        unheard_service: that part of it which other gateways may not know yet.
     """
 
     Params: ClassVar[type[msgspec.Struct]] = FairParams
@@ -118,10 +110,7 @@ class Fair:
         self._max = self._base  # that any counter ever was
         self._last: _Tenant | None = None
         self._elsewhere: dict[str, int] = {}  # requests of tenants that wait at other gateways
-        self._charge_max = 0.0  # that a request was charged at once
-        self._gave_way_at = 0  # since when the first gives way; 0 while it does not
         self.service: dict[str, tuple[int, int]] = {}
-        self.own_service = self.unheard_service = 0.0
 
     @property
     def reserve(self) -> float:
@@ -148,26 +137,10 @@ class Fair:
             tenant.entry = None
             self._last = tenant
 
-    def first(self, now: int) -> QueuedRequest | None:
-        """Return the first of the tenant that had least; None while it gives way."""
+    def first(self, now: int) -> QueuedRequest | None:  # noqa: ARG002 (protocol)
+        """Return the first of the tenant that had least."""
         tenant = self._lowest()
-        if tenant is None:
-            return None
-        if not self._elsewhere or not self._owes(tenant.counter):
-            self._gave_way_at = 0
-            return tenant.queue.first()
-        self._gave_way_at = self._gave_way_at or now
-        return tenant.queue.first() if now - self._gave_way_at >= _GIVES_WAY_NS else None
-
-    def gives_way(self, tenant: str) -> bool:
-        """Whether a newcomer of a tenant has to wait for those that wait at other gateways."""
-        return bool(self._elsewhere) and self._owes(max(self.counter(tenant), self._floor()))
-
-    def _owes(self, counter: float) -> bool:
-        """Whether a tenant that waits elsewhere had less than this, by more than the margin."""
-        lowest = min(self.counter(tenant) for tenant in self._elsewhere)
-        margin = 0.5 * self.params.credit + self._charge_max + self.unheard_service
-        return lowest < counter - margin
+        return None if tenant is None else tenant.queue.first()
 
     def peer_service(self, change: TenantService, weight: float) -> None:
         """Another gateway served a tenant, and has more or fewer of its requests waiting.
@@ -188,7 +161,6 @@ class Fair:
         served = params.input_weight * change.prompt_tokens
         served += params.output_weight * change.output_tokens
         if served > 0.0:
-            self._gave_way_at = 0
             self._charge(name, served)
 
     def last(self, waiting: QueuedRequest, max_count: int, own: bool) -> list[QueuedRequest]:  # noqa: ARG002
@@ -201,20 +173,13 @@ class Fair:
     def taken(self, waiting: QueuedRequest, uncached: int) -> None:
         """Charge the prompt of a request that goes."""
         self.remove(waiting)
-        self._gave_way_at = 0
-        charge = self.params.input_weight * uncached
-        self._charge_max = max(self._charge_max, charge / waiting.weight)
-        self.own_service += charge / waiting.weight
         self._count(waiting.request.tenant, uncached, 0)
-        self._charge(waiting.request.tenant, charge)
+        self._charge(waiting.request.tenant, self.params.input_weight * uncached)
 
     def served(self, request: Request, tokens: int) -> None:
         """Charge output tokens."""
-        charge = self.params.output_weight * tokens
         self._count(request.tenant, 0, tokens)
-        self._charge(request.tenant, charge)
-        tenant = self._tenants.get(request.tenant)
-        self.own_service += charge if tenant is None else charge / tenant.weight
+        self._charge(request.tenant, self.params.output_weight * tokens)
 
     def counter(self, tenant: str) -> float:
         """Return the service that a tenant had, over its weight."""

@@ -146,7 +146,7 @@ class TenantActivity:
         self._weights = 0.0
         self._streams: Counter[str] = Counter()
         self._peer_streams: Counter[str] = Counter()  # of those, at other gateways
-        self._total = 0
+        self._total = self._peer_total = 0
 
     def seen(self, tenant: str, weight: float, now: int) -> None:
         """A request of a tenant came, or ended."""
@@ -186,6 +186,7 @@ class TenantActivity:
         """Other gateways have so many streams of a tenant more, or less, than before."""
         if change:
             self._total += change
+            self._peer_total += change
             for streams in (self._streams, self._peer_streams):
                 streams[tenant] += change
                 if not streams[tenant]:
@@ -196,6 +197,11 @@ class TenantActivity:
         peers = self._peer_streams
         own = {tenant: streams - peers[tenant] for tenant, streams in self._streams.items()}
         return {tenant: streams for tenant, streams in own.items() if streams}
+
+    @property
+    def own_total(self) -> int:
+        """Streams of all tenants that this gateway has."""
+        return self._total - self._peer_total
 
     def above(self, tenant: str, weight: float) -> bool:
         """Whether a tenant has more than its part of what is in flight, and others share it."""

@@ -25,7 +25,8 @@ class PeerFeed:
     """What is known of another gateway.
 
     Attributes:
-        seen_at: when its last message came, in nanoseconds.
+        met_at: when its first message came, in nanoseconds.
+        seen_at: when its last one came.
         seq: all messages up to this number are known.
         ahead: numbers of later ones that are.
         newest: number of the last message that came.
@@ -36,6 +37,7 @@ class PeerFeed:
         asked_at: when missing messages were asked for last; 0 where none are missing.
     """
 
+    met_at: int
     seen_at: int
     seq: int = 0
     ahead: set[int] = field(default_factory=set)
@@ -92,7 +94,7 @@ class PeerReceiver:
         if feed is None:
             if len(self.peers) >= MAX_PEERS:
                 return None, None
-            feed = self.peers[name] = PeerFeed(now)
+            feed = self.peers[name] = PeerFeed(now, now)
         feed.seen_at = now
         if state.seq > feed.newest:
             feed.newest, feed.newest_at = state.seq, now
@@ -100,8 +102,9 @@ class PeerReceiver:
         age_ns = self._publisher.age_ns(seq, now)
         if age_ns is not None:
             feed.lag_ns = max(0, age_ns - since_ns) // 2
-        elif not state.heard.get(self._publisher.gateway) and self._publisher.began_at:
-            feed.lag_ns = (now - self._publisher.began_at) // 2  # so old at most: none was answered
+        elif self._publisher.began_at and self._publisher.gateway not in state.heard:
+            began_at = max(self._publisher.began_at, feed.met_at)
+            feed.lag_ns = (now - began_at) // 2  # so old at most: none was answered
         is_new = state.snapshot or (state.seq > feed.seq and state.seq not in feed.ahead)
         report = self._news(state, feed, is_new)
         return report, self._ask(state, feed, now) if is_new else None

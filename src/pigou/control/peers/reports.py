@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 from pigou.control.admission.admission_controller import AdmissionController
@@ -31,11 +32,23 @@ class PeerReports:
         """Take the control plane's parts."""
         self._admission, self._tracker, self._index = admission, tracker, index
         self._tenants: dict[str, dict[str, TenantService]] = {}
-        self._past: deque[tuple[int, float, int]] = deque()
+        self._past: deque[tuple[int, int]] = deque()
         self._sent = 0  # prompts of all other gateways
 
     def observe(self, message: PeerReport | PeerGone, now: int) -> None:
         """Take in a report, or a gateway's end."""
+        self._observe(message, now)
+        self.tick(now)
+
+    def tick(self, now: int) -> None:
+        """Compute this gateway's part of the places again, where there are other gateways."""
+        if not self._tenants:
+            self._admission.allowance.limit = math.inf
+            return
+        others = [s for tenants in self._tenants.values() for s in tenants.values()]
+        self._admission.update_allowance(self._tracker.state, others, now)
+
+    def _observe(self, message: PeerReport | PeerGone, now: int) -> None:
         gateway, state = message.gateway, self._tracker.state
         if isinstance(message, PeerGone):
             self._tracker.book(gateway, state.peers.forget(gateway), now)
@@ -62,18 +75,14 @@ class PeerReports:
 
     def _note_lag(self, lag_ns: int, now: int) -> None:
         """Note what was done within the lag: here, unknown to others, and as much by them."""
-        fair, peers = self._admission.fair, self._tracker.state.peers
-        served = 0.0 if fair is None else fair.own_service
         past = self._past
         if not past or now - past[-1][0] >= _SAMPLE_NS:
-            past.append((now, served, self._sent))
+            past.append((now, self._sent))
         while len(past) > 1 and past[1][0] <= now - lag_ns:
             past.popleft()
-        if fair is not None:
-            fair.unheard_service = served - past[0][1]
-        unseen = self._sent - past[0][2]
+        unseen = self._sent - past[0][1]
         lasting = self._tracker.booked_s
-        peers.set_weights(
+        self._tracker.state.peers.set_weights(
             lag_ns / SECOND, unseen if lag_ns else 0.0, lasting.prompt, lasting.stream
         )
 

@@ -1,0 +1,184 @@
+"""Stream allowance: how many streams this gateway may have while requests wait at any of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
+
+import msgspec
+
+from pigou.control.peers.bookings import TenantService, growth
+from pigou.request import SECOND
+
+#: Nanoseconds between two updates, for each so many tenants of all gateways.
+_UPDATE_NS, _ROWS = SECOND // 100, 64
+#: Seconds over which a tenant's service for each second of a stream is averaged.
+_WINDOW_S = 10.0
+#: Seconds of a stream at the mean rate that each tenant begins with.
+_PRIOR_S = 4.0
+#: More streams than run, where tokens lack: what that leaves is to be used.
+_MORE, _MORE_STREAMS = 1.05, 2.0
+#: Of the golden ratio: multiples of it, without their integers, fill [0, 1) evenly.
+_GOLDEN = 0.6180339887498949
+
+
+_NO_WEIGHTS: Mapping[str, float] = MappingProxyType({})
+
+
+class TenantDemand(msgspec.Struct):
+    """What a tenant asks for.
+
+    Attributes:
+        own: streams and waiting requests here.
+        all: here and at other gateways.
+        streams: that it has, of all gateways.
+        prompt_tokens, output_tokens: that it was ever served, by all gateways.
+        weight: of the tenant.
+        rate: service for each second of a stream, over the mean of the tenants.
+    """
+
+    own: int = 0
+    all: int = 0
+    streams: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    weight: float = 1.0
+    rate: float = 1.0
+
+    def add(self, service: TenantService, own: bool) -> None:
+        """Count what a gateway does for the tenant; `own`: it is this gateway."""
+        requests = service.streams + service.waiting
+        self.all += requests
+        self.own += requests if own else 0
+        self.streams += service.streams
+        self.prompt_tokens += service.prompt_tokens
+        self.output_tokens += service.output_tokens
+
+
+def stream_allowance(places: float, demands: Iterable[TenantDemand]) -> float:
+    """Return this gateway's part of the places; infinite where all demand finds one.
+
+    Each tenant gets weight / rate of what there is, and no more than it asks for (weighted max-min
+    by water filling), so all that ask for enough have the same service for their weight. A
+    tenant's places are divided among gateways by its demand there.
+
+    Args:
+        places: streams that the fleet runs at once.
+        demands: of all tenants.
+    """
+    known = [demand for demand in demands if demand.all > 0]
+    if sum(demand.all for demand in known) <= places:
+        return math.inf
+    known.sort(key=lambda demand: demand.all * demand.rate / demand.weight)
+    claims = sum(demand.weight / demand.rate for demand in known)
+    left, allowance = places, 0.0
+    for demand in known:
+        claim = demand.weight / demand.rate
+        part = min(float(demand.all), left * claim / claims)
+        left -= part
+        claims -= claim
+        allowance += part * demand.own / demand.all
+    return allowance
+
+
+class TokenCharges(NamedTuple):
+    """Service that a prompt token, and an output token, counts as."""
+
+    prompt: float
+    output: float
+
+
+class StreamAllowance:
+    """Keeps this gateway's streams to its part of the places, while requests wait anywhere.
+
+    News of other gateways is old, so all see the same free place, and all would take it. A part
+    needs no news of single places: the parts of all gateways add up to what there is. Places are
+    the streams that workers run at most; where tokens lacked within the last second, little more
+    than the streams that run.
+
+    Attributes:
+        limit: streams that this gateway may have; fractions hold in the mean.
+    """
+
+    def __init__(self) -> None:
+        """Start without a limit."""
+        self.limit = math.inf
+        self._updated_at = self._wait_ns = 0
+        self._lacked_at = -SECOND
+        self._starts = 0
+        self._served: dict[str, float] = {}
+        self._stream_s: dict[str, float] = {}
+        self._counters: dict[str, tuple[int, int]] = {}
+
+    def began(self) -> None:
+        """A stream began here."""
+        self._starts += 1
+
+    def tokens_lacked(self, now: int) -> None:
+        """A request was kept waiting although workers would take its stream."""
+        self._lacked_at = now
+
+    def spent(self, streams: int) -> bool:
+        """Whether this gateway, which has so many streams, is to wait for one of them to end."""
+        return streams > 0 and streams + 1 > self.limit + self._starts * _GOLDEN % 1.0
+
+    def due(self, now: int) -> bool:
+        """Whether it is to be updated."""
+        return now - self._updated_at >= self._wait_ns
+
+    def update(
+        self, now: int, places: float, own: Sequence[TenantService],
+        others: Sequence[TenantService], weights: Mapping[str, float] = _NO_WEIGHTS,
+        charges: TokenCharges | None = None,
+    ) -> None:  # fmt: skip
+        """Compute the limit.
+
+        Args:
+            now: nanoseconds.
+            places: streams that workers take at most.
+            own: what this gateway does for each tenant.
+            others: what each other gateway does.
+            weights: of tenants; 1 for those that are not named.
+            charges: service of tokens; None where the order does not share between tenants.
+        """
+        elapsed_s, self._updated_at = (now - self._updated_at) / SECOND, now
+        self._wait_ns = _UPDATE_NS * (1 + (len(own) + len(others)) // _ROWS)
+        demands: dict[str, TenantDemand] = {}
+        for is_own, services in ((True, own), (False, others)):
+            for service in services:
+                name = "" if charges is None else service.tenant
+                demand = demands.setdefault(name, TenantDemand(weight=weights.get(name, 1.0)))
+                demand.add(service, is_own)
+        if charges is not None:
+            self._learn(min(elapsed_s, _WINDOW_S), demands, charges)
+        if now - self._lacked_at < SECOND:
+            running = sum(demand.streams for demand in demands.values())
+            places = min(places, _MORE * running + _MORE_STREAMS)
+        self.limit = stream_allowance(places, demands.values())
+
+    def _learn(
+        self, elapsed_s: float, demands: Mapping[str, TenantDemand], charges: TokenCharges
+    ) -> None:
+        """Average service and streams of each tenant, and give it its rate."""
+        keep = math.exp(-elapsed_s / _WINDOW_S)
+        for name, demand in demands.items():
+            counters = demand.prompt_tokens, demand.output_tokens
+            before = self._counters.get(name, counters)
+            served = charges.prompt * growth(before[0], counters[0])
+            served += charges.output * growth(before[1], counters[1])
+            self._counters[name] = counters
+            self._served[name] = keep * self._served.get(name, 0.0) + served
+            stream_s = keep * self._stream_s.get(name, 0.0) + elapsed_s * demand.streams
+            self._stream_s[name] = stream_s
+        for known in (self._served, self._stream_s, self._counters):
+            for name in known.keys() - demands.keys():
+                del known[name]
+        whole, stream_s = sum(self._served.values()), sum(self._stream_s.values())
+        if whole <= 0.0 or stream_s <= 0.0:
+            return
+        mean = whole / stream_s
+        for name, demand in demands.items():
+            own = self._served[name] + _PRIOR_S * mean
+            demand.rate = own / (self._stream_s[name] + _PRIOR_S) / mean
