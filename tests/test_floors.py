@@ -15,7 +15,7 @@ FLOORS = {
     "background": 1, "kernel_cache": 1, "logs": 1, "imports": 1, "config_option": 1,
     "struct_values": 1, "yaml_file": 1,
     "kv": 2, "wire": 2, "text": 2, "tracing": 2,
-    "engine": 3, "control": 3, "lifecycle": 3, "cost": 3,
+    "engine": 3, "control": 3, "lifecycle": 3, "diagnosis": 3, "cost": 3,
     "runtime": 4, "sim": 4, "worker": 4, "gateway": 4,
     "fleet": 5, "workload": 5, "report": 5, "integrations": 5,
     "experiments": 5, "capacity": 5,

@@ -48,6 +48,7 @@ class RequestRun(msgspec.Struct, eq=False):
         sent_ns: when its last attempt was sent.
         retry_after_ns: a duration; a refused request may be sent again after it.
         routed_ns: when its last route was chosen.
+        began_ns: when a worker first began to compute it, in its last attempt.
         first_token_ns: when its first token was received.
         last_token_ns: when its last token was received.
         ended_ns: when it ended.
@@ -69,6 +70,7 @@ class RequestRun(msgspec.Struct, eq=False):
     sent_ns: int = 0
     retry_after_ns: int = 0
     routed_ns: int = 0
+    began_ns: int = 0
     first_token_ns: int = 0
     last_token_ns: int = 0
     ended_ns: int = 0
@@ -86,6 +88,11 @@ class RequestRun(msgspec.Struct, eq=False):
     def attempt_id(self) -> str:
         """Id of its present attempt before the control plane."""
         return str(self.number) if self.attempts <= 1 else f"{self.number}.{self.attempts}"
+
+    def begin(self, now: int) -> None:
+        """Note that a worker begins to compute it, for the first time in this attempt."""
+        if self.began_ns < self.sent_ns:
+            self.began_ns = now
 
 
 class KVSource(NamedTuple):

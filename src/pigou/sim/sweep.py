@@ -144,7 +144,7 @@ def _prefill(setup: Setup, workers: int, isl: int, rate: float, requests: int, s
     if document["completed"] < requests:
         raise ConfigError(f"isl is {isl}: a worker cannot hold it; give fewer tokens")
     busy_ns = sum(
-        worker.sim.prefill_ns for worker in simulation.fleet.workers
+        worker.sim.meter.prefill_ns for worker in simulation.fleet.workers
         if worker.sim is not None and worker.info.role is Role.PREFILL
     )  # fmt: skip
     names = ("mean", "p50", "p90", "p95", "p99")

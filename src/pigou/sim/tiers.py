@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeAlias
@@ -25,6 +26,8 @@ from pigou.sim.virtual_clock import Clock, Event, Phase
 _COPIES = 2
 #: How much longer the prompt is at which the second cost of a token is read off a timing model.
 _DEEPER = 8
+#: Reads that are remembered.
+_READS = 4096
 
 
 #: Calls a worker's core between two steps, with the time.
@@ -80,7 +83,13 @@ def recompute_cost_of(timing: Timing, block_size: int, tokens: int) -> Recompute
 
 
 class TierLinks:
-    """The links of one worker's tiers: one queue each way, first come, first served."""
+    """The links of one worker's tiers: one queue each way, first come, first served.
+
+    Attributes:
+        tiers: of the core.
+        reads: of each restore, its tokens and nanoseconds, until somebody takes them out.
+        up_ns: time of each tier's link that reads take, so far.
+    """
 
     def __init__(
         self, core: EngineCore, tiers: Tiers, number: int, clock: Clock, call_core: Tell
@@ -101,6 +110,8 @@ class TierLinks:
         self._down = [0 for _ in tiers.tiers]
         self._up = [0 for _ in tiers.tiers]
         self._expected: int | None = None  # when a session is expected back
+        self.reads: deque[tuple[int, int]] = deque(maxlen=_READS)
+        self.up_ns = [0 for _ in tiers.tiers]
 
     def measure(self, now: int, wait: int) -> None:
         """Tell the tiers how long a read takes from now on, those in line before it included.
@@ -124,11 +135,12 @@ class TierLinks:
     def restore(self, load: Load, now: int) -> None:
         """Fill a load's blocks; the core hears of the arrival of the last."""
         tiers, counts = np.unique(load.tiers, return_counts=True)
-        end_times = [
-            self._take(self._up, tier, count, now)
-            for tier, count in zip(tiers.tolist(), counts.tolist(), strict=True)
-        ]
+        end_times = []
+        for tier, count in zip(tiers.tolist(), counts.tolist(), strict=True):
+            end_times.append(self._take(self._up, tier, count, now))
+            self.up_ns[tier] += round(count * self._speeds[tier].block * SECOND)
         tokens = len(load.blocks) * self._core.config.block_size
+        self.reads.append((tokens, max(end_times) - now))
         self._at(
             max(end_times),
             partial(self._call_core, lambda _: self._core.loaded(load.request, tokens)),

@@ -207,11 +207,14 @@ class WindowMeter:
         running, waiting, usage = sim.load(now)
         steps, busy_ns = sim.progress()
         new_steps, new_busy_ns = steps - before.steps, busy_ns - before.busy_ns
-        prefill_s = max(0, sim.prefill_ns - before.prefill_ns) / SECOND  # 0 after a restart
-        counts.observe_tokens(max(0, sim.prefill_tokens - before.prefill_tokens))
+        meter = sim.meter
+        prefill_s = max(0, meter.prefill_ns - before.prefill_ns) / SECOND  # 0 after a restart
+        counts.observe_tokens(max(0, meter.prefill_tokens - before.prefill_tokens))
         streams = worker.info.role is not Role.PREFILL and new_steps > 0
         block_size = worker.info.block_size
-        self._progress[worker.name] = _Progress(steps, busy_ns, sim.prefill_ns, sim.prefill_tokens)
+        self._progress[worker.name] = _Progress(
+            steps, busy_ns, meter.prefill_ns, meter.prefill_tokens
+        )
         return WorkerWindow(
             id=life.id,
             state=life.state,

@@ -16,6 +16,7 @@ from pigou.events import KVEvent
 from pigou.kv.tiers import Tiers
 from pigou.request import Ints, Nanos, Request
 from pigou.sim.request_run import Leg, Listener
+from pigou.sim.step_meter import StepMeter
 from pigou.sim.streams import Counts, ITLHistogram, Streams
 from pigou.sim.tiers import TierLinks
 from pigou.sim.timing import StepKeys, Timing, step_end_times, varies
@@ -45,8 +46,8 @@ class SimWorker:
         number: its index in the fleet.
         name: its id in the fleet.
         core: plans its steps.
-        steps: computed so far.
-        busy_ns, prefill_ns, prefill_tokens: time; that of chunks of prompts; tokens of these.
+        steps, busy_ns: computed so far, and the time of that.
+        meter, links: of its steps; of its tiers, None without any.
     """
 
     def __init__(
@@ -72,11 +73,11 @@ class SimWorker:
         """
         self.number, self.name = number, name
         self.core = EngineCore(config, tiers=tiers)
-        self._links = (
+        self.links = (
             None if tiers is None else TierLinks(self.core, tiers, number, clock, self.call_core)
         )
         self.timing, self._varies = timing, varies(timing)
-        self.steps = self.busy_ns = self.prefill_ns = self.prefill_tokens = 0
+        self.steps, self.busy_ns, self.meter = 0, 0, StepMeter()
         self._clock, self._listener = clock, listener
         self._stepwise, self._ahead = stepwise, int(ahead)
         self._lagging = lagging
@@ -274,12 +275,12 @@ class SimWorker:
             self._schedule(now)
 
     def _schedule(self, now: int) -> None:
-        if self._links is not None and self.core.waiting:
-            self._links.measure(now, self._notice_ns())
+        if self.links is not None and self.core.waiting:
+            self.links.measure(now, self._notice_ns())
         plan = self.core.schedule(now)
-        if self._links is not None:
-            self._links.make(plan.moves, now)
-            self._links.expect(now)
+        if self.links is not None:
+            self.links.make(plan.moves, now)
+            self.links.expect(now)
         if plan.started or plan.loads or plan.preempted:
             self._admit(plan, now)
         if not plan:
@@ -339,9 +340,7 @@ class SimWorker:
         effects = self.core.apply(plan, Result(steps=steps))
         self.steps += steps
         self.busy_ns += now - self._begin_ns
-        if plan.counts.item(-1) > 1:
-            self.prefill_ns += now - self._begin_ns
-            self.prefill_tokens += steps * plan.chunk_tokens
+        self.meter.count(plan, steps, now - self._begin_ns)
         self._events += effects.events
         if self._events and (
             effects.finished or plan.preempted or plan.started or max(plan.counts.tolist()) > 1
@@ -385,8 +384,8 @@ class SimWorker:
             self._streams.leave(leg)
         for load in plan.loads:
             if len(load.tiers):
-                assert self._links is not None
-                self._links.restore(load, now)
+                assert self.links is not None
+                self.links.restore(load, now)
             if load.row < 0:  # for a session between two requests
                 continue
             leg = self._legs[load.request]
@@ -395,6 +394,7 @@ class SimWorker:
                 self._listener.wanted(leg, load, now)
         for started in plan.started:
             leg = self._legs[started.request]
+            leg.attempt.run.begin(now)
             # One that was loaded may lose its row in the same moment, or have it already.
             if leg.row < 0 and started.request not in plan.preempted:
                 self._streams.occupy(leg, started.row)

@@ -1,0 +1,100 @@
+"""A failure mode: its definition, from which detector, alert rule and playbook all take it."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class FailureMode(msgspec.Struct, frozen=True, kw_only=True):
+    """One way in which a fleet fails to serve well.
+
+    Texts may name limits in braces (`{kv_usage:.0%}`); `text` puts their values in.
+
+    Attributes:
+        number, name: 1 to 19, as the literature counts them; in lower case.
+        symptom, cause: what users see; why.
+        signal: what the detector looks for.
+        limits: its thresholds, by name.
+        lasts_s: seconds for which the signal must last; 0 where once is enough.
+        smallest_fix, remedy: to do at once; to build.
+        look: what to look at, in order.
+        follows: numbers of the modes that often follow from it; with it they are no findings of
+            their own.
+        alert: PromQL of its alert rule; "" where no metric shows the signal.
+        alert_for: duration for which that must hold.
+    """
+
+    number: int
+    name: str
+    symptom: str
+    cause: str
+    signal: str
+    limits: dict[str, float] = {}
+    lasts_s: float = 0.0
+    smallest_fix: str
+    remedy: str
+    look: tuple[str, ...]
+    follows: tuple[int, ...] = ()
+    alert: str = ""
+    alert_for: str = "1m"
+
+    def text(self, template: str) -> str:
+        """Return a text with the values of the limits in it."""
+        return template.format_map(self.limits)
+
+
+class ModeEvidence(msgspec.Struct, frozen=True):
+    """A figure of a finding.
+
+    Attributes:
+        name, value, unit: what was seen.
+        limit: that it is over or under; None where it only explains.
+        where: the worker or tenant; "" for the fleet.
+    """
+
+    name: str
+    value: float
+    unit: str
+    limit: float | None = None
+    where: str = ""
+
+
+class ModeFinding(msgspec.Struct, frozen=True, kw_only=True):
+    """A failure mode that a series of windows shows.
+
+    Attributes:
+        number, mode: which.
+        confidence: low, medium or high: the signal lasted just as long as it must, twice, or four
+            times as long; what cannot be mistaken is high.
+        from_s, to_s: the windows that show it.
+        evidence: figures.
+        follows_from: number of the finding that it follows from; 0 for none.
+        smallest_fix, remedy: to do at once; to build.
+    """
+
+    number: int
+    mode: str
+    confidence: str
+    from_s: float
+    to_s: float
+    evidence: tuple[ModeEvidence, ...]
+    follows_from: int = 0
+    smallest_fix: str
+    remedy: str
+
+
+class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
+    """What a series of windows shows.
+
+    Attributes:
+        healthy: whether nothing was wrong, as far as it was looked at.
+        windows, seconds: that were looked at.
+        findings: causes first, then what follows from them.
+        not_judged: modes whose signal nobody says, and what is missing.
+    """
+
+    healthy: bool
+    windows: int
+    seconds: float
+    findings: tuple[ModeFinding, ...]
+    not_judged: dict[str, str]

@@ -1,0 +1,202 @@
+"""Observations of a fleet: what its gateway and workers show in one window of time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from pigou.config import ConfigError
+
+
+class WorkerObservation(
+    msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, forbid_unknown_fields=True
+):
+    """A worker in one window; None where nobody says.
+
+    Attributes:
+        worker, role: its id; prefill, decode or both.
+        restarts: times that its process ended and was started anew.
+        out_of_memory: deaths or errors for want of memory (exit 137, an allocator's error).
+        running, waiting: requests on it, in the mean.
+        knee: running requests at which a token takes twice as long as alone.
+        busy: share of the window that it computed.
+        kv_tokens: tokens that its KV pool holds.
+        kv_usage: share of the pool in use, in the mean; cached blocks that nobody uses are free.
+        wasted_tokens: room in used blocks that holds no token, in the mean.
+        allocation_failures: allocations that failed although blocks were free.
+        idle_tokens: KV held for over 30 s by requests that compute nothing, in the mean.
+        preemptions: of running requests.
+        queried_tokens, hit_tokens: prompt tokens that were looked up in the prefix cache; hits.
+        prefill_tokens, prefill_steps, prefill_s: computed of prompts; steps and seconds of these.
+        output_tokens: generated.
+        decode_stall_s: the longest step without a prompt in it.
+        restores, slow_restores: reads from tiers; those that took longer than to recompute.
+        link_busy: share of the window that the link to a tier was busy, of the busiest.
+        adapter_loads, adapter_load_s: adapters loaded, and the seconds of that.
+    """
+
+    worker: str
+    role: str = "both"
+    restarts: int = 0
+    out_of_memory: int = 0
+    running: float = 0.0
+    waiting: float = 0.0
+    knee: float | None = None
+    busy: float | None = None
+    kv_tokens: int = 0
+    kv_usage: float | None = None
+    wasted_tokens: float | None = None
+    allocation_failures: int = 0
+    idle_tokens: float | None = None
+    preemptions: int = 0
+    queried_tokens: int = 0
+    hit_tokens: int = 0
+    prefill_tokens: int = 0
+    prefill_steps: int | None = None
+    prefill_s: float | None = None
+    output_tokens: int = 0
+    decode_stall_s: float | None = None
+    restores: int = 0
+    slow_restores: int | None = None
+    link_busy: float | None = None
+    adapter_loads: int = 0
+    adapter_load_s: float = 0.0
+
+
+class TenantObservation(
+    msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, forbid_unknown_fields=True
+):
+    """A tenant in one window.
+
+    Attributes:
+        tenant, weight: its name, and its share in fair order.
+        tokens: of prompts and outputs that it was served.
+        kv_token_s: tokens of KV that it held, times seconds; None where nobody says.
+        waiting: its requests that waited, in the mean.
+    """
+
+    tenant: str
+    weight: float = 1.0
+    tokens: float = 0.0
+    kv_token_s: float | None = None
+    waiting: float = 0.0
+
+
+class FleetObservation(
+    msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, forbid_unknown_fields=True
+):
+    """A fleet in one window; None where nobody says.
+
+    Waits are from the arrival until a worker begins to compute. A prompt is long if it is among
+    the longest tenth and has over four times the median's tokens.
+
+    Attributes:
+        start_s, seconds: the window; from any zero that all windows of a series share.
+        arrived, completed: requests (attempts of clients), and those served.
+        failed: that ended in an error of the fleet (5xx, no refusal).
+        refused: that were shed (429, 503).
+        repeated: that came again within 60 s after an attempt that was not served.
+        queued: requests that waited at the gateway, in the mean.
+        ttft_p50_s: median time to first token.
+        itl_p50_s, itl_p99_s: percentiles of the time between tokens.
+        client_stalls: streams whose client took nothing for ten times the median gap and more.
+        wait_p50_s: median wait of those that began.
+        short_wait_p50_s, short_wait_p95_s: waits of prompts that are not long.
+        long_wait_max_s: the longest wait of a long prompt so far, begun or not.
+        longest_prompt_tokens: of the prompts being computed.
+        answer_hits, stale_answer_hits: answers out of a semantic cache; those older than their
+            sources.
+        feedbacks, downvotes: answers that users judged, and those that they disliked.
+        workers, tenants: of the fleet.
+    """
+
+    start_s: float
+    seconds: float
+    arrived: int = 0
+    completed: int = 0
+    failed: int = 0
+    refused: int = 0
+    repeated: int | None = None
+    queued: float = 0.0
+    ttft_p50_s: float | None = None
+    itl_p50_s: float | None = None
+    itl_p99_s: float | None = None
+    client_stalls: int | None = None
+    wait_p50_s: float | None = None
+    short_wait_p50_s: float | None = None
+    short_wait_p95_s: float | None = None
+    long_wait_max_s: float | None = None
+    longest_prompt_tokens: int | None = None
+    answer_hits: int | None = None
+    stale_answer_hits: int = 0
+    feedbacks: int = 0
+    downvotes: int = 0
+    workers: tuple[WorkerObservation, ...] = ()
+    tenants: tuple[TenantObservation, ...] = ()
+
+    @property
+    def waiting(self) -> float:
+        """Requests that wait, at the gateway and at workers, in the mean."""
+        return self.queued + sum(worker.waiting for worker in self.workers)
+
+    @property
+    def running(self) -> float:
+        """Requests that run, in the mean."""
+        return sum(worker.running for worker in self.workers)
+
+    @property
+    def decoders(self) -> Iterator[WorkerObservation]:
+        """Workers that stream tokens."""
+        return (worker for worker in self.workers if worker.role != "prefill")
+
+    def total(self, name: str) -> float | None:
+        """Return the sum of an attribute over the workers that say it; None where none does."""
+        values = [value for worker in self.workers if (value := getattr(worker, name)) is not None]
+        return sum(values) if values else None
+
+
+def read_observations(windows: object, source: str) -> tuple[FleetObservation, ...]:
+    """Return the windows of a document.
+
+    Args:
+        windows: as JSON has them.
+        source: that they are from, for the error.
+
+    Raises:
+        ConfigError: they are none, are not in order, or lack length.
+    """
+    try:
+        series = msgspec.convert(windows, tuple[FleetObservation, ...])
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"diagnose: windows of {source}: {error}") from None
+    if not series:
+        raise ConfigError(f"diagnose: {source} has no windows; the run was too short for one")
+    for before, window in zip((None, *series), series, strict=False):
+        if not window.seconds > 0:
+            raise ConfigError(
+                f"diagnose: windows of {source}: seconds is {window.seconds}; it must be above 0"
+            )
+        if before is not None and window.start_s < before.start_s:
+            raise ConfigError(
+                f"diagnose: windows of {source}: start_s is {window.start_s} after "
+                f"{before.start_s}; write them in the order of time"
+            )
+    return series
+
+
+def written(series: Sequence[FleetObservation]) -> list[Any]:
+    """Return windows as JSON has them, numbers rounded to six digits."""
+    rounded: list[Any] = _rounded(msgspec.to_builtins(series))
+    return rounded
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(item) for item in value]
+    return value
