@@ -7,7 +7,7 @@ through a pipe, threads, handshake, bytes, the checksums of both sides, confirma
 checksums run beside the receiver's copy (shared memory) where there are two cores to do it.
 
     python -m benchmarks.worker.kv_transfer [--rounds 25] [--sizes 65536 ...] [--pin] [--json FILE]
-    [--check]
+    [--backends shm tcp nixl] [--check]
 
 With `--pin` each process keeps to its half of the cores, as workers that are given theirs do.
 """
@@ -56,11 +56,11 @@ def layout(block_bytes: int) -> KVLayout:
 # The sender's process: answers each line "request blocks" with a ticket, and when it was made.
 
 
-def serve(block_bytes: int, blocks: int) -> None:
+def serve(block_bytes: int, blocks: int, backends: Sequence[str]) -> None:
     memory = SharedMemory(block_bytes * blocks)
     rows = memory.buffer.reshape(blocks, block_bytes)
     rows[:] = np.random.default_rng(0).integers(0, 256, block_bytes, dtype=np.uint8)
-    config = TransferConfig(lease=120 * SECOND)
+    config = TransferConfig(lease=120 * SECOND, backends=tuple(backends))
     sender = Sender(HostBlockStore(layout(block_bytes), rows), lambda _: None, config, memory)
     print("ready", flush=True)
     for line in sys.stdin:
@@ -74,11 +74,11 @@ def serve(block_bytes: int, blocks: int) -> None:
 
 @contextmanager
 def sender_process(
-    block_bytes: int, blocks: int, cores: Sequence[int]
+    block_bytes: int, blocks: int, cores: Sequence[int], backends: Sequence[str]
 ) -> Iterator[Callable[[str, int], Any]]:
     command = [sys.executable, "-m", "benchmarks.worker.kv_transfer", "--serve", str(block_bytes)]
     process = subprocess.Popen(
-        [*command, "--blocks", str(blocks), "--cores", *map(str, cores)],
+        [*command, "--blocks", str(blocks), "--cores", *map(str, cores), "--backends", *backends],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -137,7 +137,11 @@ def halves() -> tuple[list[int], list[int]]:
 
 
 def measure(
-    sizes: Sequence[int], rounds: int, block_bytes: int, pinned: bool = False
+    sizes: Sequence[int],
+    rounds: int,
+    block_bytes: int,
+    pinned: bool = False,
+    backends: Sequence[str] = BACKENDS,
 ) -> dict[int, dict[str, Any]]:
     """Seconds of each measurement, by size and kind, each an array of shape (rounds,)."""
     blocks = max(sizes) // block_bytes
@@ -146,10 +150,10 @@ def measure(
     rows = np.zeros((blocks, block_bytes), dtype=np.uint8)
     source = np.ones_like(rows)
     store = HostBlockStore(layout(block_bytes), rows)
-    receivers = {name: Receiver(store, TransferConfig(backends=(name,))) for name in BACKENDS}
-    kinds = ("memcpy", *BACKENDS)
+    receivers = {name: Receiver(store, TransferConfig(backends=(name,))) for name in backends}
+    kinds = ("memcpy", *backends)
     seconds: dict[int, dict[str, Any]] = {size: {kind: [] for kind in kinds} for size in sizes}
-    with sender_process(block_bytes, blocks, theirs) as offer:
+    with sender_process(block_bytes, blocks, theirs, backends) as offer:
         for turn in range(-WARM_UP, rounds):
             for size in sizes:
                 count = size // block_bytes
@@ -173,7 +177,7 @@ def report(seconds: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
     print(f"{'size':>9}  {'kind':<7}{'GB/s':>8}{'quartiles':>16}{'of memcpy':>11}{'quartiles':>14}")
     rows = []
     for size, by_kind in seconds.items():
-        for kind in ("memcpy", *BACKENDS):
+        for kind in by_kind:
             rate = np.quantile(size / by_kind[kind], [0.25, 0.5, 0.75])
             ratio = np.quantile(by_kind["memcpy"] / by_kind[kind], [0.25, 0.5, 0.75])
             low, mid, high = rate / 1e9
@@ -195,6 +199,7 @@ def main() -> int:
     parser.add_argument("--block-bytes", type=int, default=64 << 10)
     parser.add_argument("--json", type=Path, help="write the figures there")
     parser.add_argument("--pin", action="store_true", help="half of the cores for each process")
+    parser.add_argument("--backends", nargs="+", default=BACKENDS, help="shm, tcp, nixl")
     parser.add_argument("--check", action="store_true", help="fail when the goal is missed")
     parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--blocks", type=int, help=argparse.SUPPRESS)
@@ -203,13 +208,13 @@ def main() -> int:
     sys.setswitchinterval(SWITCH_INTERVAL)
     if args.serve:
         os.sched_setaffinity(0, args.cores)
-        serve(args.serve, args.blocks)
+        serve(args.serve, args.blocks, args.backends)
         return 0
     odd = [size for size in args.sizes if size < args.block_bytes or size % args.block_bytes]
     if odd or args.rounds < 1:
         parser.error(f"sizes {odd} are no multiples of --block-bytes, or --rounds is under 1")
     print(", ".join(f"{key} {value}" for key, value in machine().items()))
-    rows = report(measure(args.sizes, args.rounds, args.block_bytes, args.pin))
+    rows = report(measure(args.sizes, args.rounds, args.block_bytes, args.pin, args.backends))
     if args.json:
         args.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1))
     goal = [r["of_memcpy"][1] for r in rows if (r["size"], r["kind"]) == (GOAL_SIZE, "shm")]

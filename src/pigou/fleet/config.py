@@ -101,7 +101,7 @@ class WorkersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         int, option("Compute threads of each worker; 0 splits the cores.", _GROUP)
     ] = 0
     kv_transfer: Annotated[
-        str, option("How blocks move between workers: auto, shm, tcp or none.", _GROUP)
+        str, option("How blocks move between workers, as of `pigou worker`.", _GROUP)
     ] = "auto"
     timing: Annotated[
         str,

@@ -326,7 +326,7 @@ def _engine_config(config: WorkerConfig, blocks: int, max_tokens: int) -> Engine
 
 def _shared_memory(config: WorkerConfig, size: int) -> SharedMemory | None:
     """Return shared memory for the blocks, where it is allowed and there is room."""
-    if config.kv_transfer not in ("auto", "shm"):
+    if config.kv_transfer != "auto" and "shm" not in config.kv_transfer.split(","):
         return None
     try:
         return SharedMemory(size)

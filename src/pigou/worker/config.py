@@ -16,8 +16,9 @@ from pigou.tracing.config import TracingConfig
 ExecutorKind = Literal["torch", "sleep"]
 JsonWhitespace = Literal["compact", "flexible"]
 ToolCallParser = Literal["auto", "none", "hermes", "llama3_json", "mistral"]
-TransferKind = Literal["auto", "shm", "tcp", "none"]
 UnknownFieldsMode = Literal["warn", "refuse"]
+#: Backends of KV transfer (`kv_transfer.transfer_config`).
+_KV_BACKENDS = ("nixl", "shm", "tcp")
 #: Headings of options.
 _EVENTS = "KV transfer and events"
 _TIMING = "Timing in place of a model"
@@ -219,7 +220,12 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         str, option("ZMQ address that past KV events can be asked for on.", _EVENTS)
     ] = "tcp://127.0.0.1:*"
     kv_transfer: Annotated[
-        TransferKind, option("How blocks move between workers: auto, shm, tcp or none.", _EVENTS)
+        str,
+        option(
+            "How blocks move between workers: auto (shm and tcp), none, or some of nixl, shm and "
+            "tcp with commas; the quickest measured is used.",
+            _EVENTS,
+        ),
     ] = "auto"
     kv_lease: Annotated[float, option("Seconds for which offered blocks are kept.", _EVENTS)] = 30.0
     executor: Annotated[
@@ -303,6 +309,12 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             raise ConfigError(f"kv_lease is {self.kv_lease}; it must be above 0 seconds")
         if not 0 <= self.rehearse < float("inf"):
             raise ConfigError(f"rehearse is {self.rehearse}; it must be finite, at least 0 seconds")
+        kinds = self.kv_transfer.split(",")
+        if kinds not in (["auto"], ["none"]) and set(kinds) - set(_KV_BACKENDS):
+            raise ConfigError(
+                f"kv_transfer is {self.kv_transfer!r}; give auto, none, or some of: "
+                f"{', '.join(_KV_BACKENDS)} (with commas)"
+            )
         if self.dtype not in ("auto", "bf16", "fp32"):
             raise ConfigError(f"dtype is {self.dtype!r}; give auto, bf16 or fp32")
         self._check_tiers()

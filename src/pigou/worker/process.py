@@ -36,6 +36,7 @@ from pigou.worker.kv_event_publisher import EventPublisher
 from pigou.worker.kv_offload import OffloadConnector
 from pigou.worker.kv_transfer import Receiver, Sender, transfer_key
 from pigou.worker.kv_transfer.connector import KVTransfers, NoTransfers
+from pigou.worker.kv_transfer.transfer_config import BACKENDS
 from pigou.worker.metrics import TierMetrics, WorkerMetrics
 from pigou.worker.registrar import MakeRegistrar, Registrar
 from pigou.worker.routes import Routes
@@ -203,9 +204,10 @@ class WorkerServer:
             return None
         # Blocks on a GPU are staged in shared memory; those of a host must lie in it already.
         by_shm = parts.memory is not None or parts.store.as_bytes() is None
-        backends = {"shm": ("shm",), "tcp": ("tcp",)}.get(
-            self._config.kv_transfer, ("shm", "tcp") if by_shm else ("tcp",)
-        )
+        named = self._config.kv_transfer
+        backends = BACKENDS if named == "auto" else tuple(dict.fromkeys(named.split(",")))
+        if not by_shm and len(backends) > 1:
+            backends = tuple(name for name in backends if name != "shm")
         limits = transfer_config(self._config, backends)
         key = b"" if self._secret is None else transfer_key(self._secret)
         sender = Sender(

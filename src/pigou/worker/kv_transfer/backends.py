@@ -1,4 +1,4 @@
-"""Transport: what a backend must do to move blocks. `shm` and `tcp` do; RDMA (NIXL) could.
+"""Transport: what a backend must do to move blocks, and those that do: `shm` and `tcp`.
 
 A backend has two ends. The sender's end says in `details` what its receiving end needs to know
 (a file's name, a memory registration), and in `push` moves bytes itself or leaves that to the
@@ -65,6 +65,10 @@ class SendBackend(Protocol):
 
     def finish(self, details: dict[str, bytes | int]) -> None:
         """Let go of what `details` made for one pull; that has ended, well or not."""
+        ...
+
+    def close(self) -> None:
+        """Let go of everything; no pull runs any more."""
         ...
 
 
@@ -151,6 +155,9 @@ class ShmExport:
 
     def finish(self, details: dict[str, bytes | int]) -> None:
         """Nothing: no pull has anything of its own."""
+
+    def close(self) -> None:
+        """Nothing: the memory is the worker's."""
 
 
 class ShmImport:
@@ -339,6 +346,9 @@ class TcpExport:
 
     def finish(self, details: dict[str, bytes | int]) -> None:
         """Nothing: no pull has anything of its own."""
+
+    def close(self) -> None:
+        """Nothing is kept between pulls."""
 
 
 class TcpImport:

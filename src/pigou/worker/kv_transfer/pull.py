@@ -13,6 +13,7 @@ from typing import TypeAlias
 from pigou.request import SECOND, Ints
 from pigou.worker.kv_transfer.backends import BackendUnavailable, ReceiveBackend
 from pigou.worker.kv_transfer.block_store import BlockStore
+from pigou.worker.kv_transfer.path_times import PathTimes
 from pigou.worker.kv_transfer.receive_buffer import ReceiveBuffer
 from pigou.worker.kv_transfer.result import TransferError, TransferReason, TransferResult
 from pigou.worker.kv_transfer.side_channel_protocol import (
@@ -31,6 +32,10 @@ from pigou.worker.kv_transfer.transfer_params import TransferParams
 
 log = logging.getLogger(__name__)
 
+#: Bytes of a grant besides its blocks: NIXL's metadata grow with the network devices.
+_MAX_GRANT = 32 << 10
+#: Failures of a path, not of what was asked for.
+_PATH_FAILURES = {TransferReason.CUT, TransferReason.TIMEOUT}
 #: Failures after which the sender is there, and is told to free the blocks.
 _TELL = {
     TransferReason.LAYOUT,
@@ -60,6 +65,7 @@ class Puller:
         self._imports = imports
         self._links = ConnectionPool(config.timeout, key)
         self._fingerprint = store.layout.fingerprint()
+        self._paths, self._lock = PathTimes(), threading.Lock()
 
     def pull(
         self, ticket: TransferParams, first: int, dest: Ints, cancelled: Callable[[], bool]
@@ -130,16 +136,35 @@ class Puller:
             )
 
     def _by_any_backend(self, run: _Run) -> None:
-        detail = f"the sender offers {run.ticket.remote_backends}"
-        for backend in self._imports:
-            if backend.name not in run.ticket.remote_backends or not backend.reaches(run.ticket):
-                continue
+        ticket, host = run.ticket, run.ticket.remote_host_id
+        detail = f"the sender offers {ticket.remote_backends}"
+        backends = {
+            backend.name: backend
+            for backend in self._imports
+            if backend.name in ticket.remote_backends and backend.reaches(ticket)
+        }
+        size = len(run.dest) * self._store.layout.block_bytes
+        with self._lock:
+            order = self._paths.order(host, list(backends), size)
+        for name in order:
+            began = time.monotonic()
             try:
-                self._by(backend, run)
+                self._by(backends[name], run)
             except BackendUnavailable as error:
-                detail = f"{backend.name}: {error}"
-                log.warning("pull by %s is not possible: %s", backend.name, str(error))
+                detail = f"{name}: {error}"
+                log.warning("pull by %s is not possible: %s", name, str(error))
+                with self._lock:
+                    self._paths.fail(host, name)
                 continue
+            except TransferError as error:
+                if error.reason in _PATH_FAILURES and run.backend == name:
+                    with self._lock:
+                        self._paths.fail(host, name)
+                raise
+            with self._lock:
+                first = self._paths.add(host, name, size, time.monotonic() - began)
+            if first:
+                log.info("KV blocks come from %s:%s by %s", *ticket.address, name)
             return
         raise TransferError(TransferReason.UNREACHABLE, f"no backend reaches the sender; {detail}")
 
@@ -178,7 +203,7 @@ class Puller:
                 backend=backend,
             )
         )
-        return expect(link, GrantFrame, 4096 + 16 * count)
+        return expect(link, GrantFrame, _MAX_GRANT + 16 * count)
 
     def _early(self, run: _Run, error: TransferError) -> tuple[TransferReason, str]:
         """End a pull that failed: free the sender's blocks, so that no lease has to run out."""

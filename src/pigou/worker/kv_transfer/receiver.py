@@ -71,6 +71,9 @@ class Receiver:
             config: limits.
             background: runs the threads.
             key: of the fleet, by which tickets and senders are known; empty trusts all.
+
+        Raises:
+            ConfigError: a backend's library is not installed.
         """
         self._key = key
         checksum.warm_up()
@@ -154,6 +157,10 @@ class Receiver:
             )
 
     def _import(self, name: str) -> ReceiveBackend:
+        if name == "nixl":
+            from pigou.worker.kv_transfer.nixl import NixlImport
+
+            return NixlImport(self._store, self._config.timeout)
         return ShmImport(self._config.copy_threads) if name == "shm" else TcpImport()
 
     def _check(self, first: int, dest: Ints) -> None:

@@ -52,6 +52,7 @@ class Sender:
                 it; empty serves all.
 
         Raises:
+            ConfigError: a backend's library is not installed.
             OSError: the address cannot be bound.
             ValueError: the blocks do not lie in `memory`.
         """
@@ -131,12 +132,18 @@ class Sender:
         self._offers.put(None)
         for thread in self._threads:
             thread.join()
+        for export in self._exports.values():
+            export.close()
 
     def _export(self, memory: SharedMemory | None) -> dict[str, SendBackend]:
         exports: dict[str, SendBackend] = {}
         for name in self._config.backends:
             if name == "tcp":
                 exports[name] = TcpExport(self._store)
+            elif name == "nixl":
+                from pigou.worker.kv_transfer.nixl import NixlExport
+
+                exports[name] = NixlExport(self._store)
             elif memory is not None:
                 exports[name] = ShmExport(self._store, memory)
             elif self._store.as_bytes() is None:

@@ -8,8 +8,9 @@ from pigou.config import ConfigError
 from pigou.request import SECOND
 
 _POSITIVE = ("lease", "timeout", "threads", "copy_threads", "max_pending", "max_connections")
-#: Backends by name, the preferred one first.
+#: Backends where nobody says, the preferred one first; and all that there are.
 BACKENDS = ("shm", "tcp")
+ALL_BACKENDS = ("nixl", *BACKENDS)
 
 
 class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -50,8 +51,8 @@ class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             raise ConfigError(f"max_hold is {self.max_hold}; it must be at least lease")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port is {self.port}; give 0 (any free port) to 65535")
-        if not self.backends or set(self.backends) - set(BACKENDS):
-            known = ", ".join(BACKENDS)
+        if not self.backends or set(self.backends) - set(ALL_BACKENDS):
+            known = ", ".join(ALL_BACKENDS)
             raise ConfigError(f"backends is {list(self.backends)}; give one or more of: {known}")
         if self.host in ("", "0.0.0.0", "::") and not self.advertise:
             raise ConfigError(

@@ -1,0 +1,379 @@
+"""The backend `nixl`: one-sided reads by NIXL, over RDMA where UCX has it, else over TCP.
+
+NIXL's own progress thread polls without end. So agents have none: the sender's makes progress by a
+thread that runs during pulls, the receiver's while it waits for its reads.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from pigou.config import ConfigError
+from pigou.kv.block import Bytes
+from pigou.request import SECOND, Ints
+from pigou.worker.kv_transfer.backends import BackendUnavailable
+from pigou.worker.kv_transfer.block_store import BlockStore
+from pigou.worker.kv_transfer.receive_buffer import ReceiveBuffer
+from pigou.worker.kv_transfer.result import TransferError, TransferReason
+from pigou.worker.kv_transfer.side_channel_protocol import (
+    GrantFrame,
+    SideChannelLink,
+    expect_checksums,
+)
+from pigou.worker.kv_transfer.transfer_params import TransferParams
+
+log = logging.getLogger(__name__)
+
+#: The one for the CUDA that is installed; else either, which move host memory alike.
+_PACKAGES = ("nixl", "nixl_cu12", "nixl_cu13")
+#: Bytes of one request to NIXL: each must end within the timeout, and is verified then.
+_READ_BYTES = 16 << 20
+#: Seconds between two looks at a transfer that is under way.
+_POLL_S = 0.0001
+#: Seconds after which a read that will not end is logged.
+_STUCK_S = 5.0
+#: Senders whose memory is known to an agent.
+_MAX_PEERS = 256
+
+
+def load_nixl() -> Any:
+    """Return NIXL's Python API, a module.
+
+    Raises:
+        ConfigError: it is not installed, or does not load.
+    """
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # its logger writes to stdout
+    errors = []
+    for package in _PACKAGES:
+        try:
+            return importlib.import_module(f"{package}._api")
+        except Exception as error:
+            errors.append(f"{package}: {error}")
+    raise ConfigError(
+        "kv_transfer has nixl, and NIXL cannot be loaded "
+        f"({'; '.join(errors)}): pip install 'pigou[nixl]', or leave nixl out"
+    )
+
+
+class NixlAgent:
+    """An agent with the blocks of one store registered; its calls come from one thread at once."""
+
+    def __init__(self, rows: Bytes | None) -> None:
+        """Make an agent of a name of its own.
+
+        Args:
+            rows: memory to register, C-contiguous; None for none yet.
+
+        Raises:
+            ConfigError: NIXL is not installed, or has no UCX.
+        """
+        api = load_nixl()
+        self.name = f"pigou-{uuid.uuid4()}"
+        self.lock = threading.Lock()
+        config = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
+        try:
+            self._agent = api.nixl_agent(self.name, config)
+            self._registered = [] if rows is None else [self.register(rows)]
+        except Exception as error:
+            raise ConfigError(f"kv_transfer has nixl, and no agent of it starts: {error}") from None
+        self._peers: dict[bytes, str] = {}
+
+    def register(self, rows: Bytes) -> Any:
+        """Register memory; return what `deregister` takes."""
+        with self.lock:
+            region = (rows.ctypes.data, rows.nbytes, 0, "")
+            return self._agent.register_memory([region], "DRAM")
+
+    def deregister(self, region: Any) -> None:
+        """Forget memory."""
+        with self.lock:
+            self._agent.deregister_memory(region)
+
+    def metadata(self) -> bytes:
+        """Return what another agent needs to read the memory that is registered now."""
+        with self.lock:
+            return bytes(self._agent.get_agent_metadata())
+
+    def progress(self) -> None:
+        """Let UCX answer others."""
+        with self.lock:
+            self._agent.get_new_notifs()
+
+    def peer(self, metadata: bytes) -> str:
+        """Return the name of the agent that made `metadata`; one that is new is added."""
+        with self.lock:
+            if metadata not in self._peers:
+                if len(self._peers) >= _MAX_PEERS:
+                    self._forget(next(iter(self._peers)))
+                name = self._agent.add_remote_agent(metadata)
+                self._peers[metadata] = name if isinstance(name, str) else name.decode()
+            return self._peers[metadata]
+
+    def forget(self, metadata: bytes) -> None:
+        """Disconnect from the agent that made `metadata`."""
+        with self.lock:
+            self._forget(metadata)
+
+    def _forget(self, metadata: bytes) -> None:
+        name = self._peers.pop(metadata, None)
+        if name is not None and name not in self._peers.values():
+            try:
+                self._agent.remove_remote_agent(name)
+            except Exception as error:
+                log.debug("NIXL cannot let go of %s: %s", name, str(error))
+
+    def read(self, peer: str, local: Any, remote: Any) -> Any:
+        """Begin to read memory of a peer; return a handle.
+
+        Args:
+            peer: its name.
+            local: address, bytes and device of each piece, shape (n, 3), uint64.
+            remote: the same at the peer.
+        """
+        with self.lock:
+            ours = self._agent.get_xfer_descs(local, "DRAM")
+            theirs = self._agent.get_xfer_descs(remote, "DRAM")
+            handle = self._agent.initialize_xfer("READ", ours, theirs, peer)
+            self._agent.transfer(handle)
+            return handle
+
+    def state(self, handle: Any) -> str:
+        """Return how a read is: PROC, DONE or ERR."""
+        with self.lock:
+            return str(self._agent.check_xfer_state(handle))
+
+    def release(self, handle: Any) -> bool:
+        """Cancel a read, or forget it; whether no byte of it can arrive any more."""
+        with self.lock:
+            try:
+                self._agent.release_xfer_handle(handle)
+            except Exception as error:
+                log.debug("a read by NIXL cannot be released yet: %s", str(error))
+                return False
+            return True
+
+    def close(self) -> None:
+        """Disconnect from all, and forget all memory."""
+        for metadata in list(self._peers):
+            self.forget(metadata)
+        for region in self._registered:
+            self.deregister(region)
+        self._registered.clear()
+        del self._agent
+
+
+class NixlExport:
+    """The sender's end: tells where the blocks are, and makes progress while they are read."""
+
+    name = "nixl"
+
+    def __init__(self, store: BlockStore) -> None:
+        """Register a store's memory; blocks that are not in host memory are staged in it."""
+        self._store = store
+        self._rows = store.as_bytes()
+        self._agent = NixlAgent(self._rows)
+        self._metadata = b"" if self._rows is None else self._agent.metadata()
+        self._staged: dict[int, tuple[Bytes, Any]] = {}
+        self._wake = threading.Condition()
+        self._pulls, self._closed = 0, False
+        self._thread = threading.Thread(target=self._run, name="kv-nixl", daemon=True)
+        self._thread.start()
+
+    def details(self, blocks: Ints) -> dict[str, bytes | int]:
+        """Metadata of the agent, address of the blocks; their ids (int32, little-endian)."""
+        rows, metadata, ids = self._rows, self._metadata, blocks
+        if rows is None:
+            rows, ids = self._store.read(blocks), np.arange(len(blocks), dtype=np.int32)
+            region = self._agent.register(rows)
+            metadata = self._agent.metadata()
+            self._staged[rows.ctypes.data] = rows, region
+        with self._wake:
+            self._pulls += 1
+            self._wake.notify()
+        return {
+            "metadata": metadata,
+            "address": int(rows.ctypes.data),
+            "rows": len(rows),
+            "blocks": ids.astype("<i4").tobytes(),
+        }
+
+    def push(self, link: SideChannelLink, blocks: Ints, keep: Callable[[], None]) -> None:
+        """Nothing: the receiver reads by itself."""
+
+    def finish(self, details: dict[str, bytes | int]) -> None:
+        """End the progress for this pull, and forget memory that was made for it."""
+        with self._wake:
+            self._pulls -= 1
+        address = details["address"]
+        if isinstance(address, int) and address in self._staged:
+            self._agent.deregister(self._staged.pop(address)[1])
+
+    def close(self) -> None:
+        """End the thread, and forget the memory; no pull runs any more."""
+        with self._wake:
+            self._closed = True
+            self._wake.notify()
+        self._thread.join()
+        self._agent.close()
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                self._wake.wait_for(lambda: self._pulls or self._closed)
+                if self._closed:
+                    return
+            self._agent.progress()
+            time.sleep(_POLL_S)
+
+
+class NixlImport:
+    """The receiver's end: reads the sender's memory into the blocks."""
+
+    name = "nixl"
+    needs_confirmation = True
+
+    def __init__(self, store: BlockStore, timeout: int) -> None:
+        """Read into `store`; a request of which nothing comes for `timeout` ns has failed."""
+        self._agent = NixlAgent(store.as_bytes())
+        self._in_place = store.as_bytes() is not None
+        self._timeout_s = timeout / SECOND
+
+    def reaches(self, ticket: TransferParams) -> bool:  # noqa: ARG002
+        """Whether the sender may be within reach: UCX finds that out."""
+        return True
+
+    def fetch(
+        self,
+        link: SideChannelLink,
+        granted: GrantFrame,
+        landing: ReceiveBuffer,
+        renew: Callable[[], None],
+    ) -> None:
+        """Read piece by piece; each is verified when it is there."""
+        sums = expect_checksums(link, len(landing))
+        metadata, remote = _source(granted, landing)
+        try:
+            peer = self._agent.peer(metadata)
+        except Exception as error:
+            raise BackendUnavailable(f"NIXL does not know the sender: {error}") from error
+        landing.verify(sums)
+        step = max(1, _READ_BYTES // landing.block_bytes)
+        for first in range(0, len(landing), step):
+            count = min(step, len(landing) - first)
+            targets = landing.targets(first, count)
+            region = None if self._in_place else self._agent.register(targets[0])
+            try:
+                self._read(peer, metadata, _addresses(targets), remote[first : first + count],
+                           landing.block_bytes, first == 0, renew)  # fmt: skip
+            finally:
+                if region is not None:
+                    self._agent.deregister(region)
+            landing.accept(first, targets)
+
+    def sweep(self) -> None:
+        """Nothing is known of senders that are gone."""
+
+    def close(self) -> None:
+        """Forget everything."""
+        self._agent.close()
+
+    def _read(
+        self, peer: str, metadata: bytes, local: Any, remote: Any, size: int, first: bool,
+        renew: Callable[[], None],
+    ) -> None:  # fmt: skip
+        """Read blocks of `size` bytes, and wait for them.
+
+        Raises:
+            BackendUnavailable: the first read could not even begin.
+            TransferError: CUT or TIMEOUT. Nothing is written any more.
+        """
+        try:
+            handle = self._agent.read(peer, *merged(local, remote, size))
+        except Exception as error:
+            self._agent.forget(metadata)
+            if first:
+                raise BackendUnavailable(f"NIXL cannot read: {error}") from error
+            raise TransferError(TransferReason.CUT, f"NIXL cannot read: {error}") from error
+        state, why, deadline = "ERR", "", time.monotonic() + self._timeout_s
+        try:
+            while (state := self._agent.state(handle)) == "PROC":
+                if time.monotonic() > deadline:
+                    raise TransferError(TransferReason.TIMEOUT, "NIXL read nothing for too long")
+                renew()
+                time.sleep(_POLL_S)
+        except TransferError:
+            raise
+        except Exception as failure:  # NIXL raises for what was lost
+            why = str(failure)
+        finally:
+            self._end(handle, metadata, state == "DONE")
+        if state != "DONE":
+            raise TransferError(TransferReason.CUT, f"a read by NIXL failed: {why or state}")
+
+    def _end(self, handle: Any, metadata: bytes, done: bool) -> None:
+        """Let go of a read. Its blocks are handed on only when nothing can write them any more."""
+        began, logged = time.monotonic(), False
+        released = self._agent.release(handle)
+        if not done:
+            self._agent.forget(metadata)
+        while not (released or self._agent.release(handle)):
+            if not logged and time.monotonic() - began > _STUCK_S:
+                log.error("a read by NIXL does not end; its blocks stay taken")
+                logged = True
+            time.sleep(10 * _POLL_S)
+
+
+def merged(local: Any, remote: Any, size: int) -> tuple[Any, Any]:
+    """Merge blocks that follow one another at both ends.
+
+    Args:
+        local: address of each block here, shape (n,), uint64.
+        remote: the same at the sender.
+        size: bytes of a block.
+
+    Returns:
+        Address, bytes and device of each piece here and there, both of shape (pieces, 3).
+    """
+    step = np.uint64(size)
+    cuts = (local[1:] - local[:-1] != step) | (remote[1:] - remote[:-1] != step)
+    starts = np.concatenate([[0], cuts.nonzero()[0] + 1])
+    blocks = np.diff(np.append(starts, len(local))).astype(np.uint64)
+    zeros = np.zeros(len(starts), dtype=np.uint64)
+    ours, theirs = (
+        np.stack([address[starts], blocks * step, zeros], axis=1) for address in (local, remote)
+    )
+    return ours, theirs
+
+
+def _addresses(runs: Sequence[Bytes]) -> Any:
+    """Return the address of each row of runs of rows, uint64."""
+    parts = [
+        np.uint64(run.ctypes.data) + np.arange(len(run), dtype=np.uint64) * np.uint64(run.shape[1])
+        for run in runs
+    ]
+    return np.concatenate(parts) if parts else np.empty(0, dtype=np.uint64)
+
+
+def _source(granted: GrantFrame, landing: ReceiveBuffer) -> tuple[bytes, Any]:
+    """Return the metadata of the sender's agent, and the address of each block there, uint64."""
+    metadata, address = granted.details.get("metadata"), granted.details.get("address")
+    count, raw = granted.details.get("rows"), granted.details.get("blocks")
+    if not (isinstance(metadata, bytes) and isinstance(address, int) and isinstance(count, int)):
+        raise TransferError(TransferReason.PROTOCOL, "the grant names no NIXL agent")
+    if not isinstance(raw, bytes) or len(raw) != 4 * len(landing):
+        raise TransferError(TransferReason.PROTOCOL, "the grant does not list the blocks")
+    ids = np.frombuffer(raw, dtype="<i4")
+    if ids.size and not (ids.min() >= 0 and ids.max() < count):
+        raise TransferError(TransferReason.PROTOCOL, "a block lies outside the sender's memory")
+    if not 0 < address < 2**63 - count * landing.block_bytes:
+        raise TransferError(TransferReason.PROTOCOL, f"no memory lies at {address}")
+    return metadata, np.uint64(address) + ids.astype(np.uint64) * np.uint64(landing.block_bytes)
