@@ -85,6 +85,7 @@ async def running(
     journal: Path | None = None,
     models: tuple[DeclaredModel, ...] = (),
     templates: Sequence[WorkerTemplate] = (),
+    prices: str = "",
 ) -> AsyncIterator[tuple[Serving, Client]]:
     """Run a fleet of (prefill, decode, both) workers behind a gateway.
 
@@ -94,8 +95,10 @@ async def running(
         *local_workers(*counts, arguments, ["cpu"]), *attach
     ]  # fmt: skip
     gateway = GatewayConfig(
-        port=0, strict=not attach, journal=None if journal is None else str(journal)
-    )
+        port=0, strict=not attach, journal=None if journal is None else str(journal),
+        prices=prices, gpu="cpu" if prices else "",
+        priced_model="llama-3.1-8b" if prices else "",
+    )  # fmt: skip
     if template is not None and not templates:
         templates = [WorkerTemplate(arguments=template)]
     serving = Serving(

@@ -134,8 +134,9 @@ async def test_every_metric_is_documented() -> None:
     named = set(re.findall(r"`((?:pigou|gen_ai_server)_\w+)`", gateway))
     planner = PlannerConfig(slo="ttft=1,itl=1", planner={"planner": "static"}, interval_s=0.2)
     async with running(
-        0, 0, 1, arguments=SLEEP, control=ControlConfig(policy="toll"), planner=planner
-    ) as (_, client):
+        0, 0, 1, arguments=SLEEP, control=ControlConfig(policy="toll"), planner=planner,
+        prices="default",
+    ) as (_, client):  # fmt: skip
         await asyncio.gather(*(client.reply(prompt=f"{i} " * 40, max_tokens=4) for i in range(30)))
         await client.post("/v1/completions", prompt="x", max_tokens=2)
         for _ in range(100):

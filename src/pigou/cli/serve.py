@@ -62,7 +62,9 @@ def serve(
         fleet = msgspec.structs.replace(fleet, threads=threads)
     workers = workers_of(fleet, arguments)
     templates = WorkerTemplate.of_models(fleet, arguments)
-    gateway = msgspec.structs.replace(gateway, strict=not (fleet.attach or fleet.registry))
+    gateway = msgspec.structs.replace(
+        gateway, strict=not (fleet.attach or fleet.registry), gpu=_gpu(gateway, fleet)
+    )
     try:
         secret = FleetSecret.given(fleet.fleet_secret_file)
         registry = open_registry(fleet.registry, secret) if fleet.registry else None
@@ -91,6 +93,12 @@ def serve(
     except (FleetError, OSError) as error:
         typer.echo(f"pigou serve: {error}", err=True)
         raise typer.Exit(1) from None
+
+
+def _gpu(gateway: GatewayConfig, fleet: WorkersConfig) -> str:
+    """Return which GPUs workers have: as given, or `cpu` where all are started on it."""
+    on_cpu = fleet.device == "cpu" and not (fleet.attach or fleet.registry)
+    return gateway.gpu or ("cpu" if gateway.prices and on_cpu else "")
 
 
 def _bus(peers: PeersConfig, secret: FleetSecret | None) -> PeerBus | None:

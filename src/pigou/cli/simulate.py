@@ -221,7 +221,26 @@ def _show(document: dict[str, Any]) -> None:
             "{count} gateways, {lag_s:g} s of lag: {requests} requests, {messages} messages, "
             "{gaps} gaps, {snapshots} snapshots".format_map(document["gateways"])
         )
+    if "cost" in document:
+        console.print(_cost(document["cost"], document["energy"]))
     console.print("price of anarchy: " + ", ".join(f"{k} {v}" for k, v in parts.items()))
+
+
+def _cost(cost: dict[str, Any], energy: dict[str, Any]) -> str:
+    prices = cost["usd_per_million"]
+    parts = ", ".join(
+        f"{name.replace('_', ' ')} {_figure(prices[name])}"
+        for name in ("uncached_input", "cached_input", "output")
+    )
+    at_slo = prices["all_per_output_at_slo"]
+    whole = "all_per_output" if at_slo is None else "all_per_output_at_slo"
+    return (
+        f"cost: ${_figure(cost['usd'])}, {cost['utilisation']:.1%} in use; dollars a million "
+        f"tokens: {parts}; all, an output token {'served' if at_slo is None else 'at the SLO'}: "
+        f"{_figure(prices[whole])}\n"
+        f"energy: {energy['joules'] / 1e3:.4g} kJ, {energy['mean_watts']:.0f} W, "
+        f"{_figure(energy['joules_per_output_token'])} J an output token"
+    )
 
 
 def _figure(value: float | None) -> str:

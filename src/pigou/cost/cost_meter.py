@@ -62,6 +62,8 @@ class CostMeter:
     Attributes:
         workers: meters of the workers that are up, by id.
         bills: usage of each of the last requests, by id.
+        owners: their tenants.
+        rate, model, workload: as they are given.
     """
 
     def __init__(
@@ -77,7 +79,8 @@ class CostMeter:
         """
         self.workers: dict[str, WorkerMeter] = {}
         self.bills: OrderedDict[str, Usage] = OrderedDict()
-        self._rate, self._model, self._workload = rate, model, workload
+        self.owners: dict[str, str] = {}
+        self.rate, self.model, self.workload = rate, model, workload
         self._usages: dict[UsageKey, Usage] = {}
         self._submitted: dict[str, Request] = {}
         self._routed: dict[str, _Routed] = {}
@@ -171,7 +174,7 @@ class CostMeter:
 
     def _up(self, worker: Worker, now: int) -> None:
         if worker.id not in self.workers:
-            self.workers[worker.id] = WorkerMeter(self._rate(worker), now)
+            self.workers[worker.id] = WorkerMeter(self.rate(worker), now)
 
     def _down(self, worker: str, now: int) -> None:
         """A worker is gone: what it had under way pays, and its seconds end."""
@@ -186,10 +189,11 @@ class CostMeter:
         if request is None:
             return
         choice = route.choice
-        key = UsageKey(request.tenant, self._model(choice.decode), self._workload(request))
+        key = UsageKey(request.tenant, self.model(choice.decode), self.workload(request))
         bill = self.bills.setdefault(request.id, Usage())
+        self.owners[request.id] = request.tenant
         if len(self.bills) > _MAX_BILLS:
-            self.bills.popitem(last=False)
+            del self.owners[self.bills.popitem(last=False)[0]]
         payer = Payer((self._usages.setdefault(key, Usage()), bill))
         payer.add("requests", 1)
         payer.add("cached_tokens", min(choice.computed, request.prompt - 1))

@@ -8,7 +8,7 @@ not computed yet, in proportion to usage, and storage, in proportion to the toke
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,6 +144,29 @@ class FleetBill:
         if not self.has_tolls:
             document["marginal_usd"] = None
         return document
+
+
+def sum_bills(bills: Sequence[FleetBill]) -> FleetBill:
+    """Return the bill of several fleets at one time; attainment is known of one alone."""
+    if len(bills) == 1:
+        return bills[0]
+    usages: dict[UsageKey, Usage] = {}
+    for bill in bills:
+        for key, usage in bill.usages.items():
+            usages.setdefault(key, Usage()).add(usage)
+    return FleetBill(
+        seconds=max((bill.seconds for bill in bills), default=0.0),
+        gpu_s=sum(bill.gpu_s for bill in bills),
+        gpu_usd=sum(bill.gpu_usd for bill in bills),
+        idle_usd=sum(bill.idle_usd for bill in bills),
+        open_usd=sum(bill.open_usd for bill in bills),
+        storage_usd=sum(bill.storage_usd for bill in bills),
+        joules=sum(bill.joules for bill in bills),
+        idle_joules=sum(bill.idle_joules for bill in bills),
+        open_joules=sum(bill.open_joules for bill in bills),
+        usages=usages,
+        has_tolls=all(bill.has_tolls for bill in bills),
+    )
 
 
 def _finite(value: float) -> float | None:

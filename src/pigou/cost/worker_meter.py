@@ -73,6 +73,7 @@ class WorkerMeter:
         idle_s: of those, seconds without work.
         open_s: seconds of prompts that are not computed yet.
         idle_joules, joules: of these seconds, and of all.
+        energy_source: of joules: `model`, `counter` once one was read, or `none`.
     """
 
     def __init__(self, rate: WorkerRate, now: int) -> None:
@@ -93,6 +94,7 @@ class WorkerMeter:
         self._mfu = _FIRST_MFU
         self._token_s = _FIRST_TOKEN_S
         self._measured: float | None = None
+        self.energy_source = "none" if rate.power is None else "model"
 
     # --- what happens ---------------------------------------------------------------------------
 
@@ -214,6 +216,7 @@ class WorkerMeter:
     def measured(self, joules: float) -> None:
         """A counter says that the worker used so much energy since the last settlement."""
         self._measured = (self._measured or 0.0) + joules
+        self.energy_source = "counter"
 
     def settle(self, now: int, *, final: bool = False) -> None:
         """Charge the seconds since the last call.

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from pigou.config import ConfigError, ControlConfig
 from pigou.control.journal import journal_config
-from pigou.control.plane import ControlPlane
 from pigou.control.planner.config import PlannerConfig
 from pigou.control.warm_up import warm_up
 from pigou.fleet.config import AttachedWorker, LocalWorker, WatchConfig, WorkersConfig
+from pigou.fleet.costs import follow_driver, make_plane
 from pigou.fleet.live_fleet import LiveFleet
 from pigou.fleet.local_workers import WorkerTemplate, sleeps, start_workers
 from pigou.fleet.model_pools import DeclaredModel
@@ -296,14 +296,16 @@ def _plane_driver(
         PromptTokenizer.named(model.tokenizer) if model.tokenizer else None,
         allow_special_tokens=gateway.allow_special_tokens,
     )
-    plane, journal = ControlPlane(control), None
+    plane, journal = make_plane(control, gateway), None
     if gateway.journal is not None:
         path = Path(gateway.journal)
         if model.name:
             path = path.with_stem(f"{path.stem}.{model.name.replace('/', '_')}")
         journal = Journal(path, journal_config(plane))
     objectives = planner.objectives
-    return PlaneDriver(plane, prompts, journal, objectives, model=model.name, sibling=sibling)
+    driver = PlaneDriver(plane, prompts, journal, objectives, model=model.name, sibling=sibling)
+    follow_driver(driver)
+    return driver
 
 
 def _settle(future: asyncio.Future[None], error: BaseException | None) -> None:

@@ -63,6 +63,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             applications): another one voids all that is cached; empty for none.
         strict: judge the fields of request bodies here; off in front of stock workers, which
             know fields that Pigou does not.
+        prices: of GPUs, as `pigou.cost.price_list` reads them; without, costs are not metered.
+        gpu: that a worker has, `NAME[:GPUS]`, by role where they differ.
+        priced_model: whose sizes marginal dollars and energy need; empty asks the workers.
         unknown_fields: what is done with unknown fields where they are judged here: "warn", once
             in the log and in a header of each reply, or "refuse".
         tracing: where traces of requests go, and which.
@@ -121,6 +124,30 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             "Name of what is released with the fleet (prompts, policies, applications); another "
             "one voids all that is cached.",
             "Gateway",
+        ),
+    ] = ""
+    prices: Annotated[
+        str,
+        option(
+            "What GPUs cost: default, or H100=2.5,... in dollars of a GPU-hour; bills are at "
+            "/costs and in /metrics.",
+            "Costs",
+        ),
+    ] = ""
+    gpu: Annotated[
+        str,
+        option(
+            "With --prices: GPUs of a worker, H100:4 or prefill=H100:4,decode=H200:8.  [default: "
+            "cpu for workers that are started on it]",
+            "Costs",
+        ),
+    ] = ""
+    priced_model: Annotated[
+        str,
+        option(
+            "With --prices: the model, llama-3.1-8b or a config.json, where the gateway cannot "
+            "read that of its workers: marginal dollars and energy need its sizes.",
+            "Costs",
         ),
     ] = ""
     client_timeout: Annotated[

@@ -198,6 +198,7 @@ ASSETS = {
     "/static/page.css": ("page.css", "text/css"),
     "/static/page.js": ("page.js", "text/javascript"),
     "/static/plan.js": ("plan.js", "text/javascript"),
+    "/static/costs.js": ("costs.js", "text/javascript"),
     "/static/charts.js": ("charts.js", "text/javascript"),
     "/static/uplot.js": ("uplot.js", "text/javascript"),
     "/static/uplot.css": ("uplot.css", "text/css"),

@@ -16,7 +16,7 @@ from pigou.control.planner.objectives import Slo
 from pigou.gateway.failure import Rejected
 from pigou.gateway.gateway_request import GatewayRequest
 from pigou.gateway.sse_relay import Relay
-from pigou.request import SECOND
+from pigou.request import SECOND, Request
 from pigou.wire.errors import APIError
 
 #: Nanoseconds of the requests that the recent attainment is of, and the most of them.
@@ -207,6 +207,13 @@ class RequestMeter:
             self.attainment.add(ended.workload, ended.is_attained)
             self._recent.append((now, ended.workload, ended.is_attained))
 
+    def class_of(self, request: Request) -> str:
+        """Return the name of the class of a request of the control plane."""
+        open_call = self._open.get(request.group or request.id)
+        if open_call is not None:
+            return open_call.name(self.objectives, self.model())
+        return self.objectives.name_of(request.tenant, request.prompt, model=self.model())
+
     def begun(self, call: GatewayRequest, worker: str, uncached: int | None) -> None:
         """A request had its first token.
 
@@ -268,12 +275,7 @@ class RequestMeter:
         queued: dict[str, list[int]] = {}
         for waiting in queue:
             request = waiting.request
-            open_call = self._open.get(request.group or request.id)
-            if open_call is None:
-                name = objectives.name_of(request.tenant, request.prompt, model=model)
-            else:
-                name = open_call.name(objectives, model)
-            queued.setdefault(name, []).append(request.prompt)
+            queued.setdefault(self.class_of(request), []).append(request.prompt)
         return MeteredWindow(
             [metered.metered(objectives, model) for metered in arrived],
             [metered.metered(objectives, model) for metered in first],

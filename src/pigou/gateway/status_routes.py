@@ -13,6 +13,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pigou import __version__
 from pigou.gateway.api_keys import NO_KEY, Key
 from pigou.gateway.attainment_metrics import AttainmentMetrics
+from pigou.gateway.costs_api import CostMetrics, Costs, cost_meter
 from pigou.gateway.dashboard import History
 from pigou.gateway.exposition import page, page_without_tenants
 from pigou.gateway.middleware import current_key, unauthorized
@@ -39,6 +40,8 @@ _PAGES = {
     "/workers": "workers",
     "/plan": "plan",
     "/usage": "usage",
+    "/costs": "costs",
+    "/costs/{id}": "cost",
     "/decisions": "decisions",
     "/decisions/{id}": "decision",
     "/version": "version",
@@ -83,6 +86,7 @@ class StatusRoutes:
         if gateway.registry is not None:
             gateway.metrics.add(RegistryMetrics(gateway.registry))
         self._federation = WorkerFederation(models)
+        self._costs = Costs(drivers)
         self._decisions = Decisions(*(driver.plane for driver in drivers))
 
     def add_to(self, router: web.UrlDispatcher) -> None:
@@ -194,6 +198,14 @@ class StatusRoutes:
             used.update(model.metrics.usage(key.tenant))
         return json_response({"tenant": key.tenant, "admin": key.admin, **used})
 
+    async def costs(self, _: web.Request) -> web.Response:
+        """Show what the fleet costs, and whom: all to an administrator, else a tenant's own."""
+        return json_response(self._costs.view(_seen_by(current_key())))
+
+    async def cost(self, request: web.Request) -> web.Response:
+        """Show the bill of one request that the key may see."""
+        return json_response(self._costs.one(request.match_info["id"], _seen_by(current_key())))
+
     async def decisions(self, request: web.Request) -> web.Response:
         """Show the latest decisions that the key may see."""
         return json_response(
@@ -215,6 +227,8 @@ def _register(model: GatewayModel) -> None:
     metrics.add_fleet(model.fleet_status.gauges)
     metrics.add(PriceGauges(model.fleet_status.prices))
     metrics.add(AttainmentMetrics(model.plane_driver.meter))
+    if (costs := cost_meter(model.plane_driver)) is not None:
+        metrics.add(CostMetrics(costs))
     metrics.add_count(
         "pigou_index_evicted_blocks",
         "Blocks that the prefix index forgot to stay within its limits.",

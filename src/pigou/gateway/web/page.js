@@ -304,6 +304,7 @@ async function look() {
       await drawHistory();
       draw(fleet);
       await drawPlan();
+      await drawCosts();
     } catch (error) {
       if (!(error instanceof Forbidden)) throw error;
       await drawTenant();
