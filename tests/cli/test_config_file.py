@@ -131,5 +131,5 @@ def test_the_help_shows_defaults_under_headings() -> None:
     headings = [
         line[:-1] for line in done.stdout.splitlines() if line[:1].isupper() and line[-1] == ":"
     ]
-    assert headings == ["Arguments", "Model and workers", "Gateway", "Traces", "Routing",
+    assert headings == ["Arguments", "Model and workers", "Gateway", "Costs", "Traces", "Routing",
                         "Admission", "Planner", "Logs", "Peers", "Options"]  # fmt: skip

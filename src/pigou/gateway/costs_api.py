@@ -13,7 +13,7 @@ from pigou.control.planner.attainment import class_label
 from pigou.cost.cost_meter import CostMeter
 from pigou.cost.fleet_bill import FleetBill, sum_bills
 from pigou.cost.metered_plane import MeteredControlPlane
-from pigou.gateway.metrics import TENANT
+from pigou.gateway.exposition import TENANT
 from pigou.gateway.plane_driver import PlaneDriver
 from pigou.wire.errors import APIError
 
