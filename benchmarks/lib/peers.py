@@ -7,6 +7,7 @@ Each peer lives in its own virtual environment, named by an environment variable
 | `PIGOU_PEER_VLLM`          | a venv with vLLM for CPU and NIXL                    |
 | `PIGOU_PEER_SGLANG_ROUTER` | a venv with sglang-router                            |
 | `PIGOU_PEER_KVPRESS`       | a venv with kvpress (and transformers below 5.3)     |
+| `PIGOU_PEER_AICONFIGURATOR` | a venv with aiconfigurator                          |
 | `PIGOU_SHARED`             | the folder with `tools/peer-vllm.sh` and its siblings |
 """
 
@@ -71,6 +72,12 @@ def kvpress_home() -> Path:
     wanted = "torch==2.13.0 kvpress==0.5.5 'transformers<5.3'"
     remedy = f"run `python3 -m venv DIR && DIR/bin/pip install {wanted}`"
     return _venv("PIGOU_PEER_KVPRESS", "python", remedy)
+
+
+def aiconfigurator_home() -> Path:
+    """The venv with AIConfigurator; raises PeerMissing with the way to make it."""
+    remedy = "run `python3 -m venv DIR && DIR/bin/pip install aiconfigurator==0.12.0`"
+    return _venv("PIGOU_PEER_AICONFIGURATOR", "aiconfigurator", remedy)
 
 
 @dataclass(frozen=True)

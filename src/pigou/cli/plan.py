@@ -57,7 +57,8 @@ def plan(
                            "and in the densest burst."),
     ] = False,
     out: Annotated[
-        str, typer.Option(help="Folder for fleet.yaml, planner.yaml and workers.sh.")
+        str, typer.Option(help="Folder for fleet.yaml, serve.yaml, planner.yaml, workers.sh, and "
+                     "values.yaml of the Helm chart.")
     ] = "",
     json: Annotated[str, typer.Option(help="File to write the figures to.")] = "",
 ) -> None:  # fmt: skip

@@ -8,8 +8,14 @@ from typing import Any
 
 import pytest
 import yaml
+from tests.lib.source_tree import ROOT
 
 from pigou.cli import main
+from pigou.control.planner.objectives import Slo
+from pigou.fleet.config import AttachedWorker
+from pigou.fleet.kubernetes import fleet_spec
+from pigou.request import Role
+from pigou.sim.fleet_config import read_fleet
 
 SMALL = ["plan", "--model", "llama-3.1-8b", "--jobs", "1", "--top", "1", "--kv-dtype", "bfloat16"]
 
@@ -70,14 +76,38 @@ def test_stress_says_whether_it_is_healthy(planned: tuple[dict[str, Any], Path])
 
 
 def test_the_files_are_read_by_the_commands(planned: tuple[dict[str, Any], Path]) -> None:
-    from pigou.sim.fleet_config import read_fleet
-
     figures, folder = planned
     (group,) = read_fleet(str(folder / "fleet.yaml")).workers
     assert group.max_seqs == figures["best"]["batch"]["both"]
-    planner = yaml.safe_load((folder / "planner.yaml").read_text())
-    assert planner["slo"] == "ttft=0.5,itl=0.05,percentile=95"
+    for name in ("serve.yaml", "planner.yaml"):
+        with pytest.raises(SystemExit) as end:
+            main(["serve", "--config", str(folder / name), "--help"])
+        assert not end.value.code
+        options = yaml.safe_load((folder / name).read_text())
+        assert Slo.parse(options["slo"]) == Slo(ttft_s=0.5, itl_s=0.05)
+    (worker,) = yaml.safe_load((folder / "serve.yaml").read_text())["attach"]
+    assert AttachedWorker.parse(worker, 0).role is Role.BOTH
     assert "--tensor-parallel-size 1" in (folder / "workers.sh").read_text()
+
+
+def test_the_operator_takes_the_fleet_of_the_helm_values(
+    planned: tuple[dict[str, Any], Path],
+) -> None:
+    values = yaml.safe_load((planned[1] / "values.yaml").read_text())
+    (pool,) = fleet_spec.read_fleet(values["fleet"]["spec"]).models[0].pools
+    assert (pool.role, pool.replicas, pool.gpus_per_replica) == ("both", 1, 1)
+    assert "--max-num-seqs" in pool.args
+
+
+@pytest.mark.helm
+def test_the_chart_renders_the_helm_values(planned: tuple[dict[str, Any], Path]) -> None:
+    helm = pytest.importorskip("helm_python.chart", reason="helm-python-sdk is not installed")
+    values = yaml.safe_load((planned[1] / "values.yaml").read_text())
+    chart = helm.Chart.load(str(ROOT / "deploy" / "helm" / "pigou"))
+    pages = chart.render(values, name="r", namespace="default").values()
+    made = [part for text in pages for part in yaml.safe_load_all(text) if isinstance(part, dict)]
+    (fleet,) = [part for part in made if part.get("kind") == "PigouFleet"]
+    assert fleet["spec"] == values["fleet"]["spec"]
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import yaml
 
-from pigou.capacity.plan.configuration import Configuration
+from pigou.capacity.plan.configuration import Configuration, PlannedPool, WorkerKind
 from pigou.capacity.plan.plan import CapacityPlan, PlannedConfiguration, PlanRequest
 from pigou.config import ConfigError
+
+#: Image of vLLM workers, and the label that tells nodes of one GPU.
+_VLLM_IMAGE, _GPU_LABEL = "vllm/vllm-openai:v0.11.0", "pigou.dev/gpu"
+_VALUES_HEADING = (
+    "# helm install pigou deploy/helm/pigou --values values.yaml\n"
+    f"# Give the model its hub id, and the nodes the label {_GPU_LABEL}.\n"
+)
 
 
 def plan_document(plan: CapacityPlan, request: PlanRequest) -> dict[str, Any]:
@@ -43,6 +51,7 @@ def configuration_document(item: PlannedConfiguration, standing: str) -> dict[st
         "standing": standing,
         "gpus": made.gpus,
         "tp": made.tp,
+        "workers": {pool.role.value: pool.workers for pool in made.pools},
         "batch": made.batch,
         "chunk": {pool.role.value: pool.kind.chunk for pool in made.pools},
         "kv_dtype": made.kv_dtype or "model",
@@ -64,8 +73,9 @@ def configuration_document(item: PlannedConfiguration, standing: str) -> dict[st
 def write_files(plan: CapacityPlan, request: PlanRequest, folder: Path) -> list[Path]:
     """Write the files of the recommended configuration.
 
-    `fleet.yaml` is for `pigou simulate --fleet`; `planner.yaml` for `pigou serve --config` on the
-    gateway; `workers.sh` starts the workers, one command a pool.
+    `fleet.yaml` is for `pigou simulate --fleet`; `serve.yaml` and `planner.yaml` for `pigou serve
+    --config` on the gateway, of workers that stay and that a planner starts; `workers.sh` starts
+    the workers, one command a pool; `values.yaml` are values of the Helm chart.
 
     Raises:
         ConfigError: the folder cannot be written.
@@ -75,6 +85,9 @@ def write_files(plan: CapacityPlan, request: PlanRequest, folder: Path) -> list[
     objective = f"ttft={slo.ttft_s:g},itl={slo.itl_s:g},percentile={slo.percentile:g}"
     files = {
         "fleet.yaml": yaml.safe_dump({"workers": _groups(made)}, sort_keys=False),
+        "serve.yaml": yaml.safe_dump(
+            {"policy": "toll", "slo": objective, "attach": _addresses(made)}, sort_keys=False
+        ),
         "planner.yaml": yaml.safe_dump(
             {
                 "policy": "toll",
@@ -85,6 +98,8 @@ def write_files(plan: CapacityPlan, request: PlanRequest, folder: Path) -> list[
             sort_keys=False,
         ),
         "workers.sh": _worker_commands(made, request.model),
+        "values.yaml": _VALUES_HEADING
+        + yaml.safe_dump(helm_values(made, request), sort_keys=False),
     }
     written = []
     try:
@@ -108,6 +123,50 @@ def _groups(made: Configuration) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
+def _addresses(made: Configuration) -> list[str]:
+    """Return what `--attach` reads, with a host's name for each worker, to be replaced."""
+    return [
+        f"http://{pool.role.value}-{number}:8000,role={pool.role.value}"
+        for pool in made.pools
+        for number in range(pool.workers)
+    ]
+
+
+def helm_values(made: Configuration, request: PlanRequest) -> dict[str, Any]:
+    """Return values of `deploy/helm/pigou`: a `PigouFleet` of vLLM workers, within the GPUs."""
+    name = re.sub("[^a-z0-9]+", "-", Path(request.model).name.lower()).strip("-")[:30].strip("-")
+    if not name[:1].isalpha():
+        name = f"m-{name}"[:30].strip("-")
+    slo = request.slo
+    spec: dict[str, Any] = {"image": "pigou-worker:0.1.0", "budget": {"gpus": made.total_gpus}}
+    if max(slo.ttft_s, slo.itl_s) < float("inf"):
+        spec["slo"] = {
+            "ttftSeconds": slo.ttft_s, "itlSeconds": slo.itl_s, "percentile": slo.percentile,
+        }  # fmt: skip
+    spec["gateway"] = {
+        "replicas": 1, "image": "pigou-gateway:0.1.0", "args": ["--policy", "toll"],
+        "apiKeysSecret": "pigou-keys",
+    }  # fmt: skip
+    pools = [_helm_pool(pool) for pool in made.pools]
+    spec["models"] = [{"name": name, "model": request.model, "pools": pools}]
+    return {"fleet": {"name": name, "spec": spec}}
+
+
+def _helm_pool(pool: PlannedPool) -> dict[str, Any]:
+    return {
+        "role": pool.role.value, "engine": "vllm", "image": _VLLM_IMAGE,
+        "replicas": pool.workers, "gpusPerReplica": pool.kind.tp,
+        "parallelism": {"tp": pool.kind.tp}, "args": _limits(pool.kind),
+        "nodeSelector": {_GPU_LABEL: pool.kind.gpu},
+    }  # fmt: skip
+
+
+def _limits(kind: WorkerKind) -> list[str]:
+    """Return options of a vLLM worker."""
+    options = ["--max-num-seqs", f"{kind.max_seqs}", "--max-num-batched-tokens", f"{kind.chunk}"]
+    return [*options, "--kv-cache-dtype", kind.kv_dtype] if kind.kv_dtype else options
+
+
 def _worker_commands(made: Configuration, model: str) -> str:
     """Return a vLLM command for a worker of each pool: workers of Pigou's own use one GPU."""
     lines = [
@@ -117,12 +176,9 @@ def _worker_commands(made: Configuration, model: str) -> str:
     ]
     for pool in made.pools:
         kind = pool.kind
-        command = [
-            f"vllm serve {model} --tensor-parallel-size {kind.tp}",
-            f"--max-num-seqs {kind.max_seqs} --max-num-batched-tokens {kind.chunk}",
-        ]
-        if kind.kv_dtype:
-            command.append(f"--kv-cache-dtype {kind.kv_dtype}")
+        options = iter(_limits(kind))
+        command = [f"vllm serve {model} --tensor-parallel-size {kind.tp}"]
+        command += [f"{option} {value}" for option, value in zip(options, options, strict=True)]
         lines.append(f"# {pool.workers} x {pool.role.value} on {kind.gpu}")
         lines.append(" \\\n  ".join(command))
     return "\n".join(lines) + "\n"
