@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from tests.gateway.metric_rules import CONTRACT, complaints, promtool_complaints
 
-from pigou.worker.metrics import WorkerMetrics
+from pigou.sim.architecture import PRESETS
+from pigou.worker.metrics import TIER_COUNTERS, TIER_GAUGES, WorkerMetrics
+from pigou.worker.work_estimate import estimate_of
 
 
 def _page() -> str:
-    return WorkerMetrics("m", 2048, {"block_size": "16"}, 64).page().decode()
+    work = estimate_of(PRESETS["llama-3.1-8b"], "h100")
+    return WorkerMetrics("m", 2048, {"block_size": "16"}, 64, work).page().decode()
 
 
 def test_a_workers_own_names_keep_promtools_rules_and_the_contracts_are_the_exceptions() -> None:
@@ -22,5 +29,19 @@ def test_a_workers_own_names_keep_promtools_rules_and_the_contracts_are_the_exce
 
 def test_names_of_the_contract_stay_as_vllm_has_them() -> None:
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc",
-                 "prefix_cache_queries_total", "prefix_cache_hits_total"):  # fmt: skip
+                 "prefix_cache_queries_total", "prefix_cache_hits_total",
+                 "estimated_flops_per_gpu_total", "estimated_read_bytes_per_gpu_total",
+                 "estimated_write_bytes_per_gpu_total"):  # fmt: skip
         assert f"\n{CONTRACT}{name}{{" in _page()
+
+
+def test_every_metric_of_a_worker_is_documented() -> None:
+    docs = (Path(__file__).parents[2] / "docs" / "reference" / "metrics.md").read_text()
+    _, heading, worker = docs.partition("## A worker's own")
+    assert heading
+    named = set(re.findall(r"`((?:pigou_|vllm:)\w+)`", worker.partition("## Nine cache")[0]))
+    families = text_string_to_metric_families(_page())
+    exported = {each.name + "_total" * (each.type == "counter") for each in families}
+    tiers = {f"pigou_tier_{name}" for name in TIER_GAUGES}
+    tiers |= {f"pigou_tier_{name}_total" for name in TIER_COUNTERS}
+    assert exported | tiers == named

@@ -45,6 +45,7 @@ class EngineCore:
         tiers: beyond the device; None for the device alone.
         tables: device block ids of each row, shape (max_seqs, blocks of the longest sequence).
             Valid from `schedule` to `apply`, for the blocks that the plan's entries touch.
+        rows: lengths and blocks of the running sequences; for reading.
     """
 
     def __init__(self, config: EngineConfig, epoch: int = 0, tiers: Tiers | None = None) -> None:
@@ -69,7 +70,7 @@ class EngineCore:
         self._plan: Plan | None = None
         self._ahead = NO_LOOKAHEAD
         self._number = 0
-        self.tables = self._state.rows.tables
+        self.rows, self.tables = self._state.rows, self._state.rows.tables
 
     # --- calls ------------------------------------------------------------------------------
 

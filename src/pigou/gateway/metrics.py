@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 from prometheus_client import (
     CollectorRegistry,
@@ -24,7 +25,9 @@ from pigou.control.decisions import Explanation
 from pigou.control.messages import RemoteKVFetch
 from pigou.gateway.exposition import BuildInfo
 from pigou.gateway.genai_metrics import GenAIMetrics
+from pigou.gateway.session_retention import SessionRetention
 from pigou.gateway.stage_metrics import StageMetrics
+from pigou.request import BlockKeys
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120,
             300, 600)  # fmt: skip
@@ -41,6 +44,8 @@ _SHARES = (0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 #: Columns of the fleet's table that only rise, and those whose metric names their unit.
 _WORKER_COUNTERS = ("restarts", "tokens", "kv_events")
 _WORKER_UNITS = {"kv_usage": "kv_usage_ratio"}
+
+NO_KEYS: Mapping[int, BlockKeys] = MappingProxyType({})
 
 #: Rows of the fleet's table: (worker, role, name -> value).
 Rows = Iterable[tuple[str, str, dict[str, float]]]
@@ -78,6 +83,10 @@ class Metrics:
         )
         self.stalled = Counter(
             "pigou_clients_stalled", "Streams cut off because their client took nothing.",
+            registry=self.registry,
+        )  # fmt: skip
+        self.retried = Counter(
+            "pigou_client_retries", "Requests whose client says that it tries once more.",
             registry=self.registry,
         )  # fmt: skip
         self.shed = Counter(
@@ -126,6 +135,7 @@ class Metrics:
 
         self.stages = StageMetrics(self.registry)
         self.genai = GenAIMetrics(self.registry)
+        self.retention = SessionRetention(self.registry)
         self.itl = self._fast(
             "pigou_inter_token_latency_seconds",
             "Between two chunks of a stream, for each token of the later one.", _ITL,
@@ -149,13 +159,27 @@ class Metrics:
             "pigou_game_overlap_ratio", "Share of a prompt that its worker holds.", _SHARES
         )
 
-    def decided(self, why: Explanation, block_size: int) -> None:
-        """Count a decision; `block_size` is that of the worker that computes the prompt."""
+    def decided(
+        self,
+        why: Explanation,
+        block_size: int,
+        keys: Mapping[int, BlockKeys] = MappingProxyType({}),
+    ) -> None:
+        """Count a decision.
+
+        Args:
+            why: it was taken.
+            block_size: of the worker that computes the prompt.
+            keys: of the prompt's blocks, by size; empty where they are not known, or the request
+                was routed before.
+        """
         cached = int(why.cached[why.chosen])
         self.cost.observe(float(why.costs[why.chosen]))
         self.regret.observe(why.regret)
         self.overlap.observe(-(-cached // block_size))
         self.overlap_ratio.observe(cached / why.prompt)
+        if block_size in keys:
+            self.retention.take(keys[block_size], cached // block_size)
 
     def usage(self, tenant: str) -> dict[str, float]:
         """Return a tenant's tokens so far, by the names of their counters."""

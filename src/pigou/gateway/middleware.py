@@ -24,6 +24,8 @@ from pigou.wire.errors import SUSPECT, APIError, bad_request, http_error, too_la
 from pigou.wire.request_validation import REQUEST_ID_HEADER, echo_request_id
 
 _log = logging.getLogger("pigou.gateway")
+#: By it the SDKs of OpenAI and Anthropic say that they try a request once more.
+_RETRY_COUNT = "x-stainless-retry-count"
 
 
 #: Metrics of the model that the current task's request is for; None while that is not known.
@@ -80,6 +82,8 @@ def guard(keys: Keys | None, metrics: Metrics, shutdown: Shutdown) -> Middleware
             metrics.inflight.dec(works)
             own = _model_metrics.get() or metrics
             own.requests.labels(route, status).inc()
+            if works and request.headers.get(_RETRY_COUNT, "0") != "0":
+                own.retried.inc()
             if status == "499" and works:
                 own.cancelled.inc()
         if not response.prepared:

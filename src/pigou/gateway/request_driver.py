@@ -240,9 +240,8 @@ class RequestDriver(ABC):
             # Further sequences of a request were accepted with its first one.
             follows = call.group not in ("", call.id)
             await quota.take(call.id, None if follows else self._plane_driver.queue_timeout_s)
-        exclude = step.exclude
-        if exclude and step.cause != RECALLED:
-            exclude = self._plane_driver.exclude_hosts(exclude)
+        exclude, nearby = step.exclude, self._plane_driver.exclude_hosts
+        exclude = nearby(exclude) if exclude and step.cause != RECALLED else exclude
         try:
             decision = await self._plane_driver.decide(call.request(step.tokens), exclude)
         except ConfigError as error:
@@ -261,7 +260,8 @@ class RequestDriver(ABC):
             decided(call.trace, why, step.exclude)
         computes = self._plane_driver.upstreams.get(choice.prefill or choice.decode)
         if why is not None and computes is not None:
-            self._metrics.decided(why, computes.worker.block_size)
+            keys = {} if step.cause else call.keys
+            self._metrics.decided(why, computes.worker.block_size, keys)
         return await self._prepare(step, decision)
 
     async def _prepare(self, step: SubmitRequest, route: Route) -> LifecycleEvent:  # noqa: ARG002

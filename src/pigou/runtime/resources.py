@@ -33,6 +33,15 @@ def free_memory(device: torch.device) -> int:
     return int(psutil.virtual_memory().available)
 
 
+def device_name(device: torch.device) -> str:
+    """Return a GPU's name as the driver has it; empty for a CPU."""
+    if device.type != "cuda":
+        return ""
+    import torch
+
+    return str(torch.cuda.get_device_properties(device).name)
+
+
 def kv_room(
     free: int, config: ModelConfig, itemsize: int, max_seqs: int, max_batched_tokens: int
 ) -> int:

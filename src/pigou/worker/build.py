@@ -21,6 +21,8 @@ from pigou.kv.block import KVLayout
 from pigou.request import SECOND, Ints, Rehearsed
 from pigou.runtime.kv_offload.offloader import KVOffloader
 from pigou.runtime.kv_offload.transfer_jobs import DeviceBlocks
+from pigou.sim.architecture import Architecture
+from pigou.sim.model_config import architecture
 from pigou.text.end_tokens import within
 from pigou.text.tokenizer import Tokenizer
 from pigou.wire.sampling_params import ModelLimits
@@ -38,6 +40,7 @@ from pigou.worker.served_model import (
 )
 from pigou.worker.structured_output_pool import GrammarCompilePool, GrammarSource, NoGrammars
 from pigou.worker.structured_output_sandbox import GrammarSandbox
+from pigou.worker.work_estimate import WorkEstimate, estimate_of
 
 if TYPE_CHECKING:
     from pigou.runtime.structured_output import Grammars
@@ -70,6 +73,7 @@ class WorkerParts:
         link: over which blocks come, where it takes time as a timing model says.
         tiers: names of the tiers beyond the device, and what moves blocks there; None for none.
         rehearsed: what was measured of its speed; empty where nothing was.
+        work: estimates what steps take of the GPUs; None where the model's shape is not known.
     """
 
     model: ServedModel
@@ -83,6 +87,7 @@ class WorkerParts:
     link: SimulatedLink | None = None
     tiers: tuple[list[str], KVOffloader] | None = None
     rehearsed: tuple[Rehearsed, ...] = ()
+    work: WorkEstimate | None = None
 
 
 def build(config: WorkerConfig) -> WorkerParts:
@@ -129,7 +134,7 @@ def transfer_config(config: WorkerConfig, backends: tuple[str, ...]) -> Transfer
 
 def _build_torch(config: WorkerConfig) -> WorkerParts:
     from pigou.runtime.load import load
-    from pigou.runtime.resources import free_memory, kv_room, set_threads
+    from pigou.runtime.resources import device_name, free_memory, kv_room, set_threads
     from pigou.runtime.structured_output import WorkBudget
 
     set_threads(config.threads)
@@ -181,7 +186,16 @@ def _build_torch(config: WorkerConfig) -> WorkerParts:
         return GrammarSandbox(path, loaded.config.vocab, loaded.config.eos)
 
     pool = GrammarCompilePool(grammars, trials)
-    return WorkerParts(model, core, executor, cache, memory, meter, pool, tiers=_open(tiers, cache))
+    shape = loaded.config
+    name = str(loaded.dtype).removeprefix("torch.")
+    shape_of_model = Architecture(
+        loaded.name, shape.layers, shape.hidden, shape.heads, shape.kv_heads, shape.head_dim,
+        shape.ffn, shape.vocab, tied=shape.tied, dtype=name, kv_dtype=name,
+    )  # fmt: skip
+    return WorkerParts(
+        model, core, executor, cache, memory, meter, pool, tiers=_open(tiers, cache),
+        work=estimate_of(shape_of_model, device_name(loaded.device)),
+    )  # fmt: skip
 
 
 def _swap_rate(
@@ -230,7 +244,7 @@ def _build_sleeping(config: WorkerConfig) -> WorkerParts:
     store = HostBlockStore(layout, data[: blocks * _SLEEP_BYTES].reshape(blocks, _SLEEP_BYTES))
     return WorkerParts(
         model, core, backend, store, memory, None, NoGrammars(backend.refuse), backend.rest,
-        times.link, _open(tiers, store),
+        times.link, _open(tiers, store), work=_pretended_work(config, folder),
     )  # fmt: skip
 
 
@@ -242,6 +256,15 @@ def _times(config: WorkerConfig, folder: Path) -> MockTimes:
         config.timing, config.timing_model or str(folder), config.timing_gpu, config.timing_tp,
         config.timing_link, config.block_size,
     )  # fmt: skip
+
+
+def _pretended_work(config: WorkerConfig, folder: Path) -> WorkEstimate | None:
+    """Return the estimate for the model and GPU whose times are kept; None where they are none."""
+    try:
+        shape = architecture(config.timing_model or str(folder))
+    except ConfigError:
+        return None
+    return estimate_of(shape, config.timing_gpu, config.timing_tp or 1)
 
 
 def _context(spec: dict[str, Any]) -> int:

@@ -14,6 +14,7 @@ from pigou.sampling import SamplingParams
 if TYPE_CHECKING:
     from pigou.engine.core import EngineCore
     from pigou.runtime.structured_output import GrammarState
+    from pigou.worker.work_estimate import WorkEstimate
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +139,11 @@ Command: TypeAlias = (
 
 @dataclass(slots=True)
 class Gauges:
-    """The core's figures after a step; counts since the start where it says "total"."""
+    """The core's figures after a step; counts since the start where it says "total".
+
+    Attributes:
+        work: what the steps took of the GPUs; None where the model's shape is not known.
+    """
 
     running: int = 0
     waiting: int = 0
@@ -146,6 +151,8 @@ class Gauges:
     held: int = 0
     free: int = 0
     cached: int = 0
+    table_blocks: int = 0
+    table_tokens: int = 0
     usage: float = 0.0
     queries_total: int = 0
     hits_total: int = 0
@@ -162,11 +169,14 @@ class Gauges:
     blocks_received_total: int = 0
     bytes_received_total: int = 0
     blocks_leased_total: int = 0
+    work: WorkEstimate | None = None
 
     def count_steps(self, plan: Plan, result: Result) -> None:
         """Count what was computed; chunks of prompts come last in a plan."""
         self.steps_total += result.steps
         self.tokens_total += plan.tokens * result.steps
+        if self.work is not None:
+            self.work.count(plan, result.steps)
         if plan and plan.counts.item(-1) > 1:
             self.prefill_ns_total += int(result.durations.sum())
             self.prefill_tokens_total += plan.chunk_tokens * result.steps
@@ -176,6 +186,9 @@ class Gauges:
         self.running, self.waiting = core.running - core.loading, core.waiting
         self.loading, self.held = core.loading, core.held
         self.free, self.cached, self.usage = core.free_blocks, core.cached_blocks, core.usage
+        rows, used = core.rows, core.rows.length > 0
+        self.table_blocks = int(rows.blocks[used].sum())
+        self.table_tokens = int((rows.computed - rows.dropped)[used].sum())
         self.queries_total = core.prefix_queries - warm_queries
         self.hits_total = core.prefix_hits
         self.preemptions_total, self.swaps_total = core.preemptions, core.swaps

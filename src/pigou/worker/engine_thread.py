@@ -86,7 +86,7 @@ class EngineThread:
         self._left = 0
         self._owner: dict[int, str] = {}
         self._out = Report()
-        self._gauges = Gauges()
+        self.gauges = Gauges()
         self._warm_queries = core.prefix_queries  # those of the warm-up
         self._step_s = 0.0
         self._stopping = False
@@ -231,7 +231,7 @@ class EngineThread:
         if len(held):
             last_hash = hash_text(request.hashes[len(held) - 1])
             ticket = self.transfers.offer(request.id, held, core.config.block_size, last_hash)
-            self._gauges.blocks_leased_total += len(held)
+            self.gauges.blocks_leased_total += len(held)
             if ticket is None:
                 self._take(core.release(request.id))
         self._out.leases[request.id] = ticket
@@ -240,8 +240,8 @@ class EngineThread:
     def _load_ended(self, loaded: Loaded) -> None:
         request = loaded.request
         self.transfers.done(request)
-        self._gauges.blocks_received_total += loaded.blocks
-        self._gauges.bytes_received_total += loaded.bytes
+        self.gauges.blocks_received_total += loaded.blocks
+        self.gauges.bytes_received_total += loaded.bytes
         size = self._core.config.block_size
         try:
             effects = self._core.loaded(request, min(loaded.tokens, loaded.blocks * size))
@@ -276,7 +276,7 @@ class EngineThread:
             self._out.chunks += self._traced.chunks(plan, self._entries, now, end_ns)
         self.heartbeat.work()
         self.heartbeat.steps += result.steps
-        self._gauges.count_steps(plan, result)
+        self.gauges.count_steps(plan, result)
         self._out.computed, self._out.steps = plan.tokens, result.steps
         self._measure(plan, result)
         self._take(self._core.apply(plan, result))
@@ -396,5 +396,5 @@ class EngineThread:
         """Send what there is to tell."""
         out, self._out = self._out, Report()
         out.now = time.monotonic_ns()
-        out.gauges = self._gauges.read(self._core, self._warm_queries)
+        out.gauges = self.gauges.read(self._core, self._warm_queries)
         self._report(out)

@@ -21,6 +21,7 @@ from pigou.request import SECOND
 from pigou.worker.commands import Gauges
 from pigou.worker.kv_offload import OffloadConnector
 from pigou.worker.reply import ReplySequence
+from pigou.worker.work_estimate import WorkEstimate
 
 #: Of the page that `Metrics.page` returns.
 CONTENT_TYPE = "text/plain; version=1.0.0; charset=utf-8"
@@ -63,6 +64,9 @@ _OWN_GAUGES = {
     "kv_blocks": "KV blocks on the device.",
     "kv_blocks_free": "Of those, blocks that can be handed out, cached ones included.",
     "kv_blocks_cached": "Blocks that can be hit, in use or not.",
+    "kv_table_blocks": "Blocks in the tables of running requests, shared ones for each of them.",
+    "kv_table_tokens": "Tokens in these blocks.",
+    "kv_block_tokens": "Tokens that a block has room for.",
     "kv_requests_held": "Prompts that are held for other workers, computed or cached ones.",
     "kv_requests_loading": "Requests whose blocks are on their way.",
     "kv_price": "Return that a block of cache entries has to earn to stay, in the policy's unit.",
@@ -81,13 +85,21 @@ _OWN_COUNTERS = {
     "prefill_tokens": "Tokens of these chunks.",
 }
 REASONS = ("stop", "length", "abort", "error")
+_ENGINE_LABELS = ("model_name", "engine")
 SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
 
 
 class WorkerMetrics:
     """Counts what passes; used by the event loop only."""
 
-    def __init__(self, model: str, max_model_len: int, cache: dict[str, str], blocks: int) -> None:
+    def __init__(
+        self,
+        model: str,
+        max_model_len: int,
+        cache: dict[str, str],
+        blocks: int,
+        work: WorkEstimate | None = None,
+    ) -> None:
         """Make the metrics of one model.
 
         Args:
@@ -95,6 +107,7 @@ class WorkerMetrics:
             max_model_len: the largest bucket of token counts.
             cache: labels of `vllm:cache_config_info`.
             blocks: KV blocks on the device.
+            work: its estimates are shown; None shows none.
         """
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
@@ -124,6 +137,9 @@ class WorkerMetrics:
                      registry=self.registry)  # fmt: skip
         info.labels(**cache, engine="0").set(1)
         self._gauge["kv_blocks"].set(blocks)
+        self._gauge["kv_block_tokens"].set(float(cache.get("block_size", 0)))
+        if work is not None:
+            self.registry.register(WorkMetrics(work, model))
         self._seen = Gauges()
         self._itl = self._histogram["inter_token_latency_seconds"]
 
@@ -135,6 +151,8 @@ class WorkerMetrics:
         gauge["kv_cache_usage_perc"].set(gauges.usage)
         gauge["kv_blocks_free"].set(gauges.free)
         gauge["kv_blocks_cached"].set(gauges.cached)
+        gauge["kv_table_blocks"].set(gauges.table_blocks)
+        gauge["kv_table_tokens"].set(gauges.table_tokens)
         gauge["kv_requests_held"].set(gauges.held)
         gauge["kv_requests_loading"].set(gauges.loading)
         gauge["kv_price"].set(gauges.price)
@@ -246,7 +264,38 @@ def _tokens(max_tokens: int) -> tuple[float, ...]:
     return tuple(bucket for bucket in buckets if bucket <= max_tokens)
 
 
-_TIER_LABELS = ("model_name", "engine", "tier")
+_WORK = (
+    ("vllm:estimated_flops_per_gpu", "flops", "Estimated FLOPs of the steps on a GPU."),
+    ("vllm:estimated_read_bytes_per_gpu", "read_bytes", "Estimated bytes read from its memory."),
+    ("vllm:estimated_write_bytes_per_gpu", "write_bytes", "Estimated bytes written to it."),
+)
+_PEAKS = (
+    ("pigou_gpu_peak_flops_per_second", "peak_flops", "FLOPs a second of the GPU's data sheet."),
+    ("pigou_gpu_peak_bytes_per_second", "peak_bytes_per_second", "Bytes a second of its memory."),
+)
+
+
+class WorkMetrics(Collector):
+    """Reads the estimates of a worker's steps when the page is asked for."""
+
+    def __init__(self, work: WorkEstimate, model: str) -> None:
+        """Tell of `work`, under the name of the model."""
+        self._work, self._labels = work, (model, "0")
+
+    def collect(self) -> Iterator[Metric]:
+        """Return the counters, and the GPU's peaks where they are known."""
+        for name, field, text in _WORK:
+            counter = CounterMetricFamily(name, text, labels=_ENGINE_LABELS)
+            counter.add_metric(self._labels, getattr(self._work, field))
+            yield counter
+        for name, field, text in _PEAKS:
+            if peak := getattr(self._work, field):
+                gauge = GaugeMetricFamily(name, text, labels=_ENGINE_LABELS)
+                gauge.add_metric(self._labels, peak)
+                yield gauge
+
+
+_TIER_LABELS = (*_ENGINE_LABELS, "tier")
 
 
 class TierMetrics(Collector):
@@ -260,19 +309,19 @@ class TierMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Return one family for each figure, with a sample for each tier."""
         figures = {name: _figures(self._tiers, i) for i, name in enumerate(self._tiers.names)}
-        for key, text in _TIER_GAUGES.items():
+        for key, text in TIER_GAUGES.items():
             gauge = GaugeMetricFamily(f"pigou_tier_{key}", text, labels=_TIER_LABELS)
             for name, values in figures.items():
                 gauge.add_metric((self._model, "0", name), values[key])
             yield gauge
-        for key, text in _TIER_COUNTERS.items():
+        for key, text in TIER_COUNTERS.items():
             counter = CounterMetricFamily(f"pigou_tier_{key}", text, labels=_TIER_LABELS)
             for name, values in figures.items():
                 counter.add_metric((self._model, "0", name), values[key])
             yield counter
 
 
-_TIER_GAUGES = {
+TIER_GAUGES = {
     "up": "1 while its store takes work, else 0.",
     "blocks": "KV blocks that it holds, those on their way included.",
     "used_bytes": "Bytes taken in its store.",
@@ -280,7 +329,7 @@ _TIER_GAUGES = {
     "price": "Price of a byte in seconds of prefill; 0 where its policy has none.",
     "queued_blocks": "Blocks that wait to be read or written.",
 }
-_TIER_COUNTERS = {
+TIER_COUNTERS = {
     "stored_blocks": "Blocks written to it.",
     "restored_blocks": "Blocks read from it into the device for a request.",
     "recalled_blocks": "Blocks read from it for a session that was expected back.",

@@ -89,12 +89,13 @@ class WorkerServer:
                 "enable_prefix_caching": str(core.config.prefix_caching),
             },
             core.config.blocks,
+            parts.work,
         )
         self._events = self._publisher()
         self.engine = EngineThread(
             core, parts.backend, self._report, self._crashed, self._events is not None
         )
-        self.engine.meter = parts.meter
+        self.engine.meter, self.engine.gauges.work = parts.meter, parts.work
         self.engine.rest = parts.rest
         publish = self._events.publish if self._events is not None else _discard
         max_in_engine = max(1, core.config.max_seqs // 2)  # half is left to other requests
