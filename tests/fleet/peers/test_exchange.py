@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -166,6 +167,28 @@ def test_a_bus_that_is_down_is_tried_again_and_nobody_waits_for_it() -> None:
         await until(lambda: streams(b) == [1])
         for exchange in (a, b):
             await exchange.stop()
+
+    asyncio.run(run())
+
+
+def test_a_bus_that_swallows_the_cancellation_does_not_keep_a_gateway_from_its_end() -> None:
+    """As NATS's client does while it flushes."""
+
+    async def run() -> None:
+        exchange, publishes = node(MemoryHub(), "w0"), asyncio.Event()
+
+        async def publish(topic: str, data: bytes) -> None:
+            publishes.set()
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.02)
+
+        exchange._bus.publish = publish  # type: ignore[method-assign]
+        exchange.start()
+        await publishes.wait()
+        async with asyncio.timeout(2):
+            await exchange.stop()
+        assert exchange._task is not None
+        assert exchange._task.done()
 
     asyncio.run(run())
 

@@ -32,6 +32,8 @@ _log = logging.getLogger("pigou.fleet")
 
 #: Seconds between two messages with changes, and between two looks at who fell silent.
 PUBLISH_S, LOOK_S = 0.02, 0.1
+#: Seconds that the end of the exchange may take.
+_END_S = 1.0
 #: Between tries to reach the bus.
 _BACKOFF = ReconnectBackoff(min_s=0.25, max_s=7.5, jitter=1.0)
 
@@ -59,6 +61,7 @@ class PeerExchange:
         self._ids: dict[str, str] = {}
         self._outbox: list[SyncMessage] = []
         self._task: asyncio.Task[None] | None = None
+        self._stopping = False
 
     def start(self) -> None:
         """Begin; the start of the fleet does not wait for the bus."""
@@ -68,8 +71,9 @@ class PeerExchange:
         """Tell the others that this gateway is gone, and end."""
         if self._task is None:
             return
+        self._stopping = True  # for a bus whose client swallows the cancellation
         self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        await asyncio.wait((self._task,), timeout=_END_S)
         await self._send(self._publisher.farewell())
         await self._bus.close()
 
@@ -89,7 +93,7 @@ class PeerExchange:
     async def _run(self) -> None:
         await self._plane_driver.compiled.wait()
         failures, rng = 0, random.Random()
-        while True:
+        while not self._stopping:
             try:
                 await self._bus.connect(self._take, self._greet)
                 break
@@ -103,7 +107,7 @@ class PeerExchange:
         _log.info("gateway %s is on the bus", self.name)
         self._greet()
         looked = 0.0
-        while True:
+        while not self._stopping:
             if self._bus.connected:
                 await self._publish()
             if time.monotonic() - looked >= LOOK_S:
