@@ -68,6 +68,10 @@ def serve(
     try:
         secret = FleetSecret.given(fleet.fleet_secret_file)
         registry = open_registry(fleet.registry, secret) if fleet.registry else None
+        if registry is not None and fleet.on == "kubernetes":
+            from pigou.fleet.kubernetes.fleet_scales import FleetScales
+
+            registry.scales = FleetScales.of(fleet.registry)
         bus = _bus(gateways, secret)
 
         def make() -> Serving:

@@ -112,8 +112,12 @@ class WorkersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         ),
     ] = ""
     on: Annotated[
-        Literal["local", "ray"],
-        option("Where workers are started: on this machine, or on a Ray cluster.", _GROUP),
+        Literal["local", "ray", "kubernetes"],
+        option(
+            "Where workers are started: on this machine, on a Ray cluster, or as pods of the "
+            "PigouFleet of --registry k8s://...",
+            _GROUP,
+        ),
     ] = "local"
     ray_address: Annotated[
         str, option("Address of the Ray cluster; auto for the one of this machine.", _GROUP)
@@ -190,6 +194,11 @@ class WorkersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             raise ConfigError("model_pool has a device of its own; on Ray all models share one")
         if self.ray is not None and not sum(self.counts):
             raise ConfigError("on is 'ray', and no worker is started; give --decode or --both")
+        if self.on == "kubernetes" and (any(self.counts) or not self.registry):
+            raise ConfigError(
+                "on is 'kubernetes', whose pods the PigouFleet counts: give --registry k8s://..., "
+                "and no --prefill, --decode or --both"
+            )
         if self.model_pool:
             self._check_models()
             return
@@ -206,7 +215,7 @@ class WorkersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     @property
     def ray(self) -> RayConfig | None:
         """The Ray cluster that workers are started on; None for this machine."""
-        if self.on == "local":
+        if self.on != "ray":
             return None
         return ray_config(self.ray_address, self.pack, self.device, self.threads)
 

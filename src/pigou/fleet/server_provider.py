@@ -30,7 +30,7 @@ class ServerProvider:
         """Return why no further server can be started."""
         return self.not_started
 
-    def make(self, pool: str) -> AttachedMember:
+    def make(self, pool: str) -> FleetMember:
         """Refuse.
 
         Raises:

@@ -74,7 +74,7 @@ class Supervisor:
         setup = MemberSetup(plane_driver, config, arbiter, secret, self.models)
         self.local = _starter(setup, templates)
         self.attached = AttachedProvider(setup)
-        self.registered = None if registry is None else RegistryProvider(registry, setup)
+        self.registered = None if registry is None else _registered(registry, setup)
         self._following: asyncio.Task[None] | None = None
         self._members: dict[str, FleetMember] = {}
         for worker in workers:
@@ -299,6 +299,15 @@ class Supervisor:
         self._tasks.pop(member.id, None)
         self.provider(member).discard(member)
         _log.info("%s has left", member.id)
+
+
+def _registered(registry: Registry, setup: MemberSetup) -> RegistryProvider:
+    """Return what uses registered workers, and scales their pools on Kubernetes."""
+    if registry.scales is None:
+        return RegistryProvider(registry, setup)
+    from pigou.fleet.kubernetes.kubernetes_provider import KubernetesProvider
+
+    return KubernetesProvider(registry, setup, registry.scales)
 
 
 def _starter(setup: MemberSetup, templates: Sequence[WorkerTemplate]) -> LocalProvider:

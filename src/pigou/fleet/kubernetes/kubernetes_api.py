@@ -172,6 +172,18 @@ class KubernetesApi:
         body = manifest if not part else {k: v for k, v in manifest.items() if k != "metadata"}
         await self._call("PATCH", f"{path}/{part}".rstrip("/"), body, media_type=_MERGE)
 
+    async def scale(self, item: Manifest, replicas: int) -> None:
+        """Set the replicas of an object, as it was read, by its scale subresource.
+
+        Raises:
+            KubernetesError: the server refused; code 409 where somebody else changed it since.
+        """
+        meta = item["metadata"]
+        path = f"{_path(item['kind'], meta['namespace'])}/{meta['name']}/scale"
+        keep = {name: meta[name] for name in ("name", "namespace", "resourceVersion")}
+        body = {"metadata": keep, "spec": {"replicas": replicas}}
+        await self._call("PATCH", path, body, media_type=_MERGE)
+
     async def delete(self, manifest: Manifest) -> None:
         """Delete an object, and what it owns; one that is gone is no error."""
         meta = manifest["metadata"]

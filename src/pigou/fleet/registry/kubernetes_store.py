@@ -24,7 +24,7 @@ from pigou.wire.addresses import url_host
 ENTRY, RESTARTS = "pigou.dev/entry", "pigou.dev/entry-restarts"
 _ZONE, _RACK, _GPU = "topology.kubernetes.io/zone", "topology.kubernetes.io/rack", "nvidia.com/gpu"
 #: Where a pod finds its service account.
-_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 #: Seconds of a call; pods on a page of a list; seconds of one watch.
 _CALL_S, _PAGE, _WATCH_S = 5.0, 500, 240
 _MERGE = "application/merge-patch+json"
@@ -73,7 +73,7 @@ class KubernetesStore:
         port = options.get("port", "8000")
         if not port.isdigit() or not 0 < int(port) < 65536:
             raise ConfigError(f"registry: port is {port!r}; it must be 1 to 65535")
-        return cls(options.get("api") or _in_cluster(), parts.netloc,
+        return cls(options.get("api") or api_server(), parts.netloc,
                    options.get("selector", ""), int(port))  # fmt: skip
 
     async def get(self, key: str) -> Record | None:
@@ -241,7 +241,12 @@ class KubernetesStore:
             raise RegistryUnavailable(f"Kubernetes: {error or type(error).__name__}") from error
 
 
-def _in_cluster() -> str:
+def api_server() -> str:
+    """Return the URL of the API server of the cluster in which this process runs.
+
+    Raises:
+        ConfigError: it runs in none.
+    """
     host, port = (os.environ.get(f"KUBERNETES_SERVICE_{name}") for name in ("HOST", "PORT"))
     if not host or not port:
         raise ConfigError(
@@ -252,14 +257,14 @@ def _in_cluster() -> str:
 
 
 def _tls() -> ssl.SSLContext | bool:
-    authority = _ACCOUNT / "ca.crt"
+    authority = ACCOUNT / "ca.crt"
     return ssl.create_default_context(cafile=authority) if authority.exists() else True
 
 
 def _authorization() -> dict[str, str]:
     """Return the header that shows the pod's account, whose token is renewed now and then."""
     try:
-        return {"authorization": f"Bearer {(_ACCOUNT / 'token').read_text().strip()}"}
+        return {"authorization": f"Bearer {(ACCOUNT / 'token').read_text().strip()}"}
     except OSError:
         return {}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -15,6 +16,9 @@ from pigou.fleet.registry.record_store import (
     WriteConflict,
 )
 from pigou.wire.fleet_secret import FleetSecret
+
+if TYPE_CHECKING:
+    from pigou.fleet.kubernetes.fleet_scales import FleetScales
 
 _log = logging.getLogger("pigou.registry")
 
@@ -50,6 +54,9 @@ class Registry:
 
     Every write is guarded: one incarnation of a worker never replaces a live one of another, and
     an older epoch never replaces a newer one.
+
+    Attributes:
+        scales: of the fleet that the workers are of, where planners scale it; None elsewhere.
     """
 
     def __init__(self, store: RecordStore, secret: FleetSecret | None = None) -> None:
@@ -61,6 +68,7 @@ class Registry:
         """
         self._store = store
         self._secret = secret
+        self.scales: FleetScales | None = None
 
     async def register(self, entry: WorkerEntry) -> WorkerEntry:
         """Add a worker, or take its place again after its lease was lost.

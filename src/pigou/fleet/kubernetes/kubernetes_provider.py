@@ -1,0 +1,237 @@
+"""The provider of a `PigouFleet`'s workers: planners scale its pools, the operator makes the pods.
+
+Humans and autoscalers scale the same `PigouPool` objects. What a pool is to have and is not
+registered yet is shown as starting, whoever ordered it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import ClassVar
+
+import msgspec
+
+from pigou.config import ConfigError
+from pigou.control.planner.actuation import UNPLACEABLE
+from pigou.fleet.config import FleetError
+from pigou.fleet.kubernetes.fleet_scales import FleetScales, ScaledPool
+from pigou.fleet.kubernetes.kubernetes_api import KubernetesError
+from pigou.fleet.member import FleetMember, MemberSetup
+from pigou.fleet.provider import ProvidedPool
+from pigou.fleet.registered_member import RegisteredMember
+from pigou.fleet.registry.entry import WorkerEntry
+from pigou.fleet.registry.registry import Registry
+from pigou.fleet.registry_provider import FollowedFleet, RegistryProvider
+from pigou.request import SECOND, Role
+
+_log = logging.getLogger("pigou.fleet")
+
+#: Seconds between two looks at the pools.
+_POLL_S = 2.0
+
+
+class PendingPod(FleetMember):
+    """A replica that its pool is to have, and whose worker is not registered yet."""
+
+    kind: ClassVar[str] = RegisteredMember.kind
+
+    def __init__(self, id: str, role: Role, pool: str, model: str, setup: MemberSetup) -> None:
+        super().__init__(id, role, setup, model)
+        self.pool = pool
+        self._row.note = "its pod is not ready yet"
+        self.ready.set()  # nobody waits for it at the start
+
+    def set_unschedulable(self, unschedulable: bool) -> None:
+        """Note whether no node has room for it."""
+        self.failed_starts = UNPLACEABLE if unschedulable else 0
+        self._row.note = "no node has room" if unschedulable else "its pod is not ready yet"
+
+    async def run(self) -> None:
+        """Wait until cancelled."""
+        await asyncio.Event().wait()
+
+
+class KubernetesProvider(RegistryProvider):
+    """Uses the workers of a registry, and has pods made and ended through their pools' scales."""
+
+    not_started: ClassVar[str] = (
+        "its replicas are fixed; give minReplicas and maxReplicas in the PigouFleet"
+    )
+
+    def __init__(self, registry: Registry, setup: MemberSetup, scales: FleetScales) -> None:
+        """Begin without workers.
+
+        Args:
+            registry: in which the pods' workers are.
+            setup: of the fleet's members.
+            scales: of the fleet.
+        """
+        super().__init__(registry, setup)
+        self._scales = scales
+        self._pools: dict[str, ScaledPool] = {}
+        self._pending: dict[str, list[PendingPod]] = {}
+        self._changes: Counter[str] = Counter()  # by pool, not written yet
+        self._leaving_pods: set[str] = set()
+        self._wake = asyncio.Event()
+        self._error = "the pools were not read yet"
+        self._start_up_s: dict[str, float] = {}
+        self._number = 0
+
+    async def follow(self, fleet: FollowedFleet) -> None:
+        """Follow the registry and the pools until cancelled; `fleet` gets the members."""
+        self._fleet = fleet
+        following = self._setup.plane_driver.background.start("pools", self._follow_pools)
+        try:
+            await super().follow(fleet)
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+
+    # --- as a provider ------------------------------------------------------------------------
+
+    @property
+    def pools(self) -> Sequence[ProvidedPool]:
+        """Pools of roles that a worker has now, and those that are scaled, without workers too."""
+        provided = {pool.name: pool for pool in super().pools}
+        for name, pool in self._pools.items():
+            model = pool.model if self._setup.models else ""
+            provided[name] = ProvidedPool(
+                name=name, role=pool.role, gpus=pool.gpus, model=model,
+                start_up_s=self._start_up_s.get(name),
+            )  # fmt: skip
+        return list(provided.values())
+
+    def start_refusal(self, pool: str) -> str:
+        """Return why no further pod of a pool can be had now; empty where one can."""
+        if self._error:
+            return self._error
+        if (scaled := self._pools.get(pool)) is None:
+            return self.not_started
+        if self._expected(pool) >= scaled.highest:
+            return f"maxReplicas of the PigouFleet is {scaled.highest}"
+        return ""
+
+    def make(self, pool: str) -> PendingPod:
+        """Have one more pod; return what stands for it.
+
+        Raises:
+            FleetError: `start_refusal` says why not.
+        """
+        if refusal := self.start_refusal(pool):
+            raise FleetError(refusal)
+        self._change_scale(pool, 1)
+        return self._pend(pool)
+
+    def flip_refusal(self, member: FleetMember, pool: str) -> str:  # noqa: ARG002
+        """Return why a pod cannot serve in another pool: its Deployment goes by its labels."""
+        return f"{member.id} is a pod of its pool; scale both pools instead"
+
+    def discard(self, member: FleetMember) -> None:
+        """A member is let go: its pool has one less, unless others ended it."""
+        if isinstance(member, PendingPod):
+            pending = self._pending.get(member.pool, [])
+            if member in pending:  # not replaced by a worker: a planner takes it back
+                pending.remove(member)
+                self._change_scale(member.pool, -1)
+            return
+        assert isinstance(member, RegisteredMember)
+        known = self.discovery.view.entry(member.entry.identity)
+        super().discard(member)
+        name = self._name_of(member)
+        if known is not None and not known.draining and name in self._pools:
+            self._leaving_pods.add(known.worker)
+            self._change_scale(name, -1)
+
+    def _add(self, entry: WorkerEntry) -> None:
+        super()._add(entry)
+        name = self._name_of(self._members[entry.identity])
+        if pending := self._pending.get(name):  # it takes the place of the first
+            self._start_up_s[name] = (time.monotonic_ns() - pending[0].since_ns) / SECOND
+        self._wake.set()
+
+    # --- pools --------------------------------------------------------------------------------
+
+    async def _follow_pools(self) -> None:
+        async with self._scales:
+            while True:
+                self._wake.clear()
+                try:
+                    await self._write()
+                    await self._read()
+                except (KubernetesError, ConfigError) as error:
+                    self._error = f"the pools cannot be scaled: {error}"
+                    _log.warning("%s", self._error)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_POLL_S):
+                        await self._wake.wait()
+
+    async def _write(self) -> None:
+        """Write what was ordered; what fails is ordered still."""
+        for pod in list(self._leaving_pods):
+            await self._scales.release(pod)
+            self._leaving_pods.discard(pod)
+        for name, change in list(self._changes.items()):
+            pool = self._pools[name]
+            if change:
+                replicas = await self._scales.scale(pool, change)
+                _log.info("%s has %d replicas now", pool.name, replicas)
+                self._pools[name] = msgspec.structs.replace(pool, replicas=replicas)
+            self._changes[name] -= change  # others may be ordered meanwhile
+            if not self._changes[name]:
+                del self._changes[name]
+
+    async def _read(self) -> None:
+        """Read the pools, and show as starting what they lack."""
+        pools = await self._scales.read()
+        models = {pool.model for pool in pools}
+        if len(models) > 1 and not self._setup.models:
+            raise ConfigError(
+                f"the fleet has models {', '.join(sorted(models))}; give each as --model-pool"
+            )
+        self._pools = {
+            self.pool(pool.role, pool.model if self._setup.models else ""): pool for pool in pools
+        }
+        self._error = ""
+        serving = Counter(self._name_of(member) for member in self._members.values())
+        for name in {*self._pools, *self._pending}:
+            missing = self._expected(name) - serving[name] if name in self._pools else 0
+            self._show_pending(name, max(0, missing))
+
+    def _show_pending(self, name: str, count: int) -> None:
+        """Let so many members stand for pods that are not registered."""
+        pending = self._pending.setdefault(name, [])
+        while len(pending) > count:
+            self._running.remove(pending.pop(0))
+        while len(pending) < count:
+            self._running.add(self._pend(name))
+        scaled = self._pools.get(name)
+        unschedulable = 0 if scaled is None else scaled.unschedulable
+        for number, member in enumerate(pending):
+            member.set_unschedulable(number < unschedulable)
+
+    def _expected(self, name: str) -> int:
+        """Return the replicas that a pool is to have, by what is ordered, too."""
+        pool = self._pools[name]
+        return min(max(pool.replicas + self._changes[name], pool.lowest), pool.highest)
+
+    def _change_scale(self, name: str, change: int) -> None:
+        self._changes[name] += change
+        self._wake.set()
+
+    def _pend(self, name: str) -> PendingPod:
+        pool = self._pools[name]
+        self._number += 1
+        model = pool.model if self._setup.models else ""
+        member = PendingPod(f"{pool.name}.{self._number}", pool.role, name, model, self._setup)
+        self._pending.setdefault(name, []).append(member)
+        return member
+
+    def _name_of(self, member: RegisteredMember) -> str:
+        """Return the name of a worker's pool, by its entry: it may not have answered yet."""
+        entry = member.entry
+        return self.pool(entry.role, entry.model if self._setup.models else "")
