@@ -6,6 +6,8 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from pigou.config import ControlConfig
 from pigou.control.messages import Route, WorkerUp
 from pigou.control.plane import ControlPlane
@@ -45,7 +47,7 @@ def fleet(*members: Any) -> tuple[FakeFleet, PlaneDriver, PlannerWindows]:
             worker = Worker(one.id, "", Role.BOTH, 16, 100)
             driver.plane.observe(WorkerUp(worker), time.monotonic_ns())
             driver.upstreams[one.id] = SimpleNamespace(  # type: ignore[assignment]
-                worker=worker, report=None, engine=SimpleNamespace(model="m")
+                worker=worker, report=None, engine=SimpleNamespace(model="m", stock=True)
             )
     return live, driver, PlannerWindows(live, driver)  # type: ignore[arg-type]
 
@@ -91,6 +93,19 @@ async def test_seconds_are_those_between_two_reports() -> None:
     worker = only(windows.window(start_ns + 3 * SECOND))
     assert worker.itl_s is None  # no token came
     assert worker.prefill_s == 1.0  # prompts side by side take no longer than the window
+
+
+async def test_steps_longer_than_a_window_count_whole() -> None:
+    """A full step of an overloaded worker; to be cut to one second, it would look quicker."""
+    for stock, seconds in ((False, [3.3, 0.0, 0.0, 3.3]), (True, [1.0, 0.0, 0.0, 3.0])):
+        _, driver, windows = fleet(member("w"))
+        driver.upstreams["w"].engine.stock = stock  # type: ignore[misc]
+        start_ns = time.monotonic_ns()
+        shown: list[float | None] = []
+        for number, total in enumerate((0.0, 3.3, 3.3, 3.3, 6.6)):
+            report(driver, "w", prefill_s=total)
+            shown.append(only(windows.window(start_ns + number * SECOND)).prefill_s)
+        assert shown[1:] == pytest.approx(seconds)
 
 
 async def test_a_worker_that_began_again_has_no_negative_work() -> None:

@@ -34,6 +34,7 @@ class _Reported(NamedTuple):
     upstream: Upstream
     report: WorkerReport | None
     cpu_s: float | None
+    prefill_ns: int  # end of the last window in which its seconds of prompts rose
 
 
 class PlannerWindows:
@@ -148,7 +149,6 @@ class PlannerWindows:
         if report is not None and now - report.at_ns > _STALE_NS:
             report = None
         cpu_s = cpu_seconds(member.row().pid)
-        self._reported[member.id] = _Reported(upstream, report, cpu_s)
         if before is not None and before.upstream is not upstream:
             before = None
         counts, columns = self._counts.get(member.id, WorkerCounts()), plane.state.columns
@@ -156,6 +156,13 @@ class PlannerWindows:
         self._add_prompts(member.id, counts, now if report is None else report.at_ns)
         cpu = _increase(cpu_s, before.cpu_s if before is not None else None)
         prefill_s = _increase(_prefill_s(report), _prefill_s(last))
+        since_ns = self._last_ns if before is None else before.prefill_ns
+        if prefill_s and upstream.engine.stock:
+            # It adds up the prompts that it computes side by side. Those of Pigou are told by
+            # step, and a step can be longer than a window.
+            prefill_s = min(prefill_s, max(now - since_ns, 1) / SECOND)
+        rose_ns = since_ns if prefill_s == 0 else now
+        self._reported[member.id] = _Reported(upstream, report, cpu_s, rose_ns)
         counts.observe_tokens(_increase(_prefill_tokens(report), _prefill_tokens(last)))
         return WorkerWindow(
             id=member.id,
@@ -174,8 +181,7 @@ class PlannerWindows:
             computed_prompts=counts.prompts,
             computed_tokens=float(counts.tokens),
             computed_pairs=counts.pairs,
-            # A stock server adds up the prompts that it computes side by side.
-            prefill_s=None if prefill_s is None else min(prefill_s, seconds),
+            prefill_s=prefill_s,
             itl_s=_mean_itl_s(report, last) if worker.role.decodes else None,
             cpu_usage=None if cpu is None else cpu / seconds,
         )
