@@ -16,6 +16,7 @@ from pigou.control.planner.performance.learning import (
     prior_model,
 )
 from pigou.control.planner.performance.model import PerformanceModel
+from pigou.control.planner.performance.regression import MIN_SAMPLES
 from pigou.control.planner.performance.speed import DecodeLaw, PrefillLine, RequestMix
 from pigou.games.latency import LatencyLaw
 from pigou.request import SECOND, Role
@@ -94,6 +95,25 @@ def test_what_prompts_and_streams_take_from_each_other_is_no_slowness() -> None:
     assert learner.model.prefill.seconds(1500, 1500) == pytest.approx(
         TRUTH.prefill.seconds(1500, 1500), rel=0.1
     )
+
+
+def test_an_overload_from_the_start_on_teaches_the_speed_of_prompts() -> None:
+    """Full steps of 3.3 s, of which a window of 1 s sees one in three: 0.33 s a prompt."""
+    learner = SpeedLearner(prior_model(Role.BOTH), ProvisioningTimes(start_up_s=3, warm_up_s=0))
+    for step in range(90):
+        ended = step % 3 == 2
+        full = WorkerWindow(
+            id="a", since_ns=-(10**12), computed_prompts=10 * ended, computed_tokens=2000.0 * ended,
+            computed_pairs=2e5 * ended, prefill_s=3.3 * ended, itl_s=3.3 if ended else None,
+            mean_running=min(10.0 + step, 70.0), mean_held_tokens=210.0 * min(10.0 + step, 70.0),
+        )  # fmt: skip
+        pool = PoolWindow(name="p", role=Role.BOTH, workers=(full,))
+        seen = PlannerWindow(now_ns=step * SECOND, seconds=1.0, pools=(pool,))
+        learner.observe(seen, pool)
+    assert learner.prefill_samples >= MIN_SAMPLES
+    assert learner.decode_samples >= MIN_SAMPLES
+    # Each sample is far from the prior, 0.025 s, and counts for little alone.
+    assert 0.2 < learner.model.prefill.seconds(200, 200) < 0.35
 
 
 def test_slow_first_passes_of_a_new_worker_change_nothing() -> None:

@@ -27,6 +27,8 @@ _MIN_WAIT = 0.3
 _NO_WAIT = 0.1
 #: Share of a window that a decode worker's own prompts may take where its ITL is that of streams.
 _MAX_OWN_PROMPTS = 0.2
+#: The same of one that does both: beyond, nearly every step has a chunk of a prompt.
+_MAX_PROMPTS = 0.95
 #: Waits are compared when the speed is known up to so much, as a logarithm.
 _SPEED_KNOWN = 0.05
 
@@ -58,11 +60,14 @@ class SpeedLearner:
             np.array([max(one - slope, 1e-6), max(slope - 1e3 * held, 1e-9), max(held, 1e-12)]),
             half_life_s,
         )
+        self._half_life_s = half_life_s
+        self._overloads = 0.0  # windows of workers whose steps are no samples
 
     def observe(self, window: PlannerWindow, pool: PoolWindow) -> None:
         """Add what one window showed of the pool; workers that are not warm are left out."""
         self._prefill.forget(window.seconds)
         self._decode.forget(window.seconds)
+        self._overloads *= 0.5 ** (window.seconds / self._half_life_s)
         for worker in self._warm_up.warm(window, pool):
             self._add_prefill(worker, pool.role)
             self._add_decode(worker, pool.role, window.seconds)
@@ -87,6 +92,7 @@ class SpeedLearner:
         if not _positive(streams) or held is None or not _positive(itl_s):
             return
         if _computes_prompts(worker, role, seconds):
+            self._overloads += role is Role.BOTH
             return
         assert streams is not None
         assert itl_s is not None
@@ -102,8 +108,12 @@ class SpeedLearner:
 
     @property
     def decode_samples(self) -> float:
-        """Samples of ITL, those forgotten not counted."""
-        return self._decode.samples
+        """Samples of ITL, those forgotten not counted.
+
+        Windows of an overload count, too: a pool that is overloaded from its start on has no
+        others, and is planned for with the prior's ITL.
+        """
+        return self._decode.samples + self._overloads
 
     @property
     def model(self) -> PerformanceModel:
@@ -277,12 +287,13 @@ def _decode_ratios(
 
 
 def _computes_prompts(worker: WorkerWindow, role: Role, seconds: float) -> bool:
-    """Whether a decode worker computed prompts itself, whose steps are no measure of its streams.
+    """Whether a worker computed so many prompts that its steps are no measure of its streams.
 
-    It does where their KV was not held for as long as they waited.
+    A decode worker does where their KV was not held for as long as they waited; one that does
+    both, where it is overloaded: then nearly every step has a chunk.
     """
-    own_s = worker.prefill_s
-    return role is Role.DECODE and own_s is not None and own_s > _MAX_OWN_PROMPTS * seconds
+    own_s, limit = worker.prefill_s, _MAX_OWN_PROMPTS if role is Role.DECODE else _MAX_PROMPTS
+    return role.decodes and own_s is not None and own_s > limit * seconds
 
 
 def prefill_share(worker: WorkerWindow, model: PerformanceModel, seconds: float) -> float:
