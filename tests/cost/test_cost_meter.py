@@ -129,7 +129,12 @@ def test_bills_of_requests_add_up_to_those_of_tenants() -> None:
 def test_measured_joules_replace_those_of_the_model() -> None:
     meter, up = cost_meter(), WorkerUp(Worker("w0", ""))
     meter.follow(up, (), 0)
+    meter.measured("w0", 0.0)
+    meter.settle(SECOND // 2)  # between two reports: as the model has it
     meter.measured("w0", 123.0)
-    bill = meter.bill(SECOND)
-    assert bill.joules == pytest.approx(123.0)
-    assert bill.idle_joules == pytest.approx(123.0)
+    assert meter.bill(SECOND).joules == pytest.approx(123.0)
+    meter.settle(SECOND * 3 // 2)  # as the counter had it before
+    assert meter.bill(2 * SECOND).joules == pytest.approx(246.0, rel=0.3)
+    meter.measured("w0", 77.0)
+    bill = meter.bill(3 * SECOND)
+    assert bill.joules == bill.idle_joules == pytest.approx(246.0, rel=0.3)

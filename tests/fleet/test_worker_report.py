@@ -15,7 +15,7 @@ vllm:request_prefill_time_seconds_sum{engine="0"} 4
 
 def test_sums_are_over_all_engines_of_a_server() -> None:
     report = read_report(STOCK, 7)
-    assert report == (7, None, None, None, 2.0, 10.0, 4.0, None)
+    assert report == (7, None, None, None, 2.0, 10.0, 4.0, None, None)
 
 
 def test_own_seconds_of_prefill_go_before_those_of_requests_that_overlap() -> None:

@@ -93,7 +93,9 @@ class WorkerMeter:
         self._fastest_step_s = math.inf
         self._mfu = _FIRST_MFU
         self._token_s = _FIRST_TOKEN_S
-        self._measured: float | None = None
+        self._measured: float | None = None  # joules to charge at the next settlement
+        self._charged = 0.0
+        self._modelled, self._scale = 0.0, 1.0 if rate.power is not None else 0.0
         self.energy_source = "none" if rate.power is None else "model"
 
     # --- what happens ---------------------------------------------------------------------------
@@ -214,9 +216,16 @@ class WorkerMeter:
         )  # fmt: skip
 
     def measured(self, joules: float) -> None:
-        """A counter says that the worker used so much energy since the last settlement."""
-        self._measured = (self._measured or 0.0) + joules
-        self.energy_source = "counter"
+        """A counter says that the worker used so many joules since it last did.
+
+        The first call is where it begins to count. Settlements in between charge what the model
+        has, scaled as the counter had it before.
+        """
+        if self.energy_source != "counter":
+            self.energy_source = "counter"
+            self._modelled = self._charged = 0.0
+        else:
+            self._measured = (self._measured or 0.0) + joules
 
     def settle(self, now: int, *, final: bool = False) -> None:
         """Charge the seconds since the last call.
@@ -265,14 +274,11 @@ class WorkerMeter:
     ) -> tuple[float, float, float]:
         """Return the energy of idle seconds, of prompts and of streams.
 
-        As the model has it, scaled to what was measured.
+        As the model has it (without one, by time), scaled to what was measured.
         """
-        rate, power, scale = self.rate, self.rate.power, 1.0
-        if power is None:
-            joules = interval.idle, prompt_s, decode_s
-            if self._measured is None:
-                return 0.0, 0.0, 0.0
-        else:
+        rate, power = self.rate, self.rate.power
+        joules = interval.idle, prompt_s, decode_s
+        if power is not None:
             mbu = 0.0
             if decode_s > 0.0 and rate.bytes_per_s:
                 span = interval.streams + interval.both
@@ -284,9 +290,15 @@ class WorkerMeter:
                 prompt_s * power.prefill_watts(self._mfu) * rate.gpus,
                 decode_s * power.decode_watts(mbu) * rate.gpus,
             )
-        modelled = sum(joules)
+        modelled, scale = sum(joules), self._scale
+        self._modelled += modelled
         if self._measured is not None and modelled > 0.0:
-            scale, self._measured = self._measured / modelled, None
+            scale = max(self._measured - self._charged, 0.0) / modelled
+            self._scale = self._measured / self._modelled
+            self._charged += scale * modelled - self._measured
+            self._measured, self._modelled = None, 0.0
+        else:
+            self._charged += scale * modelled
         return joules[0] * scale, joules[1] * scale, joules[2] * scale
 
     def _charge_streams(self, interval: _Interval, decode_s: float, joules: float) -> None:

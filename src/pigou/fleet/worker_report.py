@@ -13,9 +13,10 @@ _OLD_ITL = b"vllm:time_per_output_token_seconds"
 _PREFILL = b"vllm:request_prefill_time_seconds_sum"
 _OWN_PREFILL = b"pigou_prefill_seconds_total"
 _OWN_PREFILL_TOKENS = b"pigou_prefill_tokens_total"
+_ENERGY = b"pigou_device_energy_joules_total"
 _NAMES = (
     _ITL + b"_sum", _ITL + b"_count", _OLD_ITL + b"_sum", _OLD_ITL + b"_count", _PREFILL,
-    _OWN_PREFILL, _OWN_PREFILL_TOKENS, RUNNING, WAITING, USAGE, OLD_USAGE,
+    _OWN_PREFILL, _OWN_PREFILL_TOKENS, _ENERGY, RUNNING, WAITING, USAGE, OLD_USAGE,
 )  # fmt: skip
 #: Bounds of what is read: requests, lines of a page.
 _MAX_COUNT, _MAX_LINES = 2**31 - 1, 4096
@@ -41,6 +42,7 @@ def read_report(page: bytes, now: int) -> WorkerReport:
         sums.get(itl + b"_count"),
         sums.get(_OWN_PREFILL, sums.get(_PREFILL)),
         sums.get(_OWN_PREFILL_TOKENS),
+        sums.get(_ENERGY),
     )
 
 

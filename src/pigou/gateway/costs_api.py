@@ -15,12 +15,23 @@ from pigou.cost.fleet_bill import FleetBill, sum_bills
 from pigou.cost.metered_plane import MeteredControlPlane
 from pigou.gateway.exposition import TENANT
 from pigou.gateway.plane_driver import PlaneDriver
+from pigou.gateway.worker_report import WorkerReport
 from pigou.wire.errors import APIError
 
 
 def cost_meter(driver: PlaneDriver) -> CostMeter | None:
     """Return the cost meter of a driver; None without prices."""
     return driver.plane.cost_meter if isinstance(driver.plane, MeteredControlPlane) else None
+
+
+def note_energy(
+    driver: PlaneDriver, worker: str, before: WorkerReport | None, report: WorkerReport
+) -> None:
+    """Tell the cost meter what a worker's energy counter says since its report before."""
+    meter = cost_meter(driver)
+    if meter is not None and report.joules is not None:
+        joules = report.joules if before is None or before.joules is None else before.joules
+        meter.measured(worker, max(report.joules - joules, 0.0))
 
 
 class Costs:

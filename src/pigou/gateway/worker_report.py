@@ -15,6 +15,7 @@ class WorkerReport(NamedTuple):
         itl_s, itl_count: sum and number of the seconds between tokens, since its start.
         prefill_s: seconds in which it computed prompts, since its start.
         prefill_tokens: that it computed in them, those of prompts that were given up counted.
+        joules: that its device used, by a counter.
     """
 
     at_ns: int
@@ -25,3 +26,4 @@ class WorkerReport(NamedTuple):
     itl_count: float | None = None
     prefill_s: float | None = None
     prefill_tokens: float | None = None
+    joules: float | None = None

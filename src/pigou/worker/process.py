@@ -27,6 +27,7 @@ from pigou.wire.fleet_secret import FleetSecret
 from pigou.worker.build import WorkerParts, transfer_config
 from pigou.worker.commands import Release, Report, Stop
 from pigou.worker.config import WorkerConfig
+from pigou.worker.energy_counter import EnergyMetrics, open_energy_counter
 from pigou.worker.engine_client import EngineClient
 from pigou.worker.engine_thread import EngineThread
 from pigou.worker.fleet_auth import check_exposure
@@ -91,6 +92,8 @@ class WorkerServer:
             core.config.blocks,
             parts.work,
         )
+        if (energy := open_energy_counter(config.device)) is not None:
+            self._metrics.registry.register(EnergyMetrics(energy, model.name))
         self._events = self._publisher()
         self.engine = EngineThread(
             core, parts.backend, self._report, self._crashed, self._events is not None

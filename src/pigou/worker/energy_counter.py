@@ -1,0 +1,143 @@
+"""Energy counters: what a worker's device used since its start, by NVML or RAPL."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+
+import psutil
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+#: Where Linux shows the energy counters of processors.
+RAPL = Path("/sys/class/powercap")
+_MICRO, _MILLI = 1e-6, 1e-3
+
+
+class EnergyCounter(Protocol):
+    """Counts joules; `source` is `nvml` or `rapl`."""
+
+    source: str
+
+    def joules(self) -> float:
+        """Return the joules since it was made."""
+        ...
+
+
+class NvmlEnergy:
+    """The counter of one NVIDIA GPU (Volta and later): millijoules, of all that uses it."""
+
+    source = "nvml"
+
+    def __init__(self, nvml: Any, device: int) -> None:
+        """Begin to count.
+
+        Args:
+            nvml: module of `nvidia-ml-py`.
+            device: number of the GPU among those that the process may use.
+        """
+        nvml.nvmlInit()
+        visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+        name = visible[device].strip() if device < len(visible) else str(device)
+        self._nvml = nvml
+        if name.isdigit():
+            self._gpu = nvml.nvmlDeviceGetHandleByIndex(int(name))
+        else:
+            self._gpu = nvml.nvmlDeviceGetHandleByUUID(name)
+        self._began = self._read()
+
+    def _read(self) -> float:
+        return float(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._gpu)) * _MILLI
+
+    def joules(self) -> float:
+        """Return the joules since it was made."""
+        return max(self._read() - self._began, 0.0)
+
+
+class RaplEnergy:
+    """The counters of all processor packages, of which this process has the part of its CPU time.
+
+    Others on the host share the packages: a worker's part is its CPU seconds over those of all.
+    """
+
+    source = "rapl"
+
+    def __init__(self, packages: Iterable[Path]) -> None:
+        """Begin to count.
+
+        Args:
+            packages: folders with `energy_uj` and `max_energy_range_uj`, in microjoules.
+
+        Raises:
+            OSError: one cannot be read.
+        """
+        self._packages = list(packages)
+        self._ranges = [_number(path / "max_energy_range_uj") for path in self._packages]
+        self._process = psutil.Process()
+        self._total = 0.0
+        self._last = self._read()
+
+    def _read(self) -> tuple[list[float], float, float]:
+        mine, host = self._process.cpu_times(), psutil.cpu_times()
+        busy = sum(host) - host.idle - getattr(host, "iowait", 0.0)
+        energies = [_number(path / "energy_uj") for path in self._packages]
+        return energies, mine.user + mine.system, busy
+
+    def joules(self) -> float:
+        """Return the joules since it was made; what cannot be read adds nothing."""
+        try:
+            energies, mine, busy = self._read()
+        except OSError:
+            return self._total
+        before, mine_before, busy_before = self._last
+        self._last = energies, mine, busy
+        used = sum(
+            now - then + (self._ranges[i] if now < then else 0.0)  # it wraps around
+            for i, (then, now) in enumerate(zip(before, energies, strict=True))
+        )
+        share = (mine - mine_before) / max(busy - busy_before, 1e-9)
+        self._total += used * _MICRO * min(max(share, 0.0), 1.0)
+        return self._total
+
+
+def open_energy_counter(device: str, rapl: Path = RAPL) -> EnergyCounter | None:
+    """Return the energy counter of a device; None where there is none that can be read.
+
+    Args:
+        device: `cpu`, `cuda` or `cuda:N`.
+        rapl: folder of the processors' counters.
+    """
+    if device.startswith("cuda"):
+        try:
+            nvml = import_module("pynvml")
+            return NvmlEnergy(nvml, int(device.partition(":")[2] or 0))
+        except Exception:  # no module, no driver, no counter: NVML raises errors of its own
+            return None
+    packages = sorted(path for path in rapl.glob("intel-rapl:*") if path.name.count(":") == 1)
+    try:
+        return RaplEnergy(packages) if packages else None
+    except OSError:
+        return None
+
+
+class EnergyMetrics(Collector):
+    """Exports a counter."""
+
+    def __init__(self, counter: EnergyCounter, model: str) -> None:
+        """Tell of a counter, under the name of the model."""
+        self._counter, self._model = counter, model
+
+    def collect(self) -> Iterator[Metric]:
+        """Return the one family."""
+        text = "Energy of the worker's device since its start, by its counter."
+        labels = ["model_name", "engine", "source"]
+        family = CounterMetricFamily("pigou_device_energy_joules", text, labels=labels)
+        family.add_metric((self._model, "0", self._counter.source), self._counter.joules())
+        yield family
+
+
+def _number(path: Path) -> float:
+    return float(path.read_text())
