@@ -10,8 +10,10 @@ import msgspec
 import yaml
 
 from pigou.capacity.plan.configuration import Configuration, PlannedPool, WorkerKind
+from pigou.capacity.plan.energy import plan_joules_per_token
 from pigou.capacity.plan.plan import CapacityPlan, PlannedConfiguration, PlanRequest
 from pigou.config import ConfigError
+from pigou.sim.model_config import architecture
 
 #: Image of vLLM workers, and the label that tells nodes of one GPU.
 _VLLM_IMAGE, _GPU_LABEL = "vllm/vllm-openai:v0.11.0", "pigou.dev/gpu"
@@ -23,7 +25,12 @@ _VALUES_HEADING = (
 
 def plan_document(plan: CapacityPlan, request: PlanRequest) -> dict[str, Any]:
     """Return what `--json` writes."""
-    demand = plan.demand
+    demand, model = plan.demand, architecture(request.model)
+
+    def document(item: PlannedConfiguration, standing: str) -> dict[str, Any]:
+        joules = plan_joules_per_token(item.configuration, item.figures, demand.mix, model)
+        return configuration_document(item, standing) | {"joules_per_output_token": joules}
+
     return {
         "model": request.model,
         "gpus": request.gpus,
@@ -36,9 +43,9 @@ def plan_document(plan: CapacityPlan, request: PlanRequest) -> dict[str, Any]:
         "seconds": plan.seconds,
         "analytic_seconds": plan.analytic_seconds,
         "meets": plan.meets,
-        "best": configuration_document(plan.best, "best"),
-        "pareto": [configuration_document(item, "pareto") for item in plan.pareto],
-        "dominated": [configuration_document(item, "dominated") for item in plan.dominated],
+        "best": document(plan.best, "best"),
+        "pareto": [document(item, "pareto") for item in plan.pareto],
+        "dominated": [document(item, "dominated") for item in plan.dominated],
         "duals": plan.duals,
     }  # fmt: skip
 
