@@ -26,7 +26,7 @@ def test_own_seconds_of_prefill_go_before_those_of_requests_that_overlap() -> No
 
 
 def test_what_a_page_does_not_say_is_unknown_and_never_zero() -> None:
-    assert read_report(b"", 0) == (0, *[None] * 7)
+    assert read_report(b"", 0) == (0, *[None] * 8)
 
 
 def test_an_older_name_of_the_same_is_read() -> None:
