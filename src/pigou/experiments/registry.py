@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 from pigou.experiments import (
     adaptive,
+    costs,
     counterfactual,
     equilibria,
     gateways,
@@ -129,5 +130,11 @@ EXPERIMENTS: Mapping[str, Experiment] = {
         "several gateways: anarchy and unfairness by their number and seconds of lag",
         gateways.gateways, lambda rows, *_: gateways.verdict(rows), 3, gateways.LAGS_MS,
         ("lag_s", "anarchy", "ttft_ratio", "poa", "unfairness"), reads=False,
+    ),
+    "costs": Experiment(
+        "claims about costs: 1 utilisation and split, 2 throughput of a split, 3 20 ms of SLO",
+        costs.costs, lambda rows, *_: costs.verdict(rows), 1, costs.LEVELS,
+        ("contender", "itl_slo_s", "goodput_rps", "usd_per_million", "goodput_ratio",
+         "price_ratio"), reads=False,
     ),
 }  # fmt: skip
