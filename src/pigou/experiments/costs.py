@@ -181,7 +181,7 @@ def _objectives(seeds: Sequence[int]) -> Iterator[Row]:
                     max_batched_tokens=chunk,
                 )  # fmt: skip
                 tries.append(goodput(CostCase("1xboth", setup, lengths, slo, 5.0, 60.0), seed))
-            made[itl_ms].append(min(tries, key=lambda found: found.usd_per_million))
+            made[itl_ms].append(min(tries, key=lambda item: item.usd_per_million))
         base = made.get(itl_ms + _STEP_MS, made[itl_ms])
         yield _row(3, "1xboth", itl_ms / 1000, made[itl_ms], base)
 
