@@ -84,6 +84,30 @@ def test_a_gang_is_one_unit_with_probes_and_memory_for_its_size() -> None:
     assert term["topologyKey"] == "topology.kubernetes.io/rack"
 
 
+def test_where_only_grove_is_installed_a_gang_is_a_replica_of_a_clique_set() -> None:
+    body = fleet(pool("both", 2, **GANG), name="chat-of-a-name-that-is-long-00")
+    assert not made(reconcile(observed(body, gangs=True, grove=True)), "PodCliqueSet")
+    (gang,) = made(reconcile(observed(body, grove=True)), "PodCliqueSet")
+    assert gang["spec"]["replicas"] == 2
+    assert len(gang["metadata"]["name"]) <= 43  # with its clique's name 45
+    (clique,) = gang["spec"]["template"]["cliques"]
+    assert (clique["spec"]["replicas"], clique["spec"]["minAvailable"]) == (2, 2)
+    assert clique["labels"] == gang["metadata"]["labels"]
+    assert clique["spec"]["podSpec"]["containers"][0]["resources"]["limits"] == {GPU: 8}
+    there = observed(body, grove=True, workloads=[gang])
+    assert free_gpus(there, GPU) == 64 - 2 * 16
+    (more,) = [
+        w for w in reconcile(
+            observed(fleet(pool("both", 3, **GANG), name=body["metadata"]["name"]),
+                     grove=True, workloads=[gang])
+        ).writes if w.verb == "patch" and w.manifest["kind"] == "PodCliqueSet"
+    ]  # fmt: skip
+    assert more.manifest["spec"] == {"replicas": 3}
+    gang["status"] = {"availableReplicas": 2}
+    status = reconcile(observed(body, grove=True, workloads=[gang])).status
+    assert status["models"][0]["pools"][0]["ready"] == 2
+
+
 def test_workers_and_gateway_find_each_other_in_one_registry() -> None:
     slo = {"ttftSeconds": 0.5, "itlSeconds": 0.05}
     changes = reconcile(observed(fleet(pool("prefill", 1), pool("decode", 1), slo=slo)))

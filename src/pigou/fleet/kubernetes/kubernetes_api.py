@@ -23,6 +23,7 @@ _KINDS = {
     "PigouPool": (API_VERSION, "pigoupools"),
     "Deployment": ("apps/v1", "deployments"),
     "LeaderWorkerSet": ("leaderworkerset.x-k8s.io/v1", "leaderworkersets"),
+    "PodCliqueSet": ("grove.io/v1alpha1", "podcliquesets"),
     "Service": ("v1", "services"),
     "Node": ("v1", "nodes"),
     "Pod": ("v1", "pods"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 from pigou.fleet.kubernetes.definitions import API_VERSION
@@ -59,11 +60,20 @@ class FleetObjects:
         selector = f"{FLEET}={self.name},{PART}=worker"
         return f"k8s://{self.namespace}?selector={selector}&port={WORKER_PORT}"
 
-    def workload(self, model: ModelSpec, pool: PoolSpec, version: str, replicas: int) -> Manifest:
-        """Return the workers of a pool and version; several hosts a worker make a gang (LWS)."""
+    def workload(
+        self, model: ModelSpec, pool: PoolSpec, version: str, replicas: int, grove: bool = False
+    ) -> Manifest:
+        """Return the workers of a pool and version; several hosts a worker make a gang.
+
+        A gang is one replica of a LeaderWorkerSet, or with `grove` of a PodCliqueSet.
+        """
         labels = self._worker_labels(model, pool, version)
         meta = self._meta(f"{self.name}-{model.name}-{pool.role}-{version}", labels)
         template = {"metadata": {"labels": labels}, "spec": self._pod(model, pool, version)}
+        if pool.hosts_per_replica > 1 and grove:
+            return self._clique_set(
+                meta, labels, pool.hosts_per_replica, template["spec"], replicas
+            )
         if pool.hosts_per_replica > 1:
             gang = {
                 "size": pool.hosts_per_replica, "restartPolicy": "RecreateGroupOnPodRestart",
@@ -81,6 +91,27 @@ class FleetObjects:
                 "progressDeadlineSeconds": pool.load_seconds + 600, "template": template,
             },
         }  # fmt: skip
+
+    def _clique_set(
+        self, meta: Manifest, labels: dict[str, str], hosts: int, pod: Manifest, replicas: int
+    ) -> Manifest:
+        """Return gangs of Grove: cliques of `hosts` pods that are scheduled together, or not.
+
+        Its names are short: with those of its pods' sets they have 45 characters.
+        """
+        digest = hashlib.sha256(meta["name"].encode()).hexdigest()[:8]
+        name = f"{self.name[:16].rstrip('-')}-{labels[ROLE]}-{digest}"
+        clique = {
+            "name": "w", "labels": labels,
+            "spec": {"roleName": labels[ROLE], "replicas": hosts, "minAvailable": hosts,
+                     "podSpec": pod},
+        }  # fmt: skip
+        return {
+            "apiVersion": "grove.io/v1alpha1",
+            "kind": "PodCliqueSet",
+            "metadata": {**meta, "name": name},
+            "spec": {"replicas": replicas, "template": {"cliques": [clique]}},
+        }
 
     def scale(self, model: ModelSpec, pool: PoolSpec) -> Manifest:
         """Return the `PigouPool` through which a pool is scaled, with its fewest replicas."""
@@ -221,6 +252,11 @@ class FleetObjects:
 def gpus_of_workload(workload: Manifest, resource: str) -> int:
     """Return the GPUs of one replica of a workload, over all its pods."""
     spec, hosts = workload["spec"], 1
+    if cliques := spec["template"].get("cliques") if "template" in spec else None:
+        return sum(
+            clique["spec"]["replicas"] * gpus_of_pod(clique["spec"]["podSpec"], resource)
+            for clique in cliques
+        )
     if gang := spec.get("leaderWorkerTemplate"):
         hosts, template = gang["size"], gang["workerTemplate"]
     else:

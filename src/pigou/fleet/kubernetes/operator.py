@@ -89,12 +89,14 @@ class FleetOperator:
     async def _observe(self, fleet: dict[str, Any]) -> Observation:
         api, meta = self._api, fleet["metadata"]
         own = f"{FLEET}={meta['name']}"
-        gangs = await api.serves("LeaderWorkerSet")
-        kinds = ["Deployment", "LeaderWorkerSet"] if gangs else ["Deployment"]
+        gangs = [kind for kind in ("LeaderWorkerSet", "PodCliqueSet") if await api.serves(kind)]
         everywhere = "" if not self._config.namespace else meta["namespace"]
-        workloads = [w for kind in kinds for w in await api.list(kind, everywhere, FLEET)]
+        workloads = [
+            w for kind in ("Deployment", *gangs) for w in await api.list(kind, everywhere, FLEET)
+        ]
         return Observation(
-            fleet=fleet, workloads=workloads, gangs=gangs, nodes=await self._readable("Node"),
+            fleet=fleet, workloads=workloads, gangs="LeaderWorkerSet" in gangs,
+            grove="PodCliqueSet" in gangs, nodes=await self._readable("Node"),
             pods=await self._readable("Pod"), now=_now(),
             services=await api.list("Service", meta["namespace"], own),
             pools=await api.list("PigouPool", meta["namespace"], own),

@@ -22,7 +22,6 @@ from pigou.fleet.kubernetes.manifests import (
     gpus_of_workload,
 )
 
-_GANG = "LeaderWorkerSet"
 #: Phases of pods that hold nothing any more.
 _ENDED = ("Succeeded", "Failed")
 
@@ -32,12 +31,13 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         fleet: the `PigouFleet`.
-        workloads: Deployments and LeaderWorkerSets of all fleets, gateways among them.
+        workloads: Deployments and gangs of all fleets, gateways among them.
         services: of this fleet.
         pools: its `PigouPool`s.
         nodes: of the cluster; None where they could not be read.
         pods: of the cluster; None where they could not be read.
         gangs: whether LeaderWorkerSets can be made.
+        grove: whether PodCliqueSets can be made, which are where those cannot.
         now: time of conditions, in RFC 3339.
     """
 
@@ -48,6 +48,7 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     nodes: Sequence[Manifest] | None = None
     pods: Sequence[Manifest] | None = None
     gangs: bool = False
+    grove: bool = False
     now: str = ""
 
 
@@ -75,8 +76,11 @@ def reconcile(observed: Observation) -> Reconciliation:
     except ConfigError as error:
         return _refusal(observed, "InvalidSpec", str(error))
     gangs = any(pool.hosts_per_replica > 1 for model in spec.models for pool in model.pools)
-    if gangs and not observed.gangs:
-        message = "hostsPerReplica is above 1, and LeaderWorkerSet is not installed; install it"
+    if gangs and not (observed.gangs or observed.grove):
+        message = (
+            "hostsPerReplica is above 1, and neither LeaderWorkerSet nor Grove is installed; "
+            "install one of them"
+        )
         return _refusal(observed, "GangsUnavailable", message)
     return _Round(observed, spec).changes()
 
@@ -217,7 +221,9 @@ class _Round:
             if existing is None:
                 if step.state != "scale" and not replicas:
                     continue
-                manifest = self._objects.workload(model, pool, version, replicas)
+                manifest = self._objects.workload(
+                    model, pool, version, replicas, grove=not self._observed.gangs
+                )
                 self._writes.append(Write("create", manifest))
                 added += replicas * pool.gpus_per_replica
             elif more := replicas - _replicas(existing):
@@ -355,7 +361,7 @@ def _ready(workload: Manifest) -> int:
 
     Those of a Deployment have been ready for a while, so that gateways know them.
     """
-    counted = "availableReplicas" if workload["kind"] == "Deployment" else "readyReplicas"
+    counted = "readyReplicas" if workload["kind"] == "LeaderWorkerSet" else "availableReplicas"
     ready = (workload.get("status") or {}).get(counted, 0)
     return int(min(ready, _replicas(workload)))
 
