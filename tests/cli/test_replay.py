@@ -84,6 +84,21 @@ def test_a_journal_of_a_run_replays_to_the_same_decisions(run: Run, tmp_path: Pa
     assert told["seconds"] == pytest.approx(60 * 0.02 + 0.011)
 
 
+def test_a_journal_is_billed_and_tenants_pay_what_the_fleet_costs(run: Run, tmp_path: Path) -> None:
+    path, figures = tmp_path / "j", tmp_path / "f.json"
+    write(path)
+    options = ("--prices", "H100=3.6", "--gpu", "H100", "--priced-model", "llama-3.1-8b")
+    code, out, _ = run(str(path), "--json", str(figures), *options)
+    cost = json.loads(figures.read_text())["cost"]
+    (ann,) = cost["usages"]
+    assert code == 0
+    assert "ann: $" in out
+    assert cost["usd"] == pytest.approx(cost["gpu_s"] * 1e-3)
+    assert ann["allocated_usd"] == pytest.approx(cost["usd"], rel=1e-3)
+    assert ann["output_tokens"] == 60 * 11
+    assert run(str(path), "--prices", "default")[0] == 2
+
+
 def test_the_first_other_decision_is_shown_from_both_sides(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "j"
     write(path)

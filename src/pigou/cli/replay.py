@@ -12,9 +12,13 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from pigou import __version__
 from pigou.cli.option_values import check_json, named
-from pigou.config import ConfigError
+from pigou.config import ConfigError, ControlConfig
+from pigou.gateway.config import GatewayConfig
 
 if TYPE_CHECKING:
+    from pigou.control.plane import ControlPlane
+    from pigou.cost.cost_meter import CostMeter
+    from pigou.cost.fleet_bill import FleetBill
     from pigou.workload.counterfactual import Rival
     from pigou.workload.journal_replay import Difference, JournalReplay
 
@@ -36,6 +40,11 @@ def replay(
     seed: Annotated[
         int | None, typer.Option(help="Of that policy's ties. (default: the journal's)")
     ] = None,
+    prices: Annotated[
+        str, typer.Option(help="Bill the requests, too: as of `pigou serve`; it needs --gpu.")
+    ] = "",
+    gpu: Annotated[str, typer.Option(help="As of `pigou serve`.")] = "",
+    priced_model: Annotated[str, typer.Option(help="As of `pigou serve`.")] = "",
     json: Annotated[str, typer.Option(help="File to write the figures to.")] = "",
 ) -> None:
     """Make a gateway's decisions again from its journal, and compare.
@@ -45,14 +54,17 @@ def replay(
     try:
         check_json(json)
         other = _rival(policy, temperature, softmax, seed)
-        result = _run(journal, other)
+        meters = _Meters(GatewayConfig(prices=prices, gpu=gpu, priced_model=priced_model))
+        result = _run(journal, other, meters)
         if json:
-            text = msgspec.json.format(msgspec.json.encode(_document(result)))
+            document = _document(result) | meters.document()
+            text = msgspec.json.format(msgspec.json.encode(document))
             Path(json).write_bytes(text + b"\n")
     except (ConfigError, OSError) as error:
         typer.echo(f"pigou replay: {error}", err=True)
         raise typer.Exit(2) from None
     _tell(journal, result, policy)
+    meters.show()
     raise typer.Exit(1 if result.difference else 0)
 
 
@@ -72,7 +84,54 @@ def _rival(policy: str, temperature: float | None, softmax: str, seed: int | Non
     return Rival(name, params, temperature, form, seed)
 
 
-def _run(journal: str, other: Rival | None) -> JournalReplay:
+class _Meters:
+    """Bills of a journal's runs, where there are prices."""
+
+    def __init__(self, config: GatewayConfig) -> None:
+        self._config = config
+        self._meters: list[CostMeter] = []
+        self.make_plane(ControlConfig())  # refuses what is not understood
+        self._meters.clear()
+
+    def make_plane(self, control: ControlConfig) -> ControlPlane:
+        """Return the plane of a run."""
+        from pigou.cost.metered_plane import MeteredControlPlane
+        from pigou.fleet.costs import make_plane
+
+        plane = make_plane(control, self._config)
+        if isinstance(plane, MeteredControlPlane):
+            self._meters.append(plane.cost_meter)
+        return plane
+
+    def bill(self) -> FleetBill | None:
+        """Return the sum of the bills; None without prices."""
+        from pigou.cost.fleet_bill import sum_bills
+
+        if not self._meters:
+            return None
+        return sum_bills([meter.bill(meter.now_ns) for meter in self._meters])
+
+    def document(self) -> dict[str, Any]:
+        """Return the bill for JSON; empty without prices."""
+        bill = self.bill()
+        return {} if bill is None else {"cost": bill.document(), "energy": bill.energy_document()}
+
+    def show(self) -> None:
+        """Print a line for each tenant."""
+        bill = self.bill()
+        if bill is None:
+            return
+        whole = bill.total
+        typer.echo(f"The fleet cost ${bill.usd:.4f}, {bill.utilisation:.1%} in use.")
+        for (tenant,), usage in sorted(bill.by("tenant").items()):
+            usd, joules = bill.allocation(usage, whole)
+            typer.echo(
+                f"  {tenant or '-'}: ${usd:.4f} (used ${usage.usd:.4f}), {joules / 1e3:.4g} kJ, "
+                f"{usage.output_tokens} output tokens"
+            )
+
+
+def _run(journal: str, other: Rival | None, meters: _Meters) -> JournalReplay:
     from pigou.workload.journal_file import lines
     from pigou.workload.journal_replay import replay_journal
 
@@ -86,6 +145,7 @@ def _run(journal: str, other: Rival | None) -> JournalReplay:
             lines(journal),
             other,
             lambda so_far: progress.update(task, description=f"{so_far.entries} entries"),
+            meters.make_plane,
         )
 
 

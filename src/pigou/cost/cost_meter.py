@@ -63,6 +63,7 @@ class CostMeter:
         workers: meters of the workers that are up, by id.
         bills: usage of each of the last requests, by id.
         owners: their tenants.
+        now_ns: of the last call.
         rate, model, workload: as they are given.
     """
 
@@ -86,6 +87,7 @@ class CostMeter:
         self._routed: dict[str, _Routed] = {}
         self._past: list[WorkerMeter] = []
         self._began: int | None = None
+        self.now_ns = 0
         self._settled_ns = 0
 
     def follow(self, message: Any, decisions: Sequence[Any], now: int) -> None:
@@ -98,6 +100,7 @@ class CostMeter:
         """
         if self._began is None:
             self._began = self._settled_ns = now
+        self.now_ns = now
         self._take(message, now)
         for decision in decisions:
             if type(decision) is Route:

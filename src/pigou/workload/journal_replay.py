@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from pigou.config import ControlConfig
 from pigou.control.journal import JournalEntry, JournalHead, replay_call
 from pigou.control.messages import Ended, FirstToken, Submit, Tokens
 from pigou.control.plane import ControlPlane
@@ -68,6 +69,7 @@ def replay_journal(
     lines: Iterable[JournalLine],
     other: Rival | None = None,
     watch: Callable[[JournalReplay], None] | None = None,
+    make_plane: Callable[[ControlConfig], ControlPlane] = ControlPlane,
 ) -> JournalReplay:
     """Make the calls of a journal again, up to the first difference.
 
@@ -75,6 +77,7 @@ def replay_journal(
         lines: of the journal.
         other: a policy that is asked what it would have done each time.
         watch: called after every thousandth entry.
+        make_plane: makes the control plane of a run.
 
     Raises:
         ConfigError: the journal cannot be read, or its policy is not there.
@@ -90,7 +93,7 @@ def replay_journal(
         if entry is None:
             replay.cut.append(line.number)
         elif isinstance(entry, JournalHead):
-            plane, planner, before = ControlPlane(entry.config), PlannerReplay(), 0
+            plane, planner, before = make_plane(entry.config), PlannerReplay(), 0
             replay.runs += 1
             replay.versions.add(entry.pigou)
             if other is not None and replay.comparison is not None:
