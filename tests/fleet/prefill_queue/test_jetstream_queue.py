@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +213,23 @@ async def test_the_first_offer_counts_and_the_second_has_no_effect(folder: Path)
         assert counts == [True, False]
         hold.set()
         await fleet.empty()
+
+
+@law
+async def test_a_stream_that_is_deleted_is_made_again(folder: Path) -> None:
+    """As that in memory is, when its server ends."""
+    async with pull_fleet(folder, "?storage=memory") as fleet:
+        await fleet.worker("p0")
+        assert (await fleet.prefill("r0")).reply == b"p0"
+        await fleet.gateway._broker.stream.delete_stream(fleet.address.stream)
+        with pytest.raises(BrokerUnavailable):
+            await fleet.prefill("r1")  # its prompt is computed where it is decoded
+        for number in range(2, 99):
+            with suppress(BrokerUnavailable):
+                assert (await fleet.prefill(f"r{number}", deadline_s=5)).reply == b"p0"
+                return
+            await asyncio.sleep(0.05)
+        raise AssertionError("nobody made the stream again")
 
 
 @law

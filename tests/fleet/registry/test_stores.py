@@ -25,6 +25,7 @@ SECRET = FleetSecret("s" * 32)
     [
         "", "nats", "http://h:1/x", "file://host/folder", "file://", "nats://h:4222",
         "nats://h:4222/a/b", "nats://h:4222/b?x=1", "etcd://h:none/b", "etcd://", "k8s://",
+        "etcd://h/b?ca=x",
         "k8s://ns/path?api=http://h", "k8s://ns?colour=red&api=http://h",
         "k8s://ns?port=0&api=http://h", "k8s://ns",
     ],

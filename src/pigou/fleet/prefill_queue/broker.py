@@ -122,6 +122,7 @@ class PrefillBroker:
             max_ack_pending=10_000,
         )
         try:
+            await self._make()  # it may have been deleted
             with suppress(BadRequestError):  # it is there, with other values
                 await self.stream.add_consumer(address.stream, config)
             return await self.stream.pull_subscribe_bind(

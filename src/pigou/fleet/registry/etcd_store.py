@@ -11,6 +11,7 @@ from urllib.parse import SplitResult, unquote
 
 import aetcd
 
+from pigou.config import ConfigError
 from pigou.fleet.registry.record_store import Record, RegistryUnavailable, WriteConflict
 
 _PORT = 2379
@@ -46,8 +47,16 @@ class EtcdStore:
 
     @classmethod
     def of(cls, parts: SplitResult) -> Self:
-        """Return the store of `etcd://[USER:PASSWORD@]HOST:PORT/PREFIX`."""
+        """Return the store of `etcd://[USER:PASSWORD@]HOST:PORT/PREFIX`.
+
+        Raises:
+            ConfigError: it has parameters, as for TLS, which etcd's client has not.
+        """
         assert parts.hostname is not None
+        if parts.query:
+            raise ConfigError(
+                f"registry: etcd takes no parameters, and has no TLS here: leave ?{parts.query} out"
+            )
         prefix = parts.path.strip("/") or "pigou"
         user, password = (
             None if text is None else unquote(text) for text in (parts.username, parts.password)
