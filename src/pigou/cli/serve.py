@@ -116,7 +116,7 @@ def _bus(peers: PeersConfig, secret: FleetSecret | None) -> PeerBus | None:
         )
     from pigou.fleet.peers.bus import NatsBus
 
-    return NatsBus(peers.servers, peers.subject)
+    return NatsBus(peers.address(), peers.subject)
 
 
 def _worker_options(gateway: GatewayConfig, log: LogConfig) -> list[str]:

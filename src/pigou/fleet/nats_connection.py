@@ -1,57 +1,78 @@
-"""Connections to NATS that are made again by themselves, and addresses without passwords."""
+"""Connections to NATS: over TLS where that is asked for, and made again by themselves."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from pigou.fleet.nats_address import NatsAddress
 
 if TYPE_CHECKING:
     from nats.aio.client import Client
 
 #: Seconds for a connection, and between two pings, of which two may stay without answer.
 _CONNECT_S, _PING_S, _PINGS = 2, 2, 2
+#: Seconds for the end of a connection that was not made.
+_CLOSE_S = 0.2
 
 
 async def connect_nats(
-    servers: str | Sequence[str],
-    retry_s: float,
+    address: NatsAddress,
+    retry_s: float | None,
     *,
     reconnected: Callable[[], Awaitable[None]] | None = None,
+    closed: Callable[[], Awaitable[None]] | None = None,
     echo: bool = True,
 ) -> Client:
-    """Connect to NATS; a connection that is lost is made again without end.
+    """Connect to NATS within 2 s; a connection that is lost later is made again without end.
 
     Args:
-        servers: addresses, `nats://` or `tls://`.
-        retry_s: seconds between two tries.
+        address: of the servers.
+        retry_s: seconds between two tries; None for a connection that is not made again.
         reconnected: called when a lost connection is there again.
+        closed: called when the connection is closed, or lost and not made again.
         echo: whether the connection gets messages that it published itself.
 
     Raises:
-        nats.errors.Error, OSError, TimeoutError: nobody answers.
+        nats.errors.Error, OSError, TimeoutError: nobody answers, the certificate is not trusted,
+            or the server refuses the login.
     """
-    import nats
+    client = _client(address)
+    try:
+        async with asyncio.timeout(_CONNECT_S):  # of its own it tries for minutes
+            await client.connect(
+                list(address.urls), connect_timeout=_CONNECT_S, allow_reconnect=False,
+                max_reconnect_attempts=1, reconnect_time_wait=0, no_echo=not echo,
+                ping_interval=_PING_S, max_outstanding_pings=_PINGS, error_cb=_ignore,
+                reconnected_cb=reconnected, closed_cb=closed, **address.login(),
+            )  # fmt: skip
+    except BaseException:
+        with suppress(Exception):  # after a failed handshake it may never end
+            await asyncio.wait_for(client.close(), _CLOSE_S)
+        raise
+    if retry_s is not None:
+        client.options.update(
+            allow_reconnect=True, max_reconnect_attempts=-1, reconnect_time_wait=retry_s
+        )
+    return client
 
-    return await nats.connect(
-        servers if isinstance(servers, str) else list(servers),
-        connect_timeout=_CONNECT_S,
-        ping_interval=_PING_S,
-        max_outstanding_pings=_PINGS,
-        reconnect_time_wait=retry_s,
-        max_reconnect_attempts=-1,
-        allow_reconnect=True,
-        no_echo=not echo,
-        error_cb=_ignore,
-        reconnected_cb=reconnected,
-    )
+
+def _client(address: NatsAddress) -> Client:
+    from nats.aio.client import Client
+    from nats.errors import SecureConnRequiredError
+
+    class TlsClient(Client):
+        """Tells nothing to a server that offers no TLS; nats-py would log in without it."""
+
+        async def _process_info(self, info: dict[str, Any], *more: Any, **named: Any) -> None:
+            if not info.get("tls_required"):
+                raise SecureConnRequiredError
+            await super()._process_info(info, *more, **named)
+
+    return TlsClient() if address.is_tls else Client()
 
 
 async def _ignore(_: Exception) -> None:
     """Lost connections are made again; calls that fail say it themselves."""
-
-
-def public_address(url: str) -> str:
-    """Return an address without user and password, for messages and logs."""
-    address, mark, query = url.partition("?")
-    scheme, separator, rest = address.rpartition("://")
-    return f"{scheme}{separator}{rest.rpartition('@')[2]}{mark}{query}"

@@ -16,7 +16,7 @@ from pigou.control.messages import WorkerUp
 from pigou.control.peers.bookings import PredictedPrompt, WorkerBookings
 from pigou.control.peers.sync_messages import PeerState, ResendRequest
 from pigou.control.plane import ControlPlane
-from pigou.fleet.nats_connection import public_address
+from pigou.fleet.nats_address import public_address
 from pigou.fleet.peers.bus import BusError
 from pigou.fleet.peers.config import PeersConfig
 from pigou.fleet.peers.envelope import MAX_SKEW_MS, PeerEnvelope, PeerEnvelopeError

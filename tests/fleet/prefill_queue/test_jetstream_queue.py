@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import numpy as np
 import pytest
-from tests.lib.server_process import ServerProcess, nats_server
+from tests.lib.server_process import ServerProcess, free_ports, nats_server
 
 from pigou.config import ConfigError
 from pigou.control.pull_queue.config import PullQueueConfig
@@ -193,6 +195,18 @@ async def test_nothing_is_lost_when_the_server_is_killed_and_comes_back(folder: 
 
 
 @law
+async def test_who_connects_again_leaves_no_connection_behind(folder: Path) -> None:
+    (port,) = free_ports(1)
+    with nats_server(folder, ("-m", str(port))) as server:
+        broker = PrefillBroker(QueueAddress.parse(f"{server.url}/q"))
+        for _ in range(2):  # as a worker does whose client is about to connect again itself
+            await broker.connect()
+        with urlopen(f"http://127.0.0.1:{port}/connz") as answer:
+            assert json.load(answer)["num_connections"] == 1
+        await broker.close()
+
+
+@law
 async def test_the_first_offer_counts_and_the_second_has_no_effect(folder: Path) -> None:
     async with pull_fleet(folder) as fleet:
         hold, counts = asyncio.Event(), []
@@ -322,6 +336,8 @@ async def test_a_stranger_on_the_server_has_nothing_computed(folder: Path) -> No
 @law
 async def test_without_a_broker_a_prompt_is_refused_at_once(folder: Path) -> None:
     broker = PrefillBroker(QueueAddress.parse("nats://127.0.0.1:9/q"))
+    with pytest.raises(BrokerUnavailable, match="is not there"):
+        await broker.connect()
     gateway = PrefillPublisher(broker, PullQueueConfig(), lambda *_: None, dict)  # type: ignore[arg-type]
     with pytest.raises(BrokerUnavailable):
         await gateway.prefill(PrefillItem("r0", 1, 0), LEG, "", lambda _: None)

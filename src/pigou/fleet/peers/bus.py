@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 
-from pigou.fleet.nats_connection import connect_nats, public_address
+from pigou.fleet.nats_address import NatsAddress
+from pigou.fleet.nats_connection import connect_nats
 from pigou.imports import require
 
 if TYPE_CHECKING:
@@ -53,18 +54,18 @@ class PeerBus(Protocol):
 class NatsBus:
     """Core NATS: subjects `SUBJECT.gateways.GATEWAY.SEQ`, without JetStream."""
 
-    def __init__(self, servers: Sequence[str], subject: str) -> None:
+    def __init__(self, address: NatsAddress, subject: str) -> None:
         """Prepare.
 
         Args:
-            servers: addresses.
+            address: of the servers.
             subject: first part of the subjects.
 
         Raises:
             ConfigError: the extra `nats` is not installed.
         """
         require("nats", "--peers nats://")
-        self._servers, self._subject = list(servers), f"{subject}.gateways"
+        self._address, self._subject = address, f"{subject}.gateways"
         self._client: Client | None = None
 
     @property
@@ -84,13 +85,12 @@ class NatsBus:
 
         try:
             self._client = await connect_nats(
-                self._servers, _RETRY_S, reconnected=reconnected, echo=False
+                self._address, _RETRY_S, reconnected=reconnected, echo=False
             )
             await self._client.subscribe(f"{self._subject}.>", cb=received)
         except (OSError, Error, TimeoutError) as error:
             await self.close()
-            where = ", ".join(public_address(url) for url in self._servers)
-            raise BusError(f"{where}: {error or type(error).__name__}") from error
+            raise BusError(f"{self._address}: {error or type(error).__name__}") from error
 
     async def publish(self, topic: str, data: bytes) -> None:
         """As of `PeerBus`."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from typing import Annotated
-from urllib.parse import urlsplit
 
 import msgspec
 
 from pigou.config import ConfigError
 from pigou.config_option import option
-from pigou.fleet.nats_connection import public_address
+from pigou.fleet.nats_address import NatsAddress
 
 _SUBJECT = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 _GROUP = "Peers"
@@ -28,7 +27,7 @@ class PeersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         str,
         option(
             "Bus on which gateways of one fleet tell one another what they send to workers: "
-            "nats://HOST:PORT[,nats://..]. All need the same fleet secret.",
+            "nats://HOST:PORT[,nats://..], or tls://. All need the same fleet secret.",
             _GROUP,
         ),
     ] = ""
@@ -39,20 +38,19 @@ class PeersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     def __post_init__(self) -> None:
         """Refuse addresses that are none of a known bus, and subjects with wildcards."""
-        for url in self.servers:
-            parts = urlsplit(url)
-            if parts.scheme not in ("nats", "tls") or not parts.hostname:
-                raise ConfigError(
-                    f"peers has {public_address(url)!r}; write nats://HOST:PORT (or tls://), more "
-                    "of them with commas between"
-                )
+        if self.peers:
+            self.address()
         if not _SUBJECT.fullmatch(self.subject):
             raise ConfigError(
                 f"subject is {self.subject!r}; it must be letters, digits, - and _, in parts with "
                 "dots between"
             )
 
-    @property
-    def servers(self) -> list[str]:
-        """Addresses of the servers."""
-        return [url.strip() for url in self.peers.split(",") if url.strip()]
+    def address(self) -> NatsAddress:
+        """Return the address of the servers, where there are any.
+
+        Raises:
+            ConfigError: it is none of NATS, or cannot be honoured.
+        """
+        urls = [url.strip() for url in self.peers.split(",") if url.strip()]
+        return NatsAddress.parse(urls, "peers")

@@ -18,7 +18,7 @@ from nats.js.api import (
 )
 from nats.js.errors import APIError, BadRequestError, NotFoundError
 
-from pigou.fleet.nats_connection import connect_nats, public_address
+from pigou.fleet.nats_connection import connect_nats
 from pigou.fleet.prefill_queue.messages import QueueAddress
 
 #: Seconds in which the same prompt is not taken twice.
@@ -53,19 +53,22 @@ class PrefillBroker:
         Raises:
             BrokerUnavailable: nobody answers at the address, or the stream is another's.
         """
+        await self.close()  # a client of before might connect again by itself
         try:
-            self.client = await connect_nats(self.address.server, _RETRY_S)
+            self.client = await connect_nats(self.address.nats, _RETRY_S)
             self._stream = self.client.jetstream(timeout=_ANSWER_S)
             await self._make()
         except (Error, OSError, TimeoutError) as error:
             await self.close()
-            server = public_address(self.address.server)
             raise BrokerUnavailable(
-                f"the prefill queue at {server} is not there: {error}"
+                f"the prefill queue at {self.address.nats} is not there: "
+                f"{error or type(error).__name__}"
             ) from error
 
     async def close(self) -> None:
         """Disconnect; a server that is away is not waited for."""
+        if self._stream is None:
+            return  # a client that never connected cannot be closed
         with suppress(Error, OSError, TimeoutError):
             await asyncio.wait_for(self.client.close(), _CLOSE_S)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from typing import Literal, Self, TypeVar
-from urllib.parse import parse_qsl, urlsplit, urlunsplit
+from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 import msgspec
 
 from pigou.config import ConfigError, wrong
-from pigou.fleet.nats_connection import public_address
+from pigou.fleet.nats_address import NatsAddress, public_address
+from pigou.fleet.tls_files import TlsFiles
 from pigou.wire.fleet_secret import FleetSecret
 
 _Kind = TypeVar("_Kind", bound=msgspec.Struct)
@@ -20,14 +21,14 @@ class QueueAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """A queue of a NATS server: `nats://[USER:PASSWORD@]HOST:PORT/NAME[?storage=memory]`.
 
     Attributes:
-        server: URL of the server.
+        nats: address of the server.
         name: of the queue: its stream is `PREFILL_NAME`, its subjects begin with `NAME.`.
         storage: of the prompts; those in memory are gone when the server ends.
         lease_s: seconds after which a prompt is delivered again whose worker is silent.
         max_age_s: seconds after which the broker forgets a prompt, whose gateway is gone then.
     """
 
-    server: str
+    nats: NatsAddress
     name: str
     storage: Literal["file", "memory"] = "file"
     lease_s: float = 10.0
@@ -53,8 +54,10 @@ class QueueAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
                 f"prefill queue is {public_address(url)!r}; write nats://HOST:PORT/NAME, NAME of "
                 "letters, digits, '_' and '-'"
             )
-        fields = dict(parse_qsl(parts.query, keep_blank_values=True))
-        fields |= {"server": f"{parts.scheme}://{parts.netloc}", "name": name}
+        query = dict(parse_qsl(parts.query, keep_blank_values=True))
+        files = {key: query.pop(key) for key in TlsFiles.__struct_fields__ if key in query}
+        server = f"{parts.scheme}://{parts.netloc}?{urlencode(files)}"
+        fields = {**query, "name": name, "nats": NatsAddress.parse([server], "prefill queue")}
         try:
             return msgspec.convert(fields, cls, strict=False)
         except msgspec.ValidationError as error:

@@ -17,13 +17,15 @@ from nats.js.errors import APIError, BucketNotFoundError, KeyDeletedError, KeyNo
 from nats.js.kv import KV_DEL, KV_OP, KV_PURGE, MSG_ROLLUP_SUBJECT, KeyValue
 
 from pigou.config import ConfigError
+from pigou.fleet.nats_address import NatsAddress
+from pigou.fleet.nats_connection import connect_nats
 from pigou.fleet.registry.record_store import Record, RegistryUnavailable, WriteConflict
 
 _BUCKET = re.compile(r"[A-Za-z0-9_-]{1,64}")
 #: Error codes of the server: the last sequence is not the expected one.
 _WRONG_SEQUENCE = (10071, 10164)
-#: Seconds for a connection, between pings, and for which the mark of a deletion stays.
-_CONNECT_S, _PING_S, _MARKER_S = 2, 5, 60
+#: Seconds for an answer, and for which the mark of a deletion stays.
+_CONNECT_S, _MARKER_S = 2, 60
 #: Seconds between two looks of a watch for a bucket that no worker has made yet.
 _NO_BUCKET_S = 0.3
 #: Level of the API from which messages have lifetimes of their own (NATS 2.11).
@@ -38,9 +40,9 @@ class NatsStore:
     wakes twice a lease.
     """
 
-    def __init__(self, url: str, bucket: str) -> None:
-        """Use a bucket of the server at `url`; the connection is made by the first call."""
-        self._url = url
+    def __init__(self, address: NatsAddress, bucket: str) -> None:
+        """Use a bucket of a server; the connection is made by the first call."""
+        self._address = address
         self._bucket = bucket
         self._client: Client | None = None
         self._connecting = asyncio.Lock()
@@ -48,18 +50,19 @@ class NatsStore:
 
     @classmethod
     def of(cls, parts: SplitResult) -> Self:
-        """Return the store of `nats://[USER:PASSWORD@]HOST:PORT/BUCKET`.
+        """Return the store of `nats://[USER:PASSWORD@]HOST:PORT/BUCKET`, or `tls://`.
 
         Raises:
-            ConfigError: it names no bucket.
+            ConfigError: it names no bucket, or cannot be honoured.
         """
         bucket = parts.path.strip("/")
-        if not _BUCKET.fullmatch(bucket) or parts.query:
+        if not _BUCKET.fullmatch(bucket):
             raise ConfigError(
                 f"registry: {bucket!r} is no bucket of NATS; write nats://HOST:PORT/BUCKET with "
                 "letters, digits, '_' and '-'"
             )
-        return cls(f"nats://{parts.netloc}", bucket)
+        server = f"{parts.scheme}://{parts.netloc}?{parts.query}"
+        return cls(NatsAddress.parse([server], "registry"), bucket)
 
     async def get(self, key: str) -> Record | None:
         """Return a live record; None where there is none."""
@@ -148,25 +151,13 @@ class NatsStore:
             if error.err_code in _WRONG_SEQUENCE:
                 raise WriteConflict("it was written meanwhile") from error
             raise RegistryUnavailable(f"NATS: {error}") from error
-        except (Error, TimeoutError) as error:
+        except (Error, OSError, TimeoutError) as error:
             raise RegistryUnavailable(f"NATS: {error or type(error).__name__}") from error
 
     async def _connection(self) -> Client:
         async with self._connecting:
             if self._client is None:
-                client = Client()
-                try:
-                    async with asyncio.timeout(_CONNECT_S):  # of its own it tries for minutes
-                        await client.connect(
-                            self._url, connect_timeout=_CONNECT_S, allow_reconnect=False,
-                            max_reconnect_attempts=1, reconnect_time_wait=0, error_cb=_ignore,
-                            ping_interval=_PING_S, closed_cb=self._closed,
-                        )  # fmt: skip
-                except BaseException:
-                    with suppress(Error, OSError, TimeoutError):
-                        await client.close()
-                    raise
-                self._client = client
+                self._client = await connect_nats(self._address, None, closed=self._closed)
             return self._client
 
     async def _closed(self) -> None:
@@ -236,7 +227,3 @@ async def _next(watcher: Any) -> KeyValue.Entry | None:
     async with asyncio.timeout(_CONNECT_S):
         entry: KeyValue.Entry | None = await anext(watcher)
         return entry
-
-
-async def _ignore(error: Exception) -> None:
-    """Errors of the connection come up in calls, too."""

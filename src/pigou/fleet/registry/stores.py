@@ -6,7 +6,7 @@ from pathlib import Path
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from pigou.config import ConfigError
-from pigou.fleet.nats_connection import public_address
+from pigou.fleet.nats_address import public_address
 from pigou.fleet.registry.record_store import RecordStore
 from pigou.fleet.registry.registry import Registry
 from pigou.gateway.config import is_loopback
@@ -15,11 +15,11 @@ from pigou.wire.fleet_secret import FleetSecret
 
 #: Forms of the URL, for messages.
 FORMS = (
-    "memory://NAME, file:///FOLDER, etcd://HOST:PORT/PREFIX, nats://HOST:PORT/BUCKET or "
-    "k8s://NAMESPACE?selector=LABELS"
+    "memory://NAME, file:///FOLDER, etcd://HOST:PORT/PREFIX, nats://HOST:PORT/BUCKET (or tls://), "
+    "or k8s://NAMESPACE?selector=LABELS"
 )
 #: Scheme -> extra that its client is in.
-_EXTRAS = {"etcd": "etcd", "nats": "nats"}
+_EXTRAS = {"etcd": "etcd", "nats": "nats", "tls": "nats"}
 
 
 def open_registry(url: str, secret: FleetSecret | None = None) -> Registry:
@@ -70,7 +70,7 @@ def _open(parts: SplitResult, url: str) -> RecordStore:
         from pigou.fleet.registry.etcd_store import EtcdStore
 
         return EtcdStore.of(parts)
-    if parts.scheme == "nats" and parts.hostname:
+    if parts.scheme in ("nats", "tls") and parts.hostname:
         from pigou.fleet.registry.nats_store import NatsStore
 
         return NatsStore.of(parts)

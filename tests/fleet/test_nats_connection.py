@@ -1,0 +1,133 @@
+"""Connections to NATS servers that ask for TLS, certificates and logins."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.lib.certificates import Certificates
+from tests.lib.server_process import ServerProcess, nats_server
+
+from pigou.config import ConfigError
+from pigou.fleet.nats_address import NatsAddress
+from pigou.fleet.nats_connection import connect_nats
+from pigou.fleet.peers.bus import BusError, NatsBus
+from pigou.fleet.peers.config import PeersConfig
+from pigou.fleet.prefill_queue.broker import BrokerUnavailable, PrefillBroker
+from pigou.fleet.prefill_queue.messages import QueueAddress
+from pigou.fleet.registry.record_store import RegistryUnavailable
+from pigou.fleet.registry.stores import open_store
+
+pytest.importorskip("nats")
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return Certificates(tmp_path_factory.mktemp("own"))
+
+
+@pytest.fixture(scope="module")
+def secured(tmp_path_factory: pytest.TempPathFactory, own: Certificates) -> Iterator[ServerProcess]:
+    """A server that asks for a certificate of the same authority, and for a password."""
+    options = ("--tls", "--tlscert", str(own.cert), "--tlskey", str(own.key), "--tlsverify",
+               "--tlscacert", str(own.ca), "--user", "me", "--pass", "a word")  # fmt: skip
+    with nats_server(tmp_path_factory.mktemp("nats"), options) as server:
+        yield server
+
+
+def url(server: ServerProcess, files: str, user: str = "me:a%20word@", path: str = "") -> str:
+    return f"tls://{user}127.0.0.1:{server.port}{path}?{files}"
+
+
+def files_of(own: Certificates, *names: str) -> str:
+    return "&".join(f"{name}={getattr(own, name)}" for name in names)
+
+
+def test_registry_bus_and_queue_connect_by_tls_with_certificate_and_password(
+    secured: ServerProcess, own: Certificates
+) -> None:
+    files = files_of(own, "ca", "cert", "key")
+
+    async def run() -> None:
+        heard: list[bytes] = []
+        buses = [
+            NatsBus(PeersConfig(peers=url(secured, files)).address(), "test") for _ in range(2)
+        ]
+        for bus in buses:
+            await bus.connect(heard.append, lambda: None)
+        await buses[0].publish("g.1", b"hello")
+        async with asyncio.timeout(5):
+            while heard != [b"hello"]:
+                await asyncio.sleep(0.01)
+        for bus in buses:
+            await bus.close()
+        broker = PrefillBroker(QueueAddress.parse(url(secured, files, path="/q")))
+        await broker.connect()
+        assert await broker.length() == 0
+        await broker.close()
+        store = open_store(url(secured, files, path="/fleet"))
+        await store.put("w0", b"here", 5.0, None)
+        assert set(await store.records()) == {"w0"}
+        await store.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("names", "user"),
+    [(("ca",), "me:a%20word@"), (("cert", "key"), "me:a%20word@"),
+     (("ca", "cert", "key"), "me:wrong@"), (("ca", "cert", "key"), "")],
+    ids=["no certificate", "an unknown authority", "a wrong password", "no password"],
+)  # fmt: skip
+def test_who_is_not_trusted_is_told_so_and_does_not_wait(
+    secured: ServerProcess, own: Certificates, names: tuple[str, ...], user: str
+) -> None:
+    files = files_of(own, *names)
+
+    async def run() -> None:
+        bus = NatsBus(PeersConfig(peers=url(secured, files, user)).address(), "test")
+        broker = PrefillBroker(QueueAddress.parse(url(secured, files, user, "/q")))
+        store = open_store(url(secured, files, user, "/fleet"))
+        async with asyncio.timeout(20):
+            with pytest.raises(BusError):
+                await bus.connect(print, lambda: None)
+            with pytest.raises(BrokerUnavailable):
+                await broker.connect()
+            with pytest.raises(RegistryUnavailable):
+                await store.records()
+
+    asyncio.run(run())
+
+
+def test_a_server_without_tls_is_told_no_password(tmp_path: Path) -> None:
+    with nats_server(tmp_path, ("--user", "me", "--pass", "word", "-DV")) as server:
+        address = NatsAddress.parse([f"tls://me:word@127.0.0.1:{server.port}"], "peers")
+        with pytest.raises(Exception, match="secure connection"):
+            asyncio.run(connect_nats(address, 0.2))
+        log = (tmp_path / "nats-server.log").read_text()
+    assert "CONNECT" not in log
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nats://h?ca=x", "write tls://"),
+        ("tls://h?ca=/nowhere/ca.pem", "no readable PEM"),
+        ("tls://h?cert=x", "give both"),
+        ("tls://h?creds=x", "parameter 'creds'"),
+        ("tls://h,nats://i", "for all servers"),
+        ("nats://a:b@h,nats://c:d@i", "several logins"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(text: str, message: str, own: Certificates) -> None:
+    text = text.replace("ca=x", f"ca={own.ca}")
+    with pytest.raises(ConfigError, match=message):
+        PeersConfig(peers=text)
+    first = text.partition(",")[0]
+    if first == text:
+        server, _, query = text.partition("?")
+        for parse in (QueueAddress.parse, open_store):
+            with pytest.raises(ConfigError):
+                parse(f"{server}/name?{query}")
