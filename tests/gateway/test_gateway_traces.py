@@ -52,6 +52,11 @@ async def get(fleet: Fleet, path: str, key: str = "") -> tuple[int, Any]:
         return response.status, json.loads(await response.read())
 
 
+def said(span: Span) -> dict[str, Any]:
+    """Return the attributes of a span."""
+    return dict(zip(*attributes_of(span), strict=True))
+
+
 def phases(trace: RequestTrace) -> list[Span]:
     """Return the phases of a request in their order, which add up to the root."""
     root = trace.spans[-1]
@@ -81,17 +86,17 @@ async def test_a_chat_is_one_trace_from_the_client_to_both_workers(stream: bool)
         (seen,) = fleet.stubs[stub].seen
         assert seen.headers["traceparent"] == f"00-{TRACE}-{leg.id:016x}-01"
         assert seen.headers["tracestate"] == "vendor=1"
-        assert dict(attributes_of(leg))["pigou.worker"] == stub
+        assert said(leg)["pigou.worker"] == stub
     assert ("stream" in [span.name for span in trace.spans]) == stream
-    said = dict(attributes_of(root))
-    assert said["gen_ai.operation.name"] == "chat"
-    assert said["gen_ai.request.model"] == "stub"
-    assert (said["gen_ai.request.max_tokens"], said["gen_ai.request.temperature"]) == (5, 0.5)
-    assert said["gen_ai.request.stop_sequences"] == ("x",)
-    assert said["gen_ai.usage.output_tokens"] == 5
-    assert said["gen_ai.response.finish_reasons"] == ("length",)
-    assert ("gen_ai.response.time_to_first_chunk" in said) == stream
-    assert not [value for value in said.values() if PROMPT[:20] in str(value)]
+    told = said(root)
+    assert told["gen_ai.operation.name"] == "chat"
+    assert told["gen_ai.request.model"] == "stub"
+    assert (told["gen_ai.request.max_tokens"], told["gen_ai.request.temperature"]) == (5, 0.5)
+    assert told["gen_ai.request.stop_sequences"] == ("x",)
+    assert told["gen_ai.usage.output_tokens"] == 5
+    assert told["gen_ai.response.finish_reasons"] == ("length",)
+    assert ("gen_ai.response.time_to_first_chunk" in told) == stream
+    assert not [value for value in told.values() if PROMPT[:20] in str(value)]
 
 
 async def test_a_decision_has_its_prices_and_tolls_as_attributes() -> None:
@@ -103,13 +108,13 @@ async def test_a_decision_has_its_prices_and_tolls_as_attributes() -> None:
     (trace,) = made.memory.find(TRACE)
     assert trace.spans[-1].name == "text_completion stub"
     route = next(span for span in trace.spans if span.name == "route")
-    said = dict(attributes_of(route))
-    assert said["pigou.route.policy"] == why.policy
-    assert said["pigou.route.price_s"] == pytest.approx(why.price[why.chosen])
-    assert said["pigou.route.toll_s"] == pytest.approx(why.toll[why.chosen])
-    assert said["pigou.route.candidates"] == 2
-    parts = [value for name, value in said.items() if name.startswith("pigou.route.price.")]
-    assert sum(map(float, parts)) == pytest.approx(said["pigou.route.price_s"])
+    told = said(route)
+    assert told["pigou.route.policy"] == why.policy
+    assert told["pigou.route.price_s"] == pytest.approx(why.price[why.chosen])
+    assert told["pigou.route.toll_s"] == pytest.approx(why.toll[why.chosen])
+    assert told["pigou.route.candidates"] == 2
+    parts = [value for name, value in told.items() if name.startswith("pigou.route.price.")]
+    assert sum(map(float, parts)) == pytest.approx(told["pigou.route.price_s"])
 
 
 @pytest.mark.parametrize("headers", [{"traceparent": "garbage"}, {"x": "y"}])
@@ -146,8 +151,8 @@ async def test_a_worker_that_fails_leaves_its_leg_and_the_next_one_in_the_trace(
     assert legs[0].error == "broke"
     routes = [span for span in found if span.name == "route"]
     assert len(routes) == len(legs) > 1
-    excluded = dict(attributes_of(routes[1]))["pigou.route.excluded"]
-    assert excluded == (dict(attributes_of(legs[0]))["pigou.worker"],)
+    excluded = said(routes[1])["pigou.route.excluded"]
+    assert excluded == (said(legs[0])["pigou.worker"],)
 
 
 async def test_a_request_that_is_refused_or_fails_is_a_trace_too() -> None:
@@ -158,7 +163,7 @@ async def test_a_request_that_is_refused_or_fails_is_a_trace_too() -> None:
         assert await ask(fleet, headers={"x": "y"}, temperature=-9) == 400
     bad, failed = (traces[0] for traces in made.memory.latest(9))
     assert (failed.context.trace_id, failed.spans[-1].error) == (TRACE, "502")
-    assert dict(attributes_of(bad.spans[-1]))["error.type"] == "400"
+    assert said(bad.spans[-1])["error.type"] == "400"
     assert bad.spans[-1].error == ""  # by convention a client's fault is no error of the server's
     assert [span.name for span in phases(bad)] == ["receive"]
 

@@ -288,7 +288,7 @@ class _Routes:
             writer.end_blocked()
             stages.delivered(writer.blocked_ns)
             if call.trace is not None and writer.blocked_ns:
-                pauses = (("pigou.wait_s", writer.blocked_ns / SECOND),)
+                pauses = (("pigou.wait_s",), (writer.blocked_ns / SECOND,))
                 call.trace.event("client slow", time.monotonic_ns(), pauses)
 
     async def _stream(self, call: GatewayRequest, writer: SSEWriter, model: GatewayModel) -> None:

@@ -154,7 +154,7 @@ class PromptReader:
             raise NotTokenizable("there is no tokenizer")
         tokens = _cut(await self._ask_any(call, source, upstreams), fields)
         if call.trace is not None:
-            call.trace.phase("tokenize", (("pigou.tokens", len(tokens)),))
+            call.trace.phase("tokenize", (("pigou.tokens",), (len(tokens),)))
         if len(tokens) <= LONG:
             return _keyed(tokens, call.salt, sizes)
         return await self._pool.run(call.tenant, lambda: _keyed(tokens, call.salt, sizes))
@@ -259,7 +259,7 @@ def _tokenize(
         raise NotTokenizable("it is longer than the context")
     tokens = tokenizer.encode(source, fields, chat=chat)
     if call.trace is not None:
-        call.trace.phase("tokenize", (("pigou.tokens", len(tokens)),))
+        call.trace.phase("tokenize", (("pigou.tokens",), (len(tokens),)))
     tokens_of_prompt = _keyed(_cut(tokens, fields), call.salt, sizes)
     wanted = not stock and call.single and isinstance(source, str) and not fields.echo
     if not (wanted and fields.truncate_prompt_tokens is None and 0 < len(tokens) <= max_context):

@@ -200,7 +200,7 @@ class StreamDriver(RequestDriver):
                     itl(gap_s, count)
                     stalled = stall(gap_s, blocked=read_ns > last_ns)
                     if stalled and (trace := self.call.trace) is not None:
-                        trace.event("engine stall", last_ns, (("pigou.gap_s", gap_s),))
+                        trace.event("engine stall", last_ns, (("pigou.gap_s",), (gap_s,)))
                 elif before == 0:
                     self._first_token(step)
                 last_ns = relay.last_token_ns = now_ns

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
-from functools import partial
+from functools import cache, partial
 from typing import TypeVar
 
 import msgspec
@@ -31,12 +31,24 @@ _T = TypeVar("_T")
 _CLIENT_LEFT = 499
 #: Fields of a body that become attributes of the request's span, by the names of both.
 _REQUESTED = {
-    "max_tokens": "max_tokens", "max_completion_tokens": "max_tokens", "temperature": "temperature",
-    "top_p": "top_p", "top_k": "top_k", "seed": "seed", "n": "choice.count",
-    "presence_penalty": "presence_penalty", "frequency_penalty": "frequency_penalty",
-    "stop": "stop_sequences",
+    field: f"gen_ai.request.{attribute}"
+    for field, attribute in {
+        "max_tokens": "max_tokens", "max_completion_tokens": "max_tokens",
+        "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "seed": "seed",
+        "n": "choice.count", "presence_penalty": "presence_penalty",
+        "frequency_penalty": "frequency_penalty", "stop": "stop_sequences",
+    }.items()
 }  # fmt: skip
 _MAX_VALUE_CHARS = 256
+_LEG = ("pigou.worker", "pigou.leg")
+_ROUTE = ("policy", "regime", "prefill", "decode", "candidates", "prompt_tokens", "cached_tokens",
+          "cost", "price_s", "regret_s", "toll_s")  # fmt: skip
+_ROUTE_NAMES = tuple(f"pigou.route.{name}" for name in _ROUTE)
+_SERVED = ("gen_ai.operation.name", "gen_ai.provider.name", "http.response.status_code",
+           "server.address", "server.port")  # fmt: skip
+_REPLIED = ("gen_ai.request.model", "gen_ai.response.model", "gen_ai.request.stream",
+            "gen_ai.response.id", "gen_ai.usage.input_tokens", "gen_ai.usage.output_tokens",
+            "pigou.decision.id")  # fmt: skip
 
 
 async def within_step(
@@ -81,7 +93,7 @@ async def within_leg(
         error = error_type(raised)
         raise
     finally:
-        span = trace.end_leg(name, (("pigou.worker", worker), ("pigou.leg", leg)), error)
+        span = trace.end_leg(name, (_LEG, (worker, leg)), error)
         first_ns = call.stats.first_token
         if name == "decode" and first_ns > span.start_ns:
             trace.child("stream", span, first_ns)
@@ -89,32 +101,34 @@ async def within_leg(
 
 def decided(trace: RequestTrace, why: Explanation | None, exclude: frozenset[str]) -> None:
     """Note a decision: the wait until it was made, and what it was made by."""
-    trace.phase("queue", end_ns=0 if why is None else why.at)
-    trace.phase("route", () if why is None else partial(route_attributes, why, exclude))
+    if why is None:
+        trace.phase("queue")
+        trace.phase("route")
+    else:
+        trace.phase("queue", end_ns=why.at)
+        trace.phase("route", partial(route_attributes, why, exclude))
 
 
 def route_attributes(why: Explanation, exclude: frozenset[str] = frozenset()) -> Attributes:
     """Return the prices and tolls of a decision, in seconds, and what else led to it."""
-    index, choice, price = why.chosen, why.choice, why.price
-    parts = why.prices
-    pairs: list[tuple[str, AttributeValue]] = [
-        ("pigou.route.policy", why.policy),
-        ("pigou.route.regime", why.regime),
-        ("pigou.route.prefill", choice.prefill or ""),
-        ("pigou.route.decode", choice.decode),
-        ("pigou.route.candidates", len(why.candidates)),
-        ("pigou.route.prompt_tokens", why.prompt),
-        ("pigou.route.cached_tokens", int(choice.cached)),
-        ("pigou.route.cost", float(why.costs[index])),
-        ("pigou.route.price_s", float(price[index])),
-        ("pigou.route.regret_s", float(price[index] - price.min())),
-        ("pigou.route.toll_s", float(sum(parts[name][index] for name in parts
-                                          if name.startswith("toll_")))),
-        *((f"pigou.route.price.{name}_s", float(parts[name][index])) for name in parts),
-    ]  # fmt: skip
+    index, choice, table = why.chosen, why.choice, why.priced
+    parts = table.rows[:, index].tolist()  # the last is their sum
+    tolls = sum(part for name, part in zip(table.names, parts, strict=False)
+                if name.startswith("toll_"))  # fmt: skip
+    names = _ROUTE_NAMES + _price_names(table.names)
+    values: tuple[AttributeValue, ...] = (
+        why.policy, why.regime, choice.prefill or "", choice.decode, len(why.candidates),
+        why.prompt, int(choice.cached), float(why.costs[index]), parts[-1],
+        parts[-1] - float(table.total.min()), float(tolls), *parts[:-1],
+    )  # fmt: skip
     if exclude:
-        pairs.append(("pigou.route.excluded", tuple(sorted(exclude))))
-    return tuple(pairs)
+        return (*names, "pigou.route.excluded"), (*values, tuple(sorted(exclude)))
+    return names, values
+
+
+@cache
+def _price_names(parts: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(f"pigou.route.price.{name}_s" for name in parts)
 
 
 class TracedRequest:
@@ -157,23 +171,19 @@ def end_request(
         status = metered.error.status
     trace.is_failed = status >= 500
     operation = "chat" if path.endswith("/chat/completions") else "text_completion"
-    pairs: list[tuple[str, AttributeValue]] = [
-        ("gen_ai.operation.name", operation),
-        ("gen_ai.provider.name", "pigou"),
-        ("http.response.status_code", status),
-        ("server.address", address[0]),
-        ("server.port", address[1]),
-    ]
+    names: list[str] = [*_SERVED]
+    values: list[AttributeValue] = [operation, "pigou", status, *address]
     name, error = operation, ""
     if status >= 400:
-        pairs.append(("error.type", str(status)))
+        names.append("error.type")
+        values.append(str(status))
         error = str(status) if trace.is_failed else ""
     if call is not None:
         model = call.fields.model or ""
         name = f"{operation} {model}" if model else operation
-        pairs += _request_attributes(call, model)
+        _add_request(call, model, names, values)
         trace.request_id, trace.tenant = call.id, call.tenant
-    tracer.end(trace, name, tuple(pairs), error)
+    tracer.end(trace, name, (tuple(names), tuple(values)), error)
 
 
 def status_of(error: BaseException) -> int:
@@ -195,32 +205,33 @@ def error_type(error: BaseException) -> str:
     return "cancelled" if isinstance(error, asyncio.CancelledError) else type(error).__name__
 
 
-def _request_attributes(call: GatewayRequest, model: str) -> list[tuple[str, AttributeValue]]:
+def _add_request(
+    call: GatewayRequest, model: str, names: list[str], values: list[AttributeValue]
+) -> None:
+    """Add what a request asked for, and what it got."""
     stats, body = call.stats, call.body
-    pairs: list[tuple[str, AttributeValue]] = [
-        ("gen_ai.request.model", model),
-        ("gen_ai.response.model", model),
-        ("gen_ai.request.stream", call.stream),
-        ("gen_ai.response.id", f"{'chatcmpl' if call.chat else 'cmpl'}-{call.wire_id}"),
-        ("gen_ai.usage.input_tokens", stats.prompt_tokens or call.prompt),
-        ("gen_ai.usage.output_tokens", stats.completion_tokens),
-        ("pigou.decision.id", call.id),
+    names += _REPLIED
+    values += (
+        model, model, call.stream, f"{'chatcmpl' if call.chat else 'cmpl'}-{call.wire_id}",
+        stats.prompt_tokens or call.prompt, stats.completion_tokens, call.id,
+    )  # fmt: skip
+    for field in _REQUESTED.keys() & body.keys():
+        if (value := _attribute(body[field])) is not None:
+            names.append(_REQUESTED[field])
+            values.append(value)
+    further: list[tuple[str, AttributeValue | None]] = [
+        ("gen_ai.response.finish_reasons", stats.finish_reasons or None),
+        ("gen_ai.usage.cache_read.input_tokens", call.cached),
+        ("pigou.tenant", call.tenant or None),
+        ("pigou.overflow.from", call.overflow or None),
     ]
-    for name, attribute in _REQUESTED.items():
-        if name in body and (value := _attribute(body[name])) is not None:
-            pairs.append((f"gen_ai.request.{attribute}", value))
-    if stats.finish_reasons:
-        pairs.append(("gen_ai.response.finish_reasons", stats.finish_reasons))
     if stats.first_token:
         first_s = (stats.first_token - call.arrival) / SECOND
-        pairs.append(("gen_ai.response.time_to_first_chunk", first_s))
-    if call.cached is not None:
-        pairs.append(("gen_ai.usage.cache_read.input_tokens", call.cached))
-    if call.tenant:
-        pairs.append(("pigou.tenant", call.tenant))
-    if call.overflow:
-        pairs.append(("pigou.overflow.from", call.overflow))
-    return pairs
+        further.append(("gen_ai.response.time_to_first_chunk", first_s))
+    for name, value in further:
+        if value is not None:
+            names.append(name)
+            values.append(value)
 
 
 def _attribute(value: object) -> AttributeValue | None:

@@ -155,7 +155,7 @@ class Sequences:
             await serve(call, sequence.index)
         finally:
             if above is not None and call.trace is not None:
-                above.end_branch(call.trace, "choice", (("pigou.choice", sequence.index),))
+                above.end_branch(call.trace, "choice", (("pigou.choice",), (sequence.index,)))
             del self._active[sequence.index]
             sequence.routed.set()
             self._wake.set()

@@ -94,7 +94,7 @@ class SpanExporter:
 
     def put(self, trace: RequestTrace) -> None:
         """Queue the spans of a request that has ended; they are dropped where there is no room."""
-        count, queued = len(trace.spans), self.queued
+        count, queued = len(trace.collected), self.queued
         if queued + count > MAX_QUEUED_SPANS:
             self.dropped["queue_full"] += count
             return
@@ -122,15 +122,15 @@ class SpanExporter:
     def _take(self) -> list[RequestTrace]:
         """Return the next batch."""
         batch, count = [self._queue.popleft()], 0
-        count = len(batch[0].spans)
-        while self._queue and count + len(self._queue[0].spans) <= MAX_BATCH_SPANS:
+        count = len(batch[0].collected)
+        while self._queue and count + len(self._queue[0].collected) <= MAX_BATCH_SPANS:
             batch.append(self._queue.popleft())
-            count += len(batch[-1].spans)
+            count += len(batch[-1].collected)
         self._taken_total += count
         return batch
 
     def _send(self, batch: list[RequestTrace]) -> None:
-        count = sum(len(trace.spans) for trace in batch)
+        count = sum(len(trace.collected) for trace in batch)
         body = self._encode(batch)
         for tries in range(1, _MAX_TRIES + 1):
             pause_s = min(_MAX_BACKOFF_S, self._backoff_s * 2 ** (tries - 1))

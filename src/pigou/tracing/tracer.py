@@ -10,7 +10,7 @@ from itertools import islice
 from pigou.request import SECOND
 from pigou.tracing.config import TracingConfig, export_target, resource, sampled_share
 from pigou.tracing.exporter import SpanExporter
-from pigou.tracing.request_trace import LazyAttributes, RequestTrace
+from pigou.tracing.request_trace import NO_ATTRIBUTES, LazyAttributes, RequestTrace
 from pigou.tracing.trace_context import (
     Headers,
     TraceContext,
@@ -100,7 +100,11 @@ class Tracer:
         return RequestTrace(context, now_ns, time.time_ns() - now_ns)
 
     def end(
-        self, trace: RequestTrace, name: str, attributes: LazyAttributes = (), error: str = ""
+        self,
+        trace: RequestTrace,
+        name: str,
+        attributes: LazyAttributes = NO_ATTRIBUTES,
+        error: str = "",
     ) -> None:
         """End the trace of a request, at the end of its last phase; send and remember it."""
         root = trace.end(name, attributes, error)

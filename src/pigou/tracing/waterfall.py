@@ -30,10 +30,10 @@ def _span_view(span: Span, trace: RequestTrace, service: str) -> dict[str, Any]:
         "parent_id": f"{span.parent_id:016x}" if span.parent_id else None,
         "start": unix_s(span.start_ns),
         "duration_s": (span.end_ns - span.start_ns) / SECOND,
-        "attributes": dict(attributes_of(span)),
+        "attributes": dict(zip(*attributes_of(span), strict=True)),
         "events": [
-            {"name": name, "at": unix_s(at_ns), "attributes": dict(pairs)}
-            for name, at_ns, pairs in span.events
+            {"name": name, "at": unix_s(at_ns), "attributes": dict(zip(*attributes, strict=True))}
+            for name, at_ns, attributes in span.events
         ],
         "error": span.error or None,
     }

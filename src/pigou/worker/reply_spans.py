@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from pigou.request import SECOND
-from pigou.tracing.request_trace import Attributes, AttributeValue, RequestTrace
+from pigou.tracing.request_trace import NO_ATTRIBUTES, Attributes, RequestTrace
 from pigou.tracing.tracer import Tracer
 from pigou.worker.reply import Reply, ReplySequence
 
 #: Name of the root, as vLLM's is called.
 ROOT = "llm_request"
+_CHOICE, _TRANSFER = ("pigou.choice",), ("pigou.kv.tokens",)
+_STEP = ("pigou.tokens", "pigou.duration_s")
+_PREFILL = ("pigou.prompt_tokens", "pigou.computed_tokens", "pigou.steps")
+_DECODE = ("pigou.tokens", "pigou.itl_s", "pigou.preemptions")
+_REPLY = ("gen_ai.operation.name", "gen_ai.provider.name", "gen_ai.response.model",
+          "gen_ai.response.id", "gen_ai.response.finish_reasons", "gen_ai.usage.input_tokens",
+          "gen_ai.usage.output_tokens", "gen_ai.usage.cache_read.input_tokens")  # fmt: skip
 
 
 def end_reply(tracer: Tracer, trace: RequestTrace, reply: Reply | None, error: str) -> None:
@@ -20,7 +27,7 @@ def end_reply(tracer: Tracer, trace: RequestTrace, reply: Reply | None, error: s
         reply: to it; None where it was refused before one began.
         error: why it failed; empty where it did not.
     """
-    pairs: list[tuple[str, AttributeValue]] = []
+    attributes = NO_ATTRIBUTES
     if reply is not None:
         for sequence in reply.sequences[:1]:
             add_phases(trace, sequence)
@@ -28,10 +35,10 @@ def end_reply(tracer: Tracer, trace: RequestTrace, reply: Reply | None, error: s
             branch = trace.branch()
             branch.start_ns = branch.mark_ns = sequence.arrival
             add_phases(branch, sequence)
-            trace.end_branch(branch, "choice", (("pigou.choice", sequence.index),))
-        pairs += _reply_attributes(reply)
+            trace.end_branch(branch, "choice", (_CHOICE, (sequence.index,)))
+        attributes = _reply_attributes(reply)
     trace.phase("deliver" if trace.spans else "receive")
-    tracer.end(trace, ROOT, tuple(pairs), error)
+    tracer.end(trace, ROOT, attributes, error)
 
 
 def add_phases(trace: RequestTrace, sequence: ReplySequence) -> None:
@@ -40,40 +47,33 @@ def add_phases(trace: RequestTrace, sequence: ReplySequence) -> None:
     if loading_ns or begun_ns:
         trace.phase("queue", end_ns=loading_ns or begun_ns)
     if loading_ns and begun_ns:
-        trace.phase("transfer", (("pigou.kv.tokens", sequence.loaded),), end_ns=begun_ns)
+        trace.phase("transfer", (_TRANSFER, (sequence.loaded,)), end_ns=begun_ns)
     if not (begun_ns and sequence.first):
         return
     for start_ns, end_ns, tokens in sequence.chunks:
-        trace.event("prefill step", start_ns, (("pigou.tokens", tokens),
-                    ("pigou.duration_s", (end_ns - start_ns) / SECOND)))  # fmt: skip
+        trace.event("prefill step", start_ns, (_STEP, (tokens, (end_ns - start_ns) / SECOND)))
     prompt = len(sequence.prompt)
-    trace.phase(
-        "prefill",
-        (("pigou.prompt_tokens", prompt), ("pigou.computed_tokens", prompt - sequence.cached),
-         ("pigou.steps", len(sequence.chunks))),
-        end_ns=sequence.first,
-    )  # fmt: skip
-    count = sequence.choice.count
+    counts = (prompt, prompt - sequence.cached, len(sequence.chunks))
+    trace.phase("prefill", (_PREFILL, counts), end_ns=sequence.first)
     if sequence.last > sequence.first:
-        itl_s = (sequence.last - sequence.first) / max(1, len(sequence.choice.tokens) - 1) / SECOND
-        trace.phase("decode", (("pigou.tokens", count), ("pigou.itl_s", itl_s),
-                    ("pigou.preemptions", sequence.preemptions)), end_ns=sequence.last)  # fmt: skip
+        gaps = max(1, len(sequence.choice.tokens) - 1)
+        itl_s = (sequence.last - sequence.first) / gaps / SECOND
+        values = (sequence.choice.count, itl_s, sequence.preemptions)
+        trace.phase("decode", (_DECODE, values), end_ns=sequence.last)
 
 
 def _reply_attributes(reply: Reply) -> Attributes:
     options, sequences = reply.options, reply.sequences
     leaders = sequences[:: options.per_prompt]
-    finish = tuple(sequence.finish for sequence in sequences if sequence.finish)
-    cached = sum(min(sequence.cached, len(sequence.prompt)) for sequence in leaders)
-    return (
-        ("gen_ai.operation.name", "chat" if options.chat else "text_completion"),
-        ("gen_ai.provider.name", "pigou"),
-        ("gen_ai.response.model", reply.model),
-        ("gen_ai.response.id", reply.id),
-        ("gen_ai.response.finish_reasons", finish),
-        ("gen_ai.usage.input_tokens", sum(len(sequence.prompt) for sequence in leaders)),
-        ("gen_ai.usage.output_tokens", sum(sequence.choice.count for sequence in sequences)),
-        ("gen_ai.usage.cache_read.input_tokens", cached),
+    return _REPLY, (
+        "chat" if options.chat else "text_completion",
+        "pigou",
+        reply.model,
+        reply.id,
+        tuple(sequence.finish for sequence in sequences if sequence.finish),
+        sum(len(sequence.prompt) for sequence in leaders),
+        sum(sequence.choice.count for sequence in sequences),
+        sum(min(sequence.cached, len(sequence.prompt)) for sequence in leaders),
     )
 
 
