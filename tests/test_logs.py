@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
 import io
 import json
 import logging
@@ -94,3 +96,21 @@ def test_lines_of_workers_keep_their_level_and_fields(
     assert message is None or told["message"] == message
     if line.startswith('{"level": "w'):
         assert (told["worker"], told["a"]) == ("w", 1)
+
+
+async def test_lines_about_a_request_have_its_ids_and_others_have_none() -> None:
+    stream = io.StringIO()
+    logs.configure("json", "info", access=False, stream=stream)
+    logger = logging.getLogger("pigou.gateway")
+    logs.note_request("r1", "t1")
+    logger.info("about it")
+    with logs.traced("cmpl-r1", "t1"):
+        await asyncio.to_thread(
+            contextvars.Context().run, logger.info, "a thread", extra=logs.about("cmpl-r1-0-1f")
+        )
+    logger.info("over", extra=logs.about("cmpl-r1-0-1f"))
+    logs.note_request()
+    logger.info("about none")
+    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+    ids = [(line.get("request_id"), line.get("trace_id")) for line in lines]
+    assert ids == [("r1", "t1"), ("cmpl-r1", "t1"), ("cmpl-r1", None), (None, None)]

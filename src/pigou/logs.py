@@ -55,10 +55,19 @@ _LEVELS = {name: getattr(logging, name.upper()) for name in ("debug", "info", "w
 #: What the access log says of the request that the current task serves.
 _fields: ContextVar[dict[str, Any] | None] = ContextVar("access", default=None)
 _access = logging.getLogger("pigou.access")
+#: Ids of the request that the current task serves; in every line of JSON about it.
+_ids: ContextVar[dict[str, str] | None] = ContextVar("ids", default=None)
+#: Ids of traces by that of their request, for lines of threads; only while they are served.
+_trace_ids: dict[str, str] = {}
+#: Whether lines are JSON: lines of text have no ids.
+_ids_wanted = False
 
 
 class JsonFormatter(logging.Formatter):
-    """One line of JSON a record: time, level, logger, message, and the record's own fields."""
+    """One line of JSON a record: time, level, logger, message, and the record's own fields.
+
+    A record about a request has `request_id`, and `trace_id` where it is traced.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line."""
@@ -67,6 +76,7 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
+            **(getattr(record, "ids", None) or _ids.get() or {}),
             **getattr(record, "fields", {}),
         }
         if record.exc_info:
@@ -99,6 +109,8 @@ def configure(
         times: whether lines of text begin with the time.
         stream: is written to; by default stderr.
     """
+    global _ids_wanted  # noqa: PLW0603
+    _ids_wanted = log_format == "json"
     handler = logging.StreamHandler(stream or sys.stderr)
     text = "%(asctime)s %(levelname)s %(name)s: %(message)s"
     handler.setFormatter(
@@ -141,6 +153,45 @@ def accessed(method: str, path: str) -> Iterator[dict[str, Any]]:
         _fields.reset(token)
         fields["duration_s"] = round(time.monotonic() - began, 6)
         _access.info("request", extra={"fields": fields})
+
+
+def note_request(request_id: str = "", trace_id: str = "") -> None:
+    """Let lines of the current task have the ids of a request from now on.
+
+    Args:
+        request_id: of the request; empty for lines about none.
+        trace_id: of its trace; empty where it is not traced.
+    """
+    if _ids_wanted:
+        _ids.set(_named(request_id, trace_id) if request_id else None)
+
+
+@contextmanager
+def traced(request_id: str, trace_id: str) -> Iterator[None]:
+    """Within it, lines that threads log `about` a request have its trace's id, if it has one."""
+    if not trace_id:
+        yield
+        return
+    _trace_ids[request_id] = trace_id
+    try:
+        yield
+    finally:
+        _trace_ids.pop(request_id, None)
+
+
+def about(request: str) -> dict[str, Any]:
+    """Return `extra` of a line that a thread logs about a request.
+
+    Args:
+        request: id of an engine request, `REPLY-INDEX-NUMBER`; the reply's id is what logs have.
+    """
+    request_id = request.rsplit("-", 2)[0]
+    return {"ids": _named(request_id, _trace_ids.get(request_id, ""))}
+
+
+def _named(request_id: str, trace_id: str) -> dict[str, str]:
+    ids = {"request_id": request_id}
+    return ids | {"trace_id": trace_id} if trace_id else ids
 
 
 def describe_access(**fields: Any) -> None:

@@ -37,7 +37,7 @@ from pigou.gateway.startup_shutdown import Shutdown, Startup
 from pigou.gateway.status_api import FleetStatus
 from pigou.gateway.status_routes import JSON, StatusRoutes, json_response
 from pigou.gateway.trace_routes import TraceRoutes
-from pigou.logs import describe_access
+from pigou.logs import describe_access, note_request
 from pigou.request import SECOND
 from pigou.tracing.metrics import SpanExporterMetrics
 from pigou.tracing.tracer import Tracer
@@ -214,6 +214,7 @@ class _Routes:
         model, call = await self._off_loop(data, work)
         if traced is not None:
             traced.take(call)
+        note_request(call.wire_id, call.trace_id)
         self._unknown.judge(call.unknown)
         self._models.check(call.fields.model)
         count_for(model.metrics)
@@ -365,6 +366,7 @@ def _describe_access(call: GatewayRequest, model: GatewayModel) -> None:
     stats, first = call.stats, call.stats.first_token
     describe_access(
         request_id=call.wire_id,
+        trace_id=call.trace_id or None,
         tenant=call.tenant,
         model=model.served_name,
         stream=call.stream,

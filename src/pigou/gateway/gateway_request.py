@@ -203,6 +203,11 @@ class GatewayRequest:
         """Header lines that say to which trace what a worker does now belongs; may be empty."""
         return "" if self.trace is None else self.trace.outgoing
 
+    @property
+    def trace_id(self) -> str:
+        """Id of its trace; empty where it is not traced."""
+        return "" if self.trace is None else self.trace.context.trace_id
+
     def current(self, body: Body, now: int) -> Body:
         """Return a body to be sent at `now` (ns since 1970).
 

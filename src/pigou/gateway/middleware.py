@@ -18,7 +18,7 @@ from pigou.gateway.failure import Rejected
 from pigou.gateway.gateway_request import CHAT, COMPLETIONS
 from pigou.gateway.metrics import Metrics
 from pigou.gateway.startup_shutdown import Shutdown
-from pigou.logs import accessed
+from pigou.logs import accessed, note_request
 from pigou.wire.connections import is_reserved, too_many_connections
 from pigou.wire.errors import SUSPECT, APIError, bad_request, http_error, too_large
 from pigou.wire.request_validation import REQUEST_ID_HEADER, echo_request_id
@@ -73,6 +73,7 @@ def guard(keys: Keys | None, metrics: Metrics, shutdown: Shutdown) -> Middleware
         works = request.method == "POST"
         metrics.inflight.inc(works)
         _model_metrics.set(None)  # the task may have served another request before
+        note_request()
         status = "499"
         try:
             with shutdown.under_way():

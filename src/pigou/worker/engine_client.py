@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVarTuple
 
 from pigou.engine.plan import Finished
+from pigou.logs import about
 from pigou.request import FinishReason, Request
 from pigou.runtime.step_output import RankedLogprobs as Report
 from pigou.wire.errors import REQUEST_FAILED, APIError
@@ -229,7 +230,8 @@ class EngineClient:
 
     def _broke(self, request: str, reply: Reply | None, error: Exception) -> None:
         """Fail a request whose tokens cannot be turned into a reply."""
-        log.error("request %s failed on its way out, alone", request, exc_info=error)
+        extra = about(request)
+        log.error("request %s failed on its way out, alone", request, exc_info=error, extra=extra)
         self._flights.pop(request, None)
         self._put(Abort(request))
         if reply is None:

@@ -19,6 +19,7 @@ from pigou.engine.preemption import RateMeter
 from pigou.events import BlockStored, KVEvent, Medium
 from pigou.kv.hashing import chain
 from pigou.kv.offload import RecomputeCost
+from pigou.logs import about
 from pigou.request import SECOND, FinishReason, Request
 from pigou.runtime.step_output import StepOutput, described, is_contained
 from pigou.wire.errors import REQUEST_FAILED
@@ -56,13 +57,9 @@ class EngineThread:
     """Owns core and backend; others talk to it by `put`, and hear from it through `report`."""
 
     def __init__(
-        self,
-        core: EngineCore,
-        backend: Backend,
-        report: Callable[[Report], None],
-        crashed: Callable[[BaseException], None],
-        events: bool,
-    ) -> None:
+        self, core: EngineCore, backend: Backend, report: Callable[[Report], None],
+        crashed: Callable[[BaseException], None], events: bool,
+    ) -> None:  # fmt: skip
         """Prepare the thread; `transfers` must be set before `start`.
 
         Args:
@@ -191,7 +188,7 @@ class EngineThread:
         except BaseException as error:
             if not is_contained(error):
                 raise
-            log.error("request %s cannot be taken up", request.id, exc_info=error)
+            log.error("%s cannot be taken up", request.id, exc_info=error, extra=about(request.id))
             self._refuse(add, 500, failed_alone(described(error)), REQUEST_FAILED)
             return
         try:
@@ -246,7 +243,7 @@ class EngineThread:
         try:
             effects = self._core.loaded(request, min(loaded.tokens, loaded.blocks * size))
         except UnknownLoad:
-            log.warning("a load of request %s ended that nobody waits for", request)
+            log.warning("a load of %s ended that nobody waits for", request, extra=about(request))
             return
         if request in self._adds:
             self._loaded[request] = loaded.tokens
@@ -335,7 +332,7 @@ class EngineThread:
                 out.tokens.append((request, token, reports.get(entry) if reports else None))
         for entry, why in step.broken.items():
             request = self._entries[entry]
-            log.error("request %s failed in the engine, alone: %s", request, why)
+            log.error("%s failed in the engine, alone: %s", request, why, extra=about(request))
             out.failed.append(Failed(request, 500, failed_alone(why), REQUEST_FAILED))
         self._left -= 1
         if not self._inbox.empty():

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from aiohttp import web
 
-from pigou.logs import accessed, describe_access
+from pigou.logs import accessed, describe_access, note_request, traced
 from pigou.request import SECOND
 from pigou.tracing.tracer import Tracer
 from pigou.wire.connections import is_reserved, mark_event_stream, too_many_connections
@@ -54,45 +54,47 @@ class Generation:
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """Complete a prompt, or several."""
-        with self._tracing(request) as traced:
+        with self._tracing(request) as spans:
             known = await self._bodies.read(request, known_completion)
             headers = self._unknown.judge(known.unknown)
             id = _id(request, known.request.request_id)
-            traced.phase("receive")
-            reply = await self._intake.completion(known.request, id, fleet_tenant(), traced.trace)
-            traced.take(reply)
-            return await self._send(request, reply, headers)
+            spans.phase("receive")
+            reply = await self._intake.completion(known.request, id, fleet_tenant(), spans.trace)
+            spans.take(reply)
+            return await self._send(request, reply, headers, spans.trace_id)
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """Answer a chat."""
-        with self._tracing(request) as traced:
+        with self._tracing(request) as spans:
             known = await self._bodies.read(request, known_chat)
             headers = self._unknown.judge(known.unknown)
             id = _id(request, known.request.request_id)
-            traced.phase("receive")
-            reply = await self._intake.chat(known.request, id, fleet_tenant(), traced.trace)
-            traced.take(reply)
-            return await self._send(request, reply, headers)
+            spans.phase("receive")
+            reply = await self._intake.chat(known.request, id, fleet_tenant(), spans.trace)
+            spans.take(reply)
+            return await self._send(request, reply, headers, spans.trace_id)
 
     def _tracing(self, request: web.Request) -> UntracedReply:
         tracer = self._tracer
         return NOT_TRACED if tracer is None else TracedReply(tracer, tracer.begin(request.headers))
 
     async def _send(
-        self, request: web.Request, reply: Reply, headers: dict[str, str]
+        self, request: web.Request, reply: Reply, headers: dict[str, str], trace_id: str
     ) -> web.StreamResponse:
+        note_request(reply.id, trace_id)
         try:
-            if reply.options.stream:
-                return await self._stream(request, reply, headers)
-            while not reply.done:
-                await reply.wait()
+            with traced(reply.id, trace_id):
+                if reply.options.stream:
+                    return await self._stream(request, reply, headers)
+                while not reply.done:
+                    await reply.wait()
             if (failure := reply.failure()) is not None:
                 raise failure
             return web.Response(body=reply.body(), content_type="application/json", headers=headers)
         finally:
             # Also when the client went away: its requests are computed no further.
             self._service.cancel(reply)
-            _describe(reply)
+            _describe(reply, trace_id)
 
     async def _stream(
         self, request: web.Request, reply: Reply, headers: dict[str, str]
@@ -123,7 +125,7 @@ class Generation:
         return response
 
 
-def _describe(reply: Reply) -> None:
+def _describe(reply: Reply, trace_id: str) -> None:
     """Tell the access log what came of a reply."""
     sequences = reply.sequences
     leaders = sequences[:: reply.options.per_prompt]
@@ -131,6 +133,7 @@ def _describe(reply: Reply) -> None:
     began = min((sequence.arrival for sequence in sequences), default=0)
     describe_access(
         request_id=reply.id,
+        trace_id=trace_id or None,
         model=reply.model,
         stream=reply.options.stream,
         prompt_tokens=sum(len(sequence.prompt) for sequence in leaders),
@@ -142,6 +145,7 @@ def _describe(reply: Reply) -> None:
 @web.middleware
 async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Turn every failure into an error body, echo the request's id, and log the access."""
+    note_request()  # the task may have served another one before
     with accessed(request.method, request.path) as fields:
         response = await _answered(request, handler)
         fields["status"] = response.status

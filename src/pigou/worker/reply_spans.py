@@ -89,6 +89,11 @@ class UntracedReply:
     def __init__(self) -> None:
         self.trace: RequestTrace | None = None
 
+    @property
+    def trace_id(self) -> str:
+        """Id of the trace; empty without one."""
+        return "" if self.trace is None else self.trace.context.trace_id
+
     def phase(self, name: str) -> None:
         """End a phase of the request."""
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pigou.kv.checksum import Checksums
+from pigou.logs import about
 from pigou.request import NEVER, SECOND, Ints
 from pigou.worker.kv_transfer.result import TransferError, TransferReason
 
@@ -202,7 +203,8 @@ class LeaseTable:
                     self._change.wait(None if expiry == NEVER else (expiry - now) / SECOND)
                     self._sleeps_until = 0  # awake: it looks before it sleeps again
             for offer in past:
-                log.warning("blocks of request %s expired before they were taken", offer.request)
+                words = "blocks of request %s expired before they were taken"
+                log.warning(words, offer.request, extra=about(offer.request))
                 self._released(offer)
 
     def close(self) -> None:
@@ -223,4 +225,6 @@ class LeaseTable:
         try:
             self._on_release(offer.request)
         except Exception:
-            log.exception("on_release failed for request %s", offer.request)
+            log.exception(
+                "on_release failed for request %s", offer.request, extra=about(offer.request)
+            )

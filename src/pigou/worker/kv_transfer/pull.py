@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeAlias
 
+from pigou.logs import about
 from pigou.request import SECOND, Ints
 from pigou.worker.kv_transfer.backends import BackendUnavailable, ReceiveBackend
 from pigou.worker.kv_transfer.block_store import BlockStore
@@ -80,7 +81,8 @@ class Puller:
         except TransferError as error:
             reason, detail = self._early(run, error)
         except Exception as error:
-            log.exception("pull of request %s failed", ticket.remote_request_id)
+            request = ticket.remote_request_id
+            log.exception("pull of request %s failed", request, extra=about(request))
             reason, detail = self._early(run, TransferError(TransferReason.STORE, repr(error)))
         blocks = run.blocks
         tokens = min(ticket.remote_num_tokens, (first + blocks) * ticket.remote_block_size)

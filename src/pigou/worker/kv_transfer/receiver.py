@@ -13,6 +13,7 @@ import numpy as np
 
 from pigou.background import Background
 from pigou.kv import checksum
+from pigou.logs import about
 from pigou.request import Ints
 from pigou.worker.kv_transfer.backends import ReceiveBackend, ShmImport, TcpImport
 from pigou.worker.kv_transfer.block_store import BlockStore
@@ -192,7 +193,8 @@ class Receiver:
         try:
             return self._puller.pull(ticket, pull.first, pull.dest, lambda: pull.cancelled)
         except Exception as error:  # the caller that waits for the blocks must be answered
-            log.exception("a pull of request %s failed", ticket.remote_request_id)
+            request = ticket.remote_request_id
+            log.exception("a pull of request %s failed", request, extra=about(request))
             return TransferResult(ticket.remote_request_id, 0, 0, TransferReason.STORE, repr(error))
 
     def _decline(self, pull: Pull) -> None:
@@ -205,14 +207,16 @@ class Receiver:
 
     def _finish(self, pull: Pull, outcome: TransferResult) -> None:
         if outcome.reason is not TransferReason.OK:
-            log.warning("pull of request %s: %s %s", *_words(outcome))
+            log.warning("pull of request %s: %s %s", *_words(outcome), extra=about(outcome.request))
         if pull.done is None:
             return
         self._counters.add(outcome.blocks, outcome.bytes, outcome.seconds, outcome.reason)
         try:
             pull.done(outcome)
         except Exception:
-            log.exception("done failed for request %s", outcome.request)
+            log.exception(
+                "done failed for request %s", outcome.request, extra=about(outcome.request)
+            )
 
 
 def _words(outcome: TransferResult) -> tuple[str, str, str]:

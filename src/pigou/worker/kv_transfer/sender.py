@@ -10,6 +10,7 @@ from typing import Any
 
 from pigou.background import Background
 from pigou.kv import checksum
+from pigou.logs import about
 from pigou.request import SECOND, Ints
 from pigou.worker.kv_transfer.backends import SendBackend, ShmExport, StagedShmExport, TcpExport
 from pigou.worker.kv_transfer.block_store import BlockStore, SharedMemory, checksums_in, host_id
@@ -173,6 +174,7 @@ class Sender:
             try:
                 offer.checksums = checksums_in(self._store, offer.blocks)
             except Exception as error:
-                log.exception("cannot read the blocks of request %s", offer.request)
+                words = "cannot read the blocks of request %s"
+                log.exception(words, offer.request, extra=about(offer.request))
                 offer.error = f"cannot read the blocks: {error!r}"
             offer.ready.set()
