@@ -199,6 +199,7 @@ ASSETS = {
     "/static/page.js": ("page.js", "text/javascript"),
     "/static/plan.js": ("plan.js", "text/javascript"),
     "/static/costs.js": ("costs.js", "text/javascript"),
+    "/static/traces.js": ("traces.js", "text/javascript"),
     "/static/charts.js": ("charts.js", "text/javascript"),
     "/static/uplot.js": ("uplot.js", "text/javascript"),
     "/static/uplot.css": ("uplot.css", "text/css"),

@@ -23,11 +23,11 @@ _ERROR = 2  # of a span's status
 
 
 class _Template(NamedTuple):
-    """JSON of attributes, with places for their values.
+    """JSON of attributes, with slots for their values.
 
     Attributes:
-        json: with the places.
-        texts: place of each value that is put in as a text, and what makes that.
+        json: with a slot for each value.
+        texts: index of each value that is put in as a text, and what makes that.
         floats: returns the values that are floats; None where there are none.
     """
 
@@ -37,11 +37,11 @@ class _Template(NamedTuple):
 
     @classmethod
     def of(cls, names: tuple[str, ...], types: tuple[type, ...]) -> _Template:
-        texts = tuple((place, _TEXTS[kind]) for place, kind in enumerate(types) if kind in _TEXTS)
-        places = [place for place, kind in enumerate(types) if kind is float]
-        # Two places at least, so that the getter returns a tuple.
-        floats = itemgetter(*places, places[0]) if places else None
-        return cls(",".join(map(_place, names, types)), texts, floats)
+        texts = tuple((index, _TEXTS[kind]) for index, kind in enumerate(types) if kind in _TEXTS)
+        indices = [index for index, kind in enumerate(types) if kind is float]
+        # Two at least, so that the getter returns a tuple.
+        floats = itemgetter(*indices, indices[0]) if indices else None
+        return cls(",".join(map(_slot, names, types)), texts, floats)
 
 
 #: By names of attributes and types of their values: spans of one name have few different ones.
@@ -119,15 +119,15 @@ def _attributes(attributes: Attributes) -> str:
         if types != tuple(map(type, values)):
             return _attributes((names, values))
     filled = list(values)
-    for place, text in texts:
-        filled[place] = text(filled[place])
+    for index, text in texts:
+        filled[index] = text(filled[index])
     return json % tuple(filled)
 
 
-def _place(name: str, kind: type) -> str:
-    """Return an attribute with a place for its value."""
+def _slot(name: str, kind: type) -> str:
+    """Return an attribute with a slot for its value."""
     key = _string(name).replace("%", "%%")
-    return f'{{"key":{key},"value":{{"{_KINDS[kind]}":{_PLACES[kind]}}}}}'
+    return f'{{"key":{key},"value":{{"{_KINDS[kind]}":{_SLOTS[kind]}}}}}'
 
 
 def _is_json(value: AttributeValue) -> bool:
@@ -142,7 +142,7 @@ def _array(values: tuple[str, ...]) -> str:
 
 #: Type of a value -> how it is put into a template. Nine digits of a number are nanoseconds of
 #: a second.
-_PLACES = {str: "%s", bool: "%s", int: '"%d"', float: "%.9g", tuple: "%s"}
+_SLOTS = {str: "%s", bool: "%s", int: '"%d"', float: "%.9g", tuple: "%s"}
 #: Type of a value that is put in as a text -> its text in JSON.
 _TEXTS: dict[type, Callable[[Any], str]] = {
     str: _string, bool: {False: "false", True: "true"}.__getitem__, tuple: _array,

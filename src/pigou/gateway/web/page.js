@@ -208,7 +208,7 @@ function drawDecisions(decisions) {
   byId("decisions").replaceChildren(...decisions.map((each) => {
     const cells = [`${number(each.age_seconds, 1)} s ago`, each.prefill ?? "local", each.decode, number(each.prompt_tokens),
       number(each.cached_tokens), number(each.cost, 3), seconds(each.toll_seconds), seconds(each.regret_seconds), number(each.choices)];
-    const row = element("tr", { tabindex: 0, "data-id": each.id, title: "Show every candidate" },
+    const row = element("tr", { tabindex: 0, "data-id": each.id, title: "Show every candidate, and the trace" },
       ...cells.map((cell, i) => element("td", i === 1 || i === 2 ? { class: "left" } : i === 7 && each.regret_seconds > 1e-9 ? { class: "regret" } : {}, cell)));
     return row;
   }));
@@ -283,6 +283,7 @@ function useKey(event) {
 async function show(id) {
   try {
     explain(await ask(`/decisions/${encodeURIComponent(id)}`));
+    await drawTrace(id);
   } catch (error) {
     byId("status").textContent = error.message;
   }

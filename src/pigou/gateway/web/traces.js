@@ -1,0 +1,29 @@
+"use strict";
+// The trace of a request as a waterfall, below why it went where it went; nothing where none is traced.
+let traced = true;
+
+async function drawTrace(id) {
+  if (!traced) return;
+  const listed = await ask("/traces?limit=1000");
+  traced = listed.tracing;
+  const row = listed.traces.find((each) => each.id === id);
+  if (row) byId("why-body").append(waterfall(await ask(`/traces/${row.trace_id}`)));
+}
+
+function waterfall(trace) {
+  const begin = Math.min(...trace.spans.map((span) => span.start));
+  const whole = Math.max(...trace.spans.map((span) => span.start + span.duration_s)) - begin || 1;
+  const percent = (value) => `${(100 * value / whole).toFixed(3)}%`;
+  const rows = trace.spans.map((span) => {
+    const said = [...Object.entries(span.attributes), ...span.events.map((event) => [event.name, seconds(event.at - begin)])];
+    const title = said.map(([name, value]) => `${name}: ${value}`).join("\n");
+    const bar = element("i", { style: `margin-left:${percent(span.start - begin)};width:max(2px,${percent(span.duration_s)});background:var(${span.error ? "--bad" : span.service === trace.spans[0].service ? "--both" : "--decode"})` });
+    return element("tr", { title, class: "span" },
+      element("td", { class: "left", style: `padding-left:${6 + 14 * span.depth}px` }, span.name + (span.error ? ` (${span.error})` : "")),
+      element("td", { class: "left" }, span.service), element("td", {}, seconds(span.duration_s)),
+      element("td", { style: "width:50%" }, element("div", { class: "waterfall" }, bar)));
+  });
+  return element("section", { id: "trace" }, element("h3", {}, "Its trace"),
+    element("div", {}, element("code", {}, trace.trace_id)),
+    element("div", { class: "table" }, element("table", {}, element("tbody", {}, ...rows))));
+}
