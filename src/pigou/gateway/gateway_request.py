@@ -204,6 +204,12 @@ class GatewayRequest:
         return "" if self.trace is None else self.trace.outgoing
 
     @property
+    def traceparent(self) -> str:
+        """The same as the value of a header, where there are no lines."""
+        trace = self.trace
+        return "" if trace is None else trace.context.header(trace.leg_id)
+
+    @property
     def trace_id(self) -> str:
         """Id of its trace; empty where it is not traced."""
         return "" if self.trace is None else self.trace.context.trace_id

@@ -17,6 +17,7 @@ class PrefillLeg(NamedTuple):
         mark: of its tenant; empty for none.
         body: JSON of the request.
         version: of the workers that its decode worker can read from.
+        traceparent: of the span that waits for it; empty where it is not traced.
     """
 
     path: str
@@ -24,6 +25,7 @@ class PrefillLeg(NamedTuple):
     mark: str
     body: Mapping[str, Any]
     version: str
+    traceparent: str = ""
 
 
 class PulledPrefill(NamedTuple):

@@ -335,7 +335,8 @@ class RequestDriver(ABC):
             self._plane_driver.observe(PrefillClaimed(call.id, worker, cached))
 
         version = plane.state.workers[plane.state.row[routed.decode]].version
-        sent = PrefillLeg(self._path, call.wire_id, forecast.mark(call.tenant), leg, version)
+        mark, parent = forecast.mark(call.tenant), call.traceparent
+        sent = PrefillLeg(self._path, call.wire_id, mark, leg, version, parent)
         try:
             pulled = await queue.prefill(routed.request, sent, claimed)
         except PrefillDropped as dropped:

@@ -72,7 +72,7 @@ class NatsPrefillQueue:
             min(request.deadline, now_ns + wait_ns), request.priority,
         )  # fmt: skip
         fields: dict[str, Any] = {"path": leg.path, "wire_id": leg.wire_id, "mark": leg.mark}
-        fields["body"] = msgspec.json.encode(leg.body)
+        fields |= {"body": msgspec.json.encode(leg.body), "traceparent": leg.traceparent}
         self._requests[request.id] = request
 
         def claimed(worker: str) -> None:

@@ -103,6 +103,7 @@ class QueuedPrefill(msgspec.Struct, frozen=True):
         mark: of its tenant; empty for none.
         tokens: of the prompt.
         body: of the leg that computes it, JSON.
+        traceparent: of the span that waits for it; empty where it is not traced.
     """
 
     request: str
@@ -113,6 +114,7 @@ class QueuedPrefill(msgspec.Struct, frozen=True):
     mark: str
     tokens: int
     body: bytes
+    traceparent: str = ""
 
 
 class ClaimQuestion(msgspec.Struct, frozen=True):

@@ -14,6 +14,7 @@ from pigou.background import Background
 from pigou.fleet.prefill_queue.broker import PrefillBroker
 from pigou.fleet.prefill_queue.messages import MessageSigner, QueueAddress, QueuedPrefill
 from pigou.fleet.prefill_queue.puller import PrefillPuller
+from pigou.tracing.trace_context import TRACEPARENT
 from pigou.wire.fleet_secret import TENANT, FleetSecret
 from pigou.worker.registrar import Registrar
 
@@ -85,6 +86,8 @@ class PullingWorker:
         """Have the worker's own server compute a prompt; return status and body of its reply."""
         assert self._session is not None
         headers = {"content-type": "application/json", "x-request-id": prompt.wire_id}
+        if prompt.traceparent:
+            headers[TRACEPARENT] = prompt.traceparent
         if self._secret is not None:
             headers["authorization"] = f"Bearer {self._secret.token}"
             if prompt.mark:
