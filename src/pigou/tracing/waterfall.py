@@ -11,6 +11,16 @@ from pigou.tracing.request_trace import RequestTrace, Span, attributes_of
 
 _KINDS = {1: "internal", 2: "server", 3: "client"}
 _WIDTH = 40
+#: Attributes that lines of text have, at most four of a span.
+_SHOWN = ("pigou.worker", "pigou.tokens", "pigou.prompt_tokens", "pigou.computed_tokens",
+          "pigou.steps", "pigou.itl_s", "pigou.preemptions")  # fmt: skip
+_SHOWN_BELOW = (
+    "pigou.kv.",
+    "pigou.route.policy",
+    "pigou.route.prefill",
+    "pigou.route.decode",
+    "pigou.route.price_s",
+)
 
 
 def spans_view(traces: Iterable[RequestTrace], service: str) -> list[dict[str, Any]]:
@@ -72,10 +82,15 @@ def as_text(spans: Sequence[dict[str, Any]]) -> str:
         length = max(1, round(span["duration_s"] / whole * _WIDTH))
         first = min(first, _WIDTH - length) if length < _WIDTH else 0
         bar = ("." * first + "#" * length)[:_WIDTH].ljust(_WIDTH, ".")
-        shown = " ".join(f"{key.rpartition('.')[2]}={value}" for key, value in
-                         list(span["attributes"].items())[:4])  # fmt: skip
+        own = [(key, value) for key, value in span["attributes"].items() if key in _SHOWN or
+               key.startswith(_SHOWN_BELOW)]  # fmt: skip
+        shown = " ".join(f"{key.rpartition('.')[2]}={_short(value)}" for key, value in own[:4])
         error = f" ERROR {span['error']}" if span["error"] else ""
         lines.append(
             f"{name:{width}} {span['duration_s'] * 1e3:10.3f} ms {bar} {shown}{error}".rstrip()
         )
     return "\n".join(lines) + "\n"
+
+
+def _short(value: object) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
