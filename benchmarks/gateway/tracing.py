@@ -77,10 +77,10 @@ def start(stack: ExitStack, folder: Path, before: str) -> dict[str, Way]:
     return ways
 
 
-async def turn(way: Way, requests: int, chunks: int, streams: int) -> float:
+async def turn(way: Way, requests: int, chunks: int, streams: int, pause_s: float) -> float:
     """Return the microseconds of CPU that a request takes."""
     lines = [await HTTPConnection.open(way.url) for _ in range(streams)]
-    request = request_bytes(way.url, 128, chunks, 0.0)
+    request = request_bytes(way.url, 128, chunks, pause_s)
 
     async def one(line: HTTPConnection) -> None:
         for _ in range(requests // streams):
@@ -96,7 +96,7 @@ async def turn(way: Way, requests: int, chunks: int, streams: int) -> float:
 
 
 async def measure(
-    ways: dict[str, Way], rounds: int, requests: int, chunks: int, streams: int
+    ways: dict[str, Way], rounds: int, requests: int, chunks: int, streams: int, pause_s: float
 ) -> dict[str, list[float]]:
     """Return the microseconds of each round by gateway; the first round warms up."""
     found: dict[str, list[float]] = {name: [] for name in ways}
@@ -104,7 +104,7 @@ async def measure(
     for number in range(rounds + 1):
         random.shuffle(order)
         for name in order:
-            spent = await turn(ways[name], requests, chunks, streams)
+            spent = await turn(ways[name], requests, chunks, streams, pause_s)
             if number:
                 found[name].append(spent)
     return found
@@ -129,13 +129,14 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=600, help="of a turn")
     parser.add_argument("--chunks", type=int, default=64, help="of each stream")
     parser.add_argument("--streams", type=int, default=8, help="at once")
+    parser.add_argument("--pause", type=float, default=0.0, help="milliseconds between chunks")
     parser.add_argument("--before", default="", help="another checkout, to compare with")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     os.environ.pop(ENDPOINT, None)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         ways = start(stack, Path(folder), args.before)
-        sizes = (args.rounds, args.requests, args.chunks, args.streams)
+        sizes = (args.rounds, args.requests, args.chunks, args.streams, args.pause / 1e3)
         found = uvloop.run(measure(ways, *sizes))
     traced = (args.rounds + 1) * (args.requests // args.streams * args.streams)
     said = {
