@@ -5,7 +5,8 @@ the same stub and take turns, in an order that is drawn anew each round: `off`, 
 ratio is the scatter of the method), `on` (every request is sampled, and its spans go to a receiver
 that answers at once), and with `--before FOLDER` that of another checkout. CPU time is that of the
 gateway's process, the exporter's thread included, over the requests of a turn. The ratio is to
-`off` in the same round.
+`off` in the same round. Chunks come one by one (`--pause`): in a flood, CPU depends on how many
+of them a read finds.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import random
 import statistics
 import sys
 import tempfile
-import threading
 from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -27,7 +27,7 @@ from typing import Any
 import uvloop
 
 from benchmarks.gateway.overhead import HTTPConnection, Way, cpu_seconds, request_bytes
-from benchmarks.lib.servers import LOOPBACK, Server, free_ports, machine
+from benchmarks.lib.servers import LOOPBACK, Server, free_ports, get_json, machine
 
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 _SETTLE_S = 1.2
@@ -49,17 +49,32 @@ class Receiver(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(b"{}")
 
+    def do_GET(self) -> None:
+        """Say what came."""
+        said = json.dumps({"spans": Receiver.spans, "bytes": Receiver.size}).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(said)))
+        self.end_headers()
+        self.wfile.write(said)
+
     def log_message(self, *_: Any) -> None:
         """Say nothing."""
 
 
-def start(stack: ExitStack, folder: Path, before: str) -> dict[str, Way]:
-    """Start stub, receiver and gateways; return the gateways by name."""
-    collector = ThreadingHTTPServer((LOOPBACK, 0), Receiver)
-    threading.Thread(target=collector.serve_forever, daemon=True).start()
-    stack.callback(collector.shutdown)
+def start(stack: ExitStack, folder: Path, before: str) -> tuple[dict[str, Way], str]:
+    """Start stub, receiver and gateways; return the gateways by name, and the receiver's URL."""
     names = ["off", "off again", "on", *(["before"] if before else [])]
-    port, *ports = free_ports(1 + len(names))
+    receiving, port, *ports = free_ports(2 + len(names))
+    receiver_argv = [
+        sys.executable,
+        "-m",
+        "benchmarks.gateway.tracing",
+        "--receive",
+        str(receiving),
+    ]
+    url = f"http://{LOOPBACK}:{receiving}"
+    receiver = stack.enter_context(Server(receiver_argv, url=url, log=folder / "receiver.log"))
+    receiver.wait_healthy()
     stub_argv = [sys.executable, "-m", "benchmarks.lib.stub_worker", str(port)]
     stub = Server(stub_argv, url=f"http://{LOOPBACK}:{port}", log=folder / "stub.log")
     stack.enter_context(stub).wait_healthy()
@@ -68,13 +83,12 @@ def start(stack: ExitStack, folder: Path, before: str) -> dict[str, Way]:
         argv = [sys.executable, "-m", "pigou", "serve", "--port", str(port), "--attach", stub.url]
         env = {"PYTHONPATH": str(Path(before) / "src")} if name == "before" else {}
         if name == "on":
-            endpoint = f"http://{LOOPBACK}:{collector.server_address[1]}/v1/traces"
-            argv += ["--otlp-traces-endpoint", endpoint]
+            argv += ["--otlp-traces-endpoint", f"{url}/v1/traces"]
         log = folder / f"{name}.log"
         server = Server(argv, url=f"http://{LOOPBACK}:{port}", log=log, env=env)
         stack.enter_context(server).wait_healthy()
         ways[name] = Way(name, server.url, server.pid)
-    return ways
+    return ways, url
 
 
 async def turn(way: Way, requests: int, chunks: int, streams: int, pause_s: float) -> float:
@@ -126,23 +140,27 @@ def summary(found: dict[str, list[float]]) -> dict[str, dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--requests", type=int, default=600, help="of a turn")
+    parser.add_argument("--requests", type=int, default=128, help="of a turn")
     parser.add_argument("--chunks", type=int, default=64, help="of each stream")
-    parser.add_argument("--streams", type=int, default=8, help="at once")
-    parser.add_argument("--pause", type=float, default=0.0, help="milliseconds between chunks")
+    parser.add_argument("--streams", type=int, default=32, help="at once")
+    parser.add_argument("--pause", type=float, default=5.0, help="milliseconds between chunks")
     parser.add_argument("--before", default="", help="another checkout, to compare with")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--receive", type=int, default=0, help="be the receiver, on this port")
     args = parser.parse_args()
+    if args.receive:
+        ThreadingHTTPServer((LOOPBACK, args.receive), Receiver).serve_forever()
     os.environ.pop(ENDPOINT, None)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        ways = start(stack, Path(folder), args.before)
+        ways, url = start(stack, Path(folder), args.before)
         sizes = (args.rounds, args.requests, args.chunks, args.streams, args.pause / 1e3)
         found = uvloop.run(measure(ways, *sizes))
+        came = get_json(url)
     traced = (args.rounds + 1) * (args.requests // args.streams * args.streams)
     said = {
         "machine": machine(), "chunks": args.chunks, "rounds": args.rounds,
-        "spans_per_request": round(Receiver.spans / traced, 2),
-        "bytes_per_request": round(Receiver.size / traced), "gateways": summary(found),
+        "spans_per_request": round(came["spans"] / traced, 2),
+        "bytes_per_request": round(came["bytes"] / traced), "gateways": summary(found),
     }  # fmt: skip
     if args.json:
         print(json.dumps(said))
