@@ -156,7 +156,7 @@ def peer_configurations(row: dict[str, str], demand: Demand) -> list[Configurati
             )))  # fmt: skip
         return made
     for batch in (int(row["bs"]), _VLLM_BATCH):
-        chunk = max(int(row["num_tokens"]), 2048)
+        chunk = max(round(float(row["num_tokens"])), 2048)
         made.append(
             Configuration(pools=(pool(Role.BOTH, int(row["tp"]), replicas, batch, chunk, "fp8"),))
         )

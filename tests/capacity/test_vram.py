@@ -131,6 +131,7 @@ def test_the_command_writes_bytes_and_says_what_a_batch_needs(
         (["--kv-dtype", "fp8_ds_mla"], "no latent cache"),
         (["--utilization", "1.5"], "1.5"),
         (["--adapter-targets", "x"], "has 'x'"),
+        (["--worker", "http://127.0.0.1:9"], "options of a computed map"),
     ],
 )
 def test_the_command_names_what_is_wrong(

@@ -164,6 +164,7 @@ def test_a_worker_tells_what_it_measured_and_its_figures_begin_at_zero(
     assert told[0][:3] == [128, 0, 1]
     assert all(len(each) == 4 and each[3] > 0 for each in told)
     assert "rehearsed" not in worker.info
+    assert worker.get("/server_info").json["memory"] is None  # it sleeps, and holds no model
     for name in ("vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total",
                  "vllm:prompt_tokens_total", "vllm:generation_tokens_total",
                  "vllm:num_preemptions_total", "vllm:num_requests_running"):  # fmt: skip

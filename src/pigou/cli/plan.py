@@ -16,17 +16,56 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from pigou.cli.config_options import config_command
 from pigou.cli.option_values import check_json, write_json
 from pigou.config import ConfigError
+from pigou.config_option import option
+from pigou.sim.setup import TierConfig
 
 if TYPE_CHECKING:
     from pigou.capacity.plan.plan import CapacityPlan, PlannedConfiguration, PlanRequest
     from pigou.capacity.plan.stress import StressResult
+    from pigou.capacity.plan.tier_split import TierSplit
 
 _MAX_GPUS = 4096
+#: Heading of options.
+_TRIALS = "Trials"
 
 
+class TrialOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How configurations are simulated.
+
+    Attributes:
+        top: configurations that are simulated at length.
+        jobs: simulations at once; 0 for one a core.
+        seed: of lengths, gaps and ties.
+        tiers: of each worker, beyond its device.
+    """
+
+    top: Annotated[int, option("Configurations to simulate at length.", _TRIALS)] = 5
+    jobs: Annotated[int, option("Simulations at once; 0 for one a core.", _TRIALS)] = 0
+    seed: Annotated[int, option("Of lengths, gaps and ties.", _TRIALS)] = 0
+    tiers: Annotated[
+        tuple[TierConfig, ...],
+        option(
+            "A tier of each worker beyond its device, nearest first: "
+            "NAME,gib=64[,gbps=200][,latency_us=20]; may be given again.",
+            _TRIALS,
+            name="tier",
+            form="entries",
+        ),
+    ] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse counts that make no sense."""
+        for name, value, lowest in (("top", self.top, 1), ("jobs", self.jobs, 0)):
+            if value < lowest:
+                raise ConfigError(f"{name} is {value}; it must be at least {lowest}")
+
+
+@config_command("plan")
 def plan(
+    trials: TrialOptions,
     workload: Annotated[
         str,
         typer.Option(
@@ -47,14 +86,9 @@ def plan(
         typer.Option(help="Number format of the KV cache to try; by default the model's own and "
                      "fp8. Repeat it."),
     ] = None,
-    top: Annotated[int, typer.Option(help="Configurations to simulate at length.", min=1)] = 5,
-    jobs: Annotated[
-        int, typer.Option(help="Simulations at once; 0 for one a core.", min=0)
-    ] = 0,
-    seed: Annotated[int, typer.Option(help="Of lengths, gaps and ties.")] = 0,
     check: Annotated[
         bool, typer.Option("--check", help="Try the recommended fleet under 1.3 times the load, "
-                           "and in the densest burst."),
+                           "and at the P99 pace of 100 requests in a row."),
     ] = False,
     out: Annotated[
         str, typer.Option(help="Folder for fleet.yaml, serve.yaml, planner.yaml, workers.sh, and "
@@ -76,14 +110,15 @@ def plan(
         request = PlanRequest(
             model=model, gpus=counts, slo=Slo.parse(slo),
             usd_per_hour=read_prices(prices, counts),
-            kv_dtypes=tuple(kv_dtype) if kv_dtype else ("", "fp8"), top=top, seed=seed,
+            kv_dtypes=tuple(kv_dtype) if kv_dtype else ("", "fp8"), top=trials.top,
+            seed=trials.seed, tiers=trials.tiers,
         )  # fmt: skip
         shape = architecture(model)
         for dtype in filter(None, request.kv_dtypes):
             replace(shape, kv_dtype=dtype)  # refuses what is no number format
         console = Console(stderr=True)
-        with _processes(jobs) as pool:
-            demand = read_demand(workload, seed)
+        with _processes(trials.jobs) as pool:
+            demand = read_demand(workload, trials.seed)
             made = make_plan(
                 request, demand, shape, pool,
                 lambda text: console.print(text, style="dim") if console.is_terminal else None,
@@ -197,11 +232,22 @@ def _show(made: CapacityPlan, request: PlanRequest, tests: Sequence[StressResult
         f"{name.replace('_', ' ')} {figures['share']:+.1%}" for name, figures in made.duals.items()
     )
     console.print(f"Worth in output tokens/s, by the analysis: {duals}.")
+    if (use := made.tiers) is not None:
+        console.print(
+            f"Tiers: {use.recurring_gb:.1f} GB of KV recur; {_placed(use.split)} by the linear "
+            f"programme, {_placed(use.greedy)} fastest first. Hits {use.hit_rate:.1%}, "
+            f"{use.half_hit_rate:.1%} with half of the tiers."
+        )
     for test in tests:
         health = "healthy" if test.healthy else f"not healthy: {test.reason}"
         console.print(
             f"{test.name} ({test.rate_rps:.3g} requests/s): {test.attained:.1%} inside; {health}."
         )
+
+
+def _placed(split: TierSplit) -> str:
+    parts = " + ".join(f"{gb:.1f} {name}" for name, gb in split.gb.items())
+    return f"{parts} GB read in {split.seconds:.3g} s"
 
 
 def _reason(made: CapacityPlan, request: PlanRequest) -> str:

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from pigou.capacity.measured_vram import measured_map
 from pigou.capacity.memory_shape import MemoryShape
 from pigou.capacity.model_memory import memory_shape
 from pigou.capacity.vram import (
@@ -28,6 +29,8 @@ from pigou.sim.gpus import GIB, GIGA, Gpu
 from pigou.sim.gpus import gpu as gpu_named
 
 _TERMS = ("weights", "cache", "activations", "adapters", "runtime", "scratch")
+#: Seconds that a worker may take to answer.
+_TIMEOUT_S = 10.0
 _SEQUENCES = re.compile(r"(\d+)x(\d+)")
 
 
@@ -36,8 +39,14 @@ def vram(
     config: VramConfig,
     model: Annotated[
         str, typer.Option(help="A model's name, or a folder with a config.json, or its path.")
-    ],
-    gpu: Annotated[str, typer.Option(help="A GPU's name: H200, RTX PRO 6000.")],
+    ] = "",
+    gpu: Annotated[str, typer.Option(help="A GPU's name: H200, RTX PRO 6000.")] = "",
+    worker: Annotated[
+        str,
+        typer.Option(help="URL of a worker whose memory, as it was measured at its start, is "
+                     "shown in place of a computed one."),
+    ] = "",
+    key: Annotated[str, typer.Option(help="Fleet secret that the worker asks for.")] = "",
     kv_dtype: Annotated[
         str,
         typer.Option(help="Number format of the KV cache: bfloat16, fp8, fp8_ds_mla, ...; by "
@@ -58,6 +67,16 @@ def vram(
 ) -> None:  # fmt: skip
     """Map a GPU's memory under a model: six terms, the KV of a token, and what a batch needs."""
     check_json(json)
+    if worker:
+        if model or gpu or sequences or kv_dtype or memory_gib or config != VramConfig():
+            raise ConfigError("--worker is given, and options of a computed map, too; give one")
+        measured = _measured(worker, key)
+        _show_terms(measured["map"], f"{measured['model']} on {measured['device']}, measured")
+        if json:
+            write_json("vram", "--json", json, measured)
+        return
+    if not model or not gpu:
+        raise ConfigError(f"{'gpu' if model else 'model'} is missing; give both, or --worker")
     shape = memory_shape(model)
     if kv_dtype:
         shape = shape.with_kv_dtype(kv_dtype)
@@ -76,6 +95,31 @@ def vram(
     _show(document)
     if json:
         write_json("vram", "--json", json, document)
+
+
+def _measured(url: str, key: str) -> dict[str, Any]:
+    """Return what `--json` writes of a live worker.
+
+    Raises:
+        ConfigError: it cannot be asked, or tells of no memory.
+    """
+    from http.client import HTTPException
+    from urllib.request import Request, urlopen
+
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    try:
+        request = Request(f"{url.rstrip('/')}/server_info", headers=headers)
+        with urlopen(request, timeout=_TIMEOUT_S) as response:
+            about = msgspec.json.decode(response.read(), type=dict[str, Any])
+    except (OSError, ValueError, HTTPException, msgspec.DecodeError) as error:
+        reason = getattr(error, "reason", error)
+        raise ConfigError(f"worker is {url!r}, which cannot be asked: {reason}") from None
+    memory = measured_map(about)
+    return {
+        "model": about.get("model", ""), "device": about["memory"]["device"],
+        "memory_bytes": about["memory"]["memory"],
+        "map": {"source": "measured", **msgspec.to_builtins(memory)},
+    }  # fmt: skip
 
 
 def _parse_sequences(text: str) -> list[tuple[int, int]]:
@@ -126,11 +170,10 @@ def _document(
     }  # fmt: skip
 
 
-def _show(document: dict[str, Any]) -> None:
+def _show_terms(memory: dict[str, Any], title: str) -> Console:
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=100)
-    memory, kv = document["map"], document["kv"]
     table = Table("memory of each GPU", "GiB", "GB", "share")
     for term in _TERMS:
         size = memory[term]
@@ -138,8 +181,15 @@ def _show(document: dict[str, Any]) -> None:
             term, f"{size / GIB:.2f}", f"{size / GIGA:.2f}", f"{size / memory['usable']:.1%}"
         )
     table.add_row("usable", f"{memory['usable'] / GIB:.2f}", f"{memory['usable'] / GIGA:.2f}", "")
-    console.print(f"{document['model']} on {document['tp']} x {document['gpu']}")
+    console.print(title)
     console.print(table)
+    return console
+
+
+def _show(document: dict[str, Any]) -> None:
+    memory, kv = document["map"], document["kv"]
+    title = f"{document['model']} on {document['tp']} x {document['gpu']}"
+    console = _show_terms(memory, title)
     console.print(
         f"KV cache ({kv['dtype']}): {kv['bytes_per_token']:,} bytes a token"
         + (f", {kv['bytes_per_token_multi_head']:,} with a KV head for each query head"

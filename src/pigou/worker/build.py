@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,6 +44,7 @@ from pigou.worker.structured_output_sandbox import GrammarSandbox
 from pigou.worker.work_estimate import WorkEstimate, estimate_of
 
 if TYPE_CHECKING:
+    from pigou.runtime.memory_report import MemoryReport
     from pigou.runtime.structured_output import Grammars
 
 log = logging.getLogger(__name__)
@@ -74,6 +76,8 @@ class WorkerParts:
         tiers: names of the tiers beyond the device, and what moves blocks there; None for none.
         rehearsed: what was measured of its speed; empty where nothing was.
         work: estimates what steps take of the GPUs; None where the model's shape is not known.
+        measure: runs the loads of its start, and measures its memory; None where nothing computes.
+        memory_report: what it measured; None where nothing did.
     """
 
     model: ServedModel
@@ -88,6 +92,8 @@ class WorkerParts:
     tiers: tuple[list[str], KVOffloader] | None = None
     rehearsed: tuple[Rehearsed, ...] = ()
     work: WorkEstimate | None = None
+    measure: Callable[..., tuple[tuple[Rehearsed, ...], MemoryReport]] | None = None
+    memory_report: MemoryReport | None = None
 
 
 def build(config: WorkerConfig) -> WorkerParts:
@@ -134,6 +140,7 @@ def transfer_config(config: WorkerConfig, backends: tuple[str, ...]) -> Transfer
 
 def _build_torch(config: WorkerConfig) -> WorkerParts:
     from pigou.runtime.load import load
+    from pigou.runtime.memory_report import measured, tensor_bytes
     from pigou.runtime.resources import device_name, free_memory, kv_room, set_threads
     from pigou.runtime.structured_output import WorkBudget
 
@@ -195,6 +202,10 @@ def _build_torch(config: WorkerConfig) -> WorkerParts:
     return WorkerParts(
         model, core, executor, cache, memory, meter, pool, tiers=_open(tiers, cache),
         work=estimate_of(shape_of_model, device_name(loaded.device)),
+        measure=partial(
+            measured, device=loaded.device, weights=tensor_bytes(loaded.decoder),
+            cache=blocks * layout.block_bytes,
+        ),
     )  # fmt: skip
 
 

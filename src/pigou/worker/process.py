@@ -107,7 +107,7 @@ class WorkerServer:
         self._intake = InputProcessor(model, config, self._service, parts.grammars, key)
         self._transfers = self._start_transfers()
         self._tiers = self._start_tiers()
-        about = {**self._about(), "rehearsed": parts.rehearsed}
+        about = {**self._about(), "rehearsed": parts.rehearsed, "memory": parts.memory_report}
         self._tracer = open_tracer(config.tracing, "pigou-worker")
         if self._tracer is not None and self._tracer.exporter is not None:
             self._metrics.registry.register(SpanExporterMetrics(self._tracer.exporter))

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -262,5 +263,8 @@ def prepare(config: WorkerConfig) -> WorkerParts:
     """
     parts = build_warm(config)
     report_stage("measuring its speed")
-    measured = profile_at_startup(parts.core, parts.backend, config.rehearse, parts.rest)
-    return replace(parts, rehearsed=measured)
+    profile = partial(profile_at_startup, parts.core, parts.backend, config.rehearse, parts.rest)
+    if parts.measure is None:
+        return replace(parts, rehearsed=profile())
+    rehearsed, report = parts.measure(profile)
+    return replace(parts, rehearsed=rehearsed, memory_report=report)

@@ -117,3 +117,10 @@ def test_more_workers_and_longer_objectives_hold_more(
         # At the limit the objectives hold, just above they do not.
         inside = min(load.ttft_share(limits[1], 2, ttft_s), load.itl_share(limits[1], 2, itl_s))
         assert inside >= 0.95
+
+
+def test_bursts_of_arrivals_spread_the_gaps_between_tokens() -> None:
+    lengths = classes((200, 100, 1.0))
+    calm, bursty = (PoolLoad(MODEL, Role.BOTH, lengths, scv) for scv in (1.0, 9.0))
+    assert bursty.mean_itl_s(2.0, 1) == calm.mean_itl_s(2.0, 1)
+    assert bursty.itl_quantile_s(2.0, 1, 0.95) > 1.1 * calm.itl_quantile_s(2.0, 1, 0.95)

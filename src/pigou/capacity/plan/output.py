@@ -47,6 +47,7 @@ def plan_document(plan: CapacityPlan, request: PlanRequest) -> dict[str, Any]:
         "pareto": [document(item, "pareto") for item in plan.pareto],
         "dominated": [document(item, "dominated") for item in plan.dominated],
         "duals": plan.duals,
+        "tiers": None if plan.tiers is None else msgspec.to_builtins(plan.tiers),
     }  # fmt: skip
 
 

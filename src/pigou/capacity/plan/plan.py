@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 
 import msgspec
 
@@ -15,17 +14,21 @@ from pigou.capacity.plan.analysis import Analysis
 from pigou.capacity.plan.configuration import Configuration, LoadFigures
 from pigou.capacity.plan.demand import Demand
 from pigou.capacity.plan.search_space import Candidate, candidates
+from pigou.capacity.plan.shadow_prices import shadow_prices
+from pigou.capacity.plan.tier_use import TierUse, tier_use
 from pigou.capacity.plan.trial import Trial, run_trials, trial_figures
 from pigou.config import ConfigError
 from pigou.control.planner.objectives import Slo
 from pigou.sim.architecture import Architecture
 from pigou.sim.network import LinkConfig
-from pigou.sim.setup import Setup
+from pigou.sim.setup import Setup, TierConfig
 
 #: Configurations that the first, short simulations compare for each that is asked for.
 _FIRST_ROUND = 2
 #: Sizes of the pools of the same kinds of workers among them, where there are others.
 _PER_KIND = 2
+#: Multiples of the rate that fleets are then asked to hold, until one keeps the objective.
+_MARGINS = (1.25, 1.6, 2.2)
 #: Requests of the first and of the last simulations.
 _SHORT_REQUESTS, LONG_REQUESTS = 200, 600
 #: Lives of a request until a fleet is as full as it gets, and those that it stays full for the last
@@ -52,6 +55,7 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
         kv_dtypes: number formats of the KV cache to try; "" is the model's own.
         top: configurations to simulate at length.
         seed: of lengths, gaps and ties.
+        tiers: of each worker that keeps prefixes, beyond its device.
     """
 
     model: str
@@ -61,6 +65,7 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
     kv_dtypes: tuple[str, ...] = ("", "fp8")
     top: int = 5
     seed: int = 0
+    tiers: tuple[TierConfig, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -108,6 +113,7 @@ class CapacityPlan:
         seconds: that the plan took.
         analytic_seconds: that the analysis took.
         meets: whether the best one keeps the objective in simulation.
+        tiers: what the tiers hold of the workload in the best one; None without tiers.
     """
 
     demand: Demand
@@ -119,6 +125,7 @@ class CapacityPlan:
     seconds: float
     analytic_seconds: float
     meets: bool
+    tiers: TierUse | None = None
 
 
 def make_plan(
@@ -155,19 +162,37 @@ def make_plan(
         raise ConfigError(_no_way(analysis, seen, demand.rate_rps))
     analytic_s = time.perf_counter() - began
     planned = _simulated(request, analysis, ranked, pool, watch)
+    for margin in _MARGINS if demand.rate_rps else ():
+        if _short(analysis, planned[0].figures) <= 0.0:
+            break
+        # The analysis promised too much: take what it says holds more.
+        wider = analysis.changed(request.slo, replace(demand, rate_rps=margin * demand.rate_rps))
+        more = candidates(wider, model, request.gpus, request.kv_dtypes)
+        ranked = ranked_candidates(wider, more, wider.demand.rate_rps)
+        if not ranked:
+            break
+        seen += more
+        planned += _simulated(request, analysis, ranked, pool, watch)
+        planned.sort(key=lambda item: _merit(analysis, item.figures))
+    planned = planned[: max(request.top, 1)]
     front, dominated = _front(planned)
     best = planned[0]
     attained = best.figures.attained
+    use: TierUse | None = None
+    if request.tiers:
+        kv_bytes = replace(model, kv_dtype=best.configuration.kv_dtype or model.kv_dtype).kv_bytes
+        use = tier_use(best.configuration, analysis, kv_bytes, request.tiers)
     return CapacityPlan(
         demand=demand,
         configurations=len(seen),
         best=best,
         pareto=front,
         dominated=dominated,
-        duals=_duals(request, analysis, model, best, pool),
+        duals=shadow_prices(request.gpus, analysis, model, best.configuration.kv_dtype, use, pool),
         seconds=time.perf_counter() - began,
         analytic_seconds=analytic_s,
         meets=attained is not None and attained >= request.slo.share,
+        tiers=use,
     )
 
 
@@ -307,7 +332,9 @@ def make_trial(
         configuration=candidate.configuration,
         loop=analysis.demand.at(rate_rps, count),
         rate_rps=rate_rps,
-        setup=Setup(model=request.model, kv_dtype=candidate.configuration.kv_dtype),
+        setup=Setup(
+            model=request.model, kv_dtype=candidate.configuration.kv_dtype, tiers=request.tiers
+        ),
         link=LinkConfig(),
         seed=request.seed,
         warm_up_s=filling * life_s,
@@ -320,10 +347,13 @@ def _merit(analysis: Analysis, figures: LoadFigures) -> tuple[float, float]:
 
     Without prices, cost is GPU time.
     """
-    attained = figures.attained or 0.0
-    short = max(analysis.slo.share - attained, 0.0)
     cost = figures.usd_per_million_output or 1.0 / max(figures.output_tok_s_per_gpu, 1e-9)
-    return (short, cost)
+    return (_short(analysis, figures), cost)
+
+
+def _short(analysis: Analysis, figures: LoadFigures) -> float:
+    """Return the share of the requests that is missing from the objective."""
+    return max(analysis.slo.share - (figures.attained or 0.0), 0.0)
 
 
 def _front(
@@ -348,47 +378,3 @@ def _front(
         )
         (dominated if beaten else front).append(item)
     return front, dominated
-
-
-def _duals(
-    request: PlanRequest,
-    analysis: Analysis,
-    model: Architecture,
-    best: PlannedConfiguration,
-    pool: ProcessPoolExecutor | None,
-) -> dict[str, dict[str, float]]:
-    """Return what a little more of each scarce thing is worth, by the analysis.
-
-    The worth is output tokens a second that all GPUs together may yield more.
-    """
-    demand = replace(analysis.demand, rate_rps=0.0)
-    slo, gpus = request.slo, request.gpus
-    same = analysis.changed(slo, demand)
-    changes: dict[str, tuple[Analysis, Mapping[str, int]]] = {"": (same, gpus)}
-    for name, count in gpus.items():
-        changes[f"one_more_{name}"] = (same, {**gpus, name: count + 1})
-    if slo.ttft_s < float("inf"):
-        longer = msgspec.structs.replace(slo, ttft_s=slo.ttft_s + 0.02)
-        changes["ttft_20_ms_longer"] = (analysis.changed(longer, demand), gpus)
-    if slo.itl_s < float("inf"):
-        longer = msgspec.structs.replace(slo, itl_s=slo.itl_s + 0.02)
-        changes["itl_20_ms_longer"] = (analysis.changed(longer, demand), gpus)
-    hotter = demand.with_hit_rate(min(demand.mix.hit_rate + 0.05, 0.99))
-    changes["hit_rate_5_points_higher"] = (analysis.changed(slo, hotter), gpus)
-
-    limit_of = partial(_limit_tok_s, model, (best.configuration.kv_dtype,))
-    limits = (map if pool is None else pool.map)(limit_of, *zip(*changes.values(), strict=True))
-    tok_s = dict(zip(changes, limits, strict=True))
-    base = tok_s.pop("")
-    return {
-        name: {"output_tok_s": value - base, "share": value / base - 1.0 if base else 0.0}
-        for name, value in tok_s.items()
-    }
-
-
-def _limit_tok_s(
-    model: Architecture, kv_dtypes: Sequence[str], analysis: Analysis, gpus: Mapping[str, int]
-) -> float:
-    """Return the most output tokens a second that GPUs hold inside the objective."""
-    limits = (c.limit_rps for c in candidates(analysis, model, gpus, kv_dtypes))
-    return max(limits, default=0.0) * analysis.demand.mix.osl

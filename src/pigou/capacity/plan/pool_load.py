@@ -20,7 +20,8 @@ Streams hold lambda o ITL(n) / c of a worker (Little). A class holds contexts in
 tokens, not to its requests. A worker that does both takes rho = lambda E[S] / c of its time for
 prompts, so its tokens take ITL(n) / (1 - rho), and a prompt of k chunks s_i + k ITL(n). A request
 of o_j tokens lives o_j ITL, in which lambda o_j ITL / c prompts come: the mean of its gaps deviates
-by the root of lambda ITL E[S^2] / (c o_j), and by the number of its neighbours.
+by the root of lambda ITL (Var[S] + ca2 E[S]^2) / (c o_j), and by the number of its neighbours,
+whose variance is (1 + ca2) / 2 times that of Poisson arrivals (ca2: squared variation of gaps).
 
 The last chunk of a prompt is filled up with the next one, and both are done with the step: a prompt
 takes longer by what fits behind it, wherever another waits (with probability C).
@@ -99,7 +100,8 @@ class PoolLoad:
         self._chunks = np.ceil(classes.computed / performance.chunk_tokens)
         self._mean_s = float(classes.shares @ self._prompt_s)
         self._filling_s = self._fillings_s()
-        self._square_s2 = float(classes.shares @ self._prompt_s**2)
+        square_s2 = float(classes.shares @ self._prompt_s**2)
+        self._burst_s2 = square_s2 + (arrival_scv - 1.0) * self._mean_s**2
         counts = doubling(1, performance.max_seqs)
         itl_s = performance.decode.itl_s
         self._steps = [(float(n), itl_s(float(n), classes.context)) for n in counts]
@@ -168,12 +170,13 @@ class PoolLoad:
         step = self.step_s(streams)
         rise = (self.step_s(1.001 * streams) - self.step_s(0.999 * streams)) / (0.002 * step)
         left = max(1.0 - rise, 0.05)
-        deviation = math.sqrt(max(streams, 1e-9) / (workers * left))
+        peak = 0.5 * (1.0 + self._arrival_scv)
+        deviation = math.sqrt(max(streams, 1e-9) * peak / (workers * left))
         slots = float(ndtr((self._max_streams - streams) / deviation))
         neighbours = (self.step_s(streams + AVERAGING * deviation) - step) / slack
         mean = step / slack
         rate = rate_rps / workers if self._role is Role.BOTH else 0.0
-        prompts = rate * mean * self._square_s2 / self._classes.outputs
+        prompts = rate * mean * self._burst_s2 / self._classes.outputs
         return mean, np.sqrt(neighbours**2 + prompts), slots
 
     def itl_share(self, rate_rps: float, workers: int, itl_s: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -78,6 +79,7 @@ def warm_up() -> None:
         seed=0,
     )
     run_trial(trial, Slo(ttft_s=1.0, itl_s=1.0))
+    gc.freeze()  # what stays is not looked at after each trial
 
 
 def run_trials(
@@ -97,7 +99,10 @@ def run_trial(trial: Trial, slo: Slo) -> TrialFigures:
         trial.loop, trial.configuration.fleet(trial.link), trial.setup, control, ClientConfig(),
         seed=trial.seed, assess_every=1e6,
     )  # fmt: skip
-    return _figures(simulation.run(), slo, trial)
+    figures = _figures(simulation.run(), slo, trial)
+    del simulation
+    gc.collect()  # a fleet is a cycle, and its tables are large
+    return figures
 
 
 def _figures(result: SimulationResult, slo: Slo, trial: Trial) -> TrialFigures:

@@ -1,0 +1,134 @@
+"""The memory of a worker, measured: the six terms of `pigou vram`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import psutil
+import torch
+
+Value = TypeVar("Value")
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+#: Written to `clear_refs`, it takes the peak of the resident memory back to what is there now.
+_CLEAR_PEAK = "5"
+
+
+class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes of one device.
+
+    Attributes:
+        device: "cpu" or "cuda:N".
+        memory: that the driver, or the system, reports.
+        weights: tensors of the model.
+        cache: KV blocks.
+        activations: peak of the steps that it computed before it was ready, above what stays.
+        adapters: LoRA weights; it holds none.
+        runtime: libraries and context, as far as the process has them in memory.
+        graphs: CUDA graphs; it captures none.
+        scratch: what the allocator holds besides.
+    """
+
+    device: str
+    memory: int
+    weights: int
+    cache: int
+    activations: int
+    adapters: int
+    runtime: int
+    graphs: int
+    scratch: int
+
+
+def measured(
+    run: Callable[[], Value], device: torch.device, weights: int, cache: int
+) -> tuple[Value, MemoryReport]:
+    """Run the loads of a start; return their result, and the memory that was seen.
+
+    Args:
+        run: computes them.
+        device: on which they run.
+        weights: bytes of the model.
+        cache: bytes of the KV blocks.
+    """
+    take = _on_cuda if device.type == "cuda" else _on_cpu
+    return take(run, device, weights, cache)
+
+
+def _on_cuda(
+    run: Callable[[], Value], device: torch.device, weights: int, cache: int
+) -> tuple[Value, MemoryReport]:
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    result = run()
+    peak = torch.cuda.max_memory_allocated(device)
+    free, total = torch.cuda.mem_get_info(device)
+    reserved = torch.cuda.memory_reserved(device)
+    return result, MemoryReport(
+        device=str(device), memory=total, weights=weights, cache=cache,
+        activations=max(peak - before, 0), adapters=0, graphs=0,
+        runtime=max(total - free - reserved, 0),
+        scratch=max(reserved - weights - cache - max(peak - before, 0), 0),
+    )  # fmt: skip
+
+
+def _on_cpu(
+    run: Callable[[], Value], device: torch.device, weights: int, cache: int
+) -> tuple[Value, MemoryReport]:
+    with suppress(OSError):  # the peak is then that of the whole start
+        _CLEAR.write_text(_CLEAR_PEAK)
+    before = _resident("VmRSS")
+    result = run()
+    peak = _resident("VmHWM")
+    files, heap = _resident("RssFile"), _resident("RssAnon")
+    code = min(files, max(files + heap - weights, 0))
+    return result, MemoryReport(
+        device=str(device), memory=psutil.virtual_memory().total, weights=weights, cache=cache,
+        activations=max(peak - before, 0), adapters=0, graphs=0, runtime=code,
+        scratch=max(files + heap - weights - code, 0),
+    )  # fmt: skip
+
+
+def _resident(name: str) -> int:
+    """Return the bytes of a line of the process's status; 0 where there is none."""
+    try:
+        lines = _STATUS.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), 0)
+
+
+def tensor_bytes(model: Any) -> int:
+    """Return the bytes of all tensors of a model, shared ones once."""
+    sizes: dict[int, int] = {}
+    for tensor in _tensors(model, set()):
+        if tensor.is_mkldnn:  # repacked: it has no storage that can be looked at
+            sizes[id(tensor)] = tensor.numel() * tensor.element_size()
+        else:
+            storage = tensor.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())
+
+
+def _tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    if isinstance(value, (list, tuple)):
+        parts: Any = value
+    elif isinstance(value, dict):
+        parts = value.values()
+    elif type(value).__module__.startswith("pigou."):
+        slots = (name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()))
+        names = {*slots, *getattr(value, "__dict__", ())}
+        parts = [getattr(value, name, None) for name in names]
+    else:
+        return
+    for part in parts:
+        yield from _tensors(part, seen)

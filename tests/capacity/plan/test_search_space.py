@@ -1,0 +1,20 @@
+"""The kinds of workers that GPUs can be made into."""
+
+from __future__ import annotations
+
+import pytest
+
+from pigou.capacity.plan.search_space import worker_kinds
+from pigou.request import Role
+from pigou.sim.model_config import architecture
+
+
+@pytest.mark.parametrize(
+    ("gpu", "count", "widest"),
+    [("H200", 32, 8), ("H100 NVL", 16, 2), ("H200 NVL", 16, 4), ("GB200", 32, 32), ("H200", 3, 2)],
+)
+def test_a_worker_ends_at_the_node_unless_its_gpus_are_of_a_rack(
+    gpu: str, count: int, widest: int
+) -> None:
+    kinds = worker_kinds(architecture("Qwen3-32B-FP8"), {gpu: count}, Role.DECODE, ("",))
+    assert max(kind.tp for kind in kinds) == widest
