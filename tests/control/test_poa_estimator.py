@@ -102,6 +102,9 @@ def test_each_workers_ratio_tells_who_is_overloaded() -> None:
     found, _ = last({Role.BOTH: [Ideal(LAW), slow]}, 4, "round-robin")
     quick, late = (found.by_worker[worker] for worker in sorted(found.by_worker))
     assert quick < found.anarchy.whole.value < late
+    for worker, value in found.by_worker.items():
+        low, high = found.ranges[worker]
+        assert 1.0 <= low <= value <= high
 
 
 def test_a_worker_that_left_is_forgotten() -> None:

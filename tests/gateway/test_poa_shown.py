@@ -82,3 +82,23 @@ def test_a_worker_of_the_fleet_that_is_not_up_makes_it_unknown() -> None:
         assert found.poa is None
         assert "other" in found.unknown
         assert all(math.isnan(each.poa) for each in prices)
+
+
+def test_a_workers_ratio_is_shown_with_its_interval_or_not_at_all() -> None:
+    rows = [WorkerRow(id="w", url="", role="both", state="up", kind="local")]
+    ranges: dict[str, tuple[float, float]]
+    for ranges in ({}, {"w": (1.1, 1.4)}):
+        made = plane()
+        estimate = replace(FOUND, by_worker={"w": 1.2}, ranges=ranges)
+        made.status = lambda now, found=estimate: status(found)  # type: ignore[method-assign, misc]
+        fleet_status = FleetStatus(PlaneDriver(made), lambda: rows)
+        (row,) = fleet_status.view()["workers"]
+        registry = CollectorRegistry()
+        registry.register(prices_api.PriceGauges(fleet_status.prices))
+        page = generate_latest(registry).decode()
+        if ranges:
+            assert (row["poa"], row["poa_low"], row["poa_high"]) == (1.2, 1.1, 1.4)
+            assert 'pigou_game_worker_poa_low{worker="w"} 1.1' in page
+        else:
+            assert (row["poa"], row["poa_low"]) == (None, None)
+            assert "pigou_game_worker_poa{" not in page

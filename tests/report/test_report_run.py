@@ -63,8 +63,10 @@ def test_tables_say_what_the_json_says(run: RunRecord, read: Read) -> None:
     for key, (name, _) in COUNTS.items():
         assert counts[name] == [figures[key]]
     anarchy = read.exact("anarchy")
-    assert anarchy["whole"] == [figures["poa"]["whole"]]
-    assert anarchy["the paper's index"] == [figures["poa"]["legacy"]]
+    for key, name in (("whole", "whole"), ("prefill_decode", "prefill and decode")):
+        assert anarchy[name] == [figures["poa"][key], *figures["poa"]["interval"][key]]
+        assert 1.0 <= anarchy[name][1] <= anarchy[name][0] <= anarchy[name][2]
+    assert anarchy["the paper's index"][0] == figures["poa"]["legacy"]
     assert figures["poa"]["whole"] is not None
     workers = read.exact("workers")
     assert [row[:3] for row in workers.values()] == [

@@ -52,7 +52,9 @@ def test_a_run_without_a_fault_is_good(run: RunRecord) -> None:
         ({"failed": 0.001}, "good", ""),
         ({"preemptions": 10**6}, "fair", "KV memory is short"),
         ({"client_wait_s": {"p99": 1e3}}, "fair", "client is the bottleneck"),
-        ({"poa": {"whole": 1.5}}, "fair", "50%"),
+        ({"poa": {"routing": 1.5, "interval": {"routing": [1.2, 1.8]}}}, "fair", "50%"),
+        ({"poa": {"routing": 1.5, "interval": {"routing": [1.0, 2.8]}}}, "good", ""),
+        ({"poa": {"whole": 1.5, "routing": 1.5}}, "good", ""),
         (
             {"workers": [{"id": "a", "role": "decode", "busy": 0.9},
                          {"id": "b", "role": "decode", "busy": 0.1}]},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -206,7 +207,11 @@ def _show(document: dict[str, Any]) -> None:
         figures = document[name]
         table.add_row(name.removesuffix("_s"), *(_figure(figures[figure]) for figure in _FIGURES))
     console.print(table)
-    parts = {name: _figure(value) for name, value in document["poa"].items()}
+    intervals = document["poa"]["interval"] or {}
+    parts = {
+        name: _figure(value) + _interval(intervals.get(name))
+        for name, value in document["poa"].items() if name != "interval"
+    }  # fmt: skip
     if "slo" in document:
         console.print("inside the objective: {attained:.1%} of offered".format_map(document["slo"]))
     if "planner" in document:
@@ -241,6 +246,10 @@ def _cost(cost: dict[str, Any], energy: dict[str, Any]) -> str:
         f"energy: {energy['joules'] / 1e3:.4g} kJ, {energy['mean_watts']:.0f} W, "
         f"{_figure(energy['joules_per_output_token'])} J an output token"
     )
+
+
+def _interval(ends: Sequence[float] | None) -> str:
+    return "" if ends is None else f" ({ends[0]:.4g} to {ends[1]:.4g})"
 
 
 def _figure(value: float | None) -> str:

@@ -86,6 +86,7 @@ class PoAEstimate:
         requests: that were scored.
         by_worker: observed over best seconds of the requests that each worker computed a part of.
         split: a better split than the present one; None where there is none.
+        ranges: ends of the intervals of `by_worker`.
     """
 
     anarchy: PriceOfAnarchy
@@ -93,6 +94,7 @@ class PoAEstimate:
     requests: int
     by_worker: Mapping[str, float] = field(default_factory=dict)
     split: Split | None = None
+    ranges: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     @property
     def better_prefill(self) -> int | None:
@@ -190,8 +192,11 @@ class PoAEstimator:
             return None
         shares = zip(snapshot.workers, anarchy.workers, strict=True)
         by_worker = {worker: share for worker, share in shares if share is not None}
+        ends = zip(snapshot.workers, anarchy.worker_ranges, strict=True)
+        ranges = {worker: pair for worker, pair in ends if pair is not None}
         legacy, split = _legacy(window, len(laws)), _split(anarchy, snapshot)
-        return PoAEstimate(anarchy, legacy, len(window.decode), by_worker, split)
+        requests = len(window.decode)
+        return PoAEstimate(anarchy, legacy, requests, by_worker, split, ranges)
 
     def _learn(self, window: RequestWindow, workers: Sequence[str]) -> None:
         """Take the window's stages into the laws."""

@@ -162,7 +162,8 @@ def verdict(rows: Sequence[Row]) -> Mapping[str, Any]:
     informed = [row for row in rows if row["lag_s"] is not None]
     silent = [row for row in rows if row["lag_s"] is None]
     return {
-        "worst_anarchy": max(float(row["anarchy"]) for row in informed),
+        # Below 1 is noise of the runs: the gateways did as well as one would.
+        "worst_anarchy": max(1.0, *(float(row["anarchy"]) for row in informed)),
         "worst_unfairness": max(float(row["unfairness"]) for row in informed),
         "silent_anarchy": {str(row["gateways"]): row["anarchy"] for row in silent},
         "silent_unfairness": {str(row["gateways"]): row["unfairness"] for row in silent},

@@ -39,6 +39,7 @@ class PriceOfAnarchy:
     ``prefill_workers`` names that split's prefill pool. ``workers`` has a ratio for each worker:
     observed seconds over the best ones, of the requests that it had a part in; None where none
     had. A worker above the whole serves its requests at more than the fleet's own excess.
+    ``worker_ranges`` has the ends of those ratios' intervals.
     ``split_saves`` is what that split would save a request in the mean, in seconds.
 
     All are ratios of the same requests' seconds, and at least 1: what was observed is one of the
@@ -52,6 +53,7 @@ class PriceOfAnarchy:
     prefill_workers: tuple[int, ...]
     workers: tuple[float | None, ...] = ()
     split_saves: float = 0.0
+    worker_ranges: tuple[tuple[float, float] | None, ...] = ()
 
 
 def calibrated(
@@ -94,16 +96,18 @@ def calibrated(
     chain = np.stack([window.observed, expected, routed, best], axis=1)
     totals, drawn = _clip_optima(chain.sum(axis=0)[None])[0], _clip_optima(draw @ chain)
 
+    quantiles = [(1 - level) / 2, (1 + level) / 2]
+
     def ratio(above: int, below: int) -> Estimate:
-        quantiles = [(1 - level) / 2, (1 + level) / 2]
         low, high = np.quantile(drawn[:, above] / drawn[:, below], quantiles)
         return Estimate(float(totals[above] / totals[below]), float(low), float(high))
 
     queueing, routing, prefill_decode = (ratio(i, i + 1) for i in range(3))
-    shares = _by_worker(window, best, len(laws))
+    shares, ranges = _by_worker(window, best, len(laws), draw, quantiles)
     saves = float(totals[2] - totals[3]) / len(best)
     pool = tuple(sorted(split))
-    return PriceOfAnarchy(ratio(0, 3), routing, prefill_decode, queueing, pool, shares, saves)
+    whole = ratio(0, 3)
+    return PriceOfAnarchy(whole, routing, prefill_decode, queueing, pool, shares, saves, ranges)
 
 
 def _clip_optima(chain: Floats) -> Floats:
@@ -117,16 +121,27 @@ def _clip_optima(chain: Floats) -> Floats:
     return lowest
 
 
-def _by_worker(window: RequestWindow, best: Floats, workers: int) -> tuple[float | None, ...]:
-    """Observed over best seconds of the requests that each worker computed a stage of."""
+def _by_worker(
+    window: RequestWindow, best: Floats, workers: int, draw: Floats, quantiles: Sequence[float]
+) -> tuple[tuple[float | None, ...], tuple[tuple[float, float] | None, ...]]:
+    """Observed over best seconds of the requests that each worker computed a stage of.
+
+    The second value has the ends of the intervals, of the draws that have such requests.
+    """
     observed = window.observed
     ratios: list[float | None] = []
+    ranges: list[tuple[float, float] | None] = []
     for worker in range(workers):
         own = (window.decode == worker) | (window.prefill == worker)
         lowest = float(best[own].sum())
         taken = float(observed[own].sum())
         ratios.append(max(1.0, taken / lowest) if lowest > 0.0 else None)
-    return tuple(ratios)
+        above, below = draw[:, own] @ observed[own], draw[:, own] @ best[own]
+        drawn = np.maximum(above[below > 0.0] / below[below > 0.0], 1.0)
+        known = lowest > 0.0 and len(drawn) > 0
+        low, high = np.quantile(drawn, quantiles).tolist() if known else (1.0, 1.0)
+        ranges.append((low, high) if known else None)
+    return tuple(ratios), tuple(ranges)
 
 
 @dataclass(frozen=True, slots=True)

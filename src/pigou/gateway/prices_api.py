@@ -34,6 +34,7 @@ class Price:
         busy: share of its time that it computes prompts.
         poa: observed over best seconds of the requests that it computed a part of, in the last
             assessment; NaN where it had none.
+        poa_low, poa_high: ends of its interval.
         rho: active blocks over device blocks; NaN where it did not say how many it has.
     """
 
@@ -46,6 +47,8 @@ class Price:
     busy: float
     poa: float
     rho: float
+    poa_low: float = math.nan
+    poa_high: float = math.nan
 
 
 def prices(status: Status, streams: Sequence[int]) -> list[Price]:
@@ -59,6 +62,8 @@ def prices(status: Status, streams: Sequence[int]) -> list[Price]:
     itl = known.itl(rows, np.asarray(streams, dtype=np.float64) + 1.0)
     own = np.maximum(status.output * itl, 1e-12)
     by_worker = {} if status.poa is None else status.poa.by_worker
+    ranges = {} if status.poa is None else status.poa.ranges
+    unknown = (math.nan, math.nan)
     return [
         Price(
             worker=worker,
@@ -68,7 +73,10 @@ def prices(status: Status, streams: Sequence[int]) -> list[Price]:
             prefill_token=float(known.prefill_token[row]),
             memory=float(status.memory[row]),
             busy=float(known.busy[row]),
-            poa=by_worker.get(worker, math.nan),
+            # Without an interval it says nothing.
+            poa=by_worker.get(worker, math.nan) if worker in ranges else math.nan,
+            poa_low=ranges.get(worker, unknown)[0],
+            poa_high=ranges.get(worker, unknown)[1],
             rho=float(status.caching.rho[row]),
         )
         for row, worker in enumerate(status.workers)
@@ -198,6 +206,8 @@ _GAUGES = (
         "worker_poa", "poa",
         "Observed over best seconds of the requests that a worker had a part in.",
     ),
+    ("worker_poa_low", "poa_low", "Lower end of its 90% interval."),
+    ("worker_poa_high", "poa_high", "Upper end of its 90% interval."),
     ("worker_rho", "rho", "Active KV blocks of a worker over its device blocks."),
 )  # fmt: skip
 

@@ -211,7 +211,17 @@ class ModelsStatus:
 
 def _priced(price: prices_api.Price | None) -> dict[str, Any]:
     """Return the columns of a worker's prices; null while it is away."""
-    names = ("toll", "itl", "social_ratio", "prefill_token", "busy", "poa", "rho")
+    names = (
+        "toll",
+        "itl",
+        "social_ratio",
+        "prefill_token",
+        "busy",
+        "poa",
+        "poa_low",
+        "poa_high",
+        "rho",
+    )
     return {
         name: None if price is None else prices_api.json_number(getattr(price, name))
         for name in names

@@ -105,13 +105,17 @@ def _tiles(figures: Mapping[str, Any]) -> tuple[Tile, ...]:
 
     served, total = figures["completed"], figures["offered"]
     part = f"of {total:,} offered"
-    whole = figures["poa"]["whole"]
+    whole, ends = figures["poa"]["whole"], (figures["poa"].get("interval") or {}).get("whole")
+    if whole is None:
+        said = "not assessed"
+    else:
+        said = f"{ends[0]:.2f} to {ends[1]:.2f} (90%)" if ends else "without an interval"
     return (
         Tile("Served", Cell(served), part),
         Tile("Throughput, requests/s", Cell(figures["throughput_rps"]),
              f"{figures['output_tok_s']:,.0f} output tokens/s"),
         Tile("Prefix cache hits", Cell(figures["prefix_hit_ratio"], "share"), "of prompt tokens"),
-        Tile("Price of Anarchy", Cell(whole), "observed over best" if whole else "not assessed"),
+        Tile("Price of Anarchy", Cell(whole if ends else None), said),
         *(tile_of(name) for name in ("ttft_s", "itl_s", "e2e_s", "client_wait_s")),
     )  # fmt: skip
 
@@ -141,13 +145,18 @@ def _outcomes(run: RunRecord) -> ReportTable:
 def anarchy(figures: Mapping[str, Any]) -> ReportTable:
     """Return a run's Price of Anarchy."""
     poa = figures["poa"]
-    rows = tuple((Cell(name), Cell(poa[key])) for key, name in _POA.items() if key in poa)
+    ends = poa.get("interval") or {}
+    rows = tuple(
+        (Cell(name), Cell(poa[key]), *(Cell(end) for end in ends.get(key, (None, None))))
+        for key, name in _POA.items() if key in poa
+    )  # fmt: skip
     note = (
         "Geometric means over the windows, weighted by their requests; the parts multiply to the "
-        "whole. The paper's index is neither a bound nor an estimate of it. The placement of "
-        "blocks is a game of its own, of recent prompts; none where nobody publishes KV events."
+        "whole. Low and high end 90% intervals: a part whose low end is 1 may be none. The paper's "
+        "index is neither a bound nor an estimate of it. The placement of blocks is a game of its "
+        "own, of recent prompts; none where nobody publishes KV events."
     )
-    return ReportTable("anarchy", "Price of Anarchy", ("part", "ratio"), rows, note)
+    return ReportTable("anarchy", "Price of Anarchy", ("part", "ratio", "low", "high"), rows, note)
 
 
 def _latency(run: RunRecord) -> Section:

@@ -20,7 +20,7 @@ MAX_CLIENT_SHARE = 0.5
 MAX_PREEMPTIONS = 0.05
 #: Difference of busy shares of workers of one role beyond which they count as uneven.
 MAX_UNEVEN = 0.3
-#: Price of Anarchy beyond which the routing is named.
+#: Price of Anarchy of routing beyond which it is named, where its interval is above 1, too.
 MAX_ANARCHY = 1.1
 #: Relative difference below which two figures count as equal.
 TIE = 0.01
@@ -102,9 +102,13 @@ def _weaknesses(run: RunRecord) -> list[str]:
             "sequences at once, or a host tier would help."
         )
     weak += _uneven(figures.get("workers") or ())
-    whole = (figures.get("poa") or {}).get("whole")
-    if whole is not None and whole > MAX_ANARCHY:
-        weak.append(f"Routing costs {whole - 1:.0%} over the best assignment (Price of Anarchy).")
+    poa = figures.get("poa") or {}
+    low, high = (poa.get("interval") or {}).get("routing") or (0.0, 0.0)
+    if low > 1.0 and poa["routing"] > MAX_ANARCHY:
+        weak.append(
+            f"Routing costs {poa['routing'] - 1:.0%} over the best assignment (Price of Anarchy, "
+            f"90% interval {low - 1:.0%} to {high - 1:.0%})."
+        )
     return weak
 
 

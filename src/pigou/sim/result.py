@@ -161,15 +161,27 @@ def _ratio(above: float, below: float) -> float:
     return above / below if below else 0.0
 
 
-def _anarchy(assessments: Sequence[PoAEstimate]) -> dict[str, float | None]:
-    """Geometric means over the windows, each weighted by its requests; parts still multiply."""
-    means: dict[str, float | None] = dict.fromkeys((*_PARTS, "legacy"))
+def _anarchy(assessments: Sequence[PoAEstimate]) -> dict[str, Any]:
+    """Geometric means over the windows, each weighted by its requests; parts still multiply.
+
+    `interval` has the means of the ends of the windows' intervals, by part: wider than one of
+    all windows together would be.
+    """
+    means: dict[str, Any] = dict.fromkeys((*_PARTS, "legacy"))
+    means["interval"] = None
     weights = np.array([estimate.requests for estimate in assessments], dtype=np.float64)
     if weights.sum() > 0:
         for name in _PARTS:
             values = [getattr(estimate.anarchy, name).value for estimate in assessments]
             means[name] = _mean(values, weights)
         means["legacy"] = _mean([estimate.legacy for estimate in assessments], weights)
+        means["interval"] = {
+            name: [
+                _mean([getattr(getattr(each.anarchy, name), end) for each in assessments], weights)
+                for end in ("low", "high")
+            ]
+            for name in _PARTS
+        }
     return means
 
 

@@ -115,7 +115,7 @@ function card(worker) {
     element("dl", {},
       term("toll", seconds(worker.toll)),
       term("social ÷ own cost", number(worker.social_ratio, 2)),
-      term("PoA", number(worker.poa, 3)),
+      term("PoA", worker.poa === null || worker.poa_low === null ? "–" : `${number(worker.poa, 2)} (${number(worker.poa_low, 2)} to ${number(worker.poa_high, 2)})`),
       term("next ITL", seconds(worker.itl)),
       term("running", number(worker.running)),
       term("waiting", number(worker.waiting)),
@@ -142,7 +142,7 @@ function drawGame(game) {
   byId("regime-note").replaceChildren("temperature ", element("b", { id: "temperature" }, number(game.temperature, 3)),
     ` · signal ${number(game.signal, 3)}`, set.length ? ` · ${set.join(", ")}` : "");
   const poa = game.poa;
-  byId("poa").replaceChildren(poa ? number(poa.whole.value, 3) : "–", poa ? element("small", {}, ` ${number(poa.whole.low, 2)} to ${number(poa.whole.high, 2)} (95%)`) : "");
+  byId("poa").replaceChildren(poa ? number(poa.whole.value, 3) : "–", poa ? element("small", {}, ` ${number(poa.whole.low, 2)} to ${number(poa.whole.high, 2)} (90%)`) : "");
   byId("poa-note").textContent = poa
     ? `routing ${number(poa.routing.value, 3)} × prefill/decode ${number(poa.prefill_decode.value, 3)} × queueing ${number(poa.queueing.value, 3)} · ${game.poa_requests} requests`
     : game.poa_unknown || "known after twenty requests";
