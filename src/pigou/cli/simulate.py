@@ -248,8 +248,8 @@ def _cost(cost: dict[str, Any], energy: dict[str, Any]) -> str:
     )
 
 
-def _interval(ends: Sequence[float] | None) -> str:
-    return "" if ends is None else f" ({ends[0]:.4g} to {ends[1]:.4g})"
+def _interval(bounds: Sequence[float] | None) -> str:
+    return "" if bounds is None else f" ({bounds[0]:.4g} to {bounds[1]:.4g})"
 
 
 def _figure(value: float | None) -> str:

@@ -192,8 +192,8 @@ class PoAEstimator:
             return None
         shares = zip(snapshot.workers, anarchy.workers, strict=True)
         by_worker = {worker: share for worker, share in shares if share is not None}
-        ends = zip(snapshot.workers, anarchy.worker_ranges, strict=True)
-        ranges = {worker: pair for worker, pair in ends if pair is not None}
+        by_row = zip(snapshot.workers, anarchy.worker_ranges, strict=True)
+        ranges = {worker: pair for worker, pair in by_row if pair is not None}
         legacy, split = _legacy(window, len(laws)), _split(anarchy, snapshot)
         requests = len(window.decode)
         return PoAEstimate(anarchy, legacy, requests, by_worker, split, ranges)

@@ -105,17 +105,17 @@ def _tiles(figures: Mapping[str, Any]) -> tuple[Tile, ...]:
 
     served, total = figures["completed"], figures["offered"]
     part = f"of {total:,} offered"
-    whole, ends = figures["poa"]["whole"], (figures["poa"].get("interval") or {}).get("whole")
+    whole, bounds = figures["poa"]["whole"], (figures["poa"].get("interval") or {}).get("whole")
     if whole is None:
         said = "not assessed"
     else:
-        said = f"{ends[0]:.2f} to {ends[1]:.2f} (90%)" if ends else "without an interval"
+        said = f"{bounds[0]:.2f} to {bounds[1]:.2f} (90%)" if bounds else "without an interval"
     return (
         Tile("Served", Cell(served), part),
         Tile("Throughput, requests/s", Cell(figures["throughput_rps"]),
              f"{figures['output_tok_s']:,.0f} output tokens/s"),
         Tile("Prefix cache hits", Cell(figures["prefix_hit_ratio"], "share"), "of prompt tokens"),
-        Tile("Price of Anarchy", Cell(whole if ends else None), said),
+        Tile("Price of Anarchy", Cell(whole if bounds else None), said),
         *(tile_of(name) for name in ("ttft_s", "itl_s", "e2e_s", "client_wait_s")),
     )  # fmt: skip
 
@@ -145,9 +145,9 @@ def _outcomes(run: RunRecord) -> ReportTable:
 def anarchy(figures: Mapping[str, Any]) -> ReportTable:
     """Return a run's Price of Anarchy."""
     poa = figures["poa"]
-    ends = poa.get("interval") or {}
+    bounds = poa.get("interval") or {}
     rows = tuple(
-        (Cell(name), Cell(poa[key]), *(Cell(end) for end in ends.get(key, (None, None))))
+        (Cell(name), Cell(poa[key]), *(Cell(end) for end in bounds.get(key, (None, None))))
         for key, name in _POA.items() if key in poa
     )  # fmt: skip
     note = (

@@ -177,7 +177,7 @@ def _anarchy(assessments: Sequence[PoAEstimate]) -> dict[str, Any]:
         means["legacy"] = _mean([estimate.legacy for estimate in assessments], weights)
         means["interval"] = {
             name: [
-                _mean([getattr(getattr(each.anarchy, name), end) for each in assessments], weights)
+                _mean([getattr(getattr(one.anarchy, name), end) for one in assessments], weights)
                 for end in ("low", "high")
             ]
             for name in _PARTS
