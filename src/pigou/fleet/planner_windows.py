@@ -184,6 +184,7 @@ class PlannerWindows:
             prefill_s=prefill_s,
             itl_s=_mean_itl_s(report, last) if worker.role.decodes else None,
             cpu_usage=None if cpu is None else cpu / seconds,
+            location=worker.location,
         )
 
     def _add_prompts(self, worker: str, counts: WorkerCounts, until_ns: int) -> None:

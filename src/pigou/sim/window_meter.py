@@ -220,6 +220,7 @@ class WindowMeter:
             state=life.state,
             since_ns=life.since_ns,
             unplaceable=life.unplaceable,
+            location=worker.info.location,
             queued_prefill_tokens=float(columns.prefill_tokens.item(row)),
             waiting=waiting,
             running=running,

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pigou.control.placement.cost import placement_cost
 from pigou.control.placement.gang import Gang, Replica
 from pigou.control.placement.topology import DistanceCosts, Node
-from pigou.request import Role
+from pigou.request import Location, Role
 
 
 def removal_victim(
@@ -47,3 +47,20 @@ def flip_victim(
         return placement_cost(gang, rest, nodes, costs), replica.host
 
     return min((r for r in replicas if r.role is role), key=rank, default=None)
+
+
+def removal_costs(
+    own: Sequence[Location], others: Sequence[Location], costs: DistanceCosts
+) -> list[float]:
+    """Return for each worker of a role the seconds a byte of KV takes in the mean without it.
+
+    The mean is over all pairs of one that stays and a worker of the other role; 0 where none stays.
+
+    Args:
+        own: of the workers of the role that shrinks.
+        others: of those that they exchange KV with.
+        costs: seconds a byte by distance.
+    """
+    sums = [sum(costs.seconds(one, other) for other in others) for one in own]
+    pairs = (len(own) - 1) * len(others)
+    return [(sum(sums) - one) / pairs if pairs else 0.0 for one in sums]

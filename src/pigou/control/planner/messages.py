@@ -12,7 +12,7 @@ from typing import TypeAlias
 import msgspec
 
 from pigou.control.messages import Message
-from pigou.request import Role
+from pigou.request import UNKNOWN_LOCATION, Location, Role
 
 
 class WorkerState(StrEnum):
@@ -49,6 +49,7 @@ class WorkerWindow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         prefill_s: seconds in which it computed prompts.
         itl_s: mean seconds between tokens of its streams.
         cpu_usage: share of its CPU in use.
+        location: labels of its node, empty where they are not known.
     """
 
     id: str
@@ -70,6 +71,7 @@ class WorkerWindow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     prefill_s: float | None = None
     itl_s: float | None = None
     cpu_usage: float | None = None
+    location: Location = UNKNOWN_LOCATION
 
 
 class PoolWindow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

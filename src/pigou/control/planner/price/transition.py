@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from pigou.control.placement.topology import DistanceCosts
+from pigou.control.placement.victims import removal_costs
 from pigou.control.planner.messages import (
     Action,
     AddWorkers,
@@ -18,7 +20,7 @@ from pigou.control.planner.messages import (
 )
 from pigou.control.planner.objectives import Budget, ProvisioningTimes
 from pigou.control.planner.price.membership import PoolMembership
-from pigou.request import SECOND
+from pigou.request import SECOND, Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +47,9 @@ class Transition:
        flip is quicker than a start: the worker whose removal costs least.
     4. It starts the others, as far as the budget allows; GPUs of all states count, so the budget
        holds while workers drain. Pools with the largest value a GPU come first.
-    5. What is surplus still is drained, cheapest victims first, but not before `hold_s` since the
-       pool last grew, or was first seen. What another pool lacks for want of GPUs, or by a flip,
+    5. What is surplus still is drained, cheapest victims first (of equals that without which KV
+       has the shortest way), but not before `hold_s` since the pool last grew, or was first seen.
+       What another pool lacks for want of GPUs, or by a flip,
        a pool gives that did not grow for so long: its first sight is no reason to starve others.
 
     Args:
@@ -179,13 +182,27 @@ class Transition:
             surplus = min(surplus, needed)
             if held > 0:
                 self.reasons.append(f"{pool.name}: {held} too many, held since it grew")
-        victims = [(rates.loss_s[pool.name](w), w.id, w) for w in self._drainable(pool)]
-        victims.sort(key=lambda item: item[:2])
-        for _, _, worker in victims[:surplus]:
+        drainable = self._drainable(pool)
+        distances = self._distances(pool, drainable)
+        loss_s = rates.loss_s[pool.name]
+        drainable.sort(key=lambda worker: (loss_s(worker), distances[worker.id], worker.id))
+        for worker in drainable[:surplus]:
             self.actions.append(DrainWorker(worker.id))
             self._gone.add(worker.id)
             self._supply[pool.name] -= 1
             self._short_gpus = max(self._short_gpus - pool.gpus, 0)
+
+    def _distances(self, pool: PoolWindow, workers: Sequence[WorkerWindow]) -> dict[str, float]:
+        """Return how far KV has to go without each worker, where its model has both roles."""
+        other = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}.get(pool.role)
+        others = [
+            worker.location
+            for one in self._window.pools
+            if one.model == pool.model and one.role is other
+            for worker in one.in_state(WorkerState.READY)
+        ]
+        costs = removal_costs([worker.location for worker in workers], others, DistanceCosts())
+        return {worker.id: cost for worker, cost in zip(workers, costs, strict=True)}
 
     # --- parts -----------------------------------------------------------------------------
 
