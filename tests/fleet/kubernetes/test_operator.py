@@ -123,6 +123,31 @@ async def test_what_the_operator_makes_is_kept_and_bad_specs_change_nothing() ->
         assert cluster.replicas() == before
 
 
+async def test_gangs_of_grove_are_made_once_it_is_installed() -> None:
+    """Its definition has the fields that are written; the API server prunes others."""
+    names = {"kind": "PodCliqueSet", "plural": "podcliquesets", "singular": "podcliqueset"}
+    anything = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+    schema = {"type": "object", "properties": {"spec": anything, "status": anything}}
+    version = {"name": "v1alpha1", "served": True, "storage": True, "subresources": {"status": {}},
+               "schema": {"openAPIV3Schema": schema}}  # fmt: skip
+    async with operated() as cluster:
+        gang = pool("both", 2, gpusPerReplica=8, hostsPerReplica=2, parallelism={"tp": 8},
+                    engine="vllm", image="vllm")  # fmt: skip
+        cluster.store.put(fleet(gang))
+        await until(lambda: cluster.condition()["reason"] == "GangsUnavailable")
+        cluster.store.put({
+            "apiVersion": "apiextensions.k8s.io/v1", "kind": "CustomResourceDefinition",
+            "metadata": {"name": "podcliquesets.grove.io"},
+            "spec": {"group": "grove.io", "scope": "Namespaced", "names": names,
+                     "versions": [version]},
+        })  # fmt: skip
+        await until(lambda: cluster.store.all("podcliquesets"))
+        (made,) = cluster.store.all("podcliquesets")
+        assert made["spec"]["replicas"] == 2
+        cluster.store.put({**made, "status": {"availableReplicas": 2}})
+        await until(cluster.ready)
+
+
 async def test_gpus_that_cannot_be_counted_are_not_taken() -> None:
     async with operated(gpus=1) as cluster:
         cluster.store.put(node("n2", "many"))
