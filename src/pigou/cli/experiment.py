@@ -32,7 +32,7 @@ def experiment(
         typer.Argument(
             help="table4, regimes, adaptive, pareto-below, pareto-at, knee, saturated, "
             "overlap-weights, counterfactual, mechanisms, toll, planner, oscillation, "
-            "three-games, gateways, or all."
+            "three-games, gateways, costs, or all."
         ),
     ],
     out: Annotated[str, typer.Option(help="Folder to write results.json to.")],
@@ -54,7 +54,7 @@ def experiment(
         typer.Option(
             help="Levels of concurrency, as in 96,128; all unless given. Of planner and "
             "three-games they are per cent of load, of oscillation seconds of lag, of gateways "
-            "milliseconds of it."
+            "milliseconds of it, of costs claims."
         ),
     ] = "",
     seed: Annotated[int, typer.Option(help="The first of the seeds.")] = 1,
