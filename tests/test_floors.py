@@ -21,7 +21,7 @@ FLOORS = {
     "experiments": 5, "capacity": 5,
     "cli": 6, "gpu_check": 6, "__main__": 7,
 }  # fmt: skip
-PURE = {"games", "kv", "engine", "control", "lifecycle", "cost"}
+PURE = {"games", "kv", "engine", "control", "lifecycle", "cost", "diagnosis"}
 IMPURE_MODULES = {"asyncio", "socket", "socketserver", "time", "zmq", "aiohttp", "threading"}
 #: Neighbours on a floor that may know one another, one way.
 NEIGHBOURS = {

@@ -13,7 +13,7 @@ HEALTHY_WORKER = WorkerObservation(
     worker="a", running=20.0, knee=60.0, busy=0.9, kv_tokens=100_000, kv_usage=0.4,
     wasted_tokens=150.0, idle_tokens=0.0, queried_tokens=1000, hit_tokens=800,
     prefill_tokens=2000, prefill_steps=20, prefill_s=0.2, output_tokens=10_000,
-    decode_stall_s=0.01, slow_restores=0,
+    decode_stall_s=0.01, slow_restores=0, preemptions=0,
 )  # fmt: skip
 HEALTHY = FleetObservation(
     start_s=0.0, seconds=10.0, arrived=100, completed=100, repeated=0, ttft_p50_s=0.1,

@@ -30,7 +30,7 @@ def test_waiting_is_that_of_gateway_and_workers() -> None:
 
 def test_a_figure_that_no_worker_says_is_none() -> None:
     assert WINDOW.total("wasted_tokens") is None
-    assert WINDOW.total("preemptions") == 0
+    assert WINDOW.total("waiting") == 2.5
 
 
 @pytest.mark.parametrize(

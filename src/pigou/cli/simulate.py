@@ -100,7 +100,9 @@ def simulate(
     ] = "",
 ) -> None:
     """Simulate a fleet: the production scheduler, router and cache under a virtual clock."""
+    from pigou.diagnosis.observations import written
     from pigou.sim.fleet_config import read_fleet
+    from pigou.sim.observed_windows import WindowObserver
     from pigou.sim.simulation import Simulation, warm_up
     from pigou.workload.workload_spec import read_workload_spec
 
@@ -120,6 +122,7 @@ def simulate(
             what.workload, members, setup, control, what.client, seed=seed, scaling=scaling
         )
         reporter = Reporter(report, simulation) if report else None
+        observer = WindowObserver(simulation) if json else None
     except ConfigError as error:
         if not str(error).startswith("fleet: "):
             raise  # and told in the names of the options
@@ -131,7 +134,8 @@ def simulate(
     warm_up(members, setup, control)
     result = _run(simulation)
     document = result.document()
-    if json:
+    if observer is not None:
+        document["windows"] = written(observer.windows)
         write_json("simulate", "--json", json, document)
     if reporter is not None:
         policy = context.params["policy"]

@@ -177,19 +177,30 @@ def stream_stall(series: Series) -> ModeFinding | None:
     bar = max(limits["stall_s"], limits["times"] * typical)
     stalls = [(window, w) for window in series for w in window.decoders
               if typical and (w.decode_stall_s or 0.0) > bar]  # fmt: skip
+    gaps = [window for window in series if typical and _engine_gaps(window, bar)]
     slow = [window for window in series if window.client_stalls]
-    if not stalls and not slow:
+    if not stalls and not slow and not gaps:
         return None
     evidence = [ModeEvidence("ITL P50", typical, "s")]
     if stalls:
         worst = max(stalls, key=lambda stall: stall[1].decode_stall_s or 0.0)[1]
         evidence.append(ModeEvidence("engine: longest step without a prompt",
                                  worst.decode_stall_s or 0.0, "s", bar, worst.worker))  # fmt: skip
+    if gaps:
+        gap_s = max(window.engine_stall_s or 0.0 for window in gaps)
+        evidence.append(ModeEvidence("engine: gap without a token", gap_s, "s", bar))
     if slow:
         count = sum(window.client_stalls or 0 for window in slow)
         evidence.append(ModeEvidence("slow readers", float(count), "streams", 0.0))
-    shown = [window for window in series if window in slow or any(window is o for o, _ in stalls)]
-    return finding(mode, shown, evidence)
+    marked = {window.start_s for window in (*slow, *gaps, *(window for window, _ in stalls))}
+    return finding(mode, [window for window in series if window.start_s in marked], evidence)
+
+
+def _engine_gaps(window: FleetObservation, bar: float) -> bool:
+    """Whether streams had gaps that the computation of prompts does not explain."""
+    gap_s = window.engine_stall_s or 0.0
+    prefill_s = max((worker.prefill_s or 0.0 for worker in window.decoders), default=0.0)
+    return window.engine_stalls > 0 and gap_s > max(bar, 2 * prefill_s)
 
 
 def saturation(series: Series) -> ModeFinding | None:

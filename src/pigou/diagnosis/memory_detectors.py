@@ -46,14 +46,14 @@ def out_of_memory(series: Series) -> ModeFinding | None:
 
 def kv_exhaustion(series: Series) -> ModeFinding | None:
     """Mode 2: a full pool, and preemptions."""
-    need((w.kv_usage for o in series for w in o.workers), "KV usage of workers")
+    need((w.preemptions for o in series for w in o.workers), "preemptions of workers")
     limits = MODES[2].limits
 
     def shows(worker: WorkerObservation, _: FleetObservation) -> bool:
-        return (worker.kv_usage or 0.0) > limits["kv_usage"] and worker.preemptions > 0
+        return (worker.kv_usage or 0.0) > limits["kv_usage"] and (worker.preemptions or 0) > 0
 
     def evidence(workers: list[WorkerObservation], seconds: float) -> list[ModeEvidence]:
-        name, count = workers[0].worker, sum(w.preemptions for w in workers)
+        name, count = workers[0].worker, sum(w.preemptions or 0 for w in workers)
         usage = mean(w.kv_usage for w in workers)
         return [
             ModeEvidence("KV usage", usage, "", limits["kv_usage"], name),

@@ -14,10 +14,10 @@ _MEMORY = (
         "cap the length of prompts.",
         remedy="A limit of prompt tokens at the gateway; a profile run of the longest prompt when "
         "a worker starts.",
-        look=("GET /workers: `note` of the worker that was restarted.",
+        look=("GET /workers: `last_end` of the worker that was restarted.",
               "The last lines of its log; `dmesg` for the kernel's killer.",
               "The longest prompts before its death (GET /decisions)."),
-        follows=(6,),
+        follows=(6, 13),
         alert="increase(pigou_worker_restarts_total[10m]) > 0", alert_for="0m",
     ),
     FailureMode(
@@ -33,7 +33,7 @@ _MEMORY = (
         look=("`vllm:num_preemptions_total` and `vllm:kv_cache_usage_perc` of each worker.",
               "Lengths of outputs: did they grow?",
               "Whether one tenant holds the pool (mode 11)."),
-        follows=(6, 10),
+        follows=(6, 10, 13),
         alert="vllm:kv_cache_usage_perc > {kv_usage} and rate(vllm:num_preemptions_total[2m]) > 0",
     ),
     FailureMode(
@@ -102,8 +102,10 @@ _TRAFFIC = (
         symptom="TTFT of all rises at once; requests a second do not.",
         cause="A change in the template, or volatile text at its head, makes every prompt new.",
         signal="The hit ratio of {seconds:.0f} s under {drop:.0%} of the hour's before, prefill "
-        "tokens a second over {prefill} times, requests a second under {requests} times.",
-        limits={"drop": 0.5, "prefill": 1.5, "requests": 1.5, "known": 0.1, "seconds": 30},
+        "tokens a second over {prefill} times, requests a second under {requests} times, "
+        "{count:.0f} requests at least.",
+        limits={"drop": 0.5, "prefill": 1.5, "requests": 1.5, "known": 0.1, "count": 30,
+                "seconds": 30},
         lasts_s=30,
         smallest_fix="Freeze the template; move what changes behind what does not.",
         remedy="`pigou diagnose --prefixes TRACE` names the block that diverges; ask for "
@@ -159,10 +161,11 @@ _TRAFFIC = (
         lasts_s=30,
         smallest_fix="Refuse with 503 or 429 and Retry-After: a bounded queue (--max-queued).",
         remedy="A retry budget and jitter in clients.",
-        look=("`pigou_requests_cancelled_total`: who gave up.", "Timeouts of clients beside TTFT."),
+        look=("`pigou_requests_repeated_total`, `pigou_requests_cancelled_total`.",
+              "Timeouts of clients beside TTFT."),
         follows=(6, 18),
-        alert="sum(rate(pigou_requests_cancelled_total[5m])) / "
-        "sum(rate(pigou_requests_total[5m])) > {flat} and sum(pigou_requests_queued) > 0",
+        alert="sum(rate(pigou_requests_repeated_total[2m])) / "
+        "sum(rate(pigou_requests_total[2m])) > {share} and sum(pigou_requests_queued) > 0",
         alert_for="2m",
     ),
     FailureMode(
@@ -225,6 +228,7 @@ _LATENCY = (
         remedy="Disaggregate prefill and decode.",
         look=("`pigou_inter_token_latency_seconds`: P50 and P99.",
               "`pigou_game_prefill_busy_ratio` of workers that decode."),
+        follows=(13,),
         alert="histogram_quantile(0.99, sum by (le) "
         "(rate(pigou_inter_token_latency_seconds_bucket[5m]))) > {ratio} * "
         "histogram_quantile(0.5, sum by (le) "
@@ -283,13 +287,10 @@ _LATENCY = (
         limits={"times": 10.0, "stall_s": 0.2},
         smallest_fix="Engine: look at its host. Slow reader: --client-timeout.",
         remedy="Drop slow readers; drain workers that stall.",
-        look=("`pigou_clients_stalled_total`.", "GET /workers: heartbeat of the worker.",
+        look=("`pigou_stream_stalls_total` by cause.", "GET /workers: heartbeat of the worker.",
               "CPU of the worker's host."),
-        alert="increase(pigou_clients_stalled_total[5m]) > 0 or "
-        "histogram_quantile(0.999, sum by (le) "
-        "(rate(pigou_inter_token_latency_seconds_bucket[5m]))) > {times} * "
-        "histogram_quantile(0.5, sum by (le) "
-        "(rate(pigou_inter_token_latency_seconds_bucket[5m])))",
+        alert='sum(increase(pigou_stream_stalls_total{{cause="client"}}[5m])) > 0 or '
+        'sum(increase(pigou_stream_stalls_total{{cause="engine"}}[5m])) > {times}',
     ),
     FailureMode(
         number=18, name="saturation",

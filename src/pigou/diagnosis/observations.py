@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -50,7 +50,7 @@ class WorkerObservation(
     wasted_tokens: float | None = None
     allocation_failures: int = 0
     idle_tokens: float | None = None
-    preemptions: int = 0
+    preemptions: int | None = None
     queried_tokens: int = 0
     hit_tokens: int = 0
     prefill_tokens: int = 0
@@ -102,6 +102,7 @@ class FleetObservation(
         ttft_p50_s: median time to first token.
         itl_p50_s, itl_p99_s: percentiles of the time between tokens.
         client_stalls: streams whose client took nothing for ten times the median gap and more.
+        engine_stalls, engine_stall_s: such gaps in which no token was produced, and their mean.
         wait_p50_s: median wait of those that began.
         short_wait_p50_s, short_wait_p95_s: waits of prompts that are not long.
         long_wait_max_s: the longest wait of a long prompt so far, begun or not.
@@ -124,6 +125,8 @@ class FleetObservation(
     itl_p50_s: float | None = None
     itl_p99_s: float | None = None
     client_stalls: int | None = None
+    engine_stalls: int = 0
+    engine_stall_s: float | None = None
     wait_p50_s: float | None = None
     short_wait_p50_s: float | None = None
     short_wait_p95_s: float | None = None
@@ -186,9 +189,9 @@ def read_observations(windows: object, source: str) -> tuple[FleetObservation, .
     return series
 
 
-def written(series: Sequence[FleetObservation]) -> list[Any]:
+def written(series: Iterable[FleetObservation]) -> list[Any]:
     """Return windows as JSON has them, numbers rounded to six digits."""
-    rounded: list[Any] = _rounded(msgspec.to_builtins(series))
+    rounded: list[Any] = _rounded(msgspec.to_builtins(list(series)))
     return rounded
 
 

@@ -29,7 +29,8 @@ def prefix_miss_storm(series: Series) -> ModeFinding | None:
             for name in ("prefill_tokens", "arrived")
         )
         if (
-            known > limits["known"] and now < limits["drop"] * known
+            sum(window.arrived for window in recent) >= limits["count"]
+            and known > limits["known"] and now < limits["drop"] * known
             and prefill > limits["prefill"] and requests < limits["requests"]
         ):  # fmt: skip
             best = finding(mode, series[at:], [

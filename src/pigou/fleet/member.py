@@ -299,6 +299,7 @@ class FleetMember(ABC):
     def _say(self, state: str, note: str) -> None:
         if note:
             _log.warning("%s is %s: %s", self.id, state, note)
+            self._row.last_end = note
         before = self.state
         self._row.state, self._row.note = state, note
         if self.state is not before:

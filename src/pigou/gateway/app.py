@@ -27,6 +27,7 @@ from pigou.gateway.overflow import OVERFLOW_HEADER, OtherFleets, unless_full, wi
 from pigou.gateway.passthrough import Passthrough
 from pigou.gateway.plan_status import PlanStatus
 from pigou.gateway.plane_driver import PlaneDriver
+from pigou.gateway.prefix_advice import ADVICE_HEADER, RequestAdvisor
 from pigou.gateway.registry_status import RegistryStatus
 from pigou.gateway.request_parsing import ROUTING_HEADER, read, read_overrides
 from pigou.gateway.request_spans import TracedRequest, end_request, status_of, within_leg
@@ -151,6 +152,7 @@ class _Routes:
         self._usage = KeyLoads()
         self._passthrough = Passthrough(models, gateway.config, self._usage)
         self._unknown = UnknownFields(gateway.config.unknown_fields, _log.warning)
+        self._advisor = RequestAdvisor()
 
     async def close(self) -> None:
         """End the threads, and connections to other fleets."""
@@ -217,6 +219,8 @@ class _Routes:
         note_request(call.wire_id, call.trace_id)
         self._unknown.judge(call.unknown)
         self._models.check(call.fields.model)
+        if ADVICE_HEADER in request.headers:
+            call.advice = self._advisor.advise(call)
         count_for(model.metrics)
         overflow = model.overflow
         if overflow is None or OVERFLOW_HEADER in request.headers:
@@ -388,8 +392,8 @@ def _decided(call: GatewayRequest) -> dict[str, str]:
     unknown = {UNKNOWN: header_value(call.unknown)} if call.unknown else {}
     if call.choice is None:
         return unknown
-    if call.overflow:
-        unknown |= {OVERFLOW_HEADER: call.overflow}
+    unknown |= {OVERFLOW_HEADER: call.overflow} if call.overflow else {}
+    unknown |= {ADVICE_HEADER: call.advice} if call.advice else {}
     headers = unknown | {"x-pigou-decision": call.id, "x-pigou-worker": call.choice.decode}
     return headers if call.choice.prefill is None else headers | {
         "x-pigou-prefill-worker": call.choice.prefill

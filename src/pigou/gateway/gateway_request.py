@@ -154,6 +154,7 @@ class GatewayRequest:
         metered: what it got so far, shared by its sequences; None where nobody counts.
         overflow: the model that was asked for, where another one serves it; else empty.
         trace: its spans so far; None where it is not traced.
+        advice: on the beginning of its prompt, where its client asked for some; else empty.
     """
 
     id: str
@@ -192,6 +193,7 @@ class GatewayRequest:
     metered: MeteredCall | None = field(default=None, repr=False)
     overflow: str = ""
     trace: RequestTrace | None = field(default=None, repr=False)
+    advice: str = ""
 
     @property
     def path(self) -> str:

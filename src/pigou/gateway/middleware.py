@@ -179,7 +179,7 @@ def error_response(error: APIError) -> web.Response:
 
 _EXPOSED = (
     "x-request-id, x-pigou-decision, x-pigou-worker, x-pigou-prefill-worker, retry-after, "
-    "x-pigou-unknown-fields"
+    "x-pigou-unknown-fields, x-pigou-prefix-advice"
 )
 _CORS_METHODS = "GET, POST, OPTIONS"
 _CORS_HEADERS = "authorization, content-type, x-request-id"

@@ -27,6 +27,7 @@ from pigou.control.messages import (
 )
 from pigou.control.plane import ControlPlane
 from pigou.control.planner.attainment import Objectives
+from pigou.diagnosis.repeated_prompts import RepeatedPrompts, prompt_key
 from pigou.gateway.gateway_request import GatewayRequest
 from pigou.gateway.journal import Journal
 from pigou.gateway.prompt_reader import PromptReader
@@ -57,6 +58,7 @@ class PlaneDriver:
         background: runs what must not end.
         prompts: tokenizes; None leaves the length of prompts a guess.
         shed: requests refused so far.
+        repeated: prompts that came again after an attempt that was not served.
         timed: called with the seconds that each request's first decision took.
         meter: counts what clients offer and get.
         prefill_queue: that prefill workers pull from; None where they are sent prompts.
@@ -97,6 +99,7 @@ class PlaneDriver:
         self._served_model = model
         self.meter = RequestMeter(objectives or Objectives(), self._model)
         self.shed = 0
+        self.repeated = RepeatedPrompts()
         self.peers_health: Callable[[], dict[str, Any]] | None = None
         self.prefill_queue: GatewayPrefillQueue | None = None
         self.compiled: asyncio.Event = asyncio.Event() if sibling is None else sibling.compiled
@@ -215,12 +218,14 @@ class PlaneDriver:
             ConfigError: its overrides cannot be honoured.
         """
         start = time.monotonic_ns()
+        self.repeated.arrive(request.id, prompt_key(request), start / SECOND)
         decision = self._recorded.submit(request, start, exclude)
         self.timed((time.monotonic_ns() - start) / SECOND)
         if isinstance(decision, Queue):
             decision = await self._wait(request.id)
         if isinstance(decision, Shed):
             self.shed += 1
+            self.repeated.end(request.id, time.monotonic(), served=False)
             return decision
         assert isinstance(decision, Route)
         return decision
@@ -247,6 +252,8 @@ class PlaneDriver:
         relay, reported = self._relays.pop(request, (None, 0))
         if relay is not None and relay.counted > reported:
             self.on_tokens(((request, relay.counted - reported),))
+        served = reason in (FinishReason.STOP, FinishReason.LENGTH)
+        self.repeated.end(request, time.monotonic(), served=served)
         self.observe(Ended(request, reason))
 
     def watch(self, relay: Relay) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -39,6 +40,7 @@ class WorkerRow(msgspec.Struct, kw_only=True):
         pid: of its process, 0 when it is not ours.
         restarts: times that it was started anew.
         note: why it is not up.
+        last_end: why it went down the last time; empty while it never has.
         gaps: times that KV events were missed for good.
         host, rack, zone: labels of its node; empty where they are not known.
         model: that it serves; empty while that is not known.
@@ -55,6 +57,7 @@ class WorkerRow(msgspec.Struct, kw_only=True):
     pid: int = 0
     restarts: int = 0
     note: str = ""
+    last_end: str = ""
     gaps: int = 0
     host: str = ""
     rack: str = ""
@@ -105,6 +108,10 @@ class FleetStatus:
             "tokenized": self._modes(),
             "queued": self._plane_driver.queued,
             "held_sequences": self._plane_driver.held,
+            "queued_by_tenant": Counter(
+                waiting.request.tenant for waiting in self._plane_driver.plane.queue
+            ),
+            "tenant_weights": dict(self._plane_driver.plane.config.tenant_weights),
             "shed": self._plane_driver.shed,
             "slo": self._plane_driver.meter.view(),
             "background": self._plane_driver.background.view(),

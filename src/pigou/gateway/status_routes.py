@@ -15,6 +15,7 @@ from pigou.gateway.api_keys import NO_KEY, Key
 from pigou.gateway.attainment_metrics import AttainmentMetrics
 from pigou.gateway.costs_api import CostMetrics, Costs, cost_meter
 from pigou.gateway.dashboard import History
+from pigou.gateway.diagnosis import GatewayDiagnosis
 from pigou.gateway.exposition import page, page_without_tenants
 from pigou.gateway.middleware import current_key, unauthorized
 from pigou.gateway.model_routing import GatewayModel, ModelRouting
@@ -44,6 +45,7 @@ _PAGES = {
     "/costs/{id}": "cost",
     "/decisions": "decisions",
     "/decisions/{id}": "decision",
+    "/diagnosis": "diagnosis",
     "/version": "version",
 }
 
@@ -88,6 +90,8 @@ class StatusRoutes:
         self._federation = WorkerFederation(models)
         self._costs = Costs(drivers)
         self._decisions = Decisions(*(driver.plane for driver in drivers))
+        self._diagnosis = GatewayDiagnosis(self._metric_page, self._status.view)
+        self._diagnosing: asyncio.Task[None] | None = None
 
     def add_to(self, router: web.UrlDispatcher) -> None:
         """Add the routes."""
@@ -98,11 +102,13 @@ class StatusRoutes:
         """Begin to sample the history."""
         run = self._gateway.plane_driver.background.start
         self._sampling = run("history of the page", self._history.run)
+        self._diagnosing = run("diagnosis of the fleet", self._diagnosis.run)
 
     def close(self) -> None:
-        """End the history."""
-        if self._sampling is not None:
-            self._sampling.cancel()
+        """End the history and the diagnosis."""
+        for task in (self._sampling, self._diagnosing):
+            if task is not None:
+                task.cancel()
 
     async def health(self, _: web.Request) -> web.Response:
         """Answer 200 while requests can be served; 503 while the gateway starts or drains."""
@@ -140,21 +146,34 @@ class StatusRoutes:
 
         With `open_metrics` those that name no tenant are for everybody.
         """
-        metrics, keys = self._gateway.metrics, self._gateway.keys
+        keys = self._gateway.keys
+        key = NO_KEY if keys is None else keys.find(request.headers.get("authorization"))
+        if key is not None:
+            body = self._metric_page(None if key.admin else key.tenant)
+        elif self._gateway.config.open_metrics:
+            self._set_gauges()
+            registry, name = self._gateway.metrics.registry, self._page_model
+            body = page_without_tenants(registry, name, self._pages)
+        else:
+            raise unauthorized()
+        return web.Response(body=body, headers={"content-type": CONTENT_TYPE_LATEST})
+
+    @property
+    def _page_model(self) -> str:
+        """The label `model_name` of the gateway's own metrics."""
+        return "" if self._pages else self._models.models[0].served_name
+
+    def _set_gauges(self) -> None:
         for model in self._models:
             model.metrics.queued.set(model.plane_driver.queued)
             queue = model.plane_driver.prefill_queue
             model.metrics.prefill_queue.set(0 if queue is None else queue.length)
-        name, registry = self._models.models[0].served_name, metrics.registry
-        name, pages = "" if self._pages else name, self._pages
-        key = NO_KEY if keys is None else keys.find(request.headers.get("authorization"))
-        if key is not None:
-            body = page(registry, name, pages, tenant=None if key.admin else key.tenant)
-        elif self._gateway.config.open_metrics:
-            body = page_without_tenants(registry, name, pages)
-        else:
-            raise unauthorized()
-        return web.Response(body=body, headers={"content-type": CONTENT_TYPE_LATEST})
+
+    def _metric_page(self, tenant: str | None = None) -> bytes:
+        """Return the metrics of a tenant; None for all."""
+        self._set_gauges()
+        registry = self._gateway.metrics.registry
+        return page(registry, self._page_model, self._pages, tenant=tenant)
 
     async def worker_metrics(self, request: web.Request) -> web.Response:
         """Write the metrics of all workers, for whom `/metrics` has all: they name no tenant."""
@@ -189,6 +208,11 @@ class StatusRoutes:
         except ValueError:
             raise bad_request(f"since is {text[:40]!r}; it must be seconds.", "since") from None
         return json_response(self._history.view(since))
+
+    async def diagnosis(self, _: web.Request) -> web.Response:
+        """Show which failure modes the last half hour shows, to an administrator."""
+        _check_admin()
+        return json_response(self._diagnosis.view())
 
     async def usage(self, _: web.Request) -> web.Response:
         """Show a key's tenant, and how many tokens that used so far."""
@@ -233,6 +257,12 @@ def _register(model: GatewayModel) -> None:
         "pigou_index_evicted_blocks",
         "Blocks that the prefix index forgot to stay within its limits.",
         lambda: index.evicted,
+    )
+    repeated = model.plane_driver.repeated
+    metrics.add_count(
+        "pigou_requests_repeated",
+        "Requests whose prompt came again within 60 s after an attempt that was not served.",
+        lambda: repeated.count,
     )
 
 

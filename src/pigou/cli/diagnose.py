@@ -1,0 +1,169 @@
+"""`pigou diagnose`."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+
+from pigou.cli.option_values import check_json, write_json
+from pigou.config import ConfigError
+
+if TYPE_CHECKING:
+    from pigou.diagnosis.mode import Diagnosis, ModeEvidence, ModeFinding
+    from pigou.diagnosis.observations import FleetObservation
+    from pigou.diagnosis.prefix_lint import PrefixReport
+
+
+def diagnose(
+    target: Annotated[
+        str,
+        typer.Argument(
+            help="URL of a gateway or a worker, or a file of `pigou simulate --json`.",
+            show_default=False,
+        ),
+    ] = "",
+    journal: Annotated[
+        str, typer.Option(help="In place of it: a file that `pigou serve --journal` wrote.")
+    ] = "",
+    prefixes: Annotated[
+        str,
+        typer.Option(
+            help="In place of it: a trace or a journal, whose prompts are compared by their "
+            "beginnings."
+        ),
+    ] = "",
+    seconds: Annotated[float, typer.Option(help="How long a URL is watched.")] = 60.0,
+    key: Annotated[
+        str, typer.Option(help="An administrator's API key, where the gateway has keys.")
+    ] = "",
+    json: Annotated[str, typer.Option(help="File to write the findings to.")] = "",
+) -> None:
+    """Say what is wrong with a fleet: failure modes, evidence, fixes.
+
+    Ends with 0 where nothing is, with 1 where something is, with 2 where it cannot be told.
+    """
+    try:
+        check_json(json)
+        if sum(map(bool, (target, journal, prefixes))) != 1:
+            raise ConfigError(
+                "diagnose: give one of a URL or a file, --journal FILE, and --prefixes FILE"
+            )
+        if prefixes:
+            _lint(prefixes, json)
+            return
+        series = _windows(target, journal, seconds, key)
+    except (ConfigError, OSError) as error:
+        typer.echo(f"pigou {_named(str(error))}", err=True)
+        raise typer.Exit(2) from None
+    from pigou.diagnosis.diagnose import diagnose as diagnose_windows
+    from pigou.diagnosis.observations import written
+
+    diagnosis = diagnose_windows(series)
+    if json:
+        document = msgspec.to_builtins(diagnosis) | {"observations": written(series)}
+        write_json("diagnose", "--json", json, document)
+    _show(diagnosis)
+    raise typer.Exit(0 if diagnosis.healthy else 1)
+
+
+def _named(error: str) -> str:
+    return error if error.startswith("diagnose: ") else f"diagnose: {error}"
+
+
+def _windows(target: str, journal: str, seconds: float, key: str) -> tuple[FleetObservation, ...]:
+    """Return the windows of a journal, a URL or a file."""
+    if journal:
+        from pigou.workload.journal_windows import journal_windows
+
+        return journal_windows(journal)
+    if target.startswith(("http://", "https://")):
+        from pigou.workload.fleet_scraper import scraped_windows
+
+        return asyncio.run(scraped_windows(target, key, seconds))
+    from pigou.diagnosis.observations import read_observations
+
+    try:
+        document = msgspec.json.decode(Path(target).read_bytes())
+    except OSError as error:
+        raise ConfigError(
+            f"{target!r} is no URL (http://HOST:8000), and cannot be read: {error.strerror}"
+        ) from None
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{target} is no JSON: {error}; give what --json wrote") from None
+    windows = None
+    if isinstance(document, dict):
+        windows = document.get("windows")
+        windows = document.get("observations") if not isinstance(windows, list) else windows
+    if windows is None:
+        raise ConfigError(
+            f"{target} has no `windows`; write it by `pigou simulate --json`, or `pigou diagnose "
+            "--json`"
+        )
+    return read_observations(windows, target)
+
+
+def _show(diagnosis: Diagnosis) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"{diagnosis.windows} windows, {diagnosis.seconds:.0f} s")
+    if diagnosis.healthy:
+        console.print("Nothing is wrong, as far as it was judged.")
+    for finding in diagnosis.findings:
+        _show_finding(console, finding)
+    if diagnosis.not_judged:
+        console.print("\nnot judged, for want of:")
+        for name, missing in diagnosis.not_judged.items():
+            console.print(f"  {name}: {missing}")
+
+
+def _show_finding(console: Console, finding: ModeFinding) -> None:
+    follows = f", follows from {finding.follows_from}" if finding.follows_from else ""
+    console.print(
+        f"\n{finding.number} {finding.mode} ({finding.confidence} confidence, "
+        f"{finding.from_s:.0f} to {finding.to_s:.0f} s{follows})"
+    )
+    for row in finding.evidence:
+        console.print(f"  {_figure(row)}")
+    if not finding.follows_from:
+        console.print(f"  fix:    {finding.smallest_fix}\n  remedy: {finding.remedy}")
+
+
+def _figure(row: ModeEvidence) -> str:
+    where = f"{row.where}: " if row.where else ""
+    limit = "" if row.limit is None else f" (limit {row.limit:.4g})"
+    return f"{where}{row.name} {row.value:.4g} {row.unit}".rstrip() + limit
+
+
+def _lint(path: str, json: str) -> None:
+    """Compare the prompts of a trace or a journal; ends with 1 where something would be saved."""
+    from pigou.workload.prompt_contents import lint_trace
+
+    report = lint_trace(path)
+    if json:
+        write_json("diagnose", "--json", json, msgspec.to_builtins(report))
+    _show_prefixes(report)
+    raise typer.Exit(1 if report.groups else 0)
+
+
+def _show_prefixes(report: PrefixReport) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(
+        f"{report.prompts} prompts, {report.tokens:.0f} tokens; the prefix cache can have "
+        f"{report.shared:.1%} of them, and with the volatile text behind {report.possible:.1%}"
+    )
+    if not report.groups:
+        console.print("Nothing that recurs stands behind volatile text.")
+    for group in report.groups:
+        console.print(
+            f"\n{group.prompts} prompts diverge at block {group.block} (token {group.token}); "
+            + ("what recurs behind it, block ids do not say" if group.recurring is None else
+               f"{group.recurring:.0%} of the tokens behind it recur")
+        )  # fmt: skip
+        if group.text:
+            console.print(f"  text there: {group.text!r}")
+        if group.recurring is not None:
+            console.print(f"  moved behind, {group.saved_tokens:.0f} tokens a prompt would be hits")

@@ -1,0 +1,103 @@
+"""Pages of metrics, in the text format of Prometheus, read as numbers that can be subtracted."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+
+_SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)(?: \d+)?")
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+#: Bytes of a page that are read.
+_MAX_BYTES = 2**25
+
+
+class MetricPage:
+    """The samples of a page.
+
+    Example:
+        page = MetricPage("up 1")
+        assert page.total("up") == 1.0
+    """
+
+    def __init__(self, text: str) -> None:
+        """Read a page; lines that are no samples are left out."""
+        self._samples: dict[str, list[tuple[dict[str, str], float]]] = defaultdict(list)
+        for line in text[:_MAX_BYTES].splitlines():
+            match = None if line.startswith("#") else _SAMPLE.fullmatch(line)
+            if match is None:
+                continue
+            try:
+                value = float(match[3])
+            except ValueError:
+                continue
+            self._samples[match[1]].append((dict(_LABEL.findall(match[2] or "")), value))
+
+    def __contains__(self, name: str) -> bool:
+        """Whether there is a sample of this name."""
+        return name in self._samples
+
+    def total(self, name: str, **labels: str) -> float | None:
+        """Return the sum of a metric's samples with these labels; None where there is none."""
+        values = [value for known, value in self._samples.get(name, ())
+                  if labels.items() <= known.items() and math.isfinite(value)]  # fmt: skip
+        return sum(values) if values else None
+
+    def by(self, name: str, label: str) -> dict[str, float]:
+        """Return the sums of a metric's samples by the value of a label."""
+        sums: dict[str, float] = defaultdict(float)
+        for known, value in self._samples.get(name, ()):
+            if label in known and math.isfinite(value):
+                sums[known[label]] += value
+        return dict(sums)
+
+    def labels(self, name: str, **labels: str) -> dict[str, str]:
+        """Return the labels of a metric's first sample with these labels; empty without one."""
+        for known, _ in self._samples.get(name, ()):
+            if labels.items() <= known.items():
+                return known
+        return {}
+
+    def buckets(self, name: str, **labels: str) -> dict[float, float]:
+        """Return a histogram's cumulative counts by upper bound, of all labels together."""
+        counts: dict[float, float] = defaultdict(float)
+        for known, value in self._samples.get(f"{name}_bucket", ()):
+            if labels.items() <= known.items():
+                counts[float(known["le"])] += value
+        return dict(counts)
+
+
+def increase(before: float | None, now: float | None) -> float | None:
+    """Return how much a counter rose; what it is now where it began anew; None if unknown."""
+    if now is None:
+        return None
+    return now if before is None or now < before else now - before
+
+
+def quantile(
+    before: Mapping[float, float], now: Mapping[float, float], share: float
+) -> float | None:
+    """Return a quantile of what a histogram counted between two pages; None without anything.
+
+    It is interpolated within its bucket; what is in the open bucket counts as its lower bound.
+    """
+    counts = {bound: max(0.0, count - before.get(bound, 0.0)) for bound, count in now.items()}
+    bounds = sorted(counts)
+    total = counts[bounds[-1]] if bounds else 0.0
+    if total <= 0:
+        return None
+    wanted = share * total
+    for low, high in pairwise([0.0, *bounds]):
+        if counts[high] >= wanted:
+            under = counts.get(low, 0.0)
+            if math.isinf(high):
+                return low
+            return low + (high - low) * (wanted - under) / max(counts[high] - under, 1e-12)
+    return None
+
+
+def summed(values: Iterable[float | None]) -> float:
+    """Return the sum of what is known."""
+    return sum(value for value in values if value is not None)

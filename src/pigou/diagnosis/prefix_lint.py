@@ -1,0 +1,183 @@
+"""The prefix linter: where prompts diverge, and what recurs behind the text that makes them.
+
+A prefix cache serves a prompt up to its first new block. A timestamp at the head of a prompt makes
+every block behind it new, though its text recurs. The linter groups prompts by their common
+beginnings, looks where many of them part at once, and counts the tokens behind that recur.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+
+import msgspec
+
+#: Tokens that must recur together to count, prompts of a group that are compared, and groups.
+_RUN, _COMPARED, _GROUPS = 16, 200, 10
+#: Prompts that part at once: at least so many branches, and this share of the prompts there.
+_MIN_PROMPTS, _BRANCHES = 3, 0.5
+#: What is worth a report: tokens of a prompt that recur, and their share behind the divergence.
+_MIN_TOKENS, _MIN_SHARE = 32, 0.2
+
+
+class PrefixGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """Prompts that begin alike, and diverge in the same block.
+
+    Attributes:
+        prompts: how many.
+        block, token: the first diverging block, and its first token, from 0.
+        text: of that block in one of them; "" where the prompts have no text.
+        recurring: share of the tokens behind that block that recur; None where blocks are known by
+            the hash of all before them, so that it cannot be told.
+        saved_tokens: tokens of a prompt that would be hits, were the block's text behind them.
+    """
+
+    prompts: int
+    block: int
+    token: int
+    text: str = ""
+    recurring: float | None = None
+    saved_tokens: float = 0.0
+
+
+class PrefixReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What the prompts of a trace share.
+
+    Attributes:
+        prompts, tokens: in all.
+        shared: share of the tokens in blocks that an earlier prompt began with.
+        possible: the same with what recurs moved to the front.
+        groups: where that would help, the greatest saving first.
+    """
+
+    prompts: int
+    tokens: int
+    shared: float
+    possible: float
+    groups: tuple[PrefixGroup, ...]
+
+
+class _Trie:
+    """Prompts by their blocks: a node for each beginning."""
+
+    def __init__(self) -> None:
+        self.children: list[dict[Hashable, int]] = [{}]
+        self.members: list[list[int]] = [[]]
+        self.depths = [0]
+
+    def add(self, number: int, blocks: Sequence[Hashable]) -> int:
+        """Add a prompt; return how many of its first blocks were there."""
+        node = known = 0
+        for depth, block in enumerate(blocks):
+            self.members[node].append(number)
+            following = self.children[node].get(block)
+            if following is None:
+                following = len(self.children)
+                self.children[node][block] = following
+                self.children.append({})
+                self.members.append([])
+                self.depths.append(depth + 1)
+            elif known == depth:
+                known += 1
+            node = following
+        return known
+
+    def partings(self) -> list[tuple[int, list[int]]]:
+        """Return depth and prompts of the nodes where many prompts part at once."""
+        return [
+            (depth, members)
+            for depth, members, children in zip(
+                self.depths, self.members, self.children, strict=True
+            )
+            if len(members) >= _MIN_PROMPTS
+            and len(children) >= max(_MIN_PROMPTS, _BRANCHES * len(members))
+        ]
+
+
+def lint_prefixes(prompts: Sequence[Sequence[Hashable]], block_tokens: int = 16) -> PrefixReport:
+    """Compare prompts by content.
+
+    Args:
+        prompts: each one's tokens: ids or pieces of text; equal tokens are equal content.
+        block_tokens: tokens in a block of the prefix cache.
+    """
+    trie, shared = _Trie(), 0
+    for number, prompt in enumerate(prompts):
+        blocks = [
+            tuple(prompt[at : at + block_tokens]) for at in range(0, len(prompt), block_tokens)
+        ]
+        shared += min(len(prompt), trie.add(number, blocks) * block_tokens)
+    groups = []
+    for depth, members in trie.partings():
+        group = diverging_group([prompts[number] for number in members], depth, block_tokens)
+        if group is not None:
+            groups.append(group)
+    groups.sort(key=lambda group: -group.saved_tokens * group.prompts)
+    # What one group would save is part of what a group of longer beginnings would.
+    saved = max((group.saved_tokens * (group.prompts - 1) for group in groups), default=0.0)
+    tokens = max(sum(map(len, prompts)), 1)
+    return PrefixReport(
+        prompts=len(prompts), tokens=sum(map(len, prompts)), shared=shared / tokens,
+        possible=min(1.0, (shared + saved) / tokens), groups=tuple(groups[:_GROUPS]),
+    )  # fmt: skip
+
+
+def lint_blocks(prompts: Sequence[Sequence[Hashable]], block_tokens: int) -> PrefixReport:
+    """Compare prompts by the ids of their blocks, each the hash of all before it.
+
+    Where prompts part is told; what recurs behind cannot be: its ids are new.
+    """
+    trie, shared = _Trie(), 0
+    for number, blocks in enumerate(prompts):
+        shared += trie.add(number, blocks)
+    groups = [
+        PrefixGroup(prompts=len(members), block=depth, token=depth * block_tokens)
+        for depth, members in trie.partings()
+    ]
+    groups.sort(key=lambda group: -group.prompts)
+    blocks_in_all = sum(map(len, prompts))
+    share = shared / max(blocks_in_all, 1)
+    return PrefixReport(
+        prompts=len(prompts), tokens=blocks_in_all * block_tokens, shared=share, possible=share,
+        groups=tuple(groups[:_GROUPS]),
+    )  # fmt: skip
+
+
+def diverging_group(
+    prompts: Sequence[Sequence[Hashable]], depth: int, block_tokens: int
+) -> PrefixGroup | None:
+    """Return the group of prompts that part at a block; None where little recurs behind it.
+
+    Args:
+        prompts: the tokens of each, at least one; alike up to the block.
+        depth: the block in which they part, from 0.
+        block_tokens: tokens in a block.
+    """
+    begin = depth * block_tokens
+    tails = [tuple(prompt[begin + block_tokens :]) for prompt in prompts[:_COMPARED]]
+    uses: dict[int, int] = defaultdict(int)
+    for tail in tails:
+        for run in {hash(tail[at : at + _RUN]) for at in range(len(tail) - _RUN + 1)}:
+            uses[run] += 1
+    recurring = sum(_recurring(tail, uses) for tail in tails)
+    tokens = sum(map(len, tails))
+    saved = recurring / len(tails)
+    share = recurring / tokens if tokens else 0.0
+    if saved < _MIN_TOKENS or share < _MIN_SHARE:
+        return None
+    block = prompts[0][begin : begin + block_tokens]
+    text = "".join(piece for piece in block if isinstance(piece, str))
+    return PrefixGroup(
+        prompts=len(prompts), block=depth, token=begin, text=text, recurring=share,
+        saved_tokens=saved,
+    )  # fmt: skip
+
+
+def _recurring(tail: Sequence[Hashable], uses: dict[int, int]) -> int:
+    """Return the tokens of a tail that lie in runs which other tails have, too."""
+    count = end = 0
+    for at in range(len(tail) - _RUN + 1):
+        if uses[hash(tail[at : at + _RUN])] > 1:
+            count += at + _RUN - max(end, at)
+            end = at + _RUN
+    return count

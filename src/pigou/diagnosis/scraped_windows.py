@@ -1,0 +1,221 @@
+"""Windows out of two scrapes of a live fleet: pages of metrics, and the gateway's tables."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from pigou.diagnosis.metric_pages import MetricPage, increase, quantile, summed
+from pigou.diagnosis.observations import FleetObservation, TenantObservation, WorkerObservation
+
+#: Routes of work; others are probes and pages.
+_WORK = ("/v1/completions", "/v1/chat/completions", "other")
+#: How a worker ended that the kernel, or its allocator, killed for want of memory.
+_OUT_OF_MEMORY = re.compile(r"signal 9\b|status 137\b|out of memory|OutOfMemory", re.IGNORECASE)
+_TTFT, _ITL = "pigou_time_to_first_token_seconds", "pigou_inter_token_latency_seconds"
+_WAIT, _STALLS = "pigou_queue_wait_seconds", "pigou_stream_stalls_total"
+_WORKER_ITL = "vllm:inter_token_latency_seconds"
+#: How much the load of a worker must vary for its knee to be fitted.
+_SPREAD = 2.0
+
+
+@dataclass(frozen=True)
+class FleetScrape:
+    """What a fleet showed at one moment.
+
+    Attributes:
+        at_s: when, from any zero.
+        gateway: its page of metrics; empty where there is no gateway.
+        workers: pages by worker, as `/metrics/workers` or each of them has it.
+        table: what `/workers` answered; empty where there is no gateway.
+    """
+
+    at_s: float
+    gateway: MetricPage
+    workers: Mapping[str, MetricPage]
+    table: Mapping[str, Any] = field(default_factory=dict)
+
+
+def scraped_window(before: FleetScrape, now: FleetScrape, start_s: float) -> FleetObservation:
+    """Return the window between two scrapes.
+
+    Args:
+        before, now: of the same fleet.
+        start_s: of the window, from the series' zero.
+    """
+    a, b, seconds = before.gateway, now.gateway, now.at_s - before.at_s
+
+    def rose(name: str, **labels: str) -> float | None:
+        return increase(a.total(name, **labels), b.total(name, **labels))
+
+    answered = _answered(a, b)
+    inflight = (b.total("pigou_requests_inflight") or 0) - (a.total("pigou_requests_inflight") or 0)
+    refused = rose("pigou_requests_shed_total") or 0.0
+    served = sum(count for status, count in answered.items() if status < "400")
+    failed = sum(count for status, count in answered.items() if status >= "500")
+    again = [rose("pigou_requests_repeated_total"), rose("pigou_client_retries_total")]
+    repeated = max((count for count in again if count is not None), default=None)
+    stalls = rose(_STALLS, cause="engine") or 0.0
+    stalled_s = rose("pigou_stream_stall_seconds_total", cause="engine") or 0.0
+    slow = None
+    if _STALLS in b or "pigou_clients_stalled_total" in b:
+        slow = round(summed((rose(_STALLS, cause="client"), rose("pigou_clients_stalled_total"))))
+    return FleetObservation(
+        start_s=start_s, seconds=seconds,
+        arrived=max(0, round(sum(answered.values()) + inflight)), completed=round(served),
+        failed=max(0, round(failed - refused)), refused=round(refused),
+        repeated=None if repeated is None else round(repeated),
+        queued=_mean_gauge(a, b, "pigou_requests_queued"),
+        ttft_p50_s=quantile(a.buckets(_TTFT), b.buckets(_TTFT), 0.5),
+        itl_p50_s=quantile(a.buckets(_ITL), b.buckets(_ITL), 0.5),
+        itl_p99_s=quantile(a.buckets(_ITL), b.buckets(_ITL), 0.99),
+        wait_p50_s=quantile(a.buckets(_WAIT), b.buckets(_WAIT), 0.5),
+        client_stalls=slow, engine_stalls=round(stalls),
+        engine_stall_s=stalled_s / stalls if stalls else None,
+        workers=_workers(before, now, seconds), tenants=_tenants(a, b, before.table, now.table),
+    )  # fmt: skip
+
+
+def _answered(a: MetricPage, b: MetricPage) -> dict[str, float]:
+    """Return the requests for work that were answered, by HTTP status."""
+    answered: dict[str, float] = {}
+    for route in _WORK:
+        for status in b.by("pigou_requests_total", "status"):
+            labels = {"route": route, "status": status}
+            rose = increase(a.total("pigou_requests_total", **labels),
+                            b.total("pigou_requests_total", **labels))  # fmt: skip
+            answered[status] = answered.get(status, 0.0) + (rose or 0.0)
+    return answered
+
+
+def _mean_gauge(a: MetricPage, b: MetricPage, name: str) -> float:
+    values = [value for page in (a, b) if (value := page.total(name)) is not None]
+    return float(np.mean(values)) if values else 0.0
+
+
+def _workers(
+    before: FleetScrape, now: FleetScrape, seconds: float
+) -> tuple[WorkerObservation, ...]:
+    rows = {row["id"]: row for row in now.table.get("workers", ())}
+    known = {row["id"]: row for row in before.table.get("workers", ())}
+    seen = []
+    for name in dict.fromkeys((*rows, *now.workers)):
+        row = rows.get(name, {})
+        restarts = row.get("restarts", 0) - known.get(name, row).get("restarts", 0)
+        killed = _OUT_OF_MEMORY.search(str(row.get("last_end", ""))) is not None
+        life = WorkerObservation(
+            worker=name, role=row.get("role") or "both", restarts=max(0, restarts),
+            out_of_memory=max(0, restarts) if killed else 0,
+        )  # fmt: skip
+        page = now.workers.get(name)
+        if page is None and "running" in row:
+            life = _from_table(life, known.get(name, row), row)
+        elif page is not None:
+            life = _worker(life, before.workers.get(name, MetricPage("")), page, seconds)
+        seen.append(life)
+    return tuple(seen)
+
+
+def _from_table(
+    life: WorkerObservation, before: Mapping[str, Any], now: Mapping[str, Any]
+) -> WorkerObservation:
+    """Return what the gateway knows of a worker whose own page is not there."""
+    running = (before.get("running", 0) + now["running"]) / 2
+    return msgspec.structs.replace(
+        life, running=running, waiting=(before.get("waiting", 0) + now.get("waiting", 0)) / 2,
+        busy=1.0 - float(np.exp(-running)), kv_usage=now.get("kv_usage"),
+        output_tokens=max(0, now.get("tokens", 0) - before.get("tokens", 0)),
+    )  # fmt: skip
+
+
+def _worker(
+    life: WorkerObservation, a: MetricPage, b: MetricPage, seconds: float
+) -> WorkerObservation:
+    def rose(name: str) -> float | None:
+        return increase(a.total(name), b.total(name))
+
+    info = b.labels("vllm:cache_config_info")
+    sizes = [info.get("num_gpu_blocks", ""), info.get("block_size", "")]
+    kv_tokens = int(sizes[0]) * int(sizes[1]) if all(text.isdigit() for text in sizes) else 0
+    itl_s = rose(f"{_WORKER_ITL}_sum") or 0.0
+    running = max(_mean_gauge(a, b, "vllm:num_requests_running"), itl_s / seconds)
+    usage = b.total("vllm:kv_cache_usage_perc")
+    usages = [u for u in (usage, a.total("vllm:kv_cache_usage_perc")) if u is not None]
+    idle = None
+    if usages and kv_tokens:
+        still = running == 0.0 and not b.total("vllm:num_requests_waiting")
+        idle = min(usages) * kv_tokens if still else 0.0
+    restored = rose("pigou_tier_restored_blocks_total")
+    wasted = b.total("pigou_kv_block_tokens") if "pigou_kv_table_tokens" in b else None
+    if wasted is not None:
+        wasted = wasted * (b.total("pigou_kv_table_blocks") or 0.0)
+        wasted = max(0.0, wasted - (b.total("pigou_kv_table_tokens") or 0.0))
+    return msgspec.structs.replace(
+        life, running=running, waiting=_mean_gauge(a, b, "vllm:num_requests_waiting"),
+        # Arrivals are independent: the share of time with nobody is e^-running.
+        busy=1.0 - float(np.exp(-running)), kv_tokens=kv_tokens,
+        kv_usage=float(np.mean(usages)) if usages else None, wasted_tokens=wasted,
+        idle_tokens=idle, preemptions=round(rose("vllm:num_preemptions_total") or 0),
+        queried_tokens=round(rose("vllm:prefix_cache_queries_total") or 0),
+        hit_tokens=round(rose("vllm:prefix_cache_hits_total") or 0),
+        prefill_tokens=round(rose("pigou_prefill_tokens_total")
+                             or rose("vllm:prompt_tokens_total") or 0),
+        prefill_s=rose("pigou_prefill_seconds_total"),
+        output_tokens=round(rose("vllm:generation_tokens_total") or 0),
+        restores=round(restored or 0),
+    )  # fmt: skip
+
+
+def _tenants(
+    a: MetricPage, b: MetricPage, before: Mapping[str, Any], now: Mapping[str, Any]
+) -> tuple[TenantObservation, ...]:
+    tokens: dict[str, float] = {}
+    for name in ("pigou_prompt_tokens_total", "pigou_generation_tokens_total"):
+        known = a.by(name, "tenant")
+        for tenant, count in b.by(name, "tenant").items():
+            tokens[tenant] = tokens.get(tenant, 0.0) + (increase(known.get(tenant), count) or 0.0)
+    queues = [table.get("queued_by_tenant", {}) for table in (before, now)]
+    weights = now.get("tenant_weights", {})
+    names = sorted({*(name for name, count in tokens.items() if count), *queues[0], *queues[1]})
+    return tuple(
+        TenantObservation(
+            tenant=name, weight=float(weights.get(name, 1.0)), tokens=tokens.get(name, 0.0),
+            waiting=sum(queue.get(name, 0) for queue in queues) / 2,
+        )
+        for name in names
+    )  # fmt: skip
+
+
+def with_knees(series: Sequence[FleetObservation]) -> tuple[FleetObservation, ...]:
+    """Return windows with each worker's knee, by a line through its gaps over what ran.
+
+    Gaps of tokens are a + b n; they double at n = a / b + 2. Workers whose load did not vary by
+    twice, or whose gaps do not rise, have none.
+    """
+    knees: dict[str, float | None] = {}
+    for name in {worker.worker for window in series for worker in window.workers}:
+        points = [(worker.running, worker.running * window.seconds / worker.output_tokens)
+                  for window in series for worker in window.workers
+                  if worker.worker == name and worker.output_tokens > 0
+                  and worker.running > 0.5]  # fmt: skip
+        knees[name] = _fitted_knee(points)
+    return tuple(
+        msgspec.structs.replace(window, workers=tuple(
+            msgspec.structs.replace(worker, knee=knees[worker.worker])
+            for worker in window.workers
+        ))
+        for window in series
+    )  # fmt: skip
+
+
+def _fitted_knee(points: Sequence[tuple[float, float]]) -> float | None:
+    running = np.array([point[0] for point in points])
+    if len(points) < 4 or running.max() < _SPREAD * running.min():
+        return None
+    slope, base = np.polyfit(running, [point[1] for point in points], 1).tolist()
+    return base / slope + 2.0 if slope > 0 and base > 0 else None

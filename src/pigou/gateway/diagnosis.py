@@ -1,0 +1,69 @@
+"""The gateway's diagnosis of its own fleet: windows of the last half hour, by its own metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from pigou.diagnosis.diagnose import diagnose
+from pigou.diagnosis.metric_pages import MetricPage
+from pigou.diagnosis.observations import FleetObservation
+from pigou.diagnosis.scraped_windows import FleetScrape, scraped_window, with_knees
+
+#: Seconds of a window, and windows that are remembered: half an hour.
+WINDOW_S, MAX_WINDOWS = 10.0, 180
+
+
+class GatewayDiagnosis:
+    """Samples the gateway's own pages, and diagnoses what they show.
+
+    Workers' own pages are not read: modes that need them are not judged, and `pigou diagnose URL`
+    judges them.
+    """
+
+    def __init__(
+        self, page: Callable[[], bytes], table: Callable[[], dict[str, Any]],
+        clock: Callable[[], float] = time.time,
+    ) -> None:  # fmt: skip
+        """Begin.
+
+        Args:
+            page: of all metrics.
+            table: as `/workers` shows it.
+            clock: Unix time.
+        """
+        self._page, self._table, self._clock = page, table, clock
+        self._windows: deque[FleetObservation] = deque(maxlen=MAX_WINDOWS)
+        self._begin = clock()
+        self._before: FleetScrape | None = None
+
+    async def run(self) -> None:
+        """Sample until cancelled."""
+        while True:
+            self.sample()
+            await asyncio.sleep(WINDOW_S)
+
+    def sample(self) -> None:
+        """End a window, and begin the next."""
+        now, before = self._scrape(), self._before
+        if before is not None and now.at_s > before.at_s:
+            self._windows.append(scraped_window(before, now, before.at_s - self._begin))
+        self._before = now
+
+    def view(self) -> dict[str, Any]:
+        """Return the diagnosis of the windows so far, as JSON has it; `since` is Unix time."""
+        if not self._windows:
+            return {"since": self._begin, "windows": 0, "findings": [], "healthy": None}
+        series = with_knees(self._windows)
+        since = self._begin + series[0].start_s
+        view: dict[str, Any] = msgspec.to_builtins(diagnose(series))
+        return {"since": since, **view}
+
+    def _scrape(self) -> FleetScrape:
+        page = MetricPage(self._page().decode())
+        return FleetScrape(self._clock(), page, {}, self._table())

@@ -1,0 +1,122 @@
+"""Scrapes a live fleet, or one server, again and again: windows for a diagnosis."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+import msgspec
+
+from pigou.config import ConfigError
+from pigou.diagnosis.metric_pages import MetricPage
+from pigou.diagnosis.observations import FleetObservation
+from pigou.diagnosis.scraped_windows import FleetScrape, scraped_window, with_knees
+from pigou.workload.endpoint_client import open_session
+
+#: Seconds that a page may take, and windows of a scrape.
+_TIMEOUT_S, _WINDOWS = 10.0, 12
+_MIN_WINDOW_S = 0.5
+
+
+class FleetScraper:
+    """Reads the pages of one gateway, or of one server without a gateway."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
+        """Scrape `url`, with the headers of a session."""
+        self._session, self._url = session, url.rstrip("/")
+        self._name = urlsplit(url).netloc
+
+    async def scrape(self) -> FleetScrape:
+        """Return what the fleet shows now.
+
+        Raises:
+            ConfigError: it does not answer, refuses the key, or shows no metrics.
+        """
+        status, text = await self._get("/metrics")
+        if status in (401, 403):
+            raise ConfigError(
+                f"diagnose: {self._url}/metrics answered {status}; give an administrator's --key"
+            )
+        page = MetricPage(text)
+        if status != 200 or not (
+            "pigou_requests_inflight" in page or "vllm:num_requests_running" in page
+        ):
+            raise ConfigError(
+                f"diagnose: {self._url}/metrics answered {status}, and has neither Pigou's nor "
+                "vLLM's metrics of all requests; give the URL of a gateway or a worker, without a "
+                "path, and an administrator's --key where the gateway has keys"
+            )
+        if "pigou_requests_inflight" not in page:
+            return FleetScrape(time.monotonic(), MetricPage(""), {self._name: page})
+        table = await self._table("/workers")
+        return FleetScrape(time.monotonic(), page, await self._workers(), table)
+
+    async def _workers(self) -> dict[str, MetricPage]:
+        """Return the workers' pages, out of the gateway's page of all."""
+        status, text = await self._get("/metrics/workers")
+        if status != 200:
+            return {}
+        lines: dict[str, list[str]] = {}
+        for line in text.splitlines():
+            head, label, rest = line.partition('worker="')
+            if label and not line.startswith("#") and head.endswith(("{", ",")):
+                lines.setdefault(rest.partition('"')[0], []).append(line)
+        return {name: MetricPage("\n".join(own)) for name, own in lines.items()}
+
+    async def _table(self, path: str) -> dict[str, Any]:
+        status, text = await self._get(path)
+        if status in (401, 403):
+            raise ConfigError(
+                f"diagnose: {self._url}{path} answered {status}; give an administrator's --key"
+            )
+        try:
+            return msgspec.json.decode(text, type=dict[str, Any]) if status == 200 else {}
+        except msgspec.MsgspecError:
+            return {}
+
+    async def _get(self, path: str) -> tuple[int, str]:
+        timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
+        try:
+            async with self._session.get(self._url + path, timeout=timeout) as response:
+                return response.status, await response.text(errors="replace")
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+            raise ConfigError(
+                f"diagnose: {self._url}{path} did not answer ({error or type(error).__name__}); is "
+                "it up, and the address right?"
+            ) from None
+
+
+async def scraped_windows(
+    url: str, key: str, seconds: float, watch: Callable[[float], None] = lambda _: None
+) -> tuple[FleetObservation, ...]:
+    """Scrape a fleet for so many seconds; return twelve windows.
+
+    Args:
+        url: of a gateway or a worker.
+        key: an administrator's API key; "" for none.
+        seconds: to scrape, at least 6.
+        watch: called with the seconds so far.
+
+    Raises:
+        ConfigError: as of `FleetScraper.scrape`, or `seconds` is too short.
+    """
+    every = seconds / _WINDOWS
+    if every < _MIN_WINDOW_S:
+        raise ConfigError(
+            f"--seconds is {seconds:g}; give at least {_WINDOWS * _MIN_WINDOW_S:g}, for windows"
+        )
+    async with open_session(key) as session:
+        scraper = FleetScraper(session, url)
+        before = await scraper.scrape()
+        begin, windows = before.at_s, []
+        for number in range(1, _WINDOWS + 1):
+            await asyncio.sleep(max(0.0, begin + number * every - time.monotonic()))
+            now = await scraper.scrape()
+            windows.append(scraped_window(before, now, before.at_s - begin))
+            before = now
+            watch(now.at_s - begin)
+    return with_knees(windows)

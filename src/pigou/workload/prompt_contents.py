@@ -1,0 +1,87 @@
+"""The prompts of a trace, for the prefix linter: by content where a trace has it, or by blocks."""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Hashable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pigou.config import ConfigError
+from pigou.diagnosis.prefix_lint import PrefixReport, lint_blocks, lint_prefixes
+from pigou.diagnosis.prompt_pieces import prompt_pieces
+from pigou.workload.journal_file import read_workload
+from pigou.workload.trace import Trace
+from pigou.workload.trace_formats import read_trace
+
+#: Prompts that are compared at most, and bytes of a line.
+_MAX_PROMPTS, _MAX_LINE = 20_000, 2**24
+
+
+def lint_trace(path: str | Path) -> PrefixReport:
+    """Lint the prompts of a file.
+
+    Lines with `prompt` (text or token ids), `prompt_token_ids` or `messages` are compared by
+    content; other traces, and journals, by the ids of their blocks.
+
+    Raises:
+        ConfigError: it cannot be read, or no prompt of it can be compared.
+    """
+    contents = _contents(Path(path))
+    if contents is not None:
+        return lint_prefixes(contents)
+    trace = _trace(path)
+    prompts = [turn.blocks for session in trace.sessions for turn in session.turns if turn.blocks]
+    if not prompts:
+        raise ConfigError(
+            f"diagnose: {path} has neither texts nor blocks of prompts; nothing can be compared"
+        )
+    return lint_blocks(prompts[:_MAX_PROMPTS], round(trace.block))
+
+
+def _trace(path: str | Path) -> Trace:
+    """Read a journal or a trace."""
+    try:
+        with _open(Path(path)) as file:
+            first = file.readline(_MAX_LINE)
+    except OSError as error:
+        raise ConfigError(f"diagnose: {path} cannot be read: {error.strerror or error}") from None
+    return read_workload(path) if b'"k":"journal"' in first else read_trace(path)
+
+
+def _open(path: Path) -> Any:
+    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
+
+
+def _contents(path: Path) -> list[Sequence[Hashable]] | None:
+    """Return prompts by content; None where the first line has none."""
+    prompts: list[Sequence[Hashable]] = []
+    try:
+        with _open(path) as file:
+            for number, line in enumerate(file, 1):
+                if len(prompts) == _MAX_PROMPTS or len(line) > _MAX_LINE:
+                    break
+                if not line.strip():
+                    continue
+                prompt = _prompt(line)
+                if prompt is None:
+                    if not prompts:
+                        return None
+                    raise ConfigError(f"diagnose: line {number} of {path} has no prompt")
+                prompts.append(prompt)
+    except (OSError, EOFError) as error:
+        raise ConfigError(f"diagnose: {path} cannot be read: {error}") from None
+    return prompts or None
+
+
+def _prompt(line: bytes) -> Sequence[Hashable] | None:
+    try:
+        row = msgspec.json.decode(line)
+    except msgspec.DecodeError:
+        return None
+    if not isinstance(row, dict):
+        return None
+    body = row.get("body")
+    return prompt_pieces(body if isinstance(body, dict) else row)

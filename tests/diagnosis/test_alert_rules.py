@@ -1,0 +1,74 @@
+"""Laws of the alerts and playbooks: one definition, current files, and rules that fire."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pigou.diagnosis.alert_rules import alert_name, anchor
+from pigou.diagnosis.modes import MODES
+from tools.diagnosis_pages import ROOT, pages
+
+ALERTS = ROOT / "deploy" / "prometheus-alerts.yml"
+#: What metrics show while a fleet has a fault, by mode: series and values of each minute.
+SERIES = {
+    2: {'vllm:kv_cache_usage_perc{worker="a"}': "0.97x30",
+        'vllm:num_preemptions_total{worker="a"}': "0+60x30"},
+    6: {"pigou_requests_queued": "0+60x30"},
+    12: {"pigou_requests_repeated_total": "0+60x30", "pigou_requests_total": "0+600x30",
+         "pigou_requests_queued": "5x30"},
+    19: {'pigou_requests_total{status="502"}': "0+30x30", "pigou_requests_queued": "0+60x30",
+         "pigou_requests_shed_total": "0x30"},
+}  # fmt: skip
+
+
+def test_pages_that_are_made_of_the_definitions_are_current() -> None:
+    for path, text in pages().items():
+        assert path.read_text() == text, f"{path.name}: run python -m tools.diagnosis_pages"
+
+
+def test_each_mode_has_a_playbook_and_links_to_it_work() -> None:
+    page = (ROOT / "docs" / "guide" / "playbooks.md").read_text()
+    headings = re.findall(r"^## (.*)$", page, re.M)
+    assert headings == [f"{number} {mode.name}" for number, mode in MODES.items()]
+    assert anchor(MODES[4]) == "4-prefix-miss-storm"
+    assert max(map(len, page.split("\n## "))) < 1800, "a playbook is one screen"
+
+
+def test_alerts_name_only_metrics_that_are_documented() -> None:
+    reference = (ROOT / "docs" / "reference" / "metrics.md").read_text()
+    for rule in yaml.safe_load(ALERTS.read_text())["groups"][0]["rules"]:
+        for name in re.findall(r"(?:pigou|vllm)[:_]\w+", rule["expr"]):
+            base = re.sub(r"_bucket$", "", name)
+            short = base.removeprefix("vllm:").removeprefix("pigou_tier")
+            short = short.removesuffix("_blocks_total")
+            assert base in reference or short in reference, f"{rule['alert']}: {name}"
+
+
+def test_promtool_takes_the_alerts_and_they_fire(tmp_path: Path) -> None:
+    program = shutil.which("promtool")
+    if program is None:
+        pytest.skip("promtool is not installed (Debian: prometheus)")
+    subprocess.run([program, "check", "rules", ALERTS], check=True, capture_output=True)
+    tests = [
+        {
+            "interval": "1m",
+            "input_series": [{"series": k, "values": v} for k, v in SERIES.get(mode, {}).items()],
+            "promql_expr_test": [{
+                "expr": f'count(ALERTS{{alertname="{alert_name(MODES[mode])}",'
+                        'alertstate="firing"}) or vector(0)',
+                "eval_time": "20m",
+                "exp_samples": [{"labels": "{}", "value": int(mode in SERIES)}],
+            }],
+        }
+        for mode in (*SERIES, 17)
+    ]  # fmt: skip
+    file = tmp_path / "alerts.yml"
+    file.write_text(yaml.safe_dump({"rule_files": [str(ALERTS)], "tests": tests}))
+    done = subprocess.run([program, "test", "rules", file], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr

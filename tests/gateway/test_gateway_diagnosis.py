@@ -1,0 +1,80 @@
+"""`/diagnosis` and `pigou diagnose URL`: what a gateway's own figures show, to an administrator."""
+
+from __future__ import annotations
+
+import aiohttp
+import pytest
+from tests.gateway.stub import Stub, serving
+
+from pigou.config import ConfigError
+from pigou.diagnosis.diagnose import diagnose
+from pigou.gateway.api_keys import Key, Keys, make_key
+from pigou.gateway.diagnosis import GatewayDiagnosis
+from pigou.workload.fleet_scraper import scraped_windows
+
+
+def test_windows_of_the_gateway_are_diagnosed() -> None:
+    clock, queued = [0.0], [0]
+
+    def page() -> bytes:
+        lines = [
+            f'pigou_requests_total{{route="other",status="200"}} {clock[0]}',
+            f"pigou_requests_inflight {queued[0]}", f"pigou_requests_queued {queued[0]}",
+        ]  # fmt: skip
+        return "\n".join(lines).encode()
+
+    diagnosis = GatewayDiagnosis(page, lambda: {"workers": []}, lambda: clock[0])
+    diagnosis.sample()
+    assert diagnosis.view()["healthy"] is None
+    for _ in range(6):
+        clock[0] += 10.0
+        queued[0] += 30
+        diagnosis.sample()
+    view = diagnosis.view()
+    assert view["windows"] == 6
+    assert [finding["mode"] for finding in view["findings"]] == ["queue build-up"]
+
+
+async def test_a_url_is_diagnosed_and_a_key_is_asked_for() -> None:
+    secret, line = make_key("boss")
+    other, tenant = make_key("one")
+    digests = [bytes.fromhex(text.rpartition(":")[2]) for text in (line, tenant)]
+    keys = Keys([Key("boss", digests[0], admin=True), Key("one", digests[1])])
+    async with serving(Stub("d"), keys=keys) as fleet:
+        for key in ("", other):
+            with pytest.raises(ConfigError, match="--key"):
+                await scraped_windows(fleet.url, key, 6.0)
+        windows = await scraped_windows(fleet.url, secret, 6.0)
+        async with aiohttp.ClientSession() as session:
+            headers = {"authorization": f"Bearer {other}"}
+            async with session.get(f"{fleet.url}/diagnosis", headers=headers) as refused:
+                assert refused.status == 403
+            headers = {"authorization": f"Bearer {secret}"}
+            async with session.get(f"{fleet.url}/diagnosis", headers=headers) as answer:
+                assert (await answer.json())["findings"] == []
+    assert len(windows) == 12
+    assert diagnose(windows).findings == ()
+
+
+async def test_what_is_no_fleet_is_refused() -> None:
+    with pytest.raises(ConfigError, match="did not answer"):
+        await scraped_windows("http://127.0.0.1:9", "", 6.0)
+    with pytest.raises(ConfigError, match="at least 6"):
+        await scraped_windows("http://127.0.0.1:9", "", 1.0)
+
+
+async def test_advice_on_the_prefix_comes_only_to_who_asks() -> None:
+    rules = "These are the rules of the house, and they are long. " * 20
+    async with serving(Stub("d")) as fleet, aiohttp.ClientSession() as session:
+
+        async def advice(prompt: str, **headers: str) -> str:
+            body = {"prompt": prompt, "max_tokens": 2}
+            url = f"{fleet.url}/v1/completions"
+            async with session.post(url, json=body, headers=headers) as reply:
+                assert reply.status == 200
+                return reply.headers.get("x-pigou-prefix-advice", "")
+
+        asks = {"x-pigou-prefix-advice": "1"}
+        assert await advice(f"000000001 {rules}") == ""
+        assert (await advice(f"000000001 {rules}", **asks)).startswith("unknown")
+        assert (await advice(f"000000002 {rules}", **asks)).startswith("move; ")

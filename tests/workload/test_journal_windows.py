@@ -1,0 +1,64 @@
+"""Laws of a journal's windows: requests, waits, retries and tenants, and what is not judged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pigou.config import ConfigError, ControlConfig
+from pigou.control.journal import JournalRecorder, report_tokens
+from pigou.control.messages import Ended, FirstToken, LoadReport, WorkerUp
+from pigou.control.plane import ControlPlane
+from pigou.diagnosis.diagnose import diagnose
+from pigou.gateway.journal import Journal
+from pigou.request import SECOND, FinishReason, Request, Role, Worker
+from pigou.workload.journal_windows import journal_windows
+
+
+def write(path: Path, seconds: int, *, rate: int = 1, done: int = 1) -> None:
+    """Send `rate` requests a second to one worker of one stream, and serve `done` of them."""
+    config = ControlConfig(policy="least-loaded", max_inflight=1, max_queued=10_000)
+    journal = Journal(path, config)
+    plane = JournalRecorder(ControlPlane(config), journal.write)
+    plane.observe(WorkerUp(Worker("d", "", Role.BOTH, blocks=100)), SECOND)
+    running: list[str] = []
+    for second in range(1, seconds + 1):
+        now = (second + 1) * SECOND
+        for number in range(rate):
+            id = f"{second}.{number}"
+            decision = plane.submit(Request(id, 40, 10, arrival=now, tenant=f"t{number % 2}"), now)
+            running += [id] if type(decision).__name__ == "Route" else []
+        for _ in range(done):
+            if running:
+                id = running.pop()
+                plane.observe(FirstToken(id), now + 1)
+                report_tokens(plane, [(id, 5)], now + 2)
+                made = plane.observe(Ended(id, FinishReason.LENGTH), now + 3)
+                running += [one.request for one in made if type(one).__name__ == "Route"]
+        plane.observe(LoadReport("d", len(running), 0, 0.5), now + 4)
+    journal.close()
+
+
+def test_windows_count_what_the_control_plane_saw(tmp_path: Path) -> None:
+    write(tmp_path / "j", 40)
+    windows = journal_windows(tmp_path / "j")
+    assert [window.arrived for window in windows] == [9, 10, 10, 10]  # the last second is no window
+    assert sum(window.completed for window in windows) == 39
+    assert windows[1].workers[0].kv_tokens == 1600
+    assert windows[1].workers[0].kv_usage == 0.5
+    diagnosis = diagnose(windows)
+    assert diagnosis.findings == ()
+    assert "KV exhaustion" in diagnosis.not_judged
+
+
+def test_a_queue_that_grows_is_a_finding(tmp_path: Path) -> None:
+    write(tmp_path / "j", 60, rate=3)
+    (finding,) = diagnose(journal_windows(tmp_path / "j")).findings
+    assert finding.mode == "queue build-up"
+
+
+def test_a_journal_of_a_moment_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "j", 2)
+    with pytest.raises(ConfigError, match="nothing can be told"):
+        journal_windows(tmp_path / "j")
