@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 #: Cheap runs that pass through much: a toll, kills, tiers, another policy.
-SAMPLE = ("killed-split", "tiers-of-each-worker", "toll-mixed-roles", "llm-d-conditional")
+SAMPLE = ("killed-split", "tiers-of-each-worker", "toll-mixed-roles")
 
 
 def reference_runs(*arguments: str) -> subprocess.CompletedProcess[str]:

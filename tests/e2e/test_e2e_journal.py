@@ -87,7 +87,9 @@ def replay(journal: Path, *options: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize(
+    "law", [pytest.param(law, marks=[] if law == "toll" else pytest.mark.slow) for law in LAWS]
+)
 def test_the_journal_of_a_fleet_under_kills_replays_to_the_same_decisions(
     law: str, start_fleet: Callable[..., Fleet], tmp_path: Path
 ) -> None:

@@ -36,7 +36,9 @@ def test_no_prefix_hit_crosses_tenants(
         fleet.stop()
 
 
-@pytest.mark.parametrize("roles", [("prefill-0", "decode-0"), ("both-0",)])
+@pytest.mark.parametrize(
+    "roles", [("prefill-0", "decode-0"), pytest.param(("both-0",), marks=pytest.mark.slow)]
+)
 def test_each_tenure_hits_its_own_blocks_alone(
     roles: tuple[str, ...], checkpoint: Path, tmp_path: Path
 ) -> None:

@@ -124,6 +124,6 @@ def test_a_stream_of_calls_survives_the_death_of_its_worker(real: Fleet) -> None
     assert whole is not None
     assert whole[0] == "tool_calls"
     assert len(json.loads(whole[1][0]["function"]["arguments"])["words"]) >= 700
-    for kill_at in (1, 3, 12):
+    for kill_at in (1, 12):
         tries = (stream_of_calls(real, kill_at) for _ in range(8))
         assert next((calls for calls in tries if calls is not None), None) == whole

@@ -139,7 +139,7 @@ def test_a_stream_of_calls_goes_on_elsewhere_from_any_token(real: Worker) -> Non
         body = fields | {"prompt_token_ids": prompt + tokens, "resume_tokens": len(tokens)}
         return joined([*told[:cut], *real.post("/v1/chat/completions", body).chunks])
 
-    cuts = range(1, len(told), 5)
+    cuts = range(1, len(told), 17)
     with ThreadPoolExecutor(8) as pool:
         for cut, reply in zip(cuts, pool.map(resumed, cuts), strict=True):
             assert reply == whole, cut

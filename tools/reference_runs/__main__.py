@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from . import store
-from .difference import MAX_SHOWN, differences
+from .difference import ABSENT, MAX_SHOWN, differences
 from .journals import JOURNALED, record_journal, replay_journal
 from .simulate import simulate_all
 from .simulations import SIMULATIONS
@@ -66,7 +66,10 @@ def record(chosen: Sequence[Run], jobs: int, live: bool) -> int:
 
 
 def compare(chosen: Sequence[Run], jobs: int, tolerance: float) -> int:
-    """Run all again, tell the first differences of each; return 1 where there is any, else 0."""
+    """Run all again, tell the first differences of each; return 1 where there is any, else 0.
+
+    A field that a run has now, and its record lacks, is told, and is no difference.
+    """
     began, different = time.monotonic(), 0
     for name, document in results(chosen, jobs):
         path = store.FOLDER / f"{name}.json"
@@ -75,8 +78,12 @@ def compare(chosen: Sequence[Run], jobs: int, tolerance: float) -> int:
             different += 1
             continue
         found = list(differences(store.read(path), document, tolerance))
+        added = [each.path for each in found if each.old == ABSENT]
+        found = [each for each in found if each.old != ABSENT]
         different += bool(found)
         print(f"{name}: {f'{len(found)} differences' if found else 'equal'}", flush=True)
+        if added:
+            print(f"  fields that were not recorded: {', '.join(added[:MAX_SHOWN])}")
         for each in found[:MAX_SHOWN]:
             print(f"  {each.path}\n    old: {each.old}\n    new: {each.new}")
     took = time.monotonic() - began

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 MAX_SHOWN = 20
-_ABSENT = "(absent)"
+#: What a document that lacks a field is shown to have there.
+ABSENT = "(absent)"
 _WIDTH = 160
 
 
@@ -56,7 +57,7 @@ def _equal(old: Any, new: Any, tolerance: float) -> bool:
 
 
 def _shown(document: dict[str, Any], key: str) -> str:
-    return _text(document[key]) if key in document else _ABSENT
+    return _text(document[key]) if key in document else ABSENT
 
 
 def _text(value: Any) -> str:
