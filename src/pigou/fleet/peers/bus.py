@@ -88,6 +88,7 @@ class NatsBus:
                 self._address, _RETRY_S, reconnected=reconnected, echo=False
             )
             await self._client.subscribe(f"{self._subject}.>", cb=received)
+            await self._client.flush(timeout=2)  # the server knows of it from now on
         except (OSError, Error, TimeoutError) as error:
             await self.close()
             raise BusError(f"{self._address}: {error or type(error).__name__}") from error
