@@ -129,7 +129,7 @@ def test_every_baseline_of_the_design_is_there() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @given(case=fleets(), request=requests)
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_a_cost_for_each_candidate_and_one_may_be_chosen(
     name: str, case: tuple[FleetView, Candidates], request: Request
 ) -> None:
@@ -142,7 +142,7 @@ def test_a_cost_for_each_candidate_and_one_may_be_chosen(
 
 @pytest.mark.parametrize("name", NAMES)
 @given(case=fleets(), request=requests)
-@settings(max_examples=25)
+@settings(max_examples=15)
 def test_parts_add_up_to_the_cost(
     name: str, case: tuple[FleetView, Candidates], request: Request
 ) -> None:
@@ -167,7 +167,7 @@ def test_the_view_is_not_written_to(name: str) -> None:
 
 @pytest.mark.parametrize("name", [each for each in NAMES if each not in STATEFUL])
 @given(case=fleets(), request=requests, data=st.data())
-@settings(max_examples=25)
+@settings(max_examples=15)
 def test_permuted_workers_have_permuted_costs(
     name: str, case: tuple[FleetView, Candidates], request: Request, data: st.DataObject
 ) -> None:
@@ -182,7 +182,7 @@ def test_permuted_workers_have_permuted_costs(
 
 @pytest.mark.parametrize("name", OVERLAP_AWARE)
 @given(case=fleets(apart=False), request=requests, data=st.data())
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_more_overlap_never_lowers_a_worker_in_the_order(
     name: str, case: tuple[FleetView, Candidates], request: Request, data: st.DataObject
 ) -> None:
@@ -200,7 +200,7 @@ def test_more_overlap_never_lowers_a_worker_in_the_order(
 
 @pytest.mark.parametrize("name", ["dynamo", "dynamo-paper", "lmetric", "mooncake", "toll"])
 @given(case=fleets(), request=requests, data=st.data())
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_more_overlap_never_makes_a_candidate_dearer(
     name: str, case: tuple[FleetView, Candidates], request: Request, data: st.DataObject
 ) -> None:
@@ -225,7 +225,7 @@ def test_more_overlap_never_makes_a_candidate_dearer(
 
 @pytest.mark.parametrize("name", STAGED)
 @given(case=fleets(apart=True), request=requests)
-@settings(max_examples=25)
+@settings(max_examples=15)
 def test_each_pool_is_chosen_from_by_itself(
     name: str, case: tuple[FleetView, Candidates], request: Request
 ) -> None:

@@ -18,7 +18,10 @@ from tests.e2e.tenants import (
 )
 
 
-@pytest.mark.parametrize("roles", [("prefill-0", "decode-0"), ("both-0", "both-1")])
+@pytest.mark.parametrize(
+    "roles",
+    [("prefill-0", "decode-0"), pytest.param(("both-0", "both-1"), marks=pytest.mark.slow)],
+)
 def test_no_prefix_hit_crosses_tenants(
     roles: tuple[str, ...], checkpoint: Path, tmp_path: Path
 ) -> None:

@@ -112,7 +112,7 @@ TYPED = st.lists(PIECES, max_size=8).map("".join)
 
 
 @pytest.mark.parametrize("name", KINDS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(typed=TYPED)
 def test_typed_special_tokens_stay_text(name: str, typed: str) -> None:
     ids = _rendered(name, [{"role": "user", "content": typed}])
@@ -121,7 +121,7 @@ def test_typed_special_tokens_stay_text(name: str, typed: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["bytes", "bundled"])
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(typed=TYPED)
 def test_what_was_typed_is_all_there(name: str, typed: str) -> None:
     ids = _encode(name, CONTROLS[name].guard(typed))
@@ -129,7 +129,7 @@ def test_what_was_typed_is_all_there(name: str, typed: str) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(typed=st.text(max_size=30), more=TYPED)
 def test_text_without_special_tokens_is_encoded_as_ever(name: str, typed: str, more: str) -> None:
     backend, special = KINDS[name], _special(KINDS[name])
