@@ -148,7 +148,7 @@ class TracedRequest:
     def take(self, call: GatewayRequest) -> None:
         """Take the request, once its body was read."""
         self.call, call.trace = call, self.trace
-        if not self.trace.spans:
+        if not self.trace.collected:
             self.trace.phase("receive")
 
 
@@ -165,7 +165,7 @@ def end_request(
         address: host and port of this gateway.
     """
     trace, call = traced.trace, traced.call
-    trace.phase("deliver" if trace.spans else "receive")
+    trace.phase("deliver" if trace.collected else "receive")
     metered = None if call is None else call.metered
     if metered is not None and metered.error is not None:
         status = metered.error.status

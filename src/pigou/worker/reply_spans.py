@@ -37,7 +37,7 @@ def end_reply(tracer: Tracer, trace: RequestTrace, reply: Reply | None, error: s
             add_phases(branch, sequence)
             trace.end_branch(branch, "choice", (_CHOICE, (sequence.index,)))
         attributes = _reply_attributes(reply)
-    trace.phase("deliver" if trace.spans else "receive")
+    trace.phase("deliver" if trace.collected else "receive")
     tracer.end(trace, ROOT, attributes, error)
 
 
