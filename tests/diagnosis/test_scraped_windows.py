@@ -32,8 +32,8 @@ def scrape(at_s: float, *, ok: int, bad: int, preemptions: int, restarts: int = 
     table = {"workers": [{"id": "d", "role": "decode", "restarts": restarts,
                           "last_end": "d ended by signal 9" * restarts}],
              "queued_by_tenant": {"bert": 2}}  # fmt: skip
-    pages = {"d": MetricPage(WORKER.format(preemptions=preemptions))}
-    return FleetScrape(at_s, MetricPage(page), pages, table)
+    pages = {"d": MetricPage.read(WORKER.format(preemptions=preemptions))}
+    return FleetScrape(at_s, MetricPage.read(page), pages, table)
 
 
 def test_a_window_is_what_happened_between_two_scrapes() -> None:

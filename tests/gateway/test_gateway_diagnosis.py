@@ -8,6 +8,7 @@ from tests.gateway.stub import Stub, serving
 
 from pigou.config import ConfigError
 from pigou.diagnosis.diagnose import diagnose
+from pigou.diagnosis.metric_pages import MetricPage
 from pigou.gateway.api_keys import Key, Keys, make_key
 from pigou.gateway.diagnosis import GatewayDiagnosis
 from pigou.workload.fleet_scraper import scraped_windows
@@ -16,12 +17,12 @@ from pigou.workload.fleet_scraper import scraped_windows
 def test_windows_of_the_gateway_are_diagnosed() -> None:
     clock, queued = [0.0], [0]
 
-    def page() -> bytes:
+    def page() -> MetricPage:
         lines = [
             f'pigou_requests_total{{route="other",status="200"}} {clock[0]}',
             f"pigou_requests_inflight {queued[0]}", f"pigou_requests_queued {queued[0]}",
         ]  # fmt: skip
-        return "\n".join(lines).encode()
+        return MetricPage.read("\n".join(lines))
 
     diagnosis = GatewayDiagnosis(page, lambda: {"workers": []}, lambda: clock[0])
     diagnosis.sample()

@@ -10,7 +10,8 @@ from stub import Stub, serving
 
 from pigou.config import ControlConfig
 from pigou.control.plane import ControlPlane
-from pigou.gateway.dashboard import ASSETS, MAX_EVENTS, MAX_SAMPLES, STEP_S, History, quantile
+from pigou.control.saturation.histogram import quantile_of
+from pigou.gateway.dashboard import ASSETS, MAX_EVENTS, MAX_SAMPLES, STEP_S, History
 from pigou.gateway.metrics import Metrics
 from pigou.gateway.plane_driver import PlaneDriver
 from pigou.gateway.status_api import FleetStatus, WorkerRow
@@ -81,7 +82,7 @@ async def test_rates_and_latencies_are_those_since_the_last_sample() -> None:
 def test_a_quantile_lies_in_its_bucket(counts: list[int], share: float) -> None:
     bounds = [0.1, 1.0, 10.0, float("inf")]
     cumulative = {bound: sum(counts[: i + 1]) for i, bound in enumerate(bounds)}
-    found = quantile(cumulative, share)
+    found = quantile_of(cumulative, share)
     if not sum(counts):
         assert found is None
         return

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from itertools import pairwise
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Self, TypeAlias
+
+from pigou.control.saturation.histogram import quantile_of
 
 _SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)(?: \d+)?")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
@@ -14,26 +16,38 @@ _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _MAX_BYTES = 2**25
 
 
+#: Name, labels and value of a sample.
+MetricSample: TypeAlias = tuple[str, Mapping[str, str], float]
+
+
 class MetricPage:
     """The samples of a page.
 
     Example:
-        page = MetricPage("up 1")
+        page = MetricPage.read("up 1")
         assert page.total("up") == 1.0
     """
 
-    def __init__(self, text: str) -> None:
-        """Read a page; lines that are no samples are left out."""
-        self._samples: dict[str, list[tuple[dict[str, str], float]]] = defaultdict(list)
-        for line in text[:_MAX_BYTES].splitlines():
-            match = None if line.startswith("#") else _SAMPLE.fullmatch(line)
-            if match is None:
-                continue
-            try:
-                value = float(match[3])
-            except ValueError:
-                continue
-            self._samples[match[1]].append((dict(_LABEL.findall(match[2] or "")), value))
+    def __init__(self, samples: Iterable[MetricSample] = ()) -> None:
+        """Take samples."""
+        self._samples: dict[str, list[tuple[Mapping[str, str], float]]] = defaultdict(list)
+        for name, labels, value in samples:
+            self._samples[name].append((labels, value))
+
+    @classmethod
+    def read(cls, text: str) -> Self:
+        """Read a page of text; lines that are no samples are left out."""
+        return cls(_samples(text))
+
+    def by_label(self, label: str) -> dict[str, Self]:
+        """Return a page for each value of a label, with the samples that have it."""
+        pages: dict[str, Self] = {}
+        for name, samples in self._samples.items():
+            for labels, value in samples:
+                if label in labels:
+                    page = pages.setdefault(labels[label], type(self)())
+                    page._samples[name].append((labels, value))
+        return pages
 
     def __contains__(self, name: str) -> bool:
         """Whether there is a sample of this name."""
@@ -53,7 +67,7 @@ class MetricPage:
                 sums[known[label]] += value
         return dict(sums)
 
-    def labels(self, name: str, **labels: str) -> dict[str, str]:
+    def labels(self, name: str, **labels: str) -> Mapping[str, str]:
         """Return the labels of a metric's first sample with these labels; empty without one."""
         for known, _ in self._samples.get(name, ()):
             if labels.items() <= known.items():
@@ -79,23 +93,21 @@ def increase(before: float | None, now: float | None) -> float | None:
 def quantile(
     before: Mapping[float, float], now: Mapping[float, float], share: float
 ) -> float | None:
-    """Return a quantile of what a histogram counted between two pages; None without anything.
-
-    It is interpolated within its bucket; what is in the open bucket counts as its lower bound.
-    """
+    """Return a quantile of what a histogram counted between two pages; None without anything."""
     counts = {bound: max(0.0, count - before.get(bound, 0.0)) for bound, count in now.items()}
-    bounds = sorted(counts)
-    total = counts[bounds[-1]] if bounds else 0.0
-    if total <= 0:
-        return None
-    wanted = share * total
-    for low, high in pairwise([0.0, *bounds]):
-        if counts[high] >= wanted:
-            under = counts.get(low, 0.0)
-            if math.isinf(high):
-                return low
-            return low + (high - low) * (wanted - under) / max(counts[high] - under, 1e-12)
-    return None
+    return quantile_of(counts, share)
+
+
+def _samples(text: str) -> Iterator[MetricSample]:
+    for line in text[:_MAX_BYTES].splitlines():
+        match = None if line.startswith("#") else _SAMPLE.fullmatch(line)
+        if match is None:
+            continue
+        try:
+            value = float(match[3])
+        except ValueError:
+            continue
+        yield match[1], dict(_LABEL.findall(match[2] or "")), value
 
 
 def summed(values: Iterable[float | None]) -> float:

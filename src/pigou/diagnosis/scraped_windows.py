@@ -116,7 +116,7 @@ def _workers(
         if page is None and "running" in row:
             life = _from_table(life, known.get(name, row), row)
         elif page is not None:
-            life = _worker(life, before.workers.get(name, MetricPage("")), page, seconds)
+            life = _worker(life, before.workers.get(name, MetricPage()), page, seconds)
         seen.append(life)
     return tuple(seen)
 

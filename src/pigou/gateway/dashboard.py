@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from importlib.resources import files
-from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -17,6 +15,7 @@ from aiohttp import web
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+from pigou.control.saturation.histogram import quantile_of
 from pigou.gateway.metrics import Metrics
 from pigou.gateway.status_api import FleetStatus, ModelsStatus, WorkerRow
 
@@ -83,10 +82,10 @@ class History:
         self._samples.append(
             {
                 "time": now,
-                "ttft_p50_s": quantile(first, 0.5),
-                "ttft_p95_s": quantile(first, 0.95),
-                "itl_p50_s": quantile(itl, 0.5),
-                "itl_p95_s": quantile(itl, 0.95),
+                "ttft_p50_s": quantile_of(first, 0.5),
+                "ttft_p95_s": quantile_of(first, 0.95),
+                "itl_p50_s": quantile_of(itl, 0.5),
+                "itl_p95_s": quantile_of(itl, 0.95),
                 "requests_per_s": self._rate("requests", requests, elapsed),
                 "errors_per_s": self._rate("errors", errors, elapsed),
                 "refused_per_s": self._rate("refused", view["shed"], elapsed),
@@ -169,27 +168,6 @@ def buckets(families: Iterable[Metric]) -> dict[float, float]:
         for sample in family.samples
         if sample.name.endswith("_bucket")
     }
-
-
-def quantile(cumulative: Mapping[float, float], share: float) -> float | None:
-    """Return a quantile by interpolation within its bucket; None without observations.
-
-    What is in the last, open bucket counts as its lower bound.
-    """
-    bounds = sorted(cumulative)
-    total = cumulative[bounds[-1]] if bounds else 0.0
-    if total <= 0:
-        return None
-    wanted = share * total
-    for low, high in pairwise([0.0, *bounds]):
-        count = cumulative[high]
-        if count < wanted:
-            continue
-        if math.isinf(high):
-            return low
-        below = cumulative.get(low, 0.0)
-        return low + (high - low) * (wanted - below) / max(count - below, 1e-12)
-    return None
 
 
 #: By path: file and media type.

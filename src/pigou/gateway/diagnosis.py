@@ -27,7 +27,7 @@ class GatewayDiagnosis:
     """
 
     def __init__(
-        self, page: Callable[[], bytes], table: Callable[[], dict[str, Any]],
+        self, page: Callable[[], MetricPage], table: Callable[[], dict[str, Any]],
         clock: Callable[[], float] = time.time,
     ) -> None:  # fmt: skip
         """Begin.
@@ -65,5 +65,4 @@ class GatewayDiagnosis:
         return {"since": since, **view}
 
     def _scrape(self) -> FleetScrape:
-        page = MetricPage(self._page().decode())
-        return FleetScrape(self._clock(), page, {}, self._table())
+        return FleetScrape(self._clock(), self._page(), {}, self._table())

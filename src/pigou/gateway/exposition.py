@@ -58,6 +58,14 @@ def page(
     )
 
 
+def samples(
+    registry: CollectorRegistry, model: str, models: Sequence[ModelPage] = ()
+) -> Iterator[Sample]:
+    """Yield the samples of a page with all metrics; arguments as of `page`."""
+    for family in _FilteredMetrics(registry, model, models, iter).collect():
+        yield from family.samples
+
+
 def page_without_tenants(
     registry: CollectorRegistry, model: str, models: Sequence[ModelPage] = ()
 ) -> bytes:

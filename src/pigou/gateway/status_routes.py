@@ -11,12 +11,13 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from pigou import __version__
+from pigou.diagnosis.metric_pages import MetricPage
 from pigou.gateway.api_keys import NO_KEY, Key
 from pigou.gateway.attainment_metrics import AttainmentMetrics
 from pigou.gateway.costs_api import CostMetrics, Costs, cost_meter
 from pigou.gateway.dashboard import History
 from pigou.gateway.diagnosis import GatewayDiagnosis
-from pigou.gateway.exposition import page, page_without_tenants
+from pigou.gateway.exposition import page, page_without_tenants, samples
 from pigou.gateway.middleware import current_key, unauthorized
 from pigou.gateway.model_routing import GatewayModel, ModelRouting
 from pigou.gateway.plan_status import PlanMetrics, PlanStatus
@@ -90,7 +91,7 @@ class StatusRoutes:
         self._federation = WorkerFederation(models)
         self._costs = Costs(drivers)
         self._decisions = Decisions(*(driver.plane for driver in drivers))
-        self._diagnosis = GatewayDiagnosis(self._metric_page, self._status.view)
+        self._diagnosis = GatewayDiagnosis(self._metric_samples, self._status.view)
         self._diagnosing: asyncio.Task[None] | None = None
 
     def add_to(self, router: web.UrlDispatcher) -> None:
@@ -174,6 +175,13 @@ class StatusRoutes:
         self._set_gauges()
         registry = self._gateway.metrics.registry
         return page(registry, self._page_model, self._pages, tenant=tenant)
+
+    def _metric_samples(self) -> MetricPage:
+        """Return all metrics, read without their text."""
+        self._set_gauges()
+        registry = self._gateway.metrics.registry
+        read = samples(registry, self._page_model, self._pages)
+        return MetricPage((sample.name, sample.labels, sample.value) for sample in read)
 
     async def worker_metrics(self, request: web.Request) -> web.Response:
         """Write the metrics of all workers, for whom `/metrics` has all: they name no tenant."""

@@ -41,7 +41,7 @@ class FleetScraper:
             raise ConfigError(
                 f"diagnose: {self._url}/metrics answered {status}; give an administrator's --key"
             )
-        page = MetricPage(text)
+        page = MetricPage.read(text)
         if status != 200 or not (
             "pigou_requests_inflight" in page or "vllm:num_requests_running" in page
         ):
@@ -51,21 +51,14 @@ class FleetScraper:
                 "path, and an administrator's --key where the gateway has keys"
             )
         if "pigou_requests_inflight" not in page:
-            return FleetScrape(time.monotonic(), MetricPage(""), {self._name: page})
+            return FleetScrape(time.monotonic(), MetricPage(), {self._name: page})
         table = await self._table("/workers")
         return FleetScrape(time.monotonic(), page, await self._workers(), table)
 
     async def _workers(self) -> dict[str, MetricPage]:
         """Return the workers' pages, out of the gateway's page of all."""
         status, text = await self._get("/metrics/workers")
-        if status != 200:
-            return {}
-        lines: dict[str, list[str]] = {}
-        for line in text.splitlines():
-            head, label, rest = line.partition('worker="')
-            if label and not line.startswith("#") and head.endswith(("{", ",")):
-                lines.setdefault(rest.partition('"')[0], []).append(line)
-        return {name: MetricPage("\n".join(own)) for name, own in lines.items()}
+        return MetricPage.read(text).by_label("worker") if status == 200 else {}
 
     async def _table(self, path: str) -> dict[str, Any]:
         status, text = await self._get(path)

@@ -90,6 +90,20 @@ class Histogram:
             )
 
 
+def quantile_of(cumulative: Mapping[float, float], share: float) -> float | None:
+    """Return a quantile of cumulative counts by upper bound; None without observations.
+
+    It is that of `Histogram.quantile`, for a `share` above 0 and at most 1.
+    """
+    bounds = sorted(cumulative)
+    counts = [cumulative[bound] for bound in bounds]
+    if not counts or counts[-1] <= 0:
+        return None
+    if bounds[-1] != math.inf:
+        bounds, counts = [*bounds, math.inf], [*counts, counts[-1]]
+    return Histogram(tuple(bounds), tuple(counts)).quantile(share) if len(bounds) > 1 else None
+
+
 def parse_histogram(
     text: str, name: str, labels: Mapping[str, str] | None = None
 ) -> Histogram | None:
