@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pigou.diagnosis.observations import FleetObservation, TenantObservation, WorkerObservation
-from pigou.diagnosis.prompt_lengths import PromptLengths
+from pigou.diagnosis.prompt_lengths import PromptLengths, percentile
 from pigou.request import SECOND
 from pigou.sim.request_run import RequestRun, RunOutcome
 from pigou.sim.simulation import Simulation
@@ -156,11 +155,8 @@ class WindowObserver:
         late = [(run, (now - run.sent_ns) / SECOND) for run in self._open.values()
                 if run.sent_ns > 0 and run.began_ns < run.sent_ns
                 and run.outcome is RunOutcome.PENDING]  # fmt: skip
-        prompts = self._lengths
         known = [*((run, wait_s[run.number]) for run in began), *late]
         lengths = [(run.spec.prompt_tokens, wait) for run, wait in known]
-        short = [wait for tokens, wait in lengths if not prompts.is_long(tokens)]
-        long = [wait for tokens, wait in lengths if prompts.is_long(tokens)]
         computed = [run.spec.prompt_tokens for run in self._open.values()
                     if run.began_ns >= run.sent_ns
                     and not run.sent_ns <= run.first_token_ns <= begin]  # fmt: skip
@@ -175,10 +171,9 @@ class WindowObserver:
         return FleetObservation(
             start_s=(begin - EPOCH) / SECOND, seconds=float(seconds), arrived=arrived,
             completed=outcomes[RunOutcome.DONE], failed=outcomes[RunOutcome.FAILED], refused=shed,
-            repeated=repeated, queued=self._queued / seconds, ttft_p50_s=_percentile(ttft, 50),
-            itl_p50_s=itl_p50, itl_p99_s=itl_p99, wait_p50_s=_percentile(list(wait_s.values()), 50),
-            short_wait_p50_s=_percentile(short, 50), short_wait_p95_s=_percentile(short, 95),
-            long_wait_max_s=max(long, default=None), longest_prompt_tokens=max(computed, default=0),
+            repeated=repeated, queued=self._queued / seconds, ttft_p50_s=percentile(ttft, 50),
+            itl_p50_s=itl_p50, itl_p99_s=itl_p99, wait_p50_s=percentile(list(wait_s.values()), 50),
+            **self._lengths.wait_figures(lengths), longest_prompt_tokens=max(computed, default=0),
             workers=tuple(self._worker(worker) for worker in fleet.workers),
             tenants=self._tenants(),
         )  # fmt: skip
@@ -306,8 +301,3 @@ def knee_of(timing: Timing, depth: int) -> float | None:
         middle = (low + high) // 2
         low, high = (middle, high) if step_ns(middle) < 2 * single_ns else (low, middle)
     return float(high)
-
-
-def _percentile(values: Sequence[float] | Iterable[float], share: float) -> float | None:
-    numbers = np.fromiter(values, dtype=np.float64)
-    return float(np.percentile(numbers, share)) if len(numbers) else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from pigou.control.messages import (
     WorkerUp,
 )
 from pigou.diagnosis.observations import FleetObservation, TenantObservation, WorkerObservation
-from pigou.diagnosis.prompt_lengths import PromptLengths
+from pigou.diagnosis.prompt_lengths import PromptLengths, percentile
 from pigou.diagnosis.repeated_prompts import RepeatedPrompts, prompt_key
 from pigou.request import SECOND, FinishReason, Request, Worker
 from pigou.workload.journal_file import lines
@@ -166,8 +165,6 @@ class _JournalWindows:
         late = [(opened.request.prompt, (until - opened.since) / SECOND, opened.request.tenant)
                 for opened in self._open.values() if not opened.routed]  # fmt: skip
         known = [*self._began, *((prompt, wait) for prompt, wait, _ in late)]
-        is_long = self._lengths.is_long
-        short = [wait for prompt, wait in known if not is_long(prompt)]
         computed = [opened.request.prompt for opened in self._open.values()
                     if opened.routed and not 0 < opened.first <= self._begin]  # fmt: skip
         queues = Counter(tenant for *_, tenant in late)
@@ -176,11 +173,9 @@ class _JournalWindows:
             arrived=self._counts["arrived"], completed=self._counts["completed"],
             failed=self._counts["failed"], refused=self._counts["refused"],
             repeated=self._counts["repeated"], queued=float(len(late)),
-            ttft_p50_s=_percentile(self._ttft, 50),
-            wait_p50_s=_percentile([wait for _, wait in self._began], 50),
-            short_wait_p50_s=_percentile(short, 50), short_wait_p95_s=_percentile(short, 95),
-            long_wait_max_s=max((wait for prompt, wait in known if is_long(prompt)), default=None),
-            longest_prompt_tokens=max(computed, default=0),
+            ttft_p50_s=percentile(self._ttft, 50),
+            wait_p50_s=percentile([wait for _, wait in self._began], 50),
+            **self._lengths.wait_figures(known), longest_prompt_tokens=max(computed, default=0),
             workers=tuple(self._worker(worker) for worker in self._workers.values()),
             tenants=tuple(
                 TenantObservation(
@@ -237,8 +232,3 @@ def journal_windows(path: str | Path) -> tuple[FleetObservation, ...]:
 
 def _mean(values: list[float]) -> float | None:
     return float(np.mean(values)) if values else None
-
-
-def _percentile(values: Iterable[float], share: float) -> float | None:
-    numbers = np.fromiter(values, dtype=np.float64)
-    return float(np.percentile(numbers, share)) if len(numbers) else None
