@@ -119,6 +119,28 @@ class ReceiveBackend(Protocol):
         ...
 
 
+def granted_blocks(granted: GrantFrame, landing: ReceiveBuffer) -> Ints:
+    """Return the sender's ids of the blocks that a grant lists, int32.
+
+    Raises:
+        TransferError: PROTOCOL; they are not as many as the blocks of the landing.
+    """
+    raw = granted.details.get("blocks")
+    if not isinstance(raw, bytes) or len(raw) != 4 * len(landing):
+        raise TransferError(TransferReason.PROTOCOL, "the grant does not list the blocks")
+    return np.frombuffer(raw, dtype="<i4").astype(np.int32)
+
+
+def check_within(ids: Ints, rows: int) -> None:
+    """Check that blocks lie within a sender's memory of so many rows.
+
+    Raises:
+        TransferError: PROTOCOL; one does not.
+    """
+    if ids.size and not (ids.min() >= 0 and ids.max() < rows):
+        raise TransferError(TransferReason.PROTOCOL, "a block lies outside the sender's memory")
+
+
 #: A pull of so many bytes is worth waking a second thread.
 PARALLEL_BYTES = 2 << 20
 
@@ -214,18 +236,15 @@ class ShmImport:
 
     def _source(self, granted: GrantFrame, landing: ReceiveBuffer) -> tuple[Bytes, Ints]:
         name, key = granted.details.get("name"), granted.details.get("key")
-        offset, raw = granted.details.get("offset"), granted.details.get("blocks")
+        offset = granted.details.get("offset")
         if not (isinstance(name, bytes) and isinstance(key, bytes) and isinstance(offset, int)):
             raise TransferError(TransferReason.PROTOCOL, "the grant names no shared memory")
-        if not isinstance(raw, bytes) or len(raw) != 4 * len(landing):
-            raise TransferError(TransferReason.PROTOCOL, "the grant does not list the blocks")
+        ids = granted_blocks(granted, landing)
         try:
             rows = self._map(name.decode(), key.decode()).blocks(offset, landing.block_bytes)
         except (OSError, ValueError) as error:
             raise BackendUnavailable(str(error)) from error
-        ids = np.frombuffer(raw, dtype="<i4").astype(np.int32)
-        if ids.size and not (ids.min() >= 0 and ids.max() < len(rows)):
-            raise TransferError(TransferReason.PROTOCOL, "a block lies outside the shared memory")
+        check_within(ids, len(rows))
         return rows, ids
 
     def _map(self, name: str, key: str) -> MappedMemory:

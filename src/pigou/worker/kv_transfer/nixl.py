@@ -20,7 +20,7 @@ import numpy as np
 from pigou.config import ConfigError
 from pigou.kv.block import Bytes
 from pigou.request import SECOND, Ints
-from pigou.worker.kv_transfer.backends import BackendUnavailable
+from pigou.worker.kv_transfer.backends import BackendUnavailable, check_within, granted_blocks
 from pigou.worker.kv_transfer.block_store import BlockStore
 from pigou.worker.kv_transfer.receive_buffer import ReceiveBuffer
 from pigou.worker.kv_transfer.result import TransferError, TransferReason
@@ -366,14 +366,11 @@ def _addresses(runs: Sequence[Bytes]) -> Any:
 def _source(granted: GrantFrame, landing: ReceiveBuffer) -> tuple[bytes, Any]:
     """Return the metadata of the sender's agent, and the address of each block there, uint64."""
     metadata, address = granted.details.get("metadata"), granted.details.get("address")
-    count, raw = granted.details.get("rows"), granted.details.get("blocks")
+    count = granted.details.get("rows")
     if not (isinstance(metadata, bytes) and isinstance(address, int) and isinstance(count, int)):
         raise TransferError(TransferReason.PROTOCOL, "the grant names no NIXL agent")
-    if not isinstance(raw, bytes) or len(raw) != 4 * len(landing):
-        raise TransferError(TransferReason.PROTOCOL, "the grant does not list the blocks")
-    ids = np.frombuffer(raw, dtype="<i4")
-    if ids.size and not (ids.min() >= 0 and ids.max() < count):
-        raise TransferError(TransferReason.PROTOCOL, "a block lies outside the sender's memory")
+    ids = granted_blocks(granted, landing)
+    check_within(ids, count)
     if not 0 < address < 2**63 - count * landing.block_bytes:
         raise TransferError(TransferReason.PROTOCOL, f"no memory lies at {address}")
     return metadata, np.uint64(address) + ids.astype(np.uint64) * np.uint64(landing.block_bytes)
