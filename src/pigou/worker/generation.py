@@ -11,11 +11,19 @@ from aiohttp import web
 
 from pigou.logs import accessed, describe_access, note_request, traced
 from pigou.request import SECOND
+from pigou.tracing.request_trace import RequestTrace
 from pigou.tracing.tracer import Tracer
 from pigou.wire.connections import is_reserved, mark_event_stream, too_many_connections
 from pigou.wire.errors import APIError, http_error, too_large
 from pigou.wire.json_limits import SMALL, read_fields
-from pigou.wire.openai_requests import known_chat, known_completion, without_bom
+from pigou.wire.openai_requests import (
+    ChatRequest,
+    CompletionRequest,
+    Known,
+    known_chat,
+    known_completion,
+    without_bom,
+)
 from pigou.wire.request_body import FairThreadPool, read_json
 from pigou.wire.request_validation import REQUEST_ID_HEADER, echo_request_id, request_id
 from pigou.wire.sse import DONE, frame
@@ -32,6 +40,7 @@ log = logging.getLogger(__name__)
 _PROBES = ("/health", "/ping", "/metrics")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_R = TypeVar("_R", CompletionRequest, ChatRequest)
 
 
 class Generation:
@@ -54,23 +63,24 @@ class Generation:
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """Complete a prompt, or several."""
-        with self._tracing(request) as spans:
-            known = await self._bodies.read(request, known_completion)
-            headers = self._unknown.judge(known.unknown)
-            id = _id(request, known.request.request_id)
-            spans.phase("receive")
-            reply = await self._intake.completion(known.request, id, fleet_tenant(), spans.trace)
-            spans.take(reply)
-            return await self._send(request, reply, headers, spans.trace_id)
+        return await self._generate(request, known_completion, self._intake.completion)
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """Answer a chat."""
+        return await self._generate(request, known_chat, self._intake.chat)
+
+    async def _generate(
+        self,
+        request: web.Request,
+        decode: Callable[[bytes], Known[_R]],
+        begin: Callable[[_R, str, str, RequestTrace | None], Awaitable[Reply]],
+    ) -> web.StreamResponse:
         with self._tracing(request) as spans:
-            known = await self._bodies.read(request, known_chat)
+            known = await self._bodies.read(request, decode)
             headers = self._unknown.judge(known.unknown)
             id = _id(request, known.request.request_id)
             spans.phase("receive")
-            reply = await self._intake.chat(known.request, id, fleet_tenant(), spans.trace)
+            reply = await begin(known.request, id, fleet_tenant(), spans.trace)
             spans.take(reply)
             return await self._send(request, reply, headers, spans.trace_id)
 
