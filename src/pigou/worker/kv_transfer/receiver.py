@@ -15,7 +15,7 @@ from pigou.background import Background
 from pigou.kv import checksum
 from pigou.logs import about
 from pigou.request import Ints
-from pigou.worker.kv_transfer.backends import ReceiveBackend, ShmImport, TcpImport
+from pigou.worker.kv_transfer.backends import ReceiveBackend, ShmImport
 from pigou.worker.kv_transfer.block_store import BlockStore
 from pigou.worker.kv_transfer.pull import Puller
 from pigou.worker.kv_transfer.result import (
@@ -25,6 +25,7 @@ from pigou.worker.kv_transfer.result import (
     TransferResult,
     TransferStats,
 )
+from pigou.worker.kv_transfer.tcp import TcpImport
 from pigou.worker.kv_transfer.transfer_config import TransferConfig
 from pigou.worker.kv_transfer.transfer_params import read_transfer_params
 

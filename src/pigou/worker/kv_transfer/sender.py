@@ -12,11 +12,12 @@ from pigou.background import Background
 from pigou.kv import checksum
 from pigou.logs import about
 from pigou.request import SECOND, Ints
-from pigou.worker.kv_transfer.backends import SendBackend, ShmExport, StagedShmExport, TcpExport
+from pigou.worker.kv_transfer.backends import SendBackend, ShmExport, StagedShmExport
 from pigou.worker.kv_transfer.block_store import BlockStore, SharedMemory, checksums_in, host_id
 from pigou.worker.kv_transfer.lease import LeasedBlocks, LeaseTable
 from pigou.worker.kv_transfer.result import TransferCounters, TransferStats
 from pigou.worker.kv_transfer.side_channel_server import SideChannel
+from pigou.worker.kv_transfer.tcp import TcpExport
 from pigou.worker.kv_transfer.transfer_config import TransferConfig
 from pigou.worker.kv_transfer.transfer_params import TransferParams, signed
 
