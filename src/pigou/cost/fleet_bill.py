@@ -7,17 +7,19 @@ not computed yet, in proportion to usage, and storage, in proportion to the toke
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pigou.cost.energy import KWH_JOULES
-from pigou.cost.token_cost import usd_per_million
+from pigou.cost.energy import kwh_per_million
+from pigou.cost.token_cost import number_or_none, usd_per_million
 from pigou.cost.usage import Usage, UsageKey, total
 
 #: Labels of what a bill can be added up by.
 GROUPS = ("tenant", "model", "workload")
+#: Fields that add up over fleets.
+_SUMS = ("gpu_s", "gpu_usd", "idle_usd", "open_usd", "storage_usd", "joules", "idle_joules",
+         "open_joules")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,13 +115,13 @@ class FleetBill:
             "utilisation": self.utilisation,
             "attained": self.attained,
             "usd_per_million": {
-                "uncached_input": _finite(
+                "uncached_input": number_or_none(
                     usd_per_million(whole.prefill_usd, whole.uncached_tokens)
                 ),
-                "cached_input": _finite(usd_per_million(cached_usd, whole.cached_tokens)),
-                "output": _finite(usd_per_million(whole.decode_usd, whole.output_tokens)),
-                "all_per_output": _finite(output),
-                "all_per_output_at_slo": _finite(output / inside) if inside else None,
+                "cached_input": number_or_none(usd_per_million(cached_usd, whole.cached_tokens)),
+                "output": number_or_none(usd_per_million(whole.decode_usd, whole.output_tokens)),
+                "all_per_output": number_or_none(output),
+                "all_per_output_at_slo": number_or_none(output / inside) if inside else None,
             },
             "usages": rows,
         }
@@ -134,7 +136,7 @@ class FleetBill:
             "prefill_joules": whole.prefill_joules,
             "decode_joules": whole.decode_joules,
             "joules_per_output_token": self.joules / tokens if tokens else None,
-            "kwh_per_million_output": self.joules / tokens * 1e6 / KWH_JOULES if tokens else None,
+            "kwh_per_million_output": kwh_per_million(self.joules / tokens) if tokens else None,
             "mean_watts": self.joules / self.seconds if self.seconds > 0 else 0.0,
         }
 
@@ -156,18 +158,7 @@ def sum_bills(bills: Sequence[FleetBill]) -> FleetBill:
             usages.setdefault(key, Usage()).add(usage)
     return FleetBill(
         seconds=max((bill.seconds for bill in bills), default=0.0),
-        gpu_s=sum(bill.gpu_s for bill in bills),
-        gpu_usd=sum(bill.gpu_usd for bill in bills),
-        idle_usd=sum(bill.idle_usd for bill in bills),
-        open_usd=sum(bill.open_usd for bill in bills),
-        storage_usd=sum(bill.storage_usd for bill in bills),
-        joules=sum(bill.joules for bill in bills),
-        idle_joules=sum(bill.idle_joules for bill in bills),
-        open_joules=sum(bill.open_joules for bill in bills),
+        **{field: sum(getattr(bill, field) for bill in bills) for field in _SUMS},
         usages=usages,
         has_tolls=all(bill.has_tolls for bill in bills),
     )
-
-
-def _finite(value: float) -> float | None:
-    return None if math.isnan(value) else value

@@ -29,6 +29,11 @@ def usd_per_million_at(
     return usd_per_million(usd_per_gpu_hour * gpus / 3600.0, tok_s) / attained
 
 
+def number_or_none(value: float) -> float | None:
+    """Return a number as JSON has it: None for NaN."""
+    return None if math.isnan(value) else value
+
+
 def step_shares(kv_bytes: Sequence[float], weight_bytes: float) -> list[float]:
     """Return the share of a decode step that each of its streams pays, (streams,); they sum to 1.
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
-from pigou.cost.token_cost import usd_per_million
+from pigou.cost.token_cost import number_or_none, usd_per_million
 
 
 class UsageKey(NamedTuple):
@@ -77,8 +76,10 @@ class Usage:
             "usage_usd": self.usd,
             "joules": self.joules,
             "usd_per_million": {
-                "uncached_input": _number(usd_per_million(self.prefill_usd, self.uncached_tokens)),
-                "output": _number(usd_per_million(self.decode_usd, self.output_tokens)),
+                "uncached_input": number_or_none(
+                    usd_per_million(self.prefill_usd, self.uncached_tokens)
+                ),
+                "output": number_or_none(usd_per_million(self.decode_usd, self.output_tokens)),
             },
             "joules_per_output_token": (
                 self.joules / self.output_tokens if self.output_tokens else None
@@ -92,7 +93,3 @@ def total(usages: list[Usage]) -> Usage:
     for usage in usages:
         whole.add(usage)
     return whole
-
-
-def _number(value: float) -> float | None:
-    return None if math.isnan(value) else value

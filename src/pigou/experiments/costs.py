@@ -138,10 +138,9 @@ def _splits(seeds: Sequence[int]) -> Iterator[Row]:
     for itl_s in (0.015, 0.05):
         slo = f"ttft=1.0,itl={itl_s}"
         whole = _measured(CostCase(_SPLITS[0], setup, lengths, slo, 150.0), seeds)
-        for fleet in _SPLITS:
-            made = whole
-            if fleet != _SPLITS[0]:
-                made = _measured(CostCase(fleet, setup, lengths, slo, whole[0].rate_rps), seeds)
+        yield _row(1, _SPLITS[0], itl_s, whole, whole)
+        for fleet in _SPLITS[1:]:
+            made = _measured(CostCase(fleet, setup, lengths, slo, whole[0].rate_rps), seeds)
             yield _row(1, fleet, itl_s, made, whole)
 
 
@@ -158,12 +157,11 @@ def _throughputs(seeds: Sequence[int]) -> Iterator[Row]:
             for itl_s in (0.02, 0.05):
                 slo = f"ttft=2.0,itl={itl_s}"
                 whole = _measured(CostCase(fleets[0], setup, lengths, slo, rate), seeds)
-                for fleet in fleets:
-                    made = whole
-                    if fleet != fleets[0]:
-                        start = whole[0].rate_rps or rate
-                        made = _measured(CostCase(fleet, setup, lengths, slo, start), seeds)
-                    name = model if model != str(file) else "R1-sized"
+                name = model if model != str(file) else "R1-sized"
+                yield _row(2, f"{name} {fleets[0]}", itl_s, whole, whole)
+                for fleet in fleets[1:]:
+                    start = whole[0].rate_rps or rate
+                    made = _measured(CostCase(fleet, setup, lengths, slo, start), seeds)
                     yield _row(2, f"{name} {fleet}", itl_s, made, whole)
 
 

@@ -163,7 +163,7 @@ class Metrics:
         self,
         why: Explanation,
         block_size: int,
-        keys: Mapping[int, BlockKeys] = MappingProxyType({}),
+        keys: Mapping[int, BlockKeys] = NO_KEYS,
     ) -> None:
         """Count a decision.
 

@@ -55,7 +55,7 @@ class _SampleFamily:
 
 
 class WorkerFederation:
-    """Asks all workers that are up for their pages; one round at a time, for whoever asks.
+    """Asks all workers that are up for their pages; one round at a time, for all who ask.
 
     Example:
         page = await WorkerFederation(models).page()

@@ -34,7 +34,7 @@ class TraceContext(NamedTuple):
     Attributes:
         trace_id: 32 hexadecimal digits.
         parent_id: of the span above, 64 bits; 0 for none.
-        is_sampled: whether whoever began the trace records it.
+        is_sampled: whether the service that began the trace records it.
         state: of other vendors, as it came; empty for none.
     """
 

@@ -17,13 +17,13 @@ from pigou.capacity.plan.configuration import (
     LoadFigures,
     PlannedPool,
     WorkerKind,
-    usd_per_million,
 )
 from pigou.capacity.plan.demand import Demand
 from pigou.capacity.plan.pool_load import PoolLoad
 from pigou.config import ConfigError, EngineConfig
 from pigou.control.planner.objectives import Slo
 from pigou.control.planner.performance.model import PerformanceModel, joint_share
+from pigou.cost.token_cost import usd_per_million_at
 from pigou.request import Role
 from pigou.sim.architecture import Architecture, kv_blocks
 from pigou.sim.fleet_config import FleetConfig, WorkerGroup
@@ -247,7 +247,7 @@ class Analysis:
         tok_s = rate_rps * self.demand.mix.osl
         usd = None
         if self.usd_per_hour and tok_s > 0:
-            usd = usd_per_million(self.usd_per_hour_of(configuration), tok_s)
+            usd = usd_per_million_at(self.usd_per_hour_of(configuration), 1, tok_s)
         per_gpu = tok_s / configuration.total_gpus
         return LoadFigures(rate_rps, *latencies, attained, per_gpu, usd)
 

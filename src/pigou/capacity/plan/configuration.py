@@ -116,8 +116,3 @@ class LoadFigures:
     attained: float | None
     output_tok_s_per_gpu: float
     usd_per_million_output: float | None
-
-
-def usd_per_million(usd_per_hour: float, tok_s: float) -> float:
-    """Return dollars for a million tokens: price an hour / 3600 / (tokens a second) x 10^6."""
-    return usd_per_hour / 3600.0 / tok_s * 1e6

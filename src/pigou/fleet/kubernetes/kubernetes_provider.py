@@ -1,7 +1,7 @@
 """The provider of a `PigouFleet`'s workers: planners scale its pools, the operator makes the pods.
 
 Humans and autoscalers scale the same `PigouPool` objects. What a pool is to have and is not
-registered yet is shown as starting, whoever ordered it.
+registered yet is shown as starting, no matter who ordered it.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class KubernetesProvider(RegistryProvider):
         """Pools of roles that a worker has now, and those that are scaled, without workers too."""
         provided = {pool.name: pool for pool in super().pools}
         for name, pool in self._pools.items():
-            model = pool.model if self._setup.models else ""
+            model = self._model_of(pool)
             provided[name] = ProvidedPool(
                 name=name, role=pool.role, gpus=pool.gpus, model=model,
                 start_up_s=self._start_up_s.get(name),
@@ -193,9 +193,7 @@ class KubernetesProvider(RegistryProvider):
             raise ConfigError(
                 f"the fleet has models {', '.join(sorted(models))}; give each as --model-pool"
             )
-        self._pools = {
-            self.pool(pool.role, pool.model if self._setup.models else ""): pool for pool in pools
-        }
+        self._pools = {self.pool(pool.role, self._model_of(pool)): pool for pool in pools}
         self._error = ""
         serving = Counter(self._name_of(member) for member in self._members.values())
         for name in {*self._pools, *self._pending}:
@@ -226,12 +224,16 @@ class KubernetesProvider(RegistryProvider):
     def _pend(self, name: str) -> PendingPod:
         pool = self._pools[name]
         self._number += 1
-        model = pool.model if self._setup.models else ""
+        model = self._model_of(pool)
         member = PendingPod(f"{pool.name}.{self._number}", pool.role, name, model, self._setup)
         self._pending.setdefault(name, []).append(member)
         return member
 
+    def _model_of(self, item: ScaledPool | WorkerEntry) -> str:
+        """Return the model of a pool or worker; empty where the fleet has one model."""
+        return item.model if self._setup.models else ""
+
     def _name_of(self, member: RegisteredMember) -> str:
         """Return the name of a worker's pool, by its entry: it may not have answered yet."""
         entry = member.entry
-        return self.pool(entry.role, entry.model if self._setup.models else "")
+        return self.pool(entry.role, self._model_of(entry))

@@ -75,7 +75,7 @@ class PathTimes:
 
         The quickest by its law is first. A backend with fewer than `TRIES` pulls goes before it. So
         does one that was not used for `_MIN_IDLE` pulls, if what it costs more is within
-        `EXPLORED_SHARE` of the seconds of all pulls of the host. Those that failed lately are last.
+        `EXPLORED_SHARE` of the seconds of all pulls of the host. Those that just failed are last.
 
         Args:
             host: of the sender.
