@@ -33,13 +33,13 @@ from pigou.capacity.plan.configuration import (
     LoadFigures,
     PlannedPool,
     WorkerKind,
-    usd_per_million,
 )
 from pigou.capacity.plan.demand import Demand, read_demand
 from pigou.capacity.plan.plan import PlanRequest, make_trial
 from pigou.capacity.plan.search_space import Candidate
 from pigou.capacity.plan.trial import run_trial, trial_figures
 from pigou.control.planner.objectives import Slo
+from pigou.cost.token_cost import usd_per_million_at
 from pigou.request import Role
 from pigou.sim.architecture import Architecture
 from pigou.sim.model_config import architecture
@@ -214,7 +214,7 @@ class Judge:
 
 def show(label: str, made: Configuration, figures: LoadFigures) -> None:
     """Print a choice as it was simulated."""
-    usd = usd_per_million(made.total_gpus * _USD, figures.output_tok_s_per_gpu * made.total_gpus)
+    usd = usd_per_million_at(_USD, 1, figures.output_tok_s_per_gpu)
     print(f"  {label:32} {made.name:9} tp {'/'.join(map(str, made.tp.values())):4} "
           f"batch {'/'.join(map(str, made.batch.values())):8} {made.total_gpus:3} GPUs, "
           f"{figures.rate_rps:6.2f} requests/s: TTFT p95 {figures.ttft_s:6.3f} s, ITL p95 "
