@@ -98,6 +98,17 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _collected() -> None:
+    """Leave what the files before made, and keep, out of the collections of a file.
+
+    Compiled kernels and lazy imports are millions of objects: a `gc.collect` of the last files
+    would take seconds.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Run an asynchronous test in an event loop of its own, of the gateway's kind."""
