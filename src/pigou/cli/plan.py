@@ -79,7 +79,7 @@ def plan(
         str, typer.Option(help="Objective: ttft=S,itl=S[,percentile=P], in seconds.")
     ],
     prices: Annotated[
-        str, typer.Option(help="Dollars an hour of a GPU: H200=4.0,H100=2.5.")
+        str, typer.Option(help="Dollars an hour of a GPU: H200=4.0,H100=2.5, or default.")
     ] = "",
     kv_dtype: Annotated[
         list[str] | None,
@@ -109,7 +109,7 @@ def plan(
         counts = read_gpus(gpus)
         request = PlanRequest(
             model=model, gpus=counts, slo=Slo.parse(slo),
-            usd_per_hour=read_prices(prices, counts),
+            usd_per_hour=gpu_prices(prices, counts),
             kv_dtypes=tuple(kv_dtype) if kv_dtype else ("", "fp8"), top=trials.top,
             seed=trials.seed, tiers=trials.tiers,
         )  # fmt: skip
@@ -162,27 +162,23 @@ def read_gpus(text: str) -> dict[str, int]:
     return counts
 
 
-def read_prices(text: str, counts: Mapping[str, int]) -> dict[str, float]:
-    """Read `H200=4.0,H100=2.5`; all GPUs have a price, or none.
+def gpu_prices(text: str, counts: Mapping[str, int]) -> dict[str, float]:
+    """Read `default`, or `H200=4.0,H100=2.5`; all GPUs have a price, or none.
 
     Raises:
-        ConfigError: an item is not understood, or a GPU has no price.
+        ConfigError: an item is not understood, or is no GPU of `counts`, or one has no price.
     """
+    from pigou.cost.price_list import PriceList, read_prices
     from pigou.sim.gpus import gpu as gpu_named
 
-    prices: dict[str, float] = {}
-    for item in text.split(",") if text else ():
-        name, _, value = item.strip().partition("=")
-        try:
-            price = float(value)
-        except ValueError:
-            price = -1.0
-        if not 0.0 < price < float("inf"):
-            raise ConfigError(f"--prices has {item!r}; write NAME=DOLLARS, above 0: H200=4.0")
-        name = gpu_named(name).name
+    if text.strip() == "default":
+        return {name: PriceList().gpu(name) for name in counts}
+    prices = read_prices(text, lambda name: gpu_named(name).name) if text else {}
+    for name, usd in prices.items():
         if name not in counts:
             raise ConfigError(f"--prices has {name}, and --gpus has none; leave it out")
-        prices[name] = price
+        if usd <= 0.0:
+            raise ConfigError(f"--prices has {name}={usd:g}; a price is above 0")
     if prices and (missing := set(counts) - set(prices)):
         raise ConfigError(f"--prices has none for {', '.join(sorted(missing))}; give it")
     return prices

@@ -85,9 +85,24 @@ def read_price_list(text: str, gpu_name: Callable[[str], str]) -> PriceList:
     Raises:
         ConfigError: a name is not known, or given twice, or a price is none.
     """
-    gpus, storage = dict(GPU_HOUR_USD), dict(STORAGE_USD)
-    given: set[str] = set()
-    for item in text.split(",") if text.strip() != "default" else ():
+    prices = {} if text.strip() == "default" else read_prices(text, gpu_name)
+    gpus = {name: usd for name, usd in prices.items() if name not in STORAGE_USD}
+    storage = {name: usd for name, usd in prices.items() if name in STORAGE_USD}
+    return PriceList(gpu_hour={**GPU_HOUR_USD, **gpus}, storage={**STORAGE_USD, **storage})
+
+
+def read_prices(text: str, gpu_name: Callable[[str], str]) -> dict[str, float]:
+    """Read `H100=2.5,dram=3,...`: dollars by GPU kind, or storage.
+
+    Args:
+        text: as it was typed; pairs are separated by commas.
+        gpu_name: returns the name of a GPU kind; raises ConfigError where it is not known.
+
+    Raises:
+        ConfigError: a name is not known, or given twice, or a price is none.
+    """
+    prices: dict[str, float] = {}
+    for item in text.split(","):
         name, _, value = item.strip().partition("=")
         try:
             usd = float(value)
@@ -98,9 +113,8 @@ def read_price_list(text: str, gpu_name: Callable[[str], str]) -> PriceList:
                 f"prices has {item!r}; write default, or NAME=DOLLARS: a GPU's hour (H100=2.5), "
                 f"or a gigabyte-month of {', '.join(STORAGE_USD)}"
             )
-        name = name.strip() if name.strip() in storage else gpu_name(name.strip())
-        if name in given:
+        name = name.strip() if name.strip() in STORAGE_USD else gpu_name(name.strip())
+        if name in prices:
             raise ConfigError(f"prices has {name} twice; give it once")
-        given.add(name)
-        (storage if name in storage else gpus)[name] = usd
-    return PriceList(gpu_hour=gpus, storage=storage)
+        prices[name] = usd
+    return prices
