@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from random import Random
 
 import pytest
-from tests.control.placement.test_packing import COSTS, random_cluster, random_gang
+from tests.control.placement.test_packing import random_cluster, random_gang
 
 from pigou.config import ConfigError
 from pigou.control.placement.cost import is_packed
@@ -28,7 +28,6 @@ from pigou.control.placement.gang import (
 )
 from pigou.control.placement.gang_scheduler import GangScheduler
 from pigou.control.placement.topology import Distance, Node, TopologyLevel
-from pigou.control.placement.victims import flip_victim, removal_victim
 from pigou.request import Role
 
 
@@ -178,29 +177,6 @@ def test_scale_out_never_leaves_a_required_pack() -> None:
     assert isinstance(refusal, PlacementRefusal)
     assert "requires one rack" in refusal.reason
     assert sum(scheduler.free.values()) == 2
-
-
-def test_the_victim_of_scale_in_is_the_worker_far_from_its_peers() -> None:
-    nodes = {node.host: node for node in hosts(4, 4)}
-    gang = pd_gang("pd", 1, 3)
-    replicas = [
-        Replica(Role.PREFILL, "h0", 1), Replica(Role.DECODE, "h0", 1),
-        Replica(Role.DECODE, "h3", 1), Replica(Role.DECODE, "h1", 1),
-    ]  # fmt: skip
-    assert removal_victim(gang, replicas, Role.DECODE, nodes, COSTS) == replicas[2]
-
-
-def test_a_flip_takes_the_worker_that_is_near_the_other_role() -> None:
-    """Three decode workers with one prefill worker: the next one should be near the others."""
-    nodes = {node.host: node for node in hosts(4, 4)}
-    gang = pd_gang("pd", 1, 3)
-    replicas = [
-        Replica(Role.PREFILL, "h0", 1), Replica(Role.DECODE, "h2", 1),
-        Replica(Role.DECODE, "h2", 1), Replica(Role.DECODE, "h0", 1),
-    ]  # fmt: skip
-    victim = flip_victim(gang, replicas, Role.DECODE, Role.PREFILL, nodes, COSTS)
-    assert victim is not None
-    assert victim.host == "h2"
 
 
 def check_laws(scheduler: GangScheduler) -> None:

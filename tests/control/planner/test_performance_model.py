@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pigou.control.latency_model.estimates import Estimates
 from pigou.control.planner.objectives import Slo
 from pigou.control.planner.performance.model import PerformanceModel, joint_share
 from pigou.control.planner.performance.speed import (
@@ -145,16 +144,6 @@ def test_measured_points_lie_on_straight_lines() -> None:
             PrefillTable(bad)
     with pytest.raises(ValueError, match="give"):
         DecodeTable(())
-
-
-def test_a_model_of_the_latency_models_laws_says_what_they_say() -> None:
-    estimates = Estimates.prior(1)
-    model = PerformanceModel.from_estimates(estimates, 0, kv_tokens=1e5)
-    rows = np.array([0])
-    assert model.service_s(RequestMix(800, 10)) == pytest.approx(
-        estimates.service(rows, np.array([800.0]), 800.0)[0]
-    )
-    assert model.itl_at(7.0, MIX) == pytest.approx(estimates.itl(rows, np.array([7.0]))[0])
 
 
 def test_streams_beyond_the_greatest_throughput_are_not_counted() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from pigou.control.placement.cost import removal_costs
 from pigou.control.placement.topology import DistanceCosts
-from pigou.control.placement.victims import removal_costs
 from pigou.control.planner.messages import DrainWorker, PlannerWindow, PoolWindow, WorkerWindow
 from pigou.control.planner.objectives import Budget, ProvisioningTimes
 from pigou.control.planner.price.membership import PoolMembership

@@ -12,7 +12,7 @@ from pigou.control.placement.topology import (
     distance,
     domain,
 )
-from pigou.request import Role
+from pigou.request import Location, Role
 
 
 def placement_cost(
@@ -62,3 +62,20 @@ def is_packed(gang: Gang, nodes: Iterable[Node]) -> bool:
         return True
     domains = {domain(node.location, gang.pack.level) for node in nodes}
     return len(domains) <= 1 and "" not in domains
+
+
+def removal_costs(
+    own: Sequence[Location], others: Sequence[Location], costs: DistanceCosts
+) -> list[float]:
+    """Return for each worker of a role the seconds a byte of KV takes in the mean without it.
+
+    The mean is over all pairs of one that stays and a worker of the other role; 0 where none stays.
+
+    Args:
+        own: of the workers of the role that shrinks.
+        others: of those that they exchange KV with.
+        costs: seconds a byte by distance.
+    """
+    sums = [sum(costs.seconds(one, other) for other in others) for one in own]
+    pairs = (len(own) - 1) * len(others)
+    return [(sum(sums) - one) / pairs if pairs else 0.0 for one in sums]

@@ -122,11 +122,6 @@ class PoolWindow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         """GPUs of all its workers, in all states."""
         return self.gpus * len(self.workers)
 
-    def oldest_start_s(self, now_ns: int) -> float:
-        """Return the seconds since the oldest pending start was ordered; 0 without one."""
-        since = [w.since_ns for w in self.in_state(WorkerState.STARTING)]
-        return (now_ns - min(since)) / 1e9 if since else 0.0
-
 
 class LatencySummary(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Seconds of one latency over a window, each None where it is not known."""

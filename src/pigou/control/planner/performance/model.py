@@ -8,13 +8,10 @@ from dataclasses import dataclass, replace
 
 from scipy.special import ndtr, ndtri
 
-from pigou.control.latency_model.estimates import Estimates
 from pigou.control.planner.objectives import Slo
 from pigou.control.planner.performance.speed import (
-    DecodeLaw,
     DecodeSpeed,
     DecodeTable,
-    PrefillLine,
     PrefillSpeed,
     PrefillTable,
     RequestMix,
@@ -117,27 +114,6 @@ class PerformanceModel:
         """
         table = PrefillTable(tuple(sorted(prefill)))
         return cls(table, DecodeTable.of(decode), kv_tokens, max_seqs)
-
-    @classmethod
-    def from_estimates(
-        cls, estimates: Estimates, row: int, kv_tokens: float = math.inf, max_seqs: int = 256
-    ) -> PerformanceModel:
-        """Make a model of one worker's laws, as the latency model learned them."""
-        line = PrefillLine(
-            float(estimates.prefill_base[row]),
-            float(estimates.prefill_token[row]),
-            float(estimates.prefill_pair[row]),
-        )
-        law = DecodeLaw(
-            estimates.law(row),
-            float(estimates.context_token[row]),
-            float(estimates.mean_context[row]),
-        )
-        return cls(
-            line, law, kv_tokens, max_seqs,
-            overhead_s=float(estimates.transfer_base[row]),
-            transfer_token_s=float(estimates.transfer_token[row]),
-        )  # fmt: skip
 
     def corrected(
         self, prefill_factor: float, decode_factor: float, wait_factor: float, more_s: float = 0.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from pigou.control.placement.cost import removal_costs
 from pigou.control.placement.topology import DistanceCosts
-from pigou.control.placement.victims import removal_costs
 from pigou.control.planner.messages import (
     Action,
     AddWorkers,
