@@ -54,6 +54,8 @@ def test_a_finding_ends_with_1_and_its_file_is_diagnosed_again(
         (("no-such-file",), "no URL"),
         (("--journal", "no-such-file"), "no-such-file"),
         (("--prefixes", "no-such-file"), "no-such-file"),
+        (("no-such-file", "--seconds", "9"), "--seconds is for a URL"),
+        (("--journal", "no-such-file", "--key", "x"), "--key is for a URL"),
         (("http://127.0.0.1:9",), "did not answer"),
         (("http://127.0.0.1:9", "--seconds", "2"), "at least 6"),
     ],

@@ -20,9 +20,12 @@ SERIES = {
     2: {'vllm:kv_cache_usage_perc{worker="a"}': "0.97x30",
         'vllm:num_preemptions_total{worker="a"}': "0+60x30"},
     6: {"pigou_requests_queued": "0+60x30"},
-    12: {"pigou_requests_repeated_total": "0+60x30", "pigou_requests_total": "0+600x30",
+    12: {"pigou_requests_repeated_total": "0+60x30",
+         'pigou_requests_total{route="/v1/completions",status="200"}': "0+600x30",
+         'pigou_requests_total{route="/health",status="200"}': "0+60000x30",
          "pigou_requests_queued": "5x30"},
-    19: {'pigou_requests_total{status="502"}': "0+30x30", "pigou_requests_queued": "0+60x30",
+    19: {'pigou_requests_total{route="/v1/completions",status="502"}': "0+30x30",
+         "pigou_requests_queued": "0+60x30",
          "pigou_requests_shed_total": "0x30"},
 }  # fmt: skip
 

@@ -82,7 +82,7 @@ async def test_prices_move_on_the_page_and_decisions_explain_themselves(tmp_path
 
 async def test_history_events_and_chat_are_on_the_page(tmp_path: Path) -> None:
     async with (
-        running(0, 0, 1, arguments=SLEEP) as (serving, client),
+        running(0, 0, 1, arguments=SLEEP, prices="default") as (serving, client),
         browsing(tmp_path / "profile") as page,
     ):
         await load(client, waves=1, width=4)
@@ -95,6 +95,12 @@ async def test_history_events_and_chat_are_on_the_page(tmp_path: Path) -> None:
         )
         await page.until("document.getElementById('measured').textContent.includes('TTFT')")
         assert await page.value("document.querySelector('.said.failed')") is None
+        await page.until("document.querySelector('#bills td:last-child').textContent > '0'")
+        await page.until("document.getElementById('diagnosis-note').textContent.length > 1")
+        await page.until("!!document.querySelector('#decisions tr')")
+        await page.value("document.querySelector('#decisions tr').click()")
+        await page.until("document.getElementById('trace').textContent.includes('not traced')")
+        assert await page.value("document.body.innerText.match(/NaN|undefined|null/)") is None
         os.kill(serving.supervisor.rows()[0].pid, signal.SIGKILL)
         await page.until("!!document.querySelector('#events .restart')", 90)
         assert "1" in await page.value("document.querySelector('.figure.bad b').textContent")

@@ -166,12 +166,30 @@ def test_a_line_with_another_mark_than_admin_is_refused(ending: str, tmp_path: P
 
 async def test_probes_and_scrapes_are_no_work(caller: Caller) -> None:
     async with serving(Stub("p", Role.PREFILL)) as fleet:
-        for path in ("/health", "/ping", "/metrics", "/workers"):
+        pages = ("/health", "/ping", "/metrics", "/workers", "/plan", "/diagnosis", "/costs",
+                 "/costs/1", "/decisions/1", "/traces", "/traces/1", "/v1/models/x")  # fmt: skip
+        for path in pages:
             await caller.call(fleet, "", path)
         _, page, _ = await caller.call(fleet, "", "/metrics")
         assert "pigou_requests_shed_total 0.0" in page.replace('{model_name="stub"}', "")
         assert "pigou_requests_inflight 0.0" in page.replace('{model_name="stub"}', "")
         assert 'pigou_requests_total{model_name="stub",route="/health",status="503"} 1.0' in page
+        assert 'route="other"' not in page, "`other` is work that is passed on"
+
+
+async def test_unknown_query_parameters_are_refused_but_of_probes_and_scrapes(
+    caller: Caller,
+) -> None:
+    pages = ("/costs", "/costs/1", "/decisions", "/decisions/1", "/diagnosis", "/history",
+             "/plan", "/traces", "/traces/1", "/usage", "/workers")  # fmt: skip
+    async with serving(Stub("a")) as fleet:
+        for path in pages:
+            status, page, _ = await caller.call(fleet, "", f"{path}?tenannt=ann")
+            assert status == 400, path
+            assert "tenannt" in page
+        assert (await caller.call(fleet, "", "/history?since=nan"))[0] == 400
+        for path in ("/metrics?name[]=up", "/ping?t=1", "/decisions?limit=2", "/history?since=0"):
+            assert (await caller.call(fleet, "", path))[0] == 200, path
 
 
 async def test_requests_that_are_refused_for_want_of_room_are_shed() -> None:

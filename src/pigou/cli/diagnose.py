@@ -37,7 +37,10 @@ def diagnose(
             "beginnings."
         ),
     ] = "",
-    seconds: Annotated[float, typer.Option(help="How long a URL is watched.")] = 60.0,
+    seconds: Annotated[
+        float | None,
+        typer.Option(help="How long a URL is watched. (default: 60)", show_default=False),
+    ] = None,
     key: Annotated[
         str, typer.Option(help="An administrator's API key, where the gateway has keys.")
     ] = "",
@@ -53,10 +56,14 @@ def diagnose(
             raise ConfigError(
                 "diagnose: give one of a URL or a file, --journal FILE, and --prefixes FILE"
             )
+        if (key or seconds is not None) and not _is_url(target):
+            raise ConfigError(
+                f"{'--key' if key else '--seconds'} is for a URL, and a file is given; leave it out"
+            )
         if prefixes:
             _lint(prefixes, json)
             return
-        series = _windows(target, journal, seconds, key)
+        series = _windows(target, journal, 60.0 if seconds is None else seconds, key)
     except (ConfigError, OSError) as error:
         typer.echo(f"pigou {_named(str(error))}", err=True)
         raise typer.Exit(2) from None
@@ -75,13 +82,17 @@ def _named(error: str) -> str:
     return error if error.startswith("diagnose: ") else f"diagnose: {error}"
 
 
+def _is_url(target: str) -> bool:
+    return target.startswith(("http://", "https://"))
+
+
 def _windows(target: str, journal: str, seconds: float, key: str) -> tuple[FleetObservation, ...]:
     """Return the windows of a journal, a URL or a file."""
     if journal:
         from pigou.workload.journal_windows import journal_windows
 
         return journal_windows(journal)
-    if target.startswith(("http://", "https://")):
+    if _is_url(target):
         from pigou.workload.fleet_scraper import scraped_windows
 
         return asyncio.run(scraped_windows(target, key, seconds))

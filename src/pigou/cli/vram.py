@@ -75,6 +75,8 @@ def vram(
         if json:
             write_json("vram", "--json", json, measured)
         return
+    if key:
+        raise ConfigError("--key is given, and is for --worker alone; leave it out")
     if not model or not gpu:
         raise ConfigError(f"{'gpu' if model else 'model'} is missing; give both, or --worker")
     shape = memory_shape(model)

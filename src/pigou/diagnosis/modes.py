@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pigou.diagnosis.mode import FailureMode
 
+#: Label of requests for work: probes and pages are counted beside them.
+_WORK = 'route=~"/v1/completions|/v1/chat/completions|other"'
 _MEMORY = (
     FailureMode(
         number=1, name="out of memory",
@@ -165,7 +167,8 @@ _TRAFFIC = (
               "Timeouts of clients beside TTFT."),
         follows=(6, 18),
         alert="sum(rate(pigou_requests_repeated_total[2m])) / "
-        "sum(rate(pigou_requests_total[2m])) > {share} and sum(pigou_requests_queued) > 0",
+        f"sum(rate(pigou_requests_total{{{{{_WORK}}}}}[2m])) > {{share}} and "
+        "sum(pigou_requests_queued) > 0",
         alert_for="2m",
     ),
     FailureMode(
@@ -196,7 +199,7 @@ _TRAFFIC = (
         look=("`pigou_requests_failed_total` by reason.",
               "`pigou_requests_shed_total`: 0 means that nothing is refused."),
         follows=(1, 2, 6, 12, 18),
-        alert='sum(rate(pigou_requests_total{{status=~"5.."}}[2m])) > 0 and '
+        alert=f'sum(rate(pigou_requests_total{{{{{_WORK},status=~"5.."}}}}[2m])) > 0 and '
         "deriv(sum(pigou_requests_queued)[2m:10s]) > 0 and "
         "sum(rate(pigou_requests_shed_total[2m])) == 0",
     ),

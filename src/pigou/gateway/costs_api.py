@@ -41,6 +41,11 @@ class Costs:
         """Take the drivers of all models."""
         self._drivers = list(drivers)
 
+    @property
+    def metered(self) -> bool:
+        """Whether there are prices."""
+        return any(cost_meter(driver) is not None for driver in self._drivers)
+
     def view(self, tenant: str | None) -> dict[str, Any]:
         """Return the bill as JSON builtins.
 

@@ -178,6 +178,8 @@ ASSETS = {
     "/static/plan.js": ("plan.js", "text/javascript"),
     "/static/costs.js": ("costs.js", "text/javascript"),
     "/static/traces.js": ("traces.js", "text/javascript"),
+    "/static/diagnosis.js": ("diagnosis.js", "text/javascript"),
+    "/static/chat.js": ("chat.js", "text/javascript"),
     "/static/charts.js": ("charts.js", "text/javascript"),
     "/static/uplot.js": ("uplot.js", "text/javascript"),
     "/static/uplot.css": ("uplot.css", "text/css"),

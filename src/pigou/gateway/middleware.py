@@ -37,8 +37,11 @@ _key: ContextVar[Key] = ContextVar("key", default=NO_KEY)
 _OPEN = ("/health", "/health/ready", "/health/live", "/ping", "/version", "/metrics",
          "/metrics/workers", *ASSETS)  # fmt: skip
 _PROBES = ("/health", "/health/ready", "/health/live", "/ping", "/metrics")
-_KEYED = ("/v1/models", "/tokenize", "/detokenize", "/workers", "/history", "/usage", "/decisions")
+_KEYED = ("/v1/models", "/tokenize", "/detokenize", "/workers", "/history", "/usage", "/decisions",
+          "/costs", "/diagnosis", "/plan", "/traces")  # fmt: skip
 _ROUTES = (COMPLETIONS, CHAT, *_KEYED, *_OPEN)
+#: Pages with an id below them. They are no work, and `other` is: servers behind do it.
+_WITH_ID = ("/v1/models", "/workers", "/decisions", "/costs", "/traces")
 
 
 def current_key() -> Key:
@@ -68,7 +71,7 @@ def guard(keys: Keys | None, metrics: Metrics, shutdown: Shutdown) -> Middleware
         return response
 
     async def counted(request: web.Request, handler: Handler) -> web.StreamResponse:
-        route = request.path if request.path in _ROUTES else "other"
+        route = _route(request.path)
         # Probes and scrapes are not work: they are counted by route alone.
         works = request.method == "POST"
         metrics.inflight.inc(works)
@@ -92,6 +95,14 @@ def guard(keys: Keys | None, metrics: Metrics, shutdown: Shutdown) -> Middleware
         return response
 
     return middleware
+
+
+def _route(path: str) -> str:
+    """Return the label of a path in the metrics; there are few of them, whatever is asked."""
+    if path in _ROUTES:
+        return path
+    above = next((page for page in _WITH_ID if path.startswith(f"{page}/")), None)
+    return "other" if above is None else f"{above}/{{id}}"
 
 
 async def _answer(

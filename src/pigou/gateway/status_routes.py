@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Handler
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from pigou import __version__
@@ -49,6 +51,9 @@ _PAGES = {
     "/diagnosis": "diagnosis",
     "/version": "version",
 }
+#: Query parameters by path; probes and scrapers may send any, other paths have none.
+_PARAMETERS = {"/history": ("since",), "/decisions": ("limit",)}
+_LENIENT = ("health", "live", "metrics", "worker_metrics", "version")
 
 
 class StatusRoutes:
@@ -97,7 +102,9 @@ class StatusRoutes:
     def add_to(self, router: web.UrlDispatcher) -> None:
         """Add the routes."""
         for path, handler in _PAGES.items():
-            router.add_get(path, getattr(self, handler))
+            serve = getattr(self, handler)
+            known = _PARAMETERS.get(path, ())
+            router.add_get(path, serve if handler in _LENIENT else checked(serve, *known))
 
     def begin(self) -> None:
         """Begin to sample the history."""
@@ -198,6 +205,7 @@ class StatusRoutes:
         """Show the workers, to an administrator."""
         _check_admin()
         view, registry = self._status.view(), self._gateway.registry
+        view["costs"] = self._costs.metered
         if registry is not None:
             view["registry"] = msgspec.to_builtins(registry())
         return json_response(view)
@@ -214,7 +222,9 @@ class StatusRoutes:
         try:
             since = float(text)
         except ValueError:
-            raise bad_request(f"since is {text[:40]!r}; it must be seconds.", "since") from None
+            since = math.nan
+        if not math.isfinite(since):
+            raise bad_request(f"since is {text[:40]!r}; it must be seconds.", "since")
         return json_response(self._history.view(since))
 
     async def diagnosis(self, _: web.Request) -> web.Response:
@@ -291,6 +301,22 @@ def _check_admin(key: Key | None = None) -> None:
 def _seen_by(key: Key) -> str | None:
     """Return the tenant whose decisions a key sees; None for those of all."""
     return None if key.admin else key.tenant
+
+
+def checked(serve: Handler, *parameters: str) -> Handler:
+    """Return a handler that refuses query parameters other than these with 400."""
+
+    async def serve_known(request: web.Request) -> web.StreamResponse:
+        unknown = [name for name in request.query if name not in parameters]
+        if unknown:
+            known = f"has {' and '.join(parameters)} alone" if parameters else "has none"
+            raise bad_request(
+                f"The query parameter {unknown[0][:40]!r} is not known: {request.path} {known}.",
+                unknown[0][:40],
+            )
+        return await serve(request)
+
+    return serve_known
 
 
 def json_response(value: object, status: int = 200) -> web.Response:

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from pigou.gateway.middleware import current_key
 from pigou.gateway.model_routing import ModelRouting
-from pigou.gateway.status_routes import json_response
+from pigou.gateway.status_routes import checked, json_response
 from pigou.gateway.upstream import Upstream
 from pigou.request import SECOND
 from pigou.tracing.request_trace import RequestTrace
@@ -40,8 +40,8 @@ class TraceRoutes:
 
     def add_to(self, router: web.UrlDispatcher) -> None:
         """Add the routes."""
-        router.add_get("/traces", self.latest)
-        router.add_get("/traces/{id}", self.one)
+        router.add_get("/traces", checked(self.latest, "limit"))
+        router.add_get("/traces/{id}", checked(self.one, "format"))
 
     async def latest(self, request: web.Request) -> web.Response:
         """List the requests of the last traces that the key may see, newest first."""

@@ -74,6 +74,12 @@ class Plot {
     if (this.now) this.now.replaceChildren(...this.lines.map(([name, label]) => this.latest(label, past[name])));
   }
 
+  // Colours are those of the scheme at the first drawing: the next one takes them anew.
+  repaint() {
+    this.drawn?.destroy();
+    this.drawn = null;
+  }
+
   latest(label, values) {
     const known = values.filter((value) => value !== null);
     const made = document.createElement("span"), value = document.createElement("b"), name = document.createElement("span");

@@ -2,14 +2,10 @@
 // What the fleet costs, and whom; hidden where no prices were given.
 const COSTS_EVERY = 5;
 let costLooks = 0;
-let costsMetered = true;
 
 async function drawCosts() {
-  if (!costsMetered || costLooks++ % COSTS_EVERY) return;
-  const reply = await fetch("/costs", { cache: "no-store", headers: authorized() });
-  costsMetered = reply.status !== 404;
-  if (!reply.ok) return;
-  const bill = await reply.json();
+  if (costLooks++ % COSTS_EVERY) return;
+  const bill = await ask("/costs");
   for (const part of document.querySelectorAll(".costs")) part.hidden = false;
   const hourly = bill.workers.reduce((sum, worker) => sum + worker.usd_per_hour, 0);
   const million = (value) => (value === null ? "–" : usd(value));
@@ -18,6 +14,7 @@ async function drawCosts() {
     figure("so far", usd(bill.usd)), figure("idle", usd(bill.idle_usd)), figure("in use", `${number(100 * bill.utilisation, 1)}%`),
     figure("a million output tokens", million(bill.usd_per_million.output)), figure("a million uncached input tokens", million(bill.usd_per_million.uncached_input)),
     figure("kJ", number(bill.energy.joules / 1000, 1)));
+  byId("bills-note").textContent = bill.usages.length ? "" : "no requests yet";
   byId("bills").replaceChildren(...bill.usages.map((row) => element("tr", {},
     element("td", { class: "left" }, row.tenant || "–"), element("td", { class: "left" }, row.workload || "default"),
     ...[usd(row.usage_usd), usd(row.allocated_usd), million(row.marginal_usd), number(row.allocated_joules / 1000, 1), number(row.output_tokens)].map((text) => element("td", {}, text)))));

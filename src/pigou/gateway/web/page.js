@@ -94,7 +94,7 @@ function chart(values, { color, least = 0, band = null, label }) {
 }
 
 function figure(label, value, bad = false) {
-  return element("div", { class: bad ? "figure bad" : "figure" }, element("b", {}, number(value)), worded(label));
+  return element("div", { class: bad ? "figure bad" : "figure" }, element("b", {}, typeof value === "string" ? value : number(value)), worded(label));
 }
 
 function term(label, value) {
@@ -204,6 +204,7 @@ function eventRow(event) {
 }
 
 function drawDecisions(decisions) {
+  byId("decisions-note").textContent = decisions.length ? "A click shows every candidate, and the trace of the request." : "no requests yet";
   const focused = document.activeElement?.dataset?.id;
   byId("decisions").replaceChildren(...decisions.map((each) => {
     const cells = [`${number(each.age_seconds, 1)} s ago`, each.prefill ?? "local", each.decode, number(each.prompt_tokens),
@@ -239,7 +240,7 @@ function explain(why) {
   if (!byId("why").open) byId("why").showModal();
 }
 
-class Forbidden extends Error {}
+let isTenant = null;
 
 // What a tenant's key may see: its own tokens, and its own decisions.
 async function drawTenant() {
@@ -258,7 +259,6 @@ async function ask(path) {
   const reply = await fetch(path, { cache: "no-store", headers: authorized() });
   if (!reply.ok) {
     const told = await reply.json().catch(() => ({}));
-    if (reply.status === 403) throw new Forbidden(told.error?.message);
     if (reply.status === 401) askForKey();
     throw new Error(reply.status === 401 ? "a valid API key is needed to see the fleet" : told.error?.message ?? `status ${reply.status}`);
   }
@@ -280,6 +280,15 @@ function useKey(event) {
   location.reload();
 }
 
+// A link carries no key: with one, its page is fetched, and shown in a tab of its own.
+async function openKeyed(event) {
+  const link = event.target.closest("a");
+  if (!link || !sessionStorage.getItem("key")) return;
+  event.preventDefault();
+  const page = await (await fetch(link.href, { headers: authorized() })).text();
+  open(URL.createObjectURL(new Blob([page], { type: "text/plain;charset=utf-8" })));
+}
+
 async function show(id) {
   try {
     explain(await ask(`/decisions/${encodeURIComponent(id)}`));
@@ -298,87 +307,25 @@ function follow() {
   if (location.hash.length > 1 && !document.querySelector(`[id="${CSS.escape(location.hash.slice(1))}"]`)) show(decodeURIComponent(location.hash.slice(1)));
 }
 
+async function drawFleet() {
+  const fleet = await ask("/workers");
+  await drawHistory();
+  draw(fleet);
+  await drawPlan();
+  await drawDiagnosis();
+  if (fleet.costs) await drawCosts();
+}
+
 async function look() {
   try {
-    try {
-      const fleet = await ask("/workers");
-      await drawHistory();
-      draw(fleet);
-      await drawPlan();
-      await drawCosts();
-    } catch (error) {
-      if (!(error instanceof Forbidden)) throw error;
-      await drawTenant();
-    }
+    isTenant ??= !(await ask("/usage")).admin;
+    await (isTenant ? drawTenant() : drawFleet());
     drawDecisions((await ask("/decisions?limit=12")).decisions);
     byId("status").textContent = "";
   } catch (error) {
     byId("status").textContent = `no news of the fleet: ${error.message}`;
   }
   setTimeout(look, 1000);
-}
-
-// A chat that streams, as any client of the API would.
-const talk = [];
-let halting = null;
-
-function say(role, text) {
-  const made = element("div", { class: `said ${role}` }, text);
-  byId("talk").append(made);
-  byId("talk").scrollTop = byId("talk").scrollHeight;
-  return made;
-}
-
-async function converse(event) {
-  event.preventDefault();
-  const words = byId("words").value.trim();
-  if (!words || halting) return;
-  byId("words").value = "";
-  say("user", words);
-  talk.push({ role: "user", content: words });
-  const shown = say("assistant", "…");
-  halting = new AbortController();
-  byId("halt").hidden = false;
-  const began = performance.now();
-  let text = "", first = null, tokens = 0;
-  try {
-    const body = { messages: talk, stream: true, max_tokens: Number(byId("most").value) || 96, stream_options: { include_usage: true } };
-    const reply = await fetch("/v1/chat/completions", { method: "POST", signal: halting.signal, body: JSON.stringify(body),
-      headers: authorized({ "content-type": "application/json" }) });
-    if (!reply.ok) throw new Error((await reply.json().catch(() => ({}))).error?.message ?? `status ${reply.status}`);
-    for await (const chunk of events(reply.body)) {
-      if (chunk.error) throw new Error(chunk.error.message);
-      tokens = chunk.usage?.completion_tokens ?? tokens;
-      const more = chunk.choices?.[0]?.delta?.content ?? "";
-      if (more && first === null) first = performance.now();
-      text += more;
-      if (more) shown.textContent = text;
-    }
-    const took = (performance.now() - (first ?? began)) / 1000;
-    byId("measured").textContent = `TTFT ${seconds(((first ?? performance.now()) - began) / 1000)} · ${tokens} tokens · ${number((tokens - 1) / Math.max(took, 1e-3), 1)} tokens/s · worker ${reply.headers.get("x-pigou-worker") ?? "–"}`;
-    if (!text) shown.textContent = "(no text)";
-  } catch (error) {
-    shown.classList.add("failed");
-    shown.textContent = `${text} [${error.name === "AbortError" ? "stopped" : error.message}]`;
-  }
-  talk.push({ role: "assistant", content: text });
-  halting = null;
-  byId("halt").hidden = true;
-}
-
-async function* events(body) {
-  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
-  let rest = "";
-  for (;;) {
-    const { value, done } = await reader.read();
-    if (done) return;
-    const parts = (rest + value).split("\n\n");
-    rest = parts.pop();
-    for (const part of parts) {
-      const data = part.split("\n").filter((line) => line.startsWith("data:")).map((line) => line.slice(5).trim()).join("");
-      if (data && data !== "[DONE]") yield JSON.parse(data);
-    }
-  }
 }
 
 for (const node of document.querySelectorAll("[data-word]")) node.title = WORDS[node.dataset.word] ?? "";
@@ -395,11 +342,13 @@ const plots = [
   new Plot(byId("ttft-card"), "TTFT", [["ttft_p50_s", "p50", "--decode"], ["ttft_p95_s", "p95", "--prefill"]], MS),
   new Plot(byId("itl-card"), "ITL", [["itl_p50_s", "p50", "--decode"], ["itl_p95_s", "p95", "--prefill"]], MS),
   new Plot(byId("rate-card"), "requests per second", [["requests_per_s", "ended", "--both"], ["errors_per_s", "errors", "--bad"], ["refused_per_s", "refused", "--warn"]], (value) => number(value, 2)),
-  new Plot(byId("tokens-card"), "tokens/s", [["tokens_per_s", "tokens/s", "--decode"], ["streams", "streams", "--both"], ["queued", "queued", "--warn"]], (value) => number(value, 0)),
+  new Plot(byId("tokens-card"), "tokens/s", [["tokens_per_s", "tokens/s", "--decode"], ["streams", "streams", "--both"], ["queued", "queued", "--warn"]], (value) => number(value, Math.abs(value) < 2 ? 1 : 0)),
   new Plot(byId("poa-chart"), null, [["poa", "Price of Anarchy", "--both"], ["poa_low", "low", "--soft"], ["poa_high", "high", "--soft"]], (value) => number(value, 3), ["poa_low", "poa_high"]),
   new Plot(byId("toll-chart"), null, [["toll_s", "highest toll", "--toll"]], MS),
-  new Plot(byId("memory-chart"), null, [["kv_usage", "highest share of KV in use", "--decode"]], (value) => value === null ? "–" : `${number(100 * value, 0)}%`),
+  new Plot(byId("memory-chart"), null, [["kv_usage", "highest share of KV in use", "--decode"]], (value) => value === null ? "–" : `${number(100 * value, value < 0.02 ? 2 : 0)}%`),
 ];
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => plots.forEach((plot) => plot.repaint()));
+document.querySelector("footer").addEventListener("click", openKeyed);
 byId("decisions").addEventListener("click", pick);
 byId("decisions").addEventListener("keydown", pick);
 byId("why-close").addEventListener("click", () => byId("why").close());

@@ -1,13 +1,11 @@
 "use strict";
-// The trace of a request as a waterfall, below why it went where it went; nothing where none is traced.
-let traced = true;
+// The trace of a request as a waterfall, below why it went where it went.
 
 async function drawTrace(id) {
-  if (!traced) return;
   const listed = await ask("/traces?limit=1000");
-  traced = listed.tracing;
   const row = listed.traces.find((each) => each.id === id);
-  if (row) byId("why-body").append(waterfall(await ask(`/traces/${row.trace_id}`)));
+  byId("why-body").append(row ? waterfall(await ask(`/traces/${row.trace_id}`)) : element("p", { class: "unit", id: "trace" },
+    listed.tracing ? "Its trace is not known: it was not sampled, or is forgotten, or goes on." : "Requests are not traced: --otlp-traces-endpoint memory of pigou serve traces them."));
 }
 
 function waterfall(trace) {
