@@ -14,7 +14,8 @@ from pigou.gateway.upstream import Engine, Upstream, fetch_kv
 from pigou.lifecycle.messages import FetchKV
 from pigou.request import Worker
 
-READ = RemoteKVFetch("w", 160, 160, 0.01, 0.2)
+#: A read, by the seconds that its answer is waited for.
+READS = {timeout_s: RemoteKVFetch("w", 160, 160, 0.01, timeout_s) for timeout_s in (0.2, 30.0)}
 
 
 def ask(answer: Any, body: dict[str, Any], *, gone: bool = False) -> tuple[Any, str, list[Any]]:
@@ -28,6 +29,8 @@ def ask(answer: Any, body: dict[str, Any], *, gone: bool = False) -> tuple[Any, 
         status, data = answer if isinstance(answer, tuple) else (200, answer)
         return web.Response(status=status, body=data, content_type="application/json")
 
+    read = READS[0.2 if answer == "late" else 30.0]
+
     async def main() -> tuple[Any, str]:
         app = web.Application()
         app.router.add_post("/v1/kv/offer", offer)
@@ -40,7 +43,7 @@ def ask(answer: Any, body: dict[str, Any], *, gone: bool = False) -> tuple[Any, 
         if gone:
             await upstream.close()
         try:
-            return await fetch_kv(upstream, body, "id", FetchKV(1, READ))
+            return await fetch_kv(upstream, body, "id", FetchKV(1, read))
         finally:
             await upstream.close()
             await runner.cleanup()
