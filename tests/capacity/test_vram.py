@@ -132,6 +132,9 @@ def test_the_command_writes_bytes_and_says_what_a_batch_needs(
         (["--utilization", "1.5"], "1.5"),
         (["--adapter-targets", "x"], "has 'x'"),
         (["--worker", "http://127.0.0.1:9"], "options of a computed map"),
+        (["--key", "x"], "--key is given"),
+        (["--margin", "0.2"], "--margin is given"),
+        (["--memory-gib", "inf"], "--memory-gib is inf"),
     ],
 )
 def test_the_command_names_what_is_wrong(
@@ -141,3 +144,19 @@ def test_the_command_names_what_is_wrong(
         main(["vram", "--model", "llama-3.1-8b", "--gpu", "H100", *options])
     assert end.value.code == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_worker_is_asked_where_nothing_computed_is_given(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["vram", "--worker", "http://127.0.0.1:9"])
+    assert end.value.code == 2
+    assert "cannot be asked" in capsys.readouterr().err
+
+
+def test_adapters_change_the_default_modules(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["vram", "--model", "llama-3.1-8b", "--gpu", "H100", "--adapters", "8"])
+    row = next(line for line in capsys.readouterr().out.splitlines() if "adapters" in line)
+    assert float(row.split("│")[2]) > 0.1

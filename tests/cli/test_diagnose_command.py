@@ -58,6 +58,8 @@ def test_a_finding_ends_with_1_and_its_file_is_diagnosed_again(
         (("--journal", "no-such-file", "--key", "x"), "--key is for a URL"),
         (("http://127.0.0.1:9",), "did not answer"),
         (("http://127.0.0.1:9", "--seconds", "2"), "at least 6"),
+        (("http://127.0.0.1:9", "--seconds", "nan"), "at least 6"),
+        (("http://[::1",), "no URL"),
     ],
 )
 def test_what_cannot_be_told_ends_with_2(
@@ -67,6 +69,17 @@ def test_what_cannot_be_told_ends_with_2(
     assert code == 2
     assert error.startswith("pigou diagnose: ")
     assert words in error
+
+
+def test_figures_below_0_and_depth_without_end_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    windows = [{**QUIET[0], "arrived": -5}]
+    code, _, error = run(capsys, write(tmp_path / "a.json", {"windows": windows}))
+    assert (code, "arrived is -5" in error) == (2, True)
+    (tmp_path / "deep.json").write_text("[" * 200_000)
+    code, _, error = run(capsys, str(tmp_path / "deep.json"))
+    assert (code, "no JSON" in error) == (2, True)
 
 
 def test_a_file_without_windows_is_refused(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import aiohttp
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from tests.gateway.stub import Stub, serving
 
 from pigou.config import ConfigError
@@ -62,6 +64,29 @@ async def test_what_is_no_fleet_is_refused() -> None:
         await scraped_windows("http://127.0.0.1:9", "", 6.0)
     with pytest.raises(ConfigError, match="at least 6"):
         await scraped_windows("http://127.0.0.1:9", "", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("table", "words"), [(b'{"workers": [1]}', "no table of workers"), (b"<html>", "no table")]
+)
+async def test_what_only_looks_like_a_fleet_is_refused(table: bytes, words: str) -> None:
+    async def metrics(_: web.Request) -> web.Response:
+        return web.Response(text="pigou_requests_inflight 0\nx_bucket 3\n")
+
+    async def workers(_: web.Request) -> web.Response:
+        return web.Response(body=table)
+
+    app = web.Application()
+    app.router.add_get("/metrics", metrics)
+    app.router.add_get("/workers", workers)
+    async with TestServer(app) as server:
+        with pytest.raises(ConfigError, match=words):
+            await scraped_windows(str(server.make_url("/")), "", 6.0)
+
+
+def test_bounds_that_are_no_numbers_are_left_out() -> None:
+    page = MetricPage.read('x_bucket 3\nx_bucket{le="abc"} 3\nx_bucket{le="2.5e-05"} 1\n')
+    assert page.buckets("x") == {2.5e-05: 1.0}
 
 
 async def test_advice_on_the_prefix_comes_only_to_who_asks() -> None:

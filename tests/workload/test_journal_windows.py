@@ -62,3 +62,17 @@ def test_a_journal_of_a_moment_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "j", 2)
     with pytest.raises(ConfigError, match="nothing can be told"):
         journal_windows(tmp_path / "j")
+
+
+def test_a_line_that_was_cut_off_is_told_and_a_decision_without_a_kind_refused(
+    tmp_path: Path,
+) -> None:
+    write(tmp_path / "j", 20)
+    text = (tmp_path / "j").read_text()
+    (tmp_path / "cut").write_text(text[:-20])
+    cut: list[int] = []
+    assert journal_windows(tmp_path / "cut", cut.append)
+    assert cut == [text.count("\n")]
+    (tmp_path / "odd").write_text(text.replace('"kind":"route"', '"kin":"route"', 1))
+    with pytest.raises(ConfigError, match="has no kind"):
+        journal_windows(tmp_path / "odd")

@@ -156,7 +156,7 @@ class ConfigOption:
             kind = get_args(self.kind)[0]
             values[name] = [_entry(flag, text, kind) for text in typed or ()]
         elif get_origin(self.kind) is tuple:
-            values[name] = typed or ()
+            values[name] = typed or (() if self.default is msgspec.NODEFAULT else self.default)
         else:
             values[name] = typed
 

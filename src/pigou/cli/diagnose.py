@@ -91,7 +91,7 @@ def _windows(target: str, journal: str, seconds: float, key: str) -> tuple[Fleet
     if journal:
         from pigou.workload.journal_windows import journal_windows
 
-        return journal_windows(journal)
+        return journal_windows(journal, _tell_cut)
     if _is_url(target):
         from pigou.workload.fleet_scraper import scraped_windows
 
@@ -104,7 +104,7 @@ def _windows(target: str, journal: str, seconds: float, key: str) -> tuple[Fleet
         raise ConfigError(
             f"{target!r} is no URL (http://HOST:8000), and cannot be read: {error.strerror}"
         ) from None
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ConfigError(f"{target} is no JSON: {error}; give what --json wrote") from None
     windows = None
     if isinstance(document, dict):
@@ -116,6 +116,10 @@ def _windows(target: str, journal: str, seconds: float, key: str) -> tuple[Fleet
             "--json`"
         )
     return read_observations(windows, target)
+
+
+def _tell_cut(number: int) -> None:
+    typer.echo(f"Line {number} was cut off, its gateway was killed; it is left out.", err=True)
 
 
 def _show(diagnosis: Diagnosis) -> None:

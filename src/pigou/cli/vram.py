@@ -31,6 +31,9 @@ from pigou.sim.gpus import gpu as gpu_named
 _TERMS = ("weights", "cache", "activations", "adapters", "runtime", "scratch")
 #: Seconds that a worker may take to answer.
 _TIMEOUT_S = 10.0
+_MARGIN = 0.3
+#: Memory of a GPU at most.
+_MAX_GIB = 2**20
 _SEQUENCES = re.compile(r"(\d+)x(\d+)")
 
 
@@ -60,7 +63,7 @@ def vram(
     ] = "",
     margin: Annotated[
         float, typer.Option(help="Share of the cache that the batch should leave free.")
-    ] = 0.3,
+    ] = _MARGIN,
     json: Annotated[
         str, typer.Option(help="File to write the figures to, in bytes.", show_default=False)
     ] = "",
@@ -68,7 +71,8 @@ def vram(
     """Map a GPU's memory under a model: six terms, the KV of a token, and what a batch needs."""
     check_json(json)
     if worker:
-        if model or gpu or sequences or kv_dtype or memory_gib or config != VramConfig():
+        computed = (model, gpu, sequences, kv_dtype, memory_gib, margin != _MARGIN)
+        if any(computed) or config != VramConfig():
             raise ConfigError("--worker is given, and options of a computed map, too; give one")
         measured = _measured(worker, key)
         _show_terms(measured["map"], f"{measured['model']} on {measured['device']}, measured")
@@ -83,8 +87,12 @@ def vram(
     if kv_dtype:
         shape = shape.with_kv_dtype(kv_dtype)
     device = gpu_named(gpu)
+    if memory_gib > _MAX_GIB:
+        raise ConfigError(f"--memory-gib is {memory_gib:g}; it must be at most {_MAX_GIB}")
     if memory_gib:
         device = replace(device, memory=int(memory_gib * GIB))
+    if margin != _MARGIN and not sequences:
+        raise ConfigError("--margin is given, and is of the batch of --sequences; give both")
     batch = _parse_sequences(sequences)
     memory = vram_map(shape, device, config)
     document = _document(shape, device, config, memory)

@@ -180,7 +180,7 @@ def decode(line: bytes) -> JournalHead | JournalEntry:
     """
     try:
         return _entries.decode(line)
-    except (msgspec.MsgspecError, ValueError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise JournalError(str(error)) from error
 
 

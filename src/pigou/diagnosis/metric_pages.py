@@ -12,6 +12,7 @@ from pigou.control.saturation.histogram import quantile_of
 
 _SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)(?: \d+)?")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_BOUND = re.compile(r"[+-]?(?:\d+\.?\d*(?:[eE][+-]?\d+)?|\.\d+|Inf)")
 #: Bytes of a page that are read.
 _MAX_BYTES = 2**25
 
@@ -78,7 +79,7 @@ class MetricPage:
         """Return a histogram's cumulative counts by upper bound, of all labels together."""
         counts: dict[float, float] = defaultdict(float)
         for known, value in self._samples.get(f"{name}_bucket", ()):
-            if labels.items() <= known.items():
+            if labels.items() <= known.items() and _BOUND.fullmatch(known.get("le", "")):
                 counts[float(known["le"])] += value
         return dict(counts)
 

@@ -168,7 +168,7 @@ def read_observations(windows: object, source: str) -> tuple[FleetObservation, .
         source: that they are from, for the error.
 
     Raises:
-        ConfigError: they are none, are not in order, or lack length.
+        ConfigError: they are none, are not in order, or lack length; a figure is below 0.
     """
     try:
         series = msgspec.convert(windows, tuple[FleetObservation, ...])
@@ -176,6 +176,15 @@ def read_observations(windows: object, source: str) -> tuple[FleetObservation, .
         raise ConfigError(f"diagnose: windows of {source}: {error}") from None
     if not series:
         raise ConfigError(f"diagnose: {source} has no windows; the run was too short for one")
+    for window in series:
+        for part in (window, *window.workers, *window.tenants):
+            for name in part.__struct_fields__:
+                value = getattr(part, name)
+                if name != "start_s" and isinstance(value, int | float) and value < 0:
+                    raise ConfigError(
+                        f"diagnose: windows of {source}: {name} is {value} at {window.start_s:g} s;"
+                        " it must be at least 0"
+                    )
     for before, window in zip((None, *series), series, strict=False):
         if not window.seconds > 0:
             raise ConfigError(

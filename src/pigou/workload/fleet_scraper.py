@@ -19,16 +19,43 @@ from pigou.workload.endpoint_client import open_session
 
 #: Seconds that a page may take, and windows of a scrape.
 _TIMEOUT_S, _WINDOWS = 10.0, 12
-_MIN_WINDOW_S = 0.5
+_MIN_WINDOW_S, _MAX_WINDOW_S = 0.5, 7200.0
+
+
+class _WorkersRow(msgspec.Struct):
+    """What is read of a worker in the answer of `/workers`; others are left alone."""
+
+    id: str
+    role: str | None = None
+    restarts: int = 0
+    running: float = 0.0
+    waiting: float = 0.0
+    tokens: float = 0.0
+    kv_usage: float | None = None
+
+
+class _WorkersTable(msgspec.Struct):
+    workers: list[_WorkersRow] = []
+    queued_by_tenant: dict[str, float] = {}
+    tenant_weights: dict[str, float] = {}
 
 
 class FleetScraper:
     """Reads the pages of one gateway, or of one server without a gateway."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
-        """Scrape `url`, with the headers of a session."""
+        """Scrape `url`, with the headers of a session.
+
+        Raises:
+            ConfigError: it is no URL.
+        """
         self._session, self._url = session, url.rstrip("/")
-        self._name = urlsplit(url).netloc
+        try:
+            self._name = urlsplit(url).netloc
+        except ValueError as error:
+            raise ConfigError(
+                f"diagnose: {url!r} is no URL ({error}); write http://HOST:8000"
+            ) from None
 
     async def scrape(self) -> FleetScrape:
         """Return what the fleet shows now.
@@ -67,9 +94,14 @@ class FleetScraper:
                 f"diagnose: {self._url}{path} answered {status}; give an administrator's --key"
             )
         try:
-            return msgspec.json.decode(text, type=dict[str, Any]) if status == 200 else {}
-        except msgspec.MsgspecError:
-            return {}
+            table = msgspec.json.decode(text, type=dict[str, Any]) if status == 200 else {}
+            msgspec.convert(table, _WorkersTable)
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise ConfigError(
+                f"diagnose: {self._url}{path} has no table of workers ({error}); give the URL of "
+                "a gateway or a worker of Pigou, or of a vLLM server"
+            ) from None
+        return table
 
     async def _get(self, path: str) -> tuple[int, str]:
         timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
@@ -91,16 +123,17 @@ async def scraped_windows(
     Args:
         url: of a gateway or a worker.
         key: an administrator's API key; "" for none.
-        seconds: to scrape, at least 6.
+        seconds: to scrape, from 6 to a day.
         watch: called with the seconds so far.
 
     Raises:
-        ConfigError: as of `FleetScraper.scrape`, or `seconds` is too short.
+        ConfigError: as of `FleetScraper.scrape`, or `seconds` is too short or long.
     """
     every = seconds / _WINDOWS
-    if every < _MIN_WINDOW_S:
+    if not _MIN_WINDOW_S <= every <= _MAX_WINDOW_S:
         raise ConfigError(
-            f"--seconds is {seconds:g}; give at least {_WINDOWS * _MIN_WINDOW_S:g}, for windows"
+            f"--seconds is {seconds:g}; give at least {_WINDOWS * _MIN_WINDOW_S:g}, at most "
+            f"{_WINDOWS * _MAX_WINDOW_S:.0f}"
         )
     async with open_session(key) as session:
         scraper = FleetScraper(session, url)

@@ -65,7 +65,7 @@ def lines(path: str | Path) -> Iterator[JournalLine]:
                     head = decode_head(line, tuple(_READERS))
                     if head is None and number == 1:
                         raise JournalError("it is not the head of a journal")
-                    entry = head or read(line)
+                    entry = head or _checked(read(line))
                 except UnknownVersionError as error:
                     raise ConfigError(f"journal: {path}, line {number}: {error}") from None
                 except JournalError as error:
@@ -87,6 +87,18 @@ def lines(path: str | Path) -> Iterator[JournalLine]:
         raise ConfigError(f"journal: {path} is empty")
     if broken:
         yield JournalLine(broken[0], None)
+
+
+def _checked(entry: JournalHead | JournalEntry) -> JournalHead | JournalEntry:
+    """Return an entry whose decisions all have a kind.
+
+    Raises:
+        JournalError: one has none.
+    """
+    for decision in entry.out if isinstance(entry, JournalEntry) else ():
+        if not isinstance(decision, dict) or not isinstance(decision.get("kind"), str):
+            raise JournalError(f"a decision of `out` has no kind: {str(decision)[:80]}")
+    return entry
 
 
 def _wrong(path: str | Path, number: int, why: str) -> str:

@@ -67,7 +67,7 @@ def decode(line: bytes) -> JournalEntry:
         return msgspec.convert(entry, JournalEntry, strict=False, dec_hook=decode_value)
     except KeyError as error:
         raise JournalError(f"there is no {error}") from error
-    except (msgspec.MsgspecError, ValueError, TypeError) as error:
+    except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:
         raise JournalError(str(error)) from error
 
 

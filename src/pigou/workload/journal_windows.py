@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -131,8 +132,8 @@ class _JournalWindows:
             self._tokens[opened.request.tenant] += count
             self._loads[opened.decode].counts["output"] += count
 
-    def _decide(self, decision: Any, now: int) -> None:
-        opened = self._open.get(decision.get("request", "")) if isinstance(decision, dict) else None
+    def _decide(self, decision: dict[str, Any], now: int) -> None:
+        opened = self._open.get(decision.get("request", ""))
         if opened is None:
             return
         if decision["kind"] == "shed":
@@ -141,7 +142,7 @@ class _JournalWindows:
             del self._open[opened.request.id]
         elif decision["kind"] == "route" and not opened.routed:
             opened.routed = now
-            choice = decision.get("choice", {})
+            choice = decision.get("choice") or {}
             opened.decode = choice.get("decode", "")
             worker = self._loads[choice.get("prefill") or opened.decode]
             worker.counts["queried"] += opened.request.prompt
@@ -206,8 +207,14 @@ class _JournalWindows:
             self.end_window(self._now)
 
 
-def journal_windows(path: str | Path) -> tuple[FleetObservation, ...]:
+def journal_windows(
+    path: str | Path, on_cut: Callable[[int], object] = lambda _: None
+) -> tuple[FleetObservation, ...]:
     """Return windows of ten seconds of a gateway's journal.
+
+    Args:
+        path: of the journal.
+        on_cut: called with the number of each line that was cut off, and is left out.
 
     Load reports are what the gateway was sent; gaps between tokens, preemptions and the memory of
     workers are none of a journal's matters, and modes that need them are not judged.
@@ -222,6 +229,8 @@ def journal_windows(path: str | Path) -> tuple[FleetObservation, ...]:
             made.begin_run(line.entry)
         elif line.entry is not None:
             made.take(line.entry)
+        else:
+            on_cut(line.number)
     made.close()
     if not made.windows:
         raise ConfigError(

@@ -79,7 +79,7 @@ def _contents(path: Path) -> list[Sequence[Hashable]] | None:
 def _prompt(line: bytes) -> Sequence[Hashable] | None:
     try:
         row = msgspec.json.decode(line)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return None
     if not isinstance(row, dict):
         return None

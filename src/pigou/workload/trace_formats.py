@@ -50,7 +50,8 @@ def read_trace(path: str | Path) -> Trace:
     try:
         return _read(path)
     except (
-        OSError, EOFError, ValueError, KeyError, TypeError, tarfile.TarError, csv.Error
+        OSError, EOFError, ValueError, KeyError, TypeError, RecursionError, tarfile.TarError,
+        csv.Error,
     ) as error:  # fmt: skip
         if isinstance(error, ConfigError):
             raise
@@ -123,7 +124,7 @@ def _decoded(lines: Sequence[tuple[int, bytes]], kind: type[Any], path: str) -> 
     for number, line in lines:
         try:
             rows.append(decoder.decode(line))
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ConfigError(f"trace: line {number} of {path}: {error}") from error
     return rows
 
