@@ -78,11 +78,13 @@ class PullFleet:
             PrefillPuller(broker, f"http://{name}", compute or answer, signer=SEAL).run()
         )
 
-    async def prefill(self, request: str, deadline_s: float = 0.0) -> PrefillOffer:
+    async def prefill(
+        self, request: str, deadline_s: float = 0.0, incarnation: int = 0
+    ) -> PrefillOffer:
         """Have a prompt computed."""
         now = time.monotonic_ns()
         deadline = now + round(deadline_s * SECOND) if deadline_s else NEVER
-        item = PrefillItem(request, 600, now, deadline_ns=deadline)
+        item = PrefillItem(request, 600, now, incarnation, deadline_ns=deadline)
         return await self.gateway.prefill(
             item, LEG, "", lambda worker: self.claims.append((request, worker))
         )
@@ -268,6 +270,35 @@ async def test_a_client_that_leaves_takes_its_prompt_back(folder: Path) -> None:
         assert (await prompts[0]).request == "r0"
         assert fleet.computed == [("r0", "p0")]
         assert fleet.gateway.core.counts.cancelled == 1
+
+
+@law
+async def test_a_prompt_that_is_taken_back_and_queued_again_is_not_lost(folder: Path) -> None:
+    """As the control plane does that recalls it; the broker may purge after it stored again."""
+    async with pull_fleet(folder) as fleet:
+        broker, purged = fleet.gateway._broker, asyncio.Event()
+        purge = broker.purge
+
+        async def late(subject: str) -> None:
+            await asyncio.sleep(0.1)
+            await purge(subject)
+            purged.set()
+
+        async def recalled() -> PrefillOffer:
+            with suppress(asyncio.CancelledError):
+                return await fleet.prefill("r0")
+            return await fleet.prefill("r0", deadline_s=5, incarnation=1)
+
+        broker.purge = late  # type: ignore[method-assign]
+        prompt = await fleet.start(recalled())
+        while not await fleet.length():
+            await asyncio.sleep(0.02)
+        prompt.cancel()
+        await purged.wait()
+        assert await fleet.length() == 1
+        await fleet.worker("p0")
+        assert (await prompt).incarnation == 1
+        assert fleet.computed == [("r0", "p0")]
 
 
 @law

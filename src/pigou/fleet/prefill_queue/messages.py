@@ -68,9 +68,9 @@ class QueueAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         """Name of the stream."""
         return f"PREFILL_{self.name}"
 
-    def subject(self, version: str, request: str) -> str:
-        """Return the subject of a request's prompt; `>` for those of all requests."""
-        return f"{self.name}.prefill.{token(version or 'any')}.{token(request)}"
+    def subject(self, version: str, *prompt: str) -> str:
+        """Return the subject of a prompt by its tokens; `>` for those of all prompts."""
+        return ".".join((self.name, "prefill", token(version or "any"), *map(token, prompt)))
 
     def consumer(self, version: str) -> str:
         """Return the name of the consumer that workers of a version share."""

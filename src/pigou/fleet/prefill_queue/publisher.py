@@ -148,21 +148,23 @@ class PrefillPublisher:
         if not self._connected:
             raise BrokerUnavailable("no prefill queue is connected yet")
         request, address = item.request, self._broker.address
-        subject = address.subject(version, f"{self._id}-{request}")
+        # Of its own for each incarnation: who takes one back must not purge the next one, which
+        # the broker may have stored before it purges.
+        subject = address.subject(version, self._id, request, str(item.incarnation))
         pending = _Pending(subject, asyncio.get_running_loop().create_future(), on_claim)
         self._pending[request] = pending
         self.core.enqueue(item, time.monotonic_ns())
         message = QueuedPrefill(request, item.incarnation, self._subject, tokens=item.tokens, **leg)
         try:
-            await self._broker.publish(
-                subject, f"{subject}.{item.incarnation}", self._signer.sign(message)
-            )
+            await self._broker.publish(subject, subject, self._signer.sign(message))
             return await pending.reply
         finally:
+            is_back = not pending.reply.done() or pending.reply.cancelled()
             if self._pending.get(request) is pending:
                 del self._pending[request]
-            if not pending.reply.done() or pending.reply.cancelled():
-                self.core.cancel(request)
+                if is_back:
+                    self.core.cancel(request)
+            if is_back:
                 self._purge(subject)
 
     # --- what workers say -----------------------------------------------------------------------
