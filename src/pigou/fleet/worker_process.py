@@ -19,6 +19,7 @@ from pigou.fleet.config import FleetError
 from pigou.fleet.hang_detection import EngineProgress, read_heartbeat
 from pigou.logs import relay
 from pigou.wire.fleet_secret import DESCRIPTOR, FleetSecret
+from pigou.worker.kv_transfer import remove_orphans
 
 _log = logging.getLogger("pigou.worker")
 
@@ -184,6 +185,8 @@ class WorkerProcess:
         await self._reader
         if self._listener is not None:
             await self._listener
+        if self.code:
+            remove_orphans()  # its shared memory, which it left where it was killed
 
     @property
     def code(self) -> int | None:
