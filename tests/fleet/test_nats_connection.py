@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,37 @@ def test_a_server_without_tls_is_told_no_password(tmp_path: Path) -> None:
             asyncio.run(connect_nats(address, 0.2))
         log = (tmp_path / "nats-server.log").read_text()
     assert "CONNECT" not in log
+
+
+@pytest.mark.parametrize("error", [b"INFO\r\n", b"-ERR 'maximum connections exceeded'\r\n"])
+def test_a_client_that_cannot_connect_again_is_closed_or_goes_on(error: bytes) -> None:
+    """nats-py's own task ended at the first, and the client was neither connected nor closed."""
+
+    async def run() -> None:
+        answers = [b'INFO {"max_payload": 1000}\r\n', error, b'INFO {"max_payload": 1000}\r\n']
+
+        async def served(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(answers.pop(0) if answers else b"")
+            with suppress(OSError):
+                while (line := await reader.readline()) and line != b"PING\r\n":
+                    pass
+                writer.write(b"PONG\r\n")
+                await writer.drain()
+                if len(answers) > 1:
+                    await asyncio.sleep(0.05)
+                    writer.close()
+                await reader.read()
+
+        server = await asyncio.start_server(served, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        client = await connect_nats(NatsAddress.parse([f"nats://127.0.0.1:{port}"], "peers"), 0.05)
+        async with asyncio.timeout(5):
+            while len(answers) > 1 or not (client.is_closed or client.is_connected):
+                await asyncio.sleep(0.01)
+        await client.close()
+        server.close()
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,8 @@ async def connect_nats(
 ) -> Client:
     """Connect to NATS within 2 s; a connection that is lost later is made again without end.
 
+    A server's error, such as too many connections, closes the client: its owner makes another.
+
     Args:
         address: of the servers.
         retry_s: seconds between two tries; None for a connection that is not made again.
@@ -63,7 +65,17 @@ def _client(address: NatsAddress) -> Client:
     from nats.aio.client import Client
     from nats.errors import SecureConnRequiredError
 
-    class TlsClient(Client):
+    class RepairedClient(Client):
+        """Is closed by what nats-py does not foresee, instead of neither connected nor closed."""
+
+        async def _attempt_reconnect(self) -> None:
+            try:
+                await super()._attempt_reconnect()
+            except Exception as error:
+                await self._error_cb(error)
+                await self.close()
+
+    class TlsClient(RepairedClient):
         """Tells nothing to a server that offers no TLS; nats-py would log in without it."""
 
         async def _process_info(self, info: dict[str, Any], *more: Any, **named: Any) -> None:
@@ -71,7 +83,7 @@ def _client(address: NatsAddress) -> Client:
                 raise SecureConnRequiredError
             await super()._process_info(info, *more, **named)
 
-    return TlsClient() if address.is_tls else Client()
+    return TlsClient() if address.is_tls else RepairedClient()
 
 
 async def _ignore(_: Exception) -> None:

@@ -109,6 +109,16 @@ def test_an_extended_lease_holds() -> None:
     assert len(queue) == 1
 
 
+def test_a_worker_that_computes_another_prompt_keeps_that_alone() -> None:
+    queue = queue_of("p0", lease_s=2.0)
+    for name in ("r0", "r1"):
+        queue.enqueue(PrefillItem(name, 300, 1), 5)
+    queue.claim("p0", 5)
+    assert queue.extend("p0", SECOND, "r1") == 2
+    queue.tick(2 * SECOND + 5)
+    assert [queue.claimant(name) for name in ("r0", "r1", "r2")] == ["", "p0", ""]
+
+
 def test_the_first_offer_counts_whoever_made_it() -> None:
     queue = queue_of("p0", "p1", lease_s=2.0)
     queue.enqueue(PrefillItem("r0", 10, 1), 5)

@@ -45,6 +45,10 @@ class MemoryBus:
         self.hub, self.take = hub, None
         self.connected = False
 
+    @property
+    def closed(self) -> bool:
+        return not self.connected
+
     async def connect(self, take: Callable[[bytes], None], again: Callable[[], None]) -> None:
         self.hub.tries += 1
         if self.hub.down:
@@ -123,6 +127,22 @@ def test_a_gateway_that_joins_hears_what_was_sent_before() -> None:
         submit(a, "r1")
         await asyncio.sleep(0.1)
         b.start()
+        await until(lambda: streams(b) == [1])
+        for exchange in (a, b):
+            await exchange.stop()
+
+    asyncio.run(run())
+
+
+def test_a_bus_that_a_server_closed_is_connected_anew() -> None:
+    async def run() -> None:
+        hub = MemoryHub()
+        a, b = node(hub, "w0"), node(hub, "w0")
+        for exchange in (a, b):
+            exchange.start()
+        await until(lambda: a.health()["peers"] == [b.name])
+        await a._bus.close()
+        submit(a, "r1")
         await until(lambda: streams(b) == [1])
         for exchange in (a, b):
             await exchange.stop()

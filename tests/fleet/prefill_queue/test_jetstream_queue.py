@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 from urllib.request import urlopen
 
 import numpy as np
@@ -18,6 +19,7 @@ from tests.lib.server_process import ServerProcess, free_ports, nats_server
 from pigou.config import ConfigError
 from pigou.control.pull_queue.config import PullQueueConfig
 from pigou.control.pull_queue.messages import PrefillItem, ServiceTable
+from pigou.fleet.prefill_queue import publisher
 from pigou.fleet.prefill_queue.broker import BrokerUnavailable, PrefillBroker
 from pigou.fleet.prefill_queue.messages import (
     ClaimQuestion,
@@ -107,7 +109,7 @@ class PullFleet:
 
 @asynccontextmanager
 async def pull_fleet(folder: Path, options: str = "?lease_s=0.6") -> AsyncIterator[PullFleet]:
-    with nats_server(folder) as server:
+    with nats_server(folder) as server, patch.object(publisher, "_RETRY_S", 0.1):
         async with AsyncExitStack() as stack:
             fleet = PullFleet(server, stack, options)
             await fleet.start(fleet.gateway.run())
@@ -299,6 +301,49 @@ async def test_a_prompt_that_is_taken_back_and_queued_again_is_not_lost(folder: 
         await fleet.worker("p0")
         assert (await prompt).incarnation == 1
         assert fleet.computed == [("r0", "p0")]
+
+
+@law
+async def test_what_the_broker_lost_is_stored_again_and_what_it_has_is_not(folder: Path) -> None:
+    async with pull_fleet(folder, "?lease_s=0.2") as fleet:
+        prompts = [await fleet.start(fleet.prefill(name)) for name in ("r0", "r1")]
+        pending, broker = fleet.gateway._pending, fleet.gateway._broker
+        await fleet.until(lambda: all(prompt.copies == 1 for prompt in pending.values()))
+        await broker.purge(pending["r0"].subject)
+        assert await fleet.length() == 1
+        await fleet.until(lambda: pending["r0"].copies == 2)
+        await asyncio.sleep(0.5)  # two leases more
+        assert [pending[name].copies for name in ("r0", "r1")] == [2, 1]
+        assert await fleet.length() == 2
+        await fleet.worker("p0")
+        await asyncio.gather(*prompts)
+        assert sorted(fleet.computed) == [("r0", "p0"), ("r1", "p0")]
+
+
+@law
+async def test_prompts_outlive_a_server_that_keeps_none(folder: Path) -> None:
+    """Also one that a worker had claimed which does not compute it, and computes another."""
+    async with pull_fleet(folder, "?storage=memory&lease_s=0.6") as fleet:
+        await fleet.worker("p0", stuck)
+        prompts = [await fleet.start(fleet.prefill(f"r{n}")) for n in range(4)]
+        await fleet.until(lambda: len(fleet.claims) == 2)
+        fleet.server.kill()
+        fleet.server.start()
+        await fleet.worker("p1")
+        await asyncio.gather(*prompts[2:])
+        assert sorted(fleet.computed) == [("r2", "p1"), ("r3", "p1")]
+        assert fleet.gateway.core.counts.redelivered == 0  # the worker lives
+
+
+@law
+async def test_a_gateway_whose_connection_is_closed_under_it_makes_another(folder: Path) -> None:
+    """As nats-py does at errors of the server."""
+    async with pull_fleet(folder) as fleet:
+        prompt = await fleet.start(fleet.prefill("r0", deadline_s=5))
+        await fleet.until(lambda: fleet.gateway._pending["r0"].copies)
+        await fleet.gateway._broker.client.close()
+        await fleet.worker("p0")
+        assert (await prompt).reply == b"p0"
 
 
 @law

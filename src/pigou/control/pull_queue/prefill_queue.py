@@ -120,6 +120,11 @@ class PrefillQueue:
         entry = self._entries.get(request)
         return None if entry is None else entry.item.incarnation
 
+    def claimant(self, request: str) -> str:
+        """Return the worker that has claimed a prompt; empty for nobody."""
+        entry = self._entries.get(request)
+        return "" if entry is None or entry.claim is None else entry.claim.worker
+
     def claims_of(self, worker: str) -> int:
         """Return how many prompts a worker has claimed."""
         return len(self._claims.get(worker, ()))
@@ -208,12 +213,16 @@ class PrefillQueue:
                     return []
         return self._give(entry, worker, end_ns + round(seconds_s * SECOND), now_ns)
 
-    def extend(self, worker: str, now_ns: int) -> int:
-        """Renew the leases of a worker that lives; return how many prompts it still has."""
+    def extend(self, worker: str, now_ns: int, request: str = "") -> int:
+        """Renew the leases of a worker that lives, or that of one request alone.
+
+        Returns:
+            How many prompts the worker still has.
+        """
         end_ns = now_ns + round(self.config.lease_s * SECOND)
         claims = self._claims.get(worker, ())
         for entry in claims:
-            if entry.claim is not None:
+            if entry.claim is not None and request in ("", entry.item.request):
                 entry.claim = msgspec.structs.replace(entry.claim, lease_end_ns=end_ns)
         return len(claims)
 

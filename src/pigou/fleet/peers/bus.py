@@ -30,6 +30,11 @@ class PeerBus(Protocol):
         """Whether messages go out now."""
         ...
 
+    @property
+    def closed(self) -> bool:
+        """Whether `connect` is to be called: before the first time, or after a server's error."""
+        ...
+
     async def connect(self, take: Callable[[bytes], None], again: Callable[[], None]) -> None:
         """Connect; then reconnect by itself after failures.
 
@@ -72,6 +77,11 @@ class NatsBus:
     def connected(self) -> bool:
         """Whether messages go out now."""
         return self._client is not None and self._client.is_connected
+
+    @property
+    def closed(self) -> bool:
+        """Whether there is no connection, and none is tried."""
+        return self._client is None or self._client.is_closed
 
     async def connect(self, take: Callable[[bytes], None], again: Callable[[], None]) -> None:
         """As of `PeerBus`."""

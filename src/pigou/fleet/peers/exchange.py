@@ -92,28 +92,31 @@ class PeerExchange:
 
     async def _run(self) -> None:
         await self._plane_driver.compiled.wait()
-        failures, rng = 0, random.Random()
+        failures, rng, looked, again = 0, random.Random(), 0.0, 0.0
         while not self._stopping:
-            try:
-                await self._bus.connect(self._take, self._greet)
-                break
-            except BusError as error:
-                failures += 1
-                if failures == 1:
-                    _log.warning(
-                        "the gateways' bus is down, and this gateway serves without it: %s", error
-                    )
-            await asyncio.sleep(_BACKOFF.wait_ns(failures, rng) / SECOND)
-        _log.info("gateway %s is on the bus", self.name)
-        self._greet()
-        looked = 0.0
-        while not self._stopping:
+            if self._bus.closed and time.monotonic() >= again:
+                failures = await self._connect(failures)
+                again = time.monotonic() + _BACKOFF.wait_ns(max(1, failures), rng) / SECOND
             if self._bus.connected:
                 await self._publish()
             if time.monotonic() - looked >= LOOK_S:
                 looked = time.monotonic()
                 self._look()
             await asyncio.sleep(PUBLISH_S)
+
+    async def _connect(self, failures: int) -> int:
+        """Try to reach the bus; return the failures in a row, `failures` before this try."""
+        try:
+            await self._bus.connect(self._take, self._greet)
+        except BusError as error:
+            if not failures:
+                _log.warning(
+                    "the gateways' bus is down, and this gateway serves without it: %s", error
+                )
+            return failures + 1
+        _log.info("gateway %s is on the bus", self.name)
+        self._greet()
+        return 0
 
     def _greet(self) -> None:
         self._outbox.append(self._receiver.hello())

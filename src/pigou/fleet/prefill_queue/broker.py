@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Container
 from contextlib import suppress
 
 from nats.aio.client import Client
@@ -108,6 +109,20 @@ class PrefillBroker:
         except (Error, OSError, TimeoutError) as error:
             raise BrokerUnavailable(str(error)) from error
         return info.state.messages
+
+    async def stored(self, gateway: str) -> Container[str]:
+        """Return the subjects of a gateway's prompts that the broker holds, 100,000 at most.
+
+        Raises:
+            BrokerUnavailable: nobody answers.
+        """
+        try:
+            info = await self.stream.stream_info(
+                self.address.stream, subjects_filter=self.address.subjects_of(gateway)
+            )
+        except (Error, OSError, TimeoutError) as error:
+            raise BrokerUnavailable(str(error)) from error
+        return info.state.subjects or {}
 
     async def subscribe(self, version: str) -> JetStreamContext.PullSubscription:
         """Return the consumer that workers of a version share.

@@ -72,6 +72,10 @@ class QueueAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         """Return the subject of a prompt by its tokens; `>` for those of all prompts."""
         return ".".join((self.name, "prefill", token(version or "any"), *map(token, prompt)))
 
+    def subjects_of(self, gateway: str) -> str:
+        """Return the pattern of the subjects of a gateway's prompts, of all versions."""
+        return f"{self.name}.prefill.*.{token(gateway)}.>"
+
     def consumer(self, version: str) -> str:
         """Return the name of the consumer that workers of a version share."""
         return f"workers_{token(version or 'any')}"
@@ -153,9 +157,10 @@ class OfferAnswer(msgspec.Struct, frozen=True):
 
 
 class WorkerAlive(msgspec.Struct, frozen=True):
-    """A worker still computes what it has begun for a gateway."""
+    """A worker still computes a prompt of a gateway; all that it has begun without `request`."""
 
     worker: str
+    request: str = ""
 
 
 #: Use of the fleet secret whose key signs messages, and bytes of a signature.

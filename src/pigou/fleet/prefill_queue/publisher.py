@@ -6,11 +6,11 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, TypeAlias
 
 import msgspec
 from nats.aio.msg import Msg
+from nats.errors import Error
 
 from pigou.background import Background
 from pigou.control.pull_queue.claim_price import warm_up
@@ -37,8 +37,13 @@ from pigou.fleet.prefill_queue.messages import (
     WorkerAlive,
 )
 
-#: Seconds between two looks at leases and deadlines, and two tries to connect.
-_TICK_S, _RETRY_S = 0.05, 1.0
+#: Seconds between two looks at leases and deadlines, and two at the broker; for an answer of it.
+_TICK_S, _RETRY_S, _ANSWER_S = 0.05, 1.0, 2.0
+#: Looks at the broker that fail in a row, after which another connection is made.
+_MAX_FAILURES = 3
+#: Prompts that are published again after one look; prompts among which none is looked for, as the
+#: broker lists no more than twice as many.
+_MAX_AGAIN, _MAX_SEARCHED = 100, 50_000
 #: Seconds for which a prompt is given back, at least and at most.
 _MIN_DELAY_S, _MAX_DELAY_S = 0.02, 0.25
 
@@ -60,12 +65,17 @@ class UncomputedPrefill(Exception):
 
 
 class _Pending(msgspec.Struct, eq=False):
-    """A prompt whose first offer is awaited."""
+    """A prompt whose first offer is awaited.
+
+    `copies` are those that the broker has stored, one at a time: the next one has another id.
+    """
 
     subject: str
+    message: bytes
     reply: asyncio.Future[PrefillOffer]
     on_claim: Callable[[str], None]
     delivery: tuple[str, int] = "", 0  # of the claim: worker, and the broker's count
+    copies: int = 0
 
 
 class PrefillPublisher:
@@ -96,7 +106,7 @@ class PrefillPublisher:
         self._subject = f"{broker.address.name}.gateway.{self._id}"
         self._pending: dict[str, _Pending] = {}
         self._purges: set[asyncio.Future[None]] = set()
-        self._connected = False
+        self._connected = self._ended = False
         self.length = 0
 
     async def run(self) -> None:
@@ -109,23 +119,72 @@ class PrefillPublisher:
                 await asyncio.sleep(_TICK_S)
                 self._apply(self.core.tick(time.monotonic_ns()))
         finally:
-            self._connected = False
+            self._connected, self._ended = False, True
             talk.cancel()
             await self._broker.close()
 
     async def _talk(self) -> None:
-        """Connect, as often as it takes, and ask for the queue's length every second."""
-        while not self._connected:
+        """Connect, and look at the broker every second: it answers, and holds what waits.
+
+        The client connects again by itself, but a server's error may close it for good. What
+        waits is looked for once a lease, and after each failure.
+        """
+        failures, searched_s = _MAX_FAILURES, 0.0
+        while not self._ended:
             try:
-                await self._broker.connect()
-                await self._broker.client.subscribe(f"{self._subject}.*", cb=self._receive)
-                self._connected = True
-            except BrokerUnavailable:
-                await asyncio.sleep(_RETRY_S)
-        while self._connected:
-            with suppress(BrokerUnavailable):
+                if failures >= _MAX_FAILURES or self._broker.client.is_closed:
+                    await self._broker.connect()
+                    await self._broker.client.subscribe(f"{self._subject}.*", cb=self._receive)
+                    self._connected, failures = True, 1  # it is yet to answer
                 self.length = await self._broker.length()
+                await self._ask_itself()
+                if failures or time.monotonic() - searched_s >= self.core.config.lease_s:
+                    searched_s = time.monotonic()
+                    await self._restore()
+                failures = 0
+            except (BrokerUnavailable, Error):
+                failures += 1
             await asyncio.sleep(_RETRY_S)
+
+    async def _ask_itself(self) -> None:
+        """Ask as a worker does: questions reach this gateway.
+
+        Raises:
+            BrokerUnavailable: they do not.
+        """
+        question = self._signer.sign(ClaimQuestion("", 0, "", 0))
+        await self._broker.ask(f"{self._subject}.{CLAIM}", question, _ANSWER_S)
+
+    async def _restore(self) -> None:
+        """Publish again what waits and the broker does not hold: nobody would ever pull it.
+
+        Raises:
+            BrokerUnavailable: it does not answer.
+        """
+        waiting = [pair for pair in self._pending.items() if pair[1].copies and self._waits(*pair)]
+        if not waiting or len(self._pending) > _MAX_SEARCHED:
+            return
+        stored = await self._broker.stored(self._id)
+        lost = [pair for pair in waiting if pair[1].subject not in stored]
+        for request, pending in lost[:_MAX_AGAIN]:
+            if self._waits(request, pending):
+                pending.delivery = "", 0  # the broker counts from 1 again
+                await self._publish(pending)
+
+    def _waits(self, request: str, pending: _Pending) -> bool:
+        """Whether a prompt is awaited and nobody has claimed it."""
+        awaited = self._pending.get(request) is pending and not pending.reply.done()
+        return awaited and not self.core.claimant(request)
+
+    async def _publish(self, pending: _Pending) -> None:
+        """Have the broker store a prompt, once however often this fails.
+
+        Raises:
+            BrokerUnavailable: it may not be stored.
+        """
+        id_ = f"{pending.subject}.{pending.copies}"
+        await self._broker.publish(pending.subject, id_, pending.message)
+        pending.copies += 1
 
     async def prefill(
         self, item: PrefillItem, leg: Mapping[str, Any], version: str,
@@ -151,12 +210,13 @@ class PrefillPublisher:
         # Of its own for each incarnation: who takes one back must not purge the next one, which
         # the broker may have stored before it purges.
         subject = address.subject(version, self._id, request, str(item.incarnation))
-        pending = _Pending(subject, asyncio.get_running_loop().create_future(), on_claim)
+        message = QueuedPrefill(request, item.incarnation, self._subject, tokens=item.tokens, **leg)
+        reply: asyncio.Future[PrefillOffer] = asyncio.get_running_loop().create_future()
+        pending = _Pending(subject, self._signer.sign(message), reply, on_claim)
         self._pending[request] = pending
         self.core.enqueue(item, time.monotonic_ns())
-        message = QueuedPrefill(request, item.incarnation, self._subject, tokens=item.tokens, **leg)
         try:
-            await self._broker.publish(subject, subject, self._signer.sign(message))
+            await self._publish(pending)
             return await pending.reply
         finally:
             is_back = not pending.reply.done() or pending.reply.cancelled()
@@ -181,7 +241,7 @@ class PrefillPublisher:
             elif kind == ALIVE:
                 alive = self._signer.verify(message.data, WorkerAlive)
                 worker = self._workers().get(alive.worker, "")
-                self.core.extend(worker, time.monotonic_ns())
+                self.core.extend(worker, time.monotonic_ns(), alive.request)
         except (msgspec.MsgspecError, OSError):
             return  # who is not of the fleet gets no answer
 
@@ -195,7 +255,8 @@ class PrefillPublisher:
         worker = known.get(question.worker)
         if worker is None:
             return ClaimAnswer("later", _MAX_DELAY_S)
-        if pending.delivery == (worker, question.delivery):
+        asked = pending.delivery == (worker, question.delivery)
+        if asked and self.core.claimant(request) == worker:
             return ClaimAnswer("begin")
         busy_s = [self.core.free_s(other, now_ns) for other in self.core.workers]
         delay_s = min((seconds for seconds in busy_s if seconds > 0.0), default=0.0)

@@ -181,5 +181,5 @@ class PrefillPuller:
                 await message.in_progress()
                 subject = f"{prompt.gateway}.{ALIVE}"
                 await self._broker.client.publish(
-                    subject, self._signer.sign(WorkerAlive(self._worker))
+                    subject, self._signer.sign(WorkerAlive(self._worker, prompt.request))
                 )
