@@ -214,11 +214,7 @@ class PrefillQueue:
         return self._give(entry, worker, end_ns + round(seconds_s * SECOND), now_ns)
 
     def extend(self, worker: str, now_ns: int, request: str = "") -> int:
-        """Renew the leases of a worker that lives, or that of one request alone.
-
-        Returns:
-            How many prompts the worker still has.
-        """
+        """Renew the leases of a worker that lives, or of one request; return how many it has."""
         end_ns = now_ns + round(self.config.lease_s * SECOND)
         claims = self._claims.get(worker, ())
         for entry in claims:

@@ -26,6 +26,8 @@ from pigou.fleet.prefill_queue.messages import QueueAddress
 DUPLICATE_WINDOW_S = 120.0
 #: Seconds between two tries to connect, and for an answer of the broker.
 _RETRY_S, _ANSWER_S = 0.2, 2.0
+#: The server's error code for a sequence number without a message.
+_NO_MESSAGE = 10057
 #: Seconds that the end of a connection may take.
 _CLOSE_S = 0.5
 
@@ -79,8 +81,8 @@ class PrefillBroker:
         assert self._stream is not None
         return self._stream
 
-    async def publish(self, subject: str, id_: str, payload: bytes) -> bool:
-        """Store a message once; return whether it is new.
+    async def publish(self, subject: str, id_: str, payload: bytes) -> int:
+        """Store a message once; return its sequence number, the first one's for a duplicate.
 
         Raises:
             BrokerUnavailable: it may not be stored.
@@ -91,12 +93,26 @@ class PrefillBroker:
             done = await self.stream.publish(subject, payload, headers={"Nats-Msg-Id": id_})
         except (Error, OSError, TimeoutError) as error:
             raise BrokerUnavailable(f"the prefill queue took no prompt: {error}") from error
-        return not done.duplicate
+        return done.seq
 
-    async def purge(self, subject: str) -> None:
-        """Forget what is stored on a subject; a broker that is away keeps it, and is asked not."""
-        with suppress(Error, OSError, TimeoutError):
-            await self.stream.purge_stream(self.address.stream, subject=subject)
+    async def delete(self, subject: str, sequence: int) -> None:
+        """Forget a prompt by its sequence number, unless that is another's in a stream made anew.
+
+        A purge of its subject loses others: nats-server 2.14 moves the consumer's ack floor over
+        prompts that workers have, which are then neither delivered again nor removed by an ack.
+
+        Raises:
+            BrokerUnavailable: nobody answers.
+        """
+        if subject not in await self.stored(subject):
+            return
+        try:
+            await self.stream.delete_msg(self.address.stream, sequence)
+        except APIError as error:
+            if error.err_code != _NO_MESSAGE:
+                raise BrokerUnavailable(str(error)) from error
+        except (Error, OSError, TimeoutError) as error:
+            raise BrokerUnavailable(str(error)) from error
 
     async def length(self) -> int:
         """Return how many prompts wait, or are claimed and not acked.
@@ -110,19 +126,32 @@ class PrefillBroker:
             raise BrokerUnavailable(str(error)) from error
         return info.state.messages
 
-    async def stored(self, gateway: str) -> Container[str]:
-        """Return the subjects of a gateway's prompts that the broker holds, 100,000 at most.
+    async def stored(self, pattern: str) -> Container[str]:
+        """Return the subjects of a pattern on which a prompt is stored, 100,000 at most.
 
         Raises:
             BrokerUnavailable: nobody answers.
         """
         try:
-            info = await self.stream.stream_info(
-                self.address.stream, subjects_filter=self.address.subjects_of(gateway)
-            )
+            info = await self.stream.stream_info(self.address.stream, subjects_filter=pattern)
         except (Error, OSError, TimeoutError) as error:
             raise BrokerUnavailable(str(error)) from error
         return info.state.subjects or {}
+
+    async def ack_floor(self, version: str) -> int:
+        """Return the sequence number up to which workers of a version get nothing any more.
+
+        Raises:
+            BrokerUnavailable: nobody answers.
+        """
+        address = self.address
+        try:
+            info = await self.stream.consumer_info(address.stream, address.consumer(version))
+        except NotFoundError:  # no worker has come yet
+            return 0
+        except (Error, OSError, TimeoutError) as error:
+            raise BrokerUnavailable(str(error)) from error
+        return 0 if info.ack_floor is None else info.ack_floor.stream_seq
 
     async def subscribe(self, version: str) -> JetStreamContext.PullSubscription:
         """Return the consumer that workers of a version share.

@@ -6,6 +6,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeAlias
 
 import msgspec
@@ -67,15 +68,17 @@ class UncomputedPrefill(Exception):
 class _Pending(msgspec.Struct, eq=False):
     """A prompt whose first offer is awaited.
 
-    `copies` are those that the broker has stored, one at a time: the next one has another id.
+    `copies` are those that the broker has stored, one at a time, the last one at `sequence`.
     """
 
     subject: str
+    version: str
     message: bytes
     reply: asyncio.Future[PrefillOffer]
     on_claim: Callable[[str], None]
     delivery: tuple[str, int] = "", 0  # of the claim: worker, and the broker's count
     copies: int = 0
+    sequence: int = 0
 
 
 class PrefillPublisher:
@@ -105,7 +108,7 @@ class PrefillPublisher:
         self._id = secrets.token_hex(8)
         self._subject = f"{broker.address.name}.gateway.{self._id}"
         self._pending: dict[str, _Pending] = {}
-        self._purges: set[asyncio.Future[None]] = set()
+        self._deletions: set[asyncio.Future[None]] = set()
         self._connected = self._ended = False
         self.length = 0
 
@@ -156,7 +159,9 @@ class PrefillPublisher:
         await self._broker.ask(f"{self._subject}.{CLAIM}", question, _ANSWER_S)
 
     async def _restore(self) -> None:
-        """Publish again what waits and the broker does not hold: nobody would ever pull it.
+        """Publish again what waits and nobody would ever pull: the broker has it no more.
+
+        Or it does not deliver it, as its sequence number is below the workers' ack floor.
 
         Raises:
             BrokerUnavailable: it does not answer.
@@ -164,10 +169,17 @@ class PrefillPublisher:
         waiting = [pair for pair in self._pending.items() if pair[1].copies and self._waits(*pair)]
         if not waiting or len(self._pending) > _MAX_SEARCHED:
             return
-        stored = await self._broker.stored(self._id)
-        lost = [pair for pair in waiting if pair[1].subject not in stored]
+        stored = await self._broker.stored(self._broker.address.subjects_of(self._id))
+        versions = {pending.version for _, pending in waiting}
+        floors = {version: await self._broker.ack_floor(version) for version in versions}
+        lost = [
+            (request, pending)
+            for request, pending in waiting
+            if pending.subject not in stored or pending.sequence <= floors[pending.version]
+        ]
         for request, pending in lost[:_MAX_AGAIN]:
             if self._waits(request, pending):
+                await self._broker.delete(pending.subject, pending.sequence)
                 pending.delivery = "", 0  # the broker counts from 1 again
                 await self._publish(pending)
 
@@ -183,7 +195,7 @@ class PrefillPublisher:
             BrokerUnavailable: it may not be stored.
         """
         id_ = f"{pending.subject}.{pending.copies}"
-        await self._broker.publish(pending.subject, id_, pending.message)
+        pending.sequence = await self._broker.publish(pending.subject, id_, pending.message)
         pending.copies += 1
 
     async def prefill(
@@ -207,12 +219,10 @@ class PrefillPublisher:
         if not self._connected:
             raise BrokerUnavailable("no prefill queue is connected yet")
         request, address = item.request, self._broker.address
-        # Of its own for each incarnation: who takes one back must not purge the next one, which
-        # the broker may have stored before it purges.
         subject = address.subject(version, self._id, request, str(item.incarnation))
         message = QueuedPrefill(request, item.incarnation, self._subject, tokens=item.tokens, **leg)
         reply: asyncio.Future[PrefillOffer] = asyncio.get_running_loop().create_future()
-        pending = _Pending(subject, self._signer.sign(message), reply, on_claim)
+        pending = _Pending(subject, version, self._signer.sign(message), reply, on_claim)
         self._pending[request] = pending
         self.core.enqueue(item, time.monotonic_ns())
         try:
@@ -225,7 +235,7 @@ class PrefillPublisher:
                 if is_back:
                     self.core.cancel(request)
             if is_back:
-                self._purge(subject)
+                self._delete(pending)
 
     # --- what workers say -----------------------------------------------------------------------
 
@@ -299,10 +309,16 @@ class PrefillPublisher:
             pending = self._pending.get(effect.item.request)
             if pending is not None and not pending.reply.done():
                 pending.reply.set_exception(UncomputedPrefill(effect))
-                self._purge(pending.subject)
+                self._delete(pending)
 
-    def _purge(self, subject: str) -> None:
-        """Have the broker forget a prompt."""
-        task = asyncio.ensure_future(self._broker.purge(subject))
-        self._purges.add(task)
-        task.add_done_callback(self._purges.discard)
+    def _delete(self, pending: _Pending) -> None:
+        """Have the broker forget a prompt; else who pulls it is told that it is gone."""
+
+        async def delete() -> None:
+            with suppress(BrokerUnavailable):
+                await self._broker.delete(pending.subject, pending.sequence)
+
+        if pending.sequence:
+            task = asyncio.ensure_future(delete())
+            self._deletions.add(task)
+            task.add_done_callback(self._deletions.discard)
