@@ -140,7 +140,7 @@ class PrefillPublisher:
                     await self._broker.client.subscribe(f"{self._subject}.*", cb=self._receive)
                     self._connected, failures = True, 1  # it is yet to answer
                 self.length = await self._broker.length()
-                await self._ask_itself()
+                await self._ask_self()
                 if failures or time.monotonic() - searched_s >= self.core.config.lease_s:
                     searched_s = time.monotonic()
                     await self._restore()
@@ -149,7 +149,7 @@ class PrefillPublisher:
                 failures += 1
             await asyncio.sleep(_RETRY_S)
 
-    async def _ask_itself(self) -> None:
+    async def _ask_self(self) -> None:
         """Ask as a worker does: questions reach this gateway.
 
         Raises:
@@ -166,7 +166,9 @@ class PrefillPublisher:
         Raises:
             BrokerUnavailable: it does not answer.
         """
-        waiting = [pair for pair in self._pending.items() if pair[1].copies and self._waits(*pair)]
+        waiting = [
+            pair for pair in self._pending.items() if pair[1].copies and self._is_unclaimed(*pair)
+        ]
         if not waiting or len(self._pending) > _MAX_SEARCHED:
             return
         stored = await self._broker.stored(self._broker.address.subjects_of(self._id))
@@ -178,12 +180,12 @@ class PrefillPublisher:
             if pending.subject not in stored or pending.sequence <= floors[pending.version]
         ]
         for request, pending in lost[:_MAX_AGAIN]:
-            if self._waits(request, pending):
+            if self._is_unclaimed(request, pending):
                 await self._broker.delete(pending.subject, pending.sequence)
                 pending.delivery = "", 0  # the broker counts from 1 again
                 await self._publish(pending)
 
-    def _waits(self, request: str, pending: _Pending) -> bool:
+    def _is_unclaimed(self, request: str, pending: _Pending) -> bool:
         """Whether a prompt is awaited and nobody has claimed it."""
         awaited = self._pending.get(request) is pending and not pending.reply.done()
         return awaited and not self.core.claimant(request)
@@ -265,8 +267,8 @@ class PrefillPublisher:
         worker = known.get(question.worker)
         if worker is None:
             return ClaimAnswer("later", _MAX_DELAY_S)
-        asked = pending.delivery == (worker, question.delivery)
-        if asked and self.core.claimant(request) == worker:
+        repeated = pending.delivery == (worker, question.delivery)
+        if repeated and self.core.claimant(request) == worker:
             return ClaimAnswer("begin")
         busy_s = [self.core.free_s(other, now_ns) for other in self.core.workers]
         delay_s = min((seconds for seconds in busy_s if seconds > 0.0), default=0.0)
