@@ -58,7 +58,11 @@ class TrialOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         """Refuse counts that make no sense."""
-        for name, value, lowest in (("top", self.top, 1), ("jobs", self.jobs, 0)):
+        for name, value, lowest in (
+            ("top", self.top, 1),
+            ("jobs", self.jobs, 0),
+            ("seed", self.seed, 0),
+        ):
             if value < lowest:
                 raise ConfigError(f"{name} is {value}; it must be at least {lowest}")
 
@@ -153,7 +157,7 @@ def read_gpus(text: str) -> dict[str, int]:
     counts: dict[str, int] = {}
     for item in text.split(","):
         name, _, count = item.strip().partition(":")
-        if not count.isdigit() or not 1 <= int(count) <= _MAX_GPUS:
+        if not count.isdecimal() or not 1 <= int(count) <= _MAX_GPUS:
             raise ConfigError(f"--gpus has {item!r}; write NAME:COUNT, 1 to {_MAX_GPUS}: H200:32")
         name = gpu_named(name).name
         if name in counts:

@@ -303,7 +303,7 @@ def resolved(limit: int | str, target: int, *, up: bool) -> int:
     if isinstance(limit, int):
         return limit
     text = limit.removesuffix("%")
-    if not limit.endswith("%") or not text.isdigit():
+    if not limit.endswith("%") or not text.isdecimal():
         raise ValueError(f"limit is {limit!r}; it must be a count or like 25%")
     product = int(text) * target
     return -(-product // 100) if up else product // 100

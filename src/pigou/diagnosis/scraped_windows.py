@@ -141,7 +141,7 @@ def _worker(
 
     info = b.labels("vllm:cache_config_info")
     sizes = [info.get("num_gpu_blocks", ""), info.get("block_size", "")]
-    kv_tokens = int(sizes[0]) * int(sizes[1]) if all(text.isdigit() for text in sizes) else 0
+    kv_tokens = int(sizes[0]) * int(sizes[1]) if all(text.isdecimal() for text in sizes) else 0
     itl_s = rose(f"{_WORKER_ITL}_sum") or 0.0
     running = max(_mean_gauge(a, b, "vllm:num_requests_running"), itl_s / seconds)
     usage = b.total("vllm:kv_cache_usage_perc")

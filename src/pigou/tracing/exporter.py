@@ -151,7 +151,7 @@ class SpanExporter:
                     return
                 why = f"status {answer.status}"
                 reason = "unreachable" if answer.status in _RETRYABLE else "refused"
-                if answer.retry_after.isdigit():
+                if answer.retry_after.isdecimal():
                     pause_s = min(_MAX_RETRY_AFTER_S, float(answer.retry_after))
             if reason == "refused" or tries == _MAX_TRIES or self._closing.wait(pause_s):
                 break

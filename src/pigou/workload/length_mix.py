@@ -99,6 +99,6 @@ class _Sampler:
 
 
 def _tokens(name: str, text: str) -> int:
-    if not text.isdigit():
+    if not text.isdecimal():
         raise ConfigError(f"mix: {name} is {text!r}; it must be a number of tokens")
     return int(text)

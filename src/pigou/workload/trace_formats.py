@@ -46,6 +46,8 @@ def read_trace(path: str | Path) -> Trace:
     Raises:
         ConfigError: the file cannot be read, or is none of these.
     """
+    if not str(path):
+        raise ConfigError("trace: no file is named; name a file or a folder")
     path = Path(path)
     try:
         return _read(path)

@@ -114,6 +114,8 @@ def test_the_chart_renders_the_helm_values(planned: tuple[dict[str, Any], Path])
     ("options", "words"),
     [
         (["--gpus", "H100"], "--gpus has 'H100'"),
+        (["--gpus", "H100:²"], "--gpus has 'H100:²'"),
+        (["--seed", "-1"], "--seed is -1"),
         (["--gpus", "H100-96GB:2"], "gpu is 'H100-96GB'"),
         (["--gpus", "H100:2,h100:3"], "names H100 twice"),
         (["--prices", "H200=1"], "--gpus has none"),

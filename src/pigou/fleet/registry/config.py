@@ -77,7 +77,7 @@ class RegistrationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True
                 raise ConfigError(f"label is {text[:80]!r}; write NAME=VALUE, like rack=r1")
             labels[name] = value
         number = labels.pop("gpus", str(gpus))
-        if not number.isdigit() or len(number) > 6:
+        if not number.isdecimal() or len(number) > 6:
             raise ConfigError(f"label: gpus is {number[:20]!r}; it must be a number")
         fields = {"host": host}
         fields |= {name: value for name, value in (location or {}).items() if value}

@@ -71,7 +71,7 @@ class KubernetesStore:
                 "k8s://NAMESPACE?selector=LABELS, with port= and api= where they are needed"
             )
         port = options.get("port", "8000")
-        if not port.isdigit() or not 0 < int(port) < 65536:
+        if not port.isdecimal() or not 0 < int(port) < 65536:
             raise ConfigError(f"registry: port is {port!r}; it must be 1 to 65535")
         return cls(options.get("api") or api_server(), parts.netloc,
                    options.get("selector", ""), int(port))  # fmt: skip
@@ -289,4 +289,4 @@ def _gpus(spec: Pod) -> int:
         for container in spec.get("containers") or ()
     )
     numbers = [str(limit.get(_GPU, "0")) for limit in limits]
-    return sum(int(number) for number in numbers if number.isdigit())
+    return sum(int(number) for number in numbers if number.isdecimal())

@@ -157,7 +157,7 @@ def _metrics(page: str) -> dict[str, float]:
         elif name == "vllm:cache_config_info":
             for label in labels.rstrip("}").split(","):
                 key, _, said = label.partition("=")
-                if key in ("block_size", "num_gpu_blocks") and said.strip('"').isdigit():
+                if key in ("block_size", "num_gpu_blocks") and said.strip('"').isdecimal():
                     values[key] = float(said.strip('"'))
     return values
 
