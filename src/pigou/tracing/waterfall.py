@@ -82,8 +82,8 @@ def as_text(spans: Sequence[dict[str, Any]]) -> str:
         length = max(1, round(span["duration_s"] / whole * _WIDTH))
         first = min(first, _WIDTH - length) if length < _WIDTH else 0
         bar = ("." * first + "#" * length)[:_WIDTH].ljust(_WIDTH, ".")
-        own = [(key, value) for key, value in span["attributes"].items() if key in _SHOWN or
-               key.startswith(_SHOWN_BELOW)]  # fmt: skip
+        own = [(key, value) for key, value in span["attributes"].items() if value != "" and
+               (key in _SHOWN or key.startswith(_SHOWN_BELOW))]  # fmt: skip
         shown = " ".join(f"{key.rpartition('.')[2]}={_short(value)}" for key, value in own[:4])
         error = f" ERROR {span['error']}" if span["error"] else ""
         lines.append(
