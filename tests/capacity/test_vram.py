@@ -133,6 +133,7 @@ def test_the_command_writes_bytes_and_says_what_a_batch_needs(
         (["--adapter-targets", "x"], "has 'x'"),
         (["--worker", "http://127.0.0.1:9"], "options of a computed map"),
         (["--key", "x"], "--key is given"),
+        (["--tp", "3"], "has 8 KV heads"),
         (["--margin", "0.2"], "--margin is given"),
         (["--memory-gib", "inf"], "--memory-gib is inf"),
     ],
@@ -160,3 +161,10 @@ def test_adapters_change_the_default_modules(capsys: pytest.CaptureFixture[str])
         main(["vram", "--model", "llama-3.1-8b", "--gpu", "H100", "--adapters", "8"])
     row = next(line for line in capsys.readouterr().out.splitlines() if "adapters" in line)
     assert float(row.split("│")[2]) > 0.1
+
+
+def test_a_latent_cache_is_mapped_without_adapters(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["vram", "--model", "deepseek-v3", "--gpu", "h200", "--tp", "8"])
+    assert end.value.code == 0
+    assert "deepseek-v3 on 8 x H200" in capsys.readouterr().out

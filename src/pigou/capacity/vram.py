@@ -107,17 +107,25 @@ def vram_map(model: MemoryShape, device: Gpu, config: VramConfig) -> VramMap:
     """Return the memory map of one GPU of a worker.
 
     Raises:
-        ConfigError: no room is left for a block, or links do not join so many GPUs.
+        ConfigError: no room is left for a block, links do not join so many GPUs, or KV heads
+            cannot be shared out among them.
     """
     device.check_tp(config.tp)
+    for kind in model.kv:
+        if kind.heads % config.tp and config.tp % kind.heads:
+            raise ConfigError(
+                f"tp is {config.tp}, and {model.name} has {kind.heads} KV heads; give a divisor "
+                "or a multiple of them"
+            )
     usable = int(device.memory * config.utilization)
     tp = config.tp
     weights = model.weight_bytes(tp)
     activations = layer_bytes(model.hidden, model.wide / tp, config.max_batched_tokens)
     scratch = config.max_seqs * model.vocab * SAMPLER_BYTES
-    adapters = (
-        config.adapters * adapter_bytes(model, config.adapter_rank, config.adapter_targets) // tp
-    )
+    adapters = 0
+    if config.adapters:
+        adapter = adapter_bytes(model, config.adapter_rank, config.adapter_targets)
+        adapters = config.adapters * adapter // tp
     runtime = int(config.runtime_gib * GIB)
     room = usable - weights - activations - adapters - runtime - scratch
     block = model.token_bytes(tp) * config.block_size

@@ -46,7 +46,7 @@ function drawPlanCharts(series) {
   if (planPlots === null || planPools !== pools.join()) {
     planPools = pools.join();
     byId("replicas-card").replaceChildren();
-    const whole = (value) => value === null ? "–" : number(value, 0);
+    const whole = (value) => value === null ? "–" : number(value, Math.abs(value) < 2 ? 1 : 0);
     const lines = pools.map((pool) => [`${pool} ready`, pool, POOL_COLOURS[pool.split(".")[0]] ?? "--soft"]);
     planPlots = [
       new Plot(byId("replicas-card"), "replicas", [...lines, ["starting", "starting", "--warn"], ["draining", "draining", "--bad"]], whole),
