@@ -10,6 +10,7 @@ import pytest
 from pigou.config import ConfigError
 from pigou.control.pull_queue.config import PullQueueConfig, pull_queue_config
 from pigou.control.pull_queue.messages import (
+    PrefillClaim,
     PrefillDeadLetter,
     PrefillExpired,
     PrefillItem,
@@ -151,6 +152,19 @@ def test_a_prompt_that_nobody_computes_becomes_a_dead_letter() -> None:
     assert queue.nak("r0", "p0", 7) == [PrefillDeadLetter(item, 3)]
     assert len(queue) == 0
     assert not queue.ack("r0", 0, 8)
+
+
+def test_deliveries_that_no_worker_began_do_not_make_a_dead_letter() -> None:
+    """A gateway that stood still answers the questions of several deliveries at once."""
+    queue = queue_of("p0", "p1", max_deliveries=2)
+    item = PrefillItem("r0", 10, 1)
+    queue.enqueue(item, 5)
+    for number in range(6):
+        claim = queue.claim_one("r0", f"p{number % 2}", 5 + number)
+        assert isinstance(claim, PrefillClaim)
+    later = SECOND
+    assert isinstance(queue.claim_one("r0", "p0", later), PrefillClaim)
+    assert queue.claim_one("r0", "p1", 2 * later) == [PrefillDeadLetter(item, 2)]
 
 
 def test_a_prompt_that_was_given_back_waits_for_its_delay() -> None:

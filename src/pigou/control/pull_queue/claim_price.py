@@ -13,6 +13,8 @@ Seconds = NDArray[np.float64]
 
 #: Claims whose values differ by less are worth the same; the earlier prompt goes.
 SAME_S = 1e-9
+#: Values that a recent mean remembers.
+_MEMORY = 32
 
 
 class ClaimLoad(NamedTuple):
@@ -125,3 +127,8 @@ def _cost(
         end = age[i] + busy[best]
         total += end + 0.5 * rise * end * end + toll * (service[i, best] - _fastest(service, i))
     return total
+
+
+def recent_mean(mean: float, value: float) -> float:
+    """Return the mean of the last `_MEMORY` values or so, with one more; a mean of 0 is none."""
+    return mean + (value - mean) / _MEMORY if mean else value

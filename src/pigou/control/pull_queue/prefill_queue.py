@@ -14,6 +14,7 @@ from pigou.control.pull_queue.claim_price import (
     Seconds,
     best_claim,
     claim_values,
+    recent_mean,
 )
 from pigou.control.pull_queue.config import PullQueueConfig
 from pigou.control.pull_queue.messages import (
@@ -38,6 +39,7 @@ class _Entry(msgspec.Struct, eq=False):
     passed_over: int = 0
     not_before_ns: int = 0
     claim: PrefillClaim | None = None
+    given_ns: int = 0  # when it was claimed
     end_ns: int = 0  # when its worker is expected to have computed it
 
     @property
@@ -47,8 +49,8 @@ class _Entry(msgspec.Struct, eq=False):
 
 
 _order = attrgetter("order")
-#: Prompts that a mean remembers.
-_MEMORY = 32
+#: A prompt that is delivered again sooner was not begun: its worker gave it back unanswered.
+_MIN_ATTEMPT_NS = SECOND // 10
 
 
 class PrefillQueue:
@@ -142,7 +144,7 @@ class PrefillQueue:
         self._known[item.request] = item.incarnation, now_ns
         self._number += 1
         if self._last_ns:
-            self._gap_s = _mean(self._gap_s, (now_ns - self._last_ns) / SECOND)
+            self._gap_s = recent_mean(self._gap_s, (now_ns - self._last_ns) / SECOND)
         self._last_ns = now_ns
         self._dated |= item.deadline_ns < NEVER
         entry = self._entries[item.request] = _Entry(item, now_ns, self._number)
@@ -195,8 +197,11 @@ class PrefillQueue:
         entry = self._entries.get(request)
         if entry is None or worker not in self.workers:
             return []
-        if entry.claim is not None and (effects := self._redeliver(entry, now_ns)):
-            return effects
+        if entry.claim is not None:
+            if now_ns - entry.given_ns < _MIN_ATTEMPT_NS:
+                entry.deliveries -= 1
+            if effects := self._redeliver(entry, now_ns):
+                return effects
         end_ns = now_ns + round(self.free_s(worker, now_ns) * SECOND)
         must_go, seconds_s = self._must_go(entry, now_ns), 0.0
         entries = [] if must_go else self._open(now_ns)
@@ -234,7 +239,7 @@ class PrefillQueue:
             return False
         self._drop(request)
         self._known[request] = incarnation, now_ns
-        self._mean_s = _mean(self._mean_s, (now_ns - entry.item.arrival_ns) / SECOND)
+        self._mean_s = recent_mean(self._mean_s, (now_ns - entry.item.arrival_ns) / SECOND)
         self.counts.acked += 1
         return True
 
@@ -348,7 +353,7 @@ class PrefillQueue:
     def _give(self, entry: _Entry, worker: str, end_ns: int, now_ns: int) -> PrefillClaim:
         self._leave(entry)
         entry.deliveries += 1
-        entry.end_ns = end_ns
+        entry.given_ns, entry.end_ns = now_ns, end_ns
         lease_ns = now_ns + round(self.config.lease_s * SECOND)
         entry.claim = PrefillClaim(entry.item, worker, entry.deliveries, lease_ns)
         self._claims.setdefault(worker, []).append(entry)
@@ -393,8 +398,3 @@ class PrefillQueue:
         worker = entry.claim.worker
         self._let_go(entry)
         return worker
-
-
-def _mean(mean: float, value: float) -> float:
-    """Return a mean that forgets; 0 is none."""
-    return mean + (value - mean) / _MEMORY if mean else value
