@@ -3,9 +3,10 @@
     python -m benchmarks.capacity.plan_ranking [--configurations 60] [--jobs 2] [--only NAME]
 
 For each workload, configurations are taken evenly from the ranking of the analysis. Each is
-simulated at several rates until the highest rate inside the objective is known within 4%. Printed:
-Kendall's tau between the limits of analysis and simulation, in requests a second for each GPU, and
-the relative errors of TTFT (at the percentile), ITL (likewise) and mean E2E at the analysed limit.
+simulated with 300 requests at the analysed limit, then at rates 15% and more away until one is
+inside and one is not, and between them until the limit is known within 6%. Printed: Kendall's tau
+between the limits of analysis and simulation, in requests a second for each GPU, and the relative
+errors of TTFT (at the percentile), ITL (likewise) and mean E2E at the analysed limit.
 """
 
 from __future__ import annotations
@@ -13,29 +14,40 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import statistics
+import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 
 from pigou.capacity.plan.analysis import Analysis
 from pigou.capacity.plan.demand import read_demand
-from pigou.capacity.plan.plan import LONG_REQUESTS, PlanRequest, make_trial, ranked_candidates
+from pigou.capacity.plan.plan import PlanRequest, make_trial, ranked_candidates
 from pigou.capacity.plan.search_space import Candidate, candidates
 from pigou.capacity.plan.trial import run_trial, trial_figures
 from pigou.control.planner.objectives import Slo
 from pigou.sim.model_config import architecture
 from pigou.sim.network import LinkConfig
 
-#: Name -> workload, model, GPUs, objective. `long` chose the constants of the analysis.
+#: Name -> workload, model, GPUs, objective. The first three chose the constants of the analysis.
 WORKLOADS = {
     "long": ("mix=1:4000/500,prefix=500", "Qwen3-32B-FP8", {"H200": 16}, "ttft=0.3,itl=0.01"),
+    "documents": (
+        "mix=0.6:3000/80,0.4:10000/150", "Qwen3-32B-FP8", {"H200": 8, "H100": 4},
+        "ttft=1.5,itl=0.03",
+    ),
+    "agents": (
+        "mix=0.5:1500/100,0.35:6000/200,0.15:12000/60,prefix=1000", "llama-3.1-8b", {"H100": 8},
+        "ttft=0.5,itl=0.02",
+    ),
     "mixed": (
         "mix=0.7:512/128,0.2:4096/256,0.1:16384/512", "llama-3.1-70b-fp8", {"H200": 8, "H100": 8},
         "ttft=1,itl=0.04",
     ),
     "chat": ("mix=0.5:300/200,0.5:1200/300", "llama-3.1-8b", {"H100": 6}, "ttft=0.2,itl=0.015"),
 }  # fmt: skip
-_STEPS, _FACTOR = 7, 1.25
-_PRECISION = 0.04
+#: Simulations of a configuration at most, requests of one, and precision of its limit.
+_STEPS, _REQUESTS, _PRECISION = 9, 300, 0.06
+#: First step from the analysed limit, what it grows by, and the longest one.
+_FACTOR, _LONGEST = 1.15, 1.6
 
 
 def simulated_limit(
@@ -45,7 +57,7 @@ def simulated_limit(
     slo = analysis.slo
 
     def run(rate_rps: float) -> tuple[bool, dict[str, float]]:
-        trial = make_trial(request, analysis, candidate, rate_rps, LONG_REQUESTS)
+        trial = make_trial(request, analysis, candidate, rate_rps, _REQUESTS)
         seen = trial_figures(analysis, trial, run_trial(trial, slo))
         expected = analysis.figures(candidate.configuration, rate_rps)
         errors = {
@@ -57,10 +69,12 @@ def simulated_limit(
     rate = candidate.limit_rps
     inside, errors = run(rate)
     low, high = (rate, 0.0) if inside else (0.0, rate)
+    factor = _FACTOR
     for _ in range(_STEPS):
         if low and high and high / low < 1.0 + _PRECISION:
             break
-        rate = (low * high) ** 0.5 if low and high else (low * _FACTOR or high / _FACTOR)
+        rate = (low * high) ** 0.5 if low and high else (low * factor or high / factor)
+        factor = min(factor * _FACTOR, _LONGEST)
         inside, _ = run(rate)
         low, high = (rate, high) if inside else (low, rate)
     return low, errors
@@ -84,7 +98,7 @@ def main() -> None:
         shape = architecture(model)
         analysis = Analysis(shape, demand, request.slo, LinkConfig(), {})
         ranked = ranked_candidates(
-            analysis, candidates(analysis, shape, gpus, request.kv_dtypes), 0.0
+            analysis, candidates(analysis, shape, gpus, request.kv_dtypes, enough=sys.maxsize), 0.0
         )
         count = min(args.configurations, len(ranked))
         chosen = [ranked[i * (len(ranked) - 1) // max(count - 1, 1)] for i in range(count)]
