@@ -45,7 +45,7 @@ def test_classes_keep_the_means() -> None:
     rng = np.random.default_rng(0)
     prompts = rng.lognormal(6, 1, 500).round() + 1
     outputs = rng.lognormal(4, 1, 500).round() + 1
-    classes = length_classes(prompts, outputs, 0.25)
+    classes = length_classes(prompts, outputs, 0.25 * prompts)
     assert len(classes.shares) <= 48
     assert classes.shares.sum() == pytest.approx(1.0)
     assert classes.shares @ classes.prompts == pytest.approx(prompts.mean())

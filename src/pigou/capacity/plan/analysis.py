@@ -20,6 +20,7 @@ from pigou.capacity.plan.configuration import (
 )
 from pigou.capacity.plan.demand import Demand
 from pigou.capacity.plan.pool_load import PoolLoad
+from pigou.capacity.plan.split_load import SplitLoad
 from pigou.config import ConfigError, EngineConfig
 from pigou.control.planner.objectives import Slo
 from pigou.control.planner.performance.model import PerformanceModel, joint_share
@@ -39,6 +40,8 @@ _BLOCK_TOKENS, _MEASURED_SEQS, _MIN_TOKENS = 16, 512, 128
 _EXACT_SIZES = 4
 #: Steps of the TTFT objective in which the wait for a decode worker is counted.
 _JOINING_STEPS = 50
+#: Share of the decode pool's limit from which on a prefill pool's does not bound a fleet.
+_AMPLE = 0.98
 
 
 class Analysis:
@@ -155,7 +158,8 @@ class Analysis:
     ) -> float:
         """Return the most requests a second of a prefill and a decode pool, kind and workers each.
 
-        First tokens wait for steps of the decode pool at that rate.
+        First tokens wait for steps of the decode pool at that rate. What decode workers compute of
+        prompts is not counted: `local_limit_rps` takes longer.
         """
         limit = self.limit_rps(Role.DECODE, *decode)
         load = self.load(decode[0], Role.DECODE)
@@ -164,6 +168,30 @@ class Analysis:
         remote = min(limit, self.limit_rps(Role.PREFILL, *prefill))
         joining_s = load.joining_s(remote, decode[1])
         return min(limit, self.limit_rps(Role.PREFILL, *prefill, joining_s))
+
+    def highest_rps(self, configuration: Configuration) -> float:
+        """Return a rate that a prefill and a decode pool cannot exceed."""
+        prefill, decode = ((pool.kind, pool.workers) for pool in configuration.pools)
+        both = self.split_load(prefill, decode)
+        return min(self.limit_rps(Role.DECODE, *decode), both.highest_rps) if both else 0.0
+
+    def local_limit_rps(self, configuration: Configuration) -> float:
+        """Return the limit of a fleet whose decode workers compute what would wait too long."""
+        prefill, decode = ((pool.kind, pool.workers) for pool in configuration.pools)
+        remote, highest = self.split_limit_rps(prefill, decode), self.highest_rps(configuration)
+        both = self.split_load(prefill, decode)
+        if both is None or remote >= _AMPLE * highest:
+            return remote
+        return both.limit_rps(self.slo, joint_share(self.slo), remote, highest)
+
+    def split_load(
+        self, prefill: tuple[WorkerKind, int], decode: tuple[WorkerKind, int]
+    ) -> SplitLoad | None:
+        """Return a prefill and a decode pool under the demand; None where a model does not fit."""
+        first, second = self.load(prefill[0], Role.PREFILL), self.load(decode[0], Role.DECODE)
+        if first is None or second is None:
+            return None
+        return SplitLoad(first, second, prefill[1], decode[1])
 
     def load(self, kind: WorkerKind, role: Role) -> PoolLoad | None:
         """Return a kind of workers under the demand; None where the model does not fit."""
@@ -215,19 +243,10 @@ class Analysis:
         self, rate_rps: float, prefill: PlannedPool, decode: PlannedPool
     ) -> tuple[float, float, float]:
         """The same of a prefill and a decode pool."""
-        first = self.load(prefill.kind, prefill.role)
-        second = self.load(decode.kind, decode.role)
-        if first is None or second is None:
+        both = self.split_load((prefill.kind, prefill.workers), (decode.kind, decode.workers))
+        if both is None:
             return math.inf, math.inf, math.inf
-        share = self.slo.share
-        joining_s = second.joining_s(rate_rps, decode.workers)
-        e2e_s = first.mean_ttft_s(rate_rps, prefill.workers) + joining_s
-        e2e_s += (self.demand.mix.osl - 1.0) * second.mean_itl_s(rate_rps, decode.workers)
-        return (
-            first.ttft_quantile_s(rate_rps, prefill.workers, share, joining_s),
-            second.itl_quantile_s(rate_rps, decode.workers, share),
-            e2e_s,
-        )
+        return both.latencies(rate_rps, self.slo.share)
 
     def priced(
         self,

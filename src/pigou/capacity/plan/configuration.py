@@ -82,6 +82,11 @@ class Configuration(msgspec.Struct, frozen=True, kw_only=True):
         """Sequences of a step at most, by role."""
         return {pool.role.value: pool.kind.max_seqs for pool in self.pools}
 
+    @property
+    def workers_key(self) -> tuple[object, ...]:
+        """The same for fleets that differ by batches and steps only."""
+        return (self.name, *self.tp.values(), self.kv_dtype, *self.gpus)
+
     def fleet(self, link: LinkConfig) -> FleetConfig:
         """Return the fleet for a simulation."""
         groups = tuple(

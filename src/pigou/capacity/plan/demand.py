@@ -45,8 +45,8 @@ class Demand:
 
     def with_hit_rate(self, hit_rate: float) -> Demand:
         """Return the same requests with another share of cached prompt tokens."""
-        classes = self.classes
-        computed = np.maximum(classes.prompts * (1.0 - hit_rate), 1.0)
+        classes, mix = self.classes, self.mix
+        computed = np.maximum(classes.computed * (1.0 - hit_rate) / (1.0 - mix.hit_rate), 1.0)
         changed = LengthClasses(classes.prompts, computed, classes.outputs, classes.shares)
         return replace(self, mix=replace(self.mix, hit_rate=hit_rate), classes=changed)
 
@@ -121,6 +121,7 @@ def describe(loop: OpenLoop, *, known_rate: bool) -> Demand:
     prompts = np.array([spec.prompt_tokens for spec in requests], dtype=float)
     outputs = np.array([spec.output_tokens for spec in requests], dtype=float)
     isl, osl = float(prompts.mean()), float(outputs.mean())
+    shared = shared_tokens(requests)
     starts = np.sort([session.start_ns for session in loop.sessions]) / SECOND
     seconds = float(starts[-1] - starts[0]) if len(starts) > 1 else 0.0
     rate = len(requests) / seconds if seconds > 0 else 0.0
@@ -130,33 +131,34 @@ def describe(loop: OpenLoop, *, known_rate: bool) -> Demand:
     mix = RequestMix(
         isl=isl,
         osl=osl,
-        hit_rate=float(shared_tokens(requests) / prompts.sum()),
+        hit_rate=float(shared.sum() / prompts.sum()),
         isl_scv=float(prompts.var() / isl**2),
         arrival_scv=_gap_scv(starts) if known_rate else 1.0,
     )
     max_tokens = int((prompts + outputs).max())
-    classes = length_classes(prompts, outputs, mix.hit_rate)
+    classes = length_classes(prompts, outputs, shared)
     return Demand(mix, classes, rate if known_rate else 0.0, loop, max_tokens)
 
 
-def length_classes(prompts: np.ndarray, outputs: np.ndarray, hit_rate: float) -> LengthClasses:
-    """Return requests in classes: by prompt in up to 12 parts, each by output in up to 4.
+def length_classes(prompts: np.ndarray, outputs: np.ndarray, shared: np.ndarray) -> LengthClasses:
+    """Return requests in classes: by uncached tokens in up to 12 parts, each by output in up to 4.
 
     Args:
         prompts: tokens of each prompt, shape (requests,).
         outputs: tokens of each output.
-        hit_rate: share of the prompt tokens that is cached, taken alike for all classes.
+        shared: tokens of each prompt that are cached.
     """
-    order = np.lexsort((outputs, prompts))
-    rows: list[tuple[float, float, int]] = []
-    for part in _parts(prompts[order], order, _PROMPT_PARTS):
+    computed = np.maximum(prompts - shared, 1.0)
+    order = np.lexsort((outputs, computed))
+    rows: list[tuple[float, float, float, int]] = []
+    for part in _parts(computed[order], order, _PROMPT_PARTS):
         inner = part[np.argsort(outputs[part], kind="stable")]
         for piece in _parts(outputs[inner], inner, _OUTPUT_PARTS):
-            rows.append((prompts[piece].mean(), outputs[piece].mean(), len(piece)))
+            means = prompts[piece].mean(), computed[piece].mean(), outputs[piece].mean()
+            rows.append((*means, len(piece)))
     lengths = np.array(rows)
-    shares = lengths[:, 2] / len(prompts)
-    computed = np.maximum(lengths[:, 0] * (1.0 - hit_rate), 1.0)
-    return LengthClasses(lengths[:, 0], computed, lengths[:, 1], shares)
+    shares = lengths[:, 3] / len(prompts)
+    return LengthClasses(lengths[:, 0], lengths[:, 1], lengths[:, 2], shares)
 
 
 def _parts(values: np.ndarray, indices: np.ndarray, count: int) -> list[np.ndarray]:
@@ -171,23 +173,23 @@ def _parts(values: np.ndarray, indices: np.ndarray, count: int) -> list[np.ndarr
     return [part for part in np.split(indices, cuts) if len(part)]
 
 
-def shared_tokens(requests: Sequence[RequestSpec]) -> int:
-    """Return the prompt tokens that a cache without bounds would have, requests in order.
+def shared_tokens(requests: Sequence[RequestSpec]) -> np.ndarray:
+    """Return the prompt tokens that a cache without bounds would have of each request, in order.
 
     At least one token of a prompt is computed.
     """
     scopes: dict[int, set[int]] = {}
-    total = 0
-    for spec in requests:
+    shared = np.zeros(len(requests))
+    for i, spec in enumerate(requests):
         seen = scopes.setdefault(spec.hash_scope, set())
         hits = 0
         for block in spec.block_ids:
             if block not in seen:
                 break
             hits += 1
-        total += min(int(hits * spec.block_tokens), spec.prompt_tokens - 1)
+        shared[i] = min(int(hits * spec.block_tokens), spec.prompt_tokens - 1)
         seen.update(spec.block_ids)
-    return total
+    return shared
 
 
 def _gap_scv(starts: np.ndarray) -> float:

@@ -206,8 +206,7 @@ def ranked_candidates(
     """
     unique: dict[tuple[object, ...], Candidate] = {}
     for candidate in sorted(seen, key=lambda c: -c.limit_rps):
-        made = candidate.configuration
-        key = (made.name, *made.tp.values(), made.kv_dtype, *made.gpus)
+        key = candidate.configuration.workers_key
         if candidate.limit_rps > 0.0 and candidate.limit_rps >= _NEAR * rate_rps:
             unique.setdefault(key, candidate)
 

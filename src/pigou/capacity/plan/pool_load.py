@@ -17,17 +17,19 @@ probability C e^(-t C / W), so
     P(TTFT <= t) = sum of w_i (1 - C e^(-(t - s_i) C / W)) over classes with s_i < t.
 
 Streams hold lambda o ITL(n) / c of a worker (Little). A class holds contexts in proportion to its
-tokens, not to its requests. A worker that does both takes rho = lambda E[S] / c of its time for
-prompts, so its tokens take ITL(n) / (1 - rho), and a prompt of k chunks s_i + k ITL(n). A request
-of o_j tokens lives o_j ITL, in which lambda o_j ITL / c prompts come: the mean of its gaps deviates
-by the root of lambda ITL (Var[S] + ca2 E[S]^2) / (c o_j), and by the number of its neighbours,
-whose variance is (1 + ca2) / 2 times that of Poisson arrivals (ca2: squared variation of gaps).
+tokens, not to its requests. A step with a chunk takes as long as the chunk, and what streams add to
+a step: a prompt of k chunks takes z_i = s_i - k ITL(1) from the streams of a worker that does both,
+and itself s_i + k (ITL(n) - ITL(1)). With rho = lambda E[z] / c tokens take ITL(n) / (1 - rho). A
+request of o_j tokens lives until a work with drift 1 - rho has grown to o_j ITL(n): the mean of its
+gaps is inverse Gaussian. Its variance is that of prompts in its life (`prompt_work`) over
+(o_j (1 - rho))^2, and what neighbours add, whose number varies (1 + ca2) / 2 times as that of
+Poisson arrivals (ca2: squared variation of gaps).
 
 The last chunk of a prompt is filled up with the next one, and both are done with the step: a prompt
 takes longer by what fits behind it, wherever another waits (with probability C).
 
-Streams beyond the batch wait for a slot: their requests count as outside. Decode workers compute
-no prompts here: what the router gives them where a prefill pool is too small is not foreseen.
+Streams beyond the batch wait for a slot: their requests count as outside. What decode workers
+compute of prompts, where the prefill pool is too small, is told by `split_load`.
 """
 
 from __future__ import annotations
@@ -36,8 +38,9 @@ import math
 from collections.abc import Callable
 
 import numpy as np
-from scipy.special import ndtr
+from scipy.special import log_ndtr, ndtr
 
+from pigou.capacity.plan.prompt_work import PromptWork
 from pigou.control.planner.objectives import Slo
 from pigou.control.planner.performance.model import AVERAGING, PerformanceModel
 from pigou.control.planner.performance.speed import crossing, interpolate
@@ -47,11 +50,11 @@ from pigou.sim.pool_performance import doubling
 
 #: Utilisations from here on are overload.
 _FULL = 1.0 - 1e-6
-#: Steps until a prompt that comes during one is begun: half of it, in the mean.
-_ALIGNMENT = 0.5
-#: Steps until a request that comes to a decode worker has its token: half of the one under way, the
-#: one that was planned ahead, and its own.
-_JOINING = 2.5
+#: Steps until a prompt that comes during one is begun: half of it, and one that was planned ahead.
+_ALIGNMENT = 1.5
+#: Steps until a request that comes to a decode worker has its token, as simulated: the one that is
+#: under way, those that were planned ahead, and its own.
+_JOINING = 4.0
 #: Halvings in a search for a rate, and for a quantile.
 _RATE_HALVINGS, _QUANTILE_HALVINGS = 14, 26
 
@@ -77,8 +80,22 @@ class LengthClasses:
         self.context = float(shares @ held) / self.osl
 
 
+_NO_PROMPTS = PromptWork()
+
+
 class PoolLoad:
-    """A pool of workers of one kind and role, under a mix of lengths."""
+    """A pool of workers of one kind and role, under a mix of lengths.
+
+    Attributes:
+        classes: of the requests.
+        arrival_scv: variance of gaps between arrivals over their squared mean.
+        prompt_s: seconds of each class's prompt on one worker; shape (classes,).
+        filling_s: of what fits behind its last chunk.
+        chunks: of each class's prompt.
+        stalls_s: that each class's prompt takes from the streams of its worker.
+        max_streams: that one worker can hold.
+        overheads_s: of TTFT apart from queue, prompt and streams.
+    """
 
     def __init__(
         self, performance: PerformanceModel, role: Role, classes: LengthClasses,
@@ -92,28 +109,32 @@ class PoolLoad:
             classes: of the requests.
             arrival_scv: variance of gaps between arrivals over their squared mean.
         """
-        self._performance, self._role, self._classes = performance, role, classes
-        self._arrival_scv = arrival_scv
+        self._performance, self._role, self.classes = performance, role, classes
+        self.arrival_scv = arrival_scv
         pairs = zip(classes.computed.tolist(), classes.prompts.tolist(), strict=True)
         seconds = [self._seconds(tokens, prompt) for tokens, prompt in pairs]
-        self._prompt_s = np.array(seconds)
-        self._chunks = np.ceil(classes.computed / performance.chunk_tokens)
-        self._mean_s = float(classes.shares @ self._prompt_s)
-        self._filling_s = self._fillings_s()
-        square_s2 = float(classes.shares @ self._prompt_s**2)
-        self._burst_s2 = square_s2 + (arrival_scv - 1.0) * self._mean_s**2
+        self.prompt_s = np.array(seconds)
+        transfers_s = performance.transfer_token_s * classes.prompts
+        self.overheads_s = performance.overhead_s + transfers_s
+        self.chunks = np.ceil(classes.computed / performance.chunk_tokens)
+        self._mean_s = float(classes.shares @ self.prompt_s)
+        self.filling_s = self._fillings_s()
         counts = doubling(1, performance.max_seqs)
         itl_s = performance.decode.itl_s
         self._steps = [(float(n), itl_s(float(n), classes.context)) for n in counts]
-        self._last_streams: tuple[tuple[float, int], float] = ((0.0, 0), 0.0)
+        self.stalls_s = np.maximum(self.prompt_s - self.chunks * self.step_s(1.0), 0.0)
+        self._stall = (
+            float(classes.shares @ self.stalls_s), float(classes.shares @ self.stalls_s**2)
+        )  # fmt: skip
+        self._last_streams: tuple[tuple[float, int, float], float] = ((0.0, 0, 0.0), 0.0)
         room = performance.kv_tokens / classes.context
-        self._max_streams = max(min(float(performance.max_seqs), room), 1.0)
+        self.max_streams = max(min(float(performance.max_seqs), room), 1.0)
 
     def _fillings_s(self) -> np.ndarray:
         """Seconds of what fits behind the last chunk of each class's prompt."""
-        chunk, computed = self._performance.chunk_tokens, self._classes.computed
+        chunk, computed = self._performance.chunk_tokens, self.classes.computed
         room = np.where(computed % chunk > 0, chunk - computed % chunk, 0.0)
-        mean = float(self._classes.shares @ computed)
+        mean = float(self.classes.shares @ computed)
         return np.minimum(room, mean) * (self._mean_s / mean)
 
     def _seconds(self, computed: float, prompt: float) -> float:
@@ -128,21 +149,27 @@ class PoolLoad:
         """Return the seconds of a decode step of so many streams."""
         return interpolate(self._steps, max(streams, 1.0))
 
-    def streams(self, rate_rps: float, workers: int) -> float:
-        """Return the mean streams of one worker; infinity where it cannot hold them."""
-        key = (rate_rps, workers)
+    def streams(self, rate_rps: float, workers: int, prompts: PromptWork | None = None) -> float:
+        """Return the mean streams of one worker; infinity where it cannot hold them.
+
+        Args:
+            rate_rps: requests a second.
+            workers: of the pool.
+            prompts: that a decode pool computes besides.
+        """
+        rho = self._prompts(rate_rps, prompts).busy / workers
+        key = (rate_rps, workers, rho)
         if self._last_streams[0] != key:
             self._last_streams = (key, self._solve_streams(*key))
         return self._last_streams[1]
 
-    def _solve_streams(self, rate_rps: float, workers: int) -> float:
-        rho = self._prompt_share(rate_rps, workers)
+    def _solve_streams(self, rate_rps: float, workers: int, rho: float) -> float:
         if rho >= _FULL:
             return math.inf
-        demand = rate_rps * self._classes.osl / (workers * (1.0 - rho))
-        if self._max_streams < demand * self.step_s(self._max_streams):
+        demand = rate_rps * self.classes.osl / (workers * (1.0 - rho))
+        if self.max_streams < demand * self.step_s(self.max_streams):
             return math.inf
-        return crossing(lambda n: n - demand * self.step_s(n), self._max_streams)
+        return crossing(lambda n: n - demand * self.step_s(n), self.max_streams)
 
     def joining_s(self, rate_rps: float, workers: int) -> float:
         """Return the seconds by which a decode pool's load delays first tokens.
@@ -152,62 +179,79 @@ class PoolLoad:
         streams = self.streams(rate_rps, workers)
         if self._role is not Role.DECODE or math.isinf(streams):
             return 0.0
+        return self.joining_of(streams)
+
+    def joining_of(self, streams: float) -> float:
+        """Return the same for so many streams of a worker."""
         return _JOINING * self.step_s(streams) - self.step_s(1.0)
 
-    def _prompt_share(self, rate_rps: float, workers: int) -> float:
-        """Share of a worker's time that prompts take from its streams."""
-        return rate_rps * self._mean_s / workers if self._role is Role.BOTH else 0.0
+    def mixed_service_s(self, streams: float) -> np.ndarray:
+        """Return the seconds of each class's prompt on a worker of so many streams."""
+        step_s = self.step_s(streams)
+        more_s = self.chunks * (step_s - self.step_s(1.0))
+        return self.prompt_s + more_s + _ALIGNMENT * (1.0 - math.exp(-streams)) * step_s
 
-    def _itl(self, rate_rps: float, workers: int) -> tuple[float, np.ndarray, float]:
+    def _prompts(self, rate_rps: float, prompts: PromptWork | None) -> PromptWork:
+        """What the pool computes of prompts: those it is given, or all where it does both."""
+        if prompts is None and self._role is Role.BOTH:
+            return PromptWork(rate_rps, *self._stall, self.arrival_scv)
+        return prompts or _NO_PROMPTS
+
+    def _itl(
+        self, rate_rps: float, workers: int, prompts: PromptWork | None = None
+    ) -> tuple[float, np.ndarray, float]:
         """Mean ITL, its standard deviation for each class, and the share of requests with a slot.
 
         Infinity in overload.
         """
-        streams = self.streams(rate_rps, workers)
+        streams = self.streams(rate_rps, workers, prompts)
         if math.isinf(streams):
-            return math.inf, np.zeros(len(self._classes.outputs)), 0.0
-        slack = 1.0 - self._prompt_share(rate_rps, workers)
+            return math.inf, np.zeros(len(self.classes.outputs)), 0.0
+        work = self._prompts(rate_rps, prompts)
+        slack = 1.0 - work.busy / workers
         step = self.step_s(streams)
         rise = (self.step_s(1.001 * streams) - self.step_s(0.999 * streams)) / (0.002 * step)
         left = max(1.0 - rise, 0.05)
-        peak = 0.5 * (1.0 + self._arrival_scv)
+        peak = 0.5 * (1.0 + self.arrival_scv)
         deviation = math.sqrt(max(streams, 1e-9) * peak / (workers * left))
-        slots = float(ndtr((self._max_streams - streams) / deviation))
+        slots = float(ndtr((self.max_streams - streams) / deviation))
         neighbours = (self.step_s(streams + AVERAGING * deviation) - step) / slack
         mean = step / slack
-        rate = rate_rps / workers if self._role is Role.BOTH else 0.0
-        prompts = rate * mean * self._burst_s2 / self._classes.outputs
-        return mean, np.sqrt(neighbours**2 + prompts), slots
+        outputs = self.classes.outputs
+        variances = work.variance_s2(outputs * mean, workers) / (outputs * slack) ** 2
+        return mean, np.sqrt(neighbours**2 + variances), slots
 
-    def itl_share(self, rate_rps: float, workers: int, itl_s: float) -> float:
+    def itl_share(
+        self, rate_rps: float, workers: int, itl_s: float, prompts: PromptWork | None = None
+    ) -> float:
         """Return the share of requests whose mean gap between tokens is within `itl_s`."""
         if not self._role.decodes:
             return 1.0
-        mean, deviations, slots = self._itl(rate_rps, workers)
+        mean, deviations, slots = self._itl(rate_rps, workers, prompts)
         if math.isinf(mean):
             return 0.0
-        inside = ndtr((itl_s - mean) / np.maximum(deviations, 1e-12))
-        return slots * float(self._classes.shares @ inside)
+        inside = _inverse_gaussian(itl_s, mean, np.maximum(deviations, 1e-3 * mean))
+        return slots * float(self.classes.shares @ inside)
 
     # --- prefill --------------------------------------------------------------------------------
 
     def _services(self, rate_rps: float, workers: int) -> np.ndarray:
         """Seconds that each class's prompt takes on its worker; infinity in overload."""
         if self._role is Role.PREFILL:
-            return self._prompt_s
+            return self.prompt_s
         streams = self.streams(rate_rps, workers)
         if math.isinf(streams):
-            return np.full(len(self._prompt_s), math.inf)
-        return self._prompt_s + (self._chunks + _ALIGNMENT) * self.step_s(streams)
+            return np.full(len(self.prompt_s), math.inf)
+        return self.mixed_service_s(streams)
 
     def _wait(self, rate_rps: float, workers: int, services: np.ndarray) -> tuple[float, float]:
         """Probability of a wait, and its mean where there is one; infinity in overload."""
-        mean = float(self._classes.shares @ services)
+        mean = float(self.classes.shares @ services)
         rho = rate_rps * mean / workers
         if not rho < _FULL:
             return 1.0, math.inf
-        scv = float(self._classes.shares @ services**2) / mean**2 - 1.0
-        variance = 0.5 * (self._arrival_scv + scv)
+        scv = float(self.classes.shares @ services**2) / mean**2 - 1.0
+        variance = 0.5 * (self.arrival_scv + scv)
         return erlang_c(workers, rho), variance * mean / (workers * (1.0 - rho))
 
     def ttft_share(
@@ -231,13 +275,9 @@ class PoolLoad:
         probability, wait_s = self._wait(rate_rps, workers, services)
         if math.isinf(wait_s):
             return 0.0
-        left = ttft_s - more_s - self._overhead() - services - probability * self._filling_s
+        left = ttft_s - more_s - self.overheads_s - services - probability * self.filling_s
         inside = np.where(left > 0, 1.0 - probability * np.exp(-np.maximum(left, 0) / wait_s), 0.0)
-        return float(self._classes.shares @ inside)
-
-    def _overhead(self) -> np.ndarray:
-        performance = self._performance
-        return performance.overhead_s + performance.transfer_token_s * self._classes.prompts
+        return float(self.classes.shares @ inside)
 
     def mean_ttft_s(self, rate_rps: float, workers: int) -> float:
         """Return the mean seconds to the first token of the prompts of this pool."""
@@ -245,8 +285,8 @@ class PoolLoad:
             return 0.0
         services = self._services(rate_rps, workers)
         probability, wait_s = self._wait(rate_rps, workers, services)
-        taken = services + self._overhead() + probability * self._filling_s
-        return probability * wait_s + float(self._classes.shares @ taken)
+        taken = services + self.overheads_s + probability * self.filling_s
+        return probability * wait_s + float(self.classes.shares @ taken)
 
     # --- both -----------------------------------------------------------------------------------
 
@@ -258,18 +298,20 @@ class PoolLoad:
             return 0.0
         return quantile_s(lambda t: self.ttft_share(rate_rps, workers, t, more_s), share)
 
-    def itl_quantile_s(self, rate_rps: float, workers: int, share: float) -> float:
+    def itl_quantile_s(
+        self, rate_rps: float, workers: int, share: float, prompts: PromptWork | None = None
+    ) -> float:
         """Return the ITL that a share of requests with a slot is within; infinity in overload."""
         if not self._role.decodes:
             return 0.0
-        mean, _, slots = self._itl(rate_rps, workers)
+        mean, _, slots = self._itl(rate_rps, workers, prompts)
         if math.isinf(mean):
             return math.inf
-        return quantile_s(lambda t: self.itl_share(rate_rps, workers, t) / slots, share)
+        return quantile_s(lambda t: self.itl_share(rate_rps, workers, t, prompts) / slots, share)
 
-    def mean_itl_s(self, rate_rps: float, workers: int) -> float:
+    def mean_itl_s(self, rate_rps: float, workers: int, prompts: PromptWork | None = None) -> float:
         """Return the mean seconds between tokens; 0.0 for a pool that has no part in it."""
-        return self._itl(rate_rps, workers)[0] if self._role.decodes else 0.0
+        return self._itl(rate_rps, workers, prompts)[0] if self._role.decodes else 0.0
 
     def limit_rps(
         self,
@@ -307,9 +349,20 @@ class PoolLoad:
         if self._role.prefills:
             rates.append(workers / self._mean_s)
         if self._role.decodes:
-            stream_rps = self._max_streams / (self._classes.osl * self.step_s(self._max_streams))
+            stream_rps = self.max_streams / (self.classes.osl * self.step_s(self.max_streams))
             rates.append(workers * stream_rps)
         return min(rates)
+
+
+def _inverse_gaussian(x: float, mean: float, deviation: np.ndarray) -> np.ndarray:
+    """Return the probability of `x` or less."""
+    if x <= 0.0:
+        return np.zeros(len(deviation))
+    shape = mean**3 / deviation**2
+    root = np.sqrt(shape / x)
+    above = np.exp(2.0 * shape / mean + log_ndtr(-root * (x / mean + 1.0)))
+    below: np.ndarray = ndtr(root * (x / mean - 1.0)) + above
+    return below
 
 
 def quantile_s(share_within: Callable[[float], float], share: float) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from bisect import insort
 from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
@@ -17,6 +19,8 @@ _BATCHES = (32, 64, 128, 256, 512)
 _BOTH_CHUNKS = (512, 1024, 2048, 4096, 8192)
 _DECODE_CHUNK, _PREFILL_BATCH = 2048, 64
 _PREFILL_CHUNKS = (2048, 8192, 16_384)
+#: Fleets, best first, whose decode workers' prompts are counted.
+_ENOUGH = 40
 
 
 def worker_kinds(
@@ -53,7 +57,11 @@ class Candidate(msgspec.Struct, frozen=True):
 
 
 def candidates(
-    analysis: Analysis, model: Architecture, gpus: Mapping[str, int], kv_dtypes: Sequence[str]
+    analysis: Analysis,
+    model: Architecture,
+    gpus: Mapping[str, int],
+    kv_dtypes: Sequence[str],
+    enough: int = _ENOUGH,
 ) -> list[Candidate]:
     """Return all configurations that the analysis looked at, with their limits.
 
@@ -65,6 +73,7 @@ def candidates(
         model: its architecture.
         gpus: how many there are of each kind.
         kv_dtypes: number formats of the KV cache to try.
+        enough: fleets whose decode workers' prompts are counted at least.
     """
     kinds = {role: worker_kinds(model, gpus, role, kv_dtypes) for role in Role}
     seen = list(_joint(analysis, gpus, kinds[Role.BOTH]))
@@ -77,7 +86,37 @@ def candidates(
         for second in kinds[Role.DECODE]:
             if first.kv_dtype == second.kv_dtype:
                 seen += _split(analysis, gpus, first, second, sizes)
-    return seen
+    return _with_local_prompts(analysis, seen, enough)
+
+
+def _with_local_prompts(
+    analysis: Analysis, seen: Sequence[Candidate], enough: int
+) -> list[Candidate]:
+    """Return candidates with what decode workers add by computing prompts.
+
+    Of those that differ by batches and steps only, that is worked out for the best; and only for
+    as many as are asked for, where what is left cannot hold more, or the rate decides without.
+    """
+    best: dict[tuple[object, ...], int] = {}
+    for i, candidate in enumerate(seen):
+        key = candidate.configuration.workers_key
+        if key not in best or candidate.limit_rps > seen[best[key]].limit_rps:
+            best[key] = i
+    limits = [candidate.limit_rps for candidate in seen]
+    split = [i for i in best.values() if len(seen[i].configuration.pools) > 1]
+    highest = {i: analysis.highest_rps(seen[i].configuration) for i in split}
+    ahead = sorted((limits[i] for i in best.values() if i not in highest), reverse=True)
+    for i in sorted(split, key=lambda i: -highest[i]):
+        rate = analysis.demand.rate_rps
+        if len(ahead) >= enough and highest[i] < (rate or ahead[enough - 1]):
+            break
+        if not (rate and limits[i] >= rate):
+            limits[i] = analysis.local_limit_rps(seen[i].configuration)
+        insort(ahead, limits[i], key=operator.neg)
+    return [
+        Candidate(candidate.configuration, limit)
+        for candidate, limit in zip(seen, limits, strict=True)
+    ]
 
 
 def _joint(

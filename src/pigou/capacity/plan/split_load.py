@@ -1,0 +1,351 @@
+"""A prefill and a decode pool: prompts that would wait too long are computed by decode workers.
+
+| symbol | meaning |
+|---|---|
+| Q | seconds until a prefill worker is free for a prompt |
+| s, x, z | seconds of a prompt on a prefill worker, of its transfer, and on a decode worker |
+| c, d | workers of the prefill and of the decode pool |
+| n, f | streams of a decode worker, and seconds of its step |
+| n' | requests of the decode worker with the fewest, those with prompts before them included |
+| m | mean seconds to the first token |
+| l, l' | prompts a second that may come to a prefill worker: lambda / c; to a decode worker |
+| tau | the Q from which on a prompt is computed by a decode worker |
+| phi | share of prompts that are: P(Q > tau) |
+
+The router takes the way of least cost (`pigou.control.routing.toll.terms`), with the weights of
+its default parameters. The two ways differ by
+
+    remote(Q) = T + T^2 / m + min(l s (Q + s / 2), e) (1 + (Q + s) / m),   T = Q + s + x
+    local     = T' + T'^2 / m + n' z + l' z^2 (1 + z / m) / 2,   T' = 1.5 f + z
+
+where e = (1 + n') z - x - s - max(0, Q - 1 / l), of a prompt of mean length, is what the next
+prompt loses by going round the pool. tau of a class is where remote(Q) = local.
+
+Q is a diffusion whose drift depends on it: prompts with tau > Q come, lambda(Q) a second, rho(Q)
+of the pool. With v = s (ca2 + cs2) / (2 c) of these, its density falls as
+
+    g'(Q) = -g(Q) (1 - rho(Q)) / v(Q),   g(0) = P(Q = 0) B / (1 - B) / v(0)
+
+(B of Erlang). Without tau that is the wait of M/G/c; with an overload, 1 - 1 / rho of the work is
+done by decode workers, as must be. phi, m, n and the time that prompts take from decode workers
+depend on one another, and are solved together.
+
+Prompts come to decode workers in clusters, while Q stays near tau. Work that is turned away by a
+queue between 0 and tau has a variance of D times its mean, where D = 2 v / |1 - rho| far from
+tau, and 2 tau / 3 where rho = 1 (Williams, "Asymptotic variance parameters for the boundary local
+times of reflected Brownian motion on a compact interval", 1992); D = 1 / (|1 - rho| / 2 v + 3 / 2
+tau) joins them. A stream that lives t sees 1 - (1 - e^(-t / u)) u / t of it, u = D^2 / (4 v) the
+time that a cluster lasts.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from pigou.capacity.plan.pool_load import PoolLoad, quantile_s
+from pigou.capacity.plan.prompt_work import PromptWork
+from pigou.control.planner.objectives import Slo
+from pigou.games.queueing import erlang_b, erlang_c
+
+#: Points of Q.
+_POINTS = 64
+#: Rounds in which the shares are solved, and the part of a round's result that is taken.
+_ROUNDS, _DAMPING = 24, 0.5
+#: Share of the time of decode workers by which a round's result may differ in the last one.
+_CLOSE = 2e-3
+#: Halvings in a search for a rate.
+_RATE_HALVINGS = 6
+#: Share of its time that a decode worker may give to prompts at most, while shares are solved.
+_MAX_BUSY = 0.9
+#: Part of the damping that is left where rounds swing.
+_SLOWER = 0.7
+#: Streams by which the emptiest decode worker is below the mean, and deviations at which tau is
+#: looked at.
+_FEWER, _LEVELS = 1.3, np.array([-1.15, -0.32, 0.32, 1.15])
+#: Middles of thirds of an exponential wait.
+_THIRDS = np.array([1.0, 3.0, 5.0]) / 6.0
+#: Tau of a class that decode workers compute in any case.
+_NEVER = -1.0
+
+
+@dataclass(frozen=True)
+class SplitState:
+    """What a prefill and a decode pool do at a rate.
+
+    Attributes:
+        rate_rps: requests a second.
+        waits_s: points of Q; shape (points,).
+        below: probability that Q is up to each of them.
+        until_s: seconds of Q up to each of them: its mean, where the last one is infinity.
+        limits_s: tau of each class, at several numbers of streams; shape (levels, classes).
+        local: share of each class's prompts that decode workers compute.
+        work: of these.
+        services_s: of each class's prompt at a decode worker, first token included.
+        joining_s: by which first tokens of other prompts wait for a decode step.
+        mean_s: to the first token.
+        busy: probability that all decode workers compute prompts.
+        delay_s: mean seconds that requests wait there behind prompts, then.
+    """
+
+    rate_rps: float
+    waits_s: np.ndarray
+    below: np.ndarray
+    until_s: np.ndarray
+    limits_s: np.ndarray
+    local: np.ndarray
+    work: PromptWork
+    services_s: np.ndarray
+    joining_s: float
+    mean_s: float
+    busy: float = 0.0
+    delay_s: float = 0.0
+
+
+class SplitLoad:
+    """A prefill and a decode pool under a mix of lengths."""
+
+    def __init__(
+        self, prefill: PoolLoad, decode: PoolLoad, prefill_workers: int, decode_workers: int
+    ) -> None:
+        """Take the pools."""
+        self._prefill, self._decode = prefill, decode
+        self._servers, self._decoders = prefill_workers, decode_workers
+        self._last: SplitState | None = None
+
+    def state(self, rate_rps: float) -> SplitState | None:
+        """Return what the pools do at a rate; None where they cannot hold it."""
+        if self._last is None or self._last.rate_rps != rate_rps:
+            state = self._solve(rate_rps)
+            if state is None:
+                return None
+            self._last = state
+        return self._last
+
+    def _solve(self, rate_rps: float) -> SplitState | None:
+        first, second, shares = self._prefill, self._decode, self._prefill.classes.shares
+        served, taken = first.prompt_s, second.stalls_s
+        fixed = first.overheads_s
+        mean_s, local = float(shares @ (served + fixed)), np.zeros(len(shares))
+        if self._last is not None:
+            mean_s, local = self._last.mean_s, self._last.local
+        damping, change, overloaded = _DAMPING, 0.0, False
+        for _ in range(_ROUNDS):
+            work = self._work(rate_rps, local)
+            streams = second.streams(rate_rps, self._decoders, work)
+            overloaded = math.isinf(streams)
+            streams = min(streams, second.max_streams)
+            step = second.step_s(streams)
+            limits = self._limits(rate_rps, mean_s, streams, work)
+            points, below, until = self._wait_distribution(rate_rps, limits)
+            joining = second.joining_of(streams)
+            services = second.overheads_s + second.mixed_service_s(streams)
+            wanted = 1.0 - _at(limits, points, below)
+            remote = _at(limits, points, until) + (1.0 - wanted) * (served + fixed + joining)
+            mean_s += damping * (float(shares @ (remote + wanted * services)) - mean_s)
+            previous, change = change, float(shares @ ((wanted - local) * taken))
+            local = local + damping * (wanted - local)
+            if abs(change) * rate_rps < _CLOSE * self._decoders:
+                break
+            damping *= _SLOWER if previous * change < 0.0 else 1.0
+        if overloaded:
+            return None
+        return self._described(
+            SplitState(
+                rate_rps, points, below, until, limits, wanted, self._work(rate_rps, local),
+                services, joining, mean_s,
+            ),
+            step,
+        )  # fmt: skip
+
+    def _described(self, state: SplitState, step_s: float) -> SplitState:
+        """Return a state with what clusters of prompts do to decode workers."""
+        first, second, work = self._prefill, self._decode, state.work
+        weights = first.classes.shares * state.local
+        total = float(weights.sum())
+        if work.busy <= 0.0 or total <= 0.0:
+            return state
+        shares, s = first.classes.shares, first.prompt_s
+        mean = float(shares @ s)
+        scv = float(shares @ s**2) / mean**2 - 1.0
+        v = mean * (first.arrival_scv + scv) / (2.0 * self._servers)
+        rho = state.rate_rps * mean / self._servers
+        done = weights * s
+        tau = max(float(done @ state.limits_s.mean(axis=0) / done.sum()), 1e-9)
+        spread = 1.0 / (abs(1.0 - rho) / (2.0 * v) + 1.5 / tau)
+        lasts = spread**2 / (4.0 * v)
+        # Seconds of a prefill pool's Q, as those of one decode worker of the pool.
+        spread *= self._servers * float(weights @ second.stalls_s / done.sum()) / self._decoders
+        lives = second.classes.outputs * step_s / (1.0 - work.busy / self._decoders)
+        seen = 1.0 - (1.0 - np.exp(-lives / lasts)) * lasts / lives
+        own = work.square_s2 / work.mean_s
+        used = min(
+            float(weights @ (state.services_s - second.overheads_s))
+            * state.rate_rps
+            / self._decoders,
+            _MAX_BUSY,
+        )
+        return replace(
+            state,
+            work=replace(work, cluster_s2=work.mean_s * spread * seen),
+            busy=erlang_c(self._decoders, used),
+            delay_s=0.5 * (own / self._decoders + spread) / (1.0 - used),
+        )
+
+    def _work(self, rate_rps: float, local: np.ndarray) -> PromptWork:
+        """What decode workers compute of prompts."""
+        weights = self._prefill.classes.shares * local
+        total = float(weights.sum())
+        if total <= 0.0:
+            return PromptWork()
+        taken = self._decode.stalls_s
+        mean = float(weights @ taken) / total
+        rate = min(rate_rps * total, _MAX_BUSY * self._decoders / mean)
+        return PromptWork(rate, mean, float(weights @ taken**2) / total)
+
+    def _limits(
+        self, rate_rps: float, mean_s: float, streams: float, work: PromptWork
+    ) -> np.ndarray:
+        """Tau of each class."""
+        first, second, shares = self._prefill, self._decode, self._prefill.classes.shares
+        s, z = first.prompt_s, second.stalls_s
+        x = first.overheads_s + second.joining_of(streams)
+        local_ttft_s = 1.5 * second.step_s(streams) + z
+        spread = math.sqrt(streams / self._decoders + 1.0)
+        given = streams + rate_rps * mean_s / self._decoders
+        fewest = np.maximum(given - _FEWER + spread * _LEVELS, 0.0)[:, None]
+        delays_s = 0.5 * work.rate_rps / self._decoders * z**2 * (1.0 + z / mean_s)
+        local = local_ttft_s + local_ttft_s**2 / mean_s + fewest * z + delays_s
+        # Without losses of others, remote(Q) = local at T = m (sqrt(1 + 4 local / m) - 1) / 2.
+        latest = 0.5 * mean_s * (np.sqrt(1.0 + 4.0 * local / mean_s) - 1.0) - s - x
+        q = np.linspace(0.0, max(float(latest.max()), 1e-6), _POINTS)[:, None, None]
+        arrivals = rate_rps / self._servers
+        around = ((1.0 + fewest) * z - x - s) @ shares[:, None]
+        lost = np.minimum(
+            arrivals * s * (q + 0.5 * s),
+            np.maximum(around - np.maximum(q - 1.0 / arrivals, 0.0), 0.0),
+        )
+        total = q + s + x
+        remote = total + total**2 / mean_s + lost * (1.0 + (q + s) / mean_s)
+        above = (remote < local).sum(axis=0)
+        at = np.clip(above, 1, _POINTS - 1)
+        low, high = (np.take_along_axis(remote, i[None], axis=0)[0] for i in (at - 1, at))
+        part = np.clip((local - low) / np.maximum(high - low, 1e-12), 0.0, 1.0)
+        limits: np.ndarray = np.where(above > 0, (at - 1 + part) * q[1], _NEVER)
+        return limits
+
+    def _wait_distribution(
+        self, rate_rps: float, limits: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Points of Q, the probability of each or less, and the seconds of Q up to each."""
+        first, servers = self._prefill, self._servers
+        highest = max(float(limits.max()), 1e-6)
+        points = np.linspace(0.0, highest, _POINTS)
+        middles = 0.5 * (points[1:] + points[:-1])
+        shares = first.classes.shares
+        joining_share = (limits > middles[:, None, None]).mean(axis=1)
+        weights = np.maximum(joining_share, 1e-9) * shares
+        share = weights.sum(axis=1)
+        mean = weights @ first.prompt_s / share
+        scv = weights @ first.prompt_s**2 / share / mean**2 - 1.0
+        arrival_scv = 1.0 + share * (first.arrival_scv - 1.0)
+        v = mean * (arrival_scv + scv) / (2.0 * servers)
+        rho = rate_rps * share * mean / servers
+        fall = (1.0 - rho) / v
+        width = points[1]
+        logs = np.concatenate(([0.0], -np.cumsum(fall * width)))
+        blocked = erlang_b(servers, rate_rps * float(weights[0] @ first.prompt_s))
+        start = blocked / max(1.0 - blocked, 1e-12) / v[0]
+        shift = max(float(logs.max()), 0.0)
+        density = start * np.exp(logs - shift)
+        safe = np.where(np.abs(fall * width) < 1e-6, 1.0, fall)
+        masses = np.where(safe == fall, (density[:-1] - density[1:]) / safe, density[:-1] * width)
+        above = density[-1] * v[-1]  # no prompts come: it falls by 1 a second
+        sums = np.concatenate(([math.exp(-shift)], masses)).cumsum()
+        total = sums[-1] + above
+        until = np.concatenate(([0.0], (masses * middles).cumsum()))
+        return points, sums / total, until / total
+
+    # --- figures --------------------------------------------------------------------------------
+
+    def ttft_share(self, state: SplitState, ttft_s: float) -> float:
+        """Return the share of requests whose first token comes within `ttft_s`."""
+        first = self._prefill
+        left = ttft_s - state.joining_s - first.overheads_s - first.prompt_s
+        left = left - (1.0 - state.below[0]) * first.filling_s
+        delays_s = -state.delay_s * np.log1p(-_THIRDS)
+        delayed = sum(self._within(state, left - delay_s) for delay_s in delays_s) / len(delays_s)
+        remote = (1.0 - state.busy) * self._within(state, left) + state.busy * delayed
+        left = ttft_s - state.services_s
+        waiting = state.busy * np.exp(-np.maximum(left, 0.0) / max(state.delay_s, 1e-9))
+        local = state.local * np.where(left >= 0.0, 1.0 - waiting, 0.0)
+        return float(first.classes.shares @ (remote + local))
+
+    def _within(self, state: SplitState, left_s: np.ndarray) -> np.ndarray:
+        """Share of each class's prompts that a prefill worker begins within so many seconds."""
+        begun = _at(np.minimum(left_s, state.limits_s), state.waits_s, state.below)
+        return np.where(left_s >= 0.0, begun, 0.0)
+
+    def itl_share(self, state: SplitState, itl_s: float) -> float:
+        """Return the share of requests whose mean gap between tokens is within `itl_s`."""
+        return self._decode.itl_share(state.rate_rps, self._decoders, itl_s, state.work)
+
+    def latencies(self, rate_rps: float, share: float) -> tuple[float, float, float]:
+        """Return TTFT and ITL that a share is within, and the mean end to end; seconds."""
+        state = self.state(rate_rps)
+        if state is None:
+            return math.inf, math.inf, math.inf
+        first, second = self._prefill, self._decode
+        ttft_s = quantile_s(lambda t: self.ttft_share(state, t), share)
+        itl_s = second.itl_quantile_s(rate_rps, self._decoders, share, state.work)
+        queue_s = _at(state.limits_s, state.waits_s, state.until_s)
+        taken = first.prompt_s + first.overheads_s + state.joining_s
+        taken = taken + (1.0 - state.below[0]) * first.filling_s
+        mean = queue_s + (1.0 - state.local) * taken + state.local * state.services_s
+        mean = mean + state.busy * state.delay_s
+        e2e_s = float(first.classes.shares @ mean)
+        e2e_s += (second.classes.osl - 1.0) * second.mean_itl_s(
+            rate_rps, self._decoders, state.work
+        )
+        return ttft_s, itl_s, e2e_s
+
+    @property
+    def highest_rps(self) -> float:
+        """A rate whose prompts both pools together cannot exceed."""
+        shares = self._prefill.classes.shares
+        highest = self._servers / float(shares @ self._prefill.prompt_s)
+        stall_s = float(shares @ self._decode.stalls_s)
+        return highest + _MAX_BUSY * self._decoders / stall_s if stall_s > 0.0 else math.inf
+
+    def limit_rps(self, slo: Slo, share: float, near: float, high: float) -> float:
+        """Return the most requests a second of which a share is inside either objective.
+
+        Args:
+            slo: the objective.
+            share: of the requests.
+            near: a rate that is tried first.
+            high: one that the pools do not exceed.
+        """
+
+        def inside(rate_rps: float) -> bool:
+            state = self.state(rate_rps)
+            return (
+                state is not None
+                and self.itl_share(state, slo.itl_s) >= share
+                and self.ttft_share(state, slo.ttft_s) >= share
+            )
+
+        low, middle = 0.0, near or 0.5 * high
+        for _ in range(_RATE_HALVINGS):
+            low, high = (middle, high) if inside(middle) else (low, middle)
+            middle = 0.5 * (low + high)
+        return low
+
+
+def _at(limits_s: np.ndarray, points_s: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Return what rises with Q where each class's tau is, 0 below 0; mean over the levels."""
+    at = np.where(limits_s < 0.0, 0.0, np.interp(limits_s, points_s, values))
+    mean: np.ndarray = at.mean(axis=0)
+    return mean
