@@ -175,14 +175,17 @@ class Analysis:
         both = self.split_load(prefill, decode)
         return min(self.limit_rps(Role.DECODE, *decode), both.highest_rps) if both else 0.0
 
-    def local_limit_rps(self, configuration: Configuration) -> float:
-        """Return the limit of a fleet whose decode workers compute what would wait too long."""
+    def local_limit_rps(self, configuration: Configuration, floor_rps: float = 0.0) -> float:
+        """Return the limit of a fleet whose decode workers compute what would wait too long.
+
+        Below `floor_rps` what they add may be left out.
+        """
         prefill, decode = ((pool.kind, pool.workers) for pool in configuration.pools)
         remote, highest = self.split_limit_rps(prefill, decode), self.highest_rps(configuration)
         both = self.split_load(prefill, decode)
         if both is None or remote >= _AMPLE * highest:
             return remote
-        return both.limit_rps(self.slo, joint_share(self.slo), remote, highest)
+        return both.limit_rps(self.slo, joint_share(self.slo), remote, highest, floor_rps)
 
     def split_load(
         self, prefill: tuple[WorkerKind, int], decode: tuple[WorkerKind, int]

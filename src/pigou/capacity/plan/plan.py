@@ -13,7 +13,7 @@ import msgspec
 from pigou.capacity.plan.analysis import Analysis
 from pigou.capacity.plan.configuration import Configuration, LoadFigures
 from pigou.capacity.plan.demand import Demand
-from pigou.capacity.plan.search_space import Candidate, candidates
+from pigou.capacity.plan.search_space import NEAR, Candidate, candidates
 from pigou.capacity.plan.shadow_prices import shadow_prices
 from pigou.capacity.plan.tier_use import TierUse, tier_use
 from pigou.capacity.plan.trial import Trial, run_trials, trial_figures
@@ -40,8 +40,6 @@ _LIFE_S = 60.0
 _STEP = 0.12
 #: Simulations at most that look for the highest rate of a configuration.
 _RATES = 3
-#: A configuration whose analysed limit is this much below the rate may hold it all the same.
-_NEAR = 0.9
 
 
 class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -207,7 +205,7 @@ def ranked_candidates(
     unique: dict[tuple[object, ...], Candidate] = {}
     for candidate in sorted(seen, key=lambda c: -c.limit_rps):
         key = candidate.configuration.workers_key
-        if candidate.limit_rps > 0.0 and candidate.limit_rps >= _NEAR * rate_rps:
+        if candidate.limit_rps > 0.0 and candidate.limit_rps >= NEAR * rate_rps:
             unique.setdefault(key, candidate)
 
     def order(candidate: Candidate) -> tuple[float, float]:

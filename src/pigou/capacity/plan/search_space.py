@@ -21,6 +21,8 @@ _DECODE_CHUNK, _PREFILL_BATCH = 2048, 64
 _PREFILL_CHUNKS = (2048, 8192, 16_384)
 #: Fleets, best first, whose decode workers' prompts are counted.
 _ENOUGH = 40
+#: A configuration whose analysed limit is this much below a rate may hold it all the same.
+NEAR = 0.9
 
 
 def worker_kinds(
@@ -106,12 +108,13 @@ def _with_local_prompts(
     split = [i for i in best.values() if len(seen[i].configuration.pools) > 1]
     highest = {i: analysis.highest_rps(seen[i].configuration) for i in split}
     ahead = sorted((limits[i] for i in best.values() if i not in highest), reverse=True)
+    rate = analysis.demand.rate_rps
     for i in sorted(split, key=lambda i: -highest[i]):
-        rate = analysis.demand.rate_rps
-        if len(ahead) >= enough and highest[i] < (rate or ahead[enough - 1]):
+        floor = rate or (ahead[enough - 1] if len(ahead) >= enough else 0.0)
+        if highest[i] < floor:
             break
         if not (rate and limits[i] >= rate):
-            limits[i] = analysis.local_limit_rps(seen[i].configuration)
+            limits[i] = analysis.local_limit_rps(seen[i].configuration, NEAR * floor)
         insort(ahead, limits[i], key=operator.neg)
     return [
         Candidate(candidate.configuration, limit)

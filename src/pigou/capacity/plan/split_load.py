@@ -3,10 +3,12 @@
 | symbol | meaning |
 |---|---|
 | Q | seconds until a prefill worker is free for a prompt |
-| s, x, z | seconds of a prompt on a prefill worker, of its transfer, and on a decode worker |
+| s, x | seconds of a prompt on a prefill worker, and of its transfer |
+| z | seconds that it takes from the streams of a decode worker |
 | c, d | workers of the prefill and of the decode pool |
 | n, f | streams of a decode worker, and seconds of its step |
 | n' | requests of the decode worker with the fewest, those with prompts before them included |
+| q | seconds of prompts that wait on a decode worker (M/G/d) |
 | m | mean seconds to the first token |
 | l, l' | prompts a second that may come to a prefill worker: lambda / c; to a decode worker |
 | tau | the Q from which on a prompt is computed by a decode worker |
@@ -16,10 +18,11 @@ The router takes the way of least cost (`pigou.control.routing.toll.terms`), wit
 its default parameters. The two ways differ by
 
     remote(Q) = T + T^2 / m + min(l s (Q + s / 2), e) (1 + (Q + s) / m),   T = Q + s + x
-    local     = T' + T'^2 / m + n' z + l' z^2 (1 + z / m) / 2,   T' = 1.5 f + z
+    local     = T' + T'^2 / m + n' z + l' z (q + z / 2) (1 + (q + z) / m),   T' = q + 1.5 f + z
 
-where e = (1 + n') z - x - s - max(0, Q - 1 / l), of a prompt of mean length, is what the next
-prompt loses by going round the pool. tau of a class is where remote(Q) = local.
+where e = q + (1 + n') z - x - s - max(0, Q - 1 / l), of a prompt of mean length, is what the next
+prompt loses by going round the pool. tau of a class is where remote(Q) = local. n' and q vary, and
+rise together: tau is taken at four pairs of them.
 
 Q is a diffusion whose drift depends on it: prompts with tau > Q come, lambda(Q) a second, rho(Q)
 of the pool. With v = s (ca2 + cs2) / (2 c) of these, its density falls as
@@ -65,6 +68,8 @@ _SLOWER = 0.7
 #: Streams by which the emptiest decode worker is below the mean, and deviations at which tau is
 #: looked at.
 _FEWER, _LEVELS = 1.3, np.array([-1.15, -0.32, 0.32, 1.15])
+#: Waits behind prompts of decode workers over their mean, where streams are as many.
+_QUEUES = np.array([0.0, 0.3, 0.9, 2.8])
 #: Middles of thirds of an exponential wait.
 _THIRDS = np.array([1.0, 3.0, 5.0]) / 6.0
 #: Tau of a class that decode workers compute in any case.
@@ -138,7 +143,7 @@ class SplitLoad:
             overloaded = math.isinf(streams)
             streams = min(streams, second.max_streams)
             step = second.step_s(streams)
-            limits = self._limits(rate_rps, mean_s, streams, work)
+            limits = self._limits(rate_rps, mean_s, streams, work, local)
             points, below, until = self._wait_distribution(rate_rps, limits)
             joining = second.joining_of(streams)
             services = second.overheads_s + second.mixed_service_s(streams)
@@ -206,33 +211,41 @@ class SplitLoad:
         return PromptWork(rate, mean, float(weights @ taken**2) / total)
 
     def _limits(
-        self, rate_rps: float, mean_s: float, streams: float, work: PromptWork
+        self, rate_rps: float, mean_s: float, streams: float, work: PromptWork, local: np.ndarray
     ) -> np.ndarray:
         """Tau of each class."""
         first, second, shares = self._prefill, self._decode, self._prefill.classes.shares
         s, z = first.prompt_s, second.stalls_s
         x = first.overheads_s + second.joining_of(streams)
-        local_ttft_s = 1.5 * second.step_s(streams) + z
+        weights = shares * local
+        used = rate_rps / self._decoders * float(weights @ second.mixed_service_s(streams))
+        busy = min(used, _MAX_BUSY)
+        queued_s = erlang_c(self._decoders, busy) * 0.5 * work.square_s2
+        queued_s /= max(work.mean_s, 1e-12) * self._decoders * (1.0 - busy)
+        queue_s = (queued_s * _QUEUES)[:, None]
+        local_ttft_s = queue_s + 1.5 * second.step_s(streams) + z
         spread = math.sqrt(streams / self._decoders + 1.0)
         given = streams + rate_rps * mean_s / self._decoders
-        fewest = np.maximum(given - _FEWER + spread * _LEVELS, 0.0)[:, None]
-        delays_s = 0.5 * work.rate_rps / self._decoders * z**2 * (1.0 + z / mean_s)
-        local = local_ttft_s + local_ttft_s**2 / mean_s + fewest * z + delays_s
+        fewer = _FEWER if self._decoders > 1 else 0.0
+        fewest = np.maximum(given - fewer + spread * _LEVELS, 0.0)[:, None]
+        delays_s = work.rate_rps / self._decoders * z * (queue_s + 0.5 * z)
+        delays_s = delays_s * (1.0 + (queue_s + z) / mean_s)
+        here_s = local_ttft_s + local_ttft_s**2 / mean_s + fewest * z + delays_s
         # Without losses of others, remote(Q) = local at T = m (sqrt(1 + 4 local / m) - 1) / 2.
-        latest = 0.5 * mean_s * (np.sqrt(1.0 + 4.0 * local / mean_s) - 1.0) - s - x
+        latest = 0.5 * mean_s * (np.sqrt(1.0 + 4.0 * here_s / mean_s) - 1.0) - s - x
         q = np.linspace(0.0, max(float(latest.max()), 1e-6), _POINTS)[:, None, None]
         arrivals = rate_rps / self._servers
-        around = ((1.0 + fewest) * z - x - s) @ shares[:, None]
+        around = queue_s + ((1.0 + fewest) * z - x - s) @ shares[:, None]
         lost = np.minimum(
             arrivals * s * (q + 0.5 * s),
             np.maximum(around - np.maximum(q - 1.0 / arrivals, 0.0), 0.0),
         )
         total = q + s + x
         remote = total + total**2 / mean_s + lost * (1.0 + (q + s) / mean_s)
-        above = (remote < local).sum(axis=0)
+        above = (remote < here_s).sum(axis=0)
         at = np.clip(above, 1, _POINTS - 1)
         low, high = (np.take_along_axis(remote, i[None], axis=0)[0] for i in (at - 1, at))
-        part = np.clip((local - low) / np.maximum(high - low, 1e-12), 0.0, 1.0)
+        part = np.clip((here_s - low) / np.maximum(high - low, 1e-12), 0.0, 1.0)
         limits: np.ndarray = np.where(above > 0, (at - 1 + part) * q[1], _NEVER)
         return limits
 
@@ -319,7 +332,9 @@ class SplitLoad:
         stall_s = float(shares @ self._decode.stalls_s)
         return highest + _MAX_BUSY * self._decoders / stall_s if stall_s > 0.0 else math.inf
 
-    def limit_rps(self, slo: Slo, share: float, near: float, high: float) -> float:
+    def limit_rps(
+        self, slo: Slo, share: float, near: float, high: float, floor: float = 0.0
+    ) -> float:
         """Return the most requests a second of which a share is inside either objective.
 
         Args:
@@ -327,6 +342,7 @@ class SplitLoad:
             share: of the requests.
             near: a rate that is tried first.
             high: one that the pools do not exceed.
+            floor: `near` is returned where the limit is above it, but below this.
         """
 
         def inside(rate_rps: float) -> bool:
@@ -338,6 +354,10 @@ class SplitLoad:
             )
 
         low, middle = 0.0, near or 0.5 * high
+        if floor > near:
+            if not inside(floor):
+                return near
+            low, middle = floor, 0.5 * (floor + high)
         for _ in range(_RATE_HALVINGS):
             low, high = (middle, high) if inside(middle) else (low, middle)
             middle = 0.5 * (low + high)
