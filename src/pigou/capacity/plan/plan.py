@@ -28,7 +28,7 @@ _FIRST_ROUND = 2
 #: Sizes of the pools of the same kinds of workers among them, where there are others.
 _PER_KIND = 2
 #: Multiples of the rate that fleets are then asked to hold, until one keeps the objective.
-_MARGINS = (1.25, 1.6, 2.2)
+_MARGINS = (1.25, 1.6, 2.2, 3.2, 4.5)
 #: Requests of the first and of the last simulations.
 _SHORT_REQUESTS, LONG_REQUESTS = 200, 600
 #: Lives of a request until a fleet is as full as it gets, and those that it stays full for the last
