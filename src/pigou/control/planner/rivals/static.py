@@ -30,7 +30,7 @@ class StaticParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 class StaticPlanner(TargetPlanner):
     """wanted = workers, or as many as there were: a fleet without autoscaling.
 
-    A pool that somebody else makes larger by hand stays so.
+    Without `workers`, a pool that somebody else makes larger stays so.
     """
 
     name: ClassVar[str] = "static"
