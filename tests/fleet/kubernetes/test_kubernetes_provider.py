@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import aiohttp
 import pytest
 from tests.fleet.harness import WATCH
 from tests.fleet.kubernetes.fleets import Cluster, Manifest, fleet, operated, pool, until
@@ -52,7 +53,12 @@ class Kubelet:
 
     async def _keep(self, item: Manifest) -> None:
         pods = self.pods()
-        pods.sort(key=lambda p: int(p["metadata"]["annotations"].get(DELETION_COST, 0)))
+        pods.sort(  # as a ReplicaSet has it: those that are not ready go first
+            key=lambda p: (
+                ENTRY in p["metadata"]["annotations"],
+                int(p["metadata"]["annotations"].get(DELETION_COST, 0)),
+            )
+        )
         for pod in pods[: max(0, len(pods) - item["spec"]["replicas"])]:
             name = pod["metadata"]["name"]
             self.store.delete(self.store.find("pods"), "default", name)
@@ -95,7 +101,8 @@ class Kubelet:
 
 
 @asynccontextmanager
-async def scaled() -> AsyncIterator[tuple[Cluster, Kubelet, Serving]]:
+async def scaled(planner: Manifest) -> AsyncIterator[tuple[Cluster, Kubelet, Serving]]:
+    """Run operator, kubelet and a gateway with a planner that scales one pool of 1 to 3 pods."""
     async with operated() as cluster:
         cluster.store.put(fleet(pool("both", None, minReplicas=1, maxReplicas=3)))
         kubelet = Kubelet(cluster)
@@ -104,11 +111,9 @@ async def scaled() -> AsyncIterator[tuple[Cluster, Kubelet, Serving]]:
         url = f"k8s://default?selector=pigou.dev/fleet=chat,pigou.dev/part=worker&api={cluster.api.url}"
         registry = open_registry(url)
         registry.scales = FleetScales.of(url)
-        planner = PlannerConfig(
-            slo="ttft=5,itl=1", planner={"planner": "static", "workers": 2}, interval_s=0.2
-        )
+        config = PlannerConfig(slo="ttft=5,itl=1", planner=planner, interval_s=0.2)
         serving = Serving(GatewayConfig(port=0, strict=False), ControlConfig(), [], WATCH,
-                          planner=planner, registry=registry)  # fmt: skip
+                          planner=config, registry=registry)  # fmt: skip
         try:
             await serving.start()
             yield cluster, kubelet, serving
@@ -119,35 +124,56 @@ async def scaled() -> AsyncIterator[tuple[Cluster, Kubelet, Serving]]:
             await kubelet.close()
 
 
-async def test_a_planner_scales_a_pool_beside_others_and_names_the_pod_that_goes() -> None:
-    async with scaled() as (cluster, kubelet, serving):
+def replicas(cluster: Cluster) -> int:
+    return int(cluster.store.all("pigoupools")[0]["spec"]["replicas"])
 
-        def replicas() -> int:
-            return int(cluster.store.all("pigoupools")[0]["spec"]["replicas"])
 
-        def states() -> list[str]:
-            return sorted(row.state for row in serving.supervisor.rows())
+def states(serving: Serving) -> list[str]:
+    return sorted(row.state for row in serving.supervisor.rows())
 
-        await until(lambda: replicas() == 2 and states() == ["up", "up"])
-        kubelet.held = kubelet.full = True
-        patch = {"spec": {"replicas": 3}}  # a human, or an autoscaler
-        cluster.store.patch(
-            cluster.store.find("pigoupools"), "default", SCALE, patch, MERGE, "scale"
-        )
-        await until(lambda: states() == ["starting", "up", "up"])
-        await until(lambda: any(row.unplaceable for row in serving.supervisor.rows()))
-        assert serving.live_fleet.start_refusal(POOL) == "maxReplicas of the PigouFleet is 3"
-        kubelet.held = False  # the planner drains one once all are up
-        await until(lambda: replicas() == 2 and len(kubelet.pods()) == 2)
-        await until(lambda: states() == ["up", "up"])
+
+def rescale(cluster: Cluster, count: int) -> None:
+    """Scale the pool, as a human or an autoscaler does."""
+    patch = {"spec": {"replicas": count}}
+    cluster.store.patch(cluster.store.find("pigoupools"), "default", SCALE, patch, MERGE, "scale")
+
+
+def pod_names(kubelet: Kubelet) -> set[str]:
+    return {pod["metadata"]["name"] for pod in kubelet.pods()}
+
+
+async def test_a_planner_scales_a_pool_and_takes_back_what_others_add() -> None:
+    async with scaled({"planner": "static", "workers": 2}) as (cluster, kubelet, serving):
+        await until(lambda: replicas(cluster) == 2 and states(serving) == ["up", "up"])
         assert serving.live_fleet.provided[POOL].start_up_s
-        stays = {row.id for row in serving.supervisor.rows()}
-        assert {pod["metadata"]["name"] for pod in kubelet.pods()} == stays
-        assert len(stays & {"pod-1", "pod-2", "pod-3"}) == 2
-        assert "scale both pools" in serving.live_fleet.flip_refusal(
-            min(stays), "decode.registered"
+        rescale(cluster, 3)
+        await until(lambda: replicas(cluster) == 2 and len(kubelet.pods()) == 2)
+        await until(
+            lambda: (
+                {row.id for row in serving.supervisor.rows()} == pod_names(kubelet)
+                and states(serving) == ["up", "up"]
+            )
         )
         await until(cluster.ready)
+
+
+async def test_the_pod_of_a_drained_worker_is_the_one_that_goes() -> None:
+    async with scaled({"planner": "static", "repair": False}) as (cluster, kubelet, serving):
+        await until(lambda: replicas(cluster) == 1 and states(serving) == ["up"])
+        kubelet.held = kubelet.full = True
+        rescale(cluster, 3)
+        await until(lambda: states(serving) == ["starting", "starting", "up"])
+        await until(lambda: any(row.unplaceable for row in serving.supervisor.rows()))
+        assert serving.live_fleet.start_refusal(POOL) == "maxReplicas of the PigouFleet is 3"
+        kubelet.held = False
+        await until(lambda: states(serving) == ["up", "up", "up"])
+        refusal = serving.live_fleet.flip_refusal("pod-1", "decode.registered")
+        assert "scale both pools" in refusal
+        url = f"http://127.0.0.1:{serving.port}/workers/pod-1/drain"
+        async with aiohttp.ClientSession() as session, session.post(url) as response:
+            assert response.status == 202
+        await until(lambda: replicas(cluster) == 2 and pod_names(kubelet) == {"pod-2", "pod-3"})
+        await until(lambda: states(serving) == ["up", "up"])
 
 
 def test_pods_are_scaled_only_where_the_registry_names_their_fleet() -> None:
