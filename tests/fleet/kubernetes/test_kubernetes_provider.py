@@ -142,6 +142,12 @@ def pod_names(kubelet: Kubelet) -> set[str]:
     return {pod["metadata"]["name"] for pod in kubelet.pods()}
 
 
+async def drain(serving: Serving, pod: str) -> None:
+    url = f"http://127.0.0.1:{serving.port}/workers/{pod}/drain"
+    async with aiohttp.ClientSession() as session, session.post(url) as response:
+        assert response.status == 202
+
+
 async def test_a_planner_scales_a_pool_and_takes_back_what_others_add() -> None:
     async with scaled({"planner": "static", "workers": 2}) as (cluster, kubelet, serving):
         await until(lambda: replicas(cluster) == 2 and states(serving) == ["up", "up"])
@@ -169,11 +175,29 @@ async def test_the_pod_of_a_drained_worker_is_the_one_that_goes() -> None:
         await until(lambda: states(serving) == ["up", "up", "up"])
         refusal = serving.live_fleet.flip_refusal("pod-1", "decode.registered")
         assert "scale both pools" in refusal
-        url = f"http://127.0.0.1:{serving.port}/workers/pod-1/drain"
-        async with aiohttp.ClientSession() as session, session.post(url) as response:
-            assert response.status == 202
+        await drain(serving, "pod-1")
         await until(lambda: replicas(cluster) == 2 and pod_names(kubelet) == {"pod-2", "pod-3"})
         await until(lambda: states(serving) == ["up", "up"])
+
+
+async def test_a_drained_worker_that_is_replaced_at_once_takes_its_pod_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The pool's size does not change, so nothing but a deletion ends the pod."""
+    release = FleetScales.release
+    async with scaled({"planner": "static", "workers": 2}) as (cluster, kubelet, serving):
+
+        async def late(scales: FleetScales, pod: str) -> None:
+            await until(lambda: "starting" in states(serving))
+            await release(scales, pod)
+
+        await until(lambda: replicas(cluster) == 2 and states(serving) == ["up", "up"])
+        monkeypatch.setattr(FleetScales, "release", late)
+        await drain(serving, "pod-1")
+        await until(lambda: "pod-1" not in pod_names(kubelet))
+        await until(lambda: states(serving) == ["up", "up"])
+        assert replicas(cluster) == 2
+        assert {row.id for row in serving.supervisor.rows()} == pod_names(kubelet)
 
 
 def test_pods_are_scaled_only_where_the_registry_names_their_fleet() -> None:

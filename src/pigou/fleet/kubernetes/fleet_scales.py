@@ -32,6 +32,7 @@ class ScaledPool(msgspec.Struct, frozen=True, kw_only=True):
         lowest, highest: its range.
         gpus: of each worker.
         unschedulable: pods for which no node has room.
+        pods: uids of its pods that are not terminating, by name.
     """
 
     name: str
@@ -42,6 +43,7 @@ class ScaledPool(msgspec.Struct, frozen=True, kw_only=True):
     highest: int
     gpus: int = 1
     unschedulable: int = 0
+    pods: dict[str, str] = {}
 
 
 class FleetScales:
@@ -97,14 +99,14 @@ class FleetScales:
                 if not pool.scaled or scale is None:
                     continue
                 lowest, highest = pool.min_replicas or 0, pool.max_replicas or 0
+                own_pods = [pod for pod in pods if _is_of(pod, model.name, pool.role)]
                 pools.append(
                     ScaledPool(
                         name=scale["metadata"]["name"], model=model.name, role=Role(pool.role),
                         replicas=min(max(scale["spec"]["replicas"], lowest), highest),
                         lowest=lowest, highest=highest, gpus=max(1, pool.gpus_per_replica),
-                        unschedulable=sum(
-                            _unschedulable(pod, model.name, pool.role) for pod in pods
-                        ),
+                        unschedulable=sum(map(_is_unschedulable, own_pods)),
+                        pods={pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in own_pods},
                     )
                 )  # fmt: skip
         return pools
@@ -143,10 +145,26 @@ class FleetScales:
             if error.code != 404:
                 raise
 
+    async def remove(self, pod: str, uid: str) -> None:
+        """Delete a pod, which its pool replaces; one that is gone is no error.
 
-def _unschedulable(pod: Manifest, model: str, role: str) -> bool:
-    labels = pod["metadata"].get("labels") or {}
-    return (labels.get(MODEL), labels.get(ROLE)) == (model, role) and any(
+        Raises:
+            KubernetesError: the server refused, or did not answer.
+        """
+        meta = {"name": pod, "namespace": self._namespace, "uid": uid}
+        await self._api.delete({"kind": "Pod", "metadata": meta})
+
+
+def _is_of(pod: Manifest, model: str, role: str) -> bool:
+    meta = pod["metadata"]
+    labels = meta.get("labels") or {}
+    return (labels.get(MODEL), labels.get(ROLE)) == (model, role) and not meta.get(
+        "deletionTimestamp"
+    )
+
+
+def _is_unschedulable(pod: Manifest) -> bool:
+    return any(
         condition.get("type") == "PodScheduled" and condition.get("reason") == "Unschedulable"
         for condition in (pod.get("status") or {}).get("conditions") or ()
     )

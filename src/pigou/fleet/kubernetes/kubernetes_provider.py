@@ -76,7 +76,9 @@ class KubernetesProvider(RegistryProvider):
         self._pools: dict[str, ScaledPool] = {}
         self._pending: dict[str, list[PendingPod]] = {}
         self._changes: Counter[str] = Counter()  # by pool, not written yet
-        self._leaving_pods: set[str] = set()
+        # Names of pods whose workers are let go, by those of their pools.
+        self._leaving_pods: dict[str, str] = {}
+        self._released_pods: dict[str, str] = {}
         self._wake = asyncio.Event()
         self._error = "the pools were not read yet"
         self._start_up_s: dict[str, float] = {}
@@ -144,7 +146,7 @@ class KubernetesProvider(RegistryProvider):
         super().discard(member)
         name = self._name_of(member)
         if known is not None and not known.draining and name in self._pools:
-            self._leaving_pods.add(known.worker)
+            self._leaving_pods[known.worker] = name
             self._change_scale(name, -1)
 
     def _add(self, entry: WorkerEntry) -> None:
@@ -174,7 +176,7 @@ class KubernetesProvider(RegistryProvider):
         """Write what was ordered; what fails is ordered still."""
         for pod in list(self._leaving_pods):
             await self._scales.release(pod)
-            self._leaving_pods.discard(pod)
+            self._released_pods[pod] = self._leaving_pods.pop(pod)
         for name, change in list(self._changes.items()):
             pool = self._pools[name]
             if change:
@@ -194,11 +196,27 @@ class KubernetesProvider(RegistryProvider):
                 f"the fleet has models {', '.join(sorted(models))}; give each as --model-pool"
             )
         self._pools = {self.pool(pool.role, self._model_of(pool)): pool for pool in pools}
+        await self._remove_released()
         self._error = ""
         serving = Counter(self._name_of(member) for member in self._members.values())
         for name in {*self._pools, *self._pending}:
             missing = self._expected(name) - serving[name] if name in self._pools else 0
             self._show_pending(name, max(0, missing))
+
+    async def _remove_released(self) -> None:
+        """Delete pods that were to go as their pools shrank, where these grew again before."""
+        for pod, name in list(self._released_pods.items()):
+            pool = self._pools.get(name)
+            uid = None if pool is None else pool.pods.get(pod)
+            if pool is not None and uid is not None:
+                if self._changes[name] or len(pool.pods) > pool.replicas:
+                    continue  # the pool is about to shrink
+                try:
+                    await self._scales.remove(pod, uid)
+                    _log.info("%s is deleted, as %s needs another in its place", pod, pool.name)
+                except KubernetesError as error:
+                    _log.warning("%s serves nobody and cannot be deleted: %s", pod, error)
+            del self._released_pods[pod]
 
     def _show_pending(self, name: str, count: int) -> None:
         """Let so many members stand for pods that are not registered."""
