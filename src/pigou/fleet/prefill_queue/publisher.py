@@ -181,7 +181,8 @@ class PrefillPublisher:
         ]
         for request, pending in lost[:_MAX_AGAIN]:
             if self._is_unclaimed(request, pending):
-                await self._broker.delete(pending.subject, pending.sequence)
+                if pending.subject in stored:
+                    await self._broker.delete(pending.subject, pending.sequence)
                 pending.delivery = "", 0  # the broker counts from 1 again
                 await self._publish(pending)
 
