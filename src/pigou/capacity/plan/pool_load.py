@@ -79,6 +79,15 @@ class LengthClasses:
         held = outputs * (prompts + 0.5 * outputs)
         self.context = float(shares @ held) / self.osl
 
+    def mean_and_scv(self, values: np.ndarray) -> tuple[float, float]:
+        """Return the mean of a value that each class has, and its variance over the squared mean.
+
+        Args:
+            values: of the classes, shape (classes,).
+        """
+        mean = float(self.shares @ values)
+        return mean, float(self.shares @ values**2) / mean**2 - 1.0
+
 
 _NO_PROMPTS = PromptWork()
 
@@ -182,11 +191,11 @@ class PoolLoad:
         return self.joining_of(streams)
 
     def joining_of(self, streams: float) -> float:
-        """Return the same for so many streams of a worker."""
+        """Return the same where each worker has `streams` streams."""
         return _JOINING * self.step_s(streams) - self.step_s(1.0)
 
     def mixed_service_s(self, streams: float) -> np.ndarray:
-        """Return the seconds of each class's prompt on a worker of so many streams."""
+        """Return the seconds of each class's prompt on a worker that has `streams` streams."""
         step_s = self.step_s(streams)
         more_s = self.chunks * (step_s - self.step_s(1.0))
         return self.prompt_s + more_s + _ALIGNMENT * (1.0 - math.exp(-streams)) * step_s
@@ -246,11 +255,10 @@ class PoolLoad:
 
     def _wait(self, rate_rps: float, workers: int, services: np.ndarray) -> tuple[float, float]:
         """Probability of a wait, and its mean where there is one; infinity in overload."""
-        mean = float(self.classes.shares @ services)
+        mean, scv = self.classes.mean_and_scv(services)
         rho = rate_rps * mean / workers
         if not rho < _FULL:
             return 1.0, math.inf
-        scv = float(self.classes.shares @ services**2) / mean**2 - 1.0
         variance = 0.5 * (self.arrival_scv + scv)
         return erlang_c(workers, rho), variance * mean / (workers * (1.0 - rho))
 

@@ -50,7 +50,7 @@ class PromptWork:
         return self.rate_rps * self.mean_s
 
     def variance_s2(self, seconds: np.ndarray, workers: int) -> np.ndarray:
-        """Return the variance of what one of so many workers computes in so many seconds.
+        """Return the variance of what one of `workers` workers computes in `seconds` seconds.
 
         Prompts go to the worker with the least to do: they come to each as to one in turn.
         """

@@ -172,9 +172,8 @@ class SplitLoad:
         total = float(weights.sum())
         if work.busy <= 0.0 or total <= 0.0:
             return state
-        shares, s = first.classes.shares, first.prompt_s
-        mean = float(shares @ s)
-        scv = float(shares @ s**2) / mean**2 - 1.0
+        s = first.prompt_s
+        mean, scv = first.classes.mean_and_scv(s)
         v = mean * (first.arrival_scv + scv) / (2.0 * self._servers)
         rho = state.rate_rps * mean / self._servers
         done = weights * s
@@ -186,18 +185,17 @@ class SplitLoad:
         lives = second.classes.outputs * step_s / (1.0 - work.busy / self._decoders)
         seen = 1.0 - (1.0 - np.exp(-lives / lasts)) * lasts / lives
         own = work.square_s2 / work.mean_s
-        used = min(
-            float(weights @ (state.services_s - second.overheads_s))
-            * state.rate_rps
-            / self._decoders,
-            _MAX_BUSY,
-        )
+        used = self._used(state.rate_rps, weights, state.services_s - second.overheads_s)
         return replace(
             state,
             work=replace(work, cluster_s2=work.mean_s * spread * seen),
             busy=erlang_c(self._decoders, used),
             delay_s=0.5 * (own / self._decoders + spread) / (1.0 - used),
         )
+
+    def _used(self, rate_rps: float, weights: np.ndarray, services_s: np.ndarray) -> float:
+        """Share of the time of decode workers in which they compute prompts."""
+        return min(rate_rps / self._decoders * float(weights @ services_s), _MAX_BUSY)
 
     def _work(self, rate_rps: float, local: np.ndarray) -> PromptWork:
         """What decode workers compute of prompts."""
@@ -217,9 +215,7 @@ class SplitLoad:
         first, second, shares = self._prefill, self._decode, self._prefill.classes.shares
         s, z = first.prompt_s, second.stalls_s
         x = first.overheads_s + second.joining_of(streams)
-        weights = shares * local
-        used = rate_rps / self._decoders * float(weights @ second.mixed_service_s(streams))
-        busy = min(used, _MAX_BUSY)
+        busy = self._used(rate_rps, shares * local, second.mixed_service_s(streams))
         queued_s = erlang_c(self._decoders, busy) * 0.5 * work.square_s2
         queued_s /= max(work.mean_s, 1e-12) * self._decoders * (1.0 - busy)
         queue_s = (queued_s * _QUEUES)[:, None]
@@ -297,7 +293,7 @@ class SplitLoad:
         return float(first.classes.shares @ (remote + local))
 
     def _within(self, state: SplitState, left_s: np.ndarray) -> np.ndarray:
-        """Share of each class's prompts that a prefill worker begins within so many seconds."""
+        """Share of each class's prompts that a prefill worker begins within `left_s` seconds."""
         begun = _at(np.minimum(left_s, state.limits_s), state.waits_s, state.below)
         return np.where(left_s >= 0.0, begun, 0.0)
 
