@@ -52,8 +52,10 @@ class PromptLengths:
         Args:
             wait_s: tokens of each prompt, and its seconds so far.
         """
-        short = [wait for tokens, wait in wait_s if not self.is_long(tokens)]
-        long = [wait for tokens, wait in wait_s if self.is_long(tokens)]
+        short: list[float] = []
+        long: list[float] = []
+        for tokens, wait in wait_s:
+            (long if self.is_long(tokens) else short).append(wait)
         return {
             "short_wait_p50_s": percentile(short, 50), "short_wait_p95_s": percentile(short, 95),
             "long_wait_max_s": max(long, default=None),

@@ -130,7 +130,7 @@ def granted_blocks(granted: GrantFrame, landing: ReceiveBuffer) -> Ints:
 
 
 def check_within(ids: Ints, rows: int) -> None:
-    """Check that blocks lie within a sender's memory of so many rows.
+    """Check that blocks lie within a sender's memory of `rows` rows.
 
     Raises:
         TransferError: PROTOCOL; one does not.
