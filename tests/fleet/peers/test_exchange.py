@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -84,6 +84,18 @@ def node(hub: MemoryHub, worker: str, secret: FleetSecret = SECRET) -> PeerExcha
     return PeerExchange(driver, hub.bus(), secret)
 
 
+@asynccontextmanager
+async def linked(hub: MemoryHub) -> AsyncIterator[tuple[PeerExchange, PeerExchange]]:
+    """Run two gateways with one worker, which know of each other."""
+    a, b = node(hub, "w0"), node(hub, "w0")
+    for exchange in (a, b):
+        exchange.start()
+    await until(lambda: a.health()["peers"] == [b.name])
+    yield a, b
+    for exchange in (a, b):
+        await exchange.stop()
+
+
 def streams(exchange: PeerExchange) -> list[int]:
     found: list[int] = exchange._plane_driver.plane.state.columns.decode_requests.tolist()
     return found
@@ -137,15 +149,10 @@ def test_a_gateway_that_joins_hears_what_was_sent_before() -> None:
 def test_a_bus_that_a_server_closed_is_connected_anew() -> None:
     async def run() -> None:
         hub = MemoryHub()
-        a, b = node(hub, "w0"), node(hub, "w0")
-        for exchange in (a, b):
-            exchange.start()
-        await until(lambda: a.health()["peers"] == [b.name])
-        await a._bus.close()
-        submit(a, "r1")
-        await until(lambda: streams(b) == [1])
-        for exchange in (a, b):
-            await exchange.stop()
+        async with linked(hub) as (a, b):
+            await a._bus.close()
+            submit(a, "r1")
+            await until(lambda: streams(b) == [1])
 
     asyncio.run(run())
 
@@ -153,21 +160,16 @@ def test_a_bus_that_a_server_closed_is_connected_anew() -> None:
 def test_lost_messages_are_made_good_once_the_bus_brings_them_again() -> None:
     async def run() -> None:
         hub = MemoryHub()
-        a, b = node(hub, "w0"), node(hub, "w0")
-        for exchange in (a, b):
-            exchange.start()
-        await until(lambda: a.health()["peers"] == [b.name])
-        hub.drops = True
-        for number in range(3):
-            submit(a, f"r{number}")
-            await asyncio.sleep(0.05)
-        assert streams(b) == [0]
-        hub.drops = False
-        submit(a, "r3")
-        await until(lambda: streams(b) == [4])
-        await until(lambda: b.health()["gaps"] == 1)
-        for exchange in (a, b):
-            await exchange.stop()
+        async with linked(hub) as (a, b):
+            hub.drops = True
+            for number in range(3):
+                submit(a, f"r{number}")
+                await asyncio.sleep(0.05)
+            assert streams(b) == [0]
+            hub.drops = False
+            submit(a, "r3")
+            await until(lambda: streams(b) == [4])
+            await until(lambda: b.health()["gaps"] == 1)
 
     asyncio.run(run())
 
