@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from openapi_schema_validator import OAS30Validator
-from tests.fleet.kubernetes.fleets import fleet, pool
+from tests.fleet.kubernetes.fleets import GPU, fleet, pool
 from tests.lib.fake_kubernetes.errors import ApiError
 from tests.lib.fake_kubernetes.schema import pruned, validate
 
@@ -55,13 +55,46 @@ def test_definitions_have_structural_schemas() -> None:
         (fleet(pool("both", 1, **{**WIDE, "image": ""})), "without an image"),
         (fleet(pool("both", 1, **{**WIDE, "gpusPerReplica": 2})), "make them equal"),
         (fleet(pool("both", 1, **WIDE, hostsPerReplica=3)), "cannot share evenly"),
+        (fleet(pool("both", 1, **{**WIDE, "parallelism": {"dp": 4}}, hostsPerReplica=4)), None),
+        (
+            fleet(
+                pool(
+                    "both",
+                    1,
+                    **{**WIDE, "gpusPerReplica": 12, "parallelism": {"tp": 2, "dp": 6}},
+                    hostsPerReplica=4,
+                )
+            ),
+            "with dp 6, which 4 hosts cannot share evenly",
+        ),
+        (fleet(pool("both", 1, gpusPerReplica=0, hostsPerReplica=2)), "only vLLM on GPUs"),
+        (fleet(pool("both", 1, labels={"pigou.dev/part": "x"})), "which the operator sets"),
+        (fleet(pool("both", 1, tolerations=[{"keys": "gpu"}])), "unknown field `keys`"),
+        (fleet(pool("both", 1, env=[{"name": "A"}])), r"env\[A\]: give value, or valueFrom"),
+        (
+            fleet(
+                pool(
+                    "both",
+                    1,
+                    env=[{"name": "A", "value": "", "valueFrom": {"fieldRef": {"fieldPath": "x"}}}],
+                )
+            ),
+            r"env\[A\]: give value, or valueFrom",
+        ),
+        (fleet(pool("both", 1, resources={"limits": {GPU: 1}})), "say it by gpusPerReplica"),
+        (fleet(pool("both", 1, resources={"requests": {"memory": "1Gi"}})), "say it by memory"),
+        (fleet(pool("both", 1, volumes=[{"name": "shm"}])), "give one other than shm"),
+        (fleet(pool("both", 1), gateway={"volumeMounts": [{"name": "x"}]}), "mountPath is None"),
         (fleet(pool("prefill", 1), pool("decode", 1, **WIDE)), "engines differ"),
         (fleet(pool("both", 1), update={"surge": 0}), "set one above 0"),
         (fleet(pool("both", 1), update={"surge": "some"}), "count or like 25%"),
     ],
 )
-def test_what_no_schema_can_refuse_is_refused_by_name(body: Any, why: str) -> None:
+def test_what_no_schema_can_refuse_is_refused_by_name(body: Any, why: str | None) -> None:
     validate({**body, "spec": pruned(body, SCHEMA, "", [])["spec"]}, SCHEMA, "PigouFleet")
+    if why is None:
+        read_fleet(body["spec"])
+        return
     with pytest.raises(ConfigError, match=why):
         read_fleet(body["spec"])
 
@@ -70,7 +103,7 @@ def test_what_no_schema_can_refuse_is_refused_by_name(body: Any, why: str) -> No
     "spec",
     [
         {"models": []},
-        {"models": [{"name": "M", "pools": [{"role": "both"}]}]},
+        {"models": [{"name": "my model", "pools": [{"role": "both"}]}]},
         {"models": [{"name": "m", "pools": [{"role": "draft", "replicas": 1}]}]},
         {"models": [{"name": "m", "pools": [{"role": "both", "replicas": -1}]}]},
         {**fleet(pool("both", 1))["spec"], "slo": {"ttftSeconds": 0, "itlSeconds": 1}},
@@ -82,19 +115,6 @@ def test_types_and_schema_refuse_the_same(spec: Any) -> None:
         validate(body, SCHEMA, "PigouFleet")
     with pytest.raises(ConfigError):
         read_fleet(spec)
-
-
-def test_a_version_is_of_all_that_kv_depends_on_and_of_no_more() -> None:
-    def version(*pools: Any, **fields: Any) -> str:
-        return read_fleet(fleet(*pools, **fields)["spec"]).models[0].version()
-
-    same = version(pool("prefill", 1), pool("decode", 1))
-    assert version(pool("prefill", 4), pool("decode", 2)) == same
-    assert version(pool("prefill", 1), pool("decode", 1), update={"surge": 3}) == same
-    assert version(pool("prefill", 1, args=["--x"]), pool("decode", 1)) != same
-    assert version(pool("prefill", 1), pool("decode", 1), model="other") != same
-    served = pruned(fleet(pool("prefill", 1), pool("decode", 1)), SCHEMA, "", [])
-    assert read_fleet(served["spec"]).models[0].version() == same
 
 
 def test_percents_that_round_to_nothing_still_let_an_update_go_on() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 from tests.fleet.kubernetes.fleets import Cluster, fleet, kinds, node, operated, pool, until
 from tests.lib.fake_kubernetes import FakeKubernetes
+from tests.lib.fake_kubernetes.errors import ApiError
 from tests.lib.server_process import free_ports
 
 PREFILL, DECODE = pool("prefill", 5), pool("decode", 2)
@@ -93,7 +94,7 @@ async def test_a_pool_is_scaled_by_its_scale_subresource_within_range_and_budget
         scale(2)
         await until(lambda: status().get("ready") == 2)
         assert status()["selector"] == (
-            "pigou.dev/fleet=chat,pigou.dev/model=m,pigou.dev/role=both"
+            "pigou.dev/fleet=chat,pigou.dev/part=worker,pigou.dev/model=m,pigou.dev/role=both"
         )
         scale(9)
         await until(lambda: cluster.condition()["reason"] == "InsufficientGpus")
@@ -121,6 +122,25 @@ async def test_what_the_operator_makes_is_kept_and_bad_specs_change_nothing() ->
                              parallelism={"tp": 2}, engine="vllm", image="vllm")))  # fmt: skip
         await until(lambda: cluster.condition()["reason"] == "GangsUnavailable")
         assert cluster.replicas() == before
+
+
+async def test_a_write_that_the_server_refuses_is_told_in_the_status() -> None:
+    async with operated() as cluster:
+        create = cluster.store.create
+
+        def refuse(resource: Any, namespace: str, body: Any, **options: Any) -> Any:
+            if "no-such-class" in str(body):
+                raise ApiError(403, "no PriorityClass with name no-such-class was found")
+            return create(resource, namespace, body, **options)
+
+        cluster.store.create = refuse  # type: ignore[method-assign]
+        cluster.store.put(fleet(pool("both", 1)))
+        await until(cluster.ready)
+        cluster.store.put(fleet(pool("both", 1, priorityClassName="no-such-class")))
+        await until(lambda: cluster.condition()["reason"] == "WriteRefused")
+        assert "no PriorityClass" in cluster.condition()["message"]
+        cluster.store.put(fleet(pool("both", 1)))
+        await until(cluster.ready)
 
 
 async def test_gangs_of_grove_are_made_once_it_is_installed() -> None:

@@ -12,19 +12,13 @@ from tests.fleet.kubernetes.fleets import GPU, Manifest, fleet, node, pool
 from typer.main import get_command
 
 from pigou.cli import build
-from pigou.fleet.kubernetes.manifests import GATEWAY_PORT
+from pigou.fleet.kubernetes.pod_templates import GATEWAY_PORT
 from pigou.fleet.kubernetes.reconciliation import (
     Observation,
     Reconciliation,
     free_gpus,
     reconcile,
 )
-
-GANG: dict[str, Any] = {
-    "hostsPerReplica": 2, "gpusPerReplica": 16, "parallelism": {"tp": 8, "pp": 2},
-    "engine": "vllm", "image": "vllm:1", "shmSize": "64Gi", "loadSeconds": 7200,
-    "topology": {"pack": "rack", "mode": "required"},
-}  # fmt: skip
 
 
 def observed(body: Manifest, gpus: int = 64, **fields: Any) -> Observation:
@@ -68,46 +62,6 @@ def test_gpus_that_cannot_be_counted_are_not_taken_but_cpu_fleets_run() -> None:
         assert len(made(cpu, "Deployment")) == 2
 
 
-def test_a_gang_is_one_unit_with_probes_and_memory_for_its_size() -> None:
-    changes = reconcile(observed(fleet(pool("both", 1, **GANG)), gangs=True))
-    (gang,) = made(changes, "LeaderWorkerSet")
-    template = gang["spec"]["leaderWorkerTemplate"]
-    assert (gang["spec"]["replicas"], template["size"]) == (1, 2)
-    spec = template["workerTemplate"]["spec"]
-    container = spec["containers"][0]
-    assert container["resources"]["limits"] == {GPU: 8}
-    probe = container["startupProbe"]
-    assert probe["failureThreshold"] * probe["periodSeconds"] >= 7200
-    assert spec["volumes"][0]["emptyDir"] == {"medium": "Memory", "sizeLimit": "64Gi"}
-    assert spec["terminationGracePeriodSeconds"] > 120
-    (term,) = spec["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
-    assert term["topologyKey"] == "topology.kubernetes.io/rack"
-
-
-def test_where_only_grove_is_installed_a_gang_is_a_replica_of_a_clique_set() -> None:
-    body = fleet(pool("both", 2, **GANG), name="chat-of-a-name-that-is-long-00")
-    assert not made(reconcile(observed(body, gangs=True, grove=True)), "PodCliqueSet")
-    (gang,) = made(reconcile(observed(body, grove=True)), "PodCliqueSet")
-    assert gang["spec"]["replicas"] == 2
-    assert len(gang["metadata"]["name"]) <= 43  # with its clique's name 45
-    (clique,) = gang["spec"]["template"]["cliques"]
-    assert (clique["spec"]["replicas"], clique["spec"]["minAvailable"]) == (2, 2)
-    assert clique["labels"] == gang["metadata"]["labels"]
-    assert clique["spec"]["podSpec"]["containers"][0]["resources"]["limits"] == {GPU: 8}
-    there = observed(body, grove=True, workloads=[gang])
-    assert free_gpus(there, GPU) == 64 - 2 * 16
-    (more,) = [
-        w for w in reconcile(
-            observed(fleet(pool("both", 3, **GANG), name=body["metadata"]["name"]),
-                     grove=True, workloads=[gang])
-        ).writes if w.verb == "patch" and w.manifest["kind"] == "PodCliqueSet"
-    ]  # fmt: skip
-    assert more.manifest["spec"] == {"replicas": 3}
-    gang["status"] = {"availableReplicas": 2}
-    status = reconcile(observed(body, grove=True, workloads=[gang])).status
-    assert status["models"][0]["pools"][0]["ready"] == 2
-
-
 def test_workers_and_gateway_find_each_other_in_one_registry() -> None:
     slo = {"ttftSeconds": 0.5, "itlSeconds": 0.05}
     changes = reconcile(observed(fleet(pool("prefill", 1), pool("decode", 1), slo=slo)))
@@ -139,16 +93,6 @@ def test_pods_run_commands_with_options_that_they_have() -> None:
         root: Any = get_command(build([command]))
         known = {name for option in root.commands[command].params for name in option.opts}
         assert {option for option in options if option.startswith("--")} <= known
-
-
-def test_manifests_have_no_field_that_kubernetes_refuses() -> None:
-    validator = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is absent")
-    topology = {"pack": "host"}
-    pools = [pool("both", 1, topology=topology, env=[{"name": "A", "value": "b"}])]
-    body = fleet(*pools, modelCache="models", gateway={"apiKeysSecret": "keys"})
-    changes = reconcile(observed(body))
-    for manifest in [*made(changes, "Deployment"), *made(changes, "Service")]:
-        validator.validate(manifest, "1.34", strict=True)
 
 
 def test_a_leftover_of_any_version_or_model_goes() -> None:

@@ -81,6 +81,12 @@ def test_a_stock_engines_pod_is_an_entry_made_of_its_labels() -> None:
             assert (found.worker, found.role, found.model) == ("w1", Role.DECODE, "llama")
             assert found.url == "http://10.1.0.1:8000"
             assert found.topology == Topology(host="node-1", rack="r1", zone="z1", gpus=2)
+            notes = {"pigou.dev/model-name": "meta-llama/Llama-3.1", "pigou.dev/gpus": "16"}
+            pod = next(p for p in made.fake.store.all("pods") if p["metadata"]["name"] == "w1")
+            pod["metadata"]["annotations"] = notes
+            made.fake.store.put(pod)
+            (found,) = (await registry.relist()).entries
+            assert (found.model, found.topology.gpus) == ("meta-llama/Llama-3.1", 16)
             made.pod("w1", ready=False)
             assert (await registry.relist()).entries == ()
             await registry.close()

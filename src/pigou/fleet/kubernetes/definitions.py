@@ -137,6 +137,10 @@ def _inlined(schema: Any, shared: dict[str, Any]) -> Any:
             result.update(_keyword(key, value, shared))
         if "enum" in result:
             result["type"] = "string"
+        if schema.get("type") == "object" and not {"properties", "additionalProperties"} & set(
+            schema
+        ):
+            result["x-kubernetes-preserve-unknown-fields"] = True
     default = schema.get("default")
     if default is not None and default not in ([], (), {}):
         result["default"] = default

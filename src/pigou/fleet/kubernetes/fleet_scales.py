@@ -11,7 +11,7 @@ import msgspec
 from pigou.config import ConfigError
 from pigou.fleet.kubernetes.fleet_spec import read_fleet
 from pigou.fleet.kubernetes.kubernetes_api import Connection, KubernetesApi, KubernetesError
-from pigou.fleet.kubernetes.manifests import FLEET, MODEL, ROLE, Manifest
+from pigou.fleet.kubernetes.pod_templates import FLEET, MODEL, PART, ROLE, Manifest
 from pigou.fleet.registry.kubernetes_store import ACCOUNT, api_server
 from pigou.request import Role
 
@@ -93,13 +93,13 @@ class FleetScales:
         pods = await self._api.list("Pod", self._namespace, own)
         by_pool = {(s["spec"]["model"], s["spec"]["role"]): s for s in scales}
         pools = []
-        for model in read_fleet(fleet["spec"]).models:
+        for model in read_fleet(fleet["spec"], self._fleet).models:
             for pool in model.pools:
                 scale = by_pool.get((model.name, pool.role))
                 if not pool.scaled or scale is None:
                     continue
                 lowest, highest = pool.min_replicas or 0, pool.max_replicas or 0
-                own_pods = [pod for pod in pods if _is_of(pod, model.name, pool.role)]
+                own_pods = [pod for pod in pods if _is_of(pod, model.label, pool.role)]
                 pools.append(
                     ScaledPool(
                         name=scale["metadata"]["name"], model=model.name, role=Role(pool.role),
@@ -158,9 +158,8 @@ class FleetScales:
 def _is_of(pod: Manifest, model: str, role: str) -> bool:
     meta = pod["metadata"]
     labels = meta.get("labels") or {}
-    return (labels.get(MODEL), labels.get(ROLE)) == (model, role) and not meta.get(
-        "deletionTimestamp"
-    )
+    own = tuple(labels.get(key) for key in (PART, MODEL, ROLE)) == ("worker", model, role)
+    return own and not meta.get("deletionTimestamp")
 
 
 def _is_unschedulable(pod: Manifest) -> bool:

@@ -11,10 +11,12 @@ from msgspec import Meta
 
 from pigou.config import ConfigError
 from pigou.control.rollout import resolved
+from pigou.fleet.kubernetes.pod_fields import PodFields, Typed, check_pod
 
 _LABEL = "[a-z]([-a-z0-9]{0,28}[a-z0-9])?"
 _QUANTITY = "[0-9]+(Ki|Mi|Gi|Ti)"
-Name = Annotated[str, Meta(pattern=f"^{_LABEL}$")]
+FleetName = Annotated[str, Meta(pattern=f"^{_LABEL}$")]
+ModelName = Annotated[str, Meta(pattern="^[!-~]+$", max_length=200)]
 Quantity = Annotated[str, Meta(pattern=f"^{_QUANTITY}$")]
 Positive = Annotated[int, Meta(ge=1, le=10_000)]
 Count = Annotated[int, Meta(ge=0, le=10_000)]
@@ -22,14 +24,7 @@ Seconds = Annotated[float, Meta(gt=0)]
 PoolRole = Literal["prefill", "decode", "both"]
 
 
-class _Typed(
-    msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True,
-    omit_defaults=True,
-):  # fmt: skip
-    """Keys are in camel case, and unknown ones are errors."""
-
-
-class Parallelism(_Typed, frozen=True):
+class Parallelism(Typed, frozen=True):
     """GPUs that an engine splits its work over; their product is that of one replica."""
 
     tp: Positive = 1
@@ -42,21 +37,14 @@ class Parallelism(_Typed, frozen=True):
         return self.tp * self.pp * self.dp
 
 
-class TopologySpec(_Typed, frozen=True):
+class TopologySpec(Typed, frozen=True):
     """How near to each other the workers of a model run."""
 
     pack: Literal["host", "rack", "zone"]
     mode: Literal["preferred", "required"] = "preferred"
 
 
-class Variable(_Typed, frozen=True):
-    """An environment variable."""
-
-    name: str
-    value: str
-
-
-class PoolSpec(_Typed, frozen=True):
+class PoolSpec(PodFields, frozen=True, kw_only=True):
     """Workers of one role.
 
     Attributes:
@@ -80,7 +68,6 @@ class PoolSpec(_Typed, frozen=True):
     engine: Literal["pigou", "vllm"] = "pigou"
     image: str = ""
     args: tuple[str, ...] = ()
-    env: tuple[Variable, ...] = ()
     parallelism: Parallelism = Parallelism()
     gpus_per_replica: Count = 1
     hosts_per_replica: Positive = 1
@@ -89,7 +76,6 @@ class PoolSpec(_Typed, frozen=True):
     load_seconds: Positive = 3600
     drain_seconds: Positive = 120
     topology: TopologySpec | None = None
-    node_selector: dict[str, str] = {}
 
     @property
     def scaled(self) -> bool:
@@ -97,14 +83,14 @@ class PoolSpec(_Typed, frozen=True):
         return self.replicas is None
 
 
-class UpdateSpec(_Typed, frozen=True):
+class UpdateSpec(Typed, frozen=True):
     """Limits of a rolling update, for each role: counts, or percents of its replicas."""
 
     surge: int | str = "25%"
     unavailable: int | str = 0
 
 
-class ModelSpec(_Typed, frozen=True, kw_only=True):
+class ModelSpec(Typed, frozen=True, kw_only=True):
     """A model, and the pools that serve it: `both`, or `prefill` and `decode`.
 
     Attributes:
@@ -112,20 +98,15 @@ class ModelSpec(_Typed, frozen=True, kw_only=True):
         model: folder or hub id.
     """
 
-    name: Name
+    name: ModelName
     model: str = "bundled"
     pools: Annotated[tuple[PoolSpec, ...], Meta(min_length=1, max_length=3)]
     update: UpdateSpec = UpdateSpec()
 
-    def version(self) -> str:
-        """Return the hash of all that two workers must have in common to exchange KV."""
-        left_out = {"replicas", "minReplicas", "maxReplicas"}
-        pools = [
-            {k: v for k, v in msgspec.to_builtins(pool).items() if k not in left_out}
-            for pool in self.pools
-        ]
-        text = msgspec.json.encode([self.name, self.model, pools], order="deterministic")
-        return hashlib.sha256(text).hexdigest()[:10]
+    @property
+    def label(self) -> str:
+        """Its name as a label's value and a part of objects' names."""
+        return name_label(self.name)
 
     def limits(self, replicas: dict[str, int]) -> tuple[int, int]:
         """Return surge and unavailable in workers; percents are of the widest role.
@@ -138,7 +119,7 @@ class ModelSpec(_Typed, frozen=True, kw_only=True):
         return surge, unavailable if surge else max(1, unavailable)
 
 
-class SloSpec(_Typed, frozen=True):
+class SloSpec(Typed, frozen=True):
     """Objective: a percentile of requests has its first token, and each next one, in time."""
 
     ttft_seconds: Seconds
@@ -146,13 +127,13 @@ class SloSpec(_Typed, frozen=True):
     percentile: Annotated[float, Meta(gt=0, lt=100)] = 95.0
 
 
-class BudgetSpec(_Typed, frozen=True):
+class BudgetSpec(Typed, frozen=True):
     """GPUs that all pools together may have, updates included."""
 
     gpus: Count
 
 
-class GatewaySpec(_Typed, frozen=True):
+class GatewaySpec(PodFields, frozen=True):
     """The HTTP front: `args` are of `pigou serve`; `api_keys_secret` is a Secret with `keys`."""
 
     replicas: Count = 1
@@ -161,7 +142,7 @@ class GatewaySpec(_Typed, frozen=True):
     api_keys_secret: str = ""
 
 
-class FleetSpec(_Typed, frozen=True):
+class FleetSpec(Typed, frozen=True):
     """What a `PigouFleet` asks for.
 
     Attributes:
@@ -181,34 +162,48 @@ class FleetSpec(_Typed, frozen=True):
     gpu_resource: str = "nvidia.com/gpu"
 
 
-class PoolScale(_Typed, frozen=True):
+class PoolScale(Typed, frozen=True):
     """What a `PigouPool` asks for: replicas of one pool, set through its scale subresource."""
 
-    fleet: Name
-    model: Name
+    fleet: FleetName
+    model: ModelName
     role: PoolRole
     replicas: Count = 0
 
 
-def read_fleet(spec: Any) -> FleetSpec:
-    """Return the specification of a fleet.
+def name_label(name: str) -> str:
+    """Return a name as a label's value; one that does not fit as it is ends in its digest."""
+    if re.fullmatch(_LABEL, name):
+        return name
+    slug = re.sub("[^a-z0-9]+", "-", name.lower()).strip("-")
+    return f"{slug[:21]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}".strip("-")
+
+
+def read_fleet(spec: Any, name: str = "fleet") -> FleetSpec:
+    """Return the specification of a fleet of a name.
 
     Raises:
         ConfigError: naming the field, its value and the remedy.
     """
+    if not re.fullmatch(_LABEL, name):
+        raise ConfigError(
+            f"metadata.name is {name!r}; name the fleet with up to 30 lower-case letters, digits "
+            "and hyphens, a letter first"
+        )
     try:
         fleet = msgspec.convert(spec, FleetSpec, strict=True)
     except msgspec.ValidationError as error:
         raise ConfigError(f"spec: {error}") from error
     names = [model.name for model in fleet.models]
-    if len(names) != len(set(names)):
+    if len({model.label for model in fleet.models}) < len(names):
         raise ConfigError(f"spec.models: names are {names}; give each model a name of its own")
+    check_pod(fleet.gateway, "spec.gateway", {})
     for model in fleet.models:
-        _check_model(model)
+        _check_model(model, fleet.gpu_resource)
     return fleet
 
 
-def _check_model(model: ModelSpec) -> None:
+def _check_model(model: ModelSpec, gpu_resource: str) -> None:
     where = f"spec.models[{model.name}]"
     roles = [pool.role for pool in model.pools]
     if len(roles) != len(set(roles)):
@@ -219,6 +214,8 @@ def _check_model(model: ModelSpec) -> None:
         raise ConfigError(f"{where}.pools: engines differ; workers that exchange KV need one")
     for pool in model.pools:
         _check_pool(pool, f"{where}.pools[{pool.role}]")
+        own = {gpu_resource: "gpusPerReplica", "memory": "memory"}
+        check_pod(pool, f"{where}.pools[{pool.role}]", own)
     for name, limit in (("surge", model.update.surge), ("unavailable", model.update.unavailable)):
         try:
             counted = resolved(limit, 100, up=True)
@@ -250,8 +247,14 @@ def _check_pool(pool: PoolSpec, where: str) -> None:
             f"{where}: gpusPerReplica is {pool.gpus_per_replica}, and tp x pp x dp is "
             f"{pool.parallelism.gpus}; make them equal"
         )
-    if pool.gpus_per_replica % pool.hosts_per_replica:
+    hosts, dp = pool.hosts_per_replica, pool.parallelism.dp
+    if hosts > 1 and (pool.engine != "vllm" or not pool.gpus_per_replica):
         raise ConfigError(
-            f"{where}: gpusPerReplica is {pool.gpus_per_replica}, which "
-            f"{pool.hosts_per_replica} hosts cannot share evenly"
+            f"{where}: hostsPerReplica is {hosts}; only vLLM on GPUs runs a worker on several "
+            "hosts: leave it out, or set engine to vllm and gpusPerReplica"
+        )
+    if pool.gpus_per_replica % hosts or (dp % hosts and hosts % dp):
+        raise ConfigError(
+            f"{where}: gpusPerReplica is {pool.gpus_per_replica} with dp {dp}, which {hosts} hosts "
+            "cannot share evenly"
         )

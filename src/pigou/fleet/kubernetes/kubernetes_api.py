@@ -15,7 +15,7 @@ import msgspec
 from pigou import __version__
 from pigou.config import ConfigError
 from pigou.fleet.kubernetes.definitions import API_VERSION
-from pigou.fleet.kubernetes.manifests import Manifest
+from pigou.fleet.kubernetes.pod_fields import KubernetesObject as Manifest
 
 #: Kind -> API version and plural.
 _KINDS = {
@@ -30,6 +30,8 @@ _KINDS = {
 }
 _CALL_S, _PAGE = 20.0, 500
 _MERGE = "application/merge-patch+json"
+#: An unknown field is an error of the write.
+_STRICT = {"fieldValidation": "Strict"}
 
 
 class KubernetesError(Exception):
@@ -158,9 +160,23 @@ class KubernetesApi:
             query["continue"] = more
 
     async def create(self, manifest: Manifest) -> None:
-        """Make an object. Raises KubernetesError, with code 409 where there is one."""
+        """Make an object, none of whose fields the server drops.
+
+        Raises:
+            KubernetesError: the server refused; code 409 where there is one.
+        """
         path = _path(manifest["kind"], manifest["metadata"]["namespace"])
-        await self._call("POST", path, manifest)
+        await self._call("POST", path, manifest, query=_STRICT)
+
+    async def replace(self, manifest: Manifest) -> None:
+        """Write a whole object, which nobody has changed since it was read.
+
+        Raises:
+            KubernetesError: the server refused; code 409 where somebody else changed it since.
+        """
+        meta = manifest["metadata"]
+        path = f"{_path(manifest['kind'], meta['namespace'])}/{meta['name']}"
+        await self._call("PUT", path, manifest, query=_STRICT)
 
     async def patch(self, manifest: Manifest, part: str = "") -> None:
         """Change an object, or its `status` or `scale`, by a merge patch.

@@ -19,13 +19,21 @@ import kopf
 from pigou.config import ConfigError
 from pigou.fleet.kubernetes.definitions import GROUP, VERSION
 from pigou.fleet.kubernetes.kubernetes_api import Connection, KubernetesApi, KubernetesError
-from pigou.fleet.kubernetes.manifests import FLEET
 from pigou.fleet.kubernetes.operator_config import OperatorConfig
-from pigou.fleet.kubernetes.reconciliation import Observation, Reconciliation, reconcile
+from pigou.fleet.kubernetes.pod_templates import FLEET
+from pigou.fleet.kubernetes.reconciliation import (
+    Observation,
+    Reconciliation,
+    Write,
+    reconcile,
+    refusal,
+)
 
 _log = logging.getLogger("pigou.operator")
 #: Seconds between a change and the round that it wakes, so that several wake one.
 _COALESCED_S = 0.05
+#: Answers to a write that come again until its object is another one: invalid, or not permitted.
+_REFUSED = (400, 403, 422)
 
 
 class FleetOperator:
@@ -71,20 +79,34 @@ class FleetOperator:
             raise
         if "deletionTimestamp" in fleet["metadata"]:
             return None
-        changes = reconcile(await self._observe(fleet))
-        for write in changes.writes:
-            match write.verb:
-                case "create":
-                    await self._api.create(write.manifest)
-                case "patch":
-                    await self._api.patch(write.manifest)
-                case "status":
-                    await self._api.patch(write.manifest, "status")
-                case "delete":
-                    await self._api.delete(write.manifest)
+        observed = await self._observe(fleet)
+        changes = reconcile(observed)
+        try:
+            for write in changes.writes:
+                await self._write(write)
+        except KubernetesError as error:
+            if error.code not in _REFUSED:
+                raise
+            manifest = write.manifest
+            what = f"{write.verb} {manifest['kind']} {manifest['metadata']['name']}"
+            changes = refusal(observed, "WriteRefused", f"{what}: {error}")
+            _log.warning("fleet %s: %s: %s", name, what, error)
         if changes.status != fleet.get("status"):
             await self._api.patch({**fleet, "status": changes.status}, "status")
         return changes
+
+    async def _write(self, write: Write) -> None:
+        match write.verb:
+            case "create":
+                await self._api.create(write.manifest)
+            case "patch":
+                await self._api.patch(write.manifest)
+            case "replace":
+                await self._api.replace(write.manifest)
+            case "status":
+                await self._api.patch(write.manifest, "status")
+            case "delete":
+                await self._api.delete(write.manifest)
 
     async def _observe(self, fleet: dict[str, Any]) -> Observation:
         api, meta = self._api, fleet["metadata"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
+from fractions import Fraction
 from typing import Any, Literal
 
 import msgspec
@@ -11,15 +13,18 @@ from pigou.config import ConfigError
 from pigou.control.rollout import RolloutState, RolloutStep, VersionReplicas, next_step
 from pigou.fleet.kubernetes.fleet_spec import FleetSpec, ModelSpec, PoolSpec, read_fleet
 from pigou.fleet.kubernetes.manifests import (
+    DIGEST,
+    FleetObjects,
+    gpus_of_pod,
+    gpus_of_workload,
+)
+from pigou.fleet.kubernetes.pod_templates import (
     DEPLOYMENT_VERSION,
     FLEET,
     MODEL,
     PART,
     ROLE,
-    FleetObjects,
     Manifest,
-    gpus_of_pod,
-    gpus_of_workload,
 )
 
 #: Phases of pods that hold nothing any more.
@@ -53,9 +58,12 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Write(msgspec.Struct, frozen=True):
-    """One change: `patch` is a merge patch of what the manifest has, `status` one of its status."""
+    """One change: `patch` is a merge patch of what the manifest has, `status` one of its status.
 
-    verb: Literal["create", "patch", "status", "delete"]
+    `replace` writes the whole manifest, so that what it lacks goes.
+    """
+
+    verb: Literal["create", "patch", "replace", "status", "delete"]
     manifest: Manifest
 
 
@@ -72,16 +80,16 @@ def reconcile(observed: Observation) -> Reconciliation:
     An invalid specification changes nothing of what runs.
     """
     try:
-        spec = read_fleet(observed.fleet["spec"])
+        spec = read_fleet(observed.fleet["spec"], observed.fleet["metadata"]["name"])
     except ConfigError as error:
-        return _refusal(observed, "InvalidSpec", str(error))
+        return refusal(observed, "InvalidSpec", str(error))
     gangs = any(pool.hosts_per_replica > 1 for model in spec.models for pool in model.pools)
     if gangs and not (observed.gangs or observed.grove):
         message = (
             "hostsPerReplica is above 1, and neither LeaderWorkerSet nor Grove is installed; "
             "install one of them"
         )
-        return _refusal(observed, "GangsUnavailable", message)
+        return refusal(observed, "GangsUnavailable", message)
     return _Round(observed, spec).changes()
 
 
@@ -136,9 +144,9 @@ class _Round:
         """Return all writes and the status."""
         for manifest in self._objects.gateway():
             self._keep(manifest)
-        names = {model.name for model in self._spec.models}
+        models = {model.label for model in self._spec.models}
         for workload in self._own:
-            if _labels(workload).get(PART) == "worker" and _labels(workload)[MODEL] not in names:
+            if _labels(workload).get(PART) == "worker" and _labels(workload)[MODEL] not in models:
                 self._writes.append(Write("delete", workload))
         wanted = {
             self._objects.scale_name(model, pool.role)
@@ -169,15 +177,15 @@ class _Round:
         for item in existing:
             same = item["kind"] == manifest["kind"]
             if same and item["metadata"]["name"] == manifest["metadata"]["name"]:
-                if not _within(manifest["spec"], item["spec"]):
-                    self._writes.append(Write("patch", manifest))
+                if not _as_written(manifest, item):
+                    self._writes.append(_change(manifest, item))
                 return
         self._writes.append(Write("create", manifest))
 
     # One model
     def _roll(self, model: ModelSpec) -> None:
-        version = model.version()
-        workloads = self._workloads(model.name)
+        version = self._objects.version(model)
+        workloads = self._workloads(model.label)
         target: dict[str, int] = {p.role: self._target(model, p) for p in model.pools}
         status = self._old_status.get(model.name, {})
         old = tuple(
@@ -195,7 +203,7 @@ class _Round:
                 target=target, new=_version_of(version, workloads.get(version, {})), old=old,
                 initial=initial, surge=surge, unavailable=unavailable,
                 gpus={pool.role: pool.gpus_per_replica for pool in model.pools},
-                free_gpus=self._free, unschedulable=self._unschedulable(model.name, version),
+                free_gpus=self._free, unschedulable=self._unschedulable(model.label, version),
             )
         )  # fmt: skip
         added = self._apply(model, version, workloads, step)
@@ -274,7 +282,7 @@ class _Round:
         """Tell those who scale a pool what there is: replicas of all versions, and their pods."""
         for scale in self._observed.pools:
             labels = _labels(scale)
-            if labels.get(MODEL) != model.name:
+            if labels.get(MODEL) != model.label:
                 continue
             pool = next((p for p in model.pools if p.role == labels.get(ROLE)), None)
             if pool is None or not pool.scaled:
@@ -286,7 +294,8 @@ class _Round:
             status = {
                 "replicas": sum(_replicas(w) for w in roles),
                 "ready": sum(_ready(w) for w in roles),
-                "selector": f"{FLEET}={self._objects.name},{MODEL}={model.name},{ROLE}={pool.role}",
+                "selector": f"{FLEET}={self._objects.name},{PART}=worker,{MODEL}={model.label},"
+                f"{ROLE}={pool.role}",
                 "message": "" if lowest <= requested <= highest else outside,
             }  # fmt: skip
             if status != scale.get("status"):
@@ -318,7 +327,8 @@ class _Round:
         return _status(self._observed, True, "Ready", "", self._models)
 
 
-def _refusal(observed: Observation, reason: str, message: str) -> Reconciliation:
+def refusal(observed: Observation, reason: str, message: str) -> Reconciliation:
+    """Return no writes, and a status that says why the fleet is not as it is specified."""
     models = (observed.fleet.get("status") or {}).get("models") or []
     return Reconciliation(writes=(), status=_status(observed, False, reason, message, models))
 
@@ -387,13 +397,44 @@ def _condition(item: Manifest, kind: str) -> bool:
     return any(c["type"] == kind and c["status"] == "True" for c in conditions)
 
 
+def _as_written(wanted: Manifest, actual: Manifest) -> bool:
+    """Whether an object is what was written last, and nobody has changed that."""
+    noted = (actual["metadata"].get("annotations") or {}).get(DIGEST)
+    digest = (wanted["metadata"].get("annotations") or {}).get(DIGEST)
+    return noted == digest and _within(wanted["spec"], actual["spec"])
+
+
+def _change(wanted: Manifest, actual: Manifest) -> Write:
+    """Return the write that brings an object back; one with a digest is replaced as a whole."""
+    meta, existing = wanted["metadata"], actual["metadata"]
+    if DIGEST not in (meta.get("annotations") or {}):
+        return Write("patch", wanted)
+    merged = {key: {**(existing.get(key) or {}), **meta[key]} for key in ("labels", "annotations")}
+    meta = {**meta, **merged, "resourceVersion": existing.get("resourceVersion", "")}
+    return Write("replace", {**wanted, "metadata": meta})
+
+
 def _within(wanted: Any, actual: Any) -> bool:
-    """Whether an object has all that is wanted; servers add defaults."""
+    """Whether an object has all that is wanted; servers add defaults, and drop what is empty."""
+    if actual is None:
+        return wanted in ([], {}, "")
     if isinstance(wanted, dict):
         return isinstance(actual, dict) and all(
-            key in actual and _within(value, actual[key]) for key, value in wanted.items()
+            _within(value, actual.get(key)) for key, value in wanted.items()
         )
     if isinstance(wanted, list):
         same = isinstance(actual, list) and len(wanted) == len(actual)
         return same and all(_within(a, b) for a, b in zip(wanted, actual, strict=True))
-    return bool(wanted == actual)
+    return bool(wanted == actual) or _quantity(wanted) == (_quantity(actual) or "none")
+
+
+def _quantity(value: Any) -> Fraction | None:
+    """Return the amount of a quantity, which servers write in their own way: 0.5 is 500m."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(m|[kMGTP]|[KMGTP]i)?", str(value))
+    if match is None:
+        return None
+    unit = match[2] or ""
+    if unit == "m":
+        return Fraction(match[1]) / 1000
+    base, power = 1024 if unit.endswith("i") else 1000, " KMGTP".index(unit[:1].upper() or " ")
+    return Fraction(match[1]) * Fraction(base) ** power

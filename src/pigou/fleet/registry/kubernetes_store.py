@@ -14,7 +14,13 @@ import aiohttp
 import msgspec
 
 from pigou.config import ConfigError
-from pigou.fleet.kubernetes.manifests import DEPLOYMENT_VERSION, MODEL, STOCK_ROLE
+from pigou.fleet.kubernetes.pod_templates import (
+    DEPLOYMENT_VERSION,
+    GPUS,
+    MODEL,
+    MODEL_NAME,
+    STOCK_ROLE,
+)
 from pigou.fleet.registry.entry import KVShape, Topology, WorkerEntry, write_entry
 from pigou.fleet.registry.record_store import Record, RegistryUnavailable, WriteConflict
 from pigou.request import Role
@@ -173,16 +179,17 @@ class KubernetesStore:
         role = labels.get(STOCK_ROLE)
         if not address or role not in list(Role):
             return None
+        annotations = meta.get("annotations") or {}
         leaving = "deletionTimestamp" in meta
         topology = Topology(
             host=spec.get("nodeName") or "", rack=labels.get(_RACK, ""),
-            zone=labels.get(_ZONE, ""), gpus=_gpus(spec),
+            zone=labels.get(_ZONE, ""), gpus=_gpus(annotations, spec),
         )  # fmt: skip
         return WorkerEntry(
             worker=meta["name"], incarnation=meta["uid"], epoch=int(leaving), role=Role(role),
-            model=labels.get(MODEL, ""), version=labels.get(DEPLOYMENT_VERSION, ""),
-            shape=KVShape(), url=f"http://{url_host(address)}:{self._port}", topology=topology,
-            draining=leaving,
+            model=annotations.get(MODEL_NAME) or labels.get(MODEL, ""),
+            version=labels.get(DEPLOYMENT_VERSION, ""), shape=KVShape(), topology=topology,
+            url=f"http://{url_host(address)}:{self._port}", draining=leaving,
         )  # fmt: skip
 
     async def _pod(self, key: str) -> Pod | None:
@@ -282,8 +289,10 @@ def _restarts(pod: Pod) -> int:
     return sum(status.get("restartCount", 0) for status in statuses)
 
 
-def _gpus(spec: Pod) -> int:
-    """Return the GPUs that a pod's containers have."""
+def _gpus(annotations: Mapping[str, str], spec: Pod) -> int:
+    """Return the GPUs of a worker as the operator notes them, or those of its pod's containers."""
+    if (noted := annotations.get(GPUS, "")).isdecimal():
+        return int(noted)
     limits = (
         (container.get("resources") or {}).get("limits") or {}
         for container in spec.get("containers") or ()
