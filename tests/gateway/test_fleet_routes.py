@@ -22,7 +22,7 @@ async def test_only_an_administrator_changes_the_fleet(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("".join(line + "\n" for _, line in made.values()))
     # This gateway changes nothing at all: who may is told so.
-    expected = {"": 401, "ann": 403, "root": 501}
+    expected = {"": 401, "ann": 403, "root": 409}
     async with serving(Stub("a"), keys=Keys.read(path)) as fleet:
         for who, status in expected.items():
             headers = {"authorization": f"Bearer {made[who][0]}"} if who else {}

@@ -190,8 +190,9 @@ async def test_other_doors_and_methods_have_the_envelope_of_every_error() -> Non
         assert (status, "application/json" in answer["error"]["message"]) == (400, True)
 
 
-async def test_a_workers_refusal_is_passed_on_as_it_is() -> None:
-    bad = Script(status=400)
+@pytest.mark.parametrize("refusal", [400, 501])
+async def test_a_workers_refusal_is_passed_on_as_the_requests_fault(refusal: int) -> None:
+    bad = Script(status=refusal)
     for stubs in (
         [Stub("a", script=bad)],
         [Stub("p", Role.PREFILL, script=bad), Stub("d", Role.DECODE)],

@@ -113,15 +113,33 @@ async def test_the_least_loaded_server_is_chosen_and_the_load_is_counted() -> No
         assert {(await first)[1]["by"], (await second)[1]["by"]} == {"a", "b"}
 
 
-@pytest.mark.parametrize("path", ["responses", "messages", "embeddings", "audio/speech", "rerank"])
-async def test_without_a_server_that_has_it_a_route_is_refused_with_the_remedy(path: str) -> None:
+@pytest.mark.parametrize(
+    "path",
+    [
+        "responses",
+        "responses/resp_1/cancel",
+        "messages",
+        "messages/count_tokens",
+        "embeddings",
+        "audio/speech",
+        "images/edits",
+        "batches",
+        "rerank",
+    ],
+)
+async def test_a_route_that_nobody_has_is_refused_with_the_remedy_and_not_retried(
+    path: str,
+) -> None:
     async with fleet_of(Server("a", "/v1/pooling")) as (_, session):
-        status, body = await asked(session, f"/v1/{path}")
-        assert status == 501
-        for told in ("--attach", "/v1/chat/completions", "/v1/pooling"):
-            assert told in body["error"]["message"]
+        async with session.post(f"/v1/{path}", json={"input": "a"}) as reply:
+            told = (await reply.json())["error"]["message"]
+            assert (reply.status, reply.headers["x-should-retry"]) == (404, "false")
+        assert all(word in told for word in ("--attach", "/v1/chat/completions", "/v1/pooling"))
+        async with session.get("/metrics") as reply:
+            page = await reply.text()
+        assert 'status="5' not in page, "a refusal counts as an error of the server"
     async with serving(Stub("own")) as own, aiohttp.ClientSession(own.url) as session:
-        assert (await asked(session, f"/v1/{path}"))[0] == 501
+        assert (await asked(session, f"/v1/{path}"))[0] == 404
         assert own.stubs["own"].seen == []
 
 
@@ -163,7 +181,7 @@ async def test_a_tenants_salt_is_put_into_bodies_and_its_key_stays_here() -> Non
 
 
 async def test_a_kept_response_is_its_tenants_alone_and_found_on_its_server() -> None:
-    paths = ("/v1/responses", "/v1/responses/{id}")
+    paths = ("/v1/responses", "/v1/responses/{id}", "/v1/files/{id}")
     servers = [Server("a", *paths), Server("b", *paths)]
     async with fleet_of(*servers, keys=KEYS) as (_, session):
         alice, bob = ({"headers": {"authorization": f"Bearer {k}"}} for k in ("alice", "bob"))
@@ -177,7 +195,7 @@ async def test_a_kept_response_is_its_tenants_alone_and_found_on_its_server() ->
             assert (await asked(session, "/v1/responses", more, **alice))[1]["by"] == each["by"]
             assert (await asked(session, "/v1/responses", more, **bob))[0] == 404
         async with session.get("/v1/files/f", **alice) as reply:
-            assert reply.status in (404, 501)
+            assert reply.status == 403
 
 
 async def test_streams_pass_event_by_event_and_a_broken_one_says_so() -> None:

@@ -90,6 +90,7 @@ def suspect(wire_id: str, deaths: Sequence[str]) -> APIError:
         f"({', '.join(deaths)}); it may be what ends them, and is not sent again. The gateway's "
         "log says more.",
         type=SUSPECT,
+        final=True,
     )
 
 

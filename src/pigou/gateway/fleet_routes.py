@@ -144,7 +144,7 @@ class FleetRoutes:
         """Return what changes the fleet, for who may.
 
         Raises:
-            APIError: 403, 501, 503.
+            APIError: 403, 409, 503.
         """
         if not current_key().admin:
             raise APIError(
@@ -156,7 +156,10 @@ class FleetRoutes:
         self._check_origin(request)
         self._gateway.shutdown.check_open()
         if self._gateway.changes is None:
-            raise APIError(501, "The workers of this gateway cannot be changed.")
+            raise APIError(
+                409, "The workers of this gateway cannot be changed; start it by `pigou serve`.",
+                final=True,
+            )  # fmt: skip
         return self._gateway.changes
 
     def _check_origin(self, request: web.Request) -> None:

@@ -20,7 +20,7 @@ from pigou.gateway.metrics import Metrics
 from pigou.gateway.startup_shutdown import Shutdown
 from pigou.logs import accessed, note_request
 from pigou.wire.connections import is_reserved, too_many_connections
-from pigou.wire.errors import SUSPECT, APIError, bad_request, http_error, too_large
+from pigou.wire.errors import NO_RETRY, APIError, bad_request, http_error, too_large
 from pigou.wire.request_validation import REQUEST_ID_HEADER, echo_request_id
 
 _log = logging.getLogger("pigou.gateway")
@@ -138,7 +138,9 @@ def _refusal(request: web.Request, error: Exception, metrics: Metrics) -> web.Re
     """Return the response that tells the client of an error."""
     match error:
         case Rejected():
-            return _json(error.status, error.body)
+            response = _json(error.status, error.body)
+            response.headers.update(NO_RETRY)
+            return response
         case APIError():
             if error.status in (429, 503) and request.method == "POST":
                 (_model_metrics.get() or metrics).shed.inc()
@@ -179,12 +181,7 @@ def _json(status: int, body: bytes) -> web.Response:
 def error_response(error: APIError) -> web.Response:
     """Return the response that tells a client of an error."""
     response = _json(error.status, error.body())
-    if error.retry_after is not None:
-        response.headers["retry-after"] = str(error.retry_after)
-    if error.type == SUSPECT:
-        response.headers["x-should-retry"] = "false"  # clients of OpenAI retry 5xx otherwise
-    if error.status == 401:
-        response.headers["www-authenticate"] = "Bearer"
+    response.headers.update(error.headers)
     return response
 
 

@@ -27,16 +27,15 @@ from pigou.gateway.model_routing import GatewayModel, ModelRouting
 from pigou.gateway.plane_driver import PlaneDriver
 from pigou.gateway.request_tenure import salt
 from pigou.gateway.server_routes import (
-    STORED_COLLECTIONS,
     ServerRoutes,
-    absent_route,
+    absent_route_here,
     check_path,
     is_absent,
 )
 from pigou.gateway.upstream import Upstream
 from pigou.kv.tenure import Tenure
 from pigou.request import SECOND, FinishReason
-from pigou.wire.errors import APIError, bad_request, error_body, too_large
+from pigou.wire.errors import STORED_COLLECTIONS, APIError, bad_request, error_body, too_large
 from pigou.wire.openai_requests import without_bom
 from pigou.wire.request_validation import REQUEST_ID_HEADER as REQUEST_ID
 from pigou.wire.request_validation import request_id
@@ -72,7 +71,7 @@ class Passthrough:
         """Answer a request of a path that is not the gateway's own.
 
         Raises:
-            APIError: 404 or 501 where no server has it, 4xx for what is wrong with it, 503 where
+            APIError: 404 where no server has it, another 4xx for what is wrong with it, 503 where
                 the fleet is full. web.HTTPMethodNotAllowed: the path is the gateway's own.
         """
         path = request.rel_url.raw_path
@@ -80,7 +79,7 @@ class Passthrough:
         stock = [up for model in self._models for up in model.upstreams if up.engine.stock]
         servers = await self._routes.having(stock, request.method, path)
         if not servers:
-            raise absent_route(request.method, path, self._routes.known())
+            raise absent_route_here(request.method, path, self._routes.known())
         servers = self._owned(servers, path, key)
         sent: bytes | None = None
         data: bytes | AsyncIterator[bytes] | None = None
@@ -136,7 +135,7 @@ class Passthrough:
                     continue
                 reason = FinishReason.STOP
                 return answer
-            raise absent_route(request.method, request.rel_url.raw_path, self._routes.known())
+            raise absent_route_here(request.method, request.rel_url.raw_path, self._routes.known())
         except asyncio.CancelledError:
             reason = FinishReason.ABORT
             raise
@@ -223,8 +222,8 @@ class Passthrough:
         parts = path.split("/")
         if parts[2] in STORED_COLLECTIONS and key.tenant:
             raise APIError(
-                501, f"{path} is not passed on where there are keys: servers keep such objects "
-                "without saying whose they are.",
+                403, f"{path} is not passed on where there are keys: servers keep such objects "
+                "without saying whose they are. Ask that server itself.", final=True,
             )  # fmt: skip
         if parts[2] != "responses" or len(parts) < 4 or not parts[3].startswith("resp_"):
             return servers
@@ -280,11 +279,11 @@ def _of(model: GatewayModel, servers: list[Upstream], request: web.Request) -> l
     """Return those servers that serve a model.
 
     Raises:
-        APIError: 404 or 501, none of them does.
+        APIError: 404, none of them does.
     """
     own = [up for up in servers if model.owns(up)]
     if not own:
-        raise absent_route(request.method, request.rel_url.raw_path, [])
+        raise absent_route_here(request.method, request.rel_url.raw_path, [])
     return own
 
 

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from pigou.gateway.gateway_request import CHAT, COMPLETIONS
 from pigou.gateway.upstream import Upstream
-from pigou.wire.errors import APIError
+from pigou.wire.errors import APIError, absent_route
 
 #: Routes outside `/v1` that are passed on, too.
 ROOT_PATHS = ("/rerank", "/v2/rerank", "/score", "/pooling", "/classify")
@@ -21,18 +21,6 @@ ROOT_PATHS = ("/rerank", "/v2/rerank", "/score", "/pooling", "/classify")
 _OWN = {COMPLETIONS: "POST", CHAT: "POST", "/v1/models": "GET"}
 #: Never passed on: they change a server, or belong to the fleet alone.
 _CLOSED = ("kv", "load_lora_adapter", "unload_lora_adapter")
-#: Collections that servers store, and one key could read of another.
-STORED_COLLECTIONS = ("files", "batches", "conversations", "vector_stores", "uploads",
-                       "containers",
-                       "threads", "assistants", "fine_tuning", "evals")  # fmt: skip
-_ATTACH = "attach a server that has it (--attach URL)"
-#: Routes that are known, and what to do where no server has them.
-_REMEDIES = {
-    "responses": f"use /v1/chat/completions (Vercel AI SDK: openai.chat('MODEL')), or {_ATTACH}",
-    "messages": f"use /v1/chat/completions, or {_ATTACH}",
-    **dict.fromkeys(("embeddings", "audio", "rerank", "score", "pooling", "classify", "images",
-                     "moderations", "realtime", *STORED_COLLECTIONS), _ATTACH),
-}  # fmt: skip
 _PATH = re.compile(r"(/[A-Za-z0-9_~:-][A-Za-z0-9._~:-]{0,255}){1,8}")
 _TIMEOUT_S = 5.0
 
@@ -80,28 +68,20 @@ def check_path(path: str, request: web.Request) -> None:
     """Refuse a path that is not passed on.
 
     Raises:
-        APIError: 404 or 501. web.HTTPMethodNotAllowed: the path is the gateway's own.
+        APIError: 404. web.HTTPMethodNotAllowed: the path is the gateway's own.
     """
     own = _OWN.get(path) or ("GET" if path.startswith("/v1/models/") else None)
     if own is not None:
         raise web.HTTPMethodNotAllowed(request.method, [own])
     if not _PATH.fullmatch(path) or path.split("/")[2:3] in [[name] for name in _CLOSED]:
-        raise APIError(404, f"There is no path {path[:200]}.")
+        raise absent_route(request.method, path, ())
     if "upgrade" in request.headers.get("connection", "").lower():
-        raise APIError(501, f"{path} is not served over WebSockets here.")
+        raise APIError(404, f"{path} is not served over WebSockets here; use POST.", final=True)
 
 
-def absent_route(method: str, path: str, attached: list[str]) -> APIError:
-    """Return the error for a route that no server has."""
-    available = ", ".join([*_OWN, "/tokenize", "/detokenize", *attached[:40]])
-    parts = path.split("/")
-    kind = parts[2] if parts[1] in ("v1", "v2") and len(parts) > 2 else parts[1]
-    remedy = _REMEDIES.get(kind)
-    if remedy is None:
-        return APIError(404, f"There is no path {path}. This fleet has {available}.")
-    return APIError(
-        501, f"No server of this fleet has {method} {path}: {remedy}. This fleet has {available}."
-    )
+def absent_route_here(method: str, path: str, attached: list[str]) -> APIError:
+    """Return the error for a route that neither the gateway nor an attached server has."""
+    return absent_route(method, path, [*_OWN, "/tokenize", "/detokenize", *attached[:40]])
 
 
 async def _listed_routes(upstream: Upstream) -> list[tuple[re.Pattern[str], set[str]]] | None:

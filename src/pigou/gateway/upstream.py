@@ -245,6 +245,8 @@ class Upstream:
     def _refusal(self, status: int, answer: bytes) -> Rejected | WorkerFailed:
         if 400 <= status < 500 and status not in (408, 429):
             return Rejected(status, answer)
+        if status == 501:  # a field that this engine does not implement: vLLM says so
+            return Rejected(400, answer)
         if status == 500 and is_request_failure(answer):
             return Rejected(status, answer)
         worker = self.worker.id

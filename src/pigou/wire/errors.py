@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -21,7 +22,6 @@ TYPES = {
     415: "UnsupportedMediaTypeError",
     429: "RateLimitError",
     500: "InternalServerError",
-    501: "NotImplementedError",
     502: "BadGatewayError",
     503: "ServiceUnavailableError",
     504: "GatewayTimeoutError",
@@ -32,6 +32,21 @@ TYPES = {
 REQUEST_FAILED = "RequestFailedError"
 #: `type` of the error of a request that was under way when several workers ended.
 SUSPECT = "SuspectRequestError"
+#: Tells the SDKs of OpenAI and Anthropic not to send a request again.
+NO_RETRY = {"x-should-retry": "false"}
+#: Collections that servers store, and one key could read of another.
+STORED_COLLECTIONS = ("files", "batches", "conversations", "vector_stores", "uploads", "containers",
+                       "threads", "assistants", "fine_tuning", "evals")  # fmt: skip
+_ATTACH = "attach a server that has it (pigou serve --attach URL)"
+#: Routes of OpenAI's, Anthropic's and vLLM's APIs that Pigou's workers lack, and what to do.
+_ABSENT_ROUTES = {
+    "responses": f"use /v1/chat/completions (Vercel AI SDK: openai.chat('MODEL')), or {_ATTACH}",
+    "messages": f"use /v1/chat/completions, or {_ATTACH}",
+    "complete": "use /v1/completions",
+    "engines": "use the paths without /engines/NAME, and name the model in the body",
+    **dict.fromkeys(("embeddings", "audio", "rerank", "score", "pooling", "classify", "images",
+                     "videos", "moderations", "realtime", *STORED_COLLECTIONS), _ATTACH),
+}  # fmt: skip
 
 #: Fields that other servers know and this one does not honour, and what to do instead.
 REFUSED = {
@@ -87,6 +102,7 @@ class APIError(Exception):
         type: class of the error, by default that of the status.
         code: as vLLM, the status.
         retry_after: seconds after which trying again makes sense; sent as `Retry-After`.
+        final: trying again changes nothing; sent as `X-Should-Retry`, which SDKs go by.
     """
 
     def __init__(
@@ -98,6 +114,7 @@ class APIError(Exception):
         type: str | None = None,
         code: int | str | None = None,
         retry_after: int | None = None,
+        final: bool = False,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -106,6 +123,15 @@ class APIError(Exception):
         self.type = type or TYPES.get(status, HTTPStatus(status).phrase.replace(" ", "") + "Error")
         self.code = status if code is None else code
         self.retry_after = retry_after
+        self.final = final
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of the response beside its body."""
+        headers = {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
+        if self.final:
+            headers |= NO_RETRY
+        return headers | ({"www-authenticate": "Bearer"} if self.status == 401 else {})
 
     def body(self) -> bytes:
         """Return the JSON body, `{"error": {message, type, param, code}}`."""
@@ -131,10 +157,25 @@ def http_error(status: int, method: str, path: str, reason: str = "") -> APIErro
         reason: that it gives for other statuses than 404 and 405.
     """
     if status == 404:
-        return APIError(404, f"There is no path {path}.")
+        return absent_route(method, path, ())
     if status == 405:
         return APIError(405, f"{path} does not take {method}.")
     return APIError(status, reason)
+
+
+def absent_route(method: str, path: str, available: Sequence[str]) -> APIError:
+    """Return the error 404 for a route that nobody here serves, with the remedy for a known one.
+
+    Args:
+        method, path: of the request.
+        available: paths to name in the message.
+    """
+    parts = [*path.split("/"), "", ""]
+    remedy = _ABSENT_ROUTES.get(parts[2] if parts[1] in ("v1", "v2") else parts[1])
+    listed = f" Available here: {', '.join(available)}." if available else ""
+    if remedy is None:
+        return APIError(404, f"There is no path {path[:200]}.{listed}", final=True)
+    return APIError(404, f"{method} {path} is not served here: {remedy}.{listed}", final=True)
 
 
 def too_large(max_bytes: int) -> APIError:

@@ -193,8 +193,7 @@ def _explain(error: web.HTTPException, request: web.Request) -> APIError:
 
 def _error(error: APIError) -> web.Response:
     response = web.Response(status=error.status, body=error.body(), content_type="application/json")
-    if error.retry_after is not None:
-        response.headers["Retry-After"] = str(error.retry_after)
+    response.headers.update(error.headers)
     return response
 
 

@@ -26,5 +26,5 @@ if sys.argv[3] == "passed":
         assert "".join(stream.text_stream) == "by the river"
 else:
     told = refusal(lambda: client.messages.create(**ASKED), anthropic.APIStatusError)
-    assert told.status_code == 501
+    assert told.status_code == 404
     assert "--attach" in str(told)

@@ -32,6 +32,6 @@ const scored = await chat.create({ model, messages, max_tokens: 3, logprobs: tru
 assert.equal(scored.choices[0].logprobs.content.length, scored.usage.completion_tokens);
 
 await assert.rejects(chat.create({ model: "nope", messages }), OpenAI.NotFoundError);
-await assert.rejects(client.responses.create({ model, input: "hello" }), (error) => error.status === 501 && error.message.includes("/v1/chat/completions"));
+await assert.rejects(client.responses.create({ model, input: "hello" }), (error) => error.status === 404 && error.message.includes("/v1/chat/completions"));
 const stream = await chat.create({ model, messages, max_tokens: 200, stream: true });
 for await (const _ of stream) break;  // leaving the loop aborts the request

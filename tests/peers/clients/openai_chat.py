@@ -71,7 +71,7 @@ for call, kind in (
 ):
     assert refusal(call, kind).body["message"]
 told = refusal(lambda: client.responses.create(model=MODEL, input="a"), openai.InternalServerError)
-assert told.status_code == 501
+assert told.status_code == 404
 assert "/v1/chat/completions" in told.body["message"]
 scored = client.completions.create(model=MODEL, prompt="The market", max_tokens=0, echo=True,
                                    logprobs=1)  # fmt: skip

@@ -27,4 +27,4 @@ assert.equal(typeof (shaped.output ?? shaped.experimental_output).celsius, "bool
 await assert.rejects(generateText({ model: openai.chat("nope"), prompt, maxRetries }), /does not exist/);
 // The default of this package is the Responses API: refused, with what to do instead.
 await assert.rejects(generateText({ model: openai(process.argv[3]), prompt, maxRetries }), (error) =>
-  error.statusCode === 501 && error.message.includes("openai.chat('MODEL')"));
+  error.statusCode === 404 && error.message.includes("openai.chat('MODEL')"));

@@ -183,7 +183,7 @@ class Switch:
     async def _pass(self, request: web.Request) -> web.StreamResponse:
         """Pass one request on."""
         if "upgrade" in request.headers:
-            return _error(501, "Not Implemented", "The switch passes no WebSockets")
+            return _error(404, "Not Found", "The switch passes no WebSockets")
         body = await request.read()
         now = self._clock()
         run = None
