@@ -44,7 +44,7 @@ def worker(config: WorkerConfig, registration: RegistrationConfig, pulling: Pull
         if address is not None:
             from pigou.fleet.prefill_queue.pulling_worker import PullingWorker
 
-            return PullingWorker(address, secret, registration.advertise, known)
+            return PullingWorker(address, secret, known)
         assert known is not None
         return known
 

@@ -12,7 +12,6 @@ import msgspec
 from pigou.config import ConfigError
 from pigou.fleet.config import LocalWorker, WorkersConfig
 from pigou.fleet.model_pools import ModelPoolConfig
-from pigou.fleet.prefill_queue.messages import queue_of_model
 from pigou.fleet.ray.config import RayConfig
 from pigou.imports import require
 from pigou.request import Role
@@ -76,7 +75,7 @@ class WorkerTemplate(msgspec.Struct, frozen=True, kw_only=True):
         name = f"{role.value}-{number}"
         own = _apart(self.arguments, name)
         if self.prefill_queue and role is Role.PREFILL:
-            own += ["--prefill-queue", queue_of_model(self.prefill_queue, self.model)]
+            own += ["--prefill-queue", self.prefill_queue]
         arguments = ("--device", device, *own)
         return LocalWorker(id=name, role=role, arguments=arguments, device=device, model=self.model)
 

@@ -20,15 +20,15 @@ from pigou.gateway.upstream import Engine, read_page
 from pigou.request import UNKNOWN_LOCATION, Location, Rehearsed
 from pigou.wire.addresses import reachable
 from pigou.wire.fleet_secret import NONCE, PROOF, FleetSecret
+from pigou.wire.names import MAX_TEXT, deployment_version, text
 
 #: Block size that is assumed of a server that does not tell: vLLM's default on a GPU.
 _BLOCK_SIZE = 16
 #: Bounds of a startup profile's entry: tokens, streams and steps; seconds of a step; seconds.
 #: Entries outside would spoil the latency model, which all workers share.
 _MAX_COUNT, _MIN_STEP_S, _MAX_PROFILE_S = 2**20, 1e-6, 3600.0
-#: Bounds of what else a server says: tokens and blocks, characters of a name, publishers of KV
-#: events.
-_MAX_NUMBER, _MAX_NAME, _MAX_SOURCES = 2**31 - 1, 512, 64
+#: Bounds of what else a server says: tokens and blocks, publishers of KV events.
+_MAX_NUMBER, _MAX_SOURCES = 2**31 - 1, 64
 #: Digits that a number of a metrics page has fewer than: any such fits 31 bits.
 _DIGITS = 10
 _LOADS = (RUNNING, WAITING, USAGE, OLD_USAGE)
@@ -67,7 +67,6 @@ class ProbeResult:
         layout: of its cache, for others that may read it; empty where others may not read it.
         startup_profile: its own speed, as measured at startup; empty where unknown.
         version: of its deployment; empty where it has none.
-        incarnation: of its process; empty where it does not register itself.
         location: labels of its node; unknown where it does not say.
     """
 
@@ -79,7 +78,6 @@ class ProbeResult:
     layout: str = ""
     startup_profile: tuple[Rehearsed, ...] = ()
     version: str = ""
-    incarnation: str = ""
     location: Location = UNKNOWN_LOCATION
 
 
@@ -120,18 +118,19 @@ async def probe(url: str, key: str = "", timeout_s: float = 10.0) -> ProbeResult
     if not cards:
         raise ProbeFailed(f"{url}/v1/models lists no model")
     card = cards[0]
-    if len(card.id) > _MAX_NAME:
+    if len(card.id) > MAX_TEXT:
         raise ProbeFailed(f"{url}/v1/models names a model of {len(card.id)} characters")
     engine = Engine(
         stock=card.owned_by != "pigou",
         model=card.id,
         max_model_len=_number(card.max_model_len),
-        version=_name(version),
-        root=_name(card.root),
+        version=text(version),
+        root=text(card.root),
         dynamo=card.owned_by == "nvidia",
         ranks=card.owned_by == "pigou" and about.get("order") == "priority",
         deadlines=card.owned_by == "pigou" and about.get("order") == "edf",
-        release=_name(about.get("release")) or _name(version),
+        release=text(about.get("release")) or text(version),
+        incarnation="" if card.owned_by != "pigou" else text(about.get("incarnation")),
     )
     host = urlsplit(url).hostname or ""
     return ProbeResult(
@@ -142,10 +141,9 @@ async def probe(url: str, key: str = "", timeout_s: float = 10.0) -> ProbeResult
         tuple(_source(value, host) for value in sources.values() if _publishes(value))[
             :_MAX_SOURCES
         ],
-        "" if engine.stock else _name(about.get("kv_layout")),
+        "" if engine.stock else text(about.get("kv_layout")),
         () if engine.stock else read_startup_profile(about.get("rehearsed")),
-        _name(about.get("deployment_version")),
-        "" if engine.stock else _name(about.get("incarnation")),
+        deployment_version(about),
         _location(about.get("location")),
     )
 
@@ -204,8 +202,8 @@ def metrics_progress(page: bytes, *, owed: int, planned_tokens: int) -> EnginePr
 def _sums(page: bytes) -> dict[bytes, float]:
     """Return the sum of each load over its labels; what is no finite number counts as zero."""
     sums: dict[bytes, float] = {}
-    for name, _, text in metrics_page.samples(page, _LOADS):
-        value = _float(text)
+    for name, _, digits in metrics_page.samples(page, _LOADS):
+        value = _float(digits)
         sums[name] = sums.get(name, 0.0) + (value if math.isfinite(value) else 0.0)
     return sums
 
@@ -262,18 +260,18 @@ def _finite(value: float) -> bool:
 
 def _publishes(value: Any) -> bool:
     """Whether a description names an endpoint; what it names besides must be text."""
-    if not isinstance(value, dict) or not _ENDPOINT.match(_name(value.get("endpoint"))):
+    if not isinstance(value, dict) or not _ENDPOINT.match(text(value.get("endpoint"))):
         return False
     replay, topic = value.get("replay_endpoint"), value.get("topic")
-    reachable = not replay or bool(_ENDPOINT.match(_name(replay)))
+    reachable = not replay or bool(_ENDPOINT.match(text(replay)))
     return reachable and (topic is None or isinstance(topic, str))
 
 
 def _source(value: dict[str, Any], host: str) -> EventSource:
     return EventSource(
-        reachable(_name(value.get("endpoint")), host),
-        reachable(_name(value.get("replay_endpoint")), host),
-        _name(value.get("topic")),
+        reachable(text(value.get("endpoint")), host),
+        reachable(text(value.get("replay_endpoint")), host),
+        text(value.get("topic")),
         value.get("encryption") == "curve",
     )
 
@@ -295,7 +293,7 @@ def _json(body: bytes) -> dict[str, Any]:
 def _location(value: Any) -> Location:
     """Return the labels of a node; a host that is missing, or no text, makes it unknown."""
     labels = value if isinstance(value, dict) else {}
-    location = Location(*(_name(labels.get(field)) for field in Location._fields))
+    location = Location(*(text(labels.get(field)) for field in Location._fields))
     return location if location.host else UNKNOWN_LOCATION
 
 
@@ -303,11 +301,6 @@ def _number(value: Any) -> int:
     """Return an integer within bounds; 0 for everything else."""
     is_integer = isinstance(value, int) and not isinstance(value, bool)
     return value if is_integer and 0 <= value <= _MAX_NUMBER else 0
-
-
-def _name(value: Any) -> str:
-    """Return a text within bounds; empty for everything else."""
-    return value if isinstance(value, str) and len(value) <= _MAX_NAME else ""
 
 
 def _float(text: bytes) -> float:

@@ -79,7 +79,7 @@ def check_incarnation(entry: WorkerEntry, probed: ProbeResult) -> None:
     Raises:
         ProbeFailed: it is another one.
     """
-    if probed.incarnation and probed.incarnation != entry.incarnation:
+    if probed.engine.incarnation not in ("", entry.incarnation):
         raise ProbeFailed(f"{entry.url} is another worker's by now, and not {entry.identity}'s")
 
 

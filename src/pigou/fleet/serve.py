@@ -25,7 +25,6 @@ from pigou.fleet.peers.bus import PeerBus
 from pigou.fleet.peers.exchange import PeerExchange, PeerMetrics
 from pigou.fleet.planner_driver import PlannerDriver
 from pigou.fleet.prefill_queue.config import queue_address
-from pigou.fleet.prefill_queue.messages import queue_of_model
 from pigou.fleet.registry.registry import Registry
 from pigou.fleet.supervisor import Supervisor
 from pigou.gateway.api_keys import Keys
@@ -98,6 +97,7 @@ class Serving:
         """
         self._watch = watch or WatchConfig()
         keys = Keys.read(Path(gateway.api_keys_file)) if gateway.api_keys_file else None
+        is_own_secret = secret is None
         planner, secret = planner or PlannerConfig(), secret or FleetSecret.make()
         drivers: dict[str, PlaneDriver] = {}
         for model in models or (DeclaredModel(tokenizer=tokenizer),):
@@ -112,9 +112,11 @@ class Serving:
         if prefill_queue:
             from pigou.fleet.prefill_queue.gateway_queue import NatsPrefillQueue
 
-            for name, driver in drivers.items():
-                address = queue_address(queue_of_model(prefill_queue, name))
-                driver.prefill_queue = NatsPrefillQueue(address, driver, secret)
+            address = queue_address(prefill_queue)
+            for driver in drivers.values():
+                driver.prefill_queue = NatsPrefillQueue(
+                    address, driver, secret, takes_unsigned=is_own_secret
+                )
         registered = self.supervisor.registered
         self.live_fleet = LiveFleet(self.supervisor)
         meters = {name: driver.meter for name, driver in by_name.items()}

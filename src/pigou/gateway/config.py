@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from pathlib import Path
 from typing import Annotated
@@ -12,10 +11,10 @@ import msgspec
 from pigou.config import ConfigError
 from pigou.config_option import option
 from pigou.tracing.config import TracingConfig
+from pigou.wire.addresses import is_loopback
 from pigou.wire.unknown_fields import MODES
 
 #: Addresses that only this machine reaches.
-_LOOPBACK_NAMES = ("localhost",)
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s,]+")
 #: Endings of files that are unpacked when they are read.
 _PACKED = (".gz", ".zst")
@@ -217,13 +216,3 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
                     f"cors_origins has {origin!r}; an origin is SCHEME://HOST[:PORT], without a "
                     "path, or *"
                 )
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address."""
-    if host in _LOOPBACK_NAMES:
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -25,6 +25,7 @@ from pigou.control.decisions import Explanation
 from pigou.control.messages import RemoteKVFetch
 from pigou.gateway.exposition import BuildInfo
 from pigou.gateway.genai_metrics import GenAIMetrics
+from pigou.gateway.pulled_prefill import NO_BROKER, NO_PULLER
 from pigou.gateway.session_retention import SessionRetention
 from pigou.gateway.stage_metrics import StageMetrics
 from pigou.request import BlockKeys
@@ -132,6 +133,14 @@ class Metrics:
             "Prompts of all gateways that prefill workers are to pull, or have claimed.",
             registry=self.registry,
         )
+        self.unpulled_prompts = Counter(
+            "pigou_prefill_queue_unpulled",
+            "Prompts that decode workers computed: no worker of theirs pulls, or no broker is up.",
+            ["reason"],
+            registry=self.registry,
+        )
+        for reason in (NO_PULLER, NO_BROKER):
+            self.unpulled_prompts.labels(reason)
 
         self.stages = StageMetrics(self.registry)
         self.genai = GenAIMetrics(self.registry)

@@ -12,13 +12,14 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from pigou.gateway.api_keys import NO_KEY, Key, Keys
-from pigou.gateway.config import GatewayConfig, is_loopback
+from pigou.gateway.config import GatewayConfig
 from pigou.gateway.dashboard import ASSETS
 from pigou.gateway.failure import Rejected
 from pigou.gateway.gateway_request import CHAT, COMPLETIONS
 from pigou.gateway.metrics import Metrics
 from pigou.gateway.startup_shutdown import Shutdown
 from pigou.logs import accessed, note_request
+from pigou.wire.addresses import is_loopback
 from pigou.wire.connections import is_reserved, too_many_connections
 from pigou.wire.errors import NO_RETRY, APIError, bad_request, http_error, too_large
 from pigou.wire.request_validation import REQUEST_ID_HEADER, echo_request_id

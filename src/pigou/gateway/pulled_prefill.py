@@ -16,7 +16,7 @@ class PrefillLeg(NamedTuple):
         wire_id: id of the request in headers and logs.
         mark: of its tenant; empty for none.
         body: JSON of the request.
-        version: of the workers that its decode worker can read from.
+        worker: that the control plane expects to compute it: workers like it may pull it.
         traceparent: of the span that waits for it; empty where it is not traced.
     """
 
@@ -24,7 +24,7 @@ class PrefillLeg(NamedTuple):
     wire_id: str
     mark: str
     body: Mapping[str, Any]
-    version: str
+    worker: str
     traceparent: str = ""
 
 
@@ -33,6 +33,16 @@ class PulledPrefill(NamedTuple):
 
     status: int
     reply: bytes
+
+
+#: Why a prompt is computed where it is decoded: no worker pulls it, or there is no broker.
+NO_PULLER, NO_BROKER = "no_puller", "no_broker"
+
+
+class LocalPrefill(NamedTuple):
+    """A prompt is computed where it is decoded, for a reason."""
+
+    reason: str
 
 
 class PrefillDropped(Exception):
@@ -61,8 +71,8 @@ class GatewayPrefillQueue(Protocol):
 
     async def prefill(
         self, request: Request, leg: PrefillLeg, on_claim: Callable[[str, int], None]
-    ) -> PulledPrefill | None:
-        """Have a prompt computed by the worker that claims it; None where it stays local.
+    ) -> PulledPrefill | LocalPrefill:
+        """Have a prompt computed by the worker that claims it, unless it stays local.
 
         Args:
             request: as the control plane routed it.

@@ -16,7 +16,12 @@ from pigou.gateway.failure import Rejected, WorkerFailed, busy, surrender, suspe
 from pigou.gateway.gateway_request import COMPLETIONS, Body, GatewayRequest
 from pigou.gateway.metrics import Metrics
 from pigou.gateway.plane_driver import PlaneDriver
-from pigou.gateway.pulled_prefill import GatewayPrefillQueue, PrefillDropped, PrefillLeg
+from pigou.gateway.pulled_prefill import (
+    GatewayPrefillQueue,
+    LocalPrefill,
+    PrefillDropped,
+    PrefillLeg,
+)
 from pigou.gateway.reply_parsing import cached_tokens
 from pigou.gateway.request_parsing import overrides_refused
 from pigou.gateway.request_spans import decided, within_step
@@ -334,15 +339,15 @@ class RequestDriver(ABC):
             call.choice = self._choice
             self._plane_driver.observe(PrefillClaimed(call.id, worker, cached))
 
-        version = plane.state.workers[plane.state.row[routed.decode]].version
         mark, parent = forecast.mark(call.tenant), call.traceparent
-        sent = PrefillLeg(self._path, call.wire_id, mark, leg, version, parent)
+        sent = PrefillLeg(self._path, call.wire_id, mark, leg, forecast.worker.id, parent)
         try:
             pulled = await queue.prefill(routed.request, sent, claimed)
         except PrefillDropped as dropped:
             status = 503 if dropped.expired else 502
             raise APIError(status, f"{dropped}.", retry_after=1) from dropped
-        if pulled is None:
+        if isinstance(pulled, LocalPrefill):
+            self._metrics.unpulled_prompts.labels(pulled.reason).inc()
             self._transfer = None
             self._choice = msgspec.structs.replace(self._choice, prefill=None, cached=0)
             self._plane_driver.observe(PrefillClaimed(call.id, self._choice.decode, 0))

@@ -56,6 +56,7 @@ class Engine:
         pin: id of the one worker behind that frontend that is meant; its router chooses when
             empty.
         release: what it reports of its weights, or its engine; empty for nothing.
+        incarnation: of its process; empty where it has none.
     """
 
     stock: bool = False
@@ -68,6 +69,7 @@ class Engine:
     deadlines: bool = False
     pin: str = ""
     release: str = ""
+    incarnation: str = ""
 
     def ranked(self, body: Body, priority: int | None) -> Body:
         """Return a body with the gateway's `priority` in place of the client's; None leaves that.
@@ -110,6 +112,7 @@ class Upstream:
         paused: of those, requests whose client is slow, so that nothing is read from the worker.
         tokens: that it streamed so far.
         report: what it said last of itself; None before.
+        knows_secret: whether it is a worker of Pigou that asks for the fleet's secret.
     """
 
     def __init__(self, worker: Worker, engine: Engine, secret: str = "") -> None:
@@ -128,7 +131,7 @@ class Upstream:
         self._headers = _HEADERS | bearer
         if engine.pin:
             self._headers["x-dynamo-worker-instance-id"] = engine.pin
-        self._tells_tenants = bool(secret) and not engine.stock
+        self.knows_secret = bool(secret) and not engine.stock
         self._connections = HTTPConnectionPool(worker.url, self._headers)
         self._session = aiohttp.ClientSession(
             headers=bearer,
@@ -185,7 +188,7 @@ class Upstream:
 
     def mark(self, tenant: str) -> str:
         """Return what the worker is told of a tenant; empty for nothing."""
-        return tenant_mark(tenant) if tenant and self._tells_tenants else ""
+        return tenant_mark(tenant) if tenant and self.knows_secret else ""
 
     @asynccontextmanager
     async def stream(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 
+#: Hosts of a server that listens on all addresses.
+WILD = ("", "0.0.0.0", "::")
 _WILDCARD = re.compile(r"^tcp://(\*|0\.0\.0\.0|\[::\])(?=:)")
 
 
@@ -15,3 +18,13 @@ def url_host(host: str) -> str:
 def reachable(endpoint: str, host: str) -> str:
     """Put the worker's host in place of a wildcard address (`tcp://*:5557`)."""
     return _WILDCARD.sub(f"tcp://{url_host(host)}", endpoint)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

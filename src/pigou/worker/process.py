@@ -11,6 +11,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from typing import Any
+from uuid import uuid4
 
 import msgspec
 from aiohttp import web
@@ -73,6 +74,7 @@ class WorkerServer:
         """
         self._secret = secret
         self._registrar = registrar
+        self._incarnation = uuid4().hex
         self._config = config
         self._parts = parts
         self._loop = asyncio.get_running_loop()
@@ -257,7 +259,7 @@ class WorkerServer:
             "deployment_version": self._config.deployment_version,
             "location": read_location(self._config.location)._asdict(),
             "pid": os.getpid(),
-            **({} if self._registrar is None else {"incarnation": self._registrar.incarnation}),
+            "incarnation": self._incarnation,
         }
 
     def _layout(self) -> str:

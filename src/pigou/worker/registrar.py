@@ -9,19 +9,13 @@ from pigou.wire.fleet_secret import FleetSecret
 
 
 class Registrar(Protocol):
-    """Keeps a running worker known to others; a failure of theirs never ends the worker.
-
-    Attributes:
-        incarnation: id of this process, which `/server_info` shows.
-    """
-
-    incarnation: str
+    """Keeps a running worker known to others; a failure of theirs never ends the worker."""
 
     async def ready(self, about: dict[str, Any], stop: Callable[[], None]) -> None:
         """Make the worker known, which serves from now on.
 
         Args:
-            about: its line of readiness: `url`, `model`, `role`, `kv_layout`, ...
+            about: its line of readiness: `url`, `model`, `role`, `incarnation`, ...
             stop: drains and ends it, when others want it to go.
         """
         ...

@@ -20,26 +20,33 @@ from pigou.config import ConfigError
 from pigou.control.pull_queue.config import PullQueueConfig
 from pigou.control.pull_queue.messages import PrefillItem, ServiceTable
 from pigou.fleet.prefill_queue import publisher
-from pigou.fleet.prefill_queue.broker import BrokerUnavailable, PrefillBroker
+from pigou.fleet.prefill_queue.broker import BrokerUnavailable, PoolBacklog, PrefillBroker
 from pigou.fleet.prefill_queue.messages import (
     ClaimQuestion,
     MessageSigner,
     PrefillOffer,
     QueueAddress,
     QueuedPrefill,
-    token,
 )
-from pigou.fleet.prefill_queue.publisher import PrefillPublisher, UncomputedPrefill
+from pigou.fleet.prefill_queue.publisher import (
+    NobodyPulls,
+    PrefillPublisher,
+    PullWorker,
+    UncomputedPrefill,
+)
 from pigou.fleet.prefill_queue.puller import PrefillPuller
 from pigou.request import NEVER, SECOND
 from pigou.wire.fleet_secret import FleetSecret
+from pigou.wire.names import PullPool
 
 pytest.importorskip("nats")
 LEG = {"path": "/v1/completions", "wire_id": "w", "mark": "", "body": b"{}"}
 Compute = Callable[[QueuedPrefill], Awaitable[tuple[int, bytes]]]
 
 
-SEAL = MessageSigner(FleetSecret.make())
+SECRET = FleetSecret.make()
+SEAL = MessageSigner(SECRET)
+POOL = PullPool.of("q", "tiny", "v1", SECRET)
 
 
 class PullFleet:
@@ -51,7 +58,7 @@ class PullFleet:
         self.seconds = np.ones((1, 8))  # of a prompt on each worker
         self.computed: list[tuple[str, str]] = []
         self.claims: list[tuple[str, str]] = []
-        self.workers: dict[str, str] = {}
+        self.workers: dict[str, PullWorker] = {}
         config = PullQueueConfig(max_deliveries=2, max_bypass=3)
         broker = PrefillBroker(self.address)
         self.gateway = PrefillPublisher(broker, config, self._service, lambda: self.workers, SEAL)
@@ -74,11 +81,18 @@ class PullFleet:
             self.computed.append((prompt.request, name))
             return 200, name.encode()
 
-        self.workers[f"http://{name}"] = name
+        self.workers[name] = PullWorker(name, POOL)
         broker = PrefillBroker(self.address)
-        return await self.start(
-            PrefillPuller(broker, f"http://{name}", compute or answer, signer=SEAL).run()
-        )
+        puller = PrefillPuller(broker, name, compute or answer, POOL, signer=SEAL)
+        task = await self.start(puller.run())
+        while not all(await self.gateway._ask_pullers({name: self.workers[name]})):
+            await asyncio.sleep(0.01)
+        self.gateway._pulling[name] = True
+        return task
+
+    def expect(self) -> None:
+        """Have prompts wait for workers that do not pull yet."""
+        self._stack.enter_context(patch.object(self.gateway, "_pulls", lambda _: True))
 
     async def prefill(
         self, request: str, deadline_s: float = 0.0, incarnation: int = 0
@@ -88,7 +102,7 @@ class PullFleet:
         deadline = now + round(deadline_s * SECOND) if deadline_s else NEVER
         item = PrefillItem(request, 600, now, incarnation, deadline_ns=deadline)
         return await self.gateway.prefill(
-            item, LEG, "", lambda worker: self.claims.append((request, worker))
+            item, LEG, POOL, lambda worker: self.claims.append((request, worker))
         )
 
     async def until(self, met: Callable[[], bool | int], seconds: float = 8.0) -> None:
@@ -104,7 +118,8 @@ class PullFleet:
 
     async def length(self) -> int:
         """Prompts that the broker has."""
-        return await self.gateway._broker.length()
+        stream = self.gateway._broker.stream
+        return (await stream.stream_info(self.address.names.stream)).state.messages
 
 
 @asynccontextmanager
@@ -184,6 +199,7 @@ async def test_a_worker_that_lives_keeps_its_prompt_beyond_the_lease(folder: Pat
 @law
 async def test_nothing_is_lost_when_the_server_is_killed_and_comes_back(folder: Path) -> None:
     async with pull_fleet(folder) as fleet:
+        fleet.expect()
         prompts = [await fleet.start(fleet.prefill(f"r{n}")) for n in range(8)]
         for _ in range(100):
             if await fleet.length() == 8:
@@ -220,7 +236,7 @@ async def test_the_first_offer_counts_and_the_second_has_no_effect(folder: Path)
             return 200, b"late"
 
         await fleet.worker("p0", late)
-        puller = PrefillPuller(PrefillBroker(fleet.address), "http://p0", late, signer=SEAL)
+        puller = PrefillPuller(PrefillBroker(fleet.address), "p0", late, POOL, signer=SEAL)
         await puller._broker.connect()
         prompt = await fleet.start(fleet.prefill("r0"))
         await fleet.until(lambda: len(fleet.claims))
@@ -239,7 +255,7 @@ async def test_a_stream_that_is_deleted_is_made_again(folder: Path) -> None:
     async with pull_fleet(folder, "?storage=memory") as fleet:
         await fleet.worker("p0")
         assert (await fleet.prefill("r0")).reply == b"p0"
-        await fleet.gateway._broker.stream.delete_stream(fleet.address.stream)
+        await fleet.gateway._broker.stream.delete_stream(fleet.address.names.stream)
         with pytest.raises(BrokerUnavailable):
             await fleet.prefill("r1")  # its prompt is computed where it is decoded
         for number in range(2, 99):
@@ -253,7 +269,7 @@ async def test_a_stream_that_is_deleted_is_made_again(folder: Path) -> None:
 @law
 async def test_the_same_prompt_is_stored_once(folder: Path) -> None:
     async with pull_fleet(folder) as fleet:
-        broker, subject = fleet.gateway._broker, fleet.address.subject("", "r0")
+        broker, subject = fleet.gateway._broker, POOL.prompt("g", "r0", 0)
         assert [await broker.publish(subject, "r0.0", b"x") for _ in range(3)] == [1, 1, 1]
         assert await fleet.length() == 1
 
@@ -261,6 +277,7 @@ async def test_the_same_prompt_is_stored_once(folder: Path) -> None:
 @law
 async def test_a_client_that_leaves_takes_its_prompt_back(folder: Path) -> None:
     async with pull_fleet(folder) as fleet:
+        fleet.expect()
         prompts = [await fleet.start(fleet.prefill(name)) for name in ("r0", "r.1 >*")]
         while await fleet.length() < 2:
             await asyncio.sleep(0.02)
@@ -277,6 +294,7 @@ async def test_a_client_that_leaves_takes_its_prompt_back(folder: Path) -> None:
 async def test_a_prompt_that_is_taken_back_and_queued_again_is_not_lost(folder: Path) -> None:
     """As the control plane does that recalls it; the broker may delete after it stored again."""
     async with pull_fleet(folder) as fleet:
+        fleet.expect()
         broker, deleted = fleet.gateway._broker, asyncio.Event()
         delete = broker.delete
 
@@ -304,6 +322,7 @@ async def test_a_prompt_that_is_taken_back_and_queued_again_is_not_lost(folder: 
 @law
 async def test_what_the_broker_lost_is_stored_again_and_what_it_has_is_not(folder: Path) -> None:
     async with pull_fleet(folder, "?lease_s=0.2") as fleet:
+        fleet.expect()
         prompts = [await fleet.start(fleet.prefill(name)) for name in ("r0", "r1")]
         pending, broker = fleet.gateway._pending, fleet.gateway._broker
         await fleet.until(lambda: all(prompt.copies == 1 for prompt in pending.values()))
@@ -322,9 +341,10 @@ async def test_what_the_broker_lost_is_stored_again_and_what_it_has_is_not(folde
 async def test_who_takes_a_prompt_back_that_a_worker_has_loses_no_other(folder: Path) -> None:
     """As a purge of its subject did: the first of three was never delivered again."""
     async with pull_fleet(folder, "?lease_s=1") as fleet:
+        fleet.expect()
         puller = PrefillBroker(fleet.address)
         await puller.connect()
-        subscription = await puller.subscribe("")
+        subscription = await puller.subscribe(POOL)
         prompts = [await fleet.start(fleet.prefill("r0"))]
         messages = await subscription.fetch(1, timeout=2)
         for name in ("r1", "r2"):
@@ -343,8 +363,10 @@ async def test_who_takes_a_prompt_back_that_a_worker_has_loses_no_other(folder: 
 @law
 async def test_what_the_broker_does_not_deliver_any_more_is_stored_again(folder: Path) -> None:
     async with pull_fleet(folder, "?lease_s=0.2") as fleet:
+        fleet.expect()
         broker = fleet.gateway._broker
-        with patch.object(broker, "ack_floor", lambda _: asyncio.sleep(0, 1)):
+        backlog = PoolBacklog(1, ack_floor=1)
+        with patch.object(broker, "backlog", lambda _: asyncio.sleep(0, backlog)):
             prompt = await fleet.start(fleet.prefill("r0"))
             await fleet.until(lambda: fleet.gateway._pending["r0"].copies == 2)
             assert await fleet.length() == 1
@@ -376,6 +398,7 @@ async def test_prompts_outlive_a_server_that_keeps_none(folder: Path) -> None:
 async def test_a_gateway_whose_connection_is_closed_under_it_makes_another(folder: Path) -> None:
     """As nats-py does at errors of the server."""
     async with pull_fleet(folder) as fleet:
+        fleet.expect()
         prompt = await fleet.start(fleet.prefill("r0", deadline_s=5))
         await fleet.until(lambda: fleet.gateway._pending["r0"].copies)
         await fleet.gateway._broker.client.close()
@@ -386,6 +409,7 @@ async def test_a_gateway_whose_connection_is_closed_under_it_makes_another(folde
 @law
 async def test_a_deadline_is_answered_with_an_error(folder: Path) -> None:
     async with pull_fleet(folder) as fleet:
+        fleet.expect()
         with pytest.raises(UncomputedPrefill, match="claimed by nobody") as raised:
             await fleet.prefill("r0", deadline_s=0.3)
         assert raised.value.expired
@@ -409,8 +433,10 @@ async def test_a_prompt_that_ends_its_workers_is_a_dead_letter(folder: Path) -> 
 @law
 async def test_a_claim_that_is_not_worth_it_is_left_to_the_other_worker(folder: Path) -> None:
     async with pull_fleet(folder) as fleet:
+        fleet.expect()
         fleet.seconds = np.array([[9.0, 0.1]])  # the second worker has the prefix
-        fleet.workers |= {"http://p0": "p0", "http://p1": "p1"}
+        fleet.workers |= {name: PullWorker(name, POOL) for name in ("p0", "p1")}
+        fleet.gateway._pulling |= {"p1": True}  # as it did
         await fleet.worker("p0")
         prompt = await fleet.start(fleet.prefill("r0"))
         await fleet.until(lambda: fleet.gateway.core.counts.left)
@@ -423,25 +449,49 @@ async def test_a_claim_that_is_not_worth_it_is_left_to_the_other_worker(folder: 
 
 
 @law
-async def test_versions_have_workers_of_their_own(folder: Path) -> None:
+async def test_a_prompt_that_nobody_pulls_is_not_queued(folder: Path) -> None:
+    """Of another version or without the secret, of workers that do not pull or are not known."""
     async with pull_fleet(folder) as fleet:
+        began = time.monotonic()
+        pools = [PullPool.of("q", "tiny", "v2", SECRET), PullPool.of("q", "tiny", "v1", None)]
         await fleet.worker("p0")
-        item = PrefillItem("r0", 600, time.monotonic_ns(), deadline_ns=time.monotonic_ns() + SECOND)
-        with pytest.raises(UncomputedPrefill):
-            await fleet.gateway.prefill(item, LEG, "v2", lambda _: None)
+        await fleet.until(lambda: fleet.gateway._pulling.get("p0", False))
+        fleet.workers |= {pool.key: PullWorker(pool.key, pool) for pool in pools}
+        for pool in pools:
+            item = PrefillItem("r0", 600, time.monotonic_ns())
+            with pytest.raises(NobodyPulls):
+                await fleet.gateway.prefill(item, LEG, pool, lambda _: None)
+        del fleet.workers["p0"]
+        with pytest.raises(NobodyPulls):
+            await fleet.prefill("r0")
+        assert time.monotonic() - began < 4.0
         assert fleet.computed == []
+        assert not await fleet.gateway._broker.stored(">")
+
+
+@law
+async def test_a_queued_prompt_whose_last_worker_went_is_let_go(folder: Path) -> None:
+    async with pull_fleet(folder) as fleet:
+        dead = await fleet.worker("p0", stuck)
+        prompts = [await fleet.start(fleet.prefill(f"r{n}")) for n in range(4)]
+        await fleet.until(lambda: len(fleet.claims) == 2)
+        dead.cancel()
+        del fleet.workers["p0"]
+        results = await asyncio.gather(*prompts, return_exceptions=True)
+        assert [type(result) for result in results] == [NobodyPulls] * 4
+        await fleet.empty()
 
 
 @law
 async def test_a_stranger_on_the_server_has_nothing_computed(folder: Path) -> None:
     async with pull_fleet(folder) as fleet:
         await fleet.worker("p0")
-        stranger, subject = MessageSigner(FleetSecret.make()), fleet.address.subject("", "r0")
+        stranger, subject = MessageSigner(FleetSecret.make()), POOL.prompt("g", "r0", 0)
         queued = QueuedPrefill("r0", 0, fleet.gateway._subject, "/", "", "", 1, b"")
         await fleet.gateway._broker.publish(subject, "r0", stranger.sign(queued))
         await fleet.empty()
         assert fleet.computed == []
-        question = stranger.sign(ClaimQuestion("r0", 0, "http://p0", 1))
+        question = stranger.sign(ClaimQuestion("r0", 0, "p0", 1))
         with pytest.raises(BrokerUnavailable):
             await fleet.gateway._broker.ask(f"{fleet.gateway._subject}.claim", question, 0.2)
 
@@ -453,7 +503,7 @@ async def test_without_a_broker_a_prompt_is_refused_at_once(folder: Path) -> Non
         await broker.connect()
     gateway = PrefillPublisher(broker, PullQueueConfig(), lambda *_: None, dict)  # type: ignore[arg-type]
     with pytest.raises(BrokerUnavailable):
-        await gateway.prefill(PrefillItem("r0", 1, 0), LEG, "", lambda _: None)
+        await gateway.prefill(PrefillItem("r0", 1, 0), LEG, POOL, lambda _: None)
 
 
 @pytest.mark.parametrize(
@@ -465,10 +515,3 @@ async def test_without_a_broker_a_prompt_is_refused_at_once(folder: Path) -> Non
 def test_an_address_that_is_none_is_refused(url: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         QueueAddress.parse(url)
-
-
-def test_any_request_id_is_one_token_of_a_subject() -> None:
-    names = ["a.b", "a_b", "a b", ">", "*", "é", "a_2e_b"]
-    tokens = {token(f"x{name}") for name in names}
-    assert len(tokens) == len(names)
-    assert not any(set(made) & set(".*> ") for made in tokens)

@@ -6,7 +6,6 @@ from pigou.config import ConfigError
 from pigou.fleet.config import WorkersConfig
 from pigou.fleet.local_workers import WorkerTemplate
 from pigou.fleet.prefill_queue.config import PullingConfig
-from pigou.fleet.prefill_queue.messages import queue_of_model
 from pigou.request import Role
 
 URL = "nats://h:4222/chat?lease_s=2"
@@ -22,8 +21,3 @@ def test_of_a_local_fleet_the_prefill_workers_pull() -> None:
     template = WorkerTemplate.of(WorkersConfig(prefill_queue=URL))
     pulls = {role: URL in template.worker(role, 0, "cpu").arguments for role in Role}
     assert pulls == {Role.PREFILL: True, Role.DECODE: False, Role.BOTH: False}
-
-
-def test_each_of_several_models_has_a_queue() -> None:
-    assert queue_of_model(URL, "") == URL
-    assert queue_of_model(URL, "a/b") == "nats://h:4222/chat-a_2f_b?lease_s=2"

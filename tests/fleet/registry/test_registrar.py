@@ -19,7 +19,8 @@ from pigou.fleet.registry.stores import open_registry
 from pigou.request import Role
 
 ABOUT = {
-    "url": "http://0.0.0.0:8100", "model": "tiny", "release": "r1", "role": "decode",
+    "incarnation": "incarnation-7", "url": "http://0.0.0.0:8100", "model": "tiny",
+    "release": "r1", "role": "decode",
     "kv_layout": "tcp:abc", "kv_transfer": "tcp", "kv_events": "tcp://0.0.0.0:5557",
     "kv_replay": "tcp://127.0.0.1:5558", "deployment_version": "v2",
     "location": {"host": "h1", "rack": "r0", "zone": "z1"},
@@ -56,7 +57,7 @@ async def entry_of(registry: Registry, law: Callable[[WorkerEntry], bool]) -> Wo
 def test_a_worker_is_registered_as_what_it_says_and_where_others_reach_it() -> None:
     async def work(registrar: WorkerRegistrar, registry: Registry, _: list[str]) -> None:
         own = await entry_of(registry, lambda _: True)
-        assert own.identity == ("w7", registrar.incarnation)
+        assert own.identity == ("w7", ABOUT["incarnation"])
         assert (own.role, own.model, own.version, own.ttl_s) == (Role.DECODE, "tiny", "v2", 1.0)
         assert (own.url, own.kv_address) == ("http://10.0.0.7:8100", "10.0.0.7")
         assert (own.kv_events, own.kv_replay) == ("tcp://10.0.0.7:5557", "tcp://127.0.0.1:5558")

@@ -10,7 +10,6 @@ import socket
 import time
 from collections.abc import Iterator
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -23,10 +22,10 @@ from pigou.control.peers.sync_messages import PeerState, ResendRequest, SyncMess
 from pigou.fleet.peers.bus import BusError, PeerBus
 from pigou.fleet.peers.envelope import PeerEnvelope, PeerEnvelopeError
 from pigou.fleet.reconnect_backoff import ReconnectBackoff
-from pigou.gateway.config import is_loopback
 from pigou.gateway.plane_driver import PlaneDriver
 from pigou.request import SECOND
 from pigou.wire.fleet_secret import FleetSecret
+from pigou.wire.names import worker_name
 
 _log = logging.getLogger("pigou.fleet")
 
@@ -41,8 +40,7 @@ _BACKOFF = ReconnectBackoff(min_s=0.25, max_s=7.5, jitter=1.0)
 class PeerExchange:
     """Publishes this gateway's changes on a bus, and reports other gateways' to ControlPlane.
 
-    The fleet serves without it: a bus that is down is logged once and tried again. Workers are
-    named by their addresses, with the host's name where the address is a loopback one.
+    The fleet serves without it: a bus that is down is logged once and tried again.
 
     Attributes:
         name: of this gateway, another one after each start.
@@ -187,20 +185,18 @@ class PeerExchange:
     def _meet_workers(self) -> None:
         """Name the workers that are up; book what others have on those that are new."""
         upstreams = self._plane_driver.upstreams
-        if upstreams.keys() == self._names.keys():
+        names = {
+            name: worker_name(up.engine.incarnation, up.worker.url, socket.gethostname())
+            for name, up in upstreams.items()
+        }
+        if names == self._names:
             return
-        new = upstreams.keys() - self._names.keys()
-        self._names = {name: shared_name(up.worker.url) for name, up in upstreams.items()}
+        new = [name for name, shared in names.items() if self._names.get(name) != shared]
+        self._names = names
         self._ids = {shared: name for name, shared in self._names.items()}
         for worker in new:
             for report in self._receiver.known(self._names[worker]):
                 self._plane_driver.observe(self._in_own_ids(report))
-
-
-def shared_name(url: str) -> str:
-    """Return the name of a worker among gateways: its address, and the host of a loopback one."""
-    host = urlsplit(url).hostname or ""
-    return f"{socket.gethostname()}/{url}" if is_loopback(host) else url
 
 
 class PeerMetrics(Collector):

@@ -1,10 +1,11 @@
-"""The broker: a work queue of NATS JetStream, one consumer for all workers of a version."""
+"""The broker: a work queue of NATS JetStream, one consumer for all workers of a pool."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Container
 from contextlib import suppress
+from typing import NamedTuple
 
 from nats.aio.client import Client
 from nats.errors import Error, NoRespondersError
@@ -21,6 +22,7 @@ from nats.js.errors import APIError, BadRequestError, NotFoundError
 
 from pigou.fleet.nats_connection import connect_nats
 from pigou.fleet.prefill_queue.messages import QueueAddress
+from pigou.wire.names import PullPool
 
 #: Seconds in which the same prompt is not taken twice.
 DUPLICATE_WINDOW_S = 120.0
@@ -36,6 +38,16 @@ class BrokerUnavailable(OSError):
     """The broker does not answer, or refuses."""
 
 
+class PoolBacklog(NamedTuple):
+    """Prompts that wait for a pool's workers or are claimed, and what these get no more.
+
+    Prompts up to the sequence number `ack_floor` are not delivered again.
+    """
+
+    prompts: int
+    ack_floor: int
+
+
 class PrefillBroker:
     """A connection to a queue. Its stream is made by the first who connects.
 
@@ -48,6 +60,7 @@ class PrefillBroker:
         """Prepare for `connect`."""
         self.address = address
         self.client = Client()
+        self._name = address.names.stream
         self._stream: JetStreamContext | None = None
 
     async def connect(self) -> None:
@@ -107,24 +120,12 @@ class PrefillBroker:
         if subject not in await self.stored(subject):
             return
         try:
-            await self.stream.delete_msg(self.address.stream, sequence)
+            await self.stream.delete_msg(self._name, sequence)
         except APIError as error:
             if error.err_code != _NO_MESSAGE:
                 raise BrokerUnavailable(str(error)) from error
         except (Error, OSError, TimeoutError) as error:
             raise BrokerUnavailable(str(error)) from error
-
-    async def length(self) -> int:
-        """Return how many prompts wait, or are claimed and not acked.
-
-        Raises:
-            BrokerUnavailable: nobody answers.
-        """
-        try:
-            info = await self.stream.stream_info(self.address.stream)
-        except (Error, OSError, TimeoutError) as error:
-            raise BrokerUnavailable(str(error)) from error
-        return info.state.messages
 
     async def stored(self, pattern: str) -> Container[str]:
         """Return the subjects of a pattern on which a prompt is stored, 100,000 at most.
@@ -133,48 +134,46 @@ class PrefillBroker:
             BrokerUnavailable: nobody answers.
         """
         try:
-            info = await self.stream.stream_info(self.address.stream, subjects_filter=pattern)
+            info = await self.stream.stream_info(self._name, subjects_filter=pattern)
         except (Error, OSError, TimeoutError) as error:
             raise BrokerUnavailable(str(error)) from error
         return info.state.subjects or {}
 
-    async def ack_floor(self, version: str) -> int:
-        """Return the sequence number up to which workers of a version get nothing any more.
+    async def backlog(self, pool: PullPool) -> PoolBacklog:
+        """Return what workers of a pool have before them.
 
         Raises:
             BrokerUnavailable: nobody answers.
         """
-        address = self.address
         try:
-            info = await self.stream.consumer_info(address.stream, address.consumer(version))
+            info = await self.stream.consumer_info(self._name, pool.consumer)
         except NotFoundError:  # no worker has come yet
-            return 0
+            return PoolBacklog(0, 0)
         except (Error, OSError, TimeoutError) as error:
             raise BrokerUnavailable(str(error)) from error
-        return 0 if info.ack_floor is None else info.ack_floor.stream_seq
+        prompts = (info.num_pending or 0) + (info.num_ack_pending or 0)
+        return PoolBacklog(prompts, 0 if info.ack_floor is None else info.ack_floor.stream_seq)
 
-    async def subscribe(self, version: str) -> JetStreamContext.PullSubscription:
-        """Return the consumer that workers of a version share.
+    async def subscribe(self, pool: PullPool) -> JetStreamContext.PullSubscription:
+        """Return the consumer that workers of a pool share; it goes some time after the last one.
 
         Raises:
             BrokerUnavailable: nobody answers.
         """
-        address = self.address
         config = ConsumerConfig(
-            durable_name=address.consumer(version),
-            filter_subject=address.subject(version, ">"),
+            durable_name=pool.consumer,
+            filter_subject=pool.prompts,
             ack_policy=AckPolicy.EXPLICIT,
-            ack_wait=address.lease_s,
+            ack_wait=self.address.lease_s,
             max_deliver=-1,  # gateways count those that began
             max_ack_pending=10_000,
+            inactive_threshold=self.address.max_age_s,
         )
         try:
             await self._make()  # it may have been deleted
             with suppress(BadRequestError):  # it is there, with other values
-                await self.stream.add_consumer(address.stream, config)
-            return await self.stream.pull_subscribe_bind(
-                durable=address.consumer(version), stream=address.stream
-            )
+                await self.stream.add_consumer(self._name, config)
+            return await self.stream.pull_subscribe_bind(durable=pool.consumer, stream=self._name)
         except (Error, OSError, TimeoutError) as error:
             raise BrokerUnavailable(str(error)) from error
 
@@ -193,8 +192,8 @@ class PrefillBroker:
         address = self.address
         storage = StorageType.FILE if address.storage == "file" else StorageType.MEMORY
         config = StreamConfig(
-            name=address.stream,
-            subjects=[f"{address.name}.prefill.>"],
+            name=self._name,
+            subjects=[address.names.prompts],
             retention=RetentionPolicy.WORK_QUEUE,
             discard=DiscardPolicy.NEW,
             storage=storage,
@@ -202,9 +201,9 @@ class PrefillBroker:
             duplicate_window=min(DUPLICATE_WINDOW_S, address.max_age_s),
         )
         try:
-            await self.stream.stream_info(address.stream)
+            await self.stream.stream_info(self._name)
         except NotFoundError:
             with suppress(BadRequestError):  # another was quicker
                 await self.stream.add_stream(config)
         except APIError as error:
-            raise BrokerUnavailable(f"{address.stream}: {error}") from error
+            raise BrokerUnavailable(f"{self._name}: {error}") from error

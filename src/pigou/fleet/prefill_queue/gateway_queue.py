@@ -13,11 +13,25 @@ from pigou.control.pull_queue.messages import PrefillItem, ServiceTable
 from pigou.control.pull_queue.service_law import cached_at, service_table
 from pigou.fleet.prefill_queue.broker import BrokerUnavailable, PrefillBroker
 from pigou.fleet.prefill_queue.messages import MessageSigner, QueueAddress
-from pigou.fleet.prefill_queue.publisher import PrefillPublisher, UncomputedPrefill
+from pigou.fleet.prefill_queue.publisher import (
+    NobodyPulls,
+    PrefillPublisher,
+    PullWorker,
+    UncomputedPrefill,
+)
 from pigou.gateway.plane_driver import PlaneDriver
-from pigou.gateway.pulled_prefill import PrefillDropped, PrefillLeg, PulledPrefill
+from pigou.gateway.pulled_prefill import (
+    NO_BROKER,
+    NO_PULLER,
+    LocalPrefill,
+    PrefillDropped,
+    PrefillLeg,
+    PulledPrefill,
+)
+from pigou.gateway.upstream import Upstream
 from pigou.request import SECOND, Request
 from pigou.wire.fleet_secret import FleetSecret
+from pigou.wire.names import PullPool
 
 
 class NatsPrefillQueue:
@@ -28,7 +42,8 @@ class NatsPrefillQueue:
 
     def __init__(
         self, address: QueueAddress, plane_driver: PlaneDriver,
-        secret: FleetSecret | None = None, config: PullQueueConfig | None = None,
+        secret: FleetSecret | None = None, config: PullQueueConfig | None = None, *,
+        takes_unsigned: bool = False,
     ) -> None:  # fmt: skip
         """Prepare for `run`.
 
@@ -37,8 +52,10 @@ class NatsPrefillQueue:
             plane_driver: whose control plane knows the workers, and their prefixes.
             secret: of the fleet, which messages are proved with.
             config: of the claims.
+            takes_unsigned: workers need not know the secret, as this gateway made it.
         """
         self._plane_driver = plane_driver
+        self._queue, self._secret = address.name, secret
         self._requests: dict[str, Request] = {}
         self._incarnations = 0
         self.config = config or PullQueueConfig()
@@ -47,7 +64,7 @@ class NatsPrefillQueue:
             self.config,
             self._service,
             self._workers,
-            MessageSigner(secret),
+            MessageSigner(secret, takes_unsigned=takes_unsigned),
         )
         self._max_wait_ns = round(address.max_age_s * SECOND)
 
@@ -62,7 +79,7 @@ class NatsPrefillQueue:
 
     async def prefill(
         self, request: Request, leg: PrefillLeg, on_claim: Callable[[str, int], None]
-    ) -> PulledPrefill | None:
+    ) -> PulledPrefill | LocalPrefill:
         """As `GatewayPrefillQueue.prefill`."""
         now_ns, plane = time.monotonic_ns(), self._plane_driver.plane
         wait_ns = min(plane.config.queue_timeout, self._max_wait_ns)
@@ -73,15 +90,21 @@ class NatsPrefillQueue:
         )  # fmt: skip
         fields: dict[str, Any] = {"path": leg.path, "wire_id": leg.wire_id, "mark": leg.mark}
         fields |= {"body": msgspec.json.encode(leg.body), "traceparent": leg.traceparent}
+        expected = self._plane_driver.upstreams.get(leg.worker)
+        if expected is None:
+            return LocalPrefill(NO_PULLER)
+        pool = self._pool(expected)
         self._requests[request.id] = request
 
         def claimed(worker: str) -> None:
             on_claim(worker, cached_at(plane, request, worker, time.monotonic_ns()))
 
         try:
-            offer = await self._publisher.prefill(item, fields, leg.version, claimed)
+            offer = await self._publisher.prefill(item, fields, pool, claimed)
         except BrokerUnavailable:
-            return None
+            return LocalPrefill(NO_BROKER)
+        except NobodyPulls:
+            return LocalPrefill(NO_PULLER)
         except UncomputedPrefill as dropped:
             raise PrefillDropped(str(dropped), expired=dropped.expired) from dropped
         finally:
@@ -93,12 +116,17 @@ class NatsPrefillQueue:
         requests = [self._requests[item.request] for item in items]
         return service_table(self._plane_driver.plane, requests, workers, time.monotonic_ns())
 
-    def _workers(self) -> Mapping[str, str]:
-        """Return the ids of workers for prefill alone, by the addresses of their servers."""
+    def _pool(self, worker: Upstream) -> PullPool:
+        """Return the pool that a worker pulls from, if it pulls."""
+        secret = self._secret if worker.knows_secret else None
+        return PullPool.of(self._queue, worker.engine.model, worker.worker.version, secret)
+
+    def _workers(self) -> Mapping[str, PullWorker]:
+        """Return the workers for prefill alone, by their incarnations."""
         state, upstreams = self._plane_driver.plane.state, self._plane_driver.upstreams
         columns = state.columns
         return {
-            upstreams[id_].worker.url: id_
+            upstreams[id_].engine.incarnation: PullWorker(id_, self._pool(upstreams[id_]))
             for row, id_ in enumerate(state.ids)
             if id_ in upstreams and columns.prefills[row] and not columns.decodes[row]
         }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from typing import Literal, Self, TypeVar
-from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
+from urllib.parse import parse_qsl, urlencode, urlsplit
 
 import msgspec
 
@@ -12,6 +12,7 @@ from pigou.config import ConfigError, wrong
 from pigou.fleet.nats_address import NatsAddress, public_address
 from pigou.fleet.tls_files import TlsFiles
 from pigou.wire.fleet_secret import FleetSecret
+from pigou.wire.names import QueueNames
 
 _Kind = TypeVar("_Kind", bound=msgspec.Struct)
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -22,7 +23,7 @@ class QueueAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     Attributes:
         nats: address of the server.
-        name: of the queue: its stream is `PREFILL_NAME`, its subjects begin with `NAME.`.
+        name: of the queue.
         storage: of the prompts; those in memory are gone when the server ends.
         lease_s: seconds after which a prompt is delivered again whose worker is silent.
         max_age_s: seconds after which the broker forgets a prompt, whose gateway is gone then.
@@ -64,36 +65,9 @@ class QueueAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             raise ConfigError(f"prefill queue: {wrong(error, cls, fields)}") from error
 
     @property
-    def stream(self) -> str:
-        """Name of the stream."""
-        return f"PREFILL_{self.name}"
-
-    def subject(self, version: str, *prompt: str) -> str:
-        """Return the subject of a prompt by its tokens; `>` for those of all prompts."""
-        return ".".join((self.name, "prefill", token(version or "any"), *map(token, prompt)))
-
-    def subjects_of(self, gateway: str) -> str:
-        """Return the pattern of the subjects of a gateway's prompts, of all versions."""
-        return f"{self.name}.prefill.*.{token(gateway)}.>"
-
-    def consumer(self, version: str) -> str:
-        """Return the name of the consumer that workers of a version share."""
-        return f"workers_{token(version or 'any')}"
-
-
-def token(text: str) -> str:
-    """Return a text as one token of a subject: what is no letter or digit is in hexadecimal."""
-    if text == ">":
-        return text
-    return re.sub(r"[^A-Za-z0-9-]", lambda match: f"_{ord(match[0]):x}_", text)
-
-
-def queue_of_model(url: str, model: str) -> str:
-    """Return the URL of the queue of one of several models; of the only one it is the same."""
-    if not model:
-        return url
-    parts = urlsplit(url)
-    return urlunsplit(parts._replace(path=f"{parts.path.rstrip('/')}-{token(model)}"))
+    def names(self) -> QueueNames:
+        """Names of the queue on the server."""
+        return QueueNames(self.name)
 
 
 class QueuedPrefill(msgspec.Struct, frozen=True):
@@ -122,7 +96,7 @@ class QueuedPrefill(msgspec.Struct, frozen=True):
 
 
 class ClaimQuestion(msgspec.Struct, frozen=True):
-    """A worker, known by the address of its server, asks whether it is to compute a prompt.
+    """A worker, known by its incarnation, asks whether it is to compute a prompt.
 
     `delivery` is the broker's count: who asks twice has not had the answer.
     """
@@ -157,14 +131,14 @@ class OfferAnswer(msgspec.Struct, frozen=True):
 
 
 class WorkerAlive(msgspec.Struct, frozen=True):
-    """A worker still computes a prompt of a gateway; all that it has begun without `request`."""
+    """A worker pulls; with a `request`, it still computes that prompt of a gateway."""
 
     worker: str
     request: str = ""
 
 
-#: Use of the fleet secret whose key signs messages, and bytes of a signature.
-_USE, _SIGNATURE_BYTES = "prefill-queue", 32
+#: Use of the fleet secret whose key signs messages; the signature of who knows no secret.
+_USE, _UNSIGNED = "prefill-queue", bytes(32)
 
 
 class MessageSigner:
@@ -173,14 +147,18 @@ class MessageSigner:
     They are not encrypted: give the server TLS and users where others can read its network.
     """
 
-    def __init__(self, secret: FleetSecret | None = None) -> None:
-        """Sign with a key of the fleet's secret; without one, nothing is proved."""
-        self._secret = secret
+    def __init__(self, secret: FleetSecret | None = None, *, takes_unsigned: bool = False) -> None:
+        """Sign with a key of the fleet's secret; without one, nothing is proved.
+
+        A gateway that made its secret itself `takes_unsigned` ones, of workers that know none.
+        """
+        self._secret, self._takes_unsigned = secret, takes_unsigned
 
     def sign(self, message: msgspec.Struct) -> bytes:
-        """Return a message with its proof before it."""
+        """Return a message with its proof before it, zeros where there is no secret."""
         data = msgspec.msgpack.encode(message)
-        return data if self._secret is None else self._secret.sign(_USE, data) + data
+        proof = _UNSIGNED if self._secret is None else self._secret.sign(_USE, data)
+        return proof + data
 
     def verify(self, data: bytes, kind: type[_Kind]) -> _Kind:
         """Return the message of a kind.
@@ -188,10 +166,10 @@ class MessageSigner:
         Raises:
             msgspec.MsgspecError: it is of another kind, or not of this fleet.
         """
-        if self._secret is not None:
-            signature, data = data[:_SIGNATURE_BYTES], data[_SIGNATURE_BYTES:]
-            if not self._secret.verifies(_USE, data, signature):
-                raise msgspec.DecodeError("a message of another fleet")
+        signature, data = data[: len(_UNSIGNED)], data[len(_UNSIGNED) :]
+        is_open = self._takes_unsigned and signature == _UNSIGNED
+        if not (self._secret is None or is_open or self._secret.verifies(_USE, data, signature)):
+            raise msgspec.DecodeError("a message of another fleet")
         return msgspec.msgpack.decode(data, type=kind)
 
 

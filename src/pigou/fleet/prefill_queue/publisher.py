@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 from nats.aio.msg import Msg
@@ -37,6 +38,9 @@ from pigou.fleet.prefill_queue.messages import (
     QueuedPrefill,
     WorkerAlive,
 )
+from pigou.wire.names import PullPool
+
+_log = logging.getLogger("pigou.fleet")
 
 #: Seconds between two looks at leases and deadlines, and two at the broker; for an answer of it.
 _TICK_S, _RETRY_S, _ANSWER_S = 0.05, 1.0, 2.0
@@ -65,6 +69,17 @@ class UncomputedPrefill(Exception):
         super().__init__(f"prompt {effect.item.request} {reason}")
 
 
+class NobodyPulls(Exception):
+    """No worker of this gateway pulls a prompt."""
+
+
+class PullWorker(NamedTuple):
+    """A prefill worker of this gateway: its id, and the pool that it pulls from, if it pulls."""
+
+    id: str
+    pool: PullPool
+
+
 class _Pending(msgspec.Struct, eq=False):
     """A prompt whose first offer is awaited.
 
@@ -72,13 +87,14 @@ class _Pending(msgspec.Struct, eq=False):
     """
 
     subject: str
-    version: str
+    pool: PullPool
     message: bytes
     reply: asyncio.Future[PrefillOffer]
     on_claim: Callable[[str], None]
     delivery: tuple[str, int] = "", 0  # of the claim: worker, and the broker's count
     copies: int = 0
     sequence: int = 0
+    unpulled: int = 0  # looks in a row at which nobody pulled from its pool
 
 
 class PrefillPublisher:
@@ -90,7 +106,7 @@ class PrefillPublisher:
 
     def __init__(
         self, broker: PrefillBroker, config: PullQueueConfig, service: QueueService,
-        workers: Callable[[], Mapping[str, str]], signer: MessageSigner | None = None,
+        workers: Callable[[], Mapping[str, PullWorker]], signer: MessageSigner | None = None,
     ) -> None:  # fmt: skip
         """Prepare for `run`.
 
@@ -98,7 +114,7 @@ class PrefillPublisher:
             broker: of the queue.
             config: of claims; leases are the broker's.
             service: what prompts take.
-            workers: ids of the prefill workers, by the addresses of their servers.
+            workers: prefill workers of this gateway, by their incarnations.
             signer: of the fleet's messages.
         """
         self._signer = signer or MessageSigner()
@@ -106,7 +122,10 @@ class PrefillPublisher:
         self.core = PrefillQueue(msgspec.structs.replace(config, lease_s=lease_s))
         self._broker, self._service, self._workers = broker, service, workers
         self._id = secrets.token_hex(8)
-        self._subject = f"{broker.address.name}.gateway.{self._id}"
+        self._subject = broker.address.names.gateway(self._id)
+        self._pulling: dict[str, bool] = {}  # by incarnation, as it answered last
+        self._unpulled: set[PullPool] = set()  # that were warned of
+        self._known: set[str] = set()  # ids of workers that the core was told of
         self._pending: dict[str, _Pending] = {}
         self._deletions: set[asyncio.Future[None]] = set()
         self._connected = self._ended = False
@@ -130,7 +149,8 @@ class PrefillPublisher:
         """Connect, and look at the broker every second: it answers, and holds what waits.
 
         The client connects again by itself, but a server's error may close it for good. What
-        waits is looked for once a lease, and after each failure.
+        waits is looked for once a lease, and after each failure. Workers are asked whether they
+        pull.
         """
         failures, searched_s = _MAX_FAILURES, 0.0
         while not self._ended:
@@ -139,8 +159,8 @@ class PrefillPublisher:
                     await self._broker.connect()
                     await self._broker.client.subscribe(f"{self._subject}.*", cb=self._receive)
                     self._connected, failures = True, 1  # it is yet to answer
-                self.length = await self._broker.length()
                 await self._ask_self()
+                await self._look_for_pullers()
                 if failures or time.monotonic() - searched_s >= self.core.config.lease_s:
                     searched_s = time.monotonic()
                     await self._restore()
@@ -171,13 +191,13 @@ class PrefillPublisher:
         ]
         if not waiting or len(self._pending) > _MAX_SEARCHED:
             return
-        stored = await self._broker.stored(self._broker.address.subjects_of(self._id))
-        versions = {pending.version for _, pending in waiting}
-        floors = {version: await self._broker.ack_floor(version) for version in versions}
+        stored = await self._broker.stored(self._broker.address.names.prompts_of(self._id))
+        pools = {pending.pool for _, pending in waiting}
+        floors = {pool: (await self._broker.backlog(pool)).ack_floor for pool in pools}
         lost = [
             (request, pending)
             for request, pending in waiting
-            if pending.subject not in stored or pending.sequence <= floors[pending.version]
+            if pending.subject not in stored or pending.sequence <= floors[pending.pool]
         ]
         for request, pending in lost[:_MAX_AGAIN]:
             if self._is_unclaimed(request, pending):
@@ -185,6 +205,73 @@ class PrefillPublisher:
                     await self._broker.delete(pending.subject, pending.sequence)
                 pending.delivery = "", 0  # the broker counts from 1 again
                 await self._publish(pending)
+
+    async def _look_for_pullers(self) -> None:
+        """Ask the workers whether they pull, count what is before them, and end what nobody pulls.
+
+        A prompt ends at the second look: at the first, workers may be about to connect again.
+
+        Raises:
+            BrokerUnavailable: it does not answer.
+        """
+        workers = self._workers()
+        self._pulling = dict(zip(workers, await self._ask_pullers(workers), strict=True))
+        self._update_workers(time.monotonic_ns())
+        pools = {worker.pool for worker in workers.values()}
+        backlogs = [await self._broker.backlog(pool) for pool in pools]
+        self.length = sum(backlog.prompts for backlog in backlogs)
+        for request, pending in list(self._pending.items()):
+            idle = self._is_unclaimed(request, pending) and not self._pulls(pending.pool)
+            pending.unpulled = pending.unpulled + 1 if idle else 0
+            if pending.unpulled > 1:
+                pending.reply.set_exception(NobodyPulls)
+                self.core.cancel(request)
+                self._delete(pending)
+
+    async def _ask_pullers(self, workers: Mapping[str, PullWorker]) -> list[bool]:
+        """Return which of some workers answer that they pull."""
+
+        async def ask(incarnation: str, pool: PullPool) -> bool:
+            try:
+                data = await self._broker.ask(
+                    pool.puller(incarnation), self._signer.sign(WorkerAlive("")), _ANSWER_S
+                )
+                return self._signer.verify(data, WorkerAlive).worker == incarnation
+            except (BrokerUnavailable, msgspec.MsgspecError):
+                return False
+
+        answers = (ask(incarnation, worker.pool) for incarnation, worker in workers.items())
+        return await asyncio.gather(*answers)
+
+    def _pulls(self, pool: PullPool) -> bool:
+        """Whether a worker of this gateway pulls from a pool."""
+        workers = self._workers().items()
+        return any(self._pulling.get(name) for name, worker in workers if worker.pool == pool)
+
+    async def _await_puller(self, pool: PullPool) -> None:
+        """Return at once where a worker pulls from a pool; workers that are new are asked first.
+
+        Raises:
+            NobodyPulls: none does.
+        """
+        new = {
+            incarnation: worker
+            for incarnation, worker in self._workers().items()
+            if worker.pool == pool and incarnation not in self._pulling
+        }
+        if new:
+            self._pulling |= zip(new, await self._ask_pullers(new), strict=True)
+        if self._pulls(pool):
+            self._unpulled.discard(pool)
+            return
+        if pool not in self._unpulled:
+            self._unpulled.add(pool)
+            _log.warning(
+                "no prefill worker of this gateway pulls from queue %s (pool %s): prompts are "
+                "computed at their decode workers; start prefill workers of the same model, "
+                "version and fleet secret with --prefill-queue", pool.queue, pool.key,
+            )  # fmt: skip
+        raise NobodyPulls
 
     def _is_unclaimed(self, request: str, pending: _Pending) -> bool:
         """Whether a prompt is awaited and nobody has claimed it."""
@@ -202,7 +289,7 @@ class PrefillPublisher:
         pending.copies += 1
 
     async def prefill(
-        self, item: PrefillItem, leg: Mapping[str, Any], version: str,
+        self, item: PrefillItem, leg: Mapping[str, Any], pool: PullPool,
         on_claim: Callable[[str], None],
     ) -> PrefillOffer:  # fmt: skip
         """Have whichever worker pulls it compute a prompt; return the first offer.
@@ -212,20 +299,22 @@ class PrefillPublisher:
         Args:
             item: the prompt; times are of `time.monotonic_ns`.
             leg: path, wire_id, mark and body of `QueuedPrefill`.
-            version: of the workers that may compute it.
+            pool: of the workers that may compute it.
             on_claim: called with the worker's id at each claim.
 
         Raises:
             UncomputedPrefill: it expired, or is a dead letter.
+            NobodyPulls: no worker of this gateway pulls from the pool, or none does any more.
             BrokerUnavailable: it could not be queued.
         """
-        if not self._connected:
-            raise BrokerUnavailable("no prefill queue is connected yet")
-        request, address = item.request, self._broker.address
-        subject = address.subject(version, self._id, request, str(item.incarnation))
+        if not (self._connected and self._broker.client.is_connected):
+            raise BrokerUnavailable("no prefill queue is connected")
+        await self._await_puller(pool)
+        request = item.request
+        subject = pool.prompt(self._id, request, item.incarnation)
         message = QueuedPrefill(request, item.incarnation, self._subject, tokens=item.tokens, **leg)
         reply: asyncio.Future[PrefillOffer] = asyncio.get_running_loop().create_future()
-        pending = _Pending(subject, version, self._signer.sign(message), reply, on_claim)
+        pending = _Pending(subject, pool, self._signer.sign(message), reply, on_claim)
         self._pending[request] = pending
         self.core.enqueue(item, time.monotonic_ns())
         try:
@@ -253,14 +342,16 @@ class PrefillPublisher:
                 await message.respond(self._signer.sign(OfferAnswer(self._take_offer(offer))))
             elif kind == ALIVE:
                 alive = self._signer.verify(message.data, WorkerAlive)
-                worker = self._workers().get(alive.worker, "")
-                self.core.extend(worker, time.monotonic_ns(), alive.request)
+                if (worker := self._workers().get(alive.worker)) is not None:
+                    self.core.extend(worker.id, time.monotonic_ns(), alive.request)
         except (msgspec.MsgspecError, OSError):
             return  # who is not of the fleet gets no answer
 
     def _claimed(self, question: ClaimQuestion) -> ClaimAnswer:
         """Decide whether a worker is to compute the prompt that it pulled."""
         now_ns, request = time.monotonic_ns(), question.request
+        if question.worker:
+            self._pulling[question.worker] = True
         known = self._update_workers(now_ns)
         pending = self._pending.get(request)
         if pending is None or self.core.incarnation(request) != question.incarnation:
@@ -298,12 +389,17 @@ class PrefillPublisher:
         return self._service(items, self.core.workers)
 
     def _update_workers(self, now_ns: int) -> Mapping[str, str]:
-        """Tell the core which workers there are; return their ids by address."""
-        known = self._workers()
-        for worker in set(self.core.workers) - set(known.values()):
+        """Tell the core which workers there are, and which pull; return their ids."""
+        workers = self._workers()
+        known = {incarnation: worker.id for incarnation, worker in workers.items()}
+        for worker in self._known - set(known.values()):
             self._apply(self.core.worker_down(worker, now_ns))
-        for worker in known.values():
-            self.core.worker_up(worker)
+        self._known = set(known.values())
+        for incarnation, worker in known.items():
+            if self._pulling.get(incarnation, True):
+                self.core.worker_up(worker)
+            else:
+                self.core.worker_stops(worker)
         return known
 
     def _apply(self, effects: Sequence[QueueEffect]) -> None:

@@ -26,6 +26,7 @@ from pigou.fleet.prefill_queue.messages import (
     QueuedPrefill,
     WorkerAlive,
 )
+from pigou.wire.names import PullPool
 
 #: Computes a prompt at this worker: status and body of its server's reply.
 ComputePrompt: TypeAlias = Callable[[QueuedPrefill], Awaitable[tuple[int, bytes]]]
@@ -43,22 +44,22 @@ class PrefillPuller:
     """
 
     def __init__(
-        self, broker: PrefillBroker, worker: str, compute: ComputePrompt, *, version: str = "",
+        self, broker: PrefillBroker, worker: str, compute: ComputePrompt, pool: PullPool, *,
         batch_tokens: int = 512, signer: MessageSigner | None = None,
     ) -> None:  # fmt: skip
         """Prepare for `run`.
 
         Args:
             broker: of the queue.
-            worker: address of the worker's server, by which gateways know it.
+            worker: incarnation of the worker, by which gateways know it.
             compute: computes a prompt.
-            version: of the worker's deployment.
+            pool: that the worker pulls from.
             batch_tokens: of prompts under way that saturate the worker.
             signer: of the fleet's messages.
         """
         self._signer = signer or MessageSigner()
         self._broker, self._worker, self._compute = broker, worker, compute
-        self._version, self._batch_tokens = version, batch_tokens
+        self._pool, self._batch_tokens = pool, batch_tokens
         self._under_way: list[int] = []  # tokens of prompts that are computed
         self._computed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -77,7 +78,9 @@ class PrefillPuller:
                     if subscription is None:
                         if not self._broker.client.is_connected:
                             await self._broker.connect()
-                        subscription = await self._broker.subscribe(self._version)
+                            presence = self._pool.puller(self._worker)
+                            await self._broker.client.subscribe(presence, cb=self._answer)
+                        subscription = await self._broker.subscribe(self._pool)
                     await self._pull(subscription)
                 except (BrokerUnavailable, Error, OSError, msgspec.MsgspecError):
                     subscription = None
@@ -88,6 +91,12 @@ class PrefillPuller:
             for task in self._tasks:
                 task.cancel()
             await self._broker.close()
+
+    async def _answer(self, message: Msg) -> None:
+        """Tell a gateway that this worker pulls."""
+        if not self._stopping:
+            with suppress(Error, OSError):
+                await message.respond(self._signer.sign(WorkerAlive(self._worker)))
 
     async def _pull(self, subscription: JetStreamContext.PullSubscription) -> None:
         """Pull a prompt, and begin it, once what is under way leaves room for it.
@@ -106,7 +115,7 @@ class PrefillPuller:
         try:
             prompt = self._signer.verify(message.data, QueuedPrefill)
         except msgspec.MsgspecError:
-            await message.term()  # of another fleet, or version of the protocol
+            await message.term()  # of a stranger, or of another version of the protocol
             return
         if await self._may_begin(message, prompt):
             self._under_way.append(prompt.tokens)

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
-from uuid import uuid4
 
 import aiohttp
 
@@ -15,7 +14,9 @@ from pigou.fleet.prefill_queue.broker import PrefillBroker
 from pigou.fleet.prefill_queue.messages import MessageSigner, QueueAddress, QueuedPrefill
 from pigou.fleet.prefill_queue.puller import PrefillPuller
 from pigou.tracing.trace_context import TRACEPARENT
+from pigou.wire.addresses import WILD, url_host
 from pigou.wire.fleet_secret import TENANT, FleetSecret
+from pigou.wire.names import PullPool, deployment_version
 from pigou.worker.registrar import Registrar
 
 #: Seconds that the end of pulling may take.
@@ -23,26 +24,19 @@ _END_S = 1.0
 
 
 class PullingWorker:
-    """Pulls prompts while its worker serves; a worker's `Registrar`, which may wrap another.
-
-    Attributes:
-        incarnation: of this process.
-    """
+    """Pulls prompts while its worker serves; a worker's `Registrar`, which may wrap another."""
 
     def __init__(
-        self, address: QueueAddress, secret: FleetSecret | None, host: str = "",
-        other: Registrar | None = None,
-    ) -> None:  # fmt: skip
+        self, address: QueueAddress, secret: FleetSecret | None, other: Registrar | None = None
+    ) -> None:
         """Prepare.
 
         Args:
             address: of the queue.
             secret: of the fleet, which the worker's own server asks for.
-            host: at which gateways reach the worker; empty for that of its URL.
             other: what makes the worker known besides; None for nothing.
         """
-        self.incarnation = uuid4().hex if other is None else other.incarnation
-        self._address, self._secret, self._host, self._other = address, secret, host, other
+        self._address, self._secret, self._other = address, secret, other
         self._url = ""
         self._session: aiohttp.ClientSession | None = None
         self._puller: PrefillPuller | None = None
@@ -54,14 +48,14 @@ class PullingWorker:
             await self._other.ready(about, stop)
         own = urlsplit(str(about["url"]))
         host = own.hostname or ""
-        at = "127.0.0.1" if host in ("", "0.0.0.0", "::") else host
-        self._url = f"http://{f'[{at}]' if ':' in at else at}:{own.port}"
-        shown = self._host or at
-        url = f"http://{f'[{shown}]' if ':' in shown else shown}:{own.port}"
+        self._url = f"http://{url_host('127.0.0.1' if host in WILD else host)}:{own.port}"
+        pool = PullPool.of(
+            self._address.name, str(about["model"]), deployment_version(about), self._secret
+        )
         self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
         puller = self._puller = PrefillPuller(
-            PrefillBroker(self._address), url, self._compute,
-            version=str(about.get("deployment_version") or ""), signer=MessageSigner(self._secret),
+            PrefillBroker(self._address), str(about["incarnation"]), self._compute, pool,
+            signer=MessageSigner(self._secret),
         )  # fmt: skip
         self._task = Background().start("prefill queue", puller.run)
 

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
-from uuid import uuid4
 
 from pigou.background import Background
 from pigou.config import ConfigError
@@ -21,12 +20,11 @@ from pigou.fleet.registry.registration import Registration
 from pigou.fleet.registry.registry import Registry
 from pigou.fleet.registry.stores import open_registry
 from pigou.request import Role
-from pigou.wire.addresses import reachable, url_host
+from pigou.wire.addresses import WILD, reachable, url_host
 from pigou.wire.fleet_secret import FleetSecret
+from pigou.wire.names import deployment_version
 
 _log = logging.getLogger("pigou.registry")
-
-_WILD = ("", "0.0.0.0", "::")
 
 
 class WorkerRegistrar:
@@ -34,9 +32,6 @@ class WorkerRegistrar:
 
     An entry that is marked as draining by a gateway ends the worker, as SIGTERM does. Where the
     role is changed, the entry has the new one: Pigou's workers serve in any.
-
-    Attributes:
-        incarnation: a UUID of this process.
     """
 
     def __init__(
@@ -53,7 +48,6 @@ class WorkerRegistrar:
         Raises:
             ConfigError: the URL is not understood, or its client is not installed.
         """
-        self.incarnation = uuid4().hex
         self._config = config
         self._gpus, self._tp = gpus, tp
         self._registry: Registry = open_registry(config.registry, secret)
@@ -102,17 +96,18 @@ class WorkerRegistrar:
     def _entry(self, about: dict[str, Any]) -> WorkerEntry:
         url, host = urlsplit(str(about["url"])), self._config.advertise
         listens = url.hostname or ""
-        host = host or (own_address() if listens in _WILD else listens)
+        host = host or (own_address() if listens in WILD else listens)
         topology = self._config.topology(socket.gethostname(), self._gpus, about.get("location"))
         in_pod = self._config.registry.startswith("k8s:")
+        incarnation = str(about["incarnation"])
         try:
             return WorkerEntry(
                 worker=self._config.worker_id
-                or default_id(topology.host, "" if in_pod else self.incarnation),
-                incarnation=self.incarnation,
+                or default_id(topology.host, "" if in_pod else incarnation),
+                incarnation=incarnation,
                 role=Role(about["role"]),
                 model=str(about["model"]),
-                version=str(about.get("deployment_version") or about.get("release") or ""),
+                version=deployment_version(about),
                 shape=KVShape(tp=self._tp, kv_layout=str(about.get("kv_layout") or "")),
                 url=f"http://{url_host(host)}:{url.port}",
                 kv_events=reachable(str(about.get("kv_events") or ""), host),

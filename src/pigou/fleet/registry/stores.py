@@ -9,8 +9,8 @@ from pigou.config import ConfigError
 from pigou.fleet.nats_address import public_address
 from pigou.fleet.registry.record_store import RecordStore
 from pigou.fleet.registry.registry import Registry
-from pigou.gateway.config import is_loopback
 from pigou.imports import require
+from pigou.wire.addresses import is_loopback
 from pigou.wire.fleet_secret import FleetSecret
 
 #: Forms of the URL, for messages.

@@ -1,0 +1,116 @@
+"""Names that two processes must agree on: each is made here, by one function, on both sides."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from hashlib import sha256
+from typing import Any, NamedTuple, Self
+from urllib.parse import urlsplit
+
+from pigou.wire.addresses import is_loopback
+from pigou.wire.fleet_secret import FleetSecret
+
+#: Use of the fleet secret whose key names pools of prefill workers.
+_POOL_USE = "prefill-queue pool"
+_POOL_CHARS = 24
+#: Characters of a text that another process says of itself.
+MAX_TEXT = 512
+
+
+def deployment_version(about: Mapping[str, Any]) -> str:
+    """Return the version of a worker's deployment, by what it says of itself.
+
+    Workers of two versions exchange no KV. Without `--deployment-version` it is the digest of the
+    weights; empty for a stock engine.
+    """
+    return text(about.get("deployment_version")) or text(about.get("release"))
+
+
+def text(value: Any) -> str:
+    """Return a text within bounds; empty for everything else."""
+    return value if isinstance(value, str) and len(value) <= MAX_TEXT else ""
+
+
+def worker_name(incarnation: str, url: str, host: str) -> str:
+    """Return the name of a worker among gateways: its incarnation, else the address of its server.
+
+    Args:
+        incarnation: of its process; empty for a stock engine.
+        url: of its server, as this gateway knows it.
+        host: name of this gateway's machine, which belongs to a loopback address.
+    """
+    if incarnation:
+        return incarnation
+    return f"{host}/{url}" if is_loopback(urlsplit(url).hostname or "") else url
+
+
+def token(name: str) -> str:
+    """Return a name as one token of a NATS subject; equal for equal names only.
+
+    What is no letter, digit or hyphen is written in hexadecimal.
+    """
+    return re.sub(r"[^A-Za-z0-9-]", lambda match: f"_{ord(match[0]):x}_", name)
+
+
+class QueueNames(NamedTuple):
+    """Names of one prefill queue on a NATS server."""
+
+    queue: str
+
+    @property
+    def stream(self) -> str:
+        """The stream that holds the prompts."""
+        return f"PREFILL_{self.queue}"
+
+    @property
+    def prompts(self) -> str:
+        """Pattern of the subjects of all prompts."""
+        return f"{self.queue}.prefill.>"
+
+    def prompts_of(self, gateway: str) -> str:
+        """Return the pattern of the subjects of a gateway's prompts."""
+        return f"{self.queue}.prefill.*.{token(gateway)}.>"
+
+    def gateway(self, gateway: str) -> str:
+        """Return the subject below which a gateway answers workers."""
+        return f"{self.queue}.gateway.{token(gateway)}"
+
+
+class PullPool(NamedTuple):
+    """Workers that pull the same prompts of a queue: of one model, version and fleet secret."""
+
+    queue: str
+    key: str
+
+    @classmethod
+    def of(cls, queue: str, model: str, version: str, secret: FleetSecret | None) -> Self:
+        """Return the pool of a worker.
+
+        Args:
+            queue: name of the queue.
+            model: name that requests use.
+            version: as `deployment_version`.
+            secret: that the worker proves to know; None where it knows none.
+        """
+        proof = b"" if secret is None else secret.key(_POOL_USE)
+        parts = b"\0".join((proof, model.encode(), version.encode()))
+        return cls(queue, sha256(parts).hexdigest()[:_POOL_CHARS])
+
+    @property
+    def consumer(self) -> str:
+        """The durable consumer that the workers share."""
+        return f"workers_{self.key}"
+
+    @property
+    def prompts(self) -> str:
+        """Pattern of the subjects of the pool's prompts."""
+        return f"{self.queue}.prefill.{self.key}.>"
+
+    def prompt(self, gateway: str, request: str, incarnation: int) -> str:
+        """Return the subject of one prompt."""
+        return f"{self.queue}.prefill.{self.key}.{token(gateway)}.{token(request)}.{incarnation}"
+
+    def puller(self, incarnation: str) -> str:
+        """Return the subject on which a worker answers while it pulls."""
+        return f"{self.queue}.puller.{self.key}.{token(incarnation)}"
