@@ -10,6 +10,8 @@ import pytest
 from tests.fleet.registry.backends import Backend, Kubernetes, Served, server
 from tests.fleet.registry.entries import entry
 
+from pigou.fleet.nats_address import NatsAddress
+from pigou.fleet.nats_connection import connect_nats
 from pigou.fleet.reconnect_backoff import ReconnectBackoff
 from pigou.fleet.registry.discovery import Discovery
 from pigou.fleet.registry.entry import WorkerEntry
@@ -232,5 +234,40 @@ def test_steps_of_the_wall_clock_change_nothing(monkeypatch: pytest.MonkeyPatch)
                 await asyncio.sleep(0.25)
             assert fleet.effects == registered
             assert not any(own.keeper.lapses for own in fleet.workers)
+
+    asyncio.run(main())
+
+
+def test_relists_and_ended_watches_leave_no_consumer_on_nats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nats_store = pytest.importorskip("pigou.fleet.registry.nats_store")
+    monkeypatch.setattr(nats_store, "_CONSUMER_S", 0.3)
+
+    async def main() -> None:
+        with server("nats", tmp_path) as nats:
+            made = Served(nats, "nats")
+            registries = [Registry(made.client()) for _ in range(2)]
+            await registries[0].register(entry("w0", ttl_s=30.0))
+            bucket = made.url.rpartition("/")[2]
+            client = await connect_nats(NatsAddress.parse([nats.url], "test"), None)
+
+            async def consumers() -> int:
+                return len(await client.jetstream().consumers_info(f"KV_{bucket}"))
+
+            for _ in range(5):
+                assert [found.worker for found in (await registries[1].relist()).entries] == ["w0"]
+                woken = asyncio.Event()
+                task = asyncio.create_task(registries[1].watch(woken.set))
+                await woken.wait()
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+            async with asyncio.timeout(10.0):
+                while await consumers():
+                    await asyncio.sleep(0.05)
+            await registries[1].relist()
+            assert not await consumers()
+            for each in (*registries, client):
+                await each.close()
 
     asyncio.run(main())

@@ -28,6 +28,9 @@ _WRONG_SEQUENCE = (10071, 10164)
 _CONNECT_S, _MARKER_S = 2, 60
 #: Seconds between two looks of a watch for a bucket that no worker has made yet.
 _NO_BUCKET_S = 0.3
+#: Records that are read at once; seconds after which the server forgets the consumer of a watch
+#: whose client is gone.
+_READS, _CONSUMER_S = 100, 10.0
 #: Level of the API from which messages have lifetimes of their own (NATS 2.11).
 _MESSAGE_TTL_LEVEL = 1
 
@@ -74,7 +77,7 @@ class NatsStore:
         """Return all live records."""
         async with self._calls() as client:
             bucket = await self._open(client)
-            return {} if bucket is None else await _all(bucket)
+            return {} if bucket is None else await self._all(client, bucket)
 
     async def put(self, key: str, value: bytes, ttl_s: float, replaces: Record | None) -> None:
         """Write a record in place of the one that was read."""
@@ -106,7 +109,7 @@ class NatsStore:
             while (bucket := await self._open(client)) is None:
                 await asyncio.sleep(_NO_BUCKET_S)
             lease_s = (await bucket.status()).ttl  # where the server tells of no ends
-            watcher: Any = await bucket.watchall()
+            watcher: Any = await bucket.watch(">", inactive_threshold=_CONSUMER_S)
             values: dict[str, bytes | None] = {}
             wake()
             try:
@@ -171,6 +174,22 @@ class NatsStore:
         except BucketNotFoundError:
             return None
 
+    async def _all(self, client: Client, bucket: KeyValue) -> dict[str, Record]:
+        """Return all live records, by reads alone: a watch would leave a consumer behind."""
+        prefix, status = self._subject(""), await bucket.status()
+        stream, subjects = client.jetstream(timeout=_CONNECT_S), f"{prefix}>"
+        info = await stream.stream_info(status.stream_info.config.name, subjects_filter=subjects)
+        keys = [subject.removeprefix(prefix) for subject in info.state.subjects or {}]
+        records: dict[str, Record] = {}
+        for at in range(0, len(keys), _READS):
+            part = keys[at : at + _READS]
+            found = await asyncio.gather(*(_last(bucket, key) for key in part))
+            records |= {key: own for key, (own, _) in zip(part, found, strict=True) if own}
+        return records
+
+    def _subject(self, key: str) -> str:
+        return f"$KV.{self._bucket}.{key}"
+
     async def _make(self, client: Client, ttl_s: float) -> KeyValue:
         stream = client.jetstream(timeout=_CONNECT_S)
         if await self._has_message_ttl(client):
@@ -191,7 +210,7 @@ class NatsStore:
     ) -> None:  # fmt: skip
         expected = {Header.EXPECTED_LAST_SUBJECT_SEQUENCE.value: str(sequence)}
         await client.jetstream(timeout=_CONNECT_S).publish(
-            f"$KV.{self._bucket}.{key}", value, headers=headers | expected,
+            self._subject(key), value, headers=headers | expected,
             msg_ttl=math.ceil(ttl_s),
         )  # fmt: skip
 
@@ -207,23 +226,3 @@ async def _last(bucket: KeyValue, key: str) -> tuple[Record | None, int]:
     if not entry.value:  # the server's mark of a record whose time is over
         return None, entry.revision or 0
     return Record(entry.value, str(entry.revision)), entry.revision or 0
-
-
-async def _all(bucket: KeyValue) -> dict[str, Record]:
-    watcher: Any = await bucket.watchall()
-    records: dict[str, Record] = {}
-    try:
-        while (entry := await _next(watcher)) is not None:
-            if entry.operation in (KV_DEL, KV_PURGE):
-                records.pop(entry.key, None)
-            else:
-                records[entry.key] = Record(entry.value or b"", str(entry.revision))
-    finally:
-        await watcher.stop()
-    return records
-
-
-async def _next(watcher: Any) -> KeyValue.Entry | None:
-    async with asyncio.timeout(_CONNECT_S):
-        entry: KeyValue.Entry | None = await anext(watcher)
-        return entry
