@@ -183,8 +183,8 @@ class NatsStore:
         records: dict[str, Record] = {}
         for at in range(0, len(keys), _READS):
             part = keys[at : at + _READS]
-            found = await asyncio.gather(*(_last(bucket, key) for key in part))
-            records |= {key: own for key, (own, _) in zip(part, found, strict=True) if own}
+            reads = await asyncio.gather(*(_last(bucket, key) for key in part))
+            records |= {key: own for key, (own, _) in zip(part, reads, strict=True) if own}
         return records
 
     def _subject(self, key: str) -> str:
