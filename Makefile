@@ -6,6 +6,9 @@ BIN    := $(VENV)/bin
 # One compute thread a process unless told otherwise: the fleet's processes share the cores.
 export OMP_NUM_THREADS ?= 1
 
+# pip tells what it downloads: its minutes are not silent.
+PIP_FLAGS := --disable-pip-version-check --no-warn-script-location -c constraints.txt
+
 # What needs no peer, no GPU, and not much time.
 FAST   := not slow and not vllm and not dynamo and not gpu
 
@@ -52,9 +55,10 @@ clean:
 
 $(VENV)/.serve: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[worker]'
+	@echo "Installing Pigou and PyTorch into $(VENV): a few minutes the first time."
+	$(BIN)/python -m pip install $(PIP_FLAGS) -e '.[worker,report,traces]'
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.serve
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install $(PIP_FLAGS) -e '.[dev]'
 	touch $@

@@ -79,6 +79,14 @@ def test_every_page_that_the_project_names_exists() -> None:
     assert named > 10
 
 
+def test_no_page_or_message_installs_pigou_from_a_registry_that_does_not_have_it() -> None:
+    files = [*(ROOT / "src").rglob("*.py"), *(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
+    files += [path for path in (ROOT / "deploy").rglob("*") if path.is_file()]
+    install = re.compile(r"""(pip|uv|pipx) (install|add) (-\S+ )*['"]?pigou\b""")
+    wrong = [str(path.relative_to(ROOT)) for path in files if install.search(path.read_text())]
+    assert not wrong, f"write pip install '.[EXTRA]': {wrong}"
+
+
 def test_every_page_is_in_the_index() -> None:
     index = DOCS / "README.md"
     linked = {(DOCS / path).resolve() for path, _ in links(index) if path}

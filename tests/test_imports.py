@@ -50,7 +50,7 @@ def test_a_missing_extra_is_told_in_one_line_with_the_remedy(
 ) -> None:
     done = run(ALL, *(str(tmp_path / "out") if each == "OUT" else each for each in arguments))
     assert done.returncode == 2
-    assert f"pip install 'pigou[{extra}]'" in done.stderr
+    assert f"pip install '.[{extra}]'" in done.stderr
     assert done.stderr.count("\n") == 1
     assert done.stderr.startswith(f"pigou {arguments[0]}: ")
     assert not (tmp_path / "out").exists()
@@ -66,7 +66,8 @@ def test_what_is_found_missing_late_has_the_remedy_too() -> None:
     )
     assert late.returncode == 1
     assert late.stderr == (
-        "pigou simulate: torch.nn is not installed; pip install 'pigou[worker]'\n"
+        "pigou simulate: torch.nn is not installed; "
+        "pip install '.[worker]' in a checkout of Pigou\n"
     )
 
 

@@ -26,6 +26,8 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
+#: Pigou is on no package registry: an extra is installed from its source.
+_WHERE = "in a checkout of Pigou"
 #: Extra of the package -> modules that it brings.
 EXTRAS = {
     "worker": ("torch", "safetensors", "llguidance", "obstore"),
@@ -56,8 +58,8 @@ def extra_of(module: str) -> str | None:
 
 
 def remedy(extra: str) -> str:
-    """Return what is to be done to have an extra."""
-    return f"pip install 'pigou[{extra}]'"
+    """Return the command that installs an extra."""
+    return f"pip install '.[{extra}]' {_WHERE}"
 
 
 def _is_there(module: str) -> bool:

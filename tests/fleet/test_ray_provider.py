@@ -165,5 +165,5 @@ async def test_a_process_that_does_not_answer_is_ended_with_its_actor(
 
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster_module, "find_spec", lambda _: None)
-    with pytest.raises(ConfigError, match=r"--on ray needs ray; pip install 'pigou\[ray\]'"):
+    with pytest.raises(ConfigError, match=r"--on ray needs ray; pip install '.\[ray\]'"):
         RayCluster("auto", {"CPU": 1.0})

@@ -26,7 +26,7 @@ QUICK = (*SLEEP, "--rehearse", "0")
 SPLIT = ControlConfig(policy="least-loaded")
 on_ray = [
     pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300),
-    pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray: pip install 'pigou[ray]'"),
+    pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray: pip install '.[ray]'"),
 ]  # fmt: skip
 both = pytest.mark.parametrize(
     "kind", [pytest.param("local", marks=pytest.mark.slow), pytest.param("ray", marks=on_ray)]

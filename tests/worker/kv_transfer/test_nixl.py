@@ -21,7 +21,7 @@ from pigou.worker.kv_transfer.nixl import load_nixl, merged
 _installed = any(importlib.util.find_spec(name) for name in ("nixl", "nixl_cu12", "nixl_cu13"))
 nixl = [
     pytest.mark.nixl,
-    pytest.mark.skipif(not _installed, reason="NIXL is not installed: pip install 'pigou[nixl]'"),
+    pytest.mark.skipif(not _installed, reason="NIXL is not installed: pip install '.[nixl]'"),
 ]
 with_nixl = pytest.mark.parametrize("installed", [pytest.param(True, marks=nixl)])
 
@@ -37,7 +37,9 @@ def test_blocks_that_follow_one_another_at_both_ends_are_one_piece() -> None:
 def test_without_nixl_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("nixl", "nixl_cu12", "nixl_cu13"):
         monkeypatch.setitem(sys.modules, f"{name}._api", None)
-    with pytest.raises(ConfigError, match=r"pip install 'pigou\[nixl\]', or leave nixl out"):
+    with pytest.raises(
+        ConfigError, match=r"pip install '.\[nixl\]' in a checkout of Pigou, or leave nixl out"
+    ):
         load_nixl()
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from pigou.config import ConfigError
+from pigou.imports import remedy
 from pigou.kv.block import Bytes
 from pigou.request import SECOND, Ints
 from pigou.worker.kv_transfer.backends import BackendUnavailable, check_within, granted_blocks
@@ -60,7 +61,7 @@ def load_nixl() -> Any:
             errors.append(f"{package}: {error}")
     raise ConfigError(
         "kv_transfer has nixl, and NIXL cannot be loaded "
-        f"({'; '.join(errors)}): pip install 'pigou[nixl]', or leave nixl out"
+        f"({'; '.join(errors)}): {remedy('nixl')}, or leave nixl out"
     )
 
 

@@ -142,7 +142,7 @@ def test_a_missing_library_is_told_with_the_extra(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pigou.imports._is_there", lambda module: False)
-    with pytest.raises(ConfigError, match=r"pip install 'pigou\[forecast\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '.\[forecast\]'"):
         load(name)
 
 
