@@ -80,7 +80,10 @@ def plan(
     model: Annotated[str, typer.Option(help="A model's name, or the path of its config.json.")],
     gpus: Annotated[str, typer.Option(help="How many of which: H200:32,H100:64.")],
     slo: Annotated[
-        str, typer.Option(help="Objective: ttft=S,itl=S[,percentile=P], in seconds.")
+        str,
+        typer.Option(
+            help="Objective: ttft=500ms,itl=40ms[,percentile=95]; without a unit seconds."
+        ),
     ],
     prices: Annotated[
         str, typer.Option(help="Dollars an hour of a GPU: H200=4.0,H100=2.5, or default.")

@@ -87,7 +87,7 @@ class ScalingConfig(PlannerConfig, frozen=True, forbid_unknown_fields=True, kw_o
     classes: Annotated[
         tuple[RequestClassConfig, ...],
         option(
-            "Objective of some: NAME,ttft=S,itl=S[,percentile=P][,weight=W][,key=TENANT]"
+            "Objective of some: NAME,ttft=T,itl=T[,percentile=P][,weight=W][,key=TENANT]"
             "[,min_prompt_tokens=N][,max_prompt_tokens=N]; may be given again.",
             "Planner",
             name="slo_class",

@@ -130,7 +130,7 @@ class BenchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     timeout: Annotated[float, option("Seconds after which a request failed.", "Endpoint")] = 600.0
     slo: Annotated[
         str,
-        option("Objective, of which the share inside is told: ttft=S,itl=S.", "Results"),
+        option("Objective whose attainment is told: ttft=500ms,itl=40ms.", "Results"),
     ] = ""
 
     def __post_init__(self) -> None:

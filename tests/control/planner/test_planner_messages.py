@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from pigou.config import ConfigError
+from pigou.control.planner.config import RequestClassConfig
 from pigou.control.planner.messages import (
     AddWorkers,
     DrainWorker,
@@ -24,12 +25,31 @@ from pigou.request import SECOND, Role
 
 def test_an_objective_is_read_as_the_command_line_gives_it() -> None:
     assert Slo.parse("ttft=0.5,itl=0.03") == Slo(ttft_s=0.5, itl_s=0.03, percentile=95.0)
-    assert Slo.parse("itl=0.03, percentile=99").share == 0.99
+    assert Slo.parse("itl=0.03, percentile=99%").share == 0.99
+    assert Slo.parse("ttft=500ms,tpot=40 ms") == Slo(ttft_s=0.5, itl_s=0.04)
+    assert Slo.parse("ttft=200s") == Slo(ttft_s=200.0)
+    assert Slo.parse("ttft=1e-2").ttft_s == 0.01
+
+
+@pytest.mark.parametrize("text", ["ttft=500", "itl=40", "tpot=40.0", "ttft=1,itl=30"])
+def test_seconds_that_look_like_milliseconds_are_asked_back(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"write .*ms, or .*s if seconds are meant"):
+        Slo.parse(text)
+
+
+def test_a_class_reads_latencies_as_the_fleets_objective_does() -> None:
+    config = RequestClassConfig(name="chat", ttft="500ms", tpot=0.04)
+    assert config.workload_class.slo == Slo(ttft_s=0.5, itl_s=0.04)
+    with pytest.raises(ConfigError, match="ttft is 500"):
+        RequestClassConfig(name="chat", ttft=500)
+    with pytest.raises(ConfigError, match="give one"):
+        RequestClassConfig(name="chat", itl=0.04, tpot=0.04)
 
 
 @pytest.mark.parametrize(
     "text",
     ["", "ttft", "ttft=0", "ttft=nan", "ttft=-1", "speed=3", "ttft=1,ttft=2", "ttft=fast",
+     "ttft=5min", "ttft=0ms", "itl=1,tpot=1",
      "ttft=1,percentile=100"],
 )  # fmt: skip
 def test_another_objective_is_refused(text: str) -> None:

@@ -10,7 +10,7 @@ import msgspec
 from pigou.config import ConfigError
 from pigou.config_option import option
 from pigou.control.planner.attainment import Objectives
-from pigou.control.planner.objectives import Slo, WorkloadClass
+from pigou.control.planner.objectives import Slo, WorkloadClass, latency_s
 
 #: Stands for a fleet that no planner changes.
 NO_PLANNER = "none"
@@ -24,7 +24,7 @@ class RequestClassConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
     Attributes:
         name: of the class.
-        ttft, itl: seconds to the first token, and between tokens.
+        ttft, itl: latencies as `latency_s` reads them; `tpot` is another name of `itl`.
         percentile: per cent of its requests that shall be inside both.
         weight: what a second of its delay counts for.
         header: `name=value` of an HTTP header of its requests; "" for any.
@@ -34,8 +34,9 @@ class RequestClassConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     """
 
     name: str
-    ttft: float = math.inf
-    itl: float = math.inf
+    ttft: float | str = math.inf
+    itl: float | str = math.inf
+    tpot: float | str = math.inf
     percentile: float = 95.0
     weight: float = 1.0
     header: str = ""
@@ -51,11 +52,16 @@ class RequestClassConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     @property
     def workload_class(self) -> WorkloadClass:
         """As a planner is told of it."""
+        if math.inf not in (self.itl, self.tpot):
+            raise ConfigError(f"class {self.name}: itl and tpot are one objective; give one")
         name, equals, value = self.header.partition("=")
+        itl_s = latency_s("itl", self.itl if self.tpot == math.inf else self.tpot)
         try:
             return WorkloadClass(
                 name=self.name,
-                slo=Slo(ttft_s=self.ttft, itl_s=self.itl, percentile=self.percentile),
+                slo=Slo(
+                    ttft_s=latency_s("ttft", self.ttft), itl_s=itl_s, percentile=self.percentile
+                ),
                 weight=self.weight,
                 header=name.lower() + equals + value,
                 key=self.key,
@@ -81,12 +87,15 @@ class PlannerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """
 
     slo: Annotated[
-        str, option("Objective: ttft=S,itl=S[,percentile=P], in seconds.", "Planner")
+        str,
+        option(
+            "Objective: ttft=500ms,itl=40ms[,percentile=95]; without a unit seconds.", "Planner"
+        ),
     ] = ""
     classes: Annotated[
         tuple[RequestClassConfig, ...],
         option(
-            "Objective of some: NAME,ttft=S,itl=S[,percentile=P][,weight=W][,header=NAME=VALUE]"
+            "Objective of some: NAME,ttft=T,itl=T[,percentile=P][,weight=W][,header=NAME=VALUE]"
             "[,key=TENANT][,model=M][,min_prompt_tokens=N][,max_prompt_tokens=N]; may be given "
             "again.",
             "Planner",

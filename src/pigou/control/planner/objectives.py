@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,11 @@ from pigou.config import ConfigError
 from pigou.struct_values import read_struct
 
 _INF = float("inf")
+_LATENCY = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?|inf")
+#: Seconds in a unit of latency.
+_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+#: Seconds beyond which a latency without a unit is taken for milliseconds, and asked back.
+_MAX_BARE_S = {"ttft": 100.0, "itl": 10.0}
 
 
 class Slo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -52,22 +58,43 @@ class Slo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
 
     @classmethod
     def parse(cls, text: str) -> Slo:
-        """Read `ttft=0.5,itl=0.03[,percentile=95]`, in seconds and per cent.
+        """Read `ttft=500ms,itl=30ms[,percentile=95]`; `tpot` is `itl`, seconds need no unit.
 
         Raises:
             ConfigError: a key is not known, is given twice, or its value does not fit.
         """
-        keys = {"ttft": "ttft_s", "itl": "itl_s", "percentile": "percentile"}
+        keys = {"ttft": "ttft_s", "itl": "itl_s", "tpot": "itl_s", "percentile": "percentile"}
         values: dict[str, Any] = {}
         for item in text.split(","):
-            key, equals, value = item.partition("=")
-            field = keys.get(key.strip())
+            key, equals, value = (part.strip() for part in item.partition("="))
+            field = keys.get(key)
             if field is None or not equals:
-                raise ConfigError(f"slo has {item!r}; give ttft=S,itl=S[,percentile=P]")
+                raise ConfigError(
+                    f"slo has {item!r}; give ttft=500ms,itl=40ms[,percentile=95], times in ms or s"
+                )
             if field in values:
-                raise ConfigError(f"slo gives {key.strip()} twice")
-            values[field] = value.strip()
+                raise ConfigError(f"slo gives {key} twice")
+            values[field] = value.removesuffix("%") if field == key else latency_s(key, value)
         return read_struct("slo", cls, values)
+
+
+def latency_s(name: str, value: float | str) -> float:
+    """Return the seconds of a latency: a number of seconds, or text like `500ms` or `0.5s`.
+
+    Raises:
+        ConfigError: it is no latency, or so many seconds that milliseconds are likely meant.
+    """
+    text = str(value).strip()
+    if (match := _LATENCY.match(text)) is None or text[match.end() :].strip() not in {"", *_UNITS}:
+        raise ConfigError(f"{name} is {text!r}; give a latency above 0, as 500ms or 0.5s")
+    number, unit = float(match[0]), text[match.end() :].strip()
+    limit_s = _MAX_BARE_S["itl" if name == "tpot" else name]
+    if not unit and limit_s < number < _INF:
+        raise ConfigError(
+            f"{name} is {text}, without a unit seconds: write {text}ms, or {text}s if seconds are "
+            "meant"
+        )
+    return number * _UNITS[unit or "s"]
 
 
 class WorkloadClass(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
