@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from tests.deploy.images import DEPLOY, compose, entry, environment, health_check, stages
 from tests.lib.server_process import free_ports
 from tests.lib.source_tree import ROOT
@@ -51,8 +52,13 @@ class Services:
             said += done.stderr
         return said
 
-    def start(self, name: str) -> None:
-        """Start a service as Compose would: entry point, its command, variables of the image."""
+    def start(self, name: str, *further: str) -> None:
+        """Start a service as Compose would: entry point, its command, variables of the image.
+
+        Args:
+            name: of the service.
+            further: options beside those of the file.
+        """
         service = self._file["services"][name]
         target = service["build"]["target"]
         command = [*entry(target)[0], *service.get("command", entry(target)[1])]
@@ -70,7 +76,7 @@ class Services:
         variables.pop("NUMBA_CACHE_DIR")  # a folder of the image
         with (self._folder / f"{name}.log").open("wb") as log:
             self._processes[name] = subprocess.Popen(
-                [*command, "--port", str(self.ports[name])], cwd=self._folder, stderr=log,
+                [*command, *further, "--port", str(self.ports[name])], cwd=self._folder, stderr=log,
                 stdout=log, env=self._environment(variables),
             )  # fmt: skip
 
@@ -122,6 +128,28 @@ def ask(port: int, key: str, path: str, body: dict[str, Any] | None = None) -> A
         return json.load(reply), reply.headers
 
 
+def check_selectors(port: int) -> None:
+    """Look for each label that a rule selects by on the live pages."""
+    labels: dict[str, set[str]] = {}
+    for path in ("metrics", "metrics/workers"):
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/{path}", timeout=10) as reply:
+            page = reply.read().decode()
+        for family in text_string_to_metric_families(page):
+            for sample in family.samples:
+                labels.setdefault(sample.name, set()).update(sample.labels)
+    assert len(labels) > 100
+    files = [*(DEPLOY / "rules").glob("*.yml"), DEPLOY / "prometheus-alerts.yml"]
+    seen = 0
+    for expr in re.findall(r"^ +expr: (.*?)(?=^ +(?:for|labels):|^ *- )", "\n".join(
+        file.read_text() for file in files), re.M | re.S):  # fmt: skip
+        for name, matchers in re.findall(r"([\w:]+)\{([^}]*)\}", expr):
+            for label in re.findall(r"(\w+)\s*[!=]~?", re.sub(r'"[^"]*"', "", matchers)):
+                if name in labels:
+                    assert label in labels[name], f"{name} has no label {label}: {expr}"
+                    seen += 1
+    assert seen > 10
+
+
 def test_the_services_start_serve_and_end(services: Services) -> None:
     key = re.findall(r"\S{24,}", services.prepare())[0]
     waits = compose()["services"]["gateway"]["depends_on"]
@@ -130,7 +158,7 @@ def test_the_services_start_serve_and_end(services: Services) -> None:
         services.start(name)
     for name in waits:
         services.until_healthy(name)
-    services.start("gateway")
+    services.start("gateway", "--open-metrics", "--slo=ttft=10,itl=1")
     services.until_healthy("gateway")
     port = services.ports["gateway"]
     (model,) = ask(port, key, "models")[0]["data"]
@@ -139,4 +167,5 @@ def test_the_services_start_serve_and_end(services: Services) -> None:
     reply, headers = ask(port, key, "completions", body)
     assert reply["usage"]["completion_tokens"] == 8
     assert headers["X-Pigou-Worker"]
+    check_selectors(port)
     assert services.end() == {"prefill": 0, "decode": 0, "gateway": 0}

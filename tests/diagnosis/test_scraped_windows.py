@@ -30,7 +30,7 @@ vllm:cache_config_info{{block_size="16",num_gpu_blocks="100"}} 1
 def scrape(at_s: float, *, ok: int, bad: int, preemptions: int, restarts: int = 0) -> FleetScrape:
     page = GATEWAY.format(ok=ok, bad=bad, queued=ok / 10, tokens=ok * 5)
     table = {"workers": [{"id": "d", "role": "decode", "restarts": restarts,
-                          "last_end": "d ended by signal 9" * restarts}],
+                          "out_of_memory": restarts // 2}],
              "queued_by_tenant": {"bert": 2}}  # fmt: skip
     pages = {"d": MetricPage.read(WORKER.format(preemptions=preemptions))}
     return FleetScrape(at_s, MetricPage.read(page), pages, table)
@@ -38,14 +38,14 @@ def scrape(at_s: float, *, ok: int, bad: int, preemptions: int, restarts: int = 
 
 def test_a_window_is_what_happened_between_two_scrapes() -> None:
     before, now = scrape(0.0, ok=10, bad=0, preemptions=5), scrape(
-        5.0, ok=30, bad=2, preemptions=8, restarts=1
+        5.0, ok=30, bad=2, preemptions=8, restarts=2
     )  # fmt: skip
     window = scraped_window(before, now, 0.0)
     assert (window.arrived, window.completed, window.failed, window.queued) == (22, 20, 2, 2.0)
     assert window.repeated is None
     assert window.itl_p50_s == pytest.approx(0.005)
     (worker,) = window.workers
-    assert (worker.preemptions, worker.restarts, worker.out_of_memory) == (3, 1, 1)
+    assert (worker.preemptions, worker.restarts, worker.out_of_memory) == (3, 2, 1)
     assert (worker.kv_tokens, worker.kv_usage, worker.wasted_tokens) == (1600, 0.5, None)
     assert [(t.tenant, t.tokens, t.waiting) for t in window.tenants] == [
         ('an\\"na', 100.0, 0.0), ("bert", 0.0, 2.0)]  # fmt: skip

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 from asyncio.subprocess import PIPE
+from pathlib import Path
 
-from pigou.fleet.worker_process import WorkerProcess
+import pytest
+
+from pigou.fleet import worker_process
+from pigou.fleet.worker_process import OUT_OF_MEMORY, WorkerProcess
 from pigou.worker.kv_transfer.block_store import SHARED_DIR
 
 #: A worker that hears no SIGTERM, with a file of shared memory.
@@ -35,3 +40,34 @@ def test_the_shared_memory_of_a_worker_that_has_to_be_killed_goes_with_it() -> N
         assert not path.exists()
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("code", "kernel_kills", "lacked"),
+    [
+        ("import time; time.sleep(60)", 1, True),
+        ("import time; time.sleep(60)", 0, False),  # somebody's kill -9
+        ("raise MemoryError", 0, True),
+        ("raise RuntimeError('CUDA out of memory. Tried to allocate 2.00 GiB')", 0, True),
+        ("raise ValueError('max_seqs is 0')", 1, False),
+        ("import sys; print('out of memory', file=sys.stderr)", 1, False),
+    ],
+)
+def test_a_worker_that_lacked_memory_is_told_from_others_that_end(
+    code: str, kernel_kills: int, lacked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counter = tmp_path / "memory.events"
+    counter.write_text("oom 3\noom_kill 2\noom_group_kill 0\n")
+    monkeypatch.setattr(worker_process, "_OOM_KILLS", (tmp_path / "none", counter))
+
+    async def run() -> str:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", code, stdout=PIPE, stderr=PIPE
+        )
+        worker = WorkerProcess("w0", process)
+        counter.write_text(f"oom 3\noom_kill {2 + kernel_kills}\noom_group_kill 0\n")
+        if "sleep" in code:
+            process.send_signal(signal.SIGKILL)
+        return await worker.exited()
+
+    assert (OUT_OF_MEMORY in asyncio.run(run())) == lacked

@@ -11,7 +11,7 @@ _MEMORY = (
         number=1, name="out of memory",
         symptom="A worker dies, and its streams migrate or break.",
         cause="Activations of long prompts, or adapters, need more memory than the KV pool leaves.",
-        signal="A worker ended for want of memory (exit code 137, an allocator's error), once.",
+        signal="The kernel killed a worker for want of memory, or its allocator failed, once.",
         smallest_fix="Give the KV pool a smaller share (--memory, --blocks), or "
         "cap the length of prompts.",
         remedy="A limit of prompt tokens at the gateway; a profile run of the longest prompt when "
@@ -20,7 +20,7 @@ _MEMORY = (
               "The last lines of its log; `dmesg` for the kernel's killer.",
               "The longest prompts before its death (GET /decisions)."),
         follows=(6, 13),
-        alert="increase(pigou_worker_restarts_total[10m]) > 0", alert_for="0m",
+        alert="increase(pigou_worker_out_of_memory_total[10m]) > 0", alert_for="0m",
     ),
     FailureMode(
         number=2, name="KV exhaustion",
@@ -236,7 +236,8 @@ _LATENCY = (
         "(rate(pigou_inter_token_latency_seconds_bucket[5m]))) > {ratio} * "
         "histogram_quantile(0.5, sum by (le) "
         "(rate(pigou_inter_token_latency_seconds_bucket[5m]))) and "
-        'on () max(pigou_game_prefill_busy_ratio{{role!="prefill"}}) > {share}',
+        "on () max(pigou_game_prefill_busy_ratio and on (job, instance, worker) "
+        'pigou_worker_up{{role!="prefill"}}) > {share}',
         alert_for="5m",
     ),
     FailureMode(

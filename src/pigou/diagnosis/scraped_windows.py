@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,8 +14,6 @@ from pigou.diagnosis.observations import FleetObservation, TenantObservation, Wo
 
 #: Routes of work; others are probes and pages.
 _WORK = ("/v1/completions", "/v1/chat/completions", "other")
-#: How a worker ended that the kernel, or its allocator, killed for want of memory.
-_OUT_OF_MEMORY = re.compile(r"signal 9\b|status 137\b|out of memory|OutOfMemory", re.IGNORECASE)
 _TTFT, _ITL = "pigou_time_to_first_token_seconds", "pigou_inter_token_latency_seconds"
 _WAIT, _STALLS = "pigou_queue_wait_seconds", "pigou_stream_stalls_total"
 _WORKER_ITL = "vllm:inter_token_latency_seconds"
@@ -106,11 +103,13 @@ def _workers(
     seen = []
     for name in dict.fromkeys((*rows, *now.workers)):
         row = rows.get(name, {})
-        restarts = row.get("restarts", 0) - known.get(name, row).get("restarts", 0)
-        killed = _OUT_OF_MEMORY.search(str(row.get("last_end", ""))) is not None
+        restarts, out_of_memory = (
+            max(0, row.get(count, 0) - known.get(name, row).get(count, 0))
+            for count in ("restarts", "out_of_memory")
+        )
         life = WorkerObservation(
-            worker=name, role=row.get("role") or "both", restarts=max(0, restarts),
-            out_of_memory=max(0, restarts) if killed else 0,
+            worker=name, role=row.get("role") or "both", restarts=restarts,
+            out_of_memory=out_of_memory,
         )  # fmt: skip
         page = now.workers.get(name)
         if page is None and "running" in row:

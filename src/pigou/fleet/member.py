@@ -18,7 +18,7 @@ from pigou.control.planner.messages import WorkerState
 from pigou.fleet.config import FleetError, WatchConfig
 from pigou.fleet.hang_detection import HangArbiter
 from pigou.fleet.probe import EventSource, ProbeResult
-from pigou.fleet.worker_process import MemberProcess
+from pigou.fleet.worker_process import OUT_OF_MEMORY, MemberProcess
 from pigou.fleet.worker_watch import WorkerWatch
 from pigou.gateway.plane_driver import PlaneDriver
 from pigou.gateway.status_api import WorkerRow
@@ -259,6 +259,7 @@ class FleetMember(ABC):
     def _ended(self, why: str, state: str) -> float:
         """Note why the worker ended, or did not start; return the seconds to wait then."""
         self.failed_starts += not self._served
+        self._row.out_of_memory += OUT_OF_MEMORY in why
         wait_s = self._backoff.failed(time.monotonic() - self._began_s)
         if self.failed_starts >= UNPLACEABLE:
             why = f"{why} ({self.failed_starts} starts failed)"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import signal
 import sys
 from collections import deque
@@ -23,6 +24,12 @@ from pigou.worker.kv_transfer import remove_orphans
 
 _log = logging.getLogger("pigou.worker")
 
+#: What is said of the end of a worker that lacked memory.
+OUT_OF_MEMORY = "out of memory"
+#: Last words of a process whose allocator failed: torch's, Python's, C++'s.
+_NO_MEMORY = re.compile(r"out of memory|OutOfMemoryError|MemoryError|bad_alloc", re.IGNORECASE)
+#: Counters of the kernel's kills for want of memory: of this cgroup, else of this machine.
+_OOM_KILLS = (Path("/sys/fs/cgroup/memory.events"), Path("/proc/vmstat"))
 _TAIL = 20
 _LINE = 1 << 20
 #: OpenMP threads that wait must not burn the cores that others need.
@@ -82,6 +89,7 @@ class WorkerProcess:
         self._process = process
         self._tail: deque[str] = deque(maxlen=_TAIL)
         self.heartbeat: EngineProgress | None = None
+        self._oom_kills = oom_kills()
         self._reader = asyncio.create_task(self._read_errors(), name=f"{name} log")
         self._listener: asyncio.Task[None] | None = None
 
@@ -169,9 +177,13 @@ class WorkerProcess:
         raise FleetError(f"{self._name} ended with status {code} before it was ready\n{words}")
 
     async def exited(self) -> str:
-        """Return how it ended, once it has."""
+        """Return how it ended, once it has; one that lacked memory with `OUT_OF_MEMORY`."""
         code = await self._process.wait()
-        return f"ended by signal {-code}" if code < 0 else f"ended with status {code}"
+        await self._reader
+        killed = code == -signal.SIGKILL and oom_kills() > self._oom_kills
+        failed = code not in (0, -signal.SIGKILL) and any(map(_NO_MEMORY.search, self._tail))
+        how = f"ended by signal {-code}" if code < 0 else f"ended with status {code}"
+        return f"{how}, {OUT_OF_MEMORY}" if killed or failed else how
 
     async def stop(self, drain_s: float) -> None:
         """End it: politely, and after `drain_s` seconds by force; 0 forces at once."""
@@ -216,6 +228,7 @@ class WorkerProcess:
                 _log.info("%s | %s", self._name, line.decode("utf-8", "replace").rstrip())
             else:
                 self.heartbeat = read_heartbeat(heartbeat) or self.heartbeat
+                self._oom_kills = oom_kills()
 
 
 async def _line(stream: asyncio.StreamReader) -> bytes:
@@ -226,6 +239,15 @@ async def _line(stream: asyncio.StreamReader) -> bytes:
         return error.partial
     except asyncio.LimitOverrunError as error:
         return await stream.readexactly(error.consumed)
+
+
+def oom_kills() -> int:
+    """Return how many processes the kernel has killed for want of memory; 0 where it says none."""
+    for path in _OOM_KILLS:
+        with suppress(OSError):
+            if line := re.search(r"^oom_kill (\d+)$", path.read_text(encoding="ascii"), re.M):
+                return int(line[1])
+    return 0
 
 
 class ProcessState:

@@ -43,7 +43,7 @@ _BLOCKS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 _SHARES = (0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 
 #: Columns of the fleet's table that only rise, and those whose metric names their unit.
-_WORKER_COUNTERS = ("restarts", "tokens", "kv_events")
+_WORKER_COUNTERS = ("restarts", "out_of_memory", "tokens", "kv_events")
 _WORKER_UNITS = {"kv_usage": "kv_usage_ratio"}
 
 NO_KEYS: Mapping[int, BlockKeys] = MappingProxyType({})

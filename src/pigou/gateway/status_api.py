@@ -39,6 +39,7 @@ class WorkerRow(msgspec.Struct, kw_only=True):
         unplaceable: it fails its start again and again.
         pid: of its process, 0 when it is not ours.
         restarts: times that it was started anew.
+        out_of_memory: times that it ended for want of memory.
         note: why it is not up.
         last_end: why it went down the last time; empty while it never has.
         gaps: times that KV events were missed for good.
@@ -56,6 +57,7 @@ class WorkerRow(msgspec.Struct, kw_only=True):
     unplaceable: bool = False
     pid: int = 0
     restarts: int = 0
+    out_of_memory: int = 0
     note: str = ""
     last_end: str = ""
     gaps: int = 0
@@ -151,7 +153,8 @@ class FleetStatus:
             load.pop("model")
             up = float(row.state in ("up", "draining"))
             changes = {"draining": float(row.state == "draining"), "epoch": row.epoch}
-            yield row.id, row.role, {"up": up, "restarts": row.restarts, **changes, **load}
+            counts = {"restarts": row.restarts, "out_of_memory": row.out_of_memory}
+            yield row.id, row.role, {"up": up, **counts, **changes, **load}
 
     def _load(self, row: WorkerRow) -> dict[str, Any]:
         worker = row.id
