@@ -21,6 +21,7 @@ _INCARNATION = re.compile(r"[0-9A-Za-z-]{8,64}")
 
 Text = Annotated[str, msgspec.Meta(max_length=512)]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+LeaseSeconds = Annotated[float, msgspec.Meta(gt=0, le=3600)]
 
 
 class Identity(NamedTuple):
@@ -95,7 +96,7 @@ class WorkerEntry(msgspec.Struct, frozen=True, kw_only=True):
     transfer: Text = ""
     kv_address: Text = ""
     topology: Topology = Topology()
-    ttl_s: Annotated[float, msgspec.Meta(gt=0, le=3600)] = 15.0
+    ttl_s: LeaseSeconds = 15.0
     draining: bool = False
 
     def __post_init__(self) -> None:

@@ -12,6 +12,7 @@ from urllib.parse import SplitResult, unquote
 import aetcd
 
 from pigou.config import ConfigError
+from pigou.fleet.registry.entry import MAX_RECORD
 from pigou.fleet.registry.record_store import Record, RegistryUnavailable, WriteConflict
 
 _PORT = 2379
@@ -69,14 +70,29 @@ class EtcdStore:
             value = await self._client.get(self._key(key))
         return None if value is None else _record(value)
 
-    async def records(self) -> Mapping[str, Record]:
+    async def records(self) -> Mapping[str, Record | str]:
         """Return all live records."""
         async with _calls():
-            values = await self._client.get_prefix(self._prefix)
-            return {
-                value.key.removeprefix(self._prefix).decode("utf-8", "replace"): _record(value)
-                for value in values
-            }
+            try:
+                values = list(await self._client.get_prefix(self._prefix))
+            except aetcd.ClientError as error:
+                code = getattr(error.__cause__ or error.__context__, "code", None)
+                if code is None or code().name != "RESOURCE_EXHAUSTED":
+                    raise
+                return await self._one_by_one()
+        return {self._name(value.key): _record(value) for value in values}
+
+    async def _one_by_one(self) -> dict[str, Record | str]:
+        """Return all records where they are too large together: some are no workers'."""
+        records: dict[str, Record | str] = {}
+        for listed in await self._client.get_prefix(self._prefix, keys_only=True):
+            value = await self._client.get(listed.key)
+            if value is not None:
+                records[self._name(listed.key)] = _record(value)
+        return records
+
+    def _name(self, key: bytes) -> str:
+        return key.removeprefix(self._prefix).decode("utf-8", "replace")
 
     async def put(self, key: str, value: bytes, ttl_s: float, replaces: Record | None) -> None:
         """Write a record on the lease of the one that it replaces, else on a new one."""
@@ -149,4 +165,4 @@ async def _calls() -> AsyncIterator[None]:
 
 
 def _record(value: Any) -> Record:
-    return Record(value.value, str(value.mod_revision), value.lease)
+    return Record(value.value[: MAX_RECORD + 1], str(value.mod_revision), value.lease)

@@ -8,6 +8,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
@@ -15,8 +16,10 @@ from uuid import uuid4
 
 import msgspec
 
+from pigou.fleet.registry.entry import MAX_RECORD, LeaseSeconds
 from pigou.fleet.registry.record_store import Record, RegistryUnavailable, WriteConflict
 from pigou.request import SECOND
+from pigou.small_file import FileRefused, check_regular, read_bytes
 
 #: Ends the names of the records' files.
 _SUFFIX = ".json"
@@ -25,6 +28,12 @@ _LOCK = ".lock"
 _KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 #: Seconds between two looks of a watch.
 _LOOK_S = 0.25
+#: Seconds that the folder's lock is waited for, and between two tries.
+_LOCK_S, _LOCK_POLL_S = 3.0, 0.005
+#: Bytes of a file: each of a record may be escaped.
+_MAX_FILE = 6 * MAX_RECORD + 1024
+#: Names of files that are being written.
+_FRESH = re.compile(rf"\.{_KEY.pattern}\.json\.[0-9a-f]+")
 _T = TypeVar("_T")
 
 
@@ -33,7 +42,7 @@ class _File(msgspec.Struct, frozen=True):
 
     value: str
     revision: str
-    ttl_s: float
+    ttl_s: LeaseSeconds
     renewals: int = 0
 
 
@@ -54,13 +63,21 @@ class FileStore:
         self._folder = folder
         self._clock = clock
         self._seen: dict[str, tuple[_File, int]] = {}
+        # One thread, so that a file system that hangs takes no more of them.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="registry files")
 
     async def get(self, key: str) -> Record | None:
         """Return a live record; None where there is none."""
-        return await self._off_loop(lambda: self._live(key, self._clock()))
 
-    async def records(self) -> Mapping[str, Record]:
-        """Return all live records."""
+        def read() -> Record | None:
+            with suppress(ValueError):  # no record, in a worker's place
+                return self._live(key, self._clock())
+            return None
+
+        return await self._off_loop(read)
+
+    async def records(self) -> Mapping[str, Record | str]:
+        """Return all live records, and why other files of the folder are none."""
         return await self._off_loop(self._list)
 
     async def put(self, key: str, value: bytes, ttl_s: float, replaces: Record | None) -> None:
@@ -107,23 +124,36 @@ class FileStore:
                 wake()
 
     async def close(self) -> None:
-        """Leave the files: nothing is open."""
+        """Leave the files, and let the thread end."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _off_loop(self, work: Callable[[], _T]) -> _T:
         try:
-            return await asyncio.to_thread(work)
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
         except OSError as error:
             raise RegistryUnavailable(f"{self._folder}: {error}") from error
 
-    def _list(self) -> dict[str, Record]:
+    def _list(self) -> dict[str, Record | str]:
         self._folder.mkdir(parents=True, exist_ok=True)
-        names = [path.name for path in self._folder.iterdir()]
-        keys = [name.removesuffix(_SUFFIX) for name in names if name.endswith(_SUFFIX)]
-        now = self._clock()
-        records = {key: self._live(key, now) for key in keys}
+        now, records = self._clock(), dict[str, Record | str]()
+        for name in os.listdir(self._folder):
+            key = name.removesuffix(_SUFFIX)
+            if name == _LOCK or _FRESH.fullmatch(name):
+                continue
+            if key == name or not _KEY.fullmatch(key):
+                records[name] = "its name is no worker's"
+                continue
+            try:
+                record = self._live(key, now)
+            except (OSError, ValueError) as error:
+                reason = error.strerror if isinstance(error, OSError) else str(error)
+                records[key] = reason or type(error).__name__
+            else:
+                if record is not None:
+                    records[key] = record
         for key in self._seen.keys() - records.keys():
             del self._seen[key]
-        return {key: record for key, record in records.items() if record is not None}
+        return records
 
     def _live(self, key: str, now: int) -> Record | None:
         """Return the record of a key whose lease runs."""
@@ -138,29 +168,43 @@ class FileStore:
             return True
         if now - since < file.ttl_s * SECOND:
             return True
-        with suppress(PermissionError), self._locked():  # others may tidy up
+        with suppress(OSError), self._locked(wait_s=0.0):  # others may tidy up
             if self._read(key) == file:
                 self._path(key).unlink(missing_ok=True)
         return False
 
     def _checked(self, key: str, wanted: Record | None) -> _File | None:
         """Return what is there, which must be what is wanted; the folder is locked."""
-        file = self._read(key)
+        try:
+            file = self._read(key)
+        except ValueError:  # as `get`
+            file = None
         if (None if file is None else _record(file)) != wanted:
             raise WriteConflict(f"{key} was written meanwhile")
         return file
 
     def _read(self, key: str) -> _File | None:
+        """Return a file's content; None where it is gone. Raises OSError and ValueError."""
         try:
-            return msgspec.json.decode(self._path(key).read_bytes(), type=_File)
-        except (FileNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):
+            data = read_bytes(self._path(key), _MAX_FILE, follow=False)
+            return msgspec.json.decode(data, type=_File)
+        except FileNotFoundError:
             return None
+        except FileRefused as error:
+            raise ValueError(error.strerror) from None
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            raise ValueError("it holds no record") from None
 
     def _write(self, key: str, file: _File) -> None:
         path = self._path(key)
-        fresh = path.with_name(f".{path.name}.{os.getpid()}")
-        fresh.write_bytes(msgspec.json.encode(file))
-        fresh.replace(path)
+        fresh = path.with_name(f".{path.name}.{uuid4().hex}")
+        try:
+            with fresh.open("xb") as out:
+                out.write(msgspec.json.encode(file))
+            fresh.replace(path)
+        except OSError:
+            fresh.unlink(missing_ok=True)
+            raise
 
     def _path(self, key: str) -> Path:
         if not _KEY.fullmatch(key):
@@ -168,12 +212,26 @@ class FileStore:
         return self._folder / f"{key}{_SUFFIX}"
 
     @contextmanager
-    def _locked(self) -> Iterator[None]:
+    def _locked(self, wait_s: float = _LOCK_S) -> Iterator[None]:
         """Be the only writer; the lock ends with the process that has it."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        with (self._folder / _LOCK).open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        path = self._folder / _LOCK
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        lock = os.open(path, flags, 0o666)
+        try:
+            check_regular(os.fstat(lock), path)
+            deadline = time.monotonic() + wait_s
+            while True:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() >= deadline:
+                        raise RegistryUnavailable(f"{path} is locked by another process") from None
+                    time.sleep(_LOCK_POLL_S)
             yield
+        finally:
+            os.close(lock)
 
 
 def _record(file: _File) -> Record:

@@ -24,6 +24,7 @@ from pigou.fleet.kubernetes.pod_templates import (
 from pigou.fleet.registry.entry import KVShape, Topology, WorkerEntry, write_entry
 from pigou.fleet.registry.record_store import Record, RegistryUnavailable, WriteConflict
 from pigou.request import Role
+from pigou.small_file import read_text
 from pigou.wire.addresses import url_host
 
 #: Annotations of a pod: a worker's record, and the restarts of its containers at that time.
@@ -33,6 +34,10 @@ _ZONE, _RACK, _GPU = "topology.kubernetes.io/zone", "topology.kubernetes.io/rack
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 #: Seconds of a call; pods on a page of a list; seconds of one watch.
 _CALL_S, _PAGE, _WATCH_S = 5.0, 500, 240
+#: Bytes of an event of a watch: etcd holds objects of up to 1.5 MiB.
+_LINE = 4 << 20
+#: Bytes of an account's token.
+_TOKEN = 1 << 20
 _MERGE = "application/merge-patch+json"
 _OPTIONS = ("selector", "port", "api")
 
@@ -85,18 +90,19 @@ class KubernetesStore:
     async def get(self, key: str) -> Record | None:
         """Return a live record; None where there is none."""
         pod = await self._pod(key)
-        return None if pod is None else self._record(pod)
+        record = None if pod is None else self._record(pod)
+        return record if isinstance(record, Record) else None
 
-    async def records(self) -> Mapping[str, Record]:
-        """Return all live records."""
-        records: dict[str, Record] = {}
+    async def records(self) -> Mapping[str, Record | str]:
+        """Return all live records, and why a ready pod that should have one has none."""
+        records: dict[str, Record | str] = {}
         query = {"limit": str(_PAGE)}
         while True:
             page = await self._list(**query)
             for pod in page.get("items") or ():
                 record = self._record(pod)
                 if record is not None:
-                    records[pod["metadata"]["name"]] = record
+                    records[_name(pod)] = record
             if not (more := (page.get("metadata") or {}).get("continue")):
                 return records
             query["continue"] = more
@@ -136,7 +142,9 @@ class KubernetesStore:
         headers = _authorization()
         async with (
             self._calls() as session,
-            session.get(self._pods, params=query, timeout=timeout, headers=headers) as response,
+            session.get(
+                self._pods, params=query, timeout=timeout, headers=headers, read_bufsize=_LINE
+            ) as response,
         ):
             if response.status >= 400:
                 await _body(response)
@@ -156,8 +164,14 @@ class KubernetesStore:
 
     # --- within -------------------------------------------------------------------------------
 
-    def _record(self, pod: Pod) -> Record | None:
-        """Return the record of a pod; None where it is not ready, or has none."""
+    def _record(self, pod: Pod) -> Record | str | None:
+        """Return the record of a pod; None where it is not ready or has none, else why not."""
+        try:
+            return self._parse(pod)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            return f"the pod cannot be read: {error!r}"
+
+    def _parse(self, pod: Pod) -> Record | None:
         meta, status = pod["metadata"], pod.get("status") or {}
         conditions = {c["type"]: c["status"] for c in status.get("conditions") or ()}
         if conditions.get("Ready") != "True":
@@ -244,7 +258,9 @@ class KubernetesStore:
             )
         try:
             yield self._session
-        except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError, KeyError) as error:
+        except (
+            aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError, AttributeError
+        ) as error:  # fmt: skip
             raise RegistryUnavailable(f"Kubernetes: {error or type(error).__name__}") from error
 
 
@@ -271,8 +287,8 @@ def _tls() -> ssl.SSLContext | bool:
 def _authorization() -> dict[str, str]:
     """Return the header that shows the pod's account, whose token is renewed now and then."""
     try:
-        return {"authorization": f"Bearer {(ACCOUNT / 'token').read_text().strip()}"}
-    except OSError:
+        return {"authorization": f"Bearer {read_text(ACCOUNT / 'token', _TOKEN).strip()}"}
+    except (OSError, UnicodeDecodeError):
         return {}
 
 
@@ -281,6 +297,13 @@ async def _body(response: aiohttp.ClientResponse) -> Any:
         text = (await response.text())[:200]
         raise RegistryUnavailable(f"Kubernetes answered {response.status}: {text}")
     return msgspec.json.decode(await response.read())
+
+
+def _name(pod: Any) -> str:
+    try:
+        return str(pod["metadata"]["name"])
+    except (KeyError, TypeError):
+        return "(a pod without a name)"
 
 
 def _restarts(pod: Pod) -> int:

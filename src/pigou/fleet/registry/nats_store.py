@@ -19,6 +19,7 @@ from nats.js.kv import KV_DEL, KV_OP, KV_PURGE, MSG_ROLLUP_SUBJECT, KeyValue
 from pigou.config import ConfigError
 from pigou.fleet.nats_address import NatsAddress
 from pigou.fleet.nats_connection import connect_nats
+from pigou.fleet.registry.entry import MAX_RECORD
 from pigou.fleet.registry.record_store import Record, RegistryUnavailable, WriteConflict
 
 _BUCKET = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -225,4 +226,5 @@ async def _last(bucket: KeyValue, key: str) -> tuple[Record | None, int]:
         return None, 0
     if not entry.value:  # the server's mark of a record whose time is over
         return None, entry.revision or 0
-    return Record(entry.value, str(entry.revision)), entry.revision or 0
+    value = entry.value[: MAX_RECORD + 1]  # a longer one is ignored
+    return Record(value, str(entry.revision)), entry.revision or 0

@@ -44,8 +44,11 @@ class RecordStore(Protocol):
         """Return a live record; None where there is none. Raises RegistryUnavailable."""
         ...
 
-    async def records(self) -> Mapping[str, Record]:
-        """Return all live records. Raises RegistryUnavailable."""
+    async def records(self) -> Mapping[str, Record | str]:
+        """Return all live records, and why anything else there is none. Raises RegistryUnavailable.
+
+        One thing that cannot be read leaves the others readable.
+        """
         ...
 
     async def put(self, key: str, value: bytes, ttl_s: float, replaces: Record | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,8 @@ _log = logging.getLogger("pigou.registry")
 
 #: Tries of a write that another process overtakes.
 _TRIES = 8
+#: Kinds of ignored records that are told of at a time.
+_MAX_KINDS = 32
 
 
 _Write = Callable[[Record | None, WorkerEntry | None], Awaitable[WorkerEntry]]
@@ -42,7 +45,7 @@ class RegistrySnapshot(msgspec.Struct, frozen=True):
 
     Attributes:
         entries: in the order of their workers' names.
-        ignored: records that are no entries, or are not signed by this fleet.
+        ignored: records that are no entries or not signed by this fleet, and what is no record.
     """
 
     entries: tuple[WorkerEntry, ...]
@@ -68,6 +71,7 @@ class Registry:
         """
         self._store = store
         self._secret = secret
+        self._told: set[str] = set()
         self.scales: FleetScales | None = None
 
     async def register(self, entry: WorkerEntry) -> WorkerEntry:
@@ -145,7 +149,9 @@ class Registry:
     async def relist(self) -> RegistrySnapshot:
         """Return all entries. Raises RegistryUnavailable."""
         records = await self._store.records()
-        entries = [self._read(key, records[key]) for key in sorted(records)]
+        reasons: set[str] = set()
+        entries = [self._read(key, records[key], reasons) for key in sorted(records)]
+        self._told &= reasons  # what went away, and comes again, is told again
         known = tuple(entry for entry in entries if entry is not None)
         return RegistrySnapshot(known, len(entries) - len(known))
 
@@ -171,17 +177,31 @@ class Registry:
         record = write_entry(entry, self._secret)
         await self._store.put(entry.worker, record, entry.ttl_s, replaces)
 
-    def _read(self, key: str, record: Record | None) -> WorkerEntry | None:
+    def _read(
+        self, key: str, record: Record | str | None, reasons: set[str] | None = None
+    ) -> WorkerEntry | None:
+        """Return the entry of a record; None for none, and for what is ignored."""
         if record is None:
             return None
         try:
+            if isinstance(record, str):
+                raise EntryRefused(record)
             entry = read_entry(record.value, None if record.vouched else self._secret)
             if entry.worker != key:
-                raise EntryRefused(f"it is of {entry.worker!r}")
+                raise EntryRefused("it names another worker than its key")
         except EntryRefused as error:
-            _log.warning("the registry's record %.140r is ignored: %s", key, error)
+            self._ignore(key, str(error), reasons)
             return None
         return entry
+
+    def _ignore(self, key: str, why: str, reasons: set[str] | None) -> None:
+        """Tell once of each kind of what is ignored, not at each look."""
+        kind = re.sub(r"\d+", "N", why)
+        if reasons is not None:
+            reasons.add(kind)
+        if kind not in self._told and len(self._told) < _MAX_KINDS:
+            self._told.add(kind)
+            _log.warning("the registry's %.140r, and what is like it, is ignored: %.300s", key, why)
 
 
 def _registered(
