@@ -16,7 +16,10 @@ from pigou.wire.fleet_secret import FleetSecret
 _USE = "registry-entry"
 #: Bytes of a record; a longer one is ignored.
 MAX_RECORD = 64 * 1024
-_WORKER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
+#: Names of workers, which are the keys of records.
+WORKER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
+#: Why a record of another name is ignored.
+NO_WORKER = "its name is no worker's"
 _INCARNATION = re.compile(r"[0-9A-Za-z-]{8,64}")
 
 Text = Annotated[str, msgspec.Meta(max_length=512)]
@@ -105,7 +108,7 @@ class WorkerEntry(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             ValueError: naming the field and its value.
         """
-        if not _WORKER.fullmatch(self.worker):
+        if not WORKER_NAME.fullmatch(self.worker):
             raise ValueError(
                 f"worker is {self.worker[:140]!r}; it has 1 to 128 letters, digits, '_', '.', '-'"
             )

@@ -16,7 +16,7 @@ from uuid import uuid4
 
 import msgspec
 
-from pigou.fleet.registry.entry import MAX_RECORD, LeaseSeconds
+from pigou.fleet.registry.entry import MAX_RECORD, NO_WORKER, WORKER_NAME, LeaseSeconds
 from pigou.fleet.registry.record_store import Record, RegistryUnavailable, WriteConflict
 from pigou.request import SECOND
 from pigou.small_file import FileRefused, check_regular, read_bytes
@@ -24,8 +24,6 @@ from pigou.small_file import FileRefused, check_regular, read_bytes
 #: Ends the names of the records' files.
 _SUFFIX = ".json"
 _LOCK = ".lock"
-#: What may be a key, so that no key leaves the folder.
-_KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 #: Seconds between two looks of a watch.
 _LOOK_S = 0.25
 #: Seconds that the folder's lock is waited for, and between two tries.
@@ -33,7 +31,7 @@ _LOCK_S, _LOCK_POLL_S = 3.0, 0.005
 #: Bytes of a file: each of a record may be escaped.
 _MAX_FILE = 6 * MAX_RECORD + 1024
 #: Names of files that are being written.
-_FRESH = re.compile(rf"\.{_KEY.pattern}\.json\.[0-9a-f]+")
+_FRESH = re.compile(rf"\.{WORKER_NAME.pattern}\.json\.[0-9a-f]+")
 _T = TypeVar("_T")
 
 
@@ -140,8 +138,8 @@ class FileStore:
             key = name.removesuffix(_SUFFIX)
             if name == _LOCK or _FRESH.fullmatch(name):
                 continue
-            if key == name or not _KEY.fullmatch(key):
-                records[name] = "its name is no worker's"
+            if key == name or not WORKER_NAME.fullmatch(key):
+                records[name] = NO_WORKER
                 continue
             try:
                 record = self._live(key, now)
@@ -207,7 +205,7 @@ class FileStore:
             raise
 
     def _path(self, key: str) -> Path:
-        if not _KEY.fullmatch(key):
+        if not WORKER_NAME.fullmatch(key):
             raise RegistryUnavailable(f"{key!r} can be no file's name")
         return self._folder / f"{key}{_SUFFIX}"
 

@@ -19,7 +19,7 @@ from nats.js.kv import KV_DEL, KV_OP, KV_PURGE, MSG_ROLLUP_SUBJECT, KeyValue
 from pigou.config import ConfigError
 from pigou.fleet.nats_address import NatsAddress
 from pigou.fleet.nats_connection import connect_nats
-from pigou.fleet.registry.entry import MAX_RECORD
+from pigou.fleet.registry.entry import MAX_RECORD, NO_WORKER, WORKER_NAME
 from pigou.fleet.registry.record_store import Record, RegistryUnavailable, WriteConflict
 
 _BUCKET = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -74,7 +74,7 @@ class NatsStore:
             bucket = await self._open(client)
             return None if bucket is None else (await _last(bucket, key))[0]
 
-    async def records(self) -> Mapping[str, Record]:
+    async def records(self) -> Mapping[str, Record | str]:
         """Return all live records."""
         async with self._calls() as client:
             bucket = await self._open(client)
@@ -175,15 +175,16 @@ class NatsStore:
         except BucketNotFoundError:
             return None
 
-    async def _all(self, client: Client, bucket: KeyValue) -> dict[str, Record]:
+    async def _all(self, client: Client, bucket: KeyValue) -> dict[str, Record | str]:
         """Return all live records, by reads alone: a watch would leave a consumer behind."""
         prefix, status = self._subject(""), await bucket.status()
         stream, subjects = client.jetstream(timeout=_CONNECT_S), f"{prefix}>"
         info = await stream.stream_info(status.stream_info.config.name, subjects_filter=subjects)
         keys = [subject.removeprefix(prefix) for subject in info.state.subjects or {}]
-        records: dict[str, Record] = {}
-        for at in range(0, len(keys), _READS):
-            part = keys[at : at + _READS]
+        names = [key for key in keys if WORKER_NAME.fullmatch(key)]
+        records: dict[str, Record | str] = dict.fromkeys(set(keys) - set(names), NO_WORKER)
+        for at in range(0, len(names), _READS):
+            part = names[at : at + _READS]
             reads = await asyncio.gather(*(_last(bucket, key) for key in part))
             records |= {key: own for key, (own, _) in zip(part, reads, strict=True) if own}
         return records
