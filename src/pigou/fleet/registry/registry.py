@@ -71,7 +71,7 @@ class Registry:
         """
         self._store = store
         self._secret = secret
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
         self.scales: FleetScales | None = None
 
     async def register(self, entry: WorkerEntry) -> WorkerEntry:
@@ -151,7 +151,7 @@ class Registry:
         records = await self._store.records()
         reasons: set[str] = set()
         entries = [self._read(key, records[key], reasons) for key in sorted(records)]
-        self._told &= reasons  # what went away, and comes again, is told again
+        self._logged &= reasons  # what went away, and comes again, is told again
         known = tuple(entry for entry in entries if entry is not None)
         return RegistrySnapshot(known, len(entries) - len(known))
 
@@ -199,8 +199,8 @@ class Registry:
         kind = re.sub(r"\d+", "N", why)
         if reasons is not None:
             reasons.add(kind)
-        if kind not in self._told and len(self._told) < _MAX_KINDS:
-            self._told.add(kind)
+        if kind not in self._logged and len(self._logged) < _MAX_KINDS:
+            self._logged.add(kind)
             _log.warning("the registry's %.140r, and what is like it, is ignored: %.300s", key, why)
 
 
