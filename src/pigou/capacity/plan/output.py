@@ -16,7 +16,7 @@ from pigou.config import ConfigError
 from pigou.sim.model_config import architecture
 
 #: Image of vLLM workers, and the label that tells nodes of one GPU.
-_VLLM_IMAGE, _GPU_LABEL = "vllm/vllm-openai:v0.11.0", "pigou.dev/gpu"
+VLLM_IMAGE, _GPU_LABEL = "vllm/vllm-openai:v0.33.0", "pigou.dev/gpu"
 _VALUES_HEADING = (
     "# helm install pigou deploy/helm/pigou --values values.yaml\n"
     f"# Give the model its hub id, and the nodes the label {_GPU_LABEL}.\n"
@@ -162,7 +162,7 @@ def helm_values(made: Configuration, request: PlanRequest) -> dict[str, Any]:
 
 def _helm_pool(pool: PlannedPool) -> dict[str, Any]:
     return {
-        "role": pool.role.value, "engine": "vllm", "image": _VLLM_IMAGE,
+        "role": pool.role.value, "engine": "vllm", "image": VLLM_IMAGE,
         "replicas": pool.workers, "gpusPerReplica": pool.kind.tp,
         "parallelism": {"tp": pool.kind.tp}, "args": _limits(pool.kind),
         "nodeSelector": {_GPU_LABEL: pool.kind.gpu},
