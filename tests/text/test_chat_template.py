@@ -98,7 +98,12 @@ def test_templates_are_read_from_wherever_they_are_published(
     (folder / "chat_template.json").write_text(json.dumps({"chat_template": "J"}))
     assert said(None) == {"default": "J"}
     assert said("A") == {"default": "A"}
-    (folder / "chat_template.jinja").write_text("F")
+    with pytest.raises(TokenizerError, match="without name or template"):
+        said([{"name": "default"}])
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / "tool_use.jinja").write_text("T")
+    assert said("A") == {"default": "A", "tool_use": "T"}
+    assert said(named) == {"default": "A", "tool_use": "T"}
+    assert said(None) == {"default": "J", "tool_use": "T"}
+    (folder / "chat_template.jinja").write_text("F")
     assert said("A") == {"default": "F", "tool_use": "T"}

@@ -151,7 +151,9 @@ def first_prompt(prompt: Any) -> str | list[int]:
 
 
 def _parsed(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message as vLLM shows it to templates: arguments of tool calls as objects."""
+    """Return a message as vLLM shows it to templates: null content as "", arguments as objects."""
+    if message.get("content") is None:
+        message = {**message, "content": ""}
     calls = message.get("tool_calls")
     if not isinstance(calls, list):
         return message

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, NoReturn
+from types import MappingProxyType
+from typing import Any, Literal, NoReturn
 
 from jinja2 import TemplateError, TemplateSyntaxError, nodes
 from jinja2.exceptions import SecurityError
@@ -31,7 +32,30 @@ def make_environment() -> ImmutableSandboxedEnvironment:
     env.globals["raise_exception"] = _raise
     env.globals["strftime_now"] = _now
     env.globals["namespace"] = _Namespace
+    env.tests["none"] = _is_null
+    env.tests["string"] = lambda value: isinstance(value, str) and not _is_null(value)
     return env
+
+
+class _Null(str):
+    """A content that is null: it reads as "", as in vLLM, and passes Jinja's test for none."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return other is None or str.__eq__(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = str.__hash__
+
+
+_NULL = _Null()
+
+
+def _is_null(value: object) -> bool:
+    return value is None or isinstance(value, _Null)
 
 
 class _Generation(Extension):
@@ -102,7 +126,9 @@ _END = "CONTINUE_FINAL_MESSAGE_TAG "
 _DEVELOPER = "developer"
 #: Names under which a message's reasoning may come; templates read the first, gpt-oss's the second.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-_DEFAULT, _TOOL_USE = "default", "tool_use"
+#: The template for most chats; those for chats with a variable are named after their use.
+_DEFAULT = "default"
+_USES = {"tools": "tool_use", "documents": "rag"}
 
 
 class ChatTemplate:
@@ -114,14 +140,17 @@ class ChatTemplate:
     """
 
     def __init__(
-        self, source: str, names: Mapping[str, str], tool_use: ChatTemplate | None = None
+        self,
+        source: str,
+        names: Mapping[str, str],
+        uses: Mapping[str, ChatTemplate] = MappingProxyType({}),
     ) -> None:
         """Compile a template.
 
         Args:
             source: Jinja2 text.
             names: special tokens (`bos_token`, ...), which templates use.
-            tool_use: the template that is used instead where there are tools.
+            uses: by variable, the template that is used instead where a chat has it.
 
         Raises:
             ValueError: it is not valid Jinja2.
@@ -135,12 +164,12 @@ class ChatTemplate:
         self.source = source
         self.needs = read_needs(tree)
         self._names = names
-        self._tool_use = tool_use
+        self._uses = uses
         self._knows_developer = _DEVELOPER in source
 
     @classmethod
     def choose(cls, templates: Mapping[str, str], names: Mapping[str, str]) -> ChatTemplate | None:
-        """Compile a tokenizer's templates: `default`, and `tool_use` for chats with tools.
+        """Compile `default`, `tool_use` for chats with tools, `rag` for those with documents.
 
         Args:
             templates: Jinja2 texts by name.
@@ -154,13 +183,17 @@ class ChatTemplate:
         """
         if _DEFAULT not in templates:
             return None
-        tool_use = templates.get(_TOOL_USE)
-        return cls(templates[_DEFAULT], names, cls(tool_use, names) if tool_use else None)
+        uses = {
+            variable: cls(templates[use], names)
+            for variable, use in _USES.items()
+            if use in templates
+        }
+        return cls(templates[_DEFAULT], names, uses)
 
     @property
     def identity(self) -> str:
-        """The text that tells this template, with its companion, from others."""
-        return self.source + (f"\0{self._tool_use.source}" if self._tool_use else "")
+        """The text that tells this template, with its companions, from others."""
+        return "\0".join([self.source, *(template.source for template in self._uses.values())])
 
     def render(
         self,
@@ -176,7 +209,8 @@ class ChatTemplate:
             messages: checked by `pigou.wire.request_validation.check_messages`. The template gets
                 their
                 content as it reads it: parts where it loops over them, else one string, the
-                parts joined with line breaks. Fields that are None are left out. The role
+                parts joined with line breaks; "" that is none where there is no content. Other
+                fields that are None are left out. The role
                 `developer` is `system` for a template that does not name it.
             add_generation_prompt: open the assistant's turn at the end.
             continue_final_message: end within the final message, for the model to go on; its
@@ -188,8 +222,9 @@ class ChatTemplate:
             ChatError: the template refuses the messages, or fails on them.
         """
         given: dict[str, Any] = {"tools": None, "documents": None, **(variables or {})}
-        if given["tools"] is not None and self._tool_use is not None:
-            return self._tool_use.render(
+        use = next((self._uses[name] for name in self._uses if given[name] is not None), None)
+        if use is not None:
+            return use.render(
                 messages,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
@@ -217,10 +252,10 @@ class ChatTemplate:
         result = {key: value for key, value in message.items() if value is not None}
         if result.get("role") == _DEVELOPER and not self._knows_developer:
             result["role"] = "system"
-        if "content" in result:
-            result["content"] = self._content(result["content"])
-        if isinstance(result.get("tool_calls"), list) and not self.needs.text_arguments:
-            result["tool_calls"] = [_with_object(call) for call in result["tool_calls"]]
+        result["content"] = self._content(result["content"]) if "content" in result else _NULL
+        if isinstance(result.get("tool_calls"), list):
+            convert = _CONVERTED[self.needs.arguments]
+            result["tool_calls"] = [convert(call) for call in result["tool_calls"]]
         reasoning = next((result[key] for key in _REASONING if key in result), None)
         if reasoning is not None:
             result = {"thinking": reasoning, **result, "reasoning_content": reasoning}
@@ -269,14 +304,30 @@ def _with_object(call: Any) -> Any:
     return parsed if fits else call
 
 
+def _with_text(call: Any) -> Any:
+    """Return a tool call with its arguments as JSON text, where they are an object."""
+    function = call.get("function") if isinstance(call, dict) else None
+    arguments = function.get("arguments") if isinstance(function, dict) else None
+    if not isinstance(function, dict) or not isinstance(arguments, dict):
+        return call
+    return {**call, "function": {**function, "arguments": _tojson(arguments)}}
+
+
+_CONVERTED: dict[str, Callable[[Any], Any]] = {
+    "object": _with_object,
+    "text": _with_text,
+    "either": lambda call: call,
+}
+
+
 def _mark_end(messages: list[dict[str, Any]]) -> str:
     """Mark the end of the final message, in place; return its text.
 
     Raises:
         ChatError: it has no text.
     """
-    content = messages[-1].get("content")
-    if isinstance(content, str):
+    content = messages[-1]["content"]
+    if isinstance(content, str) and not _is_null(content):
         messages[-1]["content"] = content + _END
         return content
     if content:
@@ -296,6 +347,8 @@ def _within(text: str, final: str) -> str:
 
 #: Tests by which a template tells a string from a list.
 _KIND_TESTS = {"string", "iterable", "sequence", "mapping"}
+#: Filters and methods that only an object has.
+_WALKS = {"items", "dictsort", "keys", "values"}
 #: Filters that keep a list a list; `content | trim` is text.
 _KEEP = {"list", "reverse", "default", "d"}
 
@@ -307,12 +360,13 @@ class TemplateNeeds:
     Attributes:
         parts: it loops over the parts of a content.
         strings: it reads a content that is a string.
-        text_arguments: it reads a tool call's arguments as a string of JSON, not as an object.
+        arguments: whether it reads a tool call's arguments as an object, as text of JSON, or as
+            either.
     """
 
     parts: bool
     strings: bool
-    text_arguments: bool
+    arguments: Literal["object", "text", "either"]
 
 
 def read_needs(tree: nodes.Template) -> TemplateNeeds:
@@ -323,21 +377,30 @@ def read_needs(tree: nodes.Template) -> TemplateNeeds:
         test.name in _KIND_TESTS and _is(test.node, "content", content)
         for test in tree.find_all(nodes.Test)
     )
-    return TemplateNeeds(parts, tested or not parts, _prints_arguments(tree))
+    return TemplateNeeds(parts, tested or not parts, _read_arguments(tree))
 
 
-def _prints_arguments(tree: nodes.Template) -> bool:
-    """Whether arguments are printed or joined as they are, or told apart by their kind."""
+def _read_arguments(tree: nodes.Template) -> Literal["object", "text", "either"]:
+    """Return how arguments are read: an object where a branch loops over them."""
     names = _aliases(tree, "arguments")
-    printed: list[nodes.Node] = []
-    for output in tree.find_all(nodes.Output):
-        printed += output.nodes
-    for add in tree.find_all(nodes.Add):
-        printed += (add.left, add.right)
-    for concat in tree.find_all(nodes.Concat):
-        printed += concat.nodes
-    printed += (test.node for test in tree.find_all(nodes.Test) if test.name in _KIND_TESTS)
-    return any(_is(node, "arguments", names) for node in printed)
+
+    def any_is(read: Iterable[nodes.Node]) -> bool:
+        return any(_is(node, "arguments", names) for node in read)
+
+    tested = {test.name for test in tree.find_all(nodes.Test) if _is(test.node, "arguments", names)}
+    walked = [loop.iter for loop in tree.find_all(nodes.For)]
+    walked += [
+        use.node for use in tree.find_all(nodes.Filter) if use.name in _WALKS and use.node
+    ]
+    walked += [get.node for get in tree.find_all(nodes.Getattr) if get.attr in _WALKS]
+    if "mapping" in tested or any_is(walked):
+        return "object"
+    if tested & _KIND_TESTS:
+        return "either"
+    printed = [node for output in tree.find_all(nodes.Output) for node in output.nodes]
+    printed += [node for add in tree.find_all(nodes.Add) for node in (add.left, add.right)]
+    printed += [node for concat in tree.find_all(nodes.Concat) for node in concat.nodes]
+    return "text" if any_is(printed) else "object"
 
 
 def _aliases(tree: nodes.Template, key: str) -> set[str]:

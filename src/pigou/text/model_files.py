@@ -30,7 +30,7 @@ def read_object(path: Path) -> dict[str, Any]:
 def read_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
     """Return chat templates by name, from wherever transformers looks for them.
 
-    Files of their own come before `tokenizer_config.json`, whose contents are `settings`.
+    `settings` are the contents of `tokenizer_config.json`; files of their own come before them.
 
     Raises:
         ValueError: they are no texts.
@@ -41,12 +41,12 @@ def read_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
         files["default"] = path.read_text(encoding="utf-8")
     for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
         files[path.stem] = path.read_text(encoding="utf-8")
-    if files:
+    if "default" in files:
         return files
     for source in (settings, read_object(folder / "chat_template.json")):
         if templates := _named(source.get("chat_template")):
-            return templates
-    return {}
+            return {**templates, **files}
+    return files
 
 
 def _named(value: Any) -> dict[str, str]:
@@ -54,7 +54,10 @@ def _named(value: Any) -> dict[str, str]:
     if isinstance(value, str):
         return {"default": value}
     if isinstance(value, list):
-        value = {item["name"]: item["template"] for item in value}
+        try:
+            value = {item["name"]: item["template"] for item in value}
+        except (KeyError, TypeError):
+            raise ValueError("chat_template lists templates without name or template") from None
     value = value or {}
     if isinstance(value, dict) and all(isinstance(text, str) for text in value.values()):
         return value
