@@ -389,9 +389,7 @@ def _read_arguments(tree: nodes.Template) -> Literal["object", "text", "either"]
 
     tested = {test.name for test in tree.find_all(nodes.Test) if _is(test.node, "arguments", names)}
     walked = [loop.iter for loop in tree.find_all(nodes.For)]
-    walked += [
-        use.node for use in tree.find_all(nodes.Filter) if use.name in _WALKS and use.node
-    ]
+    walked += [use.node for use in tree.find_all(nodes.Filter) if use.name in _WALKS and use.node]
     walked += [get.node for get in tree.find_all(nodes.Getattr) if get.attr in _WALKS]
     if "mapping" in tested or any_is(walked):
         return "object"

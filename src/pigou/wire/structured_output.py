@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
 
 from pigou.sampling import Grammar
+from pigou.wire import json_schema
 from pigou.wire.errors import APIError, bad_request
 from pigou.wire.openai_requests import ChatRequest, GenerationRequest, StructuredOutputs
 
@@ -69,7 +71,15 @@ def schema_grammar(schema: Any, field: str, flexible: bool = False) -> Grammar:
         raise bad_request(
             f"{field} has a schema that is nested deeper than {MAX_DEPTH}: flatten it.", field
         )
-    return _bounded(Grammar("json_schema", _text(schema), flexible), field)
+    if schema is False:
+        raise bad_request(f"{field} has the schema false, which allows no output.", field)
+    try:
+        source = "{}" if schema is True else _text(json_schema.without_void(schema))
+    except TypeError:
+        raise bad_request(
+            f"{field} has a schema whose minProperties or maxProperties is no number.", field
+        ) from None
+    return _bounded(Grammar("json_schema", source, flexible), field)
 
 
 def _given(wanted: StructuredOutputs | None) -> list[str]:
@@ -128,7 +138,7 @@ def _json_grammar(
         if wanted.disable_additional_properties and schema is not None:
             if _too_deep(schema):
                 return schema_grammar(schema, field)
-            schema = _closed(schema)
+            schema = json_schema.rewrite(schema, _closed)
     if pattern is None:
         if schema is None:
             return Grammar("json_object", "", flexible)
@@ -188,17 +198,12 @@ def _brackets(text: str) -> int:
     return deepest
 
 
-def _closed(schema: Any) -> Any:
-    """Return a schema whose objects have no properties but those that it names, as vLLM does."""
-    if isinstance(schema, list):
-        return [_closed(item) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    closed = {key: _closed(value) for key, value in schema.items()}
+def _closed(schema: dict[str, Any], _combined: bool) -> dict[str, Any]:
+    """Close an object to properties that its schema does not name, as vLLM does."""
     names_some = "properties" in schema or schema.get("type") == "object"
     if names_some and "additionalProperties" not in schema and "patternProperties" not in schema:
-        closed["additionalProperties"] = False
-    return closed
+        return {**schema, "additionalProperties": False}
+    return schema
 
 
 def _text(value: Any) -> str:
@@ -212,10 +217,6 @@ MAX_TOOLS = 128
 #: Most calls of one reply that a grammar makes.
 MAX_CALLS = 16
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-#: Below these, an object's other properties may stand in another branch.
-_BRANCHES = ("allOf", "anyOf", "oneOf", "not", "if", "then", "else")
-#: What stands under these is data, in which "$ref" is no reference.
-_DATA = ("const", "enum", "default", "examples")
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,38 +352,26 @@ def _parameters(function: dict[str, Any], root: str) -> dict[str, Any]:
     if not given:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     try:
-        schema: dict[str, Any] = _prepared(given, root, closes=True)
+        schema: dict[str, Any] = json_schema.rewrite(given, partial(_prepared, root))
     except RecursionError:
-        raise bad_request("tools has a schema that is nested too deeply: flatten it.",
-                          "tools") from None  # fmt: skip
+        raise bad_request(
+            "tools has a schema that is nested too deeply: flatten it.", "tools"
+        ) from None
     for name in ("$schema", "$id"):
         schema.pop(name, None)
     return {"type": "object", **schema} if "$ref" not in schema else schema
 
 
-def _prepared(schema: Any, root: str, *, closes: bool) -> Any:
+def _prepared(root: str, schema: dict[str, Any], combined: bool) -> dict[str, Any]:
     """Move references to `root`, and close objects that are not parts of a combination."""
-    if isinstance(schema, list):
-        return [_prepared(item, root, closes=closes) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    prepared: dict[str, Any] = {}
-    combined = any(name in schema for name in _BRANCHES)
-    for key, value in schema.items():
-        if key == "$ref" and isinstance(value, str) and value.startswith("#"):
-            prepared[key] = f"#{root}{value[1:]}"
-        elif key in _DATA:
-            prepared[key] = value
-        elif key in ("properties", "$defs", "definitions") and isinstance(value, dict):
-            prepared[key] = {
-                name: _prepared(inner, root, closes=closes) for name, inner in value.items()
-            }
-        else:
-            prepared[key] = _prepared(value, root, closes=closes and key not in _BRANCHES)
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        schema = {**schema, "$ref": f"#{root}{reference[1:]}"}
+    combined = combined or any(name in schema for name in json_schema.BRANCHES)
     own = isinstance(schema.get("properties"), dict)
-    if closes and own and not combined and "patternProperties" not in schema:
-        prepared.setdefault("additionalProperties", False)
-    return prepared
+    if own and not combined and "patternProperties" not in schema:
+        return {"additionalProperties": False, **schema}
+    return schema
 
 
 def _conflict(field: str) -> APIError:
