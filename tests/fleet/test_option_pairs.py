@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
+import msgspec
 import pytest
 from tests.fleet.harness import WATCH
 from tests.lib.server_process import nats_server
@@ -25,7 +26,9 @@ from pigou.fleet.registry.config import RegistrationConfig
 from pigou.fleet.serve import Serving
 from pigou.gateway.config import GatewayConfig
 from pigou.request import Role
+from pigou.wire.addresses import advertised
 from pigou.wire.fleet_secret import FleetSecret
+from pigou.worker.build import transfer_config
 from pigou.worker.config import WorkerConfig
 from pigou.worker.process import WorkerServer
 from pigou.worker.registrar import Registrar
@@ -58,9 +61,11 @@ async def worker(
         from pigou.fleet.prefill_queue.pulling_worker import PullingWorker
         from pigou.fleet.registry.registrar import WorkerRegistrar
 
-        known = WorkerRegistrar(RegistrationConfig(registry=registry, lease=30.0), secret)
+        config = msgspec.structs.replace(config, host="0.0.0.0")
+        at = RegistrationConfig(registry=registry, lease=30.0, advertise="127.0.0.2")
+        known = WorkerRegistrar(at, secret)
         registrar = PullingWorker(QueueAddress.parse(queue), secret, known)
-    server = WorkerServer(config, parts, secret, registrar)
+    server = WorkerServer(config, parts, secret, registrar, "127.0.0.2" if registry else "")
     running = asyncio.create_task(server.serve())
     try:
         async with asyncio.timeout(20):
@@ -160,3 +165,9 @@ async def heard(one: Serving, other: Serving) -> None:
 
 def test_names_of_registry_queue_bus_secret_and_version_agree(tmp_path: Path) -> None:
     asyncio.run(asyncio.wait_for(cross(tmp_path), 120))
+
+
+def test_a_worker_tells_receivers_of_its_kv_the_address_that_it_registers() -> None:
+    config = WorkerConfig(host="0.0.0.0")
+    assert transfer_config(config, ("tcp",), "10.0.0.7").advertise == "10.0.0.7"
+    assert transfer_config(config, ("tcp",)).advertise == advertised("0.0.0.0")

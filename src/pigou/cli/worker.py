@@ -53,7 +53,8 @@ def worker(config: WorkerConfig, registration: RegistrationConfig, pulling: Pull
 
         open_store(registration.registry)  # refused before a model is loaded
     try:
-        status = run(config, registrar if registration.registry or address else None)
+        known = registrar if registration.registry or address else None
+        status = run(config, known, registration.advertise)
     except ConfigError:
         raise
     except (OSError, ValueError) as error:

@@ -4,10 +4,27 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import socket
 
 #: Hosts of a server that listens on all addresses.
 WILD = ("", "0.0.0.0", "::")
 _WILDCARD = re.compile(r"^tcp://(\*|0\.0\.0\.0|\[::\])(?=:)")
+
+
+def advertised(listens: str, given: str = "") -> str:
+    """Return the host at which others reach a server.
+
+    Args:
+        listens: host that it listens on.
+        given: by the operator; empty for the host that it listens on, or for this machine's own
+            address by its name where that is all of them; loopback where it has none.
+    """
+    if given or listens not in WILD:
+        return given or listens
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return "127.0.0.1"
 
 
 def url_host(host: str) -> str:

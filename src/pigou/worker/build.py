@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from pigou.sim.architecture import Architecture
 from pigou.sim.model_config import architecture
 from pigou.text.end_tokens import within
 from pigou.text.tokenizer import Tokenizer
+from pigou.wire.addresses import advertised
 from pigou.wire.sampling_params import ModelLimits
 from pigou.worker.backend import Backend
 from pigou.worker.config import WorkerConfig
@@ -122,13 +122,14 @@ def bundled() -> Path:
     return folder
 
 
-def transfer_config(config: WorkerConfig, backends: tuple[str, ...]) -> TransferConfig:
-    """Return the limits of this worker's transfers."""
-    wild = config.host in ("", "0.0.0.0", "::")
+def transfer_config(
+    config: WorkerConfig, backends: tuple[str, ...], advertise: str = ""
+) -> TransferConfig:
+    """Return the limits of this worker's transfers; other hosts reach it at `advertise`."""
     lease = round(config.kv_lease * SECOND)
     return TransferConfig(
         host=config.host,
-        advertise=socket.gethostbyname(socket.gethostname()) if wild else "",
+        advertise=advertised(config.host, advertise),
         backends=backends,
         lease=lease,
         max_hold=max(10 * lease, 300 * SECOND),

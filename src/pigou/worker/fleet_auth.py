@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ipaddress
 from contextvars import ContextVar
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from pigou.config import ConfigError
+from pigou.wire.addresses import is_loopback
 from pigou.wire.errors import APIError
 from pigou.wire.fleet_secret import NONCE, PROOF, TENANT, FleetSecret
 from pigou.worker.config import WorkerConfig
@@ -19,7 +19,6 @@ _PROBES = ("/health", "/ping", "/health/live", "/health/ready")
 _NONCE_CHARACTERS = 128
 #: Mark of the tenant of the request that the current task answers.
 _tenant: ContextVar[str] = ContextVar("fleet tenant", default="")
-_WILD = ("", "0.0.0.0", "::", "*")
 
 
 def fleet_guard(secret: FleetSecret | None) -> Middleware:
@@ -94,9 +93,4 @@ def _host(endpoint: str) -> str:
 
 
 def _local(host: str) -> bool:
-    if host in _WILD:
-        return False
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    return host not in ("", "*") and is_loopback(host)

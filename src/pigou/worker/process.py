@@ -63,6 +63,7 @@ class WorkerServer:
         parts: WorkerParts,
         secret: FleetSecret | None = None,
         registrar: Registrar | None = None,
+        advertise: str = "",
     ) -> None:
         """Put the process together; within a running event loop.
 
@@ -71,7 +72,9 @@ class WorkerServer:
             parts: built for it.
             secret: of the fleet, which clients must show; None lets every client in.
             registrar: makes the worker known to the fleet; None where others know it.
+            advertise: host at which others reach it; empty for the one that it listens on.
         """
+        self._advertise = advertise
         self._secret = secret
         self._registrar = registrar
         self._incarnation = uuid4().hex
@@ -214,7 +217,7 @@ class WorkerServer:
         backends = BACKENDS if named == "auto" else tuple(dict.fromkeys(named.split(",")))
         if not by_shm and len(backends) > 1:
             backends = tuple(name for name in backends if name != "shm")
-        limits = transfer_config(self._config, backends)
+        limits = transfer_config(self._config, backends, self._advertise)
         key = b"" if self._secret is None else transfer_key(self._secret)
         sender = Sender(
             parts.store,
@@ -304,12 +307,15 @@ class WorkerServer:
             self._parts.memory.close()
 
 
-def run(config: WorkerConfig, make_registrar: MakeRegistrar | None = None) -> int:
+def run(
+    config: WorkerConfig, make_registrar: MakeRegistrar | None = None, advertise: str = ""
+) -> int:
     """Run a worker until it ends; return the process's exit status.
 
     Args:
         config: of the worker.
         make_registrar: makes what registers it; None registers it nowhere.
+        advertise: host at which others reach it; empty for the one that it listens on.
 
     Raises:
         ConfigError: values that do not fit one another or the model.
@@ -336,7 +342,7 @@ def run(config: WorkerConfig, make_registrar: MakeRegistrar | None = None) -> in
 
     async def main() -> int:
         registrar = None if make_registrar is None else make_registrar(secret)
-        return await WorkerServer(config, parts, secret, registrar).serve()
+        return await WorkerServer(config, parts, secret, registrar, advertise).serve()
 
     status: int = _runner()(main())
     if threading.active_count() > 1 and status:

@@ -177,9 +177,9 @@ class NatsStore:
 
     async def _all(self, client: Client, bucket: KeyValue) -> dict[str, Record | str]:
         """Return all live records, by reads alone: a watch would leave a consumer behind."""
-        prefix, status = self._subject(""), await bucket.status()
-        stream, subjects = client.jetstream(timeout=_CONNECT_S), f"{prefix}>"
-        info = await stream.stream_info(status.stream_info.config.name, subjects_filter=subjects)
+        prefix, stream = self._subject(""), client.jetstream(timeout=_CONNECT_S)
+        name = f"KV_{self._bucket}"  # as NATS names it
+        info = await stream.stream_info(name, subjects_filter=f"{prefix}>")
         keys = [subject.removeprefix(prefix) for subject in info.state.subjects or {}]
         names = [key for key in keys if WORKER_NAME.fullmatch(key)]
         records: dict[str, Record | str] = dict.fromkeys(set(keys) - set(names), NO_WORKER)

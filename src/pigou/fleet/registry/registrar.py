@@ -20,7 +20,7 @@ from pigou.fleet.registry.registration import Registration
 from pigou.fleet.registry.registry import Registry
 from pigou.fleet.registry.stores import open_registry
 from pigou.request import Role
-from pigou.wire.addresses import WILD, reachable, url_host
+from pigou.wire.addresses import advertised, reachable, url_host
 from pigou.wire.fleet_secret import FleetSecret
 from pigou.wire.names import deployment_version
 
@@ -94,9 +94,8 @@ class WorkerRegistrar:
             self._stop()
 
     def _entry(self, about: dict[str, Any]) -> WorkerEntry:
-        url, host = urlsplit(str(about["url"])), self._config.advertise
-        listens = url.hostname or ""
-        host = host or (own_address() if listens in WILD else listens)
+        url = urlsplit(str(about["url"]))
+        host = advertised(url.hostname or "", self._config.advertise)
         topology = self._config.topology(socket.gethostname(), self._gpus, about.get("location"))
         in_pod = self._config.registry.startswith("k8s:")
         incarnation = str(about["incarnation"])
@@ -131,11 +130,3 @@ def default_id(host: str, incarnation: str = "") -> str:
     if not incarnation:
         return os.environ.get("HOSTNAME") or socket.gethostname()
     return f"{re.sub(r'[^A-Za-z0-9-]', '-', host.partition('.')[0])}-{incarnation[:8]}"
-
-
-def own_address() -> str:
-    """Return the address of this host by its name; loopback where it has none."""
-    try:
-        return socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return "127.0.0.1"

@@ -6,6 +6,7 @@ import msgspec
 
 from pigou.config import ConfigError
 from pigou.request import SECOND
+from pigou.wire.addresses import WILD
 
 _POSITIVE = ("lease", "timeout", "threads", "copy_threads", "max_pending", "max_connections")
 #: Backends where nobody says, the preferred one first; and all that there are.
@@ -54,7 +55,7 @@ class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         if not self.backends or set(self.backends) - set(ALL_BACKENDS):
             known = ", ".join(ALL_BACKENDS)
             raise ConfigError(f"backends is {list(self.backends)}; give one or more of: {known}")
-        if self.host in ("", "0.0.0.0", "::") and not self.advertise:
+        if self.host in WILD and not self.advertise:
             raise ConfigError(
                 f"host is {self.host!r}, which no receiver can connect to; also give `advertise`"
             )
