@@ -20,6 +20,7 @@ import pytest
 from typer.main import get_command
 
 from pigou.cli import COMMANDS, build
+from pigou.cli.worker_options import split_model
 from pigou.workload.catalogue import listed
 
 ROOT = Path(__file__).parents[1]
@@ -71,7 +72,9 @@ def parse(words: list[str]) -> None:
     while hasattr(command, "commands"):
         command, rest = command.commands[rest[0]], rest[1:]
     cut = next((at for at, word in enumerate(rest) if word in ("...", "|", ">", "&", "&&")), None)
-    command.make_context(words[0], list(rest[:cut]), resilient_parsing=cut is not None)
+    context = command.make_context(words[0], list(rest[:cut]), resilient_parsing=cut is not None)
+    if words[0] == "serve" and cut is None:
+        split_model(context.params["worker_arguments"] or ())
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import reprlib
+from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
@@ -18,6 +19,22 @@ BY_PRICE = ("paper", "paper-lossy")
 
 class ConfigError(ValueError):
     """A configuration value that cannot be honoured; names the field, the value, the remedy."""
+
+
+def check_all(*checks: Callable[[], object]) -> None:
+    """Run all checks; what several refuse is one error, a line for each.
+
+    Raises:
+        ConfigError: at least one check refused.
+    """
+    lines = list[str]()
+    for check in checks:
+        try:
+            check()
+        except ConfigError as error:
+            lines += str(error).splitlines()
+    if lines:
+        raise ConfigError("\n".join(dict.fromkeys(lines)))
 
 
 def named(group: str, name: Any, what: str) -> Any:

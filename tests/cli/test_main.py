@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ from typer.main import get_command
 
 from pigou import __version__
 from pigou.cli import COMMANDS, SUMMARIES, build, main
+from pigou.cli.progress import WorkProgress
 
 
 def test_importing_the_command_line_imports_neither_torch_nor_a_command() -> None:
@@ -36,6 +40,49 @@ def test_wrong_usage_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
         main(["version", "--nope"])
     assert end.value.code == 2
     assert "--nope" in capsys.readouterr().err
+
+
+def commands(root: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for name, command in root.commands.items():
+        if hasattr(command, "commands"):
+            yield from commands(command, (*path, name))
+        else:
+            yield (*path, name), command
+
+
+def test_a_variable_of_a_command_sets_its_own_options_alone() -> None:
+    prefixes = {"_".join(("PIGOU", *path)).upper().replace("-", "_") + "_": path
+                for path, _ in commands(get_command(build()))}  # fmt: skip
+    for _ in range(2):  # building again adds nothing
+        for path, command in commands(get_command(build())):
+            for parameter in command.params:
+                given = parameter.envvar or []
+                names = [given] if isinstance(given, str) else given
+                owners = {owner for name in names for prefix, owner in prefixes.items()
+                          if name.startswith(prefix)}  # fmt: skip
+                assert owners <= {path}, f"{' '.join(path)}: {parameter.name} reads {names}"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_required_options_are_first_in_the_help(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    sections = re.findall(r"^(\w[\w ]*):$", capsys.readouterr().out, re.M)
+    if "Required" in sections:
+        assert set(sections[: sections.index("Required")]) <= {"Arguments"}
+
+
+def test_long_work_tells_how_far_it_is_where_there_is_no_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with WorkProgress(line_every_s=0.02) as progress:
+        progress.add_task("simulating", total=4, completed=1)
+        time.sleep(0.2)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines
+    assert all(re.fullmatch(r"\[ +\d\.\d s\] simulating \(25%\)", line) for line in lines)
 
 
 @pytest.mark.parametrize("arguments", [["--help"], [], ["nope"], ["--version"]])

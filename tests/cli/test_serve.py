@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from pigou.cli import main
+from pigou.cli.worker_options import split_model
 from pigou.fleet.config import AttachedWorker, FleetError, LocalWorker, WorkersConfig
 from pigou.fleet.local_workers import local_workers
 from pigou.fleet.member import check_fit
@@ -38,6 +39,18 @@ from pigou.request import Role
         (["--index-ttl", "inf"], "--index-ttl is inf; it must be finite"),
         (["--tenant-weights", "a=x"], "--tenant-weights is {'a': 'x'}: expected `float`"),
         (["--detector", "x"], "--detector is 'x'; it must be one of: config-variance"),
+        (["--tensor-parallel-size", "2"], "start more workers (--decode N), or put vLLM"),
+        (["--gpu-memory-utilization=0.9"], "give --memory, as 20GiB, for KV blocks"),
+        (["--max-model-lne", "3"], "--max-model-lne is no option; did you mean --max-model-len"),
+        (["--polcy", "toll"], "--polcy is no option; did you mean --policy"),
+        (["--max-seqs", "x"], "Invalid value for '--max-seqs'"),
+        (["--", "--max-seqs", "0"], "--max-seqs is 0; it must be at least 1"),
+        (["--disk-cache", "1GiB"], "--disk-path ''; give both or neither"),
+        (["./nowhere"], "--model './nowhere' is no folder; give a folder or a Hugging Face hub id"),
+        (["a/b", "c/d"], "'c/d' is no option; give one MODEL"),
+        (["a/b", "--model", "c/d"], "'a/b' is given, and --model"),
+        (["--device", "gpu"], "--device is 'gpu'; give cpu, cuda or cuda:N"),
+        (["--slo", "ttft=500"], "--slo is 'ttft=500': ttft is 500, without a unit seconds"),
         (["--model-pool", "a"], "--model-pool 'a' has nobody to decode"),
         (["--model-pool", "a,both=1"], "--model-pool 'a' has workers to start, and no model="),
         (["--model-pool", "a b,model=m"], "--model-pool is named 'a b'; a name has letters"),
@@ -65,6 +78,27 @@ def test_what_cannot_work_is_refused_in_one_line(
     error = capsys.readouterr().err
     assert words in error
     assert "Traceback" not in error
+
+
+def test_all_that_is_wrong_is_said_at_once_a_line_each_before_a_process_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pigou.fleet.serve.Serving.__init__", None)  # it would start workers
+    with pytest.raises(SystemExit) as end:
+        main(["serve", str(tmp_path), "--device", "gpu", "--policy", "nope", "--slo", "ttft=0",
+              "--port", "1"])  # fmt: skip
+    assert end.value.code == 2
+    lines = capsys.readouterr().err.splitlines()
+    heads = ("--model is", "--device is 'gpu'", "--policy is 'nope'", "--slo is 'ttft=0'")
+    assert all(
+        line.startswith(f"pigou serve: {head}") for line, head in zip(lines[:4], heads, strict=True)
+    )
+
+
+def test_the_model_and_workers_options_need_no_separator() -> None:
+    assert split_model(["m", "--max-model-len", "512"]) == ("m", ["--max-model-len", "512"])
+    assert split_model(["--disk-cache=1GiB", "o/m"]) == ("o/m", ["--disk-cache=1GiB"])
+    assert split_model(["--eviction-param", "a=1"]) == ("", ["--eviction-param", "a=1"])
 
 
 @pytest.mark.parametrize("packing", [".gz", ".zst"])

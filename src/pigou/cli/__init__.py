@@ -37,7 +37,8 @@ COMMANDS = {
     "version": "pigou.cli.version:version",
 }
 
-
+#: Commands that hand options they do not know to another, which refuses what it does not know.
+PASSING = {"serve"}
 #: The first line of each command's help, so that the list of all loads none.
 SUMMARIES = {
     "serve": "Serve a model on a fleet: a gateway, and the workers behind it.",
@@ -110,7 +111,10 @@ def build(names: Iterable[str] = tuple(COMMANDS)) -> typer.Typer:
             app.add_typer(command, name=name)
         else:
             function = configured(command, name)
-            app.command(name, cls=GroupedCommand, no_args_is_help=False)(function)
+            settings = {"ignore_unknown_options": name in PASSING}
+            app.command(name, cls=GroupedCommand, no_args_is_help=False, context_settings=settings)(
+                function
+            )
     return app
 
 

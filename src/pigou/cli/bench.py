@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 
 from pigou.cli.config_options import config_command
-from pigou.cli.measurement import fleet_token, measuring_bar, stop_on_signals
+from pigou.cli.measurement import fleet_token, stop_on_signals
 from pigou.cli.option_values import check_json
+from pigou.cli.progress import WorkProgress
 from pigou.request import SECOND
 from pigou.workload.bench_config import BenchConfig
 
@@ -66,7 +67,7 @@ def _run(config: BenchConfig) -> BenchResult | None:
 
     async def main() -> BenchResult | None:
         columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-        with measuring_bar(*columns) as progress:
+        with WorkProgress(*columns) as progress:
             return await run_bench(config, stop_on_signals(), _watcher(config, progress))
 
     with asyncio.Runner(loop_factory=_loop) as runner:
@@ -81,9 +82,7 @@ def _loop() -> asyncio.AbstractEventLoop:
     return uvloop.new_event_loop()
 
 
-def _watcher(config: BenchConfig, progress: Progress) -> Callable[[LoadGenerator], None] | None:
-    if progress.disable:
-        return None
+def _watcher(config: BenchConfig, progress: WorkProgress) -> Callable[[LoadGenerator], None]:
     total = None if config.trace else config.count or config.duration
     task = progress.add_task("getting ready", total=total)
 

@@ -6,6 +6,7 @@ the defaults.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import functools
 import inspect
@@ -42,8 +43,9 @@ def configured(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     prefix = f"PIGOU_{name}_".upper().replace(" ", "_").replace("-", "_")
     signature = inspect.signature(function, eval_str=True)
     variables = {f"{prefix}CONFIG"}
+    options = list[inspect.Parameter]()
     for parameter in signature.parameters.values():
-        variables |= _give_variable(parameter, prefix)
+        options.append(_with_variable(parameter, prefix, variables))
 
     def read(context: typer.Context, file: str) -> str:
         _warn_of_unknown(name, prefix, variables)
@@ -59,26 +61,33 @@ def configured(function: Callable[..., Any], name: str) -> Callable[..., Any]:
             f"environment, as in {example}=..., and before that what is typed.",
         )],
     )  # fmt: skip
-    parameters = [*signature.parameters.values(), file]
+    parameters = [*options, file]
     command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     setattr(command, _MARK, True)
     return command
 
 
-def _give_variable(parameter: inspect.Parameter, prefix: str) -> set[str]:
-    """Let an option be set by the environment; return the variable's name, none for an argument."""
-    _, *infos = get_args(parameter.annotation) or (None,)
-    info = next((name for name in infos if isinstance(name, OptionInfo)), None)
-    if info is None:
-        return set()
+def _with_variable(
+    parameter: inspect.Parameter, prefix: str, variables: set[str]
+) -> inspect.Parameter:
+    """Return an option that the environment sets, too; add its variable. An argument stays.
+
+    Commands share annotations, so the option's own is copied.
+    """
+    kind, *infos = get_args(parameter.annotation) or (None,)
+    given = next((name for name in infos if isinstance(name, OptionInfo)), None)
+    if given is None:
+        return parameter
+    info = copy.copy(given)
     typed = [name[2:] for name in info.param_decls or () if name.startswith("--")]
     option = typed[0].split("/")[0] if typed else parameter.name
     variable = prefix + option.upper().replace("-", "_")
     own = [info.envvar] if isinstance(info.envvar, str) else list(info.envvar or ())
     info.envvar = [variable, *(name for name in own if name != variable)]
     info.show_envvar = bool(own)
-    return {variable}
+    variables.add(variable)
+    return parameter.replace(annotation=Annotated[kind, info])
 
 
 def _warn_of_unknown(name: str, prefix: str, known: set[str]) -> None:

@@ -26,7 +26,7 @@ from pigou.cli.option_values import (
     numbers,
     parse_size,
 )
-from pigou.config import ConfigError, wrong
+from pigou.config import ConfigError, check_all, wrong
 from pigou.config_option import OTHER_OPTIONS, Option, option_of
 from pigou.request import SECOND
 
@@ -214,6 +214,7 @@ def config_command(
     A parameter of the command that is annotated with a Struct class gets an object of it. With
     `Annotated[Class, Override(...)]` the command chooses among its options. Other parameters stay
     as they are. A ConfigError of the command ends it with status 2, in the names of the options.
+    `read` of the command returns the objects of typed values, and runs nothing.
 
     Args:
         name: of the command, for messages.
@@ -236,16 +237,34 @@ def config_command(
         flags = {".".join(entry.path): entry.flag for _, options in configs.values()
                  for entry in options} | field_flags  # fmt: skip
 
+        def read(typed: Mapping[str, Any]) -> dict[str, msgspec.Struct]:
+            built: dict[str, msgspec.Struct] = {}
+
+            def build(key: str) -> None:
+                built[key] = _build(*configs[key], typed)
+
+            check_all(*(functools.partial(build, key) for key in configs))
+            return built
+
         @functools.wraps(function)
         def command(**typed: Any) -> None:
             try:
-                built = {key: _build(*config, typed) for key, config in configs.items()}
+                built = read(typed)
                 rest = {key: value for key, value in typed.items() if key in signature.parameters}
                 function(**rest, **built)
             except ConfigError as error:
-                typer.echo(f"pigou {name}: {in_flags(str(error), flags)}", err=True)
+                for line in str(error).splitlines():
+                    typer.echo(f"pigou {name}: {in_flags(line, flags)}", err=True)
                 raise typer.Exit(2) from None
 
+        def checked(typed: Mapping[str, Any]) -> dict[str, msgspec.Struct]:
+            try:
+                return read(typed)
+            except ConfigError as error:
+                lines = str(error).splitlines()
+                raise ConfigError("\n".join(in_flags(line, flags) for line in lines)) from None
+
+        command.read = checked  # type: ignore[attr-defined]
         command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         command.__annotations__ = {entry.name: entry.annotation for entry in parameters}
         del command.__wrapped__
@@ -283,8 +302,8 @@ class GroupedCommand(TyperCommand):
     """A command whose help shows its options in groups, in plain text of the terminal's width."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write arguments, then the groups of options, those without a group last."""
-        groups: dict[str, list[tuple[str, str]]] = {"Arguments": []}
+        """Write arguments, required options, groups of options, and those without a group."""
+        groups: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Required": []}
         others: list[tuple[str, str]] = []
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
@@ -292,6 +311,8 @@ class GroupedCommand(TyperCommand):
                 continue
             if parameter.param_type_name == "argument":
                 group = "Arguments"
+            elif parameter.required:
+                group = "Required"
             else:
                 group = getattr(parameter, "rich_help_panel", None) or OTHER_OPTIONS
             records = others if group == OTHER_OPTIONS else groups.setdefault(group, [])

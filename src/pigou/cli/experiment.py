@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from pigou.cli.config_options import in_flags
+from pigou.cli.progress import WorkProgress
 from pigou.config import ConfigError
 
 if TYPE_CHECKING:
@@ -133,13 +134,9 @@ def _run(
     """Run an experiment, and show how far it is."""
     from pigou.experiments.results import document
 
-    console = Console(stderr=True)
     columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     rows: list[Row] = []
-    with Progress(
-        *columns, console=console, disable=not console.is_terminal, transient=True,
-        refresh_per_second=2,
-    ) as progress:  # fmt: skip
+    with WorkProgress(*columns) as progress:
         task = progress.add_task(name, total=None)
         for row in one.rows(paper_fleet, reading, seeds, users):
             rows.append(row)

@@ -1,13 +1,10 @@
-"""What `pigou bench` and `pigou profile` share: the token of the fleet, a bar, and a stop."""
+"""What `pigou bench` and `pigou profile` share: the token of the fleet, and a stop."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
 from contextlib import suppress
-
-from rich.console import Console
-from rich.progress import Progress, ProgressColumn
 
 
 def fleet_token(url: str) -> str:
@@ -30,18 +27,6 @@ def fleet_token(url: str) -> str:
     from pigou.fleet.probe import fleet_key
 
     return asyncio.run(fleet_key(url, secret))
-
-
-def measuring_bar(*columns: ProgressColumn) -> Progress:
-    """Return a bar on stderr, disabled where that is no terminal.
-
-    It has few refreshes: they take time from what is measured.
-    """
-    console = Console(stderr=True)
-    return Progress(
-        *columns, console=console, disable=not console.is_terminal, transient=True,
-        refresh_per_second=2,
-    )  # fmt: skip
 
 
 def stop_on_signals() -> asyncio.Event:

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from pigou.cli.config_options import config_command
 from pigou.cli.option_values import check_json, write_json
+from pigou.cli.progress import WorkProgress
 from pigou.config import ConfigError
 from pigou.config_option import option
 from pigou.sim.setup import TierConfig
@@ -28,6 +30,10 @@ if TYPE_CHECKING:
     from pigou.capacity.plan.tier_split import TierSplit
 
 _MAX_GPUS = 4096
+#: Columns of a terminal that the whole table needs; on fewer it is shown as two: by position,
+#: first the figures, then what the workers are.
+_WIDE = 110
+_NARROW = ((0, 1, 5, 6, 7, 9, 10), (0, 2, 3, 4, 8, 11))
 #: Heading of options.
 _TRIALS = "Trials"
 
@@ -123,13 +129,15 @@ def plan(
         shape = architecture(model)
         for dtype in filter(None, request.kv_dtypes):
             replace(shape, kv_dtype=dtype)  # refuses what is no number format
-        console = Console(stderr=True)
-        with _processes(trials.jobs) as pool:
+        columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        with _processes(trials.jobs) as pool, WorkProgress(*columns) as progress:
+            task = progress.add_task("reading the workload", total=None)
+
+            def watch(stage: str, done: int, total: int) -> None:
+                progress.update(task, description=stage, completed=done, total=total or None)
+
             demand = read_demand(workload, trials.seed)
-            made = make_plan(
-                request, demand, shape, pool,
-                lambda text: console.print(text, style="dim") if console.is_terminal else None,
-            )  # fmt: skip
+            made = make_plan(request, demand, shape, pool, watch)
         tests = stress(made, request, shape) if check else []
         files = write_files(made, request, Path(out)) if out else []
     except ConfigError as error:
@@ -207,8 +215,8 @@ def _processes(jobs: int) -> Iterator[ProcessPoolExecutor | None]:
 
 def _show(made: CapacityPlan, request: PlanRequest, tests: Sequence[StressResult]) -> None:
     console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=110)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console = Console(highlight=False, width=_WIDE)
     demand, slo = made.demand, request.slo
     rate = f"{demand.rate_rps:.3g} requests/s" if demand.rate_rps else "as many as the GPUs hold"
     console.print(
@@ -217,13 +225,16 @@ def _show(made: CapacityPlan, request: PlanRequest, tests: Sequence[StressResult
         f"analysed in {made.analytic_seconds:.1f} s, {made.seconds:.1f} s in all."
     )
     percentile = f"p{slo.percentile:g}"
-    table = Table("fleet", "GPUs", "tp", "batch", "KV", "req/s", f"TTFT {percentile}",
-                  f"ITL {percentile}", "tok/s/GPU", "$/M out", "inside", "error")  # fmt: skip
-    for item in made.pareto:
-        table.add_row(*_row(item))
-    for item in made.dominated:
-        table.add_row(*_row(item), style="dim")
-    console.print(table)
+    names = ("fleet", "GPUs", "tp", "batch", "KV", "req/s", f"TTFT {percentile}",
+             f"ITL {percentile}", "tok/s/GPU", "$/M out", "inside", "error")  # fmt: skip
+    shown = [range(len(names))] if console.width >= _WIDE else _NARROW
+    for columns in shown:
+        table = Table(*(names[at] for at in columns))
+        for items, style in ((made.pareto, ""), (made.dominated, "dim")):
+            for item in items:
+                row = _row(item)
+                table.add_row(*(row[at] for at in columns), style=style)
+        console.print(table)
     best = made.best
     verdict = "keeps the objective" if made.meets else "does not keep the objective"
     console.print(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,17 +13,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.table import Table
 
 from pigou.cli.config_options import config_command
-from pigou.cli.measurement import fleet_token, measuring_bar, stop_on_signals
+from pigou.cli.measurement import fleet_token, stop_on_signals
+from pigou.cli.progress import WorkProgress
 from pigou.config import ConfigError
 from pigou.workload.profiling.profile_config import ProfileConfig
 
 if TYPE_CHECKING:
     from pigou.sim.timing_measured import WorkerProfile
     from pigou.workload.profiling.profile import ProfileReport
-
-
-#: Seconds between two lines that tell how far it is, where there is no terminal.
-_TELL_S = 10.0
 
 
 @config_command("profile")
@@ -59,18 +55,12 @@ def _run(config: ProfileConfig) -> ProfileReport:
 
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"),
                TimeElapsedColumn())  # fmt: skip
-    with measuring_bar(*columns) as progress:
+    with WorkProgress(*columns) as progress:
         task = progress.add_task("getting ready", total=None)
 
-        shown_at = 0.0
-
         def watch(done: int, total: int, what: str, left_s: float | None) -> None:
-            nonlocal shown_at
             left = "" if left_s is None else f", about {_time(left_s)} left"
             progress.update(task, completed=done, total=total, description=what + left)
-            if progress.disable and time.monotonic() - shown_at >= _TELL_S:
-                shown_at = time.monotonic()
-                typer.echo(f"{done} of {total}: {what}{left}", err=True)
 
         async def main() -> ProfileReport:
             return await run_profile(config, watch, stop_on_signals())

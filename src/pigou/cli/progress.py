@@ -1,14 +1,16 @@
-"""Progress on stderr: the stages of a start."""
+"""Progress on stderr: the stages of a start, and a bar for long work."""
 
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from types import TracebackType
 from typing import Self
 
 from rich.console import Console
 from rich.live import Live
+from rich.progress import Progress, ProgressColumn
 from rich.spinner import Spinner
 from rich.table import Table
 
@@ -17,6 +19,43 @@ READY = "ready"
 _COMPILING = "compiling kernel"
 #: Of the kernels that are compiled, plain lines show one in so many.
 _EVERY = 10
+#: Seconds between two lines where there is no terminal.
+_LINE_EVERY_S = 10.0
+
+
+class WorkProgress(Progress):
+    """A bar on a terminal; elsewhere a line each ten seconds.
+
+    It has few refreshes: they take time from what is measured.
+    """
+
+    def __init__(self, *columns: ProgressColumn, line_every_s: float = _LINE_EVERY_S) -> None:
+        console = Console(stderr=True)
+        super().__init__(
+            *columns, console=console, disable=not console.is_terminal, transient=True,
+            refresh_per_second=2,
+        )  # fmt: skip
+        self._line_every_s = line_every_s
+        self._over = threading.Event()
+
+    def start(self) -> None:
+        """Show progress from now on."""
+        super().start()
+        if self.disable:
+            threading.Thread(target=self._print_lines, name="progress", daemon=True).start()
+
+    def stop(self) -> None:
+        """Show no more."""
+        self._over.set()
+        super().stop()
+
+    def _print_lines(self) -> None:
+        began = time.monotonic()
+        while not self._over.wait(self._line_every_s):
+            for task in self.tasks:
+                share = f" ({task.percentage:.0f}%)" if task.total else ""
+                took = time.monotonic() - began
+                print(f"[{took:6.1f} s] {task.description}{share}", file=sys.stderr, flush=True)
 
 
 class StageProgress:

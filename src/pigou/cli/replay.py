@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import msgspec
 import typer
-from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from pigou import __version__
 from pigou.cli.option_values import check_json, named
+from pigou.cli.progress import WorkProgress
 from pigou.config import ConfigError, ControlConfig
 from pigou.gateway.config import GatewayConfig
 
@@ -135,11 +135,8 @@ def _run(journal: str, other: Rival | None, meters: _Meters) -> JournalReplay:
     from pigou.workload.journal_file import lines
     from pigou.workload.journal_replay import replay_journal
 
-    console = Console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(
-        *columns, console=console, disable=not console.is_terminal, transient=True
-    ) as progress:
+    with WorkProgress(*columns) as progress:
         task = progress.add_task(journal)
         return replay_journal(
             lines(journal),

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress import BarColumn, TextColumn
 
+from pigou.cli.progress import WorkProgress
 from pigou.config import ConfigError
 from pigou.imports import require
 
@@ -58,11 +58,7 @@ def publish(page: Page, folder: Path, data: Any = None) -> None:
     """
     from pigou.report.page import write
 
-    console = Console(stderr=True)
-    columns = (BarColumn(), TextColumn("{task.description}"))
-    with Progress(
-        *columns, console=console, disable=not console.is_terminal, transient=True
-    ) as progress:
+    with WorkProgress(BarColumn(), TextColumn("{task.description}")) as progress:
         task = progress.add_task("", total=1 + sum(not figure.empty for figure in page.figures))
         written = write(
             page, folder, data, lambda name: progress.update(task, description=name, advance=1)

@@ -13,7 +13,8 @@ from pigou import logs
 from pigou.cli.config_options import config_command
 from pigou.cli.option_values import check_port
 from pigou.cli.progress import StageProgress
-from pigou.config import ConfigError, ControlConfig
+from pigou.cli.worker_options import check_workers, split_model
+from pigou.config import ConfigError, ControlConfig, check_all
 from pigou.control.planner.config import PlannerConfig
 from pigou.fleet.config import AttachedWorker, FleetError, LocalWorker, WatchConfig, WorkersConfig
 from pigou.fleet.peers.config import PeersConfig
@@ -41,22 +42,28 @@ def serve(
     worker_arguments: Annotated[
         list[str] | None,
         typer.Argument(
-            help="After `--`: further options of `pigou worker`, for every worker. Of --disk-path "
-            "and --bucket-url each takes a part of its own, named after it."
+            metavar="[MODEL]",
+            help="The model, as --model, and options of `pigou worker` for all workers. Of "
+            "--disk-path and --bucket-url each takes a part of its own, named after it.",
         ),
     ] = None,
 ) -> None:
     """Serve a model on a fleet: a gateway, and the workers behind it."""
-    check_port(gateway.host, gateway.port)
+    model, typed = split_model(worker_arguments or [])
+    if model and (fleet.model != "bundled" or fleet.model_pool):
+        raise ConfigError(f"{model!r} is given, and --model or --model-pool; give one of them")
+    if model:
+        fleet = msgspec.structs.replace(fleet, model=model)
     progress = StageProgress()
     with uncollected():
+        from pigou.fleet.costs import make_plane
         from pigou.fleet.local_workers import WorkerTemplate, threads_each
         from pigou.fleet.registry.stores import open_registry
         from pigou.fleet.serve import Serving, workers_of
         from pigou.wire.fleet_secret import FleetSecret
 
     logs.configure(log.log_format, log.level, access=log.access_log, times=False)
-    arguments = [*_worker_options(gateway, log), *(worker_arguments or [])]
+    arguments = [*_worker_options(gateway, log), *typed]
     if scaling.max_workers and not fleet.threads:  # the cores are for those that join, too
         threads = threads_each(max(sum(fleet.counts), scaling.max_workers))
         fleet = msgspec.structs.replace(fleet, threads=threads)
@@ -64,6 +71,13 @@ def serve(
     templates = WorkerTemplate.of_models(fleet, arguments)
     gateway = msgspec.structs.replace(
         gateway, strict=not (fleet.attach or fleet.registry), gpu=_gpu(gateway, fleet)
+    )
+    started = [worker for worker in workers if isinstance(worker, LocalWorker)]
+    check_all(
+        lambda: check_workers(started if fleet.ray is None else []),
+        lambda: make_plane(control, gateway),
+        lambda: scaling.objectives,
+        lambda: check_port(gateway.host, gateway.port),
     )
     try:
         secret = FleetSecret.given(fleet.fleet_secret_file)

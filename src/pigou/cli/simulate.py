@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from pigou.cli.config_options import Override, config_command
 from pigou.cli.option_values import check_json, write_json
+from pigou.cli.progress import WorkProgress
 from pigou.config import ConfigError, ControlConfig
 from pigou.config_option import Option
 from pigou.imports import require
@@ -173,12 +174,8 @@ def _check_link(fleet: FleetConfig, model: str) -> None:
 def _run(simulation: Simulation) -> SimulationResult:
     from pigou.sim.virtual_clock import EPOCH
 
-    console = Console(stderr=True)
     columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(
-        *columns, console=console, disable=not console.is_terminal, transient=True,
-        refresh_per_second=2,
-    ) as progress:  # fmt: skip
+    with WorkProgress(*columns) as progress:
         total = simulation.client.expected
         task = progress.add_task("", total=total)
 

@@ -12,8 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 from pigou.cli.config_options import Override, config_command
-from pigou.cli.measurement import fleet_token, measuring_bar, stop_on_signals
+from pigou.cli.measurement import fleet_token, stop_on_signals
 from pigou.cli.option_values import write_json
+from pigou.cli.progress import WorkProgress
 from pigou.config import ConfigError
 from pigou.sim.setup import Setup
 from pigou.sim.sweep_config import SweepConfig
@@ -65,7 +66,7 @@ def sweep(
         raise ConfigError(f"--out is {str(file)!r}; name a .json file in a folder that exists")
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"),
                TimeElapsedColumn())  # fmt: skip
-    with measuring_bar(*columns) as progress:
+    with WorkProgress(*columns) as progress:
         task = progress.add_task("", total=None)
 
         def watch(done: int, total: int, what: str) -> None:

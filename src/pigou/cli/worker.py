@@ -29,6 +29,9 @@ def worker(config: WorkerConfig, registration: RegistrationConfig, pulling: Pull
     check_port(config.host, config.port)
     if not config.sleeps:
         require("worker", "a worker that computes")
+    from pigou.worker.preflight import check_worker
+
+    check_worker(config)
     with uncollected():
         from pigou.worker.process import run
 

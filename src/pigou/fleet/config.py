@@ -143,7 +143,7 @@ class WorkersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         str,
         option(
             "Registry whose workers are used: file:///FOLDER, etcd://HOST:PORT/PREFIX, "
-            "nats://HOST:PORT/BUCKET or k8s://NAMESPACE?selector=LABELS.",
+            "nats://HOST:PORT[/BUCKET] or k8s://NAMESPACE?selector=LABELS.",
             _GROUP,
         ),
     ] = ""

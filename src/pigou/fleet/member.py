@@ -299,7 +299,9 @@ class FleetMember(ABC):
 
     def _say(self, state: str, note: str) -> None:
         if note:
-            _log.warning("%s is %s: %s", self.id, state, note)
+            # The last words of a worker that ends the start are in the error of the fleet.
+            shown = note.partition("\n")[0] if state == "stopped" else note
+            _log.warning("%s is %s: %s", self.id, state, shown)
             self._row.last_end = note
         before = self.state
         self._row.state, self._row.note = state, note

@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from pigou.models import ModelError
+from pigou.models import ModelError, model_folder
 
 log = logging.getLogger(__name__)
 
@@ -160,12 +160,9 @@ def find_model(model: str | Path) -> Path:
     Raises:
         ModelError: neither a folder nor a hub id that can be had.
     """
-    folder = Path(model)
-    if folder.is_dir():
+    if (folder := model_folder(model)) is not None:
         return folder
     name = str(model)
-    if name.count("/") > 1 or name.startswith((".", "/", "~")) or folder.exists():
-        raise ModelError(f"model {name!r} is no folder; give a folder or a Hugging Face hub id")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 

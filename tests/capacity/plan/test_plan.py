@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +31,25 @@ def run(*options: str) -> int:
 
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
-    """Return the figures of a small plan, and the folder with its files."""
+    """Return the figures of a small plan, and the folder with its files and what it prints."""
     folder = tmp_path_factory.mktemp("plan")
     file = folder / "plan.json"
-    code = run("--workload", "mix=0.8:256/32,0.2:1024/64,rate=8", "--gpus", "H100:2",
-               "--prices", "H100=2.5", "--slo", "ttft=0.5,itl=0.05", "--json", str(file),
-               "--out", str(folder / "files"), "--check")  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as printed:
+        patch.setenv("COLUMNS", "80")
+        code = run("--workload", "mix=0.8:256/32,0.2:1024/64,rate=8", "--gpus", "H100:2",
+                   "--prices", "H100=2.5", "--slo", "ttft=0.5,itl=0.05", "--json", str(file),
+                   "--out", str(folder / "files"), "--check")  # fmt: skip
     assert code == 0
+    (folder / "printed").write_text(printed.getvalue())
     return json.loads(file.read_text()), folder / "files"
+
+
+def test_a_plan_reads_on_eighty_columns(planned: tuple[dict[str, Any], Path]) -> None:
+    lines = (planned[1].parent / "printed").read_text().splitlines()
+    assert max(len(line) for line in lines if "Written" not in line) <= 80
+    assert "…" not in "".join(lines)
+    shown = "".join(lines)
+    assert all(name in shown for name in ("TTFT p95", "$/M out", "tok/s/GPU", "error", "batch"))
 
 
 def test_the_cheapest_fleet_that_keeps_the_objective_is_recommended(

@@ -23,7 +23,7 @@ SECRET = FleetSecret("s" * 32)
 @pytest.mark.parametrize(
     "url",
     [
-        "", "nats", "http://h:1/x", "file://host/folder", "file://", "nats://h:4222",
+        "", "nats", "http://h:1/x", "file://host/folder", "file://",
         "nats://h:4222/a/b", "nats://h:4222/b?x=1", "etcd://h:none/b", "etcd://", "k8s://",
         "etcd://h/b?ca=x",
         "k8s://ns/path?api=http://h", "k8s://ns?colour=red&api=http://h",
@@ -49,7 +49,7 @@ def test_a_backend_whose_client_is_missing_names_its_extra(
     scheme: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(imports, "_is_there", lambda _: False)
-    with pytest.raises(ConfigError, match=rf"pigou\[{scheme}\]"):
+    with pytest.raises(ConfigError, match=rf"\.\[{scheme}\]"):
         open_store(f"{scheme}://127.0.0.1:1/workers")
 
 
@@ -60,6 +60,7 @@ def test_a_registry_that_other_machines_reach_needs_a_secret(host: str) -> None:
         open_registry(f"nats://{host}:4222/workers")
     open_registry(f"nats://{host}:4222/workers", SECRET)
     open_registry("nats://127.0.0.1:4222/workers")
+    open_registry("nats://127.0.0.1:4222")  # the bucket has a default
 
 
 def test_a_key_leaves_no_folder(tmp_path: Path) -> None:

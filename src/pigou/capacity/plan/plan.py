@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 
 import msgspec
 
@@ -16,13 +17,15 @@ from pigou.capacity.plan.demand import Demand
 from pigou.capacity.plan.search_space import NEAR, Candidate, candidates
 from pigou.capacity.plan.shadow_prices import shadow_prices
 from pigou.capacity.plan.tier_use import TierUse, tier_use
-from pigou.capacity.plan.trial import Trial, run_trials, trial_figures
+from pigou.capacity.plan.trial import Trial, TrialFigures, run_trials, trial_figures
 from pigou.config import ConfigError
 from pigou.control.planner.objectives import Slo
 from pigou.sim.architecture import Architecture
 from pigou.sim.network import LinkConfig
 from pigou.sim.setup import Setup, TierConfig
 
+#: Called with a stage, and the done of all simulations within it; 0 of 0 without any.
+Watch = Callable[[str, int, int], None]
 #: Configurations that the first, short simulations compare for each that is asked for.
 _FIRST_ROUND = 2
 #: Sizes of the pools of the same kinds of workers among them, where there are others.
@@ -131,7 +134,7 @@ def make_plan(
     demand: Demand,
     model: Architecture,
     pool: ProcessPoolExecutor | None = None,
-    watch: Callable[[str], None] = lambda _: None,
+    watch: Watch = lambda *_: None,
 ) -> CapacityPlan:
     """Make a plan.
 
@@ -140,7 +143,7 @@ def make_plan(
         demand: the workload.
         model: its architecture.
         pool: of processes that simulate; None for this one.
-        watch: is told what is under way.
+        watch: called with the stage, and how many of its simulations are done.
 
     Raises:
         ConfigError: no configuration holds the model, or none can be inside the objective.
@@ -148,7 +151,7 @@ def make_plan(
     began = time.perf_counter()
     link = LinkConfig()
     analysis = Analysis(model, demand, request.slo, link, request.usd_per_hour)
-    watch("analysing configurations")
+    watch("analysing configurations", 0, 0)
     seen = candidates(analysis, model, request.gpus, request.kv_dtypes)
     if not seen:
         raise ConfigError(
@@ -173,6 +176,7 @@ def make_plan(
         planned += _simulated(request, analysis, ranked, pool, watch)
         planned.sort(key=lambda item: _merit(analysis, item.figures))
     planned = planned[: max(request.top, 1)]
+    watch("pricing GPUs, latencies and hits", 0, 0)
     front, dominated = _front(planned)
     best = planned[0]
     attained = best.figures.attained
@@ -244,7 +248,7 @@ def _simulated(
     analysis: Analysis,
     ranked: Sequence[Candidate],
     pool: ProcessPoolExecutor | None,
-    watch: Callable[[str], None],
+    watch: Watch,
 ) -> list[PlannedConfiguration]:
     """Simulate the best by successive halving; return the last ones, best first."""
     rate = analysis.demand.rate_rps
@@ -252,12 +256,12 @@ def _simulated(
         (candidate, rate or candidate.limit_rps)
         for candidate in _diverse(ranked, _FIRST_ROUND * request.top)
     ]
-    watch(f"simulating {len(entrants)} of {len(ranked)}")
-    short = _round(request, analysis, entrants, _SHORT_REQUESTS, pool)
+    report = partial(watch, f"simulating {len(entrants)} of {len(ranked)}")
+    short = _round(request, analysis, entrants, _SHORT_REQUESTS, pool, report)
     short.sort(key=lambda item: _merit(analysis, item[1]))
     finalists = [(candidate, figures.rate_rps) for candidate, figures in short[: request.top]]
-    watch(f"simulating {len(finalists)} at length")
-    final = _round(request, analysis, finalists, LONG_REQUESTS, pool)
+    report = partial(watch, f"simulating {len(finalists)} at length")
+    final = _round(request, analysis, finalists, LONG_REQUESTS, pool, report)
     for _ in range(_RATES if not rate else 0):
         failing = [
             (candidate, figures.rate_rps * (1.0 - _STEP))
@@ -266,8 +270,8 @@ def _simulated(
         ]
         if not failing:
             break
-        watch(f"simulating {len(failing)} at a lower rate")
-        again = dict(_round(request, analysis, failing, LONG_REQUESTS, pool))
+        report = partial(watch, f"simulating {len(failing)} at a lower rate")
+        again = dict(_round(request, analysis, failing, LONG_REQUESTS, pool, report))
         final = [(candidate, again.get(candidate, figures)) for candidate, figures in final]
     final.sort(key=lambda item: _merit(analysis, item[1]))
     return [
@@ -308,10 +312,15 @@ def _round(
     entrants: Sequence[tuple[Candidate, float]],
     requests: int,
     pool: ProcessPoolExecutor | None,
+    watch: Callable[[int, int], None],
 ) -> list[tuple[Candidate, LoadFigures]]:
     """Simulate each entrant at its rate."""
     trials = [make_trial(request, analysis, *entrant, requests) for entrant in entrants]
-    done = run_trials(trials, analysis.slo, pool)
+    watch(0, len(trials))
+    done = list[TrialFigures]()
+    for figures in run_trials(trials, analysis.slo, pool):
+        done.append(figures)
+        watch(len(done), len(trials))
     return [
         (candidate, trial_figures(analysis, trial, seen))
         for (candidate, _), trial, seen in zip(entrants, trials, done, strict=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
@@ -84,9 +84,9 @@ def warm_up() -> None:
 
 def run_trials(
     trials: Sequence[Trial], slo: Slo, pool: ProcessPoolExecutor | None
-) -> list[TrialFigures]:
-    """Run simulations, in the processes of a pool where there is one; return all, in order."""
-    return list((map if pool is None else pool.map)(run_trial, trials, [slo] * len(trials)))
+) -> Iterator[TrialFigures]:
+    """Run simulations, in the processes of a pool where there is one; yield all, in order."""
+    return iter((map if pool is None else pool.map)(run_trial, trials, [slo] * len(trials)))
 
 
 def run_trial(trial: Trial, slo: Slo) -> TrialFigures:

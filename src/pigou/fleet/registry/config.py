@@ -28,7 +28,7 @@ class RegistrationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True
         str,
         option(
             "Registry that gateways find this worker in: file:///FOLDER, etcd://HOST:PORT/PREFIX, "
-            "nats://HOST:PORT/BUCKET or k8s://NAMESPACE?selector=LABELS.",
+            "nats://HOST:PORT[/BUCKET] or k8s://NAMESPACE?selector=LABELS.",
             _GROUP,
         ),
     ] = ""

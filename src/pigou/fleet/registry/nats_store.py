@@ -23,6 +23,7 @@ from pigou.fleet.registry.entry import MAX_RECORD, NO_WORKER, WORKER_NAME
 from pigou.fleet.registry.record_store import Record, RegistryUnavailable, WriteConflict
 
 _BUCKET = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_DEFAULT_BUCKET = "pigou"
 #: Error codes of the server: the last sequence is not the expected one.
 _WRONG_SEQUENCE = (10071, 10164)
 #: Seconds for an answer, and for which the mark of a deletion stays.
@@ -54,12 +55,12 @@ class NatsStore:
 
     @classmethod
     def of(cls, parts: SplitResult) -> Self:
-        """Return the store of `nats://[USER:PASSWORD@]HOST:PORT/BUCKET`, or `tls://`.
+        """Return the store of `nats://[USER:PASSWORD@]HOST:PORT[/BUCKET]`, or `tls://`.
 
         Raises:
-            ConfigError: it names no bucket, or cannot be honoured.
+            ConfigError: it names no bucket of NATS, or cannot be honoured.
         """
-        bucket = parts.path.strip("/")
+        bucket = parts.path.strip("/") or _DEFAULT_BUCKET
         if not _BUCKET.fullmatch(bucket):
             raise ConfigError(
                 f"registry: {bucket!r} is no bucket of NATS; write nats://HOST:PORT/BUCKET with "

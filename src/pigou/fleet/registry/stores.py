@@ -15,8 +15,8 @@ from pigou.wire.fleet_secret import FleetSecret
 
 #: Forms of the URL, for messages.
 FORMS = (
-    "memory://NAME, file:///FOLDER, etcd://HOST:PORT/PREFIX, nats://HOST:PORT/BUCKET (or tls://), "
-    "or k8s://NAMESPACE?selector=LABELS"
+    "memory://NAME, file:///FOLDER, etcd://HOST:PORT/PREFIX, nats://HOST:PORT[/BUCKET] "
+    "(or tls://), or k8s://NAMESPACE?selector=LABELS"
 )
 #: Scheme -> extra that its client is in.
 _EXTRAS = {"etcd": "etcd", "nats": "nats", "tls": "nats"}

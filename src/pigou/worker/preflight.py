@@ -1,0 +1,75 @@
+"""Checks a worker's configuration before a process starts: model and device, without torch."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from ctypes.util import find_library
+
+from pigou.config import ConfigError, check_all
+from pigou.models import ModelError, model_folder
+from pigou.worker.config import WorkerConfig
+
+#: Drivers that torch's `cuda` devices need, one of which a machine with GPUs has.
+_DRIVERS = ("cuda", "amdhip64")
+_WEIGHTS = (".safetensors", ".bin", ".pth")
+_CUDA_DEVICE = re.compile(r"cuda(?::(\d+))?")
+
+
+def check_worker(config: WorkerConfig) -> None:
+    """Refuse a worker whose model or device cannot be had; loads neither.
+
+    Raises:
+        ConfigError: one line for each that is wrong.
+    """
+    if config.sleeps:
+        return
+    check_all(lambda: _check_model(config.model), lambda: _check_device(config.device))
+
+
+def _check_model(model: str) -> None:
+    """Refuse a folder without configuration or weights; a hub id is asked for when it loads."""
+    if model == "bundled":
+        return
+    try:
+        folder = model_folder(model)
+    except ModelError as error:
+        raise ConfigError(str(error)) from None
+    if folder is None:
+        return
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"model is {model!r}, a folder without config.json; give one in Hugging Face's format"
+        )
+    if not any(path.suffix in _WEIGHTS for path in folder.iterdir()):
+        raise ConfigError(
+            f"model is {model!r}, a folder without weights (*.safetensors); download them, too"
+        )
+
+
+def _check_device(device: str) -> None:
+    if device == "cpu":
+        return
+    match = _CUDA_DEVICE.fullmatch(device)
+    if match is None:
+        raise ConfigError(f"device is {device!r}; give cpu, cuda or cuda:N")
+    if not any(find_library(name) for name in _DRIVERS):
+        raise ConfigError(f"device is {device!r}, and this machine has no CUDA driver; give cpu")
+    count = _cuda_devices()
+    if count is not None and int(match[1] or 0) >= count:
+        raise ConfigError(
+            f"device is {device!r}, and CUDA has {count} devices here; give cpu, or cuda:N with N "
+            f"below {count}"
+        )
+
+
+def _cuda_devices() -> int | None:
+    """Return how many devices CUDA shows, by CUDA_VISIBLE_DEVICES too; None if not known."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    count = ctypes.c_int()
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
+        return 0
+    return count.value
