@@ -60,9 +60,12 @@ class Cluster:
                 version = item["metadata"]["labels"].get(DEPLOYMENT_VERSION)
                 if version and not workers:
                     continue
-                ready = 0 if version in self.stuck else item["spec"]["replicas"]
-                if (item.get("status") or {}).get("availableReplicas", -1) != ready:
-                    self.store.put({**item, "status": {"availableReplicas": ready}})
+                generation, replicas = item["metadata"]["generation"], item["spec"]["replicas"]
+                ready = 0 if version in self.stuck else replicas
+                status = {"availableReplicas": ready, "updatedReplicas": replicas,
+                          "observedGeneration": generation}  # fmt: skip
+                if item.get("status") != status:
+                    self.store.put({**item, "status": status})
             await asyncio.sleep(0.005)
 
     def _note(self) -> None:

@@ -139,6 +139,14 @@ async def test_a_write_that_the_server_refuses_is_told_in_the_status() -> None:
         cluster.store.put(fleet(pool("both", 1, priorityClassName="no-such-class")))
         await until(lambda: cluster.condition()["reason"] == "WriteRefused")
         assert "no PriorityClass" in cluster.condition()["message"]
+        elsewhere = fleet(pool("both", None, minReplicas=1, maxReplicas=1), name="a-b", gateway={})
+        same = fleet(pool("both", None, minReplicas=1, maxReplicas=1), name="a")
+        same["spec"]["models"][0]["name"] = "b-m"
+        cluster.store.put(elsewhere)
+        await until(lambda: cluster.condition("a-b")["status"] == "True")
+        cluster.store.put(same)
+        await until(lambda: cluster.condition("a")["reason"] == "WriteRefused")
+        assert "PigouPool a-b-m-both" in cluster.condition("a")["message"]
         cluster.store.put(fleet(pool("both", 1)))
         await until(cluster.ready)
 

@@ -95,7 +95,8 @@ def made(body: Manifest, **fields: Any) -> dict[str, Manifest]:
         if write.verb == "create" and "labels" in write.manifest["metadata"]:
             part = write.manifest["metadata"]["labels"].get("pigou.dev/part")
             if "template" in str(write.manifest["spec"]).lower():
-                workloads[part] = write.manifest | {"status": {"availableReplicas": 9}}
+                workloads[part] = write.manifest | {
+                    "status": {"availableReplicas": 9, "updatedReplicas": 9}}  # fmt: skip
     return workloads
 
 

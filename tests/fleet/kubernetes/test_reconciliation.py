@@ -101,7 +101,7 @@ def test_a_leftover_of_any_version_or_model_goes() -> None:
     first = reconcile(observed(body))
     workloads = made(first, "Deployment")
     for workload in workloads:
-        workload["status"] = {"readyReplicas": 1, "availableReplicas": 1}
+        workload["status"] = {"readyReplicas": 1, "availableReplicas": 1, "updatedReplicas": 1}
     stray = reconcile(observed(fleet(pool("both", 1), model="older")))
     leftover = made(stray, "Deployment")[1]
     other = reconcile(observed(body | {"spec": {"models": [
@@ -112,6 +112,28 @@ def test_a_leftover_of_any_version_or_model_goes() -> None:
     assert deleted == {leftover["metadata"]["name"], removed["metadata"]["name"]}
     done = reconcile(observed(body, workloads=workloads, services=made(first, "Service")))
     assert (done.writes, done.status["conditions"][0]["status"]) == ((), "True")
+
+
+def test_a_gateway_is_ready_once_its_pods_are_of_its_template() -> None:
+    body = fleet(pool("both", 1))
+    first = reconcile(observed(body))
+    workloads, services = made(first, "Deployment"), made(first, "Service")
+    whole = {"availableReplicas": 1, "updatedReplicas": 1, "observedGeneration": 2}
+    for workload in workloads:
+        workload["status"], workload["metadata"]["generation"] = dict(whole), 2
+
+    def reason(body: Manifest) -> str:
+        changes = reconcile(observed(body, workloads=workloads, services=services))
+        return str(changes.status["conditions"][0]["reason"])
+
+    assert reason(body) == "Ready"
+    other = fleet(pool("both", 1), gateway={"image": "broken"})
+    assert reason(other) == "WaitingForGateway"  # it is only written now
+    gateway = workloads[0]
+    gateway["status"]["observedGeneration"] = 1
+    assert reason(body) == "WaitingForGateway"  # nobody has looked at it yet
+    gateway["status"] = whole | {"updatedReplicas": 0}
+    assert reason(body) == "WaitingForGateway"  # the old pod serves, the new one does not
 
 
 def test_a_worker_counts_once_gateways_can_know_it() -> None:

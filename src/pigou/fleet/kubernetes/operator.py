@@ -85,7 +85,8 @@ class FleetOperator:
             for write in changes.writes:
                 await self._write(write)
         except KubernetesError as error:
-            if error.code not in _REFUSED:
+            taken = error.code == 409 and write.verb == "create"  # by another fleet's object
+            if error.code not in _REFUSED and not taken:
                 raise
             manifest = write.manifest
             what = f"{write.verb} {manifest['kind']} {manifest['metadata']['name']}"

@@ -321,7 +321,8 @@ class _Round:
             reason = unready[0][1].reason
             message = "; ".join(f"{name}: {step.message}" for name, step in unready)
             return _status(self._observed, False, reason, message, self._models)
-        if not all(_ready(w) >= _replicas(w) for w in gateway) or not gateway:
+        changed = any(w.verb == "replace" for w in self._writes)
+        if changed or not gateway or not all(map(_rolled, gateway)):
             message = "the gateway is not ready yet"
             return _status(self._observed, False, "WaitingForGateway", message, self._models)
         return _status(self._observed, True, "Ready", "", self._models)
@@ -374,6 +375,13 @@ def _ready(workload: Manifest) -> int:
     counted = "readyReplicas" if workload["kind"] == "LeaderWorkerSet" else "availableReplicas"
     ready = (workload.get("status") or {}).get(counted, 0)
     return int(min(ready, _replicas(workload)))
+
+
+def _rolled(deployment: Manifest) -> bool:
+    """Whether all pods of a Deployment are ready and of its template as it is now."""
+    status, replicas = deployment.get("status") or {}, _replicas(deployment)
+    known = status.get("observedGeneration", 0) >= deployment["metadata"].get("generation", 0)
+    return known and min(status.get("updatedReplicas", 0), _ready(deployment)) >= replicas
 
 
 def _replicas(workload: Manifest) -> int:
