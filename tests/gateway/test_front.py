@@ -328,13 +328,33 @@ async def test_every_reply_tells_the_clients_request_id_again(given: str) -> Non
         assert [seen.request_id for seen in fleet.stubs["a"].seen] == [given, given]
 
 
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /health", b"GET /", b"GET /metrics", b"GET /nowhere", b"GET /v1/nowhere",
+        b"GET /v1/completions", b"OPTIONS /v1/models", b"POST /v1/completions", b"GET /decisions/x",
+        b"POST /tokenize", b"not http",
+    ],
+)  # fmt: skip
+async def test_a_reply_without_an_id_from_its_client_has_one_all_the_same(head: bytes) -> None:
+    async with serving(Stub("a"), host="127.0.0.1") as fleet:
+        answer = await raw(
+            fleet, head + b" HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+            b"connection: close\r\ncontent-length: 2\r\n\r\n{}",
+        )  # fmt: skip
+        lines = answer.partition(b"\r\n\r\n")[0].lower().split(b"\r\n")
+        ids = [line for line in lines if line.startswith(b"x-request-id: ")]
+        assert len(ids) == 1, answer
+        assert len(ids[0]) > len(b"x-request-id: ")
+
+
 @pytest.mark.parametrize("given", ["a b", "x" * 257, "\u00e9"])
 async def test_what_is_no_request_id_is_refused_and_not_told_again(given: str) -> None:
     async with serving(Stub("a")) as fleet:
         for body, headers in (({"request_id": given}, {}), ({}, {"x-request-id": given})):
             status, answer, told = await post(fleet, TEXT, {"prompt": "x"} | body, headers)
             assert (status, answer["error"]["param"]) == (400, "request_id")
-            assert "x-request-id" not in told
+            assert told["x-request-id"] not in ("", given)
 
 
 async def test_bodies_and_headers_have_limits() -> None:

@@ -129,10 +129,23 @@ async def test_without_a_valid_traceparent_a_request_begins_a_trace(
     assert trace.context.trace_id in fleet.stubs["a"].seen[0].headers["traceparent"]
 
 
-async def test_without_a_tracer_workers_get_no_traceparent() -> None:
+@pytest.mark.parametrize("stream", [False, True])
+async def test_without_a_tracer_the_clients_trace_headers_are_passed_on(stream: bool) -> None:
+    stubs = [Stub("p", Role.PREFILL), Stub("d", Role.DECODE)]
+    async with serving(*stubs) as fleet:
+        assert await ask(fleet, CHAT, PARENT, stream=stream) == 200
+        assert await ask(fleet, TEXT, PARENT, stream=stream, n=2) == 200
+        seen = [each.headers for stub in stubs for each in stub.seen]
+        assert len(seen) >= 4
+        assert [PARENT.items() <= headers.items() for headers in seen] == [True] * len(seen)
+        broken = {"traceparent": "00-" + "0" * 32 + "-1-01", "tracestate": "vendor=1"}
+        assert await ask(fleet, CHAT, broken, stream=stream) == 200
+        assert not {"traceparent", "tracestate"} & stubs[1].seen[-1].headers.keys()
+
+
+async def test_without_a_tracer_there_are_no_traces() -> None:
     async with serving(Stub("a")) as fleet:
         assert await ask(fleet) == 200
-        assert "traceparent" not in fleet.stubs["a"].seen[0].headers
         assert (await get(fleet, "/traces"))[1] == {"tracing": False, "traces": []}
         status, body = await get(fleet, f"/traces/{TRACE}")
         assert (status, "--otlp-traces-endpoint" in body["error"]["message"]) == (404, True)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from types import FrameType
 from typing import Any
 
 import aiohttp
@@ -29,7 +31,8 @@ from pigou.gateway.sse_writer import SSEWriter
 from pigou.gateway.status_api import FleetStatus
 from pigou.gateway.upstream import Engine
 from pigou.request import Role, Worker
-from pigou.wire import kv_event_decoding, kv_event_slices, sse
+from pigou.wire import byte_budget, kv_event_decoding, kv_event_slices, sse
+from pigou.wire.byte_budget import ByteReservation
 from pigou.wire.kv_event_decoding import EventError, decode_batch
 from pigou.wire.kv_event_slices import event_slices
 
@@ -348,8 +351,8 @@ TOKEN = json.dumps(
 ).encode()
 
 
-async def ask(url: str, *, stream: bool) -> tuple[int, bytes]:
-    body = {"prompt": "a", "max_tokens": 4, "stream": stream}
+async def ask(url: str, *, stream: bool, max_tokens: int = 4) -> tuple[int, bytes]:
+    body = {"prompt": "a", "max_tokens": max_tokens, "stream": stream}
     timeout = aiohttp.ClientTimeout(total=20)
     async with (
         aiohttp.ClientSession(timeout=timeout) as session,
@@ -403,6 +406,100 @@ async def test_a_reply_without_end_is_given_up(
         assert found == 502
 
 
+@pytest.mark.parametrize("length", [2**30, 2**27 + 1])
+async def test_a_reply_too_long_by_its_head_is_refused_before_its_body(length: int) -> None:
+    never = asyncio.Event()
+    async with front(lambda _: [JSON + b"content-length: %d\r\n\r\n" % length, never]) as (url, _):
+        assert (await ask(url, stream=False))[0] == 502
+        never.set()
+
+
+async def test_what_replies_hold_is_bounded_in_sum_and_given_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(byte_budget.REPLIES, "limit", 2**22)
+    peaks: list[int] = []
+    grow = ByteReservation.grow
+
+    def measured(self: ByteReservation, size: int) -> None:
+        grow(self, size)
+        peaks.append(byte_budget.REPLIES.used)
+
+    monkeypatch.setattr(ByteReservation, "grow", measured)
+    block = b"10000\r\n" + b" " * 65_536 + b"\r\n"
+    head = JSON + b"transfer-encoding: chunked\r\n\r\n"
+    async with front(lambda _: [head, *[block] * 64]) as (url, _):
+        answers = await asyncio.gather(*(ask(url, stream=False) for _ in range(8)))
+        assert {status for status, _ in answers} == {502}
+        assert 2**21 < max(peaks) <= 2**22
+        gc.collect()
+        assert byte_budget.REPLIES.used == 0
+
+
+async def test_nothing_of_a_failed_reply_lives_on_in_its_errors() -> None:
+    body = b'{"choices":"' + b"a" * 2**20 + b'"}'
+    pieces = [JSON + b"content-length: %d\r\n\r\n" % len(body), body]
+    gc.collect()
+    gc.disable()
+    try:
+        async with front(lambda _: pieces) as (url, _):
+            assert (await ask(url, stream=False))[0] == 502
+            del body, pieces[:]
+            frames = [each for each in gc.get_objects() if isinstance(each, FrameType)]
+            kept = [(frame.f_code.co_qualname, name) for frame in frames
+                    for name, value in frame.f_locals.items()
+                    if isinstance(value, bytes | bytearray) and len(value) > 2**18]  # fmt: skip
+            assert kept == []
+    finally:
+        gc.enable()
+
+
+def tokens(count: int, start: int = 0) -> bytes:
+    ids = list(range(1000 + start, 1000 + start + count))
+    choice = {"index": 0, "text": "t" * count, "token_ids": ids, "finish_reason": None}
+    body = {"id": "a", "created": 1, "model": "m", "choices": [choice]}
+    return chunk(json.dumps(body, separators=(",", ":")).encode())
+
+
+@pytest.mark.parametrize(
+    ("pieces", "shown", "end"),
+    [
+        ([tokens(1, i) for i in range(400)], 4, b'"finish_reason":"length"'),
+        ([tokens(3), tokens(397, 3)], 1, b'"error"'),
+        ([chunk(TOKEN)] * 400, 6, b'"error"'),
+    ],
+    ids=["one-by-one", "in-two", "without-ids"],
+)
+async def test_tokens_beyond_those_asked_for_reach_no_client(
+    pieces: list[bytes], shown: int, end: bytes
+) -> None:
+    async with front(lambda _: [HEAD, *pieces]) as (url, _):
+        status, body = await ask(url, stream=True)
+        events = [line for line in body.split(b"\n") if b'"text"' in line]
+        texts = [event for event in events if b'"text":""' not in event]
+        assert (status, len(texts)) == (200, shown), body[-500:]
+        assert end in body
+        assert body.endswith(b"data: [DONE]\n\n")
+
+
+async def test_a_whole_reply_of_more_tokens_than_asked_for_is_refused() -> None:
+    body = b'{"choices":[{"text":"t"}],"usage":{"prompt_tokens":1,"completion_tokens":400}}'
+    pieces = [JSON + b"content-length: %d\r\n\r\n" % len(body), body]
+    async with front(lambda _: pieces) as (url, _):
+        assert (await ask(url, stream=False, max_tokens=8))[0] == 502
+        assert (await ask(url, stream=False, max_tokens=400))[0] == 200
+
+
+@pytest.mark.parametrize("break_", [b"\ndata: ", b"\rdata:", b"\r\ndata: "])
+async def test_a_line_break_within_an_event_s_data_reaches_no_client(break_: bytes) -> None:
+    payload = TOKEN.replace(b'"choices"', break_ + b'"choices"')
+    async with front(lambda _: [HEAD, chunk(TOKEN), chunk(payload)]) as (url, _):
+        status, body = await ask(url, stream=True)
+        assert status == 200
+        assert b"line break" in body
+        assert all(line.startswith(b"data: ") for line in body.split(b"\n") if line)
+
+
 @pytest.mark.parametrize("begun", [False, True])
 async def test_an_event_without_end_ends_in_an_error(
     begun: bool, monkeypatch: pytest.MonkeyPatch
@@ -432,7 +529,7 @@ async def test_an_event_without_a_token_before_each_token_is_no_fault() -> None:
     one = b"8\r\n: ping\n\n\r\n" + chunk(TOKEN)
     pieces = [HEAD, *[one * 100] * 50, b"%x\r\n%b\r\n0\r\n\r\n" % (len(done), done)]
     async with front(lambda _: pieces) as (url, _):
-        status, body = await ask(url, stream=True)
+        status, body = await ask(url, stream=True, max_tokens=5000)
         assert status == 200
         assert body.count(b'"text"') == 5000
         assert body.endswith(done)

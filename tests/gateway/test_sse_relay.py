@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import pytest
@@ -18,6 +17,11 @@ from pigou.wire.sse import DONE, frame
 texts = st.text(max_size=6) | st.sampled_from(
     ['"token_ids":[1]', "\n\n", "data: x", "\\", '"error":{}', "]", "\r\n"]
 )
+
+
+def call(wants_ids: bool = True, **changes: Any) -> GatewayRequest:
+    fields = {"chat": False, "stream": True, "body": {}, "prompt": 1, "max_tokens": 9} | changes
+    return GatewayRequest(id="a", wire_id="a", wants_ids=wants_ids, **fields)
 
 
 @st.composite
@@ -48,9 +52,7 @@ def encode(body: dict[str, Any], spaced: bool) -> bytes:
 
 
 def relayed(parts: list[bytes], stock: bool, wants_ids: bool) -> tuple[bytes, Relay]:
-    relay = Relay(
-        cast(GatewayRequest, SimpleNamespace(single=True, wants_ids=wants_ids, cached=None))
-    )
+    relay = Relay(call(wants_ids))
     relay.begin(stock=stock, mapped=False)
     return b"".join(relay.feed(part) for part in parts), relay
 
@@ -128,9 +130,7 @@ def cut(stream: bytes, places: set[int]) -> list[bytes]:
 
 def until_failed(parts: list[bytes], stock: bool, wants_ids: bool) -> tuple[object, ...]:
     """What a client and the gateway know after these parts, or those before one that fails."""
-    relay = Relay(
-        cast(GatewayRequest, SimpleNamespace(single=True, wants_ids=wants_ids, cached=None))
-    )
+    relay = Relay(call(wants_ids))
     relay.begin(stock=stock, mapped=False)
     got = b""
     for part in parts:
@@ -176,7 +176,7 @@ def test_tokens_that_come_alone_are_not_parsed(
         body = f'{{"id":"a","choices":[{{"index":0,{shown},"finish_reason":{finish},"token_ids":'
         return frame(f"{body}[{token}]}}]}}".encode())
 
-    relay = Relay(cast(GatewayRequest, SimpleNamespace(single=True, wants_ids=True, cached=None)))
+    relay = Relay(call())
     relay.begin(stock=stock, mapped=False)
     relay.feed(event(" a", 1))
     relay.feed(event(" b", 2))

@@ -51,6 +51,14 @@ class Fleet:
         children = self.process.children(recursive=True)
         return {child.pid for child in children if "worker" in child.cmdline()}
 
+    def memory(self) -> int:
+        """Return the most memory that the gateway had since the last call, in bytes."""
+        pid = self.process.pid
+        status = Path(f"/proc/{pid}/status").read_text()
+        peak = int(status.partition("VmHWM:")[2].split()[0]) * 1024
+        Path(f"/proc/{pid}/clear_refs").write_text("5")  # resets the peak (proc(5))
+        return peak
+
     async def view(self) -> dict[str, Any]:
         """Return `/workers`."""
         headers = {"authorization": f"Bearer {self.admin}"}

@@ -45,6 +45,12 @@ def token(index: int, last: bool = False) -> bytes:
     return chunk(json.dumps(body | {"choices": [choice]}).encode())
 
 
+def _completed(ids: list[int] | None) -> bytes:
+    """Return a completion's chunk with these tokens."""
+    choice = {"index": 0, "text": "x", "token_ids": ids, "finish_reason": None}
+    return json.dumps({"id": "x", "created": 1, "model": "stub", "choices": [choice]}).encode()
+
+
 def endless(block: bytes) -> Iterator[bytes]:
     """Yield a block until it has gone on for `ENDLESS_S`."""
     end = time.monotonic() + ENDLESS_S
@@ -55,6 +61,16 @@ def endless(block: bytes) -> Iterator[bytes]:
 DEEP_EVENT = chunk(b'{"choices":[],"x":' + DEEP + b"}")
 DEEP_REPLY = b'{"choices":[],"x":' + DEEP + b"}"
 TOKEN = token(0)
+DONE = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
+MANY_TOKENS = json.dumps(
+    {
+        "id": "x",
+        "created": 1,
+        "model": "stub",
+        "choices": [{"index": 0, "text": "x " * 400, "finish_reason": "length"}],
+        "usage": {"prompt_tokens": 1, "completion_tokens": 400, "total_tokens": 401},
+    }
+).encode()
 TINY = b"".join(b"1\r\n%b\r\n" % bytes([byte]) for byte in b"data: {}\n\n" * 2000)
 
 
@@ -74,6 +90,19 @@ HOSTILE: dict[str, Callable[[], Iterable[bytes]]] = {
     "deep_reply": lambda: [JSON + b"content-length: %d\r\n\r\n" % len(DEEP_REPLY), DEEP_REPLY],
     "tiny_chunks": lambda: [HEAD, TINY],
     "empty_events": lambda: chain([HEAD], endless(b"10\r\n: ping\n\n: ping\n\n\r\n" * 1000)),
+    "declared_gigabyte": lambda: chain(
+        [JSON + b"content-length: %d\r\n\r\n" % 2**30], endless(b" " * 65_536)
+    ),
+    "gigabyte": lambda: chain([JSON + b"transfer-encoding: chunked\r\n\r\n"], [BLOCK] * 2**14),
+    "gigabyte_event": lambda: chain([HEAD, b"6\r\ndata: \r\n"], [BLOCK] * 2**14),
+    "many_tokens": lambda: [HEAD, *map(token, range(400)), DONE],
+    "many_tokens_at_once": lambda: [HEAD, chunk(_completed(list(range(400)))), DONE],
+    "many_texts": lambda: [HEAD, *(chunk(_completed(None)) for _ in range(400)), DONE],
+    "many_tokens_whole": lambda: [
+        JSON + b"content-length: %d\r\n\r\n" % len(MANY_TOKENS),
+        MANY_TOKENS,
+    ],
+    "line_break": lambda: [HEAD, TOKEN, chunk(b'{"choices":[],\ndata: "usage":{"x":1}}'), DONE],
     "cut_off": lambda: [HEAD, TOKEN[: len(TOKEN) // 2]],
 }
 
@@ -172,7 +201,7 @@ class Server:
         for index in range(count):
             await asyncio.sleep(STEP_S)
             yield token(index, last=index == count - 1)
-        yield b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
+        yield DONE
 
     def _rave(self) -> None:
         """Publish what is hostile, from a thread."""

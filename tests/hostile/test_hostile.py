@@ -15,6 +15,8 @@ from tests.hostile.tenant import AFTER, QUIET, Tenant
 #: Seconds; the least ITL P99 that counts as too long, and the most an attack may take.
 LIMIT_S, ATTACK_S = 0.1, 60.0
 TIMES = 3
+#: Bytes that the gateway may need more during an attack than before.
+MEMORY_BYTES = 640 * 2**20
 
 
 def test_every_family_of_attacks_has_a_fleet() -> None:
@@ -57,7 +59,7 @@ def _attacks(fleet: str) -> list[str]:
 
 async def _attack(name: str, fleet: Fleet, tenant: Tenant) -> str:
     """Attack, and let it become quiet; return what was wrong, empty for nothing."""
-    tenant.phase, began = name, time.monotonic()
+    tenant.phase, began, before = name, time.monotonic(), fleet.memory()
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "tests.hostile.run", name, fleet.url, fleet.attacker, cwd=ROOT,
         stderr=asyncio.subprocess.PIPE,
@@ -73,9 +75,13 @@ async def _attack(name: str, fleet: Fleet, tenant: Tenant) -> str:
     fault = await _sick(fleet)
     if process.returncode:
         fault = errors.decode().strip().rpartition("\n")[2]
+    peak = fleet.memory() - before
+    if peak > MEMORY_BYTES:
+        fault += f" the gateway took {peak / 2**20:.0f} MB more"
     gaps = tenant.gaps.get(name) or [float("inf")]
-    print(f"  {name}: {time.monotonic() - began:.1f} s, {len(gaps)} tokens, "
-          f"worst {1e3 * max(gaps):.0f} ms {fault}", flush=True)  # fmt: skip
+    took_s, worst_ms = time.monotonic() - began, 1e3 * max(gaps)
+    print(f"  {name}: {took_s:.1f} s, {len(gaps)} tokens, worst {worst_ms:.0f} ms, "
+          f"{peak / 2**20:+.0f} MB {fault}", flush=True)  # fmt: skip
     tenant.phase = QUIET
     await asyncio.sleep(0.7)
     return f"{name}: {fault}" if fault else ""

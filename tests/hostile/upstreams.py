@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
 
 from tests.hostile.registry import Target, again, attack, expect
@@ -12,10 +13,21 @@ PREFIX = "attack:"
 _ENDED = (200, 502)
 
 
+def _body(how: str, stream: bool) -> dict[str, object]:
+    return {"prompt": PREFIX + how, "max_tokens": 4, "stream": stream}
+
+
+async def _at_once(target: Target, how: str, stream: bool) -> None:
+    """Ask eight times at once for what no memory holds, and wait for the end."""
+    asking = (target.ask(_body(how, stream), whole=True, wait_s=22.0) for _ in range(8))
+    for status, reply in await asyncio.gather(*asking):
+        assert status in (0, 200, 502), (status, reply[-300:])
+        assert status != 200 or b'"error"' in reply, reply[-300:]
+
+
 async def _ask(target: Target, how: str, stream: bool, *statuses: int) -> None:
     async def one() -> int:
-        body = {"prompt": PREFIX + how, "max_tokens": 4, "stream": stream}
-        status, reply = await target.ask(body, whole=True, wait_s=4.0)
+        status, reply = await target.ask(_body(how, stream), whole=True, wait_s=4.0)
         assert status != 200 or b'"error"' in reply, reply[-300:]
         return status
 
@@ -35,6 +47,37 @@ async def endless_line_after_a_token(target: Target) -> None:
 @attack("upstreams")
 async def endless_body(target: Target) -> None:
     await _ask(target, "endless_body", False, 0, 502)
+
+
+@attack("upstreams")
+async def eight_gigabytes(target: Target) -> None:
+    await _at_once(target, "gigabyte", False)
+
+
+@attack("upstreams")
+async def eight_declared_gigabytes(target: Target) -> None:
+    await _at_once(target, "declared_gigabyte", False)
+
+
+@attack("upstreams")
+async def eight_events_of_a_gigabyte(target: Target) -> None:
+    await _at_once(target, "gigabyte_event", True)
+
+
+@attack("upstreams")
+async def more_tokens_than_asked_for(target: Target) -> None:
+    for how in ("many_tokens", "many_tokens_at_once", "many_texts"):
+        status, reply = await target.ask(_body(how, True), whole=True)
+        assert reply.count(b'"text"') <= 4 + 2, (how, status, reply[-500:])
+        assert status == 502 or b"[DONE]" in reply, (how, status, reply[-500:])
+    await _ask(target, "many_tokens_whole", False, 502)
+
+
+@attack("upstreams")
+async def line_break(target: Target) -> None:
+    status, reply = await target.ask(_body("line_break", True), whole=True)
+    assert b'{"choices":[],\n' not in reply, (status, reply)
+    assert b'"error"' in reply or b"[DONE]" in reply
 
 
 @attack("upstreams")

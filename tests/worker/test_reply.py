@@ -191,3 +191,15 @@ def test_the_request_id_is_echoed(worker: Worker) -> None:
     assert reply.json["id"] == "cmpl-abc-1"
     bad = worker.post("/v1/completions", {"prompt": "", "max_tokens": 1}, headers)
     assert bad.headers["X-Request-Id"] == "abc-1"
+
+
+def test_a_reply_without_an_id_from_its_client_has_one_all_the_same(worker: Worker) -> None:
+    body = {"prompt": "a", "max_tokens": 1}
+    reply = worker.post("/v1/completions", body)
+    assert reply.json["id"] == f"cmpl-{reply.headers['X-Request-Id']}"
+    for path, sent in (
+        ("/v1/completions", body | {"stream": True}),
+        ("/tokenize", {}),
+        ("/no", {}),
+    ):
+        assert worker.post(path, sent).headers["X-Request-Id"], path

@@ -41,14 +41,16 @@ from pigou.gateway.trace_routes import TraceRoutes
 from pigou.logs import describe_access, note_request
 from pigou.request import SECOND
 from pigou.tracing.metrics import SpanExporterMetrics
+from pigou.tracing.trace_context import header_lines, passed_on
 from pigou.tracing.tracer import Tracer
-from pigou.wire.connections import close_old_streams
+from pigou.wire.byte_budget import REPLIES
+from pigou.wire.connections import close_old_streams, note_reply_id, tell_request_id
 from pigou.wire.errors import APIError, bad_request
 from pigou.wire.json_limits import SMALL, read_fields
 from pigou.wire.openai_requests import without_bom
 from pigou.wire.request_body import FairThreadPool, no_interim_answer, read_json
 from pigou.wire.request_validation import REQUEST_ID_HEADER as REQUEST_ID
-from pigou.wire.request_validation import echo_request_id
+from pigou.wire.request_validation import reply_id
 from pigou.wire.unknown_fields import HEADER as UNKNOWN
 from pigou.wire.unknown_fields import UnknownFields, header_value
 
@@ -138,6 +140,7 @@ def build(gateway: Gateway) -> web.Application:
             await asyncio.to_thread(gateway.tracer.close)
 
     app.on_response_prepare.append(close_old_streams)
+    app.on_response_prepare.append(tell_request_id)
     app.on_response_prepare.append(add_cors(gateway.config))
     app.on_startup.append(start)
     app.on_cleanup.append(stop)
@@ -214,9 +217,11 @@ class _Routes:
             )
 
         model, call = await self._off_loop(data, work)
+        call.trace_headers = passed_on(request.headers)
         if traced is not None:
             traced.take(call)
         note_request(call.wire_id, call.trace_id)
+        note_reply_id(request, call.wire_id)
         self._unknown.judge(call.unknown)
         self._models.check(call.fields.model)
         if ADVICE_HEADER in request.headers:
@@ -243,6 +248,7 @@ class _Routes:
                 return await within_leg(call, "overflow", overflow.to, sent)
         fallback = self._models.find(overflow.to)
         _, call = await self._off_loop(data, partial(work, fallback))
+        call.trace_headers = passed_on(request.headers)
         call.overflow = model.name
         if traced is not None:
             traced.take(call)
@@ -273,16 +279,15 @@ class _Routes:
             start_ns = time.monotonic_ns()
             await model.plane_driver.read(call)
             model.metrics.stages.tokenize.observe((time.monotonic_ns() - start_ns) / SECOND)
-        if not call.stream:
-            reply = await model.generator.whole(call)
-            return web.Response(body=reply, content_type=JSON, headers=_decided(call))
-        echoed = echo_request_id(request.headers.get(REQUEST_ID))
-        limit_s = self._gateway.config.client_timeout
         stages = model.metrics.stages
         writer = SSEWriter(
-            request, lambda: {**echoed, **_decided(call)}, limit_s, on_blocked=stages.client_blocked
-        )
+            request, lambda: _decided(call), self._gateway.config.client_timeout,
+            on_blocked=stages.client_blocked,
+        )  # fmt: skip
         try:
+            if not call.stream:
+                reply = await model.generator.whole(call)
+                return await writer.send(web.Response(body=reply, content_type=JSON))
             await self._stream(call, writer, model)
             return await writer.close()
         except ClientStalled as error:
@@ -290,8 +295,10 @@ class _Routes:
             _log.warning("request %s was cut off: %s", call.wire_id, error)
             raise
         finally:
+            call.reply_bytes.close()
             writer.end_blocked()
-            stages.delivered(writer.blocked_ns)
+            if call.stream:
+                stages.delivered(writer.blocked_ns)
             if call.trace is not None and writer.blocked_ns:
                 pauses = (("pigou.wait_s",), (writer.blocked_ns / SECOND,))
                 call.trace.event("client slow", time.monotonic_ns(), pauses)
@@ -345,10 +352,13 @@ class _Routes:
         if model.name and "model" in body:
             body["model"] = msgspec.Raw(msgspec.json.encode(model.name))
         last: WorkerFailed | None = None
-        tenant = current_key().tenant
+        tenant, lines = current_key().tenant, header_lines(passed_on(request.headers))
+        id = reply_id(request.headers.get(REQUEST_ID))
+        note_reply_id(request, id)
         for upstream in model.upstreams:
             try:
-                reply = await upstream.whole(request.path, body, "forward", tenant)
+                with REPLIES.reserve() as held:
+                    reply = await upstream.whole(request.path, body, id, tenant, lines, held=held)
             except WorkerFailed as failure:
                 last = failure
             else:

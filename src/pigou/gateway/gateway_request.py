@@ -11,6 +11,8 @@ import msgspec
 from pigou.control.messages import Choice
 from pigou.gateway.reply_parsing import ABSENT
 from pigou.request import NEVER, BlockKeys, Request
+from pigou.tracing.trace_context import TRACEPARENT, header_lines
+from pigou.wire.byte_budget import REPLIES, ByteReservation
 
 if TYPE_CHECKING:
     from pigou.gateway.api_keys import RequestQuota
@@ -154,7 +156,9 @@ class GatewayRequest:
         metered: what it got so far, shared by its sequences; None where nobody counts.
         overflow: the model that was asked for, where another one serves it; else empty.
         trace: its spans so far; None where it is not traced.
+        trace_headers: of the client's trace, which workers are sent where it is not traced here.
         advice: on the beginning of its prompt, where its client asked for some; else empty.
+        reply_bytes: of its replies, shared by its sequences.
     """
 
     id: str
@@ -193,7 +197,17 @@ class GatewayRequest:
     metered: MeteredCall | None = field(default=None, repr=False)
     overflow: str = ""
     trace: RequestTrace | None = field(default=None, repr=False)
+    trace_headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     advice: str = ""
+    reply_bytes: ByteReservation = field(default_factory=REPLIES.reserve, repr=False)
+
+    @property
+    def token_limit(self) -> int:
+        """Most tokens that a worker may send, all choices together; 0 where nobody said."""
+        fields = self.fields
+        given = (fields.max_completion_tokens, fields.max_tokens)
+        wanted = next((limit for limit in given if limit is not None), 0)
+        return max(1, wanted) * self.choices * len(self.prompts) if wanted else 0
 
     @property
     def path(self) -> str:
@@ -203,13 +217,15 @@ class GatewayRequest:
     @property
     def outgoing(self) -> str:
         """Header lines that say to which trace what a worker does now belongs; may be empty."""
-        return "" if self.trace is None else self.trace.outgoing
+        return header_lines(self.trace_headers) if self.trace is None else self.trace.outgoing
 
     @property
     def traceparent(self) -> str:
         """The same as the value of a header, where there are no lines."""
         trace = self.trace
-        return "" if trace is None else trace.context.header(trace.leg_id)
+        if trace is None:
+            return self.trace_headers.get(TRACEPARENT, "")
+        return trace.context.header(trace.leg_id)
 
     @property
     def trace_id(self) -> str:

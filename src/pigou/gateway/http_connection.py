@@ -71,6 +71,7 @@ class HTTPConnection(asyncio.Protocol):
     Attributes:
         idle_since: when the last response ended, by the event loop's clock.
         closed: no further request can be sent.
+        declared: `content-length` of the answer under way; 0 where its head did not say.
     """
 
     def __init__(self) -> None:
@@ -84,6 +85,7 @@ class HTTPConnection(asyncio.Protocol):
         self._chunk = _ChunkPart.SIZE
         self._interim = 0
         self._head: ResponseHead | None = None
+        self.declared = 0
         self._body = bytearray()
         self._backlog = b""  # of a stream: not parsed yet; reading is paused
         self._next: asyncio.Handle | None = None
@@ -301,6 +303,7 @@ class HTTPConnection(asyncio.Protocol):
     def _begin(self, head: ResponseHead) -> None:
         headers = head.headers
         length = headers.get(b"content-length")
+        self.declared = 0
         if headers.get(b"transfer-encoding", b"").lower() == b"chunked":
             if length is not None:
                 raise ValueError("a length and chunks")
@@ -309,6 +312,7 @@ class HTTPConnection(asyncio.Protocol):
             if not length.isdigit() or len(length) > 18:
                 raise ValueError(f"a body of {length[:40]!r} bytes")
             self._phase, self._left = _Phase.SIZED, int(length)
+            self.declared = self._left
         else:
             self._phase = _Phase.UNTIL_CLOSE
         if headers.get(b"connection", b"").lower() == b"close":

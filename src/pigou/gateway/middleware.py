@@ -22,7 +22,6 @@ from pigou.logs import accessed, note_request
 from pigou.wire.addresses import is_loopback
 from pigou.wire.connections import is_reserved, too_many_connections
 from pigou.wire.errors import NO_RETRY, APIError, bad_request, http_error, too_large
-from pigou.wire.request_validation import REQUEST_ID_HEADER, echo_request_id
 
 _log = logging.getLogger("pigou.gateway")
 #: By it the SDKs of OpenAI and Anthropic say that they try a request once more.
@@ -91,8 +90,6 @@ def guard(keys: Keys | None, metrics: Metrics, shutdown: Shutdown) -> Middleware
                 own.retried.inc()
             if status == "499" and works:
                 own.cancelled.inc()
-        if not response.prepared:
-            response.headers.update(echo_request_id(request.headers.get(REQUEST_ID_HEADER)))
         return response
 
     return middleware

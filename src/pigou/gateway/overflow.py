@@ -15,7 +15,7 @@ from pigou.gateway.gateway_request import GatewayRequest
 from pigou.wire.errors import APIError
 from pigou.wire.json_limits import read_fields
 from pigou.wire.openai_requests import without_bom
-from pigou.wire.request_validation import REQUEST_ID_HEADER, echo_request_id
+from pigou.wire.request_validation import REQUEST_ID_HEADER
 
 #: Header of what overflowed: the model that was asked for. It does not overflow again.
 OVERFLOW_HEADER = "x-pigou-overflow"
@@ -87,10 +87,11 @@ class OtherFleets:
             APIError: 503, the other fleet cannot be reached; 502, it broke off before it answered.
         """
         model = call.fields.model or ""
-        echoed = echo_request_id(request.headers.get(REQUEST_ID_HEADER))
         headers = {"content-type": "application/json", OVERFLOW_HEADER: model}
         headers[REQUEST_ID_HEADER] = call.wire_id
-        if call.trace is not None:
+        if call.trace is None:
+            headers |= call.trace_headers
+        else:
             headers |= call.trace.context.header_map(call.trace.leg_id)
         if overflow.key:
             headers["authorization"] = f"Bearer {overflow.key}"
@@ -100,7 +101,7 @@ class OtherFleets:
             async with self._connections().post(url, data=data, headers=headers) as reply:
                 sent = {name: reply.headers[name] for name in _REPLY_HEADERS
                         if name in reply.headers}  # fmt: skip
-                sent |= echoed | {OVERFLOW_HEADER: model}
+                sent |= {OVERFLOW_HEADER: model}
                 out = web.StreamResponse(status=reply.status, headers=sent)
                 await out.prepare(request)
                 async for part in reply.content.iter_any():

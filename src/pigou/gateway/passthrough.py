@@ -35,6 +35,7 @@ from pigou.gateway.server_routes import (
 from pigou.gateway.upstream import Upstream
 from pigou.kv.tenure import Tenure
 from pigou.request import SECOND, FinishReason
+from pigou.tracing.trace_context import passed_on
 from pigou.wire.errors import STORED_COLLECTIONS, APIError, bad_request, error_body, too_large
 from pigou.wire.openai_requests import without_bom
 from pigou.wire.request_validation import REQUEST_ID_HEADER as REQUEST_ID
@@ -156,6 +157,7 @@ class Passthrough:
         headers = {name: request.headers[name] for name in _REQUEST_HEADERS
                    if name in request.headers}  # fmt: skip
         headers |= {"x-request-id": call.wire_id, "accept-encoding": "identity"}
+        headers |= passed_on(request.headers)
         path = request.rel_url.raw_path
         query = f"?{request.rel_url.raw_query_string}" if request.query_string else ""
         out: web.StreamResponse | None = None

@@ -17,9 +17,11 @@ from pigou.control.prefix_index.block_keys import chain, token_array
 from pigou.gateway.failure import Rejected, WorkerFailed
 from pigou.gateway.gateway_request import Body, BodyFields, GatewayRequest
 from pigou.gateway.prompt_tokenizer import NotTokenizable, PromptTokenizer, first_prompt
-from pigou.gateway.upstream import Engine, Upstream
+from pigou.gateway.upstream import MAX_PAGE_BYTES, Engine, Upstream
 from pigou.request import BlockKeys
 from pigou.text.model_files import find_tokenizer
+from pigou.wire.byte_budget import REPLIES
+from pigou.wire.errors import APIError
 from pigou.wire.request_body import FairThreadPool
 
 _log = logging.getLogger("pigou.gateway")
@@ -230,9 +232,19 @@ async def _ask(upstream: Upstream, body: Body) -> list[int] | None:
     """Return what a worker says the tokens are; None when it does not say."""
     try:
         async with asyncio.timeout(_ASK_S):
-            answer = await upstream.whole("/tokenize", body, "tokenize")
+            with REPLIES.reserve() as held:
+                answer = await upstream.whole(
+                    "/tokenize", body, "tokenize", held=held, max_bytes=MAX_PAGE_BYTES
+                )
         return msgspec.json.decode(answer, type=_TokenizeReply).tokens
-    except (WorkerFailed, Rejected, TimeoutError, msgspec.MsgspecError, UnicodeDecodeError):
+    except (
+        WorkerFailed,
+        Rejected,
+        APIError,
+        TimeoutError,
+        msgspec.MsgspecError,
+        UnicodeDecodeError,
+    ):
         return None
 
 

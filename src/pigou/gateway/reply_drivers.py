@@ -19,7 +19,7 @@ from pigou.gateway.migration import attempt_body, closing_frames, length_frame
 from pigou.gateway.plane_driver import PlaneDriver
 from pigou.gateway.reply_parsing import whole, with_cached_tokens
 from pigou.gateway.request_driver import RequestDriver
-from pigou.gateway.sse_relay import Relay
+from pigou.gateway.sse_relay import Relay, TooManyTokens
 from pigou.gateway.sse_writer import SSEWriter
 from pigou.gateway.upstream import Upstream
 from pigou.lifecycle.messages import (
@@ -98,11 +98,18 @@ class ReplyDriver(RequestDriver):
         call, decode = self.call, self._upstream(step.worker)
         body = self._decode_body(decode.engine)
         with decode.busy():
-            reply = await decode.whole(self._path, body, call.wire_id, call.tenant, call.outgoing)
+            reply = await decode.whole(
+                self._path, body, call.wire_id, call.tenant, call.outgoing, held=call.reply_bytes
+            )
         try:
             read = whole(without_bom(reply))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise decode.broke("garbage", error) from error
+            call.reply_bytes.shrink(len(reply))
+            del reply  # the error's frames would keep it
+            raise decode.broke("garbage", error) from None
+        tokens = 0 if read.usage is None else read.usage.completion_tokens
+        if call.token_limit and tokens > call.token_limit:
+            raise decode.broke("garbage", TooManyTokens(call.token_limit))
         if any(choice.finish_reason in ("abort", "error") for choice in read.choices):
             worker = decode.worker.id
             raise WorkerFailed("abort", f"{worker} gave the request up", frozenset({worker}))
@@ -111,7 +118,6 @@ class ReplyDriver(RequestDriver):
             reasons = (choice.finish_reason or "" for choice in read.choices)
             call.stats.finish_reasons += tuple(filter(None, reasons))
         if read.usage is not None:
-            tokens = read.usage.completion_tokens
             decode.tokens += tokens
             self._plane_driver.on_tokens(((call.id, tokens),))
             self._metrics.generation_tokens.labels(call.tenant).inc(tokens)
@@ -144,8 +150,9 @@ class StreamDriver(RequestDriver):
         if not can_migrate(state, single=call.single, portable=call.portable, stock=engine.stock):
             raise APIError(
                 502,
-                "The worker of this stream failed, and the stream cannot go on elsewhere: it "
-                "has several choices, or depends on state that a stock worker does not resume.",
+                f"The worker of this stream failed ({self._failure}), and the stream cannot go on "
+                "elsewhere: it has several choices, tokens whose ids no worker told, or depends on "
+                "state that a stock worker does not resume.",
             )
         if engine.stock and (dropped := state.drop_unshown()):
             self.life.take(TokensDropped(dropped), time.monotonic_ns())

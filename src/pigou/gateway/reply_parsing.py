@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from pigou.lifecycle.migration import ReplyHead
+from pigou.wire.json_limits import measure
 
 #: What opens a choice's token ids, as compact encoders write it.
 TOKEN_IDS = b'"token_ids":['
@@ -180,6 +181,20 @@ class WholeReply(msgspec.Struct):
 
 
 _whole = msgspec.json.Decoder(WholeReply).decode
+#: Bytes of a reply of which every value may be decoded, and choices of a larger one: as Python's
+#: objects a reply can be forty times as large.
+_MAX_REGULAR_BYTES, _MAX_CHOICES = 2**20, 2**14
+
+
+class _RawReply(msgspec.Struct):
+    choices: msgspec.Raw = ABSENT
+
+
+def _check_choices(reply: bytes) -> None:
+    """Raise `msgspec.DecodeError` where a long reply has more choices than anybody asks for."""
+    choices = memoryview(msgspec.json.decode(reply, type=_RawReply).choices)
+    if choices and measure(choices).items > _MAX_CHOICES:
+        raise msgspec.DecodeError(f"a reply with over {_MAX_CHOICES} choices")
 
 
 def whole(reply: bytes) -> WholeReply:
@@ -188,10 +203,13 @@ def whole(reply: bytes) -> WholeReply:
     Raises:
         msgspec.DecodeError, UnicodeDecodeError: it is no JSON object.
     """
+    is_long = len(reply) > _MAX_REGULAR_BYTES
+    if is_long:
+        _check_choices(reply)
     try:
         return _whole(reply)
     except msgspec.ValidationError:
-        if not isinstance(msgspec.json.decode(reply), dict):
+        if is_long or not isinstance(msgspec.json.decode(reply), dict):
             raise
         return msgspec.convert(normalized(reply), WholeReply)
 

@@ -26,7 +26,7 @@ from pigou.gateway.reply_parsing import cached_tokens
 from pigou.gateway.request_parsing import overrides_refused
 from pigou.gateway.request_spans import decided, within_step
 from pigou.gateway.sse_relay import Relay
-from pigou.gateway.upstream import Engine, Upstream, fetch_kv
+from pigou.gateway.upstream import MAX_TICKET_BYTES, Engine, Upstream, fetch_kv
 from pigou.lifecycle.messages import (
     ClientLeft,
     CompleteStream,
@@ -172,7 +172,9 @@ class RequestDriver(ABC):
 
     async def _failed(self, step: Step, failure: WorkerFailed) -> LegFailed:
         """Return the event of a worker's failure, with how the worker ended if it did."""
-        self._failure = failure
+        # Its frames, and those of its cause, would keep this driver and what was read.
+        self._failure = failure.with_traceback(None)
+        failure.__cause__ = failure.__context__ = None
         fate = failure.fate if failure.may_be_death else None
         end = None if fate is None else await fate()
         complete = self.relay.state.finish is not None and self.call.single
@@ -307,8 +309,9 @@ class RequestDriver(ABC):
             else:
                 with prefill.busy():
                     reply = await prefill.whole(
-                        self._path, leg, call.wire_id, call.tenant, call.outgoing
-                    )
+                        self._path, leg, call.wire_id, call.tenant, call.outgoing,
+                        held=call.reply_bytes, max_bytes=MAX_TICKET_BYTES,
+                    )  # fmt: skip
             self._transfer = ticket(reply)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise prefill.broke("garbage", error) from error

@@ -198,20 +198,21 @@ async def whole(
     serve: Callable[[GatewayRequest], Awaitable[bytes]],
 ) -> bytes:
     """Return the JSON body of a reply with all choices, `serve` being that of one sequence."""
-    replies: dict[int, dict[str, Any]] = {}
+    replies: dict[int, dict[str, msgspec.Raw]] = {}
 
     async def one(sequence: GatewayRequest, index: int) -> None:
-        replies[index] = msgspec.json.decode(await serve(sequence))
+        replies[index] = msgspec.json.decode(await serve(sequence), type=dict[str, msgspec.Raw])
 
     await Sequences(plane_driver, call).run(one)
     usage = UsageSum(call.choices)
-    choices = []
+    choices: list[dict[str, Any]] = []
     for index in sorted(replies):
         reply = replies[index]
-        usage.add(index, reply.get("usage"))
-        choices += [choice | {"index": index} for choice in reply.get("choices", ())]
+        usage.add(index, _value(reply.get("usage")))
+        own = msgspec.json.decode(reply.pop("choices", b"[]"), type=list[dict[str, msgspec.Raw]])
+        choices += [choice | {"index": index} for choice in own]
     first = replies[0]
-    body = first | {"id": _common(first.get("id"), call, 0), "choices": choices}
+    body = first | {"id": _common(_value(first.get("id")), call, 0), "choices": choices}
     return msgspec.json.encode(body | ({"usage": usage.total} if usage.total else {}))
 
 

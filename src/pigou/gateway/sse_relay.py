@@ -10,9 +10,10 @@ import msgspec
 from pigou.gateway import reply_parsing
 from pigou.gateway.failure import Rejected, WorkerFailed
 from pigou.gateway.gateway_request import GatewayRequest
-from pigou.gateway.migration import MigratedChunks
+from pigou.gateway.migration import MigratedChunks, length_frame
 from pigou.gateway.reply_parsing import PROMPT_TOKEN_IDS, TOKEN_IDS, count, with_cached_tokens
 from pigou.lifecycle.migration import StreamState
+from pigou.wire.byte_budget import OverBudget
 from pigou.wire.errors import REQUEST_FAILED
 from pigou.wire.json_limits import is_deep
 from pigou.wire.sse import DONE, DONE_PAYLOAD, EventTooLong, Reader, frame
@@ -23,6 +24,18 @@ _GAVE_UP = ("abort", "error")
 _MAX_FAST_PATHS = 16
 #: Events without anything for the client, comments among them, between two that have something.
 MAX_IDLE_EVENTS = 4096
+#: Tokens of a stream whose client set no limit, and JSON objects of one event.
+_MAX_TOKENS, _MAX_OBJECTS = 2**22, 2**17
+#: Chunks with text that a server without token ids may send beyond the tokens that were asked
+#: for: some flush what they held back, or answer a tool's name in a chunk of its own.
+_FLUSHED_TEXTS = 2
+
+
+class TooManyTokens(ValueError):
+    """A worker sent more tokens than it was asked for."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(f"the worker sent over {limit} tokens, and no more were asked for")
 
 
 class Relay:
@@ -51,6 +64,9 @@ class Relay:
         self._idle_events = 0
         self._stock = False
         self._full = True
+        self._limit = call.token_limit or _MAX_TOKENS
+        self._texts = 0
+        self._pending = 0
         self._migrated: MigratedChunks | None = None
         self._fast_path: SSEFastPath | None = None
         self._ready: SSEFastPath | None = None
@@ -71,8 +87,8 @@ class Relay:
         """
         self.failed = None
         self.muted = False
-        self._reader = Reader()
-        self._idle_events = 0
+        self._drop_reader()
+        self._idle_events = self._texts = 0
         self._stock = stock
         self._full = stock or not self.state.begun or not self.call.single
         self._fast_path = self._ready = None
@@ -93,8 +109,10 @@ class Relay:
             out = self._parse(data)
             self._ready = None if self._reader.pending else self._fast_path
             return out
-        token, text, bare = event
         tokens = self.state.tokens
+        if len(tokens) >= self._limit:
+            return self._cut(TooManyTokens(self._limit))
+        token, text, bare = event
         tokens.append(token)
         self.counted += 1
         self._idle_events = 0
@@ -112,7 +130,9 @@ class Relay:
         out: list[bytes] = []
         try:
             payloads = self._reader.feed(data)
-        except EventTooLong as error:
+            self._reserve(self._reader.size)
+        except (EventTooLong, OverBudget) as error:
+            self._drop_reader()
             self.failed = WorkerFailed("garbage", f"the worker sent no stream: {error}")
             return b""
         self._idle_events += self._reader.skipped
@@ -128,6 +148,9 @@ class Relay:
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 self.failed = WorkerFailed("garbage", f"the worker sent no chunk: {error}")
                 break
+            except TooManyTokens as error:
+                out.append(self._cut(error))
+                break
             except (WorkerFailed, Rejected) as failure:
                 self.failed = failure
                 break
@@ -139,9 +162,33 @@ class Relay:
             self.failed = WorkerFailed("garbage", words)
         return b"".join(out)
 
+    def _cut(self, error: TooManyTokens) -> bytes:
+        """Fail the attempt; a stream that has all its tokens ends there, by its length."""
+        self.failed = WorkerFailed("garbage", str(error))
+        state = self.state
+        if not self.call.single or state.head is None or len(state.tokens) < self._limit:
+            return b""
+        if state.finish is not None:
+            return b""
+        state.finish = "length"
+        return length_frame(self.call, state)
+
+    def _reserve(self, pending: int) -> None:
+        """Count the bytes of an event that is not whole yet among those of all replies."""
+        if pending > self._pending:
+            self.call.reply_bytes.grow(pending - self._pending)
+        elif pending < self._pending:
+            self.call.reply_bytes.shrink(self._pending - pending)
+        self._pending = pending
+
+    def _drop_reader(self) -> None:
+        """Forget what is left of an attempt's bytes."""
+        self._reader = Reader()
+        self._reserve(0)
+
     def _learn(self, payload: bytes, choices: Sequence[reply_parsing.ChunkChoice]) -> None:
         """Make a fast path of a chunk that is one token amid the reply, for those that follow."""
-        if len(choices) != 1 or b"\n" in payload:
+        if len(choices) != 1:
             return
         ids = choices[0].token_ids
         if choices[0].finish_reason is None and ids is not None and len(ids) == 1:
@@ -152,8 +199,10 @@ class Relay:
         """Note one chunk; return what the client gets of it, nothing where it is no chunk."""
         if not payload:
             return b""
-        if is_deep(payload):
-            raise WorkerFailed("garbage", "the worker sent a chunk that is nested too deeply")
+        if b"\n" in payload:
+            raise WorkerFailed("garbage", "the worker sent an event with a line break in its data")
+        if is_deep(payload) or payload.count(b"{") > _MAX_OBJECTS:
+            raise WorkerFailed("garbage", "the worker sent a chunk nested too deeply or too wide")
         if self._full:
             return self._take_full(payload)
         chunk, payload = reply_parsing.chunk(payload)
@@ -162,7 +211,7 @@ class Relay:
         if not chunk.choices and not reply_parsing.given(chunk.usage):
             return b"" if chunk.nvext is None else payload
         payload = self._cached(payload, chunk.usage)
-        has_ids = self._count(chunk.choices)
+        has_ids = self._count(chunk)
         if chunk.nvext is not None:
             payload = self._extended(payload, chunk.nvext)
         if self._migrated is not None:
@@ -182,7 +231,7 @@ class Relay:
             return b""
         payload = self._cached(payload, chunk.usage)
         state = self.state
-        has_ids = self._count(chunk.choices)
+        has_ids = self._count(chunk)
         if chunk.nvext is not None:
             payload = self._extended(payload, chunk.nvext)
         if any(choice.shown for choice in chunk.choices):
@@ -194,7 +243,7 @@ class Relay:
         prompt = chunk.prompt()
         if state.head is None:
             state.head = chunk.head()
-            state.prompt = prompt
+            self._keep(prompt)
             self._full = self._stock or not self.call.single
             self._fast_paths = _MAX_FAST_PATHS if self.call.single else 0
         if (has_ids or prompt) and not self.call.wants_ids:
@@ -208,29 +257,46 @@ class Relay:
             return payload
         return with_cached_tokens(payload, cached)
 
-    def _count(self, choices: Sequence[reply_parsing.ChunkChoice]) -> bool:
+    def _count(self, chunk: reply_parsing.RelayChunk | reply_parsing.FullChunk) -> bool:
         """Note tokens and ends; return whether there are token ids."""
-        has_ids = False
+        has_ids, choices = False, chunk.choices
+        tells = chunk.nvext is not None and bool(chunk.nvext.completion_token_ids)
         for choice in choices:
             if choice.finish_reason:
                 if choice.finish_reason in _GAVE_UP:
                     raise WorkerFailed(choice.finish_reason, "the worker gave the request up")
                 self.state.finish = choice.finish_reason
-            ids = choice.token_ids
-            if ids:
+            if choice.token_ids:
                 has_ids = True
-                self.state.tokens += ids
-                self.counted += len(ids)
+                self._add(choice.token_ids)
+            elif choice.shown and not tells:
+                self._texts += 1
+                self.state.untold = True
+        if self._texts > self._limit + _FLUSHED_TEXTS * len(choices):
+            raise TooManyTokens(self._limit)
         if not choices:
             self.state.usage = True
         return has_ids
 
+    def _add(self, ids: list[int]) -> None:
+        """Note token ids; raise `TooManyTokens` where they are more than was asked for."""
+        if len(self.state.tokens) + len(ids) > self._limit:
+            raise TooManyTokens(self._limit)
+        self.state.tokens += ids
+        self.counted += len(ids)
+
+    def _keep(self, prompt: bytes) -> None:
+        """Keep the prompt's ids, with which the stream can go on elsewhere, while there is room."""
+        try:
+            self.call.reply_bytes.grow(len(prompt))
+        except OverBudget as error:
+            raise WorkerFailed("garbage", f"the worker sent too long a prompt: {error}") from None
+        self.state.prompt = prompt
+
     def _extended(self, payload: bytes, extension: reply_parsing.DynamoExtension) -> bytes:
         """Note the token ids that a frontend of Dynamo told; return what the client gets."""
-        ids = extension.completion_token_ids
-        if ids:
-            self.state.tokens += ids
-            self.counted += len(ids)
+        if extension.completion_token_ids:
+            self._add(extension.completion_token_ids)
         return reply_parsing.without_extension(payload)
 
 

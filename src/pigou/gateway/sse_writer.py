@@ -160,6 +160,13 @@ class SSEWriter:
             body = error_body(error.message, kind, None, error.status)
             await self.write(frame(body) + DONE)
 
+    async def send(self, response: web.Response) -> web.StreamResponse:
+        """Send a reply that is not streamed; raise as `write`."""
+        response.headers.update(self._headers())
+        self._response = response
+        await response.prepare(self._request)
+        return await self.close()
+
     async def close(self) -> web.StreamResponse:
         """End the response and return it."""
         if self._response is None:

@@ -21,8 +21,10 @@ from pigou.gateway.worker_report import WorkerReport
 from pigou.lifecycle.messages import FetchKV
 from pigou.lifecycle.suspicion import WorkerEnd
 from pigou.request import SECOND, Worker
+from pigou.wire.byte_budget import REPLIES, ByteReservation, OverBudget
+from pigou.wire.errors import APIError
 from pigou.wire.fleet_secret import tenant_mark
-from pigou.wire.json_limits import is_deep
+from pigou.wire.json_limits import MAX_DEPTH, MAX_FIELDS, SMALL, is_deep, measure
 from pigou.wire.prefill_decode_legs import ticket
 
 _READ_BUFFER = 256 * 1024
@@ -32,8 +34,9 @@ GONE = (
     errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE, errno.ECONNABORTED, errno.EHOSTUNREACH,
     errno.ENETUNREACH, errno.ENOENT,
 )  # fmt: skip
-#: Bytes of a reply that is not streamed, and of an error.
+#: Bytes of a reply that is not streamed, of one to a prefill leg, and of an error.
 MAX_REPLY_BYTES = 2**27
+MAX_TICKET_BYTES = 2**20
 MAX_ERROR_BYTES = 2**20
 #: Bytes of a page that a worker shows of itself.
 MAX_PAGE_BYTES = 2**23
@@ -87,18 +90,29 @@ class Engine:
         return {**rest, "deadline_ms": left_ms} if self.deadlines else rest
 
 
-async def read_page(response: aiohttp.ClientResponse) -> bytes:
-    """Return the body of a page that a worker shows of itself.
+async def read_page(response: aiohttp.ClientResponse, max_bytes: int = MAX_PAGE_BYTES) -> bytes:
+    """Return the body of a page that another process shows.
 
     Raises:
-        aiohttp.ClientPayloadError: it has more than `MAX_PAGE_BYTES` bytes.
+        aiohttp.ClientPayloadError: it has more than `max_bytes` bytes, or all replies and pages
+            under way more than their budget.
     """
-    page = bytearray()
-    async for part in response.content.iter_any():
-        page += part
-        if len(page) > MAX_PAGE_BYTES:
-            response.close()
-            raise aiohttp.ClientPayloadError(f"{response.url.path} has over {MAX_PAGE_BYTES} bytes")
+    page, why = bytearray(), ""
+    with REPLIES.reserve() as held:
+        if (response.content_length or 0) > max_bytes:
+            why = f"over {max_bytes} bytes"
+        while not why and (part := await response.content.readany()):
+            page += part
+            try:
+                held.grow(len(part))
+            except OverBudget as error:
+                why = str(error)
+            if len(page) > max_bytes:
+                why = f"over {max_bytes} bytes"
+    if why:
+        page.clear()
+        response.close()
+        raise aiohttp.ClientPayloadError(f"{response.url.path}: {why}")
     return bytes(page)
 
 
@@ -214,30 +228,54 @@ class Upstream:
             raise self.broke("connect", error) from error
         try:
             if head.status != 200:
-                raise self._refusal(head.status, await self._rest(connection, MAX_ERROR_BYTES))
+                with REPLIES.reserve() as held:
+                    answer = await self._rest(connection, held, MAX_ERROR_BYTES)
+                raise self._refusal(head.status, answer)
             yield connection
         finally:
             self._connections.give_back(connection)
 
-    async def _rest(self, connection: HTTPConnection, max_bytes: int) -> bytes:
-        """Return the rest of an answer.
+    async def _rest(
+        self, connection: HTTPConnection, held: ByteReservation, max_bytes: int
+    ) -> bytes:
+        """Return the rest of an answer, whose bytes stay with `held`.
+
+        Nothing is kept of one that fails: an error, and the frames that it refers to, can live on
+        for long.
 
         Raises:
             WorkerFailed: it broke off, is longer than `max_bytes` bytes, or nested too deeply.
+            APIError: 502, the replies under way leave no room for it.
         """
         answer = bytearray()
+        failure: WorkerFailed | APIError | None = None
         try:
-            while data := await connection.read():
+            held.check(min(connection.declared, max_bytes))
+            if connection.declared > max_bytes:
+                failure = self._too_long(max_bytes)
+            while failure is None and (data := await connection.read()):
+                held.grow(len(data))
                 answer += data
                 if len(answer) > max_bytes:
-                    connection.abort()
-                    raise self.broke("garbage", ValueError(f"a reply of over {max_bytes} bytes"))
+                    failure = self._too_long(max_bytes)
+        except OverBudget as error:
+            failure = _no_room(error)
         except OSError as error:
-            raise self.broke("broke", error) from error
-        reply = bytes(answer)
-        if is_deep(reply):
-            raise self.broke("garbage", ValueError("a reply that is nested too deeply"))
-        return reply
+            failure = self.broke("broke", error)
+        except asyncio.CancelledError:
+            held.shrink(len(answer))
+            raise
+        if failure is None and _is_unfit(answer):
+            failure = self.broke("garbage", ValueError("a reply nested too deeply or too wide"))
+        if failure is not None:
+            held.shrink(len(answer))
+            answer.clear()
+            connection.abort()
+            raise failure
+        return bytes(answer)
+
+    def _too_long(self, max_bytes: int) -> WorkerFailed:
+        return self.broke("garbage", ValueError(f"a reply of over {max_bytes} bytes"))
 
     def broke(self, reason: str, error: BaseException) -> WorkerFailed:
         """Return what to raise when the connection to this worker fails."""
@@ -259,11 +297,16 @@ class Upstream:
         )  # fmt: skip
 
     async def whole(
-        self, path: str, body: Body, request_id: str, tenant: str = "", trace: str = ""
-    ) -> bytes:
-        """Send a request; return the body of its answer. Arguments and errors as of `stream`."""
+        self, path: str, body: Body, request_id: str, tenant: str = "", trace: str = "",
+        *, held: ByteReservation, max_bytes: int | None = None,
+    ) -> bytes:  # fmt: skip
+        """Send a request; return the body of its answer, whose bytes stay with `held`.
+
+        It has up to `max_bytes` bytes, by default `MAX_REPLY_BYTES`. The other arguments and
+        errors are those of `stream` and `_rest`.
+        """
         async with self.stream(path, body, request_id, tenant, trace) as connection:
-            return await self._rest(connection, MAX_REPLY_BYTES)
+            return await self._rest(connection, held, max_bytes or MAX_REPLY_BYTES)
 
     async def get(self, path: str, timeout_s: float) -> tuple[int, bytes]:
         """Return status and body of a GET; raises `aiohttp.ClientError`, `TimeoutError`."""
@@ -350,6 +393,22 @@ class Upstream:
         return WorkerFailed("down", f"{worker} went down", frozenset({worker}), fate=self.fate)
 
 
+def _no_room(error: OverBudget) -> APIError:
+    """Return the error for a reply that has no room among those under way."""
+    return APIError(
+        502, f"The replies under way leave no room for this one ({error}). Try again later, or "
+        "stream it.", retry_after=1,
+    )  # fmt: skip
+
+
+def _is_unfit(reply: bytes | bytearray) -> bool:
+    """Whether a JSON reply is nested too deeply, or has more fields than any reply needs."""
+    if len(reply) <= SMALL:
+        return is_deep(reply)
+    shape = measure(reply)
+    return shape.depth > MAX_DEPTH or shape.items > MAX_FIELDS
+
+
 OFFER = "/v1/kv/offer"
 #: What says, beside its tokens, which blocks a prompt has.
 _PROMPT_FIELDS = ("model", "cache_salt", "resume_tokens")
@@ -374,14 +433,17 @@ async def fetch_kv(
     """
     try:
         async with asyncio.timeout(fetch.wait_ns / SECOND):
-            with source.busy():
-                reply = await source.whole(OFFER, _prompt_of(body), request_id, tenant, trace)
+            with source.busy(), REPLIES.reserve() as held:
+                reply = await source.whole(
+                    OFFER, _prompt_of(body), request_id, tenant, trace,
+                    held=held, max_bytes=MAX_TICKET_BYTES,
+                )  # fmt: skip
         params = ticket(reply)
     except TimeoutError:
         return None, "late"
     except WorkerFailed as failure:
         return None, failure.reason
-    except Rejected:
+    except (Rejected, APIError):
         return None, "refused"
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None, "garbage"

@@ -27,6 +27,7 @@ class StreamState:
         prompt: token ids of the prompt, still as JSON; empty while no worker has said them.
         tokens: generated token ids, as many as workers have reported.
         shown: tokens whose text was shown entirely; later ones may be half a character.
+        untold: text was shown whose token ids no worker has said.
         finish: why the sequence ended; None while it runs.
         usage: whether the final usage was sent.
         done: whether the stream is complete.
@@ -36,6 +37,7 @@ class StreamState:
     prompt: bytes = b""
     tokens: list[int] = field(default_factory=list)
     shown: int = 0
+    untold: bool = False
     finish: str | None = None
     usage: bool = False
     done: bool = False
@@ -69,8 +71,9 @@ def can_migrate(state: StreamState, *, single: bool, portable: bool, stock: bool
     """Whether a broken stream can go on elsewhere without its client noticing.
 
     A stream of which the client has seen nothing always can. One that has begun needs the ids of
-    its prompt. On a stock worker nothing may depend on what came before but the tokens (stop
-    strings, penalties, a grammar, a seed's generator), nor may the client count on exact ids.
+    its prompt and of all its tokens. On a stock worker nothing may depend on what came before but
+    the tokens (stop strings, penalties, a grammar, a seed's generator), nor may the client count
+    on exact ids.
 
     Args:
         state: of the client's stream.
@@ -80,7 +83,7 @@ def can_migrate(state: StreamState, *, single: bool, portable: bool, stock: bool
     """
     if not state.begun:
         return True
-    if not single:
+    if not single or state.untold:
         return False
     if not state.tokens:
         return True

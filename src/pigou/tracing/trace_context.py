@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 TRACEPARENT, TRACESTATE = "traceparent", "tracestate"
@@ -54,8 +54,24 @@ class TraceContext(NamedTuple):
 
     def headers(self, span_id: int) -> str:
         """Return the header lines for a server that is asked within a span, with line breaks."""
-        lines = f"{TRACEPARENT}: {self.header(span_id)}\r\n"
-        return lines + f"{TRACESTATE}: {self.state}\r\n" if self.state else lines
+        return header_lines(self.header_map(span_id))
+
+
+def header_lines(headers: Mapping[str, str]) -> str:
+    """Return headers as lines of a request's head, each with its line break."""
+    return "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+
+
+def passed_on(headers: Headers) -> dict[str, str]:
+    """Return the trace headers of a request as who adds no span passes them on; none if not valid.
+
+    The specification asks this of whoever takes no part in a trace.
+    """
+    context = read_context(headers)
+    if context is None:
+        return {}
+    parent = {TRACEPARENT: headers.getall(TRACEPARENT, ())[0]}
+    return parent | ({TRACESTATE: context.state} if context.state else {})
 
 
 def read_context(headers: Headers) -> TraceContext | None:

@@ -14,6 +14,7 @@ from aiohttp.http_exceptions import LineTooLong
 from aiohttp.web_protocol import RequestHandler
 
 from pigou.wire.errors import APIError, bad_request, error_body
+from pigou.wire.request_validation import REQUEST_ID_HEADER, new_request_id, reply_id
 
 _log = logging.getLogger("pigou.http")
 
@@ -308,8 +309,9 @@ class LimitedHandler(RequestHandler):
             self.log_exception("Error handling request from %s", request.remote, exc_info=exc)
             error = APIError(status, "The server failed; its log says why.")
         response = web.Response(
-            status=error.status, body=error.body(), content_type="application/json"
-        )
+            status=error.status, body=error.body(), content_type="application/json",
+            headers={REQUEST_ID_HEADER: reply_id(request.headers.get(REQUEST_ID_HEADER))},
+        )  # fmt: skip
         response.force_close()
         return response
 
@@ -345,6 +347,21 @@ async def close_old_streams(request: web.BaseRequest, response: web.StreamRespon
         response.force_close()
 
 
+_REPLY_ID = web.RequestKey("reply_id", str)
+
+
+def note_reply_id(request: web.BaseRequest, id: str) -> None:
+    """Say which id the reply to a request tells, in place of the one that its client sent."""
+    request[_REPLY_ID] = id
+
+
+async def tell_request_id(request: web.BaseRequest, response: web.StreamResponse) -> None:
+    """Tell the id of its request in each reply; for an application's `on_response_prepare`."""
+    if REQUEST_ID_HEADER not in response.headers:
+        id = request.get(_REPLY_ID) or reply_id(request.headers.get(REQUEST_ID_HEADER))
+        response.headers[REQUEST_ID_HEADER] = id
+
+
 def mark_event_stream(request: web.BaseRequest) -> None:
     """Say that a request is about to be answered with an event stream."""
     protocol: Any = request.protocol
@@ -372,8 +389,8 @@ def _raw(error: APIError) -> bytes:
     body = error_body(error.message, error.type, None, error.code)
     return (
         b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
-        b"retry-after: 1\r\nconnection: close\r\n\r\n%b"
-    ) % (error.status, error.type.encode(), len(body), body)
+        b"x-request-id: %b\r\nretry-after: 1\r\nconnection: close\r\n\r\n%b"
+    ) % (error.status, error.type.encode(), len(body), new_request_id().encode(), body)
 
 
 def _was_reset(transport: asyncio.Transport) -> bool:

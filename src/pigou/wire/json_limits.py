@@ -95,14 +95,14 @@ def _measure(data: NDArray[np.uint8], out: NDArray[np.int64]) -> None:
     out[0], out[1], out[2] = commas, outer, deepest
 
 
-def measure(data: bytes | memoryview) -> JsonSize:
+def measure(data: bytes | bytearray | memoryview) -> JsonSize:
     """Return the shape of a JSON text, valid or not; does not hold the interpreter lock."""
     out = np.zeros(3, dtype=np.int64)
     _measure(np.frombuffer(data, dtype=np.uint8), out)
     return JsonSize(int(out[0]) + 1, int(out[1]) + 1, int(out[2]))
 
 
-def is_deep(data: bytes) -> bool:
+def is_deep(data: bytes | bytearray) -> bool:
     """Whether a JSON text is nested more deeply than `MAX_DEPTH`: many clients fail on such."""
     if data.count(b"[") + data.count(b"{") <= MAX_DEPTH:
         return False

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from aiohttp import HttpVersion11, web
 
+from pigou.wire.byte_budget import BODIES, ByteReservation, OverBudget
 from pigou.wire.errors import APIError, bad_request, too_large
 
 _JSON = "application/json"
@@ -47,20 +48,32 @@ async def read_body(request: web.Request, max_bytes: int) -> bytes:
 
     Raises:
         APIError: 413 it is too large, 415 it is compressed, 408 it comes too slowly, 417 it has
-            an unknown `Expect`, 400 its framing is broken.
+            an unknown `Expect`, 400 its framing is broken, 503 the bodies under way leave no room.
     """
     _check_encoding(request)
     length = request.content_length
     if length is not None and length > max_bytes:
         raise too_large(max_bytes)
     await _expected(request)
+    with BODIES.reserve() as held:
+        return await _body(request, max_bytes, held)
+
+
+async def _body(request: web.Request, max_bytes: int, held: ByteReservation) -> bytes:
     loop = asyncio.get_running_loop()
     start, body = loop.time(), bytearray()
     content = request.content
     while not content.at_eof():
         try:
             async with asyncio.timeout_at(start + _GRACE_S + len(body) / _MIN_BYTES_PER_S):
-                body += await content.readany()
+                data = await content.readany()
+            held.grow(len(data))
+            body += data
+        except OverBudget as error:
+            raise APIError(
+                503, f"The bodies under way leave no room for this one ({error}). Try again later.",
+                retry_after=1,
+            ) from None  # fmt: skip
         except TimeoutError:
             raise APIError(
                 408,

@@ -279,6 +279,11 @@ REQUEST_ID_HEADER = "X-Request-Id"
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 
 
+def new_request_id() -> str:
+    """Return an id that no request has had."""
+    return secrets.token_hex(8)
+
+
 def request_id(header: str | None, field: str | None) -> str:
     """Return a request's id, a new one where the client gave none.
 
@@ -291,7 +296,7 @@ def request_id(header: str | None, field: str | None) -> str:
     """
     given = header or field
     if given is None:
-        return secrets.token_hex(8)
+        return new_request_id()
     if not _REQUEST_ID.fullmatch(given):
         raise bad_request(
             f"The request id {given[:60]!r} must have 1 to 256 printable ASCII characters, and no "
@@ -301,8 +306,6 @@ def request_id(header: str | None, field: str | None) -> str:
     return given
 
 
-def echo_request_id(header: str | None) -> dict[str, str]:
-    """Return the headers of a reply that tell the client's id again; none for what is no id."""
-    return (
-        {REQUEST_ID_HEADER: header} if header is not None and _REQUEST_ID.fullmatch(header) else {}
-    )
+def reply_id(header: str | None) -> str:
+    """Return the id that a reply tells: the client's own, or a new one for what is no id."""
+    return header if header is not None and _REQUEST_ID.fullmatch(header) else new_request_id()

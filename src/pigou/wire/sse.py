@@ -6,7 +6,7 @@ DONE = b"data: [DONE]\n\n"
 #: Payload of the frame that ends a stream.
 DONE_PAYLOAD = b"[DONE]"
 #: Bytes of one event. The first may hold the ids of a prompt of a million tokens.
-MAX_EVENT = 32 * 1024 * 1024
+MAX_EVENT = 16 * 1024 * 1024
 #: Pieces that are kept before they are joined.
 _MAX_PARTS = 16_384
 _BOM = b"\xef\xbb\xbf"
@@ -30,16 +30,17 @@ class Reader:
 
     Attributes:
         skipped: events without data so far.
+        size: bytes of the event that is not whole yet.
     """
 
-    __slots__ = ("_begun", "_held", "_parts", "_size", "skipped")
+    __slots__ = ("_begun", "_held", "_parts", "size", "skipped")
 
     def __init__(self) -> None:
         self._begun = False
         self._held = b""
         # Pieces of an event that is not whole: joined once, so that time stays linear.
         self._parts: list[bytes] = []
-        self._size = 0
+        self.size = 0
         self.skipped = 0
 
     @property
@@ -75,7 +76,7 @@ class Reader:
             if b"\n\n" not in self._parts[-1][-1:] + data:
                 return self._keep(data)
             data = b"".join(self._parts) + data
-            self._parts, self._size = [], 0
+            self._parts, self.size = [], 0
         *events, rest = data.split(b"\n\n")
         if rest:
             self._keep(rest)
@@ -92,10 +93,10 @@ class Reader:
         """Keep a part of an event; return that none is whole."""
         if data:
             self._parts.append(data)
-            self._size += len(data)
+            self.size += len(data)
         if len(self._parts) > _MAX_PARTS:
             self._parts = [b"".join(self._parts)]
-        if self._size > MAX_EVENT:
+        if self.size > MAX_EVENT:
             raise EventTooLong(f"an event has more than {MAX_EVENT} bytes")
         return []
 

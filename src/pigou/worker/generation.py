@@ -13,7 +13,12 @@ from pigou.logs import accessed, describe_access, note_request, traced
 from pigou.request import SECOND
 from pigou.tracing.request_trace import RequestTrace
 from pigou.tracing.tracer import Tracer
-from pigou.wire.connections import is_reserved, mark_event_stream, too_many_connections
+from pigou.wire.connections import (
+    is_reserved,
+    mark_event_stream,
+    note_reply_id,
+    too_many_connections,
+)
 from pigou.wire.errors import APIError, http_error, too_large
 from pigou.wire.json_limits import SMALL, read_fields
 from pigou.wire.openai_requests import (
@@ -25,7 +30,7 @@ from pigou.wire.openai_requests import (
     without_bom,
 )
 from pigou.wire.request_body import FairThreadPool, read_json
-from pigou.wire.request_validation import REQUEST_ID_HEADER, echo_request_id, request_id
+from pigou.wire.request_validation import REQUEST_ID_HEADER, request_id
 from pigou.wire.sse import DONE, frame
 from pigou.wire.unknown_fields import UnknownFields
 from pigou.worker.engine_client import EngineClient
@@ -112,7 +117,7 @@ class Generation:
         await reply.wait()
         if (failure := reply.failure()) is not None:
             raise failure  # before the first byte it can still have a status
-        response = web.StreamResponse(headers=_echo(request) | headers)
+        response = web.StreamResponse(headers=headers)
         response.content_type = "text/event-stream"
         response.charset = "utf-8"
         mark_event_stream(request)
@@ -154,7 +159,7 @@ def _describe(reply: Reply, trace_id: str) -> None:
 
 @web.middleware
 async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Turn every failure into an error body, echo the request's id, and log the access."""
+    """Turn every failure into an error body, and log the access."""
     note_request()  # the task may have served another one before
     with accessed(request.method, request.path) as fields:
         response = await _answered(request, handler)
@@ -180,8 +185,6 @@ async def _answered(request: web.Request, handler: Handler) -> web.StreamRespons
     except Exception:
         log.exception("%s %s failed", request.method, request.path)
         response = _error(APIError(500, "The server failed on this request; its log says how."))
-    if not response.prepared:
-        response.headers.update(_echo(request))
     return response
 
 
@@ -197,12 +200,10 @@ def _error(error: APIError) -> web.Response:
     return response
 
 
-def _echo(request: web.Request) -> dict[str, str]:
-    return echo_request_id(request.headers.get(REQUEST_ID_HEADER))
-
-
 def _id(request: web.Request, body: str | None) -> str:
-    return request_id(request.headers.get(REQUEST_ID_HEADER), body)
+    id = request_id(request.headers.get(REQUEST_ID_HEADER), body)
+    note_reply_id(request, id)
+    return id
 
 
 _B = TypeVar("_B")

@@ -14,7 +14,7 @@ from pigou.background import Background
 from pigou.tracing.tracer import Tracer
 from pigou.tracing.waterfall import spans_view
 from pigou.wire import openai_replies, request_validation
-from pigou.wire.connections import close_old_streams
+from pigou.wire.connections import close_old_streams, tell_request_id
 from pigou.wire.errors import APIError, bad_request
 from pigou.wire.fleet_secret import FleetSecret
 from pigou.wire.openai_requests import decode_cached, decode_detokenize, decode_tokenize
@@ -72,6 +72,7 @@ class Routes:
             client_max_size=max_body, middlewares=[errors, fleet_guard(self._secret)]
         )
         app.on_response_prepare.append(close_old_streams)
+        app.on_response_prepare.append(tell_request_id)
         bodies = self._bodies = Bodies(max_body, self._model.limits.max_model_len)
         post = partial(web.post, expect_handler=no_interim_answer)
         generation = Generation(self._intake, self._service, bodies, self._unknown, self._tracer)
