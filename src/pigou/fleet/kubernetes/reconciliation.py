@@ -380,8 +380,10 @@ def _ready(workload: Manifest) -> int:
 def _rolled(deployment: Manifest) -> bool:
     """Whether all pods of a Deployment are ready and of its template as it is now."""
     status, replicas = deployment.get("status") or {}, _replicas(deployment)
-    known = status.get("observedGeneration", 0) >= deployment["metadata"].get("generation", 0)
-    return known and min(status.get("updatedReplicas", 0), _ready(deployment)) >= replicas
+    generation: int = deployment["metadata"].get("generation", 0)
+    if status.get("observedGeneration", 0) < generation:
+        return False
+    return bool(min(status.get("updatedReplicas", 0), _ready(deployment)) >= replicas)
 
 
 def _replicas(workload: Manifest) -> int:
