@@ -102,7 +102,8 @@ def test_promtool_takes_the_alerts_and_they_fire(tmp_path: Path) -> None:
             "input_series": [{"series": k, "values": v} for k, v in SERIES[mode].items()],
             "promql_expr_test": [{
                 "expr": f'count(ALERTS{{alertname="{alerts[mode]}",alertstate="firing"}}) > bool 0',
-                "eval_time": "80m" if mode == 4 else "20m", "exp_samples": [{"labels": "{}", "value": 1}],
+                "eval_time": "80m" if mode == 4 else "20m",
+                "exp_samples": [{"labels": "{}", "value": 1}],
             }],
         }
         for mode in SERIES
