@@ -24,6 +24,7 @@ from pigou.request import SECOND, Role
 TIMES = ProvisioningTimes(start_up_s=100, warm_up_s=30)
 TRUTH = PerformanceModel(PrefillLine(0.02, 2e-4, 1e-9), DecodeLaw(LatencyLaw(0.0004, 0.012), 2e-8))
 MIX = RequestMix(2000, 200)
+ROLES = (Role.PREFILL, Role.DECODE)
 
 
 def worker(
@@ -52,17 +53,23 @@ def window(now_s: float, *workers: WorkerWindow) -> PlannerWindow:
 
 def test_speeds_are_learned_from_windows() -> None:
     rng = np.random.default_rng(0)
-    learner = SpeedLearner(prior_model(), TIMES)
+    prefill, decode = (SpeedLearner(prior_model(role), TIMES) for role in ROLES)
     for step in range(40):
         seen = window(5.0 * step, worker(rng, "a"), worker(rng, "b"))
-        learner.observe(seen, seen.pools[0])
+        prompts = msgspec.structs.replace(seen.pools[0], role=Role.PREFILL)
+        prefill.observe(seen, prompts)
+        streams = [
+            msgspec.structs.replace(each, computed_prompts=0, prefill_s=0.0)
+            for each in seen.pools[0].workers
+        ]
+        decode.observe(seen, msgspec.structs.replace(seen.pools[0], workers=tuple(streams)))
     for tokens in (800.0, 3000.0):
-        assert learner.model.prefill.seconds(tokens, tokens) == pytest.approx(
+        assert prefill.model.prefill.seconds(tokens, tokens) == pytest.approx(
             TRUTH.prefill.seconds(tokens, tokens), rel=0.06
         )
-    for streams in (8.0, 48.0):
-        assert learner.model.decode.itl_s(streams, 2100) == pytest.approx(
-            TRUTH.decode.itl_s(streams, 2100), rel=0.05
+    for count in (8.0, 48.0):
+        assert decode.model.decode.itl_s(count, 2100) == pytest.approx(
+            TRUTH.decode.itl_s(count, 2100), rel=0.05
         )
 
 
@@ -278,3 +285,36 @@ def test_a_pool_that_changes_says_nothing_of_waits() -> None:
         seen = PlannerWindow(now_ns=int(5.0 * step * SECOND), seconds=5.0, pools=(pool,))
         corrections.observe(seen, pool, TRUTH, MIX, 1.0, 30.0)
     assert corrections.wait_factor == 1.0
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["own prompts", "prompts beside"])
+def test_speeds_are_known_where_decode_workers_compute_prompts_themselves(beside: bool) -> None:
+    """The router sends prompts where they cost least, and each of them is a sample."""
+    rng, step_s = np.random.default_rng(5), TRUTH.decode.itl_s(8.0, 500)
+    role = Role.PREFILL if beside else Role.DECODE
+    learner = SpeedLearner(prior_model(role), ProvisioningTimes(start_up_s=3, warm_up_s=10))
+    for step in range(12):
+        tokens = float(rng.uniform(500, 3000))
+        prompts_s = 7 * TRUTH.prefill.seconds(tokens, tokens)
+        busy = WorkerWindow(
+            id="d", since_ns=-(10**12), computed_prompts=7, computed_tokens=7 * tokens,
+            prefill_s=prompts_s + 7 * step_s, mean_running=8.0, mean_held_tokens=4000.0,
+            itl_s=step_s / (1.0 - prompts_s / 5.0),
+        )  # fmt: skip
+        decode = PoolWindow(name="d", role=Role.DECODE, workers=(busy,))
+        idle = WorkerWindow(id="p", since_ns=-(10**12), computed_prompts=0, computed_tokens=0.0)
+        prefill = PoolWindow(name="p", role=Role.PREFILL, workers=(idle,))
+        seen = PlannerWindow(
+            now_ns=int(5.0 * step * SECOND), seconds=5.0, pools=(prefill, decode)
+        )  # fmt: skip
+        if beside:
+            learner.observe(seen, prefill, [decode])
+        else:
+            learner.observe(seen, decode)
+    assert learner.prefill_samples >= MIN_SAMPLES
+    assert learner.model.prefill.seconds(1500, 1500) == pytest.approx(
+        TRUTH.prefill.seconds(1500, 1500), rel=0.15
+    )
+    if not beside:
+        assert learner.decode_samples >= MIN_SAMPLES
+        assert learner.model.decode.itl_s(8.0, 500) == pytest.approx(step_s, rel=0.15)

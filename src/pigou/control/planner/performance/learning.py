@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,7 +50,8 @@ class SpeedLearner:
         self, prior: PerformanceModel, times: ProvisioningTimes, half_life_s: float = 600.0
     ) -> None:
         self._prior = prior
-        self._warm_up = WarmUp(times)
+        self._times, self._warm_up = times, WarmUp(times)
+        self._beside: dict[str, WarmUp] = {}
         base = prior.prefill.seconds(0.0, 0.0)
         token = max((prior.prefill.seconds(1000.0, 1000.0) - base) / 1000.0, 1e-9)
         self._prefill = AffineRegression(np.array([base, token, 1e-12]), half_life_s)
@@ -63,14 +65,27 @@ class SpeedLearner:
         self._half_life_s = half_life_s
         self._overloads = 0.0  # windows of workers whose steps are no samples
 
-    def observe(self, window: PlannerWindow, pool: PoolWindow) -> None:
-        """Add what one window showed of the pool; workers that are not warm are left out."""
+    def observe(
+        self, window: PlannerWindow, pool: PoolWindow, beside: Sequence[PoolWindow] = ()
+    ) -> None:
+        """Add what one window showed of the pool; workers that are not warm are left out.
+
+        Args:
+            window, pool: what was observed.
+            beside: pools of the same model and GPUs, whose prompts teach a prefill pool to which
+                none is sent.
+        """
         self._prefill.forget(window.seconds)
         self._decode.forget(window.seconds)
         self._overloads *= 0.5 ** (window.seconds / self._half_life_s)
         for worker in self._warm_up.warm(window, pool):
             self._add_prefill(worker, pool.role)
             self._add_decode(worker, pool.role, window.seconds)
+        if not any(worker.computed_prompts for worker in pool.workers):
+            for other in beside:
+                warm_up = self._beside.setdefault(other.name, WarmUp(self._times))
+                for worker in warm_up.warm(window, other):
+                    self._add_prefill(worker, other.role)
         self._prefill.solve()
         self._decode.solve()
 
@@ -82,7 +97,7 @@ class SpeedLearner:
         if pairs is None:  # equal prompts, nothing cached
             pairs = 0.5 * tokens * tokens / prompts
         assert seconds is not None
-        if role is Role.BOTH:  # its steps decode too
+        if role.decodes:  # its steps decode too
             model = self.model
             seconds = max(seconds - _chunks(worker, model) * _step_s(worker, model), 0.2 * seconds)
         self._prefill.add(np.array([float(prompts), tokens, pairs]), seconds)
@@ -91,14 +106,15 @@ class SpeedLearner:
         streams, held, itl_s = worker.mean_running, worker.mean_held_tokens, worker.itl_s
         if not _positive(streams) or held is None or not _positive(itl_s):
             return
-        if _computes_prompts(worker, role, seconds):
-            self._overloads += role is Role.BOTH
+        # Prompts that the gateway did not send are computed where their KV was lost on its way.
+        limit = _MAX_PROMPTS if worker.computed_prompts else _MAX_OWN_PROMPTS
+        if role.decodes and (worker.prefill_s or 0.0) > limit * seconds:
+            self._overloads += 1.0
             return
         assert streams is not None
         assert itl_s is not None
         held = min(held, worker.kv_tokens or math.inf)
-        if role is Role.BOTH:  # prompts take a part of the time
-            itl_s *= 1.0 - prefill_share(worker, self.model, seconds)
+        itl_s *= 1.0 - prefill_share(worker, self.model, seconds)  # prompts take a part of the time
         self._decode.add(np.array([1.0, max(streams, 1.0), held]), itl_s)
 
     @property
