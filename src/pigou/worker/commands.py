@@ -139,14 +139,19 @@ Command: TypeAlias = (
 
 @dataclass(slots=True)
 class Gauges:
-    """The core's figures after a step; counts since the start where it says "total".
+    """The core's figures; counts since the start where it says "total".
+
+    The engine thread alone writes them: all of them when a plan is made, load when it is done.
+    Other threads read them at any time.
 
     Attributes:
+        added_total: requests that the engine took up or refused, as of `waiting`.
         work: what the steps took of the GPUs; None where the model's shape is not known.
     """
 
     running: int = 0
     waiting: int = 0
+    added_total: int = 0
     loading: int = 0
     held: int = 0
     free: int = 0
@@ -181,21 +186,29 @@ class Gauges:
             self.prefill_ns_total += int(result.durations.sum())
             self.prefill_tokens_total += plan.chunk_tokens * result.steps
 
-    def read(self, core: EngineCore, warm_queries: int) -> Gauges:
-        """Take the core's figures; `warm_queries` are prefix queries of the warm-up."""
-        self.running, self.waiting = core.running - core.loading, core.waiting
-        self.loading, self.held = core.loading, core.held
-        self.free, self.cached, self.usage = core.free_blocks, core.cached_blocks, core.usage
+    def read_load(self, core: EngineCore, added: int) -> None:
+        """Take what runs and waits in the core, which has taken `added` requests so far."""
+        self.running, self.loading = core.running - core.loading, core.loading
+        self.waiting, self.added_total = core.waiting, added
+        self.free, self.usage = core.free_blocks, core.usage
+
+    def read(self, core: EngineCore, plan: Plan, added: int, warm_queries: int) -> None:
+        """Take all figures of the core, which begins a plan: its tokens count as computed.
+
+        `warm_queries` are prefix queries of the warm-up.
+        """
+        self.read_load(core, added)
+        self.held, self.cached = core.held, core.cached_blocks
         rows, used = core.rows, core.rows.length > 0
         self.table_blocks = int(rows.blocks[used].sum())
         self.table_tokens = int((rows.computed - rows.dropped)[used].sum())
+        self.table_tokens += plan.tokens * plan.repeat
         self.queries_total = core.prefix_queries - warm_queries
         self.hits_total = core.prefix_hits
         self.preemptions_total, self.swaps_total = core.preemptions, core.swaps
         if core.config.eviction is not None:
             self.price, self.missing = core.price, core.missing_entries
             self.given_total, self.revived_total = core.entries_evicted, core.entries_recomputed
-        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +269,6 @@ class Report:
         computed: tokens computed in each step of the plan; 0 in reports between its steps.
         steps: that the plan had.
         chunks: of prompts of traced requests: (request, begin, end, tokens), times as `now`.
-        gauges: figures after the step.
     """
 
     now: int = 0
@@ -271,10 +283,9 @@ class Report:
     computed: int = 0
     steps: int = 0
     chunks: list[tuple[str, int, int, int]] = field(default_factory=list)
-    gauges: Gauges | None = None
 
     def __bool__(self) -> bool:
-        """Whether there is anything to tell besides figures."""
+        """Whether there is anything to tell."""
         return bool(
             self.begun
             or self.tokens

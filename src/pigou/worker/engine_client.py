@@ -43,6 +43,7 @@ class EngineClient:
         put: Callable[[Command], None],
         metrics: WorkerMetrics,
         publish: Callable[[list[dict[str, Any]]], None],
+        gauges: Gauges,
         max_in_engine: int = 0,
     ) -> None:
         """Begin with nothing in flight.
@@ -51,6 +52,7 @@ class EngineClient:
             put: sends a command to the engine thread.
             metrics: counts what passes.
             publish: sends KV events.
+            gauges: the engine's figures, which its thread renews.
             max_in_engine: sequences of one request that are in the engine at once; 0 for all.
         """
         self._held = WaitingSequences(max_in_engine)
@@ -60,7 +62,8 @@ class EngineClient:
         self._flights: dict[str, tuple[ReplySequence, Reply, Add]] = {}
         self._followers: dict[str, list[Add]] = {}
         self._lease_futures: dict[str, asyncio.Future[dict[str, Any] | None]] = {}
-        self.gauges = Gauges()
+        self._gauges = gauges
+        self._added = 0
         self.dead = False
         self.draining = False
         self._shaken: Callable[[], None] | None = None
@@ -72,9 +75,15 @@ class EngineClient:
         return len(self._flights)
 
     @property
-    def held(self) -> int:
-        """Sequences of accepted requests that are not in the engine yet."""
-        return len(self._held)
+    def waiting(self) -> int:
+        """Sequences of accepted requests that have no row: in the engine, or on their way to it."""
+        gauges, followers = self._gauges, sum(map(len, self._followers.values()))
+        return gauges.waiting + self._added - gauges.added_total + len(self._held) + followers
+
+    def metrics_page(self) -> bytes:
+        """Return the page for Prometheus, with the figures of this moment."""
+        self._metrics.figures(self._gauges, self.waiting)
+        return self._metrics.page()
 
     def check_open(self) -> None:
         """Raise `APIError` 503 or 500 when no request can be taken."""
@@ -107,12 +116,16 @@ class EngineClient:
     def _send(self, reply: Reply, add: Add) -> None:
         """Give a sequence to the engine, or keep it until others of its request have ended."""
         if self._held.enters(id(reply), add):
-            self._put(add)
+            self._enter(add)
+
+    def _enter(self, add: Add) -> None:
+        self._added += 1
+        self._put(add)
 
     def _left(self, reply: Reply) -> None:
         """A sequence left the engine: the next one of its request may go."""
         if (add := self._held.left(id(reply))) is not None:
-            self._put(add)
+            self._enter(add)
 
     def cancel(self, reply: Reply) -> None:
         """Abort what is still computed for a reply that nobody waits for."""
@@ -192,9 +205,6 @@ class EngineClient:
 
     def deliver(self, report: EngineReport) -> None:
         """Pass a step's report on."""
-        if report.gauges is not None:
-            self.gauges = report.gauges
-            self._metrics.figures(report.gauges)
         for _ in range(report.steps):
             self._metrics.step(report.computed)
         for begun in report.begun:

@@ -84,6 +84,7 @@ class EngineThread:
         self._owner: dict[int, str] = {}
         self._out = Report()
         self.gauges = Gauges()
+        self._added = 0
         self._warm_queries = core.prefix_queries  # those of the warm-up
         self._step_s = 0.0
         self._stopping = False
@@ -172,6 +173,7 @@ class EngineThread:
 
     def _add(self, add: Add) -> None:
         request = add.request
+        self._added += 1
         try:
             self._backend.add(
                 request.id,
@@ -260,6 +262,7 @@ class EngineThread:
                 busy = self._core.running > self._core.loading
                 self.tiers.measure(self._step_s / 2 if busy else 0.0)  # until commands are noticed
         plan = self._core.schedule(now)
+        self.gauges.read(self._core, plan, self._added, self._warm_queries)
         self._begin(plan, now)
         moves = len(plan.swap_out) or len(plan.copies) or len(plan.swap_in)
         if not (plan or plan.started or moves):
@@ -393,5 +396,5 @@ class EngineThread:
         """Send what there is to tell."""
         out, self._out = self._out, Report()
         out.now = time.monotonic_ns()
-        out.gauges = self.gauges.read(self._core, self._warm_queries)
+        self.gauges.read_load(self._core, self._added)
         self._report(out)

@@ -163,7 +163,7 @@ class InputProcessor:
             )
 
     def _check_queue(self, request: GenerationRequest) -> None:
-        waiting = self._service.gauges.waiting + self._service.held
+        waiting = self._service.waiting
         limit, wanted = self._config.max_waiting, _sequences(request)
         if limit and wanted > max(limit, self._config.max_seqs):
             raise bad_request(

@@ -143,11 +143,11 @@ class WorkerMetrics:
         self._seen = Gauges()
         self._itl = self._histogram["inter_token_latency_seconds"]
 
-    def figures(self, gauges: Gauges) -> None:
-        """Take in the figures after a step."""
+    def figures(self, gauges: Gauges, waiting: int) -> None:
+        """Take in the engine's figures, and the sequences that wait for a row."""
         gauge = self._gauge
         gauge["num_requests_running"].set(gauges.running + gauges.loading)
-        gauge["num_requests_waiting"].set(gauges.waiting)
+        gauge["num_requests_waiting"].set(waiting)
         gauge["kv_cache_usage_perc"].set(gauges.usage)
         gauge["kv_blocks_free"].set(gauges.free)
         gauge["kv_blocks_cached"].set(gauges.cached)

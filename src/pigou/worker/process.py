@@ -107,7 +107,9 @@ class WorkerServer:
         self.engine.rest = parts.rest
         publish = self._events.publish if self._events is not None else _discard
         max_in_engine = max(1, core.config.max_seqs // 2)  # half is left to other requests
-        self._service = EngineClient(self.engine.put, self._metrics, publish, max_in_engine)
+        self._service = EngineClient(
+            self.engine.put, self._metrics, publish, self.engine.gauges, max_in_engine
+        )
         key = b"" if secret is None else transfer_key(secret)
         self._intake = InputProcessor(model, config, self._service, parts.grammars, key)
         self._transfers = self._start_transfers()
@@ -117,7 +119,7 @@ class WorkerServer:
         if self._tracer is not None and self._tracer.exporter is not None:
             self._metrics.registry.register(SpanExporterMetrics(self._tracer.exporter))
         routes = Routes(
-            model, self._intake, self._service, self._metrics,
+            model, self._intake, self._service,
             events=self._events, about=about, heartbeat=self.engine.heartbeat,
             background=self._background, tiers=self._tiers,
             unknown_fields=config.unknown_fields, secret=secret, tracer=self._tracer,

@@ -27,7 +27,7 @@ from pigou.worker.heartbeat import Heartbeat
 from pigou.worker.input_processor import InputProcessor
 from pigou.worker.kv_event_publisher import EventPublisher
 from pigou.worker.kv_offload import OffloadConnector
-from pigou.worker.metrics import CONTENT_TYPE, WorkerMetrics, health_of
+from pigou.worker.metrics import CONTENT_TYPE, health_of
 from pigou.worker.served_model import ServedModel
 
 _log = logging.getLogger(__name__)
@@ -41,7 +41,6 @@ class Routes:
         model: ServedModel,
         intake: InputProcessor,
         service: EngineClient,
-        metrics: WorkerMetrics,
         *,
         events: EventPublisher | None,
         about: dict[str, Any],
@@ -62,7 +61,6 @@ class Routes:
         self._model = model
         self._intake = intake
         self._service = service
-        self._metrics = metrics
         self._events = events
         self._about = about
 
@@ -153,7 +151,9 @@ class Routes:
 
     async def metrics_page(self, _: web.Request) -> web.Response:
         """Return the metrics in the text format of Prometheus."""
-        return web.Response(body=self._metrics.page(), headers={"Content-Type": CONTENT_TYPE})
+        return web.Response(
+            body=self._service.metrics_page(), headers={"Content-Type": CONTENT_TYPE}
+        )
 
     async def version(self, _: web.Request) -> web.Response:
         """Say which version this is."""
