@@ -51,7 +51,7 @@ class SpeedLearner:
     ) -> None:
         self._prior = prior
         self._times, self._warm_up = times, WarmUp(times)
-        self._beside: dict[str, WarmUp] = {}
+        self._siblings: dict[str, WarmUp] = {}
         base = prior.prefill.seconds(0.0, 0.0)
         token = max((prior.prefill.seconds(1000.0, 1000.0) - base) / 1000.0, 1e-9)
         self._prefill = AffineRegression(np.array([base, token, 1e-12]), half_life_s)
@@ -66,13 +66,13 @@ class SpeedLearner:
         self._overloads = 0.0  # windows of workers whose steps are no samples
 
     def observe(
-        self, window: PlannerWindow, pool: PoolWindow, beside: Sequence[PoolWindow] = ()
+        self, window: PlannerWindow, pool: PoolWindow, siblings: Sequence[PoolWindow] = ()
     ) -> None:
         """Add what one window showed of the pool; workers that are not warm are left out.
 
         Args:
             window, pool: what was observed.
-            beside: pools of the same model and GPUs, whose prompts teach a prefill pool to which
+            siblings: pools of the same model and GPUs, whose prompts teach a prefill pool to which
                 none is sent.
         """
         self._prefill.forget(window.seconds)
@@ -82,8 +82,8 @@ class SpeedLearner:
             self._add_prefill(worker, pool.role)
             self._add_decode(worker, pool.role, window.seconds)
         if not any(worker.computed_prompts for worker in pool.workers):
-            for other in beside:
-                warm_up = self._beside.setdefault(other.name, WarmUp(self._times))
+            for other in siblings:
+                warm_up = self._siblings.setdefault(other.name, WarmUp(self._times))
                 for worker in warm_up.warm(window, other):
                     self._add_prefill(worker, other.role)
         self._prefill.solve()

@@ -81,12 +81,12 @@ class PoolSpeed:
             self._kv_tokens = float(min(sizes))
         base = self._measured
         if self._learner is not None:
-            beside = [
+            siblings = [
                 other
                 for other in window.pools
                 if (other.model, other.gpus) == (pool.model, pool.gpus) and other.role.decodes
             ]
-            self._learner.observe(window, pool, beside if not pool.role.decodes else ())
+            self._learner.observe(window, pool, siblings if not pool.role.decodes else ())
             base = self._learned() if self.is_ready else None
         if base is not None and tracker.mix is not None:
             rps = tracker.observed_rps if load is not None and load.arrivals is not None else None
