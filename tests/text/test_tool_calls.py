@@ -17,6 +17,7 @@ from pigou.text.tool_calls import (
     ToolParser,
     detect_parser,
     make_parser,
+    open_reasoning,
 )
 
 NAMES = ("f", "get_weather")
@@ -41,6 +42,11 @@ def read(parser: ToolParser, pieces: list[str]) -> tuple[str, list[tuple[str, st
     return content, calls
 
 
+CALLS = {
+    "hermes": '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>',
+    "llama3_json": '{"name": "f", "parameters": {"a": 1}}',
+    "mistral": '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]',
+}
 CASES: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     ("hermes", "Hello there. ", "Hello there. ", []),
     ("hermes", " \n", " \n", []),
@@ -77,6 +83,73 @@ CASES: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
      [("f", {"a": 1}), ("g", {"b": {}})]),
     ("mistral", '[TOOL_CALLS]f[CALL_ID]abc123def[ARGS]{"a": 1}', "", [("f", {"a": 1})]),
     ("mistral", "[TOOL] [1, 2]", "[TOOL] [1, 2]", []),
+    # One object for a list, a list for one object, with and without what closes it.
+    ("mistral", '[TOOL_CALLS]{"name": "f", "arguments": {"a": 1}}', "", [("f", {"a": 1})]),
+    ("mistral", '[TOOL_CALLS] {"name": "f", "arguments": {}}, {"name": "g", "arguments": {}}', "",
+     [("f", {}), ("g", {})]),
+    ("mistral", '[TOOL_CALLS]{"name": "f", "arguments": {}}[TOOL_CALLS]{"name": "g"}', "",
+     [("f", {}), ("g", {})]),
+    ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {"a": {"b": [{}]}}}', "",
+     [("f", {"a": {"b": [{}]}})]),
+    ("hermes", '<tool_call>[{"name": "f", "arguments": {}}, {"name": "g", "arguments": {}}]'
+     '</tool_call>', "", [("f", {}), ("g", {})]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {}}\n{"name": "g"}\n</tool_call>.', ".",
+     [("f", {}), ("g", {})]),
+    ("llama3_json", '[{"name": "f", "parameters": {}}, {"name": "f", "parameters": {"a": 1}}]', "",
+     [("f", {}), ("f", {"a": 1})]),
+    ("llama3_json", '{"type": "function", "function": {"name": "f", "parameters": {"a": 1}}}', "",
+     [("f", {"a": 1})]),
+    ("llama3_json", '{"type": "function", "name": "f", "parameters": {"a": "ü😀"}}', "",
+     [("f", {"a": "ü😀"})]),
+    # Prose before, between and after.
+    ("mistral", "[TOOL_CALLS]I cannot call that.", "I cannot call that.", []),
+    ("mistral", "[TOOL_CALLS]Sorry", "Sorry", []),
+    ("mistral", "[TOOL_CALLS]get_wea", "", []),
+    ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {}}] Done, then.', " Done, then.",
+     [("f", {})]),
+    ("mistral", '[TOOL_CALLS]f[ARGS]{"a": "}"} so be it', " so be it", [("f", {"a": "}"})]),
+    ("mistral", 'So. [TOOL_CALLS] Here it is: [{"name": "f", "arguments": {}}]', "So.  Here it is:",
+     [("f", {})]),
+    ("mistral", "[TOOL_CALLS] [1, 2]", " [1, 2]", []),
+    ("hermes", '<tool_call>I call {"name": "f", "arguments": {}}</tool_call>x', "I callx",
+     [("f", {})]),
+    ("hermes", '{"name": "f", "arguments": {}}', '{"name": "f", "arguments": {}}', []),
+    ("llama3_json", 'I look: {"name": "f", "parameters": {"a": 1}} and wait', "I look: and wait",
+     [("f", {"a": 1})]),
+    ("llama3_json", '{"a": {"name": "f", "parameters": {}}} {"name": "f", "parameters": {}}',
+     '{"a": {"name": "f", "parameters": {}}}', [("f", {})]),
+    ("llama3_json", 'int main() { return {0}; }', 'int main() { return {0}; }', []),
+    # Code fences.
+    ("llama3_json", 'So:\n```json\n{"name": "f", "parameters": {}}\n```\nDone', "So:\nDone",
+     [("f", {})]),
+    ("hermes", '```xml\n<tool_call>{"name": "f"}</tool_call>\n```', "", [("f", {})]),
+    ("hermes", '<tool_call>\n```json\n{"name": "f"}\n```\n</tool_call>', "", [("f", {})]),
+    ("hermes", '<tool_call>{"name": "f"}</tool_call>\n```py\nx[0]\n```', "\n```py\nx[0]\n```",
+     [("f", {})]),
+    ("llama3_json", "```py\nx = []\n```", "```py\nx = []\n```", []),
+    ("mistral", '[TOOL_CALLS]```json\n[{"name": "f", "arguments": {}}]\n```', "", [("f", {})]),
+    # Cut off at max_tokens.
+    ("hermes", 'x<tool_call>{"name": "f", "arguments": {"a": [1', "x", [("f", '{"a": [1')]),
+    ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {"a"', "", [("f", '{"a"')]),
+    ("mistral", '[TOOL_CALLS]f[ARGS]{"a"', "", [("f", '{"a"')]),
+    ("mistral", '[TOOL_CALLS]f[AR', "", []),
+    ("mistral", '[TOOL_CALLS][{"na', "", []),
+    ("llama3_json", 'a {"name": "f", "parameters": {"a": "', "a", [("f", '{"a": "')]),
+    ("llama3_json", 'a {"name": "f", "par', 'a {"name": "f", "par', []),
+    # Reasoning.
+    *[(name, f"<think>Maybe {call} or so</think>\n\n{call}", f"<think>Maybe {call} or so</think>",
+       [("f", {"a": 1})]) for name, call in CALLS.items()],
+    *[(name, f"[THINK]{call}[/THINK]So {call}", f"[THINK]{call}[/THINK]So",
+       [("f", {"a": 1})]) for name, call in CALLS.items()],
+    *[(name, f"<think>{call} and {call}", f"<think>{call} and {call}", [])
+      for name, call in CALLS.items()],
+    *[(name, f"{call}<think>{call}</think>{call}", f"<think>{call}</think>",
+       [("f", {"a": 1}), ("f", {"a": 1})]) for name, call in CALLS.items()],
+    *[(f"{name} within", f"{call}</think>{call}", f"{call}</think>", [("f", {"a": 1})])
+      for name, call in CALLS.items()],
+    *[(f"{name} within", f"{call} <think>", f"{call} <think>", []) for name, call in CALLS.items()],
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "<think>"}}</tool_call>', "",
+     [("f", {"a": "<think>"})]),
     ("required", '[{"name":"f","arguments":{"a":"x"}},{"name":"f","arguments":{}}]', "",
      [("f", {"a": "x"}), ("f", {})]),
     ("named", '{"a":"b"}', "", [("f", {"a": "b"})]),
@@ -88,27 +161,38 @@ def parser(name: str) -> ToolParser:
         return RequiredParser()
     if name == "named":
         return NamedParser("f")
-    return make_parser(next(each for each in PARSERS if each == name), NAMES)
+    format, _, within = name.partition(" ")
+    format_name = next(each for each in PARSERS if each == format)
+    return make_parser(format_name, NAMES, "<think>" if within else "")
+
+
+def parsed(arguments: str) -> Any:
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return arguments  # of a call that was cut off
 
 
 @pytest.mark.parametrize(("name", "text", "content", "calls"), CASES, ids=lambda x: str(x)[:40])
 def test_calls_and_content_are_told_apart_however_the_text_is_cut(
     name: str, text: str, content: str, calls: list[tuple[str, Any]]
 ) -> None:
-    for size in (1, 2, 3, 7, len(text)):
-        pieces = [text[at : at + size] for at in range(0, len(text), size)]
+    sizes = [[text[at : at + size] for at in range(0, len(text), size)] for size in (1, 2, 3, 7)]
+    for pieces in [*sizes, *([text[:at], text[at:]] for at in range(len(text)))]:
         said, found = read(parser(name), pieces)
         assert said == content
-        assert [(function, json.loads(arguments)) for function, arguments in found] == calls
+        assert [(function, parsed(arguments)) for function, arguments in found] == calls
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=600, deadline=None)
 @given(
-    st.sampled_from([*PARSERS, "required", "named"]),
+    st.sampled_from([*PARSERS, *(f"{name} within" for name in PARSERS), "required", "named"]),
     st.lists(
         st.sampled_from(
             ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", '{"name": ', '"f"',
-             ', "arguments": ', "{}", "}", "]", "[", '"', "\\", ",", " ", "\n", "x", "é", ";", "f"]
+             ', "arguments": ', "{}", "}", "]", "[", '"', "\\", ",", " ", "\n", "x", "é", ";", "f",
+             "<think>", "</think>", "[THINK]", "[/THINK]", "```", "```json\n", "`", "[ARGS]", "f{",
+             '{"name": "f", "arguments": {', "So be it. ", "{", '"parameters": ', "function"]
         ),
         max_size=25,
     ),
@@ -138,6 +222,18 @@ def test_the_end_of_a_json_value_is_where_json_says(value: Any) -> None:
     end = JsonEnd()
     assert end.feed(text + ', "b": {}}') == len(text)
     assert end.done
+
+
+@pytest.mark.parametrize(
+    ("prompt", "final", "opened"),
+    [
+        ("<|assistant|>\n<think>\n", None, "<think>"), ("[THINK]", None, "[THINK]"),
+        ("<|assistant|>\n<think>\n\n</think>\n\n", None, ""), ("<think> and so", None, ""),
+        ("", "<think>Hm, ", "<think>"), ("", "<think>Hm</think> So ", ""), ("<think>", "So", ""),
+    ],
+)  # fmt: skip
+def test_a_reply_may_begin_within_reasoning(prompt: str, final: str | None, opened: str) -> None:
+    assert open_reasoning(prompt, final) == opened
 
 
 def test_every_known_template_is_detected() -> None:

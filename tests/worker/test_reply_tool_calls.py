@@ -152,6 +152,23 @@ def test_tools_may_be_used_of_the_models_own_accord(real: Worker) -> None:
     assert chat(real, tool_choice="none", max_tokens=5)["message"].get("tool_calls") is None
 
 
+def test_nothing_in_reasoning_is_a_call(real: Worker) -> None:
+    call = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
+    said = f"<think>Perhaps {call}?</think>"
+    for stream in (False, True):
+        for text, calls in ((said + call, 1), (said, 0), (f"<think>{call}", 0)):
+            reply = chat(real, stream=stream, structured_outputs={"choice": [text]})
+            assert len(reply["message"].get("tool_calls") or []) == calls
+            assert reply["message"]["content"] == text.removesuffix(call if calls else "")
+            assert reply["finish_reason"] == ("tool_calls" if calls else "stop")
+        final = {"role": "assistant", "content": "<think>I could"}
+        reply = chat(
+            real, stream=stream, structured_outputs={"choice": [f" {call}</think>{call}"]},
+            messages=[*ASKED, final], add_generation_prompt=False, continue_final_message=True,
+        )  # fmt: skip
+        assert len(reply["message"]["tool_calls"]) == 1
+
+
 def test_results_of_tools_reach_the_template(real: Worker) -> None:
     call = {
         "id": "call_1",

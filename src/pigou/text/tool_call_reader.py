@@ -13,6 +13,9 @@ _HEAD = re.compile(
     r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=[{\[])',
     re.DOTALL,
 )
+#: The first key of an object, or what stands in its place.
+_FIRST = re.compile(r'\s*\{\s*(?:"((?:[^"\\]|\\.)*)"|([^\s"]))', re.DOTALL)
+_KEYS = {"name", "arguments", "parameters", "type", "id", "function"}
 #: Characters within which a name is looked for before the object is whole.
 _HEAD_LENGTH = 4096
 _SCALAR_ENDS = ",]} \t\r\n"
@@ -99,6 +102,7 @@ class CallReader:
         done: the object has ended.
         begun: the name is known.
         failed: it is no call; `text` is what came.
+        is_json: a quoted key is in the place of an object's first.
         text: what came before the name was known.
     """
 
@@ -114,7 +118,7 @@ class CallReader:
         self._whole = JsonEnd()
         self._arguments: JsonEnd | None = None
         self._tail: JsonEnd | None = None
-        self.done = self.begun = self.failed = False
+        self.done = self.begun = self.failed = self.is_json = False
         self.text = ""
 
     def feed(self, text: str) -> tuple[list[Event], str]:
@@ -141,6 +145,11 @@ class CallReader:
         if self.text.strip() and not self.text.lstrip().startswith("{"):
             self.failed = True
             return rest, []
+        if not self.is_json and (first := _FIRST.match(self.text)):
+            self.is_json = first[1] is not None
+            self.failed = self._names is not None and first[1] not in _KEYS
+            if self.failed:
+                return rest, []
         match = _HEAD.match(self.text) if len(self.text) <= _HEAD_LENGTH else None
         if match is not None:
             name = _loaded(match[1])
@@ -158,7 +167,9 @@ class CallReader:
     def _entire(self) -> list[Event]:
         """Read an object that is whole, whatever the order of its keys."""
         call = _loaded(self.text)
-        name = call.get("name") if isinstance(call, dict) else None
+        if isinstance(call, dict) and isinstance(call.get("function"), dict):
+            call = call["function"]
+        name = call.get("name", call.get("function")) if isinstance(call, dict) else None
         known = isinstance(name, str) and (self._names is None or name in self._names)
         keys = call.keys() & {"arguments", "parameters"} if isinstance(call, dict) else ()
         if not isinstance(call, dict) or not isinstance(name, str) or not known:

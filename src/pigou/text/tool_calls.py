@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping
-from typing import Literal, TypeAlias
+from typing import ClassVar, Literal, TypeAlias
 
 from pigou.text.tool_call_reader import CallArguments, CallReader, CallStart, Event, JsonEnd
 
 ParserName = Literal["hermes", "llama3_json", "mistral"]
 PARSERS: tuple[ParserName, ...] = ("hermes", "llama3_json", "mistral")
+#: What begins and ends a model's reasoning, in which nothing is a call.
+REASONING: Mapping[str, str] = {"<think>": "</think>", "[THINK]": "[/THINK]"}
 #: Tokens that a format's markup consists of; they are shown to its parser.
 MARKUP: Mapping[str, tuple[str, ...]] = {
     "hermes": ("<tool_call>", "</tool_call>"),
     "llama3_json": ("<|python_tag|>",),
     "mistral": ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
 }
-#: Characters of Mistral's second form before its arguments, at most.
-_LONGEST_HEAD = 256
 #: What a parser does with the text at hand; it returns what that means.
 State: TypeAlias = Callable[[], list[Event]]
-_MISTRAL_HEAD = re.compile(r"\s*([\w.-]+?)\s*(?:\[CALL_ID\]\s*[\w-]+\s*)?(?:\[ARGS\]\s*)?(?=\{)")
+_MISTRAL_HEAD = re.compile(r"([\w.-]+?)\s*(?:\[CALL_ID\]\s*[\w-]+\s*)?(?:\[ARGS\]\s*)?(?=\{)")
+#: What may become such a head; more characters are content.
+_MISTRAL_BEGUN = re.compile(r"[\w.-]{1,128}\s*(?:\[[A-Z_]*\]?\s*[\w-]{0,64}\s*){0,2}")
+_FENCES = ("```json", "```tool_call", "```")
+#: An open code fence at the end of a text, or what may become one.
+_FENCE_END = re.compile(r"`{1,3}\w{0,12}\Z")
+_OPEN_REASONING = re.compile(r"(<think>|\[THINK\])\s*\Z")
 
 
 class ToolParser:
@@ -28,7 +34,8 @@ class ToolParser:
 
     What it has told after any piece is a function of the text so far alone, up to how pieces of
     content and arguments are cut. So a stream that goes on elsewhere feeds the text so far, drops
-    the events, and goes on. White space around calls is no content.
+    the events, and goes on. White space, a bracket and a code fence around calls are no content.
+    Reasoning is content, and nothing in it is a call.
 
     Attributes:
         calls: that have begun.
@@ -38,8 +45,6 @@ class ToolParser:
         """Begin before the text."""
         self.calls = 0
         self._rest = ""
-        self._space = ""
-        self._reader = CallReader(0)
         self._state: State = self._content
 
     def feed(self, text: str) -> list[Event]:
@@ -54,196 +59,232 @@ class ToolParser:
 
     def finish(self) -> list[Event]:
         """End the text; return what was held back and is content."""
-        rest, self._rest = self._rest, ""
-        events = self._say(rest)
-        if self._space and not self.calls:
-            events.append(self._space)
-        self._space = ""
-        return events
+        raise NotImplementedError
 
     def _content(self) -> list[Event]:
         raise NotImplementedError
 
-    def _say(self, text: str) -> list[Event]:
-        """Return content, without white space at its end, which may be before a call."""
-        text = self._space + text
-        shown = text.rstrip()
-        self._space = text[len(shown) :]
-        return [shown] if shown else []
 
-    def _until(self, marker: str, then: State) -> list[Event]:
-        """Pass content on up to a marker; hold back what may begin one."""
-        before, mark, after = self._rest.partition(marker)
-        if mark:
-            events = self._say(before)
-            self._rest, self._space, self._state = after, "", then
-            return events
-        stop = len(self._rest) - _begun(self._rest, marker)
-        shown, self._rest = self._rest[:stop], self._rest[stop:]
-        return self._say(shown)
+class MarkedParser(ToolParser):
+    """Calls behind a marker: one object, several, or a list of them, with or without prose.
 
-    def _read_call(self, following: State, fallback: State) -> list[Event]:
-        """Let the reader take all that there is.
+    An object without a marker of its own is a call where it names a function of the request: behind
+    prose that follows a marker, and anywhere in a format that has calls without markers.
+    """
+
+    OPEN: ClassVar[str]
+    CLOSE: ClassVar[str] = ""
+    #: Calls need no marker.
+    BARE: ClassVar[bool] = False
+
+    def __init__(self, names: Collection[str] = (), reasoning: str = "") -> None:
+        """Begin before the text.
 
         Args:
-            following: state behind the call.
-            fallback: state before the text of what is no call.
+            names: of the request's functions.
+            reasoning: what opened the reasoning within which the text begins; "" for none.
         """
-        reader = self._reader
-        begun = reader.begun
-        events, self._rest = reader.feed(self._rest)
-        self.calls += reader.begun and not begun
-        if reader.failed:
-            self._rest = reader.text + self._rest
-            self._state = fallback
-        elif reader.done:
-            self._state = following
-        return events
-
-
-class HermesParser(ToolParser):
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of them."""
-
-    _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+        super().__init__()
+        self._names = frozenset(names)
+        self._bare = self.BARE
+        self._fenced = False
+        self._held = self._skipped = ""
+        self._marked = False
+        self._reader = CallReader(0)
+        self._end = JsonEnd()
+        self._closer = REASONING.get(reasoning, "")
+        if reasoning:
+            self._state = self._reasoning
 
     def finish(self) -> list[Event]:
         """End the text; a call that was cut off before its name is dropped."""
-        if self._state == self._call:
-            self._rest = ""
-        return super().finish()
+        rest, self._rest = self._rest, ""
+        if self._state == self._open and self._is_prose(rest):
+            rest = self._skipped + rest
+        elif self._state == self._call and not self._reader.begun and not self._marked:
+            rest = self._reader.text + rest
+        elif self._state not in (self._content, self._reasoning, self._other_json):
+            rest = ""
+        events = self._say(rest)
+        held, self._held = self._held.rstrip() if self.calls else self._held, ""
+        return [*events, held] if held else events
+
+    # --- content ----------------------------------------------------------------------------
 
     def _content(self) -> list[Event]:
-        return self._until(self._OPEN, self._begin)
+        """Pass content on up to what may begin a call or reasoning."""
+        marks = [self.OPEN, *REASONING]
+        if self._bare:
+            marks += ["{", self.CLOSE] if self.CLOSE else ["{"]
+        mark, events = self._until(marks)
+        if mark == self.OPEN:
+            self._skipped, self._state = "", self._open
+        elif mark == "{":
+            self._rest = "{" + self._rest
+            self._begin(marked=False)
+        elif mark in REASONING:
+            events += self._say(mark)
+            self._closer, self._state = REASONING[mark], self._reasoning
+        elif mark:
+            self._bare = False
+        return events
 
-    def _begin(self) -> list[Event]:
-        self._reader = CallReader(self.calls)
-        self._state = self._call
+    def _reasoning(self) -> list[Event]:
+        mark, events = self._until([self._closer])
+        if mark:
+            events += self._say(mark)
+            self._state = self._content
+        return events
+
+    def _other_json(self) -> list[Event]:
+        """Pass on JSON that is no call, with all that is in it."""
+        used = self._end.feed(self._rest)
+        events, self._rest = self._say(self._rest[:used]), self._rest[used:]
+        if self._end.done:
+            self._state = self._content
+        return events
+
+    def _until(self, marks: list[str]) -> tuple[str, list[Event]]:
+        """Pass content on up to the first marker, and take that; hold back what may begin one."""
+        at, mark = min(
+            ((at, mark) for mark in marks if (at := self._rest.find(mark)) >= 0), default=(-1, "")
+        )
+        if not mark:
+            at = len(self._rest) - max(_begun(self._rest, mark) for mark in marks)
+        shown, self._rest = self._rest[:at], self._rest[at + len(mark) :]
+        return mark, self._say(shown)
+
+    def _say(self, text: str) -> list[Event]:
+        """Return content, without what at its end may belong to a call."""
+        text = self._held + text
+        shown = text.rstrip()
+        if shown.endswith("["):
+            shown = shown[:-1].rstrip()
+        if fence := _FENCE_END.search(shown[-16:]):
+            shown = shown[: len(shown) - len(fence[0])].rstrip()
+        self._held = text[len(shown) :]
+        return [shown] if shown else []
+
+    # --- calls ------------------------------------------------------------------------------
+
+    def _open(self) -> list[Event]:
+        """Look what a marker is followed by."""
+        self._bare = True
+        if not self._skip(" \t\r\n[,", _FENCES):
+            return []
+        if self._rest.startswith("{"):
+            self._begin(marked=not self.BARE)
+            return []
+        return self._head()
+
+    def _head(self) -> list[Event]:
+        """Read what is no object: it is content."""
+        self._rest = self._skipped + self._rest
+        self._state = self._content
         return []
+
+    def _is_prose(self, rest: str) -> bool:
+        """Whether a text that ends behind a marker is more than a call that was cut off."""
+        return bool(rest) and not self.CLOSE.startswith(rest) and not rest.startswith("`")
+
+    def _begin(self, *, marked: bool) -> None:
+        self._marked = marked
+        self._reader = CallReader(self.calls, None if marked else self._names)
+        self._state = self._call
 
     def _call(self) -> list[Event]:
-        return self._read_call(self._after, self._faulty)
+        """Let the reader take all that there is."""
+        reader = self._reader
+        begun = reader.begun
+        events, self._rest = reader.feed(self._rest)
+        if reader.begun and not begun:
+            self._note_call()
+        if reader.failed:
+            self._rest = reader.text + self._rest
+            self._end, self._state = JsonEnd(), self._other_json
+            if not reader.is_json:
+                events += self._say("{")
+                self._rest, self._state = self._rest[1:], self._content
+        elif reader.done:
+            self._skipped, self._state = "", self._after
+        return events
+
+    def _note_call(self) -> None:
+        """Count a call, and forget what stood around it."""
+        self.calls += 1
+        self._fenced = "```" in self._held + self._skipped
+        self._held = ""
 
     def _after(self) -> list[Event]:
-        """Skip what closes a call."""
-        self._rest = self._rest.lstrip()
-        if self._rest.startswith(self._CLOSE):
-            self._rest = self._rest[len(self._CLOSE) :]
-            self._state = self._content
-        elif self._rest and not self._CLOSE.startswith(self._rest):
+        """Skip what closes a call, up to the next one or to content."""
+        closing = [mark for mark in (self.CLOSE, "```" if self._fenced else "") if mark]
+        if not self._skip(" \t\r\n,;]", closing):
+            return []
+        if self.CLOSE and self.CLOSE in self._skipped:
+            self._bare = False
+        if self._bare and self._rest.startswith("{"):
+            self._begin(marked=self._marked)
+        else:
+            self._rest = self._skipped[len(self._skipped.rstrip()) :] + self._rest
             self._state = self._content
         return []
 
-    def _faulty(self) -> list[Event]:
-        """Show what stands in place of a call, without its markup."""
-        return self._until(self._CLOSE, self._content)
+    def _skip(self, chars: str, marks: Collection[str]) -> bool:
+        """Skip characters and marks; return whether it is known that none follows."""
+        while self._rest:
+            if self._rest[0] in chars:
+                length = 1
+            elif any(mark.startswith(self._rest) and mark != self._rest for mark in marks):
+                return False
+            else:
+                length = max((len(m) for m in marks if self._rest.startswith(m)), default=0)
+            if not length:
+                return True
+            self._skipped += self._rest[:length]
+            self._rest = self._rest[length:]
+        return False
 
 
-class LlamaParser(ToolParser):
-    """`{"name": ..., "parameters": {...}}` at the beginning, or after `<|python_tag|>`.
+class HermesParser(MarkedParser):
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of them."""
+
+    OPEN, CLOSE = "<tool_call>", "</tool_call>"
+
+
+class LlamaParser(MarkedParser):
+    """`{"name": ..., "parameters": {...}}`, with or without `<|python_tag|>`.
 
     Further calls follow after `;`. An object that names no function of the request is content.
     """
 
-    _TAG = "<|python_tag|>"
-
-    def __init__(self, names: Collection[str]) -> None:
-        """Begin before the text; `names` are those of the request's functions."""
-        super().__init__()
-        self._names = frozenset(names)
-        self._reader = CallReader(0, self._names)
-        self._state = self._first
-
-    def finish(self) -> list[Event]:
-        """End the text; an object that was not whole is content."""
-        if self._state == self._call and not self._reader.begun:
-            self._rest = self._reader.text + self._rest
-        return super().finish()
-
-    def _first(self) -> list[Event]:
-        """Look whether the text begins with an object."""
-        text = self._rest.lstrip()
-        if not text or (text != self._TAG and self._TAG.startswith(text)):
-            return []
-        if text.startswith(self._TAG):
-            self._rest = text[len(self._TAG) :]
-        elif text.startswith("{"):
-            self._rest = text
-            self._begin()
-        else:
-            self._state = self._content
-        return []
-
-    def _content(self) -> list[Event]:
-        return self._until(self._TAG, self._first)
-
-    def _begin(self) -> None:
-        self._reader = CallReader(self.calls, self._names)
-        self._state = self._call
-
-    def _call(self) -> list[Event]:
-        return self._read_call(self._after, self._content)
-
-    def _after(self) -> list[Event]:
-        self._rest = self._rest.lstrip(" \t\r\n;")
-        if self._rest:
-            self._state = self._first
-        return []
+    OPEN = "<|python_tag|>"
+    BARE = True
 
 
-class MistralParser(ToolParser):
+class MistralParser(MarkedParser):
     """`[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, or `[TOOL_CALLS]name[ARGS]{...}`."""
 
-    _MARK = "[TOOL_CALLS]"
+    OPEN = "[TOOL_CALLS]"
 
-    def __init__(self) -> None:
-        """Begin before the text."""
-        super().__init__()
-        self._arguments = JsonEnd()
-
-    def finish(self) -> list[Event]:
-        """End the text; what is left of calls is dropped."""
-        if self._state != self._content:
-            self._rest = ""
-        return super().finish()
-
-    def _content(self) -> list[Event]:
-        return self._until(self._MARK, self._begin)
-
-    def _begin(self) -> list[Event]:
-        """Tell the two forms apart."""
-        self._rest = self._rest.lstrip()
-        if self._rest.startswith("["):
-            self._rest = self._rest[1:]
-            self._state = self._between
-        elif match := _MISTRAL_HEAD.match(self._rest):
+    def _head(self) -> list[Event]:
+        """Read a name and what introduces its arguments."""
+        if match := _MISTRAL_HEAD.match(self._rest):
             self._rest = self._rest[match.end() :]
-            self._arguments = JsonEnd()
-            self._state = self._named
-            self.calls += 1
+            self._end, self._state, self._marked = JsonEnd(), self._named, True
+            self._note_call()
             return [CallStart(self.calls - 1, match[1])]
-        elif len(self._rest) > _LONGEST_HEAD:
-            self._state = self._content
-        return []
+        return [] if _MISTRAL_BEGUN.fullmatch(self._rest) else super()._head()
 
-    def _between(self) -> list[Event]:
-        """Skip to the next object of the list, or to its end."""
-        self._rest = self._rest.lstrip(" \t\r\n,")
-        if self._rest.startswith("]"):
-            self._rest = self._rest[1:]
-            self._state = self._content
-        elif self._rest:
-            self._reader = CallReader(self.calls)
-            self._state = self._call
-        return []
-
-    def _call(self) -> list[Event]:
-        return self._read_call(self._between, self._content)
+    def _is_prose(self, rest: str) -> bool:
+        name = re.match(r"[\w.-]*", rest)
+        cut = name is not None and any(known.startswith(name[0]) for known in self._names)
+        return super()._is_prose(rest) and not cut and "[ARGS" not in rest
 
     def _named(self) -> list[Event]:
-        used = self._arguments.feed(self._rest)
+        used = self._end.feed(self._rest)
         piece, self._rest = self._rest[:used], self._rest[used:]
-        if self._arguments.done:
-            self._state = self._content
+        if self._end.done:
+            self._skipped, self._state = "", self._after
         return [CallArguments(self.calls - 1, piece)] if piece else []
 
 
@@ -253,7 +294,7 @@ class RequiredParser(MistralParser):
     def __init__(self) -> None:
         """Begin before the list."""
         super().__init__()
-        self._state = self._begin
+        self._state = self._open
 
 
 class NamedParser(ToolParser):
@@ -263,6 +304,10 @@ class NamedParser(ToolParser):
         """Begin before the arguments of this function."""
         super().__init__()
         self._name = name
+
+    def finish(self) -> list[Event]:
+        """End the text, of which nothing was held back."""
+        return []
 
     def _content(self) -> list[Event]:
         piece, self._rest = self._rest, ""
@@ -285,11 +330,30 @@ def detect_parser(template: str | None) -> ParserName | None:
     return "llama3_json" if llama and "parameters" in template else None
 
 
-def make_parser(name: ParserName, functions: Collection[str]) -> ToolParser:
-    """Return a fresh parser of a format; `functions` are the names of the request's."""
-    if name == "hermes":
-        return HermesParser()
-    return MistralParser() if name == "mistral" else LlamaParser(functions)
+def make_parser(name: ParserName, functions: Collection[str], reasoning: str = "") -> ToolParser:
+    """Return a fresh parser of a format.
+
+    Args:
+        name: of the format.
+        functions: names of the request's.
+        reasoning: what opened the reasoning within which the text begins; "" for none.
+    """
+    kinds = {"hermes": HermesParser, "llama3_json": LlamaParser, "mistral": MistralParser}
+    return kinds[name](functions, reasoning)
+
+
+def open_reasoning(prompt: str, final: str | None) -> str:
+    """Return what opened the reasoning that a reply begins within; "" where it begins with none.
+
+    Args:
+        prompt: its end.
+        final: the message that the reply continues; None where it continues none.
+    """
+    if final is None:
+        match = _OPEN_REASONING.search(prompt)
+        return match[1] if match else ""
+    opened = (mark for mark, end in REASONING.items() if final.rfind(mark) > final.rfind(end))
+    return next(opened, "")
 
 
 def _begun(text: str, marker: str) -> int:

@@ -246,7 +246,9 @@ class InputProcessor:
         id = f"{reply.id}-{index}-{next(self._numbers):x}"
         sequence = ReplySequence(id, index, prompt.original, choice, now_ns)
         if shape.tools is not None:
-            sequence.tools = ToolStream(shape.tools, f"{reply.id}-{index}", choice.replayed)
+            reasoning = self.prompts.open_reasoning(inputs.request, prompt)
+            key = f"{reply.id}-{index}"
+            sequence.tools = ToolStream(shape.tools, key, choice.replayed, reasoning)
         if params.logprobs is not None or params.prompt_logprobs is not None:
             self._explain(sequence, prompt, reply.options)
         return sequence, self._add(inputs, params, prompt, sequence)

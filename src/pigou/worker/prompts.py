@@ -13,6 +13,7 @@ from pigou.kv.hashing import chain
 from pigou.kv.tenure import salt_expiry
 from pigou.request import BlockHashes, no_hashes
 from pigou.text.chat_template import ChatError
+from pigou.text.tool_calls import open_reasoning
 from pigou.wire import request_validation
 from pigou.wire.errors import bad_request
 from pigou.wire.openai_requests import ChatRequest, CompletionRequest, GenerationRequest
@@ -21,6 +22,8 @@ from pigou.worker.served_model import ServedModel
 
 #: Texts and prompts longer than this (characters, tokens) are processed off the event loop.
 LONG = 4096
+#: Tokens at the end of a prompt in which a template opens reasoning.
+_PROMPT_END = 24
 _T = TypeVar("_T")
 
 
@@ -141,6 +144,16 @@ class PromptProcessor:
         if prompt.text is not None:
             return prompt.text
         return self._model.tokenizer.decode(prompt.original)
+
+    def open_reasoning(self, request: GenerationRequest, prompt: TokenizedPrompt) -> str:
+        """Return what opened the reasoning that a chat's reply begins within; "" for none."""
+        final = None
+        if isinstance(request, ChatRequest) and request.continue_final_message:
+            content = request.messages[-1].get("content")
+            parts = content if isinstance(content, list) else [content]
+            final = "".join(str(p.get("text", "") if isinstance(p, dict) else p) for p in parts)
+        end = self._model.tokenizer.decode(prompt.original[-_PROMPT_END:], skip_special=False)
+        return open_reasoning(end, final)
 
     # --- prompts ----------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from pigou.text.tool_call_reader import CallArguments, CallStart, Event
 from pigou.text.tool_calls import (
     MARKUP,
     PARSERS,
+    REASONING,
     NamedParser,
     ParserName,
     RequiredParser,
@@ -189,20 +190,21 @@ class Tools:
     format: ParserName | None
     single: bool = False
 
-    def parser(self) -> ToolParser:
-        """Return a fresh parser of a reply."""
+    def parser(self, reasoning: str) -> ToolParser:
+        """Return a fresh parser of a reply, which may begin within reasoning."""
         if self.use.mode == "named":
             return NamedParser(self.use.named)
         if self.use.mode == "required":
             return RequiredParser()
         assert self.format is not None
-        return make_parser(self.format, self.use.functions)
+        return make_parser(self.format, self.use.functions, reasoning)
 
     def markup(self, tokenizer: Tokenizer) -> frozenset[int]:
         """Return the control tokens that the parser must see."""
         if self.use.mode != "auto" or self.format is None:
             return frozenset()
-        ids = [tokenizer.backend.token_to_id(token) for token in MARKUP[self.format]]
+        marks = (*MARKUP[self.format], *REASONING, *REASONING.values())
+        ids = [tokenizer.backend.token_to_id(mark) for mark in marks]
         return frozenset(index for index in ids if index is not None)
 
 
@@ -237,7 +239,7 @@ class ToolStream:
         content: pieces of the text that is no call.
     """
 
-    def __init__(self, tools: Tools, key: str, replayed: str = "") -> None:
+    def __init__(self, tools: Tools, key: str, replayed: str = "", reasoning: str = "") -> None:
         """Begin before the text.
 
         Args:
@@ -245,8 +247,9 @@ class ToolStream:
             key: tells this choice from all others; the ids of calls are made from it, so that a
                 stream that goes on elsewhere keeps them.
             replayed: text that was told elsewhere.
+            reasoning: what opened the reasoning within which the text begins; "" for none.
         """
-        self._parser = tools.parser()
+        self._parser = tools.parser(reasoning)
         self._single = tools.single
         self._short = tools.format == "mistral"
         self._key = key
