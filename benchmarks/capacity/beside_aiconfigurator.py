@@ -40,9 +40,9 @@ from pigou.capacity.plan.search_space import Candidate
 from pigou.capacity.plan.trial import run_trial, trial_figures
 from pigou.control.planner.objectives import Slo
 from pigou.cost.token_cost import usd_per_million_at
+from pigou.models.architecture import Architecture
+from pigou.models.read import architecture
 from pigou.request import Role
-from pigou.sim.architecture import Architecture
-from pigou.sim.model_config import architecture
 from pigou.sim.network import LinkConfig
 
 _MODEL, _GPU, _GPUS, _USD = "Qwen3-32B-FP8", "H200", 32, 4.0

@@ -17,9 +17,9 @@ from pigou.kv.offload import RecomputeCost
 from pigou.kv.tier import Tier
 from pigou.kv.tier_eviction.lru import LruEviction, RankedEviction
 from pigou.kv.tier_eviction.policy import EvictionPolicy, TierSetting, load, make
+from pigou.models.read import architecture
 from pigou.request import NEVER
 from pigou.sim.gpus import GPUS
-from pigou.sim.model_config import architecture
 from pigou.sim.timing import StepShape
 from pigou.sim.timing_roofline import roofline
 

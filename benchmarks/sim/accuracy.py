@@ -24,10 +24,10 @@ from benchmarks.lib.shared_folder import shared_folder
 from pigou.config import EngineConfig
 from pigou.engine.core import EngineCore
 from pigou.engine.plan import Plan, Result
+from pigou.models.read import architecture
 from pigou.request import NEVER, SECOND, Request
-from pigou.sim.architecture import kv_blocks
 from pigou.sim.gpus import gpu
-from pigou.sim.model_config import architecture
+from pigou.sim.kv_capacity import kv_blocks
 from pigou.sim.timing import StepShape, Timing
 from pigou.sim.timing_profile import profile
 from pigou.sim.timing_roofline import roofline

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from pigou.capacity.memory_shape import MemoryShape
-from pigou.capacity.model_memory import memory_shape
 from pigou.capacity.vram import (
     VramConfig,
     VramMap,
@@ -20,14 +18,16 @@ from pigou.capacity.vram import (
 )
 from pigou.cli import main
 from pigou.config import ConfigError
+from pigou.models.architecture import Architecture
+from pigou.models.read import architecture
 from pigou.sim.gpus import GIB, gpu
 
 #: Streams of the worked example: conversations, retrieval, agents at the p95 of their lengths.
 MIX = [(28, 1280), (8, 16_896), (4, 32_896)]
 
 
-def fp8_70b() -> MemoryShape:
-    return memory_shape("llama-3.1-70b-fp8").with_kv_dtype("fp8")
+def fp8_70b() -> Architecture:
+    return replace(architecture("llama-3.1-70b-fp8"), kv_dtype="fp8")
 
 
 def seed_map(capacity_gib: float, weights: int) -> VramMap:
@@ -54,7 +54,7 @@ def test_its_conclusion_turns_with_what_the_driver_reports() -> None:
     demand = mix_demand(fp8_70b(), gpu("H200"), seed_map(140.4, 70_000_000_000), MIX)
     assert demand.safe / GIB == pytest.approx(49.39, abs=0.01)
     assert demand.is_safe
-    weights = fp8_70b().weight_bytes()
+    weights = fp8_70b().weight_bytes
     assert weights / GIB == pytest.approx(67.66, abs=0.01)
     demand = mix_demand(fp8_70b(), gpu("H200"), seed_map(139.8, weights), MIX)
     assert demand.safe / GIB == pytest.approx(47.24, abs=0.02)
@@ -71,7 +71,7 @@ def test_its_batch_misses_25_ms_a_step_unless_the_memory_runs_at_its_peak() -> N
 
 def test_the_terms_add_up_to_what_the_engine_takes() -> None:
     config = VramConfig(tp=2, adapters=4, max_seqs=64)
-    memory = vram_map(memory_shape("llama-3.1-70b"), gpu("H200"), config)
+    memory = vram_map(architecture("llama-3.1-70b"), gpu("H200"), config)
     terms = (memory.weights, memory.cache, memory.activations, memory.adapters, memory.runtime,
              memory.scratch)  # fmt: skip
     block = memory.cache // memory.blocks
@@ -80,7 +80,7 @@ def test_the_terms_add_up_to_what_the_engine_takes() -> None:
 
 
 def test_a_lora_adapter_of_rank_16_has_its_known_size() -> None:
-    assert adapter_bytes(memory_shape("llama-3.1-8b"), 16, ("q", "k", "v", "o")) == 27_262_976
+    assert adapter_bytes(architecture("llama-3.1-8b"), 16, ("q", "k", "v", "o")) == 27_262_976
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_ridge_points(device: str, dtype: str, flops_per_byte: int) -> None:
 )
 def test_what_cannot_be_is_refused(model: str, options: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        vram_map(memory_shape(model), gpu("H100"), VramConfig(**options))  # type: ignore[arg-type]
+        vram_map(architecture(model), gpu("H100"), VramConfig(**options))  # type: ignore[arg-type]
 
 
 def test_the_command_writes_bytes_and_says_what_a_batch_needs(
@@ -167,4 +167,4 @@ def test_a_latent_cache_is_mapped_without_adapters(capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit) as end:
         main(["vram", "--model", "deepseek-v3", "--gpu", "h200", "--tp", "8"])
     assert end.value.code == 0
-    assert "deepseek-v3 on 8 x H200" in capsys.readouterr().out
+    assert "deepseek-ai/DeepSeek-V3 on 8 x H200" in capsys.readouterr().out

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from timing_tables import write_tables
 
 from pigou.config import ConfigError
-from pigou.sim.architecture import PRESETS
+from pigou.models.read import architecture
 from pigou.sim.gpus import GPUS
 from pigou.sim.timing import StepShape, Timing
 from pigou.sim.timing_models import build_timing
@@ -26,12 +26,12 @@ def timing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def make(name: str, tmp_path_factory: pytest.TempPathFactory) -> Timing:
     if name == "roofline":
-        return roofline(PRESETS["llama-3.1-8b"], GPUS["h100"])
+        return roofline(architecture("llama-3.1-8b"), GPUS["h100"])
     if name == "roofline-moe-tp2":
-        return roofline(PRESETS["qwen3-30b-a3b"], GPUS["rtxpro6000"], 2)
+        return roofline(architecture("qwen3-30b-a3b"), GPUS["rtxpro6000"], 2)
     folder = tmp_path_factory.mktemp("profile")
     write_tables(folder)
-    return profile(folder, PRESETS["llama-3.1-8b"], GPUS["rtx4090"], 1)
+    return profile(folder, architecture("llama-3.1-8b"), GPUS["rtx4090"], 1)
 
 
 def batch(entries: list[tuple[int, int]]) -> StepShape:

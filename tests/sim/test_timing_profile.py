@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,14 +12,15 @@ from timing_tables import CHUNKS, DECODES, KEYS, KVS, attention, write_tables
 
 from benchmarks.lib.shared_folder import shared_folder
 from pigou.config import ConfigError
-from pigou.sim.architecture import PRESETS, Architecture
+from pigou.models.read import architecture
 from pigou.sim.gpus import GPUS
 from pigou.sim.timing import StepShape
 from pigou.sim.timing_profile import CAPTURED, ProfileTiming, profile
 from pigou.sim.timing_profile_tables import find_tables, read_tables
 from pigou.sim.timing_roofline import roofline
 
-LLAMA = PRESETS["llama-3.1-8b"]
+LLAMA = architecture("llama-3.1-8b")
+ONE_LAYER = replace(LLAMA, kinds=(replace(LLAMA.kinds[0], count=1),))
 SHARED = shared_folder()
 TABLES = SHARED / "profiles" / "vllm-0.19"
 
@@ -37,8 +39,7 @@ def micros(timing: ProfileTiming, counts: list[int], kv_lens: list[int]) -> floa
 
 def one_layer(folder: Path) -> ProfileTiming:
     """A timing of a single layer, where the sums are easy."""
-    model = Architecture("one-layer", 1, 4096, 32, 8, 128, 14_336, 128_256)
-    return ProfileTiming(read_tables(folder), model, GPUS["rtx4090"], 1, graphs=False)
+    return ProfileTiming(read_tables(folder), ONE_LAYER, GPUS["rtx4090"], 1, graphs=False)
 
 
 @pytest.fixture
@@ -88,8 +89,7 @@ def test_beyond_the_tables_times_go_on_growing(folder: Path) -> None:
 
 
 def test_small_batches_compute_what_their_graph_does(folder: Path) -> None:
-    model = Architecture("one-layer", 1, 4096, 32, 8, 128, 14_336, 128_256)
-    graphs = ProfileTiming(read_tables(folder), model, GPUS["rtx4090"], 1)
+    graphs = ProfileTiming(read_tables(folder), ONE_LAYER, GPUS["rtx4090"], 1)
     plain = one_layer(folder)
     assert micros(graphs, [1] * 9, [64] * 9) - micros(plain, [1] * 9, [64] * 9) == pytest.approx(
         dense(16) - dense(9), abs=0.01
@@ -119,7 +119,7 @@ def test_skew_moves_towards_the_longest_decode(folder: Path, tmp_path: Path) -> 
 
 def test_wrong_folders_are_refused_by_name(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"moe\.csv"):
-        profile(folder, PRESETS["qwen3-30b-a3b"], GPUS["rtxpro6000"])
+        profile(folder, architecture("qwen3-30b-a3b"), GPUS["rtxpro6000"])
     (folder / "dense.csv").write_text("layer,tokens,time_us\nwarp_drive,1,2.0\n")
     with pytest.raises(ConfigError, match="warp_drive"):
         profile(folder, LLAMA, GPUS["rtx4090"])
@@ -164,8 +164,8 @@ def test_tables_are_found_by_gpu_model_and_degree(tmp_path: Path) -> None:
     ],
 )
 def test_measured_tables_and_rooflines_agree(model: str, gpu: str, tp: int) -> None:
-    measured = profile(TABLES, PRESETS[model], GPUS[gpu], tp)
-    counted = roofline(PRESETS[model], GPUS[gpu], tp)
+    measured = profile(TABLES, architecture(model), GPUS[gpu], tp)
+    counted = roofline(architecture(model), GPUS[gpu], tp)
     for counts, kv_lens in (([1], [1000]), ([1] * 32, [1000] * 32), ([2048], [0]), ([512], [0])):
         step = batch(counts, kv_lens)
         ratio = counted.durations(step, 1)[0] / measured.durations(step, 1)[0]

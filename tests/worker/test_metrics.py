@@ -9,13 +9,13 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.gateway.metric_rules import CONTRACT, complaints, promtool_complaints
 
-from pigou.sim.architecture import PRESETS
+from pigou.models.read import architecture
 from pigou.worker.metrics import TIER_COUNTERS, TIER_GAUGES, WorkerMetrics
 from pigou.worker.work_estimate import estimate_of
 
 
 def _page() -> str:
-    work = estimate_of(PRESETS["llama-3.1-8b"], "h100")
+    work = estimate_of(architecture("llama-3.1-8b"), "h100")
     return WorkerMetrics("m", 2048, {"block_size": "16"}, 64, work).page().decode()
 
 

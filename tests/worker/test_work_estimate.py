@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from pigou.engine.plan import Plan
-from pigou.sim.architecture import PRESETS
+from pigou.models.read import architecture
 from pigou.sim.gpus import gpu
 from pigou.worker.metrics import WorkerMetrics
 from pigou.worker.work_estimate import WorkEstimate, estimate_of
 
-LLAMA = PRESETS["llama-3.1-8b"]
+LLAMA = architecture("llama-3.1-8b")
 
 
 def plan(*entries: tuple[int, int, bool], repeat: int = 1) -> Plan:
@@ -58,11 +58,11 @@ def test_gpus_share_all_but_kv_heads_that_each_has() -> None:
 
 
 def test_of_experts_those_are_read_that_some_token_chooses() -> None:
-    model = PRESETS["qwen3-30b-a3b"]
+    model = architecture("qwen3-30b-a3b")
     few, all_ = WorkEstimate(model), WorkEstimate(model)
     few.count(plan((1, 0, True)), 1)
     all_.count(plan((4096, 0, True)), 1)
-    expert = model.layers * model.ffn_parameters * 2
+    expert = model.layers * 3 * model.hidden * 768 * 2
     weights = all_.read_bytes - 4095 * model.kv_bytes
     assert few.read_bytes == pytest.approx(weights - 120 * expert, rel=1e-6)
 

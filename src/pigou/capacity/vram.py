@@ -11,11 +11,11 @@ from typing import Annotated
 
 import msgspec
 
-from pigou.capacity.memory_shape import MemoryShape
 from pigou.config import ConfigError
 from pigou.config_option import option
-from pigou.sim.architecture import SAMPLER_BYTES, layer_bytes
+from pigou.models.architecture import Architecture
 from pigou.sim.gpus import GIB, Gpu
+from pigou.sim.kv_capacity import SAMPLER_BYTES, layer_bytes
 
 #: Bytes of an activation.
 _WIDTH = 2
@@ -103,7 +103,7 @@ class VramMap(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
 
 
-def vram_map(model: MemoryShape, device: Gpu, config: VramConfig) -> VramMap:
+def vram_map(model: Architecture, device: Gpu, config: VramConfig) -> VramMap:
     """Return the memory map of one GPU of a worker.
 
     Raises:
@@ -111,15 +111,15 @@ def vram_map(model: MemoryShape, device: Gpu, config: VramConfig) -> VramMap:
             cannot be shared out among them.
     """
     device.check_tp(config.tp)
-    for kind in model.kv:
-        if kind.heads % config.tp and config.tp % kind.heads:
+    for cache, _ in model.caches:
+        if cache.heads % config.tp and config.tp % cache.heads:
             raise ConfigError(
-                f"tp is {config.tp}, and {model.name} has {kind.heads} KV heads; give a divisor "
+                f"tp is {config.tp}, and {model.name} has {cache.heads} KV heads; give a divisor "
                 "or a multiple of them"
             )
     usable = int(device.memory * config.utilization)
     tp = config.tp
-    weights = model.weight_bytes(tp)
+    weights = model.weight_bytes_on(tp)
     activations = layer_bytes(model.hidden, model.wide / tp, config.max_batched_tokens)
     scratch = config.max_seqs * model.vocab * SAMPLER_BYTES
     adapters = 0
@@ -143,7 +143,7 @@ def vram_map(model: MemoryShape, device: Gpu, config: VramConfig) -> VramMap:
     )  # fmt: skip
 
 
-def adapter_bytes(model: MemoryShape, rank: int, targets: Sequence[str]) -> int:
+def adapter_bytes(model: Architecture, rank: int, targets: Sequence[str]) -> int:
     """Return the bytes of one LoRA adapter in bfloat16, undivided.
 
     r (in + out) b a target and layer: two thin matrices (Hu et al. 2021).
@@ -151,12 +151,12 @@ def adapter_bytes(model: MemoryShape, rank: int, targets: Sequence[str]) -> int:
     Raises:
         ConfigError: the attention is latent, or a target is a layer that the model has not.
     """
-    kinds = {(kind.heads, kind.width) for kind in model.kv}
-    if not model.query_width or len(kinds) != 1:
+    kinds = {(cache.heads, cache.width, cache.latent) for cache, _ in model.caches}
+    if len(kinds) != 1 or any(cache.latent for cache, _ in model.caches):
         raise ConfigError(f"{model.name}: adapters of its attention are not described")
-    ((heads, width),) = kinds
-    hidden, queries, keys = model.hidden, model.query_width, heads * width // 2
-    ffn = model.ffn
+    ((heads, width, _),) = kinds
+    hidden, queries, keys = model.hidden, model.heads * width // 2, heads * width // 2
+    ffn = model.gated_width
     if not ffn and set(targets) & {"gate", "up", "down"}:
         raise ConfigError(
             f"adapter_targets has {', '.join(targets)}; {model.name} has experts, or no gate, "
@@ -191,7 +191,7 @@ class MixDemand(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def mix_demand(
-    model: MemoryShape,
+    model: Architecture,
     device: Gpu,
     memory: VramMap,
     sequences: Sequence[tuple[int, int]],
@@ -230,7 +230,7 @@ def ridge_point(device: Gpu, dtype: str) -> float:
     return device.peak(dtype) / device.bandwidth
 
 
-def decode_intensity(model: MemoryShape, sequences: int, tokens: int) -> float:
+def decode_intensity(model: Architecture, sequences: int, tokens: int) -> float:
     """Return the FLOPs a byte of a decode step.
 
     Args:
@@ -239,4 +239,4 @@ def decode_intensity(model: MemoryShape, sequences: int, tokens: int) -> float:
         tokens: in the cache of each.
     """
     flops = 2.0 * sequences * model.active_parameters
-    return flops / (model.weight_bytes() + sequences * model.sequence_bytes(tokens))
+    return flops / (model.weight_bytes + sequences * model.sequence_bytes(tokens))

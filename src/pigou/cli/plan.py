@@ -115,7 +115,7 @@ def plan(
     from pigou.capacity.plan.plan import PlanRequest, make_plan
     from pigou.capacity.plan.stress import stress
     from pigou.control.planner.objectives import Slo
-    from pigou.sim.model_config import architecture
+    from pigou.models.read import architecture
 
     check_json(json)
     try:

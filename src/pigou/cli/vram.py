@@ -12,8 +12,6 @@ from rich.console import Console
 from rich.table import Table
 
 from pigou.capacity.measured_vram import measured_map
-from pigou.capacity.memory_shape import MemoryShape
-from pigou.capacity.model_memory import memory_shape
 from pigou.capacity.vram import (
     VramConfig,
     VramMap,
@@ -25,6 +23,8 @@ from pigou.capacity.vram import (
 from pigou.cli.config_options import config_command
 from pigou.cli.option_values import check_json, write_json
 from pigou.config import ConfigError
+from pigou.models.architecture import Architecture
+from pigou.models.read import architecture
 from pigou.sim.gpus import GIB, GIGA, Gpu
 from pigou.sim.gpus import gpu as gpu_named
 
@@ -83,9 +83,9 @@ def vram(
         raise ConfigError("--key is given, and is for --worker alone; leave it out")
     if not model or not gpu:
         raise ConfigError(f"{'gpu' if model else 'model'} is missing; give both, or --worker")
-    shape = memory_shape(model)
+    shape = architecture(model)
     if kv_dtype:
-        shape = shape.with_kv_dtype(kv_dtype)
+        shape = replace(shape, kv_dtype=kv_dtype)
     device = gpu_named(gpu)
     if memory_gib > _MAX_GIB:
         raise ConfigError(f"--memory-gib is {memory_gib:g}; it must be at most {_MAX_GIB}")
@@ -148,26 +148,22 @@ def _parse_sequences(text: str) -> list[tuple[int, int]]:
 
 
 def _document(
-    shape: MemoryShape, device: Gpu, config: VramConfig, memory: VramMap
+    shape: Architecture, device: Gpu, config: VramConfig, memory: VramMap
 ) -> dict[str, Any]:
     """Return what `--json` writes; memory in bytes, of each GPU."""
-    try:
-        multi_head: int | None = shape.as_multi_head().token_bytes()
-    except ConfigError:
-        multi_head = None
     return {
         "model": shape.name, "gpu": device.name, "tp": config.tp,
         "memory_bytes": device.memory,
         "map": {"source": "computed", **msgspec.to_builtins(memory)},
         "parameters": shape.parameters, "active_parameters": shape.active_parameters,
-        "weights_by_part": {
-            part.name: round(part.bytes_per_gpu(config.tp)) for part in shape.weights
-        },
+        "weights_by_part": {part: round(size) for part, size in shape.parts(config.tp).items()},
+        "checkpoint_bytes": shape.checkpoint_bytes,
         "kv": {
             "dtype": shape.kv_dtype,
             "bytes_per_token": shape.token_bytes(),
             "bytes_per_token_and_gpu": shape.token_bytes(config.tp),
-            "bytes_per_token_multi_head": multi_head,
+            "bytes_per_token_multi_head": shape.multi_head_token_bytes(),
+            "bytes_per_sequence": shape.state_bytes,
             "sequence_bytes": {
                 str(tokens): shape.sequence_bytes(tokens)
                 for tokens in (1024, 8192, 32_768, 131_072)

@@ -15,11 +15,11 @@ from pigou.cost.worker_rate import WorkerRate
 from pigou.gateway.config import GatewayConfig
 from pigou.gateway.plane_driver import PlaneDriver
 from pigou.models import bundled_path
+from pigou.models.architecture import Architecture
+from pigou.models.read import architecture
 from pigou.request import Request, Role, Worker
-from pigou.sim.architecture import Architecture
 from pigou.sim.cost import gpu_rate, price_list
 from pigou.sim.gpus import gpu as gpu_named
-from pigou.sim.model_config import architecture
 
 _ITEM = re.compile(r"(?:(prefill|decode|both)=)?([^=:,]+)(?::(\d+))?")
 

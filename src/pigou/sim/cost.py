@@ -10,12 +10,12 @@ from pigou.cost.cost_meter import CostMeter
 from pigou.cost.energy import MAX_WATTS, PowerModel
 from pigou.cost.price_list import HOUR_S, PriceList, read_price_list
 from pigou.cost.worker_rate import WorkerRate
+from pigou.models.architecture import Architecture
+from pigou.models.read import architecture
 from pigou.request import Request, Worker
-from pigou.sim.architecture import Architecture
 from pigou.sim.fleet_config import FleetConfig, WorkerGroup
 from pigou.sim.gpus import GIB
 from pigou.sim.gpus import gpu as gpu_named
-from pigou.sim.model_config import architecture
 from pigou.sim.setup import Setup
 
 

@@ -8,9 +8,10 @@ from pathlib import Path
 import msgspec
 
 from pigou.config import ConfigError
-from pigou.sim.architecture import Architecture, kv_blocks
+from pigou.models.architecture import Architecture
+from pigou.models.read import architecture
 from pigou.sim.gpus import gpu as find_gpu
-from pigou.sim.model_config import architecture
+from pigou.sim.kv_capacity import kv_blocks
 from pigou.sim.timing import Timing
 from pigou.sim.timing_law import PRESET_WORKERS, PRESETS, Law, LawTiming
 from pigou.sim.timing_measured import MeasuredTiming, read_measured

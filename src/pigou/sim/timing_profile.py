@@ -23,8 +23,8 @@ import numpy as np
 
 from pigou.compiled import inlined, kernel
 from pigou.config import ConfigError
+from pigou.models.architecture import Architecture
 from pigou.request import Ints, Nanos
-from pigou.sim.architecture import Architecture
 from pigou.sim.gpus import Gpu
 from pigou.sim.timing import StepShape, Timing
 from pigou.sim.timing_profile_tables import Floats, LayerCurve, Tables, find_tables, read_tables
@@ -89,11 +89,16 @@ def profile(folder: Path, architecture: Architecture, gpu: Gpu, tp: int = 1) -> 
     Raises:
         ConfigError: there are no such tables, or they do not suit the model.
     """
-    tables_folder = find_tables(folder, architecture.name, gpu.name, tp, architecture.dtype)
+    tables_folder = find_tables(folder, architecture.name, gpu.name, tp, architecture.main.dtype)
     return ProfileTiming(read_tables(tables_folder, tp), architecture, gpu, tp)
 
 
 def _check(tables: Tables, architecture: Architecture) -> None:
+    if len(architecture.kinds) > 1 or any(c.latent or c.window for c, _ in architecture.caches):
+        raise ConfigError(
+            f"{tables.folder}: tables describe decoder layers that are alike, and those of "
+            f"{architecture.name!r} are not; give the timing roofline"
+        )
     unknown = set(tables.dense) - ONCE - set(PER_LAYER)
     unknown |= set(tables.sequences) - set(HEADS)
     if unknown:

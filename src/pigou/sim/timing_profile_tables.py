@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.config import ConfigError
-from pigou.sim.model_config import normalized, shape_name
+from pigou.models.read import normalized, shape_name
 from pigou.yaml_file import read_yaml
 
 Floats = NDArray[np.float64]

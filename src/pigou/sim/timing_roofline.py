@@ -1,6 +1,6 @@
 """Roofline timing: a step takes what its FLOPs and bytes need, whichever is more, part by part.
 
-For each matrix product of a layer, with T tokens, on each of p GPUs (Williams et al. 2009):
+For each matrix product of a kind of layer, with T tokens, on each of p GPUs (Williams et al. 2009):
 
     max(2 * T * parameters / p / (peak * compute),
         (bytes of weights / p + bytes of input and output) / (bandwidth * streaming))
@@ -8,7 +8,8 @@ For each matrix product of a layer, with T tokens, on each of p GPUs (Williams e
 and likewise attention over prompts (FLOPs at the `attention` efficiency, or bytes of the cache),
 attention of decodes (bytes of the cache, as a rule), norms and activations (bytes), the output
 layer for rows that are sampled, and the sums of tensor parallelism (ring). A layer adds the
-launches of its kernels. Efficiencies are the GPU's (`pigou.sim.gpus`).
+launches of its kernels. Layers with a window read no more than that; linear attention reads and
+writes a sequence's state. Efficiencies are the GPU's (`pigou.sim.gpus`).
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from pigou.compiled import bare_kernel
+from pigou.compiled import bare_kernel, inlined
 from pigou.config import ConfigError
+from pigou.models.architecture import Architecture, LayerKind, Matrix
 from pigou.request import Ints, Nanos
-from pigou.sim.architecture import DTYPE_BYTES, Architecture
 from pigou.sim.gpus import Gpu
 from pigou.sim.timing import StepShape, Timing
 
@@ -32,17 +33,19 @@ WIDTH = 2.0
 SAMPLER_PASSES = 4
 Floats = NDArray[np.float64]
 #: Columns of the matrix products: FLOPs of a token, bytes of weights, bytes of a token's input and
-#: output, and their kind.
-FLOPS, WEIGHT_BYTES, IO_BYTES, KIND = 0, 1, 2, 3
-#: Kinds of matrix products: of each layer; of each layer's experts, with the weights of one of
-#: them; of the output layer, for tokens that are sampled.
-IN_LAYER, IN_EXPERTS, IN_HEAD = 0.0, 1.0, 2.0
+#: output, kind of layer, experts to choose from and chosen (0, 0: none). The output layer is last.
+FLOPS, WEIGHT_BYTES, IO_BYTES, KIND, EXPERTS, ACTIVE = 0, 1, 2, 3, 4, 5
+#: Columns of the kinds of layer: how many, sums over GPUs, seconds of launches, bytes of a token,
+#: bytes of a sequence's state, FLOPs of a token besides matrix products.
+COUNT, SUMS, LAUNCHES, TOKEN, STATE, SCAN_FLOPS = 0, 1, 2, 3, 4, 5
+#: Columns of the kinds of cache: layers, FLOPs of a pair of tokens in prompts and in decodes, bytes
+#: of an entry, tokens that are read at most (0: all).
+LAYERS, PROMPT_FLOPS, DECODE_FLOPS, ENTRY_BYTES, WINDOW = 0, 1, 2, 3, 4
 #: Indices into the vector of rates; all in seconds for one unit.
-FLOP, BYTE, ATTENTION_FLOP, LAYER, TOKEN, WORD, ROW = 0, 1, 2, 3, 4, 5, 6
-STEP, HOP, HOP_BYTE, SUM_BYTES, GATHER_BYTES, LAYERS, READ_FLOPS, READ_BYTES, CACHE_BYTE = (
-    7, 8, 9, 10, 11, 12, 13, 14, 15,
+FLOP, BYTE, ATTENTION_FLOP, WORD, ROW, STEP, HOP, HOP_BYTE, SUM_BYTES, GATHER_BYTES, CACHE_BYTE = (
+    0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10,
 )  # fmt: skip
-RATES = 16
+RATES = 11
 
 
 class RooflineTiming:
@@ -58,15 +61,16 @@ class RooflineTiming:
             raise ConfigError(f"tp is {tp}; it must divide the {model.heads} heads of the model")
         device.check_tp(tp)
         self._products = _products(model, device, tp)
+        self._kinds = _kinds(model, device, tp)
+        self._caches = _caches(model, tp)
         self._rates = _rates(model, device, tp)
-        self._experts, self._active = float(model.experts), float(model.active)
 
     def durations(self, batch: StepShape, repeat: int) -> Nanos:
         """Return the nanoseconds of each of `repeat` steps, shape (repeat,)."""
         durations = np.empty(repeat, dtype=np.int64)
         roofline_durations(
             batch.counts, batch.kv_lens, batch.samples, repeat,
-            self._products, self._rates, self._experts, self._active, durations,
+            self._products, self._kinds, self._caches, self._rates, durations,
         )  # fmt: skip
         return durations
 
@@ -83,33 +87,63 @@ def roofline(model: Architecture, device: Gpu, tp: int = 1) -> Timing:
 
 
 def _products(model: Architecture, device: Gpu, tp: int) -> np.ndarray:
-    """Return the matrix products of one GPU, shape (products, 4).
+    """Return the matrix products of one GPU, shape (products, 6).
 
-    The kernel counts FLOPs at the layers' peak. Those of the output layer, which is not quantised,
-    are scaled to it.
+    The kernel counts FLOPs at the peak of the main format. Products in another are scaled to it.
     """
-    weight, head = DTYPE_BYTES[model.dtype], DTYPE_BYTES[model.head_dtype]
-    slower = device.peak(model.compute_dtype) / device.peak(model.head_dtype)
-
-    def row(inner: float, outer: float, kind: float) -> list[float]:
-        flops, size = 2.0 * inner * outer, inner * outer * weight
-        return [flops, size, (inner + outer) * WIDTH, kind]
-
-    queries = model.heads * model.head_dim / tp
-    others = 2 * model.kv_heads * model.head_dim / min(tp, model.kv_heads)
-    kind = IN_EXPERTS if model.experts else IN_LAYER
-    rows = [
-        row(model.hidden, queries + others, IN_LAYER),
-        row(queries, model.hidden, IN_LAYER),
-        row(model.hidden, (2 if model.gated else 1) * model.ffn / tp, kind),
-        row(model.ffn / tp, model.hidden, kind),
-        row(model.hidden, model.vocab / tp, IN_HEAD),
-    ]
-    rows[-1][FLOPS] *= slower
-    rows[-1][WEIGHT_BYTES] *= head / weight
-    if model.experts:
-        rows.append(row(model.hidden, model.experts, IN_LAYER))
+    base = device.peak(model.compute_dtype)
+    rows: list[list[float]] = []
+    for index, kind in enumerate(model.kinds):
+        for group in _fused(kind):
+            inner = group[0].inner * (group[0].share(tp) if group[0].rows else 1.0)
+            outer = sum(m.outer * (1.0 if m.rows else m.share(tp)) for m in group)
+            rows.append(_row(inner, outer, group[0], base / device.peak(group[0].format.compute)))
+            rows[-1][KIND] = index
+    head = Matrix("output layer", model.hidden, model.vocab, model.head)
+    rows.append(_row(model.hidden, model.vocab / tp, head, base / device.peak(model.head.compute)))
     return np.array(rows)
+
+
+def _fused(kind: LayerKind) -> list[list[Matrix]]:
+    """Return the matrices of a layer, those together that engines compute in one product."""
+    groups: list[list[Matrix]] = []
+    for matrix in kind.matrices:
+        if matrix.fused and matrix.format == groups[-1][0].format:
+            groups[-1].append(matrix)
+        else:
+            groups.append([matrix])
+    return groups
+
+
+def _row(inner: float, outer: float, matrix: Matrix, slower: float) -> list[float]:
+    experts = (matrix.copies, matrix.active) if matrix.copies > 1 else (0, 0)
+    flops, size = 2.0 * inner * outer * slower, inner * outer * matrix.format.size
+    return [flops, size, (inner + outer) * WIDTH, -1.0, *map(float, experts)]
+
+
+def _kinds(model: Architecture, device: Gpu, tp: int) -> np.ndarray:
+    """Return the kinds of layer, shape (kinds, 6)."""
+    rows = []
+    for kind in model.kinds:
+        # Each norm reads and writes the stream and the residual; rotation and activation as said.
+        token = 4 * kind.sums * model.hidden + (2 * kind.qkv_width + kind.wide) / tp
+        launches = LAYER_KERNELS * kind.sums / 2 * device.launch
+        state, scan = 2.0 * kind.state / tp, kind.token_flops / tp
+        rows.append([kind.count, kind.sums, launches, token * WIDTH, state, scan])
+    return np.array(rows, dtype=np.float64)
+
+
+def _caches(model: Architecture, tp: int) -> np.ndarray:
+    """Return the kinds of cache as one GPU reads them, shape (caches, 5)."""
+    rows = [
+        [
+            count, cache.prompt_flops / tp, cache.decode_flops / tp,
+            cache.token_bytes(model.kv_dtype) / min(tp, cache.heads),
+            cache.window or cache.selected,
+        ]
+        for cache, count in model.caches
+    ]  # fmt: skip
+    return np.array(rows, dtype=np.float64).reshape(len(rows), 5)
 
 
 def _rates(model: Architecture, device: Gpu, tp: int) -> np.ndarray:
@@ -119,9 +153,6 @@ def _rates(model: Architecture, device: Gpu, tp: int) -> np.ndarray:
     rates[BYTE] = 1.0 / (device.bandwidth * device.streaming)
     rates[CACHE_BYTE] = 1.0 / (device.bandwidth * device.cache)
     rates[ATTENTION_FLOP] = 1.0 / (device.peak("bfloat16") * device.attention)
-    rates[LAYER] = LAYER_KERNELS * device.launch
-    # Two norms read and write the stream and the residual; rotation and activation as they say.
-    rates[TOKEN] = (8 * model.hidden + (2 * model.qkv_width + model.widest) / tp) * WIDTH
     rates[WORD] = SAMPLER_PASSES * 4.0 * model.vocab
     rates[ROW] = 2.0 * WIDTH * model.hidden
     rates[STEP] = device.step
@@ -130,11 +161,38 @@ def _rates(model: Architecture, device: Gpu, tp: int) -> np.ndarray:
         rates[HOP_BYTE] = 1.0 / device.link_bandwidth
         rates[SUM_BYTES] = 2 * (tp - 1) / tp * model.hidden * WIDTH
         rates[GATHER_BYTES] = (tp - 1) / tp * model.vocab * WIDTH
-    shared = min(tp, model.kv_heads)
-    rates[LAYERS] = model.layers
-    rates[READ_FLOPS] = 4.0 * model.heads * model.head_dim / tp
-    rates[READ_BYTES] = model.kv_bytes / model.layers / shared
     return rates
+
+
+@inlined
+def _product_seconds(products: Floats, i: int, rows: int, rates: Floats) -> float:
+    """Return the seconds of a product for so many rows; none for none."""
+    weights, units = products[i, WEIGHT_BYTES], float(rows)
+    experts, active = products[i, EXPERTS], products[i, ACTIVE]
+    if experts > 0.0:
+        weights *= experts * (1.0 - (1.0 - active / experts) ** rows)
+        units = rows * active
+    compute = products[i, FLOPS] * units * rates[FLOP]
+    move = (weights + products[i, IO_BYTES] * units) * rates[BYTE]
+    return float(max(compute, move)) if rows else 0.0
+
+
+@inlined
+def _windowed_reads(
+    counts: Ints, kv_lens: Ints, step: int, window: int
+) -> tuple[float, float, float]:
+    """Return pairs and entries that prompts read, and entries that decodes read, in a window."""
+    reads, entries, decoded = 0.0, 0.0, 0.0
+    for i in range(counts.shape[0]):
+        count = int(counts[i])
+        kv = int(kv_lens[i]) + step * count
+        if count == 1:
+            decoded += min(kv + 1, window)
+            continue
+        growing = min(max(window - kv, 0), count)  # tokens that see less than a window
+        reads += growing * kv + growing * (growing + 1) / 2.0 + (count - growing) * window
+        entries += min(kv, window) + count
+    return reads, entries, decoded
 
 
 @bare_kernel
@@ -144,9 +202,9 @@ def roofline_durations(
     samples: NDArray[np.bool_],
     repeat: int,
     products: Floats,
+    kinds: Floats,
+    caches: Floats,
     rates: Floats,
-    experts: float,
-    active: float,
     durations: Nanos,
 ) -> None:
     """Write the nanoseconds of each of `repeat` steps to `durations`, shape (repeat,).
@@ -156,10 +214,10 @@ def roofline_durations(
         kv_lens: cache entries of each before the first step.
         samples: whether each yields a token.
         repeat: steps; in each, entries have as many more cached tokens as they computed before.
-        products: matrix products, one a row, with the columns `FLOPS` to `KIND`.
+        products: matrix products, one a row, with the columns `FLOPS` to `ACTIVE`.
+        kinds: kinds of layer, with the columns `COUNT` to `SCAN_FLOPS`.
+        caches: kinds of cache, with the columns `LAYERS` to `WINDOW`.
         rates: with the indices `FLOP` to `CACHE_BYTE`.
-        experts: of a layer, 0 for a dense model.
-        active: of those, that compute a token.
         durations: takes the result.
     """
     tokens, sampled, decodes, decode_reads = 0, 0, 0, 0
@@ -176,36 +234,41 @@ def roofline_durations(
             squares += count * count
             twice += count * (2 * kv + count + 1)
             prompt_kv += kv + count
-    layer = rates[LAYER] + tokens * rates[TOKEN] * rates[BYTE]
+    fixed = 0.0
+    for k in range(kinds.shape[0]):
+        layer = kinds[k, LAUNCHES] + tokens * kinds[k, TOKEN] * rates[BYTE]
+        for i in range(products.shape[0]):
+            if products[i, KIND] == k:
+                layer += _product_seconds(products, i, tokens, rates)
+        if kinds[k, STATE] > 0.0:
+            layer += counts.shape[0] * kinds[k, STATE] * rates[BYTE]
+            layer += tokens * kinds[k, SCAN_FLOPS] * rates[ATTENTION_FLOP]
+        layer += kinds[k, SUMS] * (rates[HOP] + tokens * rates[SUM_BYTES] * rates[HOP_BYTE])
+        fixed += kinds[k, COUNT] * layer
     head = 0.0
-    for i in range(products.shape[0]):
-        kind = products[i, KIND]
-        rows = sampled if kind == IN_HEAD else tokens
-        if rows == 0:
-            continue
-        weights, units = products[i, WEIGHT_BYTES], float(rows)
-        if kind == IN_EXPERTS:
-            weights *= experts * (1.0 - (1.0 - active / experts) ** rows)
-            units = rows * active
-        compute = products[i, FLOPS] * units * rates[FLOP]
-        move = (weights + products[i, IO_BYTES] * units) * rates[BYTE]
-        if kind == IN_HEAD:
-            head += max(compute, move) + rows * rates[WORD] * rates[BYTE]
-        else:
-            layer += max(compute, move)
-    if rates[HOP] > 0.0:
-        layer += 2.0 * (rates[HOP] + tokens * rates[SUM_BYTES] * rates[HOP_BYTE])
-        head += rates[HOP] / 2.0 + sampled * rates[GATHER_BYTES] * rates[HOP_BYTE]
-    fixed = rates[LAYERS] * layer + head + rates[STEP] + tokens * rates[ROW] * rates[BYTE]
+    if sampled:
+        head = _product_seconds(products, products.shape[0] - 1, sampled, rates)
+        head += sampled * rates[WORD] * rates[BYTE]
+    head += rates[HOP] / 2.0 + sampled * rates[GATHER_BYTES] * rates[HOP_BYTE]
+    fixed += head + rates[STEP] + tokens * rates[ROW] * rates[BYTE]
     for step in range(repeat):
-        decode_kv = float(decode_reads + decodes * step)
-        prompt_reads = (twice + 2 * squares * step) / 2.0
-        time = max(
-            prompt_reads * rates[READ_FLOPS] * rates[ATTENTION_FLOP],
-            (prompt_kv + step * prompt) * rates[READ_BYTES] * rates[CACHE_BYTE],
-        )
-        time += max(
-            decode_kv * rates[READ_FLOPS] * rates[ATTENTION_FLOP],
-            decode_kv * rates[READ_BYTES] * rates[CACHE_BYTE],
-        )
-        durations[step] = max(int((fixed + rates[LAYERS] * time) * 1e9 + 0.5), 1)
+        total = fixed
+        for c in range(caches.shape[0]):
+            reads = (twice + 2 * squares * step) / 2.0
+            entries, decoded = (
+                float(prompt_kv + step * prompt),
+                float(decode_reads + decodes * step),
+            )
+            if caches[c, WINDOW] > 0.0:
+                window = int(caches[c, WINDOW])
+                reads, entries, decoded = _windowed_reads(counts, kv_lens, step, window)
+            time = max(
+                reads * caches[c, PROMPT_FLOPS] * rates[ATTENTION_FLOP],
+                entries * caches[c, ENTRY_BYTES] * rates[CACHE_BYTE],
+            )
+            time += max(
+                decoded * caches[c, DECODE_FLOPS] * rates[ATTENTION_FLOP],
+                decoded * caches[c, ENTRY_BYTES] * rates[CACHE_BYTE],
+            )
+            total += caches[c, LAYERS] * time
+        durations[step] = max(int(total * 1e9 + 0.5), 1)

@@ -18,11 +18,10 @@ from pigou.config import ConfigError, EngineConfig
 from pigou.engine.core import EngineCore
 from pigou.engine.preemption import RateMeter
 from pigou.kv.block import KVLayout
+from pigou.models.read import architecture, read_architecture
 from pigou.request import SECOND, Ints, Rehearsed
 from pigou.runtime.kv_offload.offloader import KVOffloader
 from pigou.runtime.kv_offload.transfer_jobs import DeviceBlocks
-from pigou.sim.architecture import Architecture
-from pigou.sim.model_config import architecture
 from pigou.text.end_tokens import within
 from pigou.text.tokenizer import Tokenizer
 from pigou.wire.addresses import advertised
@@ -194,12 +193,8 @@ def _build_torch(config: WorkerConfig) -> WorkerParts:
         return GrammarSandbox(path, loaded.config.vocab, loaded.config.eos)
 
     pool = GrammarCompilePool(grammars, trials)
-    shape = loaded.config
     name = str(loaded.dtype).removeprefix("torch.")
-    shape_of_model = Architecture(
-        loaded.name, shape.layers, shape.hidden, shape.heads, shape.kv_heads, shape.head_dim,
-        shape.ffn, shape.vocab, tied=shape.tied, dtype=name, kv_dtype=name,
-    )  # fmt: skip
+    shape_of_model = read_architecture(loaded.folder, dtype=name)
     return WorkerParts(
         model, core, executor, cache, memory, meter, pool, tiers=_open(tiers, cache),
         work=estimate_of(shape_of_model, device_name(loaded.device)),

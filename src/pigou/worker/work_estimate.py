@@ -8,7 +8,7 @@ import numpy as np
 
 from pigou.config import ConfigError
 from pigou.engine.plan import Plan
-from pigou.sim.architecture import DTYPE_BYTES, Architecture
+from pigou.models.architecture import Architecture
 from pigou.sim.gpus import Gpu, gpu
 
 log = logging.getLogger(__name__)
@@ -44,12 +44,11 @@ class WorkEstimate:
         head = model.vocab * model.hidden
         self._head_flops = 2.0 * head / tp
         self._token_flops = 2.0 * (model.active_parameters - head) / tp
-        self._pair_flops = 4.0 * model.layers * model.heads * model.head_dim / tp
-        self._entry_bytes = model.kv_bytes / min(tp, model.kv_heads)
-        look_up = 0.0 if model.tied else head * DTYPE_BYTES[model.head_dtype]
+        self._pair_flops = model.pair_flops / tp
+        self._entry_bytes = model.token_bytes(tp)
+        look_up = 0.0 if model.tied else head * model.embedding.size
         self._weight_bytes = (model.weight_bytes - look_up) / tp
-        expert = model.layers * model.ffn_parameters * DTYPE_BYTES[model.dtype] / tp
-        self._expert_bytes = expert if model.experts else 0.0
+        self._expert_bytes = model.expert_bytes / tp
         self._model = model
 
     def count(self, plan: Plan, steps: int) -> None:

@@ -11,9 +11,9 @@ from pigou.capacity.plan.configuration import (
 from pigou.capacity.plan.energy import plan_joules_per_token
 from pigou.config import ControlConfig
 from pigou.control.planner.performance.speed import RequestMix
+from pigou.models.read import architecture
 from pigou.request import Role
 from pigou.sim.client import ClientConfig
-from pigou.sim.model_config import architecture
 from pigou.sim.network import LinkConfig
 from pigou.sim.setup import Setup
 from pigou.sim.simulation import Simulation

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pigou.capacity.plan.search_space import worker_kinds
+from pigou.models.read import architecture
 from pigou.request import Role
-from pigou.sim.model_config import architecture
 
 
 @pytest.mark.parametrize(

@@ -25,10 +25,11 @@ from pigou.config import ConfigError, EngineConfig
 from pigou.control.planner.objectives import Slo
 from pigou.control.planner.performance.model import PerformanceModel, joint_share
 from pigou.cost.token_cost import usd_per_million_at
+from pigou.models.architecture import Architecture
 from pigou.request import Role
-from pigou.sim.architecture import Architecture, kv_blocks
 from pigou.sim.fleet_config import FleetConfig, WorkerGroup
 from pigou.sim.gpus import gpu as gpu_named
+from pigou.sim.kv_capacity import kv_blocks
 from pigou.sim.network import LinkConfig
 from pigou.sim.pool_performance import measure_performance
 from pigou.sim.timing_roofline import roofline

@@ -13,7 +13,7 @@ from pigou.capacity.plan.configuration import Configuration, PlannedPool, Worker
 from pigou.capacity.plan.energy import plan_joules_per_token
 from pigou.capacity.plan.plan import CapacityPlan, PlannedConfiguration, PlanRequest
 from pigou.config import ConfigError
-from pigou.sim.model_config import architecture
+from pigou.models.read import architecture
 
 #: Image of vLLM workers, and the label that tells nodes of one GPU.
 VLLM_IMAGE, _GPU_LABEL = "vllm/vllm-openai:v0.33.0", "pigou.dev/gpu"

@@ -20,7 +20,7 @@ from pigou.capacity.plan.tier_use import TierUse, tier_use
 from pigou.capacity.plan.trial import Trial, TrialFigures, run_trials, trial_figures
 from pigou.config import ConfigError
 from pigou.control.planner.objectives import Slo
-from pigou.sim.architecture import Architecture
+from pigou.models.architecture import Architecture
 from pigou.sim.network import LinkConfig
 from pigou.sim.setup import Setup, TierConfig
 
@@ -49,7 +49,7 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What a plan is made for.
 
     Attributes:
-        model: name of the model, as `pigou.sim.model_config.architecture` reads it.
+        model: name of the model, as `pigou.models.read.architecture` reads it.
         gpus: how many there are of each kind.
         slo: the objective.
         usd_per_hour: price of a GPU of each kind; empty without prices.

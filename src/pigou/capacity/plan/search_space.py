@@ -10,8 +10,8 @@ import msgspec
 
 from pigou.capacity.plan.analysis import Analysis
 from pigou.capacity.plan.configuration import Configuration, PlannedPool, WorkerKind
+from pigou.models.architecture import Architecture
 from pigou.request import Role
-from pigou.sim.architecture import Architecture
 from pigou.sim.gpus import gpu as gpu_named
 
 #: Batches and steps of workers that do both, of decode workers, and of prefill workers.

@@ -12,7 +12,7 @@ import msgspec
 from pigou.capacity.plan.analysis import Analysis
 from pigou.capacity.plan.search_space import candidates
 from pigou.capacity.plan.tier_use import TierUse
-from pigou.sim.architecture import Architecture
+from pigou.models.architecture import Architecture
 
 
 def shadow_prices(

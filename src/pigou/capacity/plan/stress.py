@@ -12,8 +12,8 @@ from pigou.capacity.plan.demand import Demand
 from pigou.capacity.plan.plan import LONG_REQUESTS, CapacityPlan, PlanRequest, make_trial
 from pigou.capacity.plan.search_space import Candidate
 from pigou.capacity.plan.trial import run_trial, trial_figures
+from pigou.models.architecture import Architecture
 from pigou.request import SECOND
-from pigou.sim.architecture import Architecture
 from pigou.sim.network import LinkConfig
 
 #: Load of the first test, as a multiple of the plan's.

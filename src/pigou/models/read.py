@@ -1,0 +1,418 @@
+"""One reader of models: a folder's `config.json`, a preset's name, or a Hugging Face id."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pigou.config import ConfigError
+from pigou.models import ModelError
+from pigou.models.architecture import Architecture, Extra, LayerKind
+from pigou.models.families import FAMILIES, nemotron_blocks
+from pigou.models.hf_config import HfConfig, quantisation_of, read_config
+from pigou.models.layers import Family, LayerBuilder, decoder_layer
+from pigou.models.quantisation import DTYPE_BYTES, Quantisation
+from pigou.models.rope_parameters import rope_parameters, scaled_context
+
+#: Keys that mean layers or tensors, and are not read where a family does not describe them.
+_SIZES = re.compile(
+    r"(^|_)(num|n|dim|dims|size|rank|heads?|experts?|layers?|width|ratio|ratios|pattern|mult|kernel"
+    r"|state|types?|configs?|memory|recurrent|lru|ssm|mamba|conv|adapter)(_|$)"
+)
+#: Keys of sizes that change neither weights nor cache.
+_HARMLESS = {
+    "model_type", "max_position_embeddings", "rope_type", "num_hidden_layers", "rms_norm_type",
+    "ep_size", "moe_layer_freq", "num_logits_to_keep", "chunk_size", "pretraining_tp", "n_group",
+    "topk_group", "num_expert_group", "moe_router_dtype", "router_dtype", "qk_norm_type",
+    "attn_type_list", "hybrid_layer_types", "intermediate_size", "num_key_value_heads",
+    "rotary_dim", "max_window_layers", "initial_context_length", "quantization_config",
+    "compression_config", "vision_config", "audio_config", "text_config", "llm_config",
+    "language_config", "tokenizer_class", "problem_type", "num_beams", "num_beam_groups",
+    "num_return_sequences", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size",
+    "chunk_size_feed_forward", "cross_attention_hidden_size", "output_gate_type",
+    "mamba_ssm_dtype", "mamba_ssm_cache_dtype", "expand", "mamba_hidden_act", "mamba_proj_bias",
+    "use_mamba_kernels", "use_conv_bias", "num_hash_layers", "index_topk_freq",
+    "index_topk_pattern", "index_skip_topk_offset", "indexer_types", "moe_router_scaling_factor",
+    "swiglu_limit", "attn_res_block_size", "projector_hidden_size", "image_seq_length",
+    "vocab_size_per_layer_input", "mtp_use_dedicated_embeddings", "mm_tokens_per_image",
+    "num_mtp_modules", "mtp_transformer_layers", "mtp_num_hidden_layers", "num_reward_heads",
+    "num_nextn_predict_layers", "mtp_hybrid_override_pattern", "mtp_layers_block_type",
+    "max_sequence_length", "type_vocab_size", "output_router_logits", "sliding_window_size",
+    "layer_norm_eps", "layer_norm_epsilon", "layernorm_epsilon", "moe_shared_expert_overlap",
+    "rope_head_dim", "seq_length", "num_labels", "head_dtype", "torch_dtype", "vision_token_id",
+    "hc_sinkhorn_iters", "img_token_compression_config", "layers_block_type", "no_rope_layers",
+    "expert_dtype", "hidden_size_per_layer_input", "num_kv_shared_layers", "sep_token_id",
+    "time_step_rank", "no_rope_layer_interval", "vision_feature_layer", "image_grid_pinpoints",
+    "time_step_limit",
+}  # fmt: skip
+#: How many layers predict further tokens.
+_PREDICTION = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+
+
+def read_architecture(path: Path, dtype: str = "") -> Architecture:
+    """Read a model folder, or its `config.json`.
+
+    Args:
+        path: of either.
+        dtype: number format that the weights are loaded in; "" for the checkpoint's own.
+
+    Raises:
+        ConfigError: a key is missing, or the model, its quantisation or a key is not described.
+    """
+    path = path / "config.json" if path.is_dir() else path
+    source = read_config(path)
+    if dtype:
+        source["torch_dtype"] = dtype
+    name = str(source.get("_name_or_path") or path.resolve().parent.name)
+    return parse_architecture(path, source, name)
+
+
+def parse_architecture(path: Path, source: Mapping[str, Any], name: str) -> Architecture:
+    """Return the architecture that the keys of a `config.json` describe.
+
+    Args:
+        path: where they are from, for errors.
+        source: the keys, with those of the quantisation.
+        name: of the model.
+
+    Raises:
+        ConfigError: a key is missing, or the model, its quantisation or a key is not described.
+    """
+    config = HfConfig(path, source)
+    family = family_of(config)
+    dtype = str(config.get("torch_dtype", "dtype") or "bfloat16").removeprefix("torch.")
+    if dtype not in DTYPE_BYTES:
+        key = next(key for key in ("torch_dtype", "dtype") if config.values.get(key))
+        raise config.error(key, f"it must be one of {', '.join(DTYPE_BYTES)}")
+    quant = Quantisation(str(path), _quantisation(config, source), dtype)
+    hidden, vocab = config.size("hidden_size"), config.size("vocab_size")
+    heads, hybrid = config.size("num_attention_heads"), config.values["model_type"] == "nemotron_h"
+    layers = len(nemotron_blocks(config)) if hybrid else config.size("num_hidden_layers")
+    decoder = [_layer(config, family, quant, index) for index in range(layers)]
+    extras = (*_vision(config), *_prediction(config, family, quant, layers))
+    _refuse_unknown(config)
+    _check_heads(config, heads, decoder)
+    embedding = quant.format_of(["embed_tokens", "embeddings", "embed"], linear=False)
+    head = quant.format_of(["lm_head", "head", "output"], linear=False)
+    return Architecture(
+        name=name, hidden=hidden, vocab=vocab, heads=heads, kinds=_kinds(decoder),
+        embedding=embedding, head=head, main=quant.main, extras=extras,
+        tied=config.flag("tie_word_embeddings"),
+        kv_dtype=quant.kv_dtype or (dtype if dtype in ("float16", "float32") else "bfloat16"),
+        context=_context(config),
+    )  # fmt: skip
+
+
+def family_of(config: HfConfig) -> Family:
+    """Return the family of a model, by `model_type` or by `architectures`.
+
+    Raises:
+        ConfigError: neither is known.
+    """
+    inner, outer = str(config.values.get("model_type") or ""), config.outer_type
+    names = [str(name) for name in config.values.get("architectures") or ()]
+    family = next(filter(None, map(family_named, (inner, outer, *names))), "")
+    if not family:
+        said = inner or outer or ", ".join(names)
+        raise ConfigError(
+            f"{config.path}: model_type is {said!r}, whose layers are not described; known are "
+            f"{', '.join(FAMILIES)}"
+        )
+    config.values = {**FAMILIES[family].defaults, **config.values, "model_type": family}
+    return FAMILIES[family]
+
+
+def family_named(name: str) -> str:
+    """Return the family that a `model_type` or the name of an architecture means; "" for none."""
+    name = re.sub(r"(ForCausalLM|ForConditionalGeneration|LMHeadModel)$", "", name)
+    name = {"DeciLM": "nemotron_nas"}.get(name, name)
+    while name:
+        plainly = re.sub(r"[^a-z0-9]", "", name.lower())
+        for key in FAMILIES:
+            if key.replace("_", "") == plainly:
+                return key
+        shorter = re.sub(r"(_text|_vl|Sparse|Text|Flash)$", "", name)
+        name = shorter if shorter != name else ""
+    return ""
+
+
+def _quantisation(config: HfConfig, source: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the quantisation, with what the family's own keys say of it."""
+    keys = quantisation_of(source)
+    experts = config.get("expert_dtype")
+    if keys and experts and not keys.get("quantized_layers"):
+        if experts != "fp4":
+            raise config.error("expert_dtype", "known is fp4")
+        named = {f"layers.{i}.ffn.experts": {"quant_algo": "MXFP4"}
+                 for i in range(config.count("num_hidden_layers") + 8)}  # fmt: skip
+        keys = {**keys, "quantized_layers": named}
+    hybrid = "nemotron_h" in config.values["model_type"]
+    if (
+        keys
+        and hybrid
+        and not any(key in keys for key in ("exclude_modules", "ignore", "config_groups"))
+    ):
+        raise ConfigError(
+            f"{config.path}: quant_algo is {keys.get('quant_algo')!r} without exclude_modules, and "
+            "hybrid models keep some layers in other formats; give the hf_quant_config.json of "
+            "the checkpoint"
+        )
+    return keys
+
+
+def _layer(config: HfConfig, family: Family, quant: Quantisation, index: int) -> LayerKind:
+    builder = LayerBuilder(config, family, quant, index)
+    (family.layer or decoder_layer)(builder)
+    return builder.kind()
+
+
+def _kinds(decoder: list[LayerKind]) -> tuple[LayerKind, ...]:
+    """Return the layers that differ, with their counts."""
+    counts: dict[LayerKind, int] = {}
+    for layer in decoder:
+        counts[layer] = counts.get(layer, 0) + 1
+    return tuple(
+        LayerKind(count, *(getattr(kind, name) for name in LayerKind.__slots__[1:]))
+        for kind, count in counts.items()
+    )
+
+
+def _check_heads(config: HfConfig, heads: int, decoder: list[LayerKind]) -> None:
+    for kind in decoder:
+        for cache_ in kind.caches:
+            if cache_.heads < 1 or (not cache_.latent and heads % cache_.heads):
+                raise config.error("num_key_value_heads", f"kv_heads must divide the {heads} heads")
+
+
+def _refuse_unknown(config: HfConfig) -> None:
+    """Refuse keys of sizes that nothing has read: they mean layers that are not described."""
+    for key, value in config.values.items():
+        if key in config.used or key in _HARMLESS or not value or isinstance(value, (bool, str)):
+            continue
+        if _SIZES.search(key) and not key.endswith(("_id", "_ids", "_index", "_eps", "_coef")):
+            raise config.error(
+                key, f"a {config.values['model_type']} model with it is not described"
+            )
+
+
+def _context(config: HfConfig) -> int:
+    """Return the tokens that a sequence may have: with what scales the positions, as workers do."""
+    source = {**config.values, "max_position_embeddings": config.count(
+        "max_position_embeddings", "model_max_length", "n_positions", default=131_072
+    )}  # fmt: skip
+    try:
+        rope_parameters(source)
+    except ModelError:  # a type that no worker of Pigou's runs: what it states is its context
+        return int(source["max_position_embeddings"])
+    try:
+        return scaled_context(source)
+    except ModelError as error:
+        raise ConfigError(f"{config.path}: {error}") from None
+
+
+def _vision(config: HfConfig) -> tuple[Extra, ...]:
+    """Return the vision tower and its projector, at 16 bits: within a few per cent of its size."""
+    given = config.get("vision_config")
+    if not isinstance(given, Mapping) or not given:
+        return ()
+    vision = HfConfig(Path(f"{config.path}: vision_config"), given)
+    hidden = vision.count("hidden_size", "vt_hidden_size", "embed_dim")
+    width = vision.count("qkv_hidden_size", default=hidden)
+    inner = vision.count("intermediate_size", "vt_intermediate_size", default=4 * hidden)
+    layers = vision.count("depth", "num_hidden_layers", "vt_num_hidden_layers", "num_layers")
+    gates = 3 if str(vision.get("model_type")).startswith(("gemma4", "qwen2_5", "llama4_x")) else 2
+    total = layers * (4 * hidden * width + gates * hidden * inner + inner + 9 * hidden)
+    patch = vision.count("patch_size", "spatial_patch_size", default=14)
+    total += 3 * patch * patch * hidden * vision.count("temporal_patch_size", default=1)
+    total += hidden * vision.count("num_position_embeddings", "position_embedding_size", default=0)
+    kernel = vision.get("merge_kernel_size")
+    merge = int(kernel[0]) if kernel else vision.count("spatial_merge_size", default=1)
+    merged, text = hidden * merge * merge, config.count("hidden_size")
+    mergers = 1 + len(vision.get("deepstack_visual_indexes") or ())
+    total += mergers * (merged * merged + merged * text) if merge > 1 else hidden * text
+    return (Extra("vision", total, 2 * total),)
+
+
+def _prediction(
+    config: HfConfig, family: Family, quant: Quantisation, layers: int
+) -> tuple[Extra, ...]:
+    """Return the layers for multi-token prediction, which engines load to speculate alone."""
+    count = config.count(*_PREDICTION, default=0)
+    if not count:
+        return ()
+    hybrid = config.values["model_type"] == "nemotron_h"
+    depth = len(nemotron_blocks(config, "mtp_")) if hybrid else 1
+    blocks = [_layer(config, family, quant, layers + index) for index in range(depth)]
+    hidden = config.count("hidden_size")
+    parameters = 2 * hidden * hidden
+    size = 2.0 * parameters
+    for kind in blocks:
+        parameters += sum(matrix.parameters for matrix in kind.matrices) + kind.vectors
+        size += sum(matrix.size for matrix in kind.matrices) + 2 * kind.vectors
+    return (Extra("multi-token prediction", count * parameters, round(count * size), loaded=False),)
+
+
+# --- names ----------------------------------------------------------------------------------------
+
+#: Owners' prefixes of names that mean the preset without them.
+_PREFIXES = ("meta-", "nvidia-")
+#: Parts of a name after the preset's that change no shape.
+_VARIANTS = {
+    "instruct", "base", "chat", "hf", "it", "thinking", "2507", "dynamic", "block", "quantized",
+    "bf16",
+}  # fmt: skip
+_INT8 = {"weights": {"type": "int", "num_bits": 8}, "input_activations": {"num_bits": 8}}
+#: Parts that name the weights' format -> the quantisation that such a checkpoint states.
+_FORMATS: dict[str, dict[str, Any]] = {
+    "fp8": {"quant_method": "fp8"},
+    "w8a8": {"quant_method": "compressed-tensors", "config_groups": {"group_0": _INT8}},
+    "int8": {"quant_method": "gptq", "bits": 8}, "w8a16": {"quant_method": "gptq", "bits": 8},
+    "int4": {"quant_method": "gptq", "bits": 4}, "w4a16": {"quant_method": "gptq", "bits": 4},
+    "awq": {"quant_method": "awq", "bits": 4}, "gptq": {"quant_method": "gptq", "bits": 4},
+    "nvfp4": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+    "fp4": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+    "mxfp4": {"quant_method": "modelopt", "quant_algo": "MXFP4"},
+}  # fmt: skip
+#: Quantisation methods, whose format another part of the name may say.
+_METHODS = ("awq", "gptq")
+#: Seconds that the hub may take.
+_HUB_S = 5.0
+
+
+@cache
+def presets() -> dict[str, dict[str, Any]]:
+    """Return the `config.json` of each preset, by name."""
+    loaded: dict[str, dict[str, Any]] = json.loads(
+        (Path(__file__).parent / "presets.json").read_text(encoding="utf-8")
+    )
+    return loaded
+
+
+def normalized(name: str) -> str:
+    """Return a model's name for comparisons: no owner, lower case, letters and digits only."""
+    return "".join(c for c in name.rsplit("/", 1)[-1].lower() if c.isalnum())
+
+
+def shape_name(name: str) -> str:
+    """Return a decoder_layer name without the parts that change neither shapes nor layers."""
+    parts = re.split(r"[^a-z0-9]+", name.rsplit("/", 1)[-1].lower())
+    return "".join(part for part in parts if part not in _VARIANTS and part not in _FORMATS)
+
+
+def architecture(model: str) -> Architecture:
+    """Find the architecture of a preset's name, a model folder, or a Hugging Face id.
+
+    Args:
+        model: "llama-3.1-8b", "Qwen/Qwen3-32B-FP8", a folder with a `config.json`, or its path.
+            What follows a preset's name must be known: a variant of equal shape ("-Instruct"),
+            or the number format of its weights ("-FP8", "-AWQ", "-GPTQ-Int8", "-NVFP4"). Another
+            "owner/name" is looked up in the hub's cache, and then on the hub.
+
+    Raises:
+        ConfigError: nothing is known by that name, or the file describes another kind of model.
+    """
+    path = Path(model)
+    if path.is_dir() or path.is_file():
+        return read_architecture(path)
+    by_name, refusal = _candidates(model), ""
+    if by_name and not (refusal := _refusal(model, *by_name[0])):
+        return _preset(*by_name[0])
+    is_id = model.count("/") == 1 and not model.startswith((".", "/", "~"))
+    if is_id and (folder := _from_hub(model)):
+        return read_architecture(folder)
+    if refusal:
+        raise ConfigError(refusal)
+    hint = "; the hub cannot be reached, or has no such model" if is_id else ""
+    raise ConfigError(
+        f"model is {model!r}; it must be one of {', '.join(presets())}, a Hugging Face id, or a "
+        f"path to a config.json{hint}"
+    )
+
+
+def _candidates(model: str) -> list[tuple[str, tuple[str, ...]]]:
+    """Return presets that a name begins with, the longest first, and the parts that follow."""
+    name = model.rsplit("/", 1)[-1].lower()
+    matches = []
+    for start in ("", *_PREFIXES):
+        if not name.startswith(start):
+            continue
+        for key, source in presets().items():
+            for spelt in (key, *source.get("aliases", ())):
+                rest = _after(name[len(start) :], normalized(spelt))
+                if rest is not None:
+                    parts = tuple(part for part in re.split(r"[^a-z0-9]+", rest) if part)
+                    matches.append((len(normalized(spelt)), key, parts))
+    return [(key, parts) for _, key, parts in sorted(matches, key=lambda match: -match[0])]
+
+
+def _after(name: str, start: str) -> str | None:
+    """Return what follows `start` in a name, punctuation aside; None where it is another name."""
+    matched = 0
+    for index, character in enumerate(name):
+        if matched == len(start):
+            return None if character.isalnum() else name[index:]
+        if character.isalnum():
+            if character != start[matched]:
+                return None
+            matched += 1
+    return "" if matched == len(start) else None
+
+
+def _refusal(model: str, key: str, parts: tuple[str, ...]) -> str:
+    """Return why a name is no variant of a preset; "" where it is one."""
+    for part in parts:
+        if part not in _VARIANTS and part not in _FORMATS:
+            known = ", ".join(sorted(_VARIANTS | set(_FORMATS)))
+            return (
+                f"model is {model!r}: {part!r} is no known variant of {presets()[key]['name']}; "
+                f"known are {known}; or give a path to the config.json of the model"
+            )
+    formats = [part for part in parts if part in _FORMATS]
+    precise = [part for part in formats if part not in _METHODS] or formats
+    floats = len(precise) < len(formats) and any("fp" in part for part in precise)
+    if floats or len({json.dumps(_FORMATS[part]) for part in precise}) > 1:
+        return f"model is {model!r}, which names two number formats; give one"
+    if precise and quantisation_of(presets()[key]):
+        return f"model is {model!r}, and {key} is quantised already; give a path to the config.json"
+    return ""
+
+
+@cache
+def _preset(key: str, parts: tuple[str, ...]) -> Architecture:
+    source = {k: v for k, v in presets()[key].items() if k not in ("name", "aliases")}
+    formats = [part for part in parts if part in _FORMATS]
+    precise = [part for part in formats if part not in _METHODS] or formats
+    if precise:
+        source["quantization_config"] = _FORMATS[precise[0]]
+    return parse_architecture(Path(key), source, presets()[key]["name"])
+
+
+def _from_hub(model: str) -> Path | None:
+    """Return the folder with the config of a hub's model, from its cache or from the hub."""
+    import socket
+    from urllib.parse import urlsplit
+
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    files = ["config.json", "hf_quant_config.json"]
+    for offline in (True, False):
+        try:
+            if not offline:
+                if constants.HF_HUB_OFFLINE:
+                    return None
+                socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, 443)
+            folder = Path(
+                snapshot_download(
+                    model, allow_patterns=files, local_files_only=offline, etag_timeout=_HUB_S
+                )
+            )
+        except (HfHubHTTPError, LocalEntryNotFoundError, ValueError, OSError):
+            continue
+        if (folder / "config.json").is_file():
+            return folder
+    return None
