@@ -6,6 +6,7 @@ Importing this package imports none of the commands: only the one that is run is
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterable, Sequence
 from importlib import import_module
 from typing import Annotated, Any
@@ -75,6 +76,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         SystemExit: always; 0 after success, 1 when the command failed, 2 after wrong usage.
     """
     args = list(sys.argv[1:] if argv is None else argv)
+    try:
+        _run(args)
+    except BaseException as error:
+        if argv is None and threading.active_count() > 1:
+            from pigou.stop_signals import end_with_threads
+
+            code = error.code if isinstance(error, SystemExit) else 1
+            end_with_threads(code if isinstance(code, int) else int(code is not None))
+        raise
+
+
+def _run(args: Sequence[str]) -> None:
     try:
         _app(args)(args, prog_name="pigou")
     except ModuleNotFoundError as error:

@@ -67,8 +67,8 @@ def _run(config: BenchConfig) -> BenchResult | None:
 
     async def main() -> BenchResult | None:
         columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-        with WorkProgress(*columns) as progress:
-            return await run_bench(config, stop_on_signals(), _watcher(config, progress))
+        with WorkProgress(*columns) as progress, stop_on_signals() as stop:
+            return await run_bench(config, stop, _watcher(config, progress))
 
     with asyncio.Runner(loop_factory=_loop) as runner:
         return runner.run(main())

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import signal
-from contextlib import suppress
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from pigou.stop_signals import StopSignals
+
+#: Seconds that a measurement is given to end, and to write what it has.
+_STOP_S = 60.0
 
 
 def fleet_token(url: str) -> str:
@@ -29,15 +35,15 @@ def fleet_token(url: str) -> str:
     return asyncio.run(fleet_key(url, secret))
 
 
-def stop_on_signals() -> asyncio.Event:
-    """Return an event that Ctrl-C or SIGTERM sets; call it within the event loop.
+@contextmanager
+def stop_on_signals() -> Iterator[asyncio.Event]:
+    """Yield an event that Ctrl-C or SIGTERM sets, within the event loop; a second one ends at once.
 
-    Where signals have no handlers (a platform without them, or not the main thread), nothing
-    sets it.
+    Nothing sets it in other threads than the main one.
     """
     stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    with suppress(NotImplementedError, ValueError, RuntimeError):
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, stop.set)
-    return stop
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    with StopSignals(stop.set, _STOP_S):
+        yield stop

@@ -23,4 +23,4 @@ def operator(config: OperatorConfig) -> None:
     from pigou.fleet.kubernetes.operator import FleetOperator
 
     configure(config.log_format, config.log_level, access=False)
-    asyncio.run(FleetOperator(config).run())
+    asyncio.run(FleetOperator(config).serve())

@@ -203,12 +203,17 @@ def gpu_prices(text: str, counts: Mapping[str, int]) -> dict[str, float]:
 def _processes(jobs: int) -> Iterator[ProcessPoolExecutor | None]:
     """Yield processes that simulate, which share what is loaded; None where one is enough."""
     from pigou.capacity.plan.trial import warm_up
+    from pigou.worker.heartbeat import watch_parent
+
+    def begin() -> None:
+        watch_parent()  # else what is killed leaves them behind
+        warm_up()
 
     jobs = jobs or len(os.sched_getaffinity(0))
     if jobs == 1:
         yield None
         return
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("fork"), warm_up) as pool:
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("fork"), begin) as pool:
         pool.submit(int)  # starts them, so that they warm up during the analysis
         yield pool
 

@@ -63,7 +63,8 @@ def _run(config: ProfileConfig) -> ProfileReport:
             progress.update(task, completed=done, total=total, description=what + left)
 
         async def main() -> ProfileReport:
-            return await run_profile(config, watch, stop_on_signals())
+            with stop_on_signals() as stop:
+                return await run_profile(config, watch, stop)
 
         return asyncio.run(main())
 

@@ -100,7 +100,8 @@ def _measure(
     target = SweepTarget(url, fleet_token(url) or api_key, decode_workers)
 
     async def main() -> SweepTables | None:
-        return await live_sweep(config, setup, target, watch, stop_on_signals())
+        with stop_on_signals() as stop:
+            return await live_sweep(config, setup, target, watch, stop)
 
     return asyncio.run(main())
 

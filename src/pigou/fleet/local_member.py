@@ -13,6 +13,8 @@ from pigou.fleet.worker_process import MemberProcess, WorkerProcess
 
 #: Seconds that the process of a worker that was let go is given to end.
 _LEAVE_S = 2.0
+#: The same for one of a fleet that ends: its requests have ended or were cut off.
+_END_S = 8.0
 
 
 class LocalMember(FleetMember):
@@ -63,7 +65,7 @@ class LocalMember(FleetMember):
             return await self._until_down(process, line)
         except asyncio.CancelledError:
             # The fleet ends, or the worker is let go: it has done nothing wrong.
-            drain = min(self._config.drain, _LEAVE_S) if self.leaving else self._config.drain
+            drain = min(self._config.drain, _LEAVE_S if self.leaving else _END_S)
             self._say("stopped", "")
             raise
         finally:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -42,6 +41,7 @@ from pigou.gateway.startup_shutdown import StageListener, Startup
 from pigou.gateway.status_api import FleetStatus, WorkerRow
 from pigou.imports import require
 from pigou.kernel_cache import on_compiling
+from pigou.stop_signals import END_S, StopSignals
 from pigou.tracing.tracer import open_tracer
 from pigou.wire import json_limits, msgpack_walk
 from pigou.wire.fleet_secret import FleetSecret
@@ -263,30 +263,24 @@ class Serving:
     async def run(self, ready: Callable[[], None]) -> None:
         """Start, call `ready`, and serve until SIGINT, SIGTERM or SIGHUP.
 
-        A second SIGINT or SIGTERM ends at once. A second SIGHUP, which terminals send, changes
-        nothing, nor does any where it was ignored (`nohup`).
+        A second SIGINT or SIGTERM ends at once (`StopSignals`), as does the end of `drain` and
+        `END_S` seconds.
         """
         over = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, over.set)
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-            loop.add_signal_handler(signal.SIGHUP, over.set)
-        starting = asyncio.create_task(self.start())
-        leaving = asyncio.create_task(over.wait())
-        try:
-            await asyncio.wait((starting, leaving), return_when=asyncio.FIRST_COMPLETED)
-            if starting.done():
-                starting.result()
-                ready()
-                await leaving
-        finally:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                loop.remove_signal_handler(number)
-            starting.cancel()
-            leaving.cancel()
-            await asyncio.gather(starting, leaving, return_exceptions=True)
-            await self.stop()
+        with StopSignals(over.set, self._watch.drain + END_S):
+            starting = asyncio.create_task(self.start())
+            leaving = asyncio.create_task(over.wait())
+            try:
+                await asyncio.wait((starting, leaving), return_when=asyncio.FIRST_COMPLETED)
+                if starting.done():
+                    starting.result()
+                    ready()
+                    await leaving
+            finally:
+                starting.cancel()
+                leaving.cancel()
+                await asyncio.gather(starting, leaving, return_exceptions=True)
+                await self.stop()
 
 
 def _plane_driver(

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from typing import Any
@@ -20,6 +18,7 @@ from pigou import logs
 from pigou.background import Background
 from pigou.control.placement.topology import read_location
 from pigou.imports import uncollected
+from pigou.stop_signals import END_S, StopSignals
 from pigou.tracing.metrics import SpanExporterMetrics
 from pigou.tracing.tracer import open_tracer
 from pigou.wire.addresses import url_host
@@ -50,8 +49,8 @@ log = logging.getLogger(__name__)
 _SWITCH = 0.0005
 #: Seconds for which an idle connection is kept: longer than any client's pool keeps it.
 _KEEPALIVE = 3600.0
-#: Seconds that the engine thread is given to end.
-_JOIN = 5.0
+#: Seconds that the engine thread is given to end; that all is, after a second signal.
+_JOIN, _CUT_S = 5.0, 3.0
 
 
 class WorkerServer:
@@ -138,19 +137,16 @@ class WorkerServer:
         self.engine.start()
         if self._events is not None:
             self._events.start(self._background)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._loop.add_signal_handler(number, self.stop)
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
-            self._loop.add_signal_handler(signal.SIGHUP, self._hang_up)
-        await self._runner.setup()
-        line = self._announce(await self._listen())
-        publish(self.engine.heartbeat)
-        if self._registrar is not None:
-            await self._registrar.ready(line, self.stop)
-        await self._over.wait()
-        if self._registrar is not None:
-            await self._registrar.leave()
-        await self._close()
+        with StopSignals(self.stop, self._config.drain + END_S, self._over.set, _CUT_S):
+            await self._runner.setup()
+            line = self._announce(await self._listen())
+            publish(self.engine.heartbeat)
+            if self._registrar is not None:
+                await self._registrar.ready(line, self.stop)
+            await self._over.wait()
+            if self._registrar is not None:
+                await self._registrar.leave()
+            await self._close()
         return 1 if self._failed else 0
 
     async def _listen(self) -> tuple[str, int]:
@@ -175,11 +171,6 @@ class WorkerServer:
             self._background.start("registry: draining", self._registrar.draining)
         self._service.when_idle(self._over.set)
         self._loop.call_later(self._config.drain, self._over.set)
-
-    def _hang_up(self) -> None:
-        """Drain; a terminal may send SIGHUP twice, so a second one changes nothing."""
-        if not self._stopping:
-            self.stop()
 
     # --- from other threads -----------------------------------------------------------------
 
@@ -339,16 +330,17 @@ def run(
         with uncollected():
             import_module("pigou.runtime.load")  # torch, for the most part
     sys.setswitchinterval(_SWITCH)
-    with ThreadPoolExecutor(1) as preparation:
+    preparation = ThreadPoolExecutor(1)
+    try:
         parts = preparation.submit(prepare, config).result()
+    finally:
+        preparation.shutdown(wait=False)
 
     async def main() -> int:
         registrar = None if make_registrar is None else make_registrar(secret)
         return await WorkerServer(config, parts, secret, registrar, advertise).serve()
 
     status: int = _runner()(main())
-    if threading.active_count() > 1 and status:
-        os._exit(status)  # a thread that hangs must not keep a dead worker alive
     return status
 
 

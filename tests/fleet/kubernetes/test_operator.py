@@ -15,6 +15,7 @@ from tests.fleet.kubernetes.fleets import Cluster, fleet, kinds, node, operated,
 from tests.lib.fake_kubernetes import FakeKubernetes
 from tests.lib.fake_kubernetes.errors import ApiError
 from tests.lib.server_process import free_ports
+from tests.lib.stuck_command import STUCK_COMMAND
 
 PREFILL, DECODE = pool("prefill", 5), pool("decode", 2)
 #: New prefill and decode, old prefill and decode, after each step of 5P+2D with surge 2.
@@ -208,8 +209,9 @@ async def test_the_command_finds_its_server_serves_health_and_ends_at_sigterm(
         config.write_text(json.dumps(api.kubeconfig()))
         (port,) = free_ports(1)
         health = f"http://127.0.0.1:{port}/healthz"
+        os.mkfifo(fifo := str(tmp_path / "fifo"))
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "pigou", "operator", "--namespace", "default",
+            sys.executable, "-c", STUCK_COMMAND, fifo, "operator", "--namespace", "default",
             "--liveness", health, env={**os.environ, "KUBECONFIG": str(config)},
             stderr=asyncio.subprocess.PIPE,
         )  # fmt: skip
@@ -228,3 +230,4 @@ async def test_the_command_finds_its_server_serves_health_and_ends_at_sigterm(
         log = (await process.stderr.read()).decode()
         assert "create Deployment chat-m-both-" in log
         assert "Traceback" not in log, log
+        assert "threads did not end" in log

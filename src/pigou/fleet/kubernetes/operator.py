@@ -28,6 +28,7 @@ from pigou.fleet.kubernetes.reconciliation import (
     reconcile,
     refusal,
 )
+from pigou.stop_signals import END_S, StopSignals
 
 _log = logging.getLogger("pigou.operator")
 #: Seconds between a change and the round that it wakes, so that several wake one.
@@ -52,8 +53,16 @@ class FleetOperator:
         self._loops: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._api = KubernetesApi(lambda: Connection.of(self._connect()))
 
-    async def run(self, stop: threading.Event | None = None) -> None:
-        """Serve until `stop` is set, or the process is told to end."""
+    async def serve(self) -> None:
+        """Serve until the process is told to end; a second signal ends it at once."""
+        stop = asyncio.Event()
+        with StopSignals(stop.set, END_S) as signals:
+            await self.run(stop, signals.take)
+
+    async def run(
+        self, stop: asyncio.Event | threading.Event, started: Callable[[], None] | None = None
+    ) -> None:
+        """Serve until `stop` is set; kopf has taken the signals when `started` is called."""
         settings = kopf.OperatorSettings()
         settings.posting.enabled = False
         scope: dict[str, Any] = {"clusterwide": True}
@@ -61,7 +70,8 @@ class FleetOperator:
             scope = {"namespaces": [self._config.namespace]}
         async with self._api:
             await kopf.operator(
-                registry=self._handlers(), settings=settings, standalone=True, stop_flag=stop,
+                registry=self._handlers(started), settings=settings, standalone=True,
+                stop_flag=stop,
                 liveness_endpoint=self._config.liveness or None, **scope,
             )  # fmt: skip
 
@@ -133,7 +143,7 @@ class FleetOperator:
             _log.warning("%ss cannot be read, so that no GPU is taken: %s", kind, error)
             return None
 
-    def _handlers(self) -> kopf.OperatorRegistry:
+    def _handlers(self, started: Callable[[], None] | None) -> kopf.OperatorRegistry:
         """Return handlers that only start, wake and end the loops of fleets.
 
         None needs a finalizer: what a fleet owns goes with it, and a fleet can be deleted while no
@@ -150,6 +160,11 @@ class FleetOperator:
                 task.cancel()
             await asyncio.gather(*self._loops.values(), return_exceptions=True)
 
+        async def begin(**_: Any) -> None:
+            if started is not None:
+                started()
+
+        on.startup(registry=registry)(begin)
         on.login(registry=registry)(login)
         on.cleanup(registry=registry)(end)
         on.event(GROUP, VERSION, "pigoufleets", registry=registry)(self._fleet_changed)

@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 import sys
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from pigou.integrations.dynamo.probe import Honoured, probe
 from pigou.integrations.dynamo.router import OverridesIgnored, serve_router
 from pigou.integrations.dynamo.steering import Steering
 from pigou.integrations.dynamo.switch import Frontend, Switch, serve, ticking
+from pigou.stop_signals import END_S, StopSignals
 
 _IGNORED = 3
 
@@ -193,10 +193,7 @@ def _attribute(options: argparse.Namespace) -> int:
 def _until_signal(work: Coroutine[Any, Any, None]) -> int:
     async def both() -> None:
         task = asyncio.create_task(work)
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, task.cancel)
-        with contextlib.suppress(asyncio.CancelledError):
+        with StopSignals(task.cancel, END_S), contextlib.suppress(asyncio.CancelledError):
             await task
 
     asyncio.run(both())

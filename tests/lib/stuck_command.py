@@ -1,0 +1,22 @@
+"""A `pigou` whose event loop has a thread that waits for a FIFO, which nobody writes."""
+
+from __future__ import annotations
+
+#: To be run by `python -c`, with the FIFO and the arguments of `pigou`.
+STUCK_COMMAND = """
+import asyncio, sys
+fifo, *rest = sys.argv[1:]
+sys.argv[1:] = rest
+run = asyncio.Runner.run
+
+def runs(self, work, **options):
+    async def both():
+        loop = asyncio.get_running_loop()
+        loop.call_later(0.5, loop.run_in_executor, None, open, fifo)
+        return await work
+    return run(self, both(), **options)
+
+asyncio.Runner.run = runs
+from pigou.cli import main
+main()
+"""

@@ -1,0 +1,123 @@
+"""A process that is told to end does so within its limit, whatever its threads do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tests.lib.stuck_command import STUCK_COMMAND
+
+#: Runs a server whose only limit is short, and which gets stuck in one way.
+SERVER = """
+import asyncio, ctypes, sys, threading
+from concurrent.futures import ThreadPoolExecutor
+from pigou.stop_signals import StopSignals
+import pigou.stop_signals as module
+module._LOCKED_S, module.THREADS_S = 0.5, 0.3
+fifo, how = sys.argv[1:]
+stuck = lambda: open(fifo).read()
+
+async def main():
+    over, loop = asyncio.Event(), asyncio.get_running_loop()
+    stop = over.set
+    if how == "interpreter":
+        stop = lambda: ctypes.PyDLL(None).sleep(1000)
+    elif how == "cancellation":
+        stop = lambda: None
+    with StopSignals(stop, 1.0):
+        if how == "loop":
+            loop.call_later(0.2, stuck)
+        elif how == "executor":
+            loop.run_in_executor(None, stuck)
+        elif how == "pool":
+            ThreadPoolExecutor(1).submit(stuck)
+        elif how == "thread":
+            threading.Thread(target=stuck).start()
+        print("ready", flush=True)
+        await over.wait()
+
+try:
+    import uvloop
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main())
+finally:
+    module.end_with_threads(0)
+"""
+
+
+def begin(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def end(
+    process: subprocess.Popen[str], limit_s: float, *signals: signal.Signals
+) -> tuple[int, str]:
+    """Send signals; return exit status and stderr, once it has ended within a limit."""
+    for number in signals or (signal.SIGTERM,):
+        process.send_signal(number)
+        time.sleep(0.1)
+    try:
+        _, error = process.communicate(timeout=limit_s)
+    finally:
+        process.kill()
+    return process.returncode, error
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "text"),
+    [
+        ("executor", 0, "threads did not end"),
+        ("pool", 0, "threads did not end"),
+        ("thread", 0, "threads did not end"),
+        ("loop", 1, "did not end within 1 s of SIGTERM"),
+        ("cancellation", 1, "did not end within 1 s of SIGTERM"),
+        ("interpreter", 1, "Timeout"),
+    ],
+)
+def test_no_thread_keeps_a_process(tmp_path: Path, how: str, status: int, text: str) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    process = begin("-c", SERVER, str(fifo), how)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(0.4)
+    code, error = end(process, 8.0)
+    assert (code, text in error) == (status, True), error
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_at_once(tmp_path: Path, number: signal.Signals) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    process = begin("-c", SERVER, str(tmp_path / "fifo"), "loop")
+    assert process.stdout is not None
+    process.stdout.readline()
+    time.sleep(0.4)
+    before = time.monotonic()
+    code, _ = end(process, 5.0, signal.SIGTERM, number)
+    assert code == 128 + number
+    assert time.monotonic() - before < 0.9  # the limit is a second
+
+
+@pytest.mark.parametrize("command", ["serve", "worker"])
+def test_servers_end_though_a_thread_is_stuck(tmp_path: Path, command: str) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    arguments = {
+        "serve": ["--registry", f"file://{tmp_path}/registry", "--port", "0"],
+        "worker": ["--executor", "sleep", "--model", "bundled", "--port", "0"],
+    }[command]
+    process = begin("-c", STUCK_COMMAND, str(fifo), command, *arguments)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "Try it" in line or '"ready"' in line:
+            break
+    time.sleep(0.7)
+    code, error = end(process, 12.0)
+    assert (code, "threads did not end" in error) == (0, True), error
