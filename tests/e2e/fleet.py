@@ -51,19 +51,24 @@ class Fleet(Endpoint):
         gateway: dict[str, Any] | None = None,
         control: dict[str, Any] | None = None,
         watch: dict[str, Any] | None = None,
-        prefill_queue: str = "",
+        **places: str,
     ) -> Fleet:
         """Start a fleet and wait until every local worker is up.
 
+        `places` are URLs: of a prefill_queue, a registry, the bus between peers.
         Its policy splits every prompt, unless `control` names another.
         """
         settings = {
             "workers": list(workers),
             "attach": list(attach),
-            "gateway": {"port": 0, "strict": not attach, **(gateway or {})},
+            "gateway": {
+                "port": 0,
+                "strict": not (attach or places.get("registry")),
+                **(gateway or {}),
+            },
             "control": {"policy": "least-loaded"} | (control or {}),
             "watch": WATCH | (watch or {}),
-            "prefill_queue": prefill_queue,
+            **places,
         }
         return cls.run([sys.executable, "-m", "tests.e2e.launch", json.dumps(settings)], log)
 

@@ -17,6 +17,9 @@ import uvloop
 
 from pigou.config import ControlConfig
 from pigou.fleet.config import AttachedWorker, LocalWorker, WatchConfig
+from pigou.fleet.peers.bus import NatsBus
+from pigou.fleet.peers.config import PeersConfig
+from pigou.fleet.registry.stores import open_registry
 from pigou.fleet.serve import Serving
 from pigou.gateway.config import GatewayConfig
 from pigou.wire.fleet_secret import FleetSecret
@@ -27,14 +30,18 @@ async def main(settings: dict[str, Any]) -> None:
         *(msgspec.convert(each, LocalWorker) for each in settings["workers"]),
         *(AttachedWorker.parse(text, i) for i, text in enumerate(settings["attach"])),
     ]
+    secret, url = FleetSecret.given(), settings.get("registry", "")
     serving = Serving(
         msgspec.convert(settings["gateway"], GatewayConfig),
         msgspec.convert(settings["control"], ControlConfig),
         workers,
         msgspec.convert(settings["watch"], WatchConfig),
-        secret=FleetSecret.given(),
+        secret=secret,
+        registry=open_registry(url, secret) if url else None,
         prefill_queue=settings.get("prefill_queue", ""),
     )
+    if peers := settings.get("peers"):
+        serving.join_peers(NatsBus(PeersConfig(peers=peers).address(), "pigou"))
     await serving.run(lambda: print(json.dumps({"port": serving.port}), flush=True))
 
 
