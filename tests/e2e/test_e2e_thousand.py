@@ -50,7 +50,8 @@ class Faults(threading.Thread):
 def thousand(told: Callable[[int], Any], plan: list[Callable[[], str]]) -> Counter[str]:
     """Have clients ask for a thousand streams, or for more until all faults of a plan are done.
 
-    Return the verdicts. `told` returns what a client was told of a stream, or a text that says why it counts apart.
+    Return the verdicts. `told` returns what a client was told of a stream, or a text where the
+    stream counts apart.
     """
     expected = [told(number) for number in range(len(BODIES))]
     ended: Counter[str] = Counter()
@@ -209,7 +210,7 @@ def test_a_thousand_streams_over_kills_of_workers_a_gateway_and_nats_are_whole(
     assert cut <= 2 * CLIENTS
     assert set(ended) == {"whole"}
     gateway = registered.processes["gateway-0"]
-    unpulled, computed = "pigou_prefill_queue_unpulled_total", "pigou_prefill_seconds_count"
+    unpulled, computed = "pigou_prefill_queue_unpulled_total", "pigou_prefill_leg_seconds_count"
     print(f"{cut} cut off; gateway-0: {gateway.metric(computed):.0f} prompts pulled, "
           f"{gateway.metric(unpulled):.0f} computed where they are decoded")  # fmt: skip
     assert gateway.metric(computed) > gateway.metric(unpulled)
