@@ -128,5 +128,8 @@ class NatsPrefillQueue:
         return {
             upstreams[id_].engine.incarnation: PullWorker(id_, self._pool(upstreams[id_]))
             for row, id_ in enumerate(state.ids)
-            if id_ in upstreams and columns.prefills[row] and not columns.decodes[row]
+            if id_ in upstreams
+            and upstreams[id_].engine.incarnation
+            and columns.prefills[row]
+            and not columns.decodes[row]
         }

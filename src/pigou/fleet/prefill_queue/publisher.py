@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -49,6 +50,8 @@ _MAX_FAILURES = 3
 #: Prompts that are published again after one look; prompts among which none is looked for, as the
 #: broker lists no more than twice as many.
 _MAX_AGAIN, _MAX_SEARCHED = 100, 50_000
+#: Seconds within which workers that are up begin to pull.
+_SETTLE_S = 2.0
 #: Seconds for which a prompt is given back, at least and at most.
 _MIN_DELAY_S, _MAX_DELAY_S = 0.02, 0.25
 
@@ -124,7 +127,7 @@ class PrefillPublisher:
         self._id = secrets.token_hex(8)
         self._subject = broker.address.names.gateway(self._id)
         self._pulling: dict[str, bool] = {}  # by incarnation, as it answered last
-        self._unpulled: set[PullPool] = set()  # that were warned of
+        self._unpulled: dict[PullPool, float] = {}  # since when; never once that was logged
         self._known: set[str] = set()  # ids of workers that the core was told of
         self._pending: dict[str, _Pending] = {}
         self._deletions: set[asyncio.Future[None]] = set()
@@ -262,10 +265,11 @@ class PrefillPublisher:
         if new:
             self._pulling |= zip(new, await self._ask_pullers(new), strict=True)
         if self._pulls(pool):
-            self._unpulled.discard(pool)
+            self._unpulled.pop(pool, None)
             return
-        if pool not in self._unpulled:
-            self._unpulled.add(pool)
+        now_s = time.monotonic()
+        if now_s - self._unpulled.setdefault(pool, now_s) >= _SETTLE_S:
+            self._unpulled[pool] = math.inf
             _log.warning(
                 "no prefill worker of this gateway pulls from queue %s (pool %s): prompts are "
                 "computed at their decode workers; start prefill workers of the same model, "
