@@ -24,7 +24,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from pigou.runtime.step_output import GrammarError
-from pigou.runtime.structured_output import Grammars, GrammarState, WorkBudget
+from pigou.runtime.structured_output import Grammars, GrammarState, WorkBudget, read_grammars
 from pigou.sampling import Grammar
 
 #: CPU seconds of one trial; the system ends the process soon after.
@@ -58,8 +58,8 @@ def try_grammar(grammars: Grammars, grammar: Grammar) -> None:
 def serve(lines: TextIO, answers: TextIO) -> None:
     """Answer trials until the input ends."""
     first: dict[str, Any] = json.loads(lines.readline())
-    text = Path(first["tokenizer"]).read_text(encoding="utf-8")
-    grammars = Grammars(text, first["vocab"], frozenset(first["ends"]))
+    folder = Path(first["tokenizer"]).parent
+    grammars = read_grammars(folder, first["vocab"], frozenset(first["ends"]))
     _limit_memory()
     for line in lines:
         _limit_cpu()

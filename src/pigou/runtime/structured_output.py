@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from pigou.runtime.step_output import GrammarError
 from pigou.sampling import Grammar
+from pigou.text.model_files import read_tokenizer
 
 #: Bytes of compiled grammars that are kept, by the estimate of `_weight`.
 CACHE_BYTES = 64 * 2**20
@@ -209,7 +210,7 @@ def read_grammars(folder: Path, vocab: int, end_tokens: frozenset[int]) -> Gramm
     path = folder / "tokenizer.json"
     if not path.exists():
         raise GrammarError(f"structured output needs {path}, which is missing")
-    return Grammars(path.read_text(encoding="utf-8"), vocab, end_tokens)
+    return Grammars(read_tokenizer(folder), vocab, end_tokens)
 
 
 def _weight(grammar: Grammar) -> int:

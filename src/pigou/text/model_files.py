@@ -1,13 +1,22 @@
-"""Files of a model's folder that several parts read: JSON objects and chat templates."""
+"""Files of a model's folder that several parts read: tokenizer, JSON objects, chat templates."""
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tokenizers import AddedToken, Tokenizer
+
 from pigou.models import bundled_path
+
+log = logging.getLogger(__name__)
+
+#: Properties of an added token, and what holds where a file does not say.
+_PROPERTIES = {"special": False, "lstrip": False, "rstrip": False, "single_word": False,
+               "normalized": False}  # fmt: skip
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -25,6 +34,71 @@ def read_object(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds no JSON object")
     return value
+
+
+def read_tokenizer(folder: Path) -> str:
+    """Return the text of `tokenizer.json`, with the tokens that only its neighbours name.
+
+    They are those of `added_tokens_decoder`, with their properties, as in transformers, and tokens
+    of the vocabulary that have a role. An id that cannot be is left out, with a warning.
+
+    Raises:
+        ValueError: a file is not JSON, or says something else of tokens.
+    """
+    text = (folder / "tokenizer.json").read_text(encoding="utf-8")
+    settings = read_object(folder / "tokenizer_config.json")
+    named = read_object(folder / "special_tokens_map.json")
+    backend = None
+    known = {token["content"]: token for token in json.loads(text).get("added_tokens", [])}
+    for number, token in [*_numbered_tokens(settings), *_special_tokens(settings, named)]:
+        content = token["content"]
+        before = known.get(content)
+        if before is not None and (number is None or token == {k: before[k] for k in token}):
+            continue
+        backend = backend or Tokenizer.from_str(text)
+        known[content] = {**_PROPERTIES, **token}
+        index = backend.token_to_id(content)
+        if number is None and index is None:
+            continue
+        if number not in (None, backend.get_vocab_size() if index is None else index):
+            log.warning("%s: tokenizer_config.json gives %r the id %s, which tokenizer.json does "
+                        "not: it is left out", folder, content, number)  # fmt: skip
+            continue
+        added = AddedToken(**known[content])
+        (backend.add_special_tokens if added.special else backend.add_tokens)([added])
+    return text if backend is None else str(backend.to_str())
+
+
+def _numbered_tokens(settings: Mapping[str, Any]) -> list[tuple[int | None, dict[str, Any]]]:
+    """Return the tokens of `added_tokens_decoder`, by id."""
+    table = settings.get("added_tokens_decoder") or {}
+    try:
+        tokens = [
+            (
+                int(number),
+                {"content": token["content"]} | {k: token[k] for k in _PROPERTIES if k in token},
+            )
+            for number, token in table.items()
+        ]
+        return sorted(tokens, key=lambda pair: pair[0] or 0)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise ValueError("added_tokens_decoder must hold tokens by id") from None
+
+
+def _special_tokens(*sources: Mapping[str, Any]) -> list[tuple[int | None, dict[str, Any]]]:
+    """Return tokens that have a role: one under `..._token`, more under `..._special_tokens`."""
+    values: list[Any] = []
+    for source in sources:
+        for key, value in source.items():
+            if key.endswith("_token"):
+                values.append(value)
+            elif key in ("additional_special_tokens", "extra_special_tokens"):
+                values += value.values() if isinstance(value, dict) else value or []
+    texts = [value.get("content") if isinstance(value, dict) else value for value in values]
+    special = {"special": True, "normalized": False}
+    return [
+        (None, {"content": text, **special}) for text in texts if text and isinstance(text, str)
+    ]
 
 
 def read_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:

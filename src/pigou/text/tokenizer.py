@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Backend
 from pigou.text.control_tokens import ControlTokens
 from pigou.text.detokenizer import Detokenizer
 from pigou.text.end_tokens import end_tokens
-from pigou.text.model_files import read_object, read_templates
+from pigou.text.model_files import read_object, read_templates, read_tokenizer
 from pigou.text.vocabulary import Vocabulary, vocabulary
 
 
@@ -55,7 +55,10 @@ class Tokenizer:
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise TokenizerError(f"{folder} has no tokenizer.json; only that format is read")
-        text = path.read_text(encoding="utf-8")
+        try:
+            text = read_tokenizer(folder)
+        except ValueError as error:
+            raise TokenizerError(str(error)) from None
         spec = json.loads(text)
         backend = Backend.from_str(text)
         backend.no_truncation()
