@@ -157,8 +157,8 @@ def parse_pods(manifests: Sequence[Manifest], parse: Parse, folder: Path) -> int
 def test_commands_of_the_operator_s_pods_are_taken(parse: Parse, tmp_path: Path) -> None:
     slo = {"ttftSeconds": 0.5, "itlSeconds": 0.05}
     planned = {"apiKeysSecret": "keys", "args": ["--on", "kubernetes", "--planner", "price"]}
-    body = fleet(pool("prefill", 1), pool("decode", None, gpusPerReplica=0, minReplicas=1,
-                                          maxReplicas=2), slo=slo, gateway=planned)  # fmt: skip
+    scaled = pool("decode", None, gpusPerReplica=0, minReplicas=1, maxReplicas=2)
+    body = fleet(pool("prefill", 1, gpusPerReplica=0), scaled, slo=slo, gateway=planned)
     pods = made(reconcile(observed(body)), "Deployment")
     assert parse_pods(pods, parse, tmp_path) == 3
 
