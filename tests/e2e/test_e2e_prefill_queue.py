@@ -85,6 +85,11 @@ def test_without_a_server_prompts_are_computed_where_they_are_decoded(
 ) -> None:
     nats.kill()
     try:
-        assert len(ask(pulling, 900)[1]) == TOKENS
+        body = {"model": "tiny", "prompt": [900, *range(300, 400)], "max_tokens": 2}
+        reply = pulling.post("/v1/completions", body)
+        assert reply.status == 200
+        assert "x-pigou-prefill-worker" not in reply.headers
+        unpulled = "pigou_prefill_queue_unpulled_total"
+        assert pulling.metric(unpulled, reason="no_broker") >= 1
     finally:
         nats.start()

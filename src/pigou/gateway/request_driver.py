@@ -353,6 +353,7 @@ class RequestDriver(ABC):
             self._metrics.unpulled_prompts.labels(pulled.reason).inc()
             self._transfer = None
             self._choice = msgspec.structs.replace(self._choice, prefill=None, cached=0)
+            call.choice = self._choice
             self._plane_driver.observe(PrefillClaimed(call.id, self._choice.decode, 0))
             return None
         if pulled.status != 200:
