@@ -125,6 +125,14 @@ def test_a_stock_engine_is_read_by_its_metrics() -> None:
     assert idle is not None
     assert owing is not None
     assert (idle.busy, owing.busy) == (False, True)
+    whole = metrics_progress(page("1.0", 3), owed=0, planned_tokens=0, unstreamed=1)
+    assert whole is not None
+    assert not whole.busy, "a reply in one piece says nothing before its end"
+    both = metrics_progress(page("1.0", 3), owed=1, planned_tokens=0, unstreamed=1)
+    read = metrics_progress(page("1.0", 3), owed=1, planned_tokens=0, unstreamed=1, bytes_read=9)
+    assert both is not None
+    assert both.busy
+    assert both != read, "what it streams is progress"
     assert metrics_progress(b"nothing 1.0\n", owed=1, planned_tokens=0) is None
 
 

@@ -66,6 +66,26 @@ async def test_a_stream_that_brings_nothing_does_not_condemn_an_engine_that_work
         assert await restarts(client) == 0
 
 
+async def test_a_whole_reply_of_a_stock_server_with_still_counters_is_waited_for() -> None:
+    held = asyncio.Event()
+    stubs = [Stub(name, stock=True, script=Script(held=held)) for name in "ab"]
+    async with attached(*stubs, watch=msgspec.structs.replace(WATCH, hang=0.4)) as (_, client):
+        task = asyncio.create_task(client.post("/v1/completions", prompt="a", max_tokens=3))
+        await asyncio.sleep(2.0)  # five times the limit
+        assert [row["state"] for row in (await client.workers()).values()] == ["up", "up"]
+        held.set()
+        assert (await task)[0] == 200
+        assert await restarts(client) == 0
+        assert sum(len(stub.seen) for stub in stubs) == 1, "it was not sent again"
+
+
+async def test_a_stream_of_a_stock_server_with_still_counters_goes_on_elsewhere() -> None:
+    stuck = Stub("a", stock=True, script=Script(hang_after=1, times=1))
+    well = Stub("b", stock=True, script=stuck.script)
+    async with attached(stuck, well, watch=msgspec.structs.replace(WATCH, hang=0.4)) as (_, client):
+        assert text(await client.reply(max_tokens=3, ignore_eos=None, temperature=0))
+
+
 async def test_an_engine_that_says_itself_that_it_stands_still_is_left() -> None:
     stuck = Beating("a", script=Script(hang_after=1), engine={"busy": True, "beats": 5})
     well = Beating("b", script=Script(hang_after=1, times=0))

@@ -179,15 +179,21 @@ def read_load(page: bytes, worker: str) -> LoadReport:
     )
 
 
-def metrics_progress(page: bytes, *, owed: int, planned_tokens: int) -> EngineProgress | None:
+def metrics_progress(
+    page: bytes, *, owed: int, planned_tokens: int, unstreamed: int = 0, bytes_read: int = 0
+) -> EngineProgress | None:
     """Return the progress of an engine that reports by metrics alone, as a stock vLLM does.
 
-    Its counters and gauges change with every iteration that computes something.
+    Its counters and gauges change with every iteration that computes something, and so do the
+    bytes that it streamed. Some servers count a request at its end alone: while one has a reply
+    under way that comes in one piece, and owes no stream, its standing still says nothing.
 
     Args:
         page: of its metrics.
         owed: requests from here whose next bytes it owes.
         planned_tokens: of prompts that it was sent, and has not answered yet.
+        unstreamed: requests from here whose reply comes in one piece.
+        bytes_read: of its streams so far.
 
     Returns:
         None where the page does not tell how many requests run.
@@ -196,7 +202,8 @@ def metrics_progress(page: bytes, *, owed: int, planned_tokens: int) -> EnginePr
     if RUNNING not in sums:
         return None
     lines = metrics_page.lines(page, (b"vllm:",))
-    return EngineProgress(owed > 0 or sums[RUNNING] > 0, hash(tuple(lines)), planned_tokens)
+    busy = owed > 0 or (sums[RUNNING] > 0 and not unstreamed)
+    return EngineProgress(busy, (bytes_read, hash(tuple(lines))), planned_tokens)
 
 
 def _sums(page: bytes) -> dict[bytes, float]:

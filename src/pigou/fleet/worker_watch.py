@@ -180,6 +180,9 @@ class WorkerWatch:
 
     def _stock_progress(self, page: bytes) -> EngineProgress | None:
         """Return the progress of a server without heartbeat, by its metrics."""
-        worker, owed = self._upstream.worker.id, self._upstream.owed
-        tokens = self._plane_driver.plane.state.figures(worker)["prefill_tokens"]
-        return metrics_progress(page, owed=owed, planned_tokens=int(tokens))
+        upstream = self._upstream
+        tokens = self._plane_driver.plane.state.figures(upstream.worker.id)["prefill_tokens"]
+        return metrics_progress(
+            page, owed=upstream.owed, planned_tokens=int(tokens),
+            unstreamed=upstream.unstreamed, bytes_read=upstream.bytes_read,
+        )  # fmt: skip

@@ -97,7 +97,7 @@ class ReplyDriver(RequestDriver):
     async def _decode(self, step: StartDecode) -> LifecycleEvent:
         call, decode = self.call, self._upstream(step.worker)
         body = self._decode_body(decode.engine)
-        with decode.busy():
+        with decode.busy(), decode.in_one_piece():
             reply = await decode.whole(
                 self._path, body, call.wire_id, call.tenant, call.outgoing, held=call.reply_bytes
             )
@@ -197,6 +197,7 @@ class StreamDriver(RequestDriver):
         def feed(data: bytes) -> bytes:
             nonlocal last_ns
             before = relay.counted
+            decode.bytes_read += len(data)
             out = relay.feed(data)
             now_ns = time.monotonic_ns()
             count = relay.counted - before

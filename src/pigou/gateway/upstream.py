@@ -124,6 +124,8 @@ class Upstream:
         engine: what that runs.
         inflight: requests under way.
         paused: of those, requests whose client is slow, so that nothing is read from the worker.
+        unstreamed: of those, requests whose reply comes in one piece, however long that takes.
+        bytes_read: of its streams so far.
         tokens: that it streamed so far.
         report: what it said last of itself; None before.
         knows_secret: whether it is a worker of Pigou that asks for the fleet's secret.
@@ -134,7 +136,8 @@ class Upstream:
         self.worker = worker
         self.engine = engine
         self.inflight = 0
-        self.paused = 0
+        self.paused = self.unstreamed = 0
+        self.bytes_read = 0
         self.tokens = 0
         self.report: WorkerReport | None = None
         self._closed = False
@@ -188,8 +191,8 @@ class Upstream:
 
     @property
     def owed(self) -> int:
-        """Requests whose next bytes are the worker's to send."""
-        return self.inflight - self.paused
+        """Requests whose next bytes are the worker's to send, step by step."""
+        return self.inflight - self.paused - self.unstreamed
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -199,6 +202,15 @@ class Upstream:
             yield
         finally:
             self.paused -= 1
+
+    @contextmanager
+    def in_one_piece(self) -> Iterator[None]:
+        """Within it, and within `busy`, a request waits for a reply that comes all at once."""
+        self.unstreamed += 1
+        try:
+            yield
+        finally:
+            self.unstreamed -= 1
 
     def mark(self, tenant: str) -> str:
         """Return what the worker is told of a tenant; empty for nothing."""
@@ -326,7 +338,7 @@ class Upstream:
         """
         own = {name: value for name, value in self._headers.items() if name != "content-type"}
         url = URL(self.worker.url + path, encoded=True)
-        with self.busy():
+        with self.busy(), self.in_one_piece():
             async with self._session.request(
                 method, url, headers=headers | own, data=data, allow_redirects=False
             ) as response:
