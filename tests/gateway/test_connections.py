@@ -171,6 +171,34 @@ async def test_a_stream_does_not_give_way_and_probes_have_a_reserve() -> None:
         assert await status(fleet, request(WHOLE)) == 200
 
 
+async def test_health_stays_while_one_address_holds_the_reserve() -> None:
+    held = asyncio.Event()
+    secret, line = make_key("t")
+    tenant, _, digest = line.rpartition(":")
+    keys = Keys([Key(tenant, bytes.fromhex(digest))])
+    script = Script(held=held)
+    async with serving(Stub("a", script=script), max_connections=16, keys=keys) as fleet:
+        busy = []
+        for _ in range(24):
+            busy.append(await connect(fleet))
+            busy[-1][1].write(request(STREAM, f"authorization: Bearer {secret}"))
+            await asyncio.sleep(0.02)  # an idle connection would give way
+        waiting = [asyncio.create_task(reader.readline()) for reader, _ in busy]
+        refused, served = await asyncio.wait(waiting, timeout=0.5)
+        assert len(served) == 17, "16, and one of the reserve"
+        assert {task.result().split()[1] for task in refused} == {b"503"}
+        unfinished = [await connect(fleet) for _ in range(8)]
+        for _, writer in unfinished:
+            writer.write(request(None, f"authorization: Bearer {secret}", "content-length: 99",
+                                 "content-type: application/json"))  # fmt: skip
+        health = request(None, method="GET", path="/health")
+        assert [await status(fleet, health) for _ in range(50)] == [200] * 50
+        held.set()
+        await asyncio.wait(served)
+        for _, writer in (*busy, *unfinished):
+            writer.close()
+
+
 async def test_one_address_has_its_share_of_connections() -> None:
     async with serving(Stub("a"), max_peer_connections=3) as fleet:
         kept = [await connect(fleet) for _ in range(3)]

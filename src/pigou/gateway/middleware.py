@@ -20,7 +20,7 @@ from pigou.gateway.metrics import Metrics
 from pigou.gateway.startup_shutdown import Shutdown
 from pigou.logs import accessed, note_request
 from pigou.wire.addresses import is_loopback
-from pigou.wire.connections import is_reserved, too_many_connections
+from pigou.wire.connections import is_reserved, serves_probes_alone, too_many_connections
 from pigou.wire.errors import NO_RETRY, APIError, bad_request, http_error, too_large
 
 _log = logging.getLogger("pigou.gateway")
@@ -116,7 +116,9 @@ async def _answer(
             if key is None:
                 raise unauthorized()
             _key.set(key)
-        if is_reserved(request) and (keys is None or request.path in _OPEN):
+        if serves_probes_alone(request) or (
+            is_reserved(request) and (keys is None or request.path in _OPEN)
+        ):
             _check_reserved(request.path)
         with shutdown.reports_end():
             return await handler(request)

@@ -88,7 +88,9 @@ class Connections:
     When the cap is reached, a new connection takes the place of one that has no request under
     way: first of those whose client never sent a whole request, from the address that has most
     of them, the oldest. Where all are at work, a few more are let in, for health probes and
-    requests with a key (`reserved`); the rest is answered 503.
+    requests with a key (`reserved`); the rest is answered 503. Half of those few are for probes
+    alone, and of the other half no address gets more than half of what the others leave: who fills
+    it cannot make `/health` fail.
     """
 
     def __init__(self, cap: int, max_peer: int = 0) -> None:
@@ -113,6 +115,7 @@ class Connections:
                 self.refused += 1
                 return False
             connection.reserved = True
+            connection.for_probes = not self._may_work(connection.peer)
         self._open[connection] = None
         self._peers[connection.peer] += 1
         return True
@@ -124,6 +127,14 @@ class Connections:
             self._peers[connection.peer] -= 1
             if self._peers[connection.peer] <= 0:
                 del self._peers[connection.peer]
+
+    def _may_work(self, peer: str) -> bool:
+        """Whether one more of an address may take a reserved place that is not for probes alone."""
+        working = [each for each in self._open if each.reserved and not each.for_probes]
+        own = sum(each.peer == peer for each in working)
+        places = self._reserve - self._reserve // 2
+        left = places - len(working)
+        return left > 0 and 2 * (own + 1) <= left + own + 1
 
     def _evict(self) -> bool:
         waiting = [connection for connection in self._open if connection.is_idle]
@@ -144,12 +155,14 @@ class LimitedHandler(RequestHandler):
     Attributes:
         peer: the client's address.
         served: a request of it was answered with less than 400.
-        reserved: it was let in above the cap.
+        reserved: it was let in above the cap, for one request.
+        for_probes: that request must be a health probe.
         streams_events: the response under way is an event stream, which may hold comments.
     """
 
-    __slots__ = ("_connections", "_content", "_half_open", "_head_s", "_head_timer", "_probe_timer",
-                 "peer", "reserved", "served", "streams_events")  # fmt: skip
+    __slots__ = ("_answered", "_connections", "_content", "_half_open", "_head_s", "_head_timer",
+                 "_probe_timer", "for_probes", "peer", "reserved", "served",
+                 "streams_events")  # fmt: skip
 
     def __init__(
         self, server: web.Server, connections: Connections, limits: ConnectionLimits
@@ -174,12 +187,14 @@ class LimitedHandler(RequestHandler):
         self._content: StreamReader | None = None
         self.peer = ""
         self.served = False
-        self.reserved = False
+        self.reserved = self.for_probes = self._answered = False
         self.streams_events = False
 
     @property
     def is_idle(self) -> bool:
         """Whether no request is under way: its head has not come, or the last was answered."""
+        if self._answered:
+            return True  # what may still come of its body is thrown away
         if self._messages:
             return False
         waiter = self._waiter
@@ -233,7 +248,9 @@ class LimitedHandler(RequestHandler):
             self.served = True
         if self.reserved or (self._half_open and not self._messages):
             resp.force_close()
-        return await super().finish_response(request, resp, start_time)
+        finished = await super().finish_response(request, resp, start_time)
+        self._answered = self.reserved
+        return finished
 
     # --- time -------------------------------------------------------------------------------
 
@@ -373,6 +390,12 @@ def is_reserved(request: web.BaseRequest) -> bool:
     """Whether a request came over a connection above the cap."""
     protocol: Any = request.protocol
     return isinstance(protocol, LimitedHandler) and protocol.reserved
+
+
+def serves_probes_alone(request: web.BaseRequest) -> bool:
+    """Whether a request came over a connection that is for health probes alone."""
+    protocol: Any = request.protocol
+    return isinstance(protocol, LimitedHandler) and protocol.for_probes
 
 
 def too_many_connections() -> APIError:
