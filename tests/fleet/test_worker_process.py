@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 from asyncio.subprocess import PIPE
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pigou.fleet import worker_process
-from pigou.fleet.worker_process import OUT_OF_MEMORY, WorkerProcess
+from pigou.fleet.worker_process import OUT_OF_MEMORY, WorkerProcess, worker_niceness
 from pigou.worker.kv_transfer.block_store import SHARED_DIR
 
 #: A worker that hears no SIGTERM, with a file of shared memory.
@@ -53,6 +54,32 @@ def test_the_shared_memory_of_a_worker_that_has_to_be_killed_goes_with_it() -> N
         ("import sys; print('out of memory', file=sys.stderr)", 1, False),
     ],
 )
+@pytest.mark.parametrize("permitted", [False, True])
+def test_a_gateway_goes_before_the_workers_that_it_starts(
+    permitted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, given = os.getpriority(os.PRIO_PROCESS, 0), {}
+
+    def set_priority(_: int, pid: int, niceness: int) -> None:
+        if pid == 0 and not permitted:
+            raise PermissionError("only root may")
+        given[pid] = niceness
+
+    async def run() -> int:
+        process = await WorkerProcess._execute(["--help"], dict(os.environ), ())
+        await process.communicate()
+        return process.pid
+
+    monkeypatch.setattr(os, "setpriority", set_priority)
+    worker_niceness.cache_clear()
+    try:
+        pid = asyncio.run(run())
+    finally:
+        worker_niceness.cache_clear()
+    assert given.get(0, own) == own - 5 * permitted
+    assert given[pid] == given.get(0, own) + 5
+
+
 def test_a_worker_that_lacked_memory_is_told_from_others_that_end(
     code: str, kernel_kills: int, lacked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,6 +20,7 @@ from pigou.gateway.failure import Rejected, WorkerFailed
 from pigou.gateway.fleet_changes import FleetChanges
 from pigou.gateway.fleet_routes import FleetRoutes
 from pigou.gateway.gateway_request import CHAT, COMPLETIONS, GatewayRequest
+from pigou.gateway.loop_watch import LoopWatch
 from pigou.gateway.metrics import Metrics
 from pigou.gateway.middleware import add_cors, check_browser, count_for, current_key, guard
 from pigou.gateway.model_routing import GatewayModel, ModelRouting, count_request
@@ -126,12 +127,18 @@ def build(gateway: Gateway) -> web.Application:
         app.router.add_post(path, routes.passed)
     app.router.add_route("*", "/v1/{path:.*}", routes.passed)
 
+    loop_watch, watching = LoopWatch(gateway.metrics.registry), list[asyncio.Task[None]]()
+
     async def start(_: web.Application) -> None:
         for model in models:
             model.plane_driver.start()
+        background = gateway.plane_driver.background
+        watching.append(background.start("event loop", loop_watch.run))
         status_routes.begin()
 
     async def stop(_: web.Application) -> None:
+        for task in watching:
+            task.cancel()
         status_routes.close()
         await routes.close()
         for model in models:

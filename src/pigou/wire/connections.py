@@ -130,8 +130,8 @@ class Connections:
 
     def _may_work(self, peer: str) -> bool:
         """Whether one more of an address may take a reserved place that is not for probes alone."""
-        working = [each for each in self._open if each.reserved and not each.for_probes]
-        own = sum(each.peer == peer for each in working)
+        working = [one for one in self._open if one.reserved and not one.for_probes]
+        own = sum(connection.peer == peer for connection in working)
         places = self._reserve - self._reserve // 2
         left = places - len(working)
         return left > 0 and 2 * (own + 1) <= left + own + 1
