@@ -68,6 +68,13 @@ def test_definitions_have_structural_schemas() -> None:
             "with dp 6, which 4 hosts cannot share evenly",
         ),
         (fleet(pool("both", 1, gpusPerReplica=0, hostsPerReplica=2)), "only vLLM on GPUs"),
+        (fleet(pool("both", 1, args=["-tp", "2"])), "args has -tp, .*; say it by parallelism"),
+        (fleet(pool("both", 1, args=["--port=9000"])), "args has --port, .*; leave it out"),
+        (
+            fleet(pool("both", 1), gateway={"args": ["--registry", "file:/x"]}),
+            "args has --registry",
+        ),
+        (fleet(pool("both", 1), gateway={"args": ["--policy", "toll", "--role"]}), None),
         (fleet(pool("both", 1, labels={"pigou.dev/part": "x"})), "which the operator sets"),
         (fleet(pool("both", 1, tolerations=[{"keys": "gpu"}])), "unknown field `keys`"),
         (fleet(pool("both", 1, env=[{"name": "A"}])), r"env\[A\]: give value, or valueFrom"),

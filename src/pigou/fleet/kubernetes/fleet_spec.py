@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -14,6 +15,15 @@ from pigou.control.rollout import resolved
 from pigou.fleet.kubernetes.pod_fields import PodFields, Typed, check_pod
 
 _LABEL = "[a-z]([-a-z0-9]{0,28}[a-z0-9])?"
+#: Options that pods are given, and the fields that set them; probes and gateways rely on others.
+_OWN_OPTIONS = {
+    "--served-model-name": "name", "--model": "model", "--role": "role",
+    "--drain": "drainSeconds", "--device": "gpusPerReplica", "--nnodes": "hostsPerReplica",
+    **dict.fromkeys(("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp",
+                     "--data-parallel-size", "-dp"), "parallelism"),
+    **dict.fromkeys(("--host", "--port", "--registry", "--worker-id", "--advertise", "--headless",
+                     "--deployment-version", "--node-rank", "--master-addr"), ""),
+}  # fmt: skip
 _QUANTITY = "[0-9]+(Ki|Mi|Gi|Ti)"
 FleetName = Annotated[str, Meta(pattern=f"^{_LABEL}$")]
 ModelName = Annotated[str, Meta(pattern="^[!-~]+$", max_length=200)]
@@ -198,6 +208,7 @@ def read_fleet(spec: Any, name: str = "fleet") -> FleetSpec:
     if len({model.label for model in fleet.models}) < len(names):
         raise ConfigError(f"spec.models: names are {names}; give each model a name of its own")
     check_pod(fleet.gateway, "spec.gateway", {})
+    _check_arguments(fleet.gateway.args, "spec.gateway", ("--host", "--port", "--registry"))
     for model in fleet.models:
         _check_model(model, fleet.gpu_resource)
     return fleet
@@ -227,7 +238,16 @@ def _check_model(model: ModelSpec, gpu_resource: str) -> None:
         raise ConfigError(f"{where}.update: surge and unavailable are 0; set one above 0")
 
 
+def _check_arguments(arguments: tuple[str, ...], where: str, own: Iterable[str]) -> None:
+    for option in (word.partition("=")[0] for word in arguments):
+        if option in own:
+            field = _OWN_OPTIONS[option]
+            remedy = f"say it by {field}" if field else "leave it out"
+            raise ConfigError(f"{where}.args has {option}, which the operator sets; {remedy}")
+
+
 def _check_pool(pool: PoolSpec, where: str) -> None:
+    _check_arguments(pool.args, where, _OWN_OPTIONS)
     lowest, highest = pool.min_replicas, pool.max_replicas
     if pool.scaled and (lowest is None or highest is None):
         raise ConfigError(f"{where}: give replicas, or minReplicas and maxReplicas")
