@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from tests.fleet.kubernetes.fleets import GPU, Manifest, fleet, node, pool
+from tests.lib.fake_kubernetes.schema import pruned
 from tests.lib.fake_kubernetes.writing import merged
 
 from pigou.config import ConfigError
@@ -158,6 +159,10 @@ def test_a_change_of_numbers_and_limits_makes_no_other_workers() -> None:
     numbers["spec"]["models"][0]["update"] = {"surge": 3}
     assert rolls(numbers) == (False, False)
     assert rolls(merged(BODY, {"spec": {"budget": {"gpus": 32}}})) == (False, False)
+    schema = {"type": "object", "properties": {"spec": structural_schema(FleetSpec)}}
+    served = pruned(BODY, schema, "", [])
+    assert served["spec"] != BODY["spec"]  # a server fills in defaults
+    assert rolls(served) == (False, False)
     other = merged(BODY, {})
     other["spec"]["models"][0]["model"] = "another"
     assert rolls(other) == (True, False)
