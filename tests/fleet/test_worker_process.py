@@ -43,17 +43,6 @@ def test_the_shared_memory_of_a_worker_that_has_to_be_killed_goes_with_it() -> N
     asyncio.run(run())
 
 
-@pytest.mark.parametrize(
-    ("code", "kernel_kills", "lacked"),
-    [
-        ("import time; time.sleep(60)", 1, True),
-        ("import time; time.sleep(60)", 0, False),  # somebody's kill -9
-        ("raise MemoryError", 0, True),
-        ("raise RuntimeError('CUDA out of memory. Tried to allocate 2.00 GiB')", 0, True),
-        ("raise ValueError('max_seqs is 0')", 1, False),
-        ("import sys; print('out of memory', file=sys.stderr)", 1, False),
-    ],
-)
 @pytest.mark.parametrize("permitted", [False, True])
 def test_a_gateway_goes_before_the_workers_that_it_starts(
     permitted: bool, monkeypatch: pytest.MonkeyPatch
@@ -80,6 +69,17 @@ def test_a_gateway_goes_before_the_workers_that_it_starts(
     assert given[pid] == given.get(0, own) + 5
 
 
+@pytest.mark.parametrize(
+    ("code", "kernel_kills", "lacked"),
+    [
+        ("import time; time.sleep(60)", 1, True),
+        ("import time; time.sleep(60)", 0, False),  # somebody's kill -9
+        ("raise MemoryError", 0, True),
+        ("raise RuntimeError('CUDA out of memory. Tried to allocate 2.00 GiB')", 0, True),
+        ("raise ValueError('max_seqs is 0')", 1, False),
+        ("import sys; print('out of memory', file=sys.stderr)", 1, False),
+    ],
+)
 def test_a_worker_that_lacked_memory_is_told_from_others_that_end(
     code: str, kernel_kills: int, lacked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
