@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import socketserver
 import threading
 import time
+from contextlib import nullcontext
 
 import pytest
 from multidict import CIMultiDict
 from tests.lib.otlp_receiver import OTLPReceiver
 
+from pigou.config import ConfigError
 from pigou.tracing import exporter as exporter_module
-from pigou.tracing.config import ExportTarget
-from pigou.tracing.exporter import ExportAnswer, SpanExporter
+from pigou.tracing.config import ExportTarget, TracingConfig
+from pigou.tracing.exporter import ExportAnswer, SpanExporter, check_not_grpc
 from pigou.tracing.metrics import SpanExporterMetrics
 from pigou.tracing.request_trace import RequestTrace
-from pigou.tracing.tracer import Tracer
+from pigou.tracing.tracer import Tracer, open_tracer
 
 RESOURCE = {"service.name": "test"}
 
@@ -30,6 +33,37 @@ def sending(target: ExportTarget, **rest: float) -> SpanExporter:
     made = SpanExporter(target, RESOURCE, interval_s=0.01, backoff_s=0.01, **rest)
     made.start()
     return made
+
+
+@pytest.mark.parametrize(
+    ("greeting", "refused"),
+    [
+        (b"\x00\x00\x06\x04\x00\x00\x00\x00\x00\x00\x05\x00\x10\x00\x00", True),
+        (b"\x00\x00\x08\x07\x00\x00\x00\x00\x00" + b"\0" * 8, True),
+        (b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n", False),
+        (b"", False),
+        (b"\0\0\6", False),
+    ],
+    ids=["settings", "goaway", "http", "nothing", "cut"],
+)
+def test_a_receiver_that_answers_in_http_2_is_refused(greeting: bytes, refused: bool) -> None:
+    class Greeter(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            self.request.sendall(greeting)
+            self.request.recv(4096)
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Greeter) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        target = ExportTarget(url=f"http://127.0.0.1:{server.server_address[1]}/v1/traces")
+        with pytest.raises(ConfigError, match="4318") if refused else nullcontext():
+            check_not_grpc(target)
+        server.shutdown()
+
+
+def test_the_port_of_grpc_is_refused_and_a_receiver_that_is_away_is_not() -> None:
+    with pytest.raises(ConfigError, match="4318"):
+        open_tracer(TracingConfig(otlp_traces_endpoint="http://127.0.0.1:4317"), "gateway")
+    check_not_grpc(ExportTarget(url="http://127.0.0.1:9/v1/traces"))
 
 
 def test_spans_arrive_with_the_targets_headers_also_packed() -> None:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import gzip
 import logging
 import random
+import socket
 import ssl
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from pigou import __version__
+from pigou.config import ConfigError
 from pigou.tracing.config import ExportTarget
 from pigou.tracing.otlp import CONTENT_TYPE, encode_spans, frame, rejected_spans
 from pigou.tracing.request_trace import AttributeValue, RequestTrace
@@ -32,6 +35,8 @@ _MAX_RETRY_AFTER_S = 30.0
 _RETRYABLE = (429, 502, 503, 504)
 _MAX_ANSWER_BYTES = 2**20
 _WARN_EVERY_S = 60.0
+#: Ports of OTLP; seconds to see what a receiver speaks; bytes of an HTTP/2 frame's head.
+_GRPC_PORT, _HTTP_PORT, _PROBE_S, _FRAME_HEAD_BYTES = 4317, 4318, 2.0, 9
 
 
 class ExportAnswer(NamedTuple):
@@ -163,6 +168,47 @@ class SpanExporter:
         if time.monotonic() - self._warned_s >= _WARN_EVERY_S:
             self._warned_s = time.monotonic()
             _log.warning("%d spans were dropped: %s answered with %s", count, self._url, why)
+
+
+def check_not_grpc(target: ExportTarget) -> None:
+    """Refuse a receiver that speaks gRPC alone, as one on port 4317 does; it would drop all spans.
+
+    One that cannot be reached now may come later, and is left alone.
+
+    Raises:
+        ConfigError: its port is that of gRPC, or it answers an HTTP/1.1 request in HTTP/2.
+    """
+    port = urlsplit(target.url).port
+    if port != _GRPC_PORT and not _answers_in_http2(target):
+        return
+    raise ConfigError(
+        f"the OTLP endpoint {target.url} is a gRPC receiver; traces are sent by OTLP/HTTP alone: "
+        f"give its HTTP port, mostly {_HTTP_PORT}, as http://HOST:{_HTTP_PORT}/v1/traces"
+    )
+
+
+def _answers_in_http2(target: ExportTarget) -> bool:
+    parts = urlsplit(target.url)
+    is_secure = parts.scheme == "https"
+    address = parts.hostname or "", parts.port or (443 if is_secure else 80)
+    try:
+        with closing(socket.create_connection(address, _PROBE_S)) as connection:
+            connection.settimeout(_PROBE_S)
+            stream = connection
+            if is_secure:
+                context = ssl.create_default_context(cafile=target.certificate or None)
+                context.set_alpn_protocols(["http/1.1"])
+                stream = context.wrap_socket(connection, server_hostname=address[0])
+            stream.sendall(b"GET / HTTP/1.1\r\nhost: %b\r\n\r\n" % address[0].encode())
+            answer = b""
+            while len(answer) < _FRAME_HEAD_BYTES and (data := stream.recv(_FRAME_HEAD_BYTES)):
+                answer += data
+    except ssl.SSLError as error:
+        return "NO_APPLICATION_PROTOCOL" in (error.reason or "")
+    except (OSError, ValueError):
+        return False
+    # The first frame of an HTTP/2 server is SETTINGS (4) or GOAWAY (7), of stream 0 (RFC 9113).
+    return len(answer) == _FRAME_HEAD_BYTES and answer[3] in (4, 7) and not any(answer[5:])
 
 
 class HTTPPost:

@@ -9,7 +9,7 @@ from itertools import islice
 
 from pigou.request import SECOND
 from pigou.tracing.config import TracingConfig, export_target, resource, sampled_share
-from pigou.tracing.exporter import SpanExporter
+from pigou.tracing.exporter import SpanExporter, check_not_grpc
 from pigou.tracing.request_trace import NO_ATTRIBUTES, LazyAttributes, RequestTrace
 from pigou.tracing.trace_context import (
     Headers,
@@ -132,11 +132,13 @@ def open_tracer(config: TracingConfig, service: str) -> Tracer | None:
         service: name of this process in traces, where the environment has none.
 
     Raises:
-        ConfigError: a variable of the environment cannot be honoured.
+        ConfigError: a variable of the environment cannot be honoured, or the receiver speaks gRPC.
     """
     target = export_target(config)
     if target is None:
         return None
+    if target.url:
+        check_not_grpc(target)
     attributes = resource(service)
     exporter = SpanExporter(target, attributes) if target.url else None
     name = str(attributes["service.name"])
