@@ -92,6 +92,8 @@ class Request(msgspec.Struct, frozen=True, eq=False, omit_defaults=True):  # mad
         group: id of the client's request that it is one sequence of; empty for one that is alone.
         held: sequences of that group that its driver has not submitted yet.
         held_tokens: of the prompts of those.
+        model: name that it asks for where that is another than its workers' own, as of an adapter.
+        eligible: ids of the workers that can serve it; empty for all.
     """
 
     id: str
@@ -113,6 +115,8 @@ class Request(msgspec.Struct, frozen=True, eq=False, omit_defaults=True):  # mad
     group: str = ""
     held: int = 0
     held_tokens: int = 0
+    model: str = ""
+    eligible: frozenset[str] = frozenset()
 
     @property
     def is_follower(self) -> bool:

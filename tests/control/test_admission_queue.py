@@ -366,3 +366,29 @@ def test_those_that_exclude_a_worker_do_not_slow_the_others_down() -> None:
 def test_what_cannot_be_honoured_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ControlPlane(ControlConfig(**options))
+
+
+def limited(id: str, *workers: str, tenant: str = "") -> Request:
+    return Request(id, 100, 16, tenant=tenant, eligible=frozenset(workers))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_request_for_few_workers_lets_others_pass_and_goes_first_when_one_is_free(
+    order: str,
+) -> None:
+    plane = fleet(workers=2, admission={"order": order}, max_queued=4)
+    assert plane.submit(limited("a", "w1"), 1).choice.decode == "w1"
+    assert isinstance(plane.submit(limited("b", "w1"), 2), Queue)
+    assert isinstance(plane.submit(limited("c", "w1"), 3), Queue)
+    assert plane.submit(Request("d", 100, 16), 4).choice.decode == "w0"
+    assert isinstance(plane.submit(Request("e", 100, 16), 5), Queue)
+    assert ids(plane.observe(Ended("d", FinishReason.STOP), 6)) == ["e"]
+    assert isinstance(plane.submit(Request("f", 100, 16), 7), Queue)
+    assert ids(plane.observe(Ended("a", FinishReason.STOP), 8)) == ["b"], "before a newcomer"
+    assert ids(plane.observe(Ended("e", FinishReason.STOP), 9)) == ["f"]
+    assert ids(plane.observe(WorkerUp(Worker("w2", "u", max_seqs=1)), 10)) == []
+    for number in range(3):
+        assert isinstance(plane.submit(limited(f"g{number}", "w1"), 11), Queue)
+    assert isinstance(plane.submit(limited("h", "w1"), 12), Shed), "it counts like any other"
+    assert ids(plane.observe(Ended("b", FinishReason.STOP), 13)) == ["c"]
+    assert len(plane.queue) == 3

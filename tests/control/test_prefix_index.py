@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -49,6 +51,16 @@ def test_a_salt_keeps_the_same_tokens_apart() -> None:
     index.apply("w", [stored(0, 3, salt="tenant")])
     assert overlap(index) == 0
     assert overlap(index, "tenant") == 3
+
+
+def test_an_adapter_keeps_the_same_tokens_apart() -> None:
+    index = PrefixIndex()
+    index.apply("w", [replace(stored(0, 2), lora="sql"), stored(2, 1)])
+    index.apply("w", [replace(stored(0, 1, salt="s"), hashes=(7,), lora="sql")])
+    assert overlap(index) == 0
+    keys = (("", "sql", 3), ("s", "sql", 1), ("", "lqs", 0), ("sql", "", 0), ("s", "", 0))
+    for salt, lora, blocks in keys:
+        assert index.overlap("w", chain(TOKENS, SIZE, salt, lora=lora)) == blocks
 
 
 def test_a_removed_block_ends_the_match() -> None:

@@ -25,6 +25,17 @@ vllm:broken nonsense
 """
 
 
+def test_a_server_of_several_data_parallel_ranks_has_the_blocks_of_all() -> None:
+    ranks = b"".join(
+        b'vllm:kv_cache_usage_perc{engine="%d"} %f\n'
+        b'vllm:cache_config_info{block_size="16",num_gpu_blocks="100",engine="%d"} 1.0\n'
+        % (rank, usage, rank)
+        for rank, usage in enumerate((0.2, 0.6))
+    )
+    assert read_cache_info(ranks) == {"block_size": 16, "num_gpu_blocks": 200}
+    assert read_load(ranks, "a").kv_usage == pytest.approx(0.4)
+
+
 async def test_a_server_is_learnt_and_its_load_is_followed() -> None:
     stub = Stub("a", script=Script(hang_after=1))
     async with attached(stub) as (serving, client):

@@ -80,7 +80,7 @@ class Seen:
 
 @dataclass
 class Stub:
-    """One scripted worker."""
+    """One scripted worker; `listed` are further cards of its list of models, as vLLM's has."""
 
     name: str
     role: Role = Role.BOTH
@@ -92,6 +92,7 @@ class Stub:
     port: int = 0
     health: int = 200
     model: str = "stub"
+    listed: list[dict[str, Any]] = field(default_factory=list)
     about: dict[str, Any] = field(default_factory=dict)
     routes: dict[str, Callable[[web.Request], Awaitable[web.StreamResponse]]] = field(
         default_factory=dict
@@ -137,7 +138,8 @@ class Stub:
             "owned_by": "vllm" if self.stock else "pigou",
             "max_model_len": 2048,
         }
-        pages = {"/v1/models": {"data": [card]}, "/version": {"version": "1.2"},
+        cards = [{"root": self.model} | card, *self.listed] if self.listed else [card]
+        pages = {"/v1/models": {"data": cards}, "/version": {"version": "1.2"},
                  "/server_info": self.about}  # fmt: skip
         return web.json_response(pages.get(request.path, {}))
 
@@ -160,6 +162,11 @@ class Stub:
         headers = {name.lower(): value for name, value in request.headers.items()}
         self.seen.append(Seen(request.path, body, headers.get("x-request-id", ""), headers))
         chat = request.path.endswith("chat/completions")
+        names = {card["id"] for card in self.listed} | {self.model}
+        if self.listed and body["model"] not in names:
+            message = {"error": {"message": f"no model {body['model']}", "type": "NotFoundError",
+                                 "param": "model", "code": 404}}  # fmt: skip
+            return web.json_response(message, status=404)
         if self.script.status != 200 and self._strike():
             message = {"error": {"message": "scripted", "type": "X", "param": None,
                                  "code": self.script.status}}  # fmt: skip

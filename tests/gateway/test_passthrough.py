@@ -143,6 +143,20 @@ async def test_a_route_that_nobody_has_is_refused_with_the_remedy_and_not_retrie
         assert own.stubs["own"].seen == []
 
 
+async def test_a_models_card_names_the_routes_that_answer_it() -> None:
+    paths = ("/v1/responses", "/v1/responses/{id}", "/v1/chat/completions", "/rerank")
+    a, b = Server("a", *paths, "/v1/load_lora_adapter"), Server("b", openapi=False)
+    b.stub.model = "b"
+    models = {"a": ["/rerank", "/v1/chat/completions", "/v1/responses"],
+              "b": ["/v1/chat/completions", "/v1/completions"]}  # fmt: skip
+    for server, own in ((a, models["a"]), (b, models["b"])):
+        async with fleet_of(server) as (_, session), session.get("/v1/models") as reply:
+            (card,) = (await reply.json())["data"]
+            assert card["supported_endpoints"] == own
+            for path in ("/v1/responses", "/rerank"):
+                assert ((await asked(session, path))[0] == 200) is (path in own)
+
+
 @pytest.mark.parametrize("path", ["/v1/nonsense", "/v1/kv/offer", "/v1/load_lora_adapter", "/v1/",
                                   "/v1/a/../kv/offer", "/v1//kv/offer", "/v1/%6bv/offer",
                                   "/v1/./kv", "/v1/unload_lora_adapter"])  # fmt: skip

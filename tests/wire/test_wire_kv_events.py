@@ -72,6 +72,22 @@ def test_maps_and_arrays_of_other_engines_mean_the_same() -> None:
     )
 
 
+def test_an_adapter_is_known_by_name_or_else_by_number_and_is_no_salt() -> None:
+    fields = {"type": "BlockStored", "block_hashes": [1, 2], "parent_block_hash": None,
+              "token_ids": [1, 2], "block_size": 1, "medium": "GPU"}  # fmt: skip
+    image = ["picture", 0]
+    cases = (
+        ({"lora_id": 3, "lora_name": "sql", "extra_keys": [["sql"], ["sql"]]}, "sql", None),
+        ({"lora_id": 3, "lora_name": "sql", "extra_keys": [["sql", image, "s"], None]}, "sql", "s"),
+        ({"lora_id": 3, "extra_keys": [[image, "s"], None]}, "lora_id=3", "s"),
+        ({"lora_id": 0, "lora_name": "", "extra_keys": None}, None, None),
+    )
+    for more, lora, salt in cases:
+        (event,) = decode_batch(pack(fields | more)).events
+        assert isinstance(event, Stored)
+        assert (event.lora, event.salt) == (lora, salt)
+
+
 def test_unknown_types_are_skipped() -> None:
     assert decode_batch(pack({"type": "BlockMoved"}, ["Other", 1])).events == ()
 

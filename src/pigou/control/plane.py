@@ -11,7 +11,7 @@ from pigou.config import ControlConfig
 from pigou.control.admission.admission_controller import AdmissionController
 from pigou.control.admission.admission_queue import AdmissionQueue
 from pigou.control.admission.parallel_sequences import UNLIMITED
-from pigou.control.admission.queue_order import QueuedRequest
+from pigou.control.admission.queue_order import QueuedRequest, WorkerLimits
 from pigou.control.admission.worker_capacity import fastest_ttft_s
 from pigou.control.cache_monitor import CacheMonitor
 from pigou.control.decisions import Explanation
@@ -32,6 +32,7 @@ from pigou.control.messages import (
     PeerReport,
     PrefillClaimed,
     PrefillDone,
+    Queue,
     ReadFailed,
     Recall,
     Report,
@@ -159,12 +160,17 @@ class ControlPlane:
                 admission.queue.passed(waiting, assignment.uncached)
                 return assignment.route
         entry = admission.enqueue(waiting, now, min_ttft_s)
-        if not skips_queue and admission.is_next(waiting, now, self.state.row):
+        is_next = not skips_queue and admission.is_next(waiting, now, self.state.row)
+        if is_next:
             assignment = self._assigner.assign(waiting, self.router, now, fleet)
             if assignment is not None:
                 admission.queue.take(waiting, assignment.uncached)
                 return assignment.route
-        return admission.conclude(waiting, entry, now)
+        decision = admission.conclude(waiting, entry, now)
+        blocked = skips_queue or is_next or waiting.limits in admission.queue.limits()
+        if blocked and isinstance(decision, Queue):
+            admission.queue.step_aside(waiting)
+        return decision
 
     def may_add(self, own: int, prompt: int, max_tokens: int, now: int) -> bool:
         """Whether another sequence of a client's request may be submitted now.
@@ -381,20 +387,24 @@ class ControlPlane:
         """Route queued requests, in order, as far as workers can take them.
 
         The first that no worker can take ends the round, so that it is not overtaken. One that
-        lacks a worker only because of those that it excludes lets others pass.
+        lacks a worker only because it may not use all of them lets others pass.
         """
         routes: list[Route] = []
         queue = self.admission.queue
         if not queue:
             return routes
-        skip: list[frozenset[str]] = []
+        skip: list[WorkerLimits] = []
         while (waiting := queue.next(now, skip)) is not None:
+            if waiting.limits in skip:
+                queue.step_aside(waiting)
+                continue
             assignment = self._assigner.assign(waiting, self.router, now)
             if assignment is not None:
                 queue.take(waiting, assignment.uncached)
                 routes.append(assignment.route)
-            elif waiting.exclude.isdisjoint(self.state.row):
+            elif waiting.exclude.isdisjoint(self.state.row) and not waiting.request.eligible:
                 break
             else:
-                skip.append(waiting.exclude)
+                queue.step_aside(waiting)
+                skip.append(waiting.limits)
         return routes

@@ -26,7 +26,7 @@ MARGIN = 3 * SECOND
 def without_tokens(state: FleetState, worker: str) -> list[RoutedRequest]:
     """Return the requests at a worker that have no token, those first that were sent first.
 
-    A prompt that another worker has computed is not among those of its decode worker.
+    A prompt that another worker has computed is not eligible those of its decode worker.
     """
     requests = [
         routed
@@ -72,7 +72,7 @@ def fair_shares(
     Args:
         requests: to share out.
         max_streams: that each worker runs at once, (workers,); 2^60 for no limit.
-        others: streams of workers that are not among them, and get their share too.
+        others: streams of workers that are not eligible them, and get their share too.
     """
     whole = sum(max_streams.tolist()) + others  # of Python's integers: none overflows
     shares = np.ceil(requests * max_streams.astype(np.float64) / whole)
@@ -115,6 +115,7 @@ def to_move(
                 for routed in without_tokens(state, worker)[1:]
                 if not routed.prefill_done_at
                 and (routed.prefill == worker or id(routed) in waiting)
+                and (not routed.request.eligible or new in routed.request.eligible)
             ]
             moves += [(routed, worker) for routed in movable[-excess:]]
     return moves

@@ -343,11 +343,18 @@ class FleetState:
         """Requests that stream from this worker."""
         return (routed for routed in self.requests.values() if routed.decode == worker)
 
-    def open_to(self, exclude: frozenset[str]) -> Flags:
-        """Return which workers are not excluded, (workers,); it may be `all_workers`."""
-        if not exclude:
+    def open_to(self, exclude: frozenset[str], eligible: frozenset[str] = frozenset()) -> Flags:
+        """Return which workers a request may use, (workers,); it may be `all_workers`.
+
+        Args:
+            exclude: ids of workers that it may not use.
+            eligible: ids of those that it may use; empty for all.
+        """
+        if not (exclude or eligible):
             return all_workers(len(self.workers))
-        flags = np.ones(len(self.workers), dtype=np.bool_)
+        flags = np.array(
+            [not eligible or worker in eligible for worker in self.ids], dtype=np.bool_
+        )
         for worker in exclude:
             row = self.row.get(worker)
             if row is not None:

@@ -90,7 +90,7 @@ class WorkerAssigner:
         streams = self._shared(waiting, capacity.streams(state, above), now)
         if request.sequences > 1:
             streams = streams & capacity.sequences_fit(request, state)
-        open_ = state.open_to(waiting.exclude)
+        open_ = state.open_to(waiting.exclude, request.eligible)
         if not np.count_nonzero(both(streams, open_)):  # quicker than `any`
             return None
         fleet = self._tracker.view(request, self._index, now) if fleet is None else fleet

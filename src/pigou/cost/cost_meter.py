@@ -192,7 +192,8 @@ class CostMeter:
         if request is None:
             return
         choice = route.choice
-        key = UsageKey(request.tenant, self.model(choice.decode), self.workload(request))
+        model = request.model or self.model(choice.decode)
+        key = UsageKey(request.tenant, model, self.workload(request))
         bill = self.bills.setdefault(request.id, Usage())
         self.owners[request.id] = request.tenant
         if len(self.bills) > _MAX_BILLS:

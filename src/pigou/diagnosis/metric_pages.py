@@ -68,12 +68,14 @@ class MetricPage:
                 sums[known[label]] += value
         return dict(sums)
 
-    def labels(self, name: str, **labels: str) -> Mapping[str, str]:
-        """Return the labels of a metric's first sample with these labels; empty without one."""
-        for known, _ in self._samples.get(name, ()):
-            if labels.items() <= known.items():
-                return known
-        return {}
+    def mean(self, name: str) -> float | None:
+        """Return the mean of a metric's samples; None where there is none."""
+        values = [value for _, value in self._samples.get(name, ()) if math.isfinite(value)]
+        return sum(values) / len(values) if values else None
+
+    def labels(self, name: str) -> list[Mapping[str, str]]:
+        """Return the labels of all samples of a metric."""
+        return [labels for labels, _ in self._samples.get(name, ())]
 
     def buckets(self, name: str, **labels: str) -> dict[float, float]:
         """Return a histogram's cumulative counts by upper bound, of all labels together."""

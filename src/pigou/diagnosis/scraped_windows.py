@@ -138,13 +138,17 @@ def _worker(
     def rose(name: str) -> float | None:
         return increase(a.total(name), b.total(name))
 
-    info = b.labels("vllm:cache_config_info")
-    sizes = [info.get("num_gpu_blocks", ""), info.get("block_size", "")]
-    kv_tokens = int(sizes[0]) * int(sizes[1]) if all(text.isdecimal() for text in sizes) else 0
+    ranks = [
+        (info.get("num_gpu_blocks", ""), info.get("block_size", ""))
+        for info in b.labels("vllm:cache_config_info")
+    ]
+    kv_tokens = sum(
+        int(blocks) * int(size) for blocks, size in ranks if blocks.isdecimal() and size.isdecimal()
+    )
     itl_s = rose(f"{_WORKER_ITL}_sum") or 0.0
     running = max(_mean_gauge(a, b, "vllm:num_requests_running"), itl_s / seconds)
-    usage = b.total("vllm:kv_cache_usage_perc")
-    usages = [u for u in (usage, a.total("vllm:kv_cache_usage_perc")) if u is not None]
+    means = (page.mean("vllm:kv_cache_usage_perc") for page in (b, a))
+    usages = [usage for usage in means if usage is not None]
     idle = None
     if usages and kv_tokens:
         still = running == 0.0 and not b.total("vllm:num_requests_waiting")

@@ -9,6 +9,7 @@ from typing import ClassVar
 from pigou.fleet.config import AttachedWorker, FleetError
 from pigou.fleet.member import FleetMember, MemberSetup
 from pigou.fleet.probe import EventSource, ProbeFailed, ProbeResult, fleet_key, probe
+from pigou.gateway.upstream import Engine
 from pigou.request import Location, Role
 
 
@@ -34,9 +35,10 @@ class AttachedMember(FleetMember):
         self._row.url = spec.url
         self.location = Location(spec.host, spec.rack, spec.zone)
 
-    def _join(self, model: str) -> None:
-        super()._join(model)
+    def _join(self, engine: Engine) -> Engine:
+        engine = super()._join(engine)
         self.pool = pool_of(self.kind, self.role, self.model)
+        return engine
 
     @property
     def server(self) -> tuple[str, str]:

@@ -194,9 +194,7 @@ class FleetMember(ABC):
             FleetError: it does not fit the workers that are there.
         """
         sources = self._readable(sources)
-        self._join(probed.engine.model)
-        others = [up for up in self.plane_driver.upstreams.values() if up.worker.id != self.id]
-        check_fit([(self.role, probed.engine), *((up.worker.role, up.engine) for up in others)])
+        engine = self._join(probed.engine)
         worker = Worker(
             self.id,
             url,
@@ -205,7 +203,7 @@ class FleetMember(ABC):
             probed.blocks,
             probed.max_seqs,
             bool(sources),
-            probed.engine.ranks,
+            engine.ranks,
             probed.layout,
             probed.startup_profile,
             version=probed.version,
@@ -215,7 +213,10 @@ class FleetMember(ABC):
         if not self.plane_driver.compiled.is_set():
             self._report("waiting for the gateway's kernels")
             await self.plane_driver.compiled.wait()
-        await self.plane_driver.up(worker, probed.engine, key)
+        async with self.plane_driver.joining:
+            others = [up for up in self.plane_driver.upstreams.values() if up.worker.id != self.id]
+            check_fit([(self.role, engine), *((up.worker.role, up.engine) for up in others)])
+            await self.plane_driver.up(worker, engine, key)
         self._report("ready")
         self._is_up(url)
         watch = WorkerWatch(
@@ -237,10 +238,14 @@ class FleetMember(ABC):
             self._row.gaps += watch.gaps
             await self.plane_driver.down(self.id, self._end(watch, process))
 
-    def _join(self, model: str) -> None:
-        """Become a worker of the model that it reports, where there are several."""
-        if self._setup.models:
-            self.plane_driver, self.model = self._setup.driver_of(model), model
+    def _join(self, engine: Engine) -> Engine:
+        """Become a worker of the model that it reports; return its engine under that name."""
+        models = self._setup.models
+        if not models:
+            return engine
+        model = next((name for name in engine.names if name in models), engine.model)
+        self.plane_driver, self.model = self._setup.driver_of(model), model
+        return engine.named(model)
 
     def _is_up(self, url: str) -> None:
         """Note that it serves."""
@@ -316,10 +321,16 @@ def check_fit(workers: Sequence[tuple[Role, Engine]]) -> None:
         FleetError: they serve different models, or blocks would have to move between engines of
             different makes.
     """
-    models = sorted({engine.model for _, engine in workers})
+    models: list[set[str]] = []  # the names of each, which workers of one model share
+    for _, engine in workers:
+        same = [names for names in models if not names.isdisjoint(engine.names)]
+        models = [names for names in models if names not in same]
+        models.append(set(engine.names).union(*same))
     if len(models) > 1:
+        listed = ", ".join(sorted(map(min, models)))
         raise FleetError(
-            f"the workers serve different models ({', '.join(models)}); a fleet serves one"
+            f"the workers serve different models ({listed}); a fleet serves one: declare each with "
+            "--model-pool NAME"
         )
     splits = any(role is not Role.BOTH for role, _ in workers)
     if splits and len({engine.stock for _, engine in workers}) > 1:

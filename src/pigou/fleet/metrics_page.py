@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 
@@ -32,3 +33,28 @@ def samples(
         match = _SAMPLE.fullmatch(line) if len(line) <= _MAX_LINE_BYTES else None
         if match is not None and match[1] in names:
             yield match[1], match[2] or b"", match[3]
+
+
+def totals(
+    page: bytes, names: tuple[bytes, ...], max_lines: int = _MAX_LINES
+) -> dict[bytes, float]:
+    """Return each metric over all engines of a page: the sum, of `USAGE` the mean.
+
+    A server has an engine for each data parallel rank. What is no finite number of at least 0
+    counts as 0.
+    """
+    values: dict[bytes, list[float]] = {}
+    for name, _, text in samples(page, names, max_lines):
+        values.setdefault(name, []).append(_number(text))
+    return {
+        name: sum(of_engines) / (len(of_engines) if name in (USAGE, OLD_USAGE) else 1)
+        for name, of_engines in values.items()
+    }
+
+
+def _number(text: bytes) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        return 0.0
+    return value if math.isfinite(value) and value > 0 else 0.0

@@ -16,7 +16,7 @@ from pigou.control.messages import LoadReport
 from pigou.fleet import metrics_page
 from pigou.fleet.hang_detection import EngineProgress
 from pigou.fleet.metrics_page import OLD_USAGE, RUNNING, USAGE, WAITING
-from pigou.gateway.upstream import Engine, read_page
+from pigou.gateway.upstream import Engine, ServedName, ServedNames, Upstream, read_page
 from pigou.request import UNKNOWN_LOCATION, Location, Rehearsed
 from pigou.wire.addresses import reachable
 from pigou.wire.fleet_secret import NONCE, PROOF, FleetSecret
@@ -29,6 +29,8 @@ _BLOCK_SIZE = 16
 _MAX_COUNT, _MIN_STEP_S, _MAX_PROFILE_S = 2**20, 1e-6, 3600.0
 #: Bounds of what else a server says: tokens and blocks, publishers of KV events.
 _MAX_NUMBER, _MAX_SOURCES = 2**31 - 1, 64
+#: Names of `/v1/models` that are used; the rest of a longer list is left out.
+_MAX_SERVED = 1024
 #: Digits that a number of a metrics page has fewer than: any such fits 31 bits.
 _DIGITS = 10
 _LOADS = (RUNNING, WAITING, USAGE, OLD_USAGE)
@@ -86,6 +88,7 @@ class _ModelCard(msgspec.Struct):
     owned_by: str = ""
     max_model_len: int | None = None
     root: str | None = None
+    parent: str | None = None
 
 
 class _ModelCards(msgspec.Struct):
@@ -105,7 +108,7 @@ async def probe(url: str, key: str = "", timeout_s: float = 10.0) -> ProbeResult
             status, body = await _get(session, url + "/v1/models")
             if status != 200:
                 raise ProbeFailed(f"{url}/v1/models answered {status}")
-            cards = msgspec.json.decode(body, type=_ModelCards).data
+            cards = _cards(url, body)
             version = _json((await _get(session, url + "/version"))[1]).get("version", "")
             cache = read_cache_info((await _get(session, url + "/metrics"))[1])
             sources = _json((await _get(session, url + "/kv_event_sources"))[1])
@@ -115,11 +118,7 @@ async def probe(url: str, key: str = "", timeout_s: float = 10.0) -> ProbeResult
         RecursionError,
     ) as error:  # fmt: skip
         raise ProbeFailed(f"{url}: {error or type(error).__name__}") from error
-    if not cards:
-        raise ProbeFailed(f"{url}/v1/models lists no model")
-    card = cards[0]
-    if len(card.id) > MAX_TEXT:
-        raise ProbeFailed(f"{url}/v1/models names a model of {len(card.id)} characters")
+    card = next((card for card in cards if not card.parent), cards[0])
     engine = Engine(
         stock=card.owned_by != "pigou",
         model=card.id,
@@ -131,6 +130,7 @@ async def probe(url: str, key: str = "", timeout_s: float = 10.0) -> ProbeResult
         deadlines=card.owned_by == "pigou" and about.get("order") == "edf",
         release=text(about.get("release")) or text(version),
         incarnation="" if card.owned_by != "pigou" else text(about.get("incarnation")),
+        served=_served(card.id, cards),
     )
     host = urlsplit(url).hostname or ""
     return ProbeResult(
@@ -146,6 +146,37 @@ async def probe(url: str, key: str = "", timeout_s: float = 10.0) -> ProbeResult
         deployment_version(about),
         _location(about.get("location")),
     )
+
+
+async def read_served(upstream: Upstream, timeout_s: float) -> ServedNames | None:
+    """Return the further names that a server lists now; None where it does not say."""
+    try:
+        status, body = await upstream.get("/v1/models", timeout_s)
+        cards = _cards(upstream.worker.url, body) if status == 200 else []
+        return _served(upstream.engine.model, cards) if cards else None
+    except (aiohttp.ClientError, OSError, TimeoutError, msgspec.MsgspecError, UnicodeDecodeError,
+            RecursionError, ProbeFailed):  # fmt: skip
+        return None
+
+
+def _cards(url: str, body: bytes) -> list[_ModelCard]:
+    """Return the cards of a list of models, the first `_MAX_SERVED` of them.
+
+    Raises:
+        ProbeFailed: there is none, or a name is too long. msgspec.MsgspecError: it is no list.
+    """
+    cards = msgspec.json.decode(body, type=_ModelCards).data[:_MAX_SERVED]
+    if not cards:
+        raise ProbeFailed(f"{url}/v1/models lists no model")
+    characters = max(len(card.id) for card in cards)
+    if characters > MAX_TEXT:
+        raise ProbeFailed(f"{url}/v1/models names a model of {characters} characters")
+    return cards
+
+
+def _served(model: str, cards: list[_ModelCard]) -> ServedNames:
+    by_name = {card.id: ServedName(text(card.root), text(card.parent)) for card in cards}
+    return ServedNames.listed(model, by_name)
 
 
 async def fleet_key(url: str, secret: FleetSecret, timeout_s: float = 10.0) -> str:
@@ -169,7 +200,7 @@ async def fleet_key(url: str, secret: FleetSecret, timeout_s: float = 10.0) -> s
 
 def read_load(page: bytes, worker: str) -> LoadReport:
     """Return what a metrics page says of a worker's load; zero for what it does not say."""
-    sums = _sums(page)
+    sums = metrics_page.totals(page, _LOADS)
     usage = sums.get(USAGE, sums.get(OLD_USAGE, 0.0))
     return LoadReport(
         worker,
@@ -198,21 +229,12 @@ def metrics_progress(
     Returns:
         None where the page does not tell how many requests run.
     """
-    sums = _sums(page)
+    sums = metrics_page.totals(page, _LOADS)
     if RUNNING not in sums:
         return None
     lines = metrics_page.lines(page, (b"vllm:",))
     busy = owed > 0 or (sums[RUNNING] > 0 and not unstreamed)
     return EngineProgress(busy, (bytes_read, hash(tuple(lines))), planned_tokens)
-
-
-def _sums(page: bytes) -> dict[bytes, float]:
-    """Return the sum of each load over its labels; what is no finite number counts as zero."""
-    sums: dict[bytes, float] = {}
-    for name, _, digits in metrics_page.samples(page, _LOADS):
-        value = _float(digits)
-        sums[name] = sums.get(name, 0.0) + (value if math.isfinite(value) else 0.0)
-    return sums
 
 
 def _within(value: float, max_value: float) -> float:
@@ -221,16 +243,22 @@ def _within(value: float, max_value: float) -> float:
 
 
 def read_cache_info(page: bytes) -> dict[str, int]:
-    """Return `block_size` and `num_gpu_blocks` of a metrics page, as far as it tells them."""
+    """Return `block_size` and `num_gpu_blocks` of a metrics page, as far as it tells them.
+
+    Blocks are those of all engines: a server has one for each data parallel rank.
+    """
+    info: dict[str, int] = {}
     for _, labels, _ in metrics_page.samples(page, (b"vllm:cache_config_info",)):
-        labels_by_name = {key.decode(): value for key, value in _LABEL.findall(labels)}
-        wanted = ("block_size", "num_gpu_blocks")
-        return {
-            key: int(labels_by_name[key])
-            for key in wanted
-            if labels_by_name.get(key, b"").isdigit() and len(labels_by_name[key]) < _DIGITS
-        }
-    return {}
+        for key, value in _LABEL.findall(labels):
+            name = key.decode()
+            if (
+                name in ("block_size", "num_gpu_blocks")
+                and value.isdigit()
+                and len(value) < _DIGITS
+            ):
+                adds = name == "num_gpu_blocks"
+                info[name] = int(value) + (info.get(name, 0) if adds else 0)
+    return info
 
 
 def read_startup_profile(entries: Any) -> tuple[Rehearsed, ...]:
@@ -308,10 +336,3 @@ def _number(value: Any) -> int:
     """Return an integer within bounds; 0 for everything else."""
     is_integer = isinstance(value, int) and not isinstance(value, bool)
     return value if is_integer and 0 <= value <= _MAX_NUMBER else 0
-
-
-def _float(text: bytes) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return 0.0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from pigou.fleet import metrics_page
 from pigou.fleet.metrics_page import OLD_USAGE, RUNNING, USAGE, WAITING
 from pigou.gateway.worker_report import WorkerReport
@@ -29,9 +27,7 @@ def read_report(page: bytes, now: int) -> WorkerReport:
         page: of its metrics.
         now: nanoseconds.
     """
-    sums: dict[bytes, float] = {}
-    for name, _, text in metrics_page.samples(page, _NAMES, _MAX_LINES):
-        sums[name] = sums.get(name, 0.0) + _number(text)
+    sums = metrics_page.totals(page, _NAMES, _MAX_LINES)
     itl = _ITL if _ITL + b"_sum" in sums else _OLD_ITL
     return WorkerReport(
         now,
@@ -48,12 +44,3 @@ def read_report(page: bytes, now: int) -> WorkerReport:
 
 def _count(value: float | None) -> int | None:
     return None if value is None else int(min(value, _MAX_COUNT))
-
-
-def _number(text: bytes) -> float:
-    """Return a finite number of at least 0; 0 for all else."""
-    try:
-        value = float(text)
-    except ValueError:
-        return 0.0
-    return value if math.isfinite(value) and value > 0 else 0.0

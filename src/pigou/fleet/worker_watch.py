@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import aiohttp
 
@@ -14,7 +14,7 @@ from pigou.control.messages import CacheChanged, CacheLost
 from pigou.fleet.config import WatchConfig
 from pigou.fleet.hang_detection import EngineProgress, HangArbiter, HangDetector, read_health
 from pigou.fleet.kv_event_subscriber import EventSubscriber
-from pigou.fleet.probe import EventSource, metrics_progress, read_load
+from pigou.fleet.probe import EventSource, metrics_progress, read_load, read_served
 from pigou.fleet.worker_process import ProcessState
 from pigou.fleet.worker_report import read_report
 from pigou.gateway.costs_api import note_energy
@@ -26,6 +26,8 @@ _log = logging.getLogger("pigou.fleet")
 
 #: Times the pause between two looks that count as passed, however late the watcher is.
 _LATE = 1.5
+#: Seconds between two looks at a server's list of models, at least.
+_MODELS_EVERY_S = 2.0
 #: What a worker of Pigou says of itself while it drains: its streams are left to end.
 _CLOSING = "closing"
 
@@ -82,6 +84,7 @@ class WorkerWatch:
         self.gaps = 0
         self.hung = False
         self.stopped = False
+        self._listed_at = 0.0
 
     async def until_down(self, sources: Sequence[EventSource]) -> str:
         """Return why the worker counts as down, once it does."""
@@ -110,6 +113,7 @@ class WorkerWatch:
 
     async def _look(self) -> str:
         config, failures = self._config, 0
+        self._listed_at = time.monotonic()
         while True:
             began = time.monotonic()
             await asyncio.sleep(config.every)
@@ -119,6 +123,7 @@ class WorkerWatch:
                 self._miss(passed_s + config.timeout)
             elif not answer.why:
                 page = await self._report()
+                await self._list_models()
                 self._detector.observe(answer.progress or self._stock_progress(page), passed_s)
             failures = failures + 1 if answer.why else 0
             if failures >= config.failures:
@@ -177,6 +182,16 @@ class WorkerWatch:
         self._upstream.report = report
         note_energy(self._plane_driver, self._upstream.worker.id, before, report)
         return page
+
+    async def _list_models(self) -> None:
+        """Read again which names a stock server lists: adapters come and go while it runs."""
+        upstream, now = self._upstream, time.monotonic()
+        if not upstream.engine.stock or now - self._listed_at < _MODELS_EVERY_S:
+            return
+        self._listed_at = now
+        served = await read_served(upstream, self._config.timeout)
+        if served is not None:
+            upstream.engine = replace(upstream.engine, served=served)
 
     def _stock_progress(self, page: bytes) -> EngineProgress | None:
         """Return the progress of a server without heartbeat, by its metrics."""

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -210,8 +210,8 @@ class _Routes:
         request_id, config = request.headers.get(REQUEST_ID), self._gateway.config
 
         def work(model: GatewayModel | None = None) -> tuple[GatewayModel, GatewayRequest]:
-            model = model or self._models.of_body(data)
-            return model, read(
+            model, name = (model, model.name) if model else self._models.of_body(data)
+            call = read(
                 data,
                 chat=chat,
                 strict=config.strict or model.pigou_only,
@@ -220,8 +220,10 @@ class _Routes:
                 request_id=request_id,
                 overrides=overrides,
                 context=model.context,
-                model=model.name,
+                model=name,
             )
+            call.adapter = model.adapter(call.fields.model)
+            return model, call
 
         model, call = await self._off_loop(data, work)
         call.trace_headers = passed_on(request.headers)
@@ -336,9 +338,8 @@ class _Routes:
         return await self._large.run(current_key().tenant, work)
 
     async def models(self, _: web.Request) -> web.Response:
-        created = self._gateway.created
         cards = [
-            model.card(name, created)
+            await self._card(model, name)
             for model in self._models
             for name, upstream in model.names.items()
             if upstream is not None
@@ -347,22 +348,28 @@ class _Routes:
 
     async def model(self, request: web.Request) -> web.Response:
         name = request.match_info["model"]
-        model = self._models.find(name)
-        return json_response(model.card(name, self._gateway.created))
+        return json_response(await self._card(self._models.find(name), name))
+
+    async def _card(self, model: GatewayModel, name: str) -> dict[str, Any]:
+        """Return the card of a name, with the routes that answer it."""
+        card = model.card(name, self._gateway.created)
+        endpoints = await self._passthrough.endpoints(model.serving(name))
+        return card | {"supported_endpoints": endpoints}
 
     async def forward(self, request: web.Request) -> web.Response:
         """Pass a request of `/tokenize` or `/detokenize` to any worker."""
         self._gateway.startup.check(self._models.decodes)
         data = await read_json(request, self._gateway.config.max_body)
-        model = self._models.of_body(data)
+        model, name = self._models.of_body(data)
         body = await self._off_loop(data, partial(read_fields, without_bom(data)))
-        if model.name and "model" in body:
-            body["model"] = msgspec.Raw(msgspec.json.encode(model.name))
+        if name and "model" in body:
+            body["model"] = msgspec.Raw(msgspec.json.encode(name))
         last: WorkerFailed | None = None
         tenant, lines = current_key().tenant, header_lines(passed_on(request.headers))
         id = reply_id(request.headers.get(REQUEST_ID))
         note_reply_id(request, id)
-        for upstream in model.upstreams:
+        named = str(msgspec.json.decode(body.get("model", b'""')))
+        for upstream in sorted(model.upstreams, key=lambda up: not up.engine.serves(named)):
             try:
                 with REPLIES.reserve() as held:
                     reply = await upstream.whole(request.path, body, id, tenant, lines, held=held)
@@ -389,7 +396,7 @@ def _describe_access(call: GatewayRequest, model: GatewayModel) -> None:
         request_id=call.wire_id,
         trace_id=call.trace_id or None,
         tenant=call.tenant,
-        model=model.served_name,
+        model=call.adapter or model.served_name,
         stream=call.stream,
         prompt_tokens=stats.prompt_tokens,
         completion_tokens=stats.completion_tokens,

@@ -82,6 +82,12 @@ def surrender(failure: WorkerFailed) -> APIError:
     return APIError(502, f"No worker could finish this request; the last failure: {failure}.")
 
 
+def unknown_model(name: str | None, listed: str = "") -> APIError:
+    """Return the error for a model that nobody serves; `listed` are the names that are served."""
+    others = f" Valid aliases: {listed}." if listed else ""
+    return APIError(404, f"The model `{name}` does not exist.{others}", "model", final=True)
+
+
 def suspect(wire_id: str, deaths: Sequence[str]) -> APIError:
     """Return the error for a request with which under way these workers ended."""
     return APIError(

@@ -159,6 +159,7 @@ class GatewayRequest:
         trace_headers: of the client's trace, which workers are sent where it is not traced here.
         advice: on the beginning of its prompt, where its client asked for some; else empty.
         reply_bytes: of its replies, shared by its sequences.
+        adapter: name of the adapter that it asks for; empty for the model itself.
     """
 
     id: str
@@ -199,6 +200,7 @@ class GatewayRequest:
     trace: RequestTrace | None = field(default=None, repr=False)
     trace_headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     advice: str = ""
+    adapter: str = ""
     reply_bytes: ByteReservation = field(default_factory=REPLIES.reserve, repr=False)
 
     @property
@@ -245,8 +247,13 @@ class GatewayRequest:
         wanted = self.deadline_ms or 0
         return max(0, wanted - (now - self.arrival) // _MILLISECOND)
 
-    def request(self, generated: int = 0) -> Request:
-        """Return the request for ControlPlane; `generated` tokens have joined the prompt."""
+    def request(self, generated: int = 0, eligible: frozenset[str] = frozenset()) -> Request:
+        """Return the request for ControlPlane.
+
+        Args:
+            generated: tokens that have joined the prompt.
+            eligible: ids of the workers that can serve it; empty for all.
+        """
         wanted = self.deadline_ms
         return Request(
             id=self.id,
@@ -264,4 +271,6 @@ class GatewayRequest:
             group=self.group,
             held=self.held,
             held_tokens=self.held_tokens,
+            model=self.adapter,
+            eligible=eligible,
         )

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from pigou.gateway.config import Overflow
-from pigou.gateway.failure import Rejected
+from pigou.gateway.failure import Rejected, unknown_model
 from pigou.gateway.gateway_request import GatewayRequest
 from pigou.gateway.genai_metrics import GenAIRequest
 from pigou.gateway.metrics import Metrics
@@ -77,11 +77,46 @@ class GatewayModel:
 
     @property
     def names(self) -> dict[str, Upstream | None]:
-        """The names that requests may use, each with a worker that is up; None without one."""
+        """The names that requests may use, each with a worker that is up; None without one.
+
+        Names of the model come first, then those of adapters.
+        """
         upstreams = self.upstreams
-        if not self.name:
-            return {up.engine.model: up for up in upstreams}
-        return dict.fromkeys((self.name, *self.aliases), upstreams[-1] if upstreams else None)
+        names: dict[str, Upstream | None] = {}
+        if self.name:
+            last = upstreams[-1] if upstreams else None
+            names |= dict.fromkeys((self.name, *self.aliases), last)
+        names |= {up.engine.model: up for up in upstreams if up.engine.model not in names}
+        for up in upstreams:
+            for name in up.engine.served.aliases:
+                names.setdefault(name, up)
+        for up in upstreams:
+            for name in up.engine.served.adapters:
+                names.setdefault(name, up)
+        return names
+
+    def knows(self, name: str) -> bool:
+        """Whether requests may use a name."""
+        known = name in (self.name, *self.aliases) and bool(name)
+        return known or any(up.engine.serves(name) for up in self.upstreams)
+
+    def adapter(self, name: str | None) -> str:
+        """Return a name if it is an adapter's; empty for the model's own names."""
+        if name is None or name in (self.name, *self.aliases):
+            return ""
+        engines = [up.engine for up in self.upstreams]
+        if any(name in engine.names for engine in engines):
+            return ""
+        return name if any(name in engine.served.adapters for engine in engines) else ""
+
+    def serving(self, name: str) -> list[Upstream]:
+        """Return the workers that are up and serve a name."""
+        adapter = self.adapter(name)
+        return [up for up in self.upstreams if not adapter or up.engine.serves(adapter)]
+
+    def sent_name(self, name: str | None) -> str:
+        """Return the name that workers are sent for one that a request has; empty for that one."""
+        return self.adapter(name) or self.name
 
     @property
     def decodes(self) -> bool:
@@ -106,6 +141,7 @@ class GatewayModel:
         engines = [up.engine for up in self.upstreams]
         return ServerScope(
             model=self.served_name,
+            aliases=frozenset(name for engine in engines for name in engine.names),
             release=release,
             releases=frozenset(engine.release for engine in engines if engine.release),
             template=prompts.template if prompts is not None else "",
@@ -120,7 +156,13 @@ class GatewayModel:
         upstream = self.names.get(name)
         if upstream is None:
             raise APIError(503, f"No worker of {name} is up.", retry_after=1)
-        return model_card(name, self.served_name, created, upstream.engine.max_model_len)
+        served, engine = self.served_name, upstream.engine
+        card = model_card(name, served, created, engine.max_model_len)
+        adapter = engine.served.adapters.get(name) if self.adapter(name) else None
+        if adapter is not None:
+            parent = served if adapter.parent in engine.names else adapter.parent or None
+            card |= {"root": adapter.root or name, "parent": parent}
+        return card
 
 
 @contextmanager
@@ -142,8 +184,8 @@ def count_request(call: GatewayRequest, model: GatewayModel) -> Iterator[None]:
         first_ns = call.stats.first_token
         ended = GenAIRequest(
             chat=call.chat,
-            request_model=requested if requested in model.names and requested else served,
-            response_model=served,
+            request_model=requested if requested and model.knows(requested) else served,
+            response_model=call.adapter or served,
             error=error,
             duration_s=(time.monotonic_ns() - call.arrival) / SECOND,
             first_token_s=(first_ns - call.arrival) / SECOND if first_ns else None,
@@ -199,26 +241,36 @@ class ModelRouting:
         if not self._by_name:
             self._check_reported(name)
             return self.models[0]
-        model = self.models[0] if name is None else self._by_name.get(name)
-        if model is None:
+        if name is None:
+            return self.models[0]
+        declared = self._by_name.get(name)
+        models = [declared] if declared else [model for model in self.models if model.knows(name)]
+        if len(models) > 1:
+            owners = ", ".join(model.name for model in models)
+            raise bad_request(
+                f"model is {name!r}, which servers of {owners} list: rename it.", "model"
+            )
+        if not models:
             raise self._unknown(name)
-        return model
+        return models[0]
 
-    def of_body(self, data: bytes) -> GatewayModel:
-        """Return the model that a body asks for; the first where none is declared.
+    def of_body(self, data: bytes) -> tuple[GatewayModel, str]:
+        """Return the model that a body asks for, and the name that its workers are sent for it.
 
-        A body that cannot be parsed finds the first, too: `request_parsing.read` refuses it.
+        Where none is declared it is the first, and the name is empty: workers are sent the body's
+        own. So it is for a body that cannot be parsed, which `request_parsing.read` refuses.
 
         Raises:
             APIError: as `find`.
         """
         if not self._by_name:
-            return self.models[0]
+            return self.models[0], ""
         try:
             field = _model_field.decode(without_bom(data))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            return self.models[0]
-        return self.find(field.model)
+            return self.models[0], ""
+        model = self.find(field.model)
+        return model, model.sent_name(field.model)
 
     def check(self, name: str | None) -> None:
         """Refuse a name that no worker reports, where no model is declared.
@@ -232,14 +284,12 @@ class ModelRouting:
     def _check_reported(self, name: str | None) -> None:
         if name is None:
             return
-        names = self.models[0].names
-        if names and name not in names:
+        model = self.models[0]
+        if model.upstreams and not model.knows(name):
             raise self._unknown(name)
 
     def _unknown(self, name: str | None) -> APIError:
-        return APIError(
-            404, f"The model `{name}` does not exist. Valid aliases: {self._listed()}.", "model"
-        )
+        return unknown_model(name, self._listed())
 
     def _listed(self) -> str:
         names = self.names

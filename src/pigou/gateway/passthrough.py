@@ -68,6 +68,10 @@ class Passthrough:
         self._routes = ServerRoutes()
         self._owners: OrderedDict[str, tuple[str, str]] = OrderedDict()
 
+    async def endpoints(self, servers: list[Upstream]) -> list[str]:
+        """Return the paths at which some of these servers take requests."""
+        return await self._routes.endpoints(servers)
+
     async def answer(self, request: web.Request, key: Key, tenure: Tenure) -> web.StreamResponse:
         """Answer a request of a path that is not the gateway's own.
 
@@ -93,10 +97,14 @@ class Passthrough:
         body: Body = {} if sent is None else _object(sent)
         model = self._model_of(body, servers, request.method)
         servers = _of(model, servers, request)
+        name = _text(body, "model")
+        if name is not None:
+            servers = [up for up in servers if up.engine.serves(name)] or servers
         if sent is not None:
             servers = self._continuing(servers, body, key)
             data = self._salted(sent, body, tenure, model)
         call = _call(request, body, data, key)
+        call.adapter = model.adapter(name)
         plane_driver = model.plane_driver
         if request.method != "POST":
             server = min(servers, key=lambda up: up.inflight)
@@ -114,11 +122,12 @@ class Passthrough:
         left = {up.worker.id for up in servers if up.worker.role.decodes}
         try:
             while left:
-                others = frozenset(plane_driver.upstreams.keys() - left)
+                others = plane_driver.upstreams.keys() - left
+                eligible = frozenset(left if others else ())
                 start_ns = time.monotonic_ns()
                 if call.quota is not None:
                     await call.quota.take(call.id, plane_driver.queue_timeout_s)
-                route = await plane_driver.decide(call.request(), others)
+                route = await plane_driver.decide(call.request(eligible=eligible), frozenset())
                 metrics.stages.queue_wait.observe((time.monotonic_ns() - start_ns) / SECOND)
                 if isinstance(route, Shed):
                     raise busy(route)
@@ -221,13 +230,13 @@ class Passthrough:
 
     def _owned(self, servers: list[Upstream], path: str, key: Key) -> list[Upstream]:
         """Return the servers for a path below a stored object: the one that stores it."""
-        parts = path.split("/")
+        parts = [*path.split("/"), "", ""]  # /rerank is one of one part
         if parts[2] in STORED_COLLECTIONS and key.tenant:
             raise APIError(
                 403, f"{path} is not passed on where there are keys: servers keep such objects "
                 "without saying whose they are. Ask that server itself.", final=True,
             )  # fmt: skip
-        if parts[2] != "responses" or len(parts) < 4 or not parts[3].startswith("resp_"):
+        if parts[2] != "responses" or not parts[3].startswith("resp_"):
             return servers
         return self._keeper(servers, parts[3], key, "id")
 

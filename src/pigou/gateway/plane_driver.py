@@ -63,6 +63,7 @@ class PlaneDriver:
         meter: counts what clients offer and get.
         prefill_queue: that prefill workers pull from; None where they are sent prompts.
         peers_health: returns what is known of other gateways; None without a bus to them.
+        joining: held while a worker is compared with the others, and comes up.
         compiled: set while the plane's kernels are there; nobody is to call it otherwise.
     """
 
@@ -95,6 +96,7 @@ class PlaneDriver:
             plane if journal is None else JournalRecorder(plane, journal.write)
         )
         self.upstreams: dict[str, Upstream] = {}
+        self.joining = asyncio.Lock()
         self._hosts: dict[str, str] = {}  # of workers that are gone, too
         self._served_model = model
         self.meter = RequestMeter(objectives or Objectives(), self._model)
@@ -210,6 +212,11 @@ class PlaneDriver:
         draining = self.plane.state.draining
         others = [w for w in ups if w.role.decodes and w.id not in failed | near | draining]
         return failed | near if others else failed
+
+    def serving(self, adapter: str) -> frozenset[str]:
+        """Return the ids of the workers that have an adapter."""
+        ups = self.upstreams.values()
+        return frozenset(up.worker.id for up in ups if adapter in up.engine.served.adapters)
 
     async def decide(self, request: Request, exclude: frozenset[str]) -> Route | Shed:
         """Submit a request; return its route, or why it has none.

@@ -158,8 +158,8 @@ class PromptReader:
         if call.trace is not None:
             call.trace.phase("tokenize", (("pigou.tokens",), (len(tokens),)))
         if len(tokens) <= LONG:
-            return _keyed(tokens, call.salt, sizes)
-        return await self._pool.run(call.tenant, lambda: _keyed(tokens, call.salt, sizes))
+            return _keyed(tokens, call, sizes)
+        return await self._pool.run(call.tenant, lambda: _keyed(tokens, call, sizes))
 
     async def _compare(self, upstream: Upstream, *, chat: bool) -> TokenizationMode:
         """Return how prompts of a route can be tokenized for this worker."""
@@ -259,7 +259,7 @@ def _tokenize(
     stock = any(up.engine.stock for up in upstreams)
     max_context = max((up.engine.max_model_len for up in upstreams), default=0)
     if tokenizer is None:
-        return _keyed(_cut(_ids(first_prompt(fields.prompt)), fields), call.salt, sizes)
+        return _keyed(_cut(_ids(first_prompt(fields.prompt)), fields), call, sizes)
     source = tokenizer.prompt_of(fields, chat=chat, stock=stock)
     if call.trace is not None:
         call.trace.phase("assemble")
@@ -272,7 +272,7 @@ def _tokenize(
     tokens = tokenizer.encode(source, fields, chat=chat)
     if call.trace is not None:
         call.trace.phase("tokenize", (("pigou.tokens",), (len(tokens),)))
-    tokens_of_prompt = _keyed(_cut(tokens, fields), call.salt, sizes)
+    tokens_of_prompt = _keyed(_cut(tokens, fields), call, sizes)
     wanted = not stock and call.single and isinstance(source, str) and not fields.echo
     if not (wanted and fields.truncate_prompt_tokens is None and 0 < len(tokens) <= max_context):
         return tokens_of_prompt
@@ -299,10 +299,10 @@ def _cut(tokens: list[int], fields: BodyFields) -> list[int]:
     return tokens[-keep:] if keep is not None and keep > 0 else tokens
 
 
-def _keyed(tokens: list[int], salt: str, sizes: Collection[int]) -> _PromptTokens:
+def _keyed(tokens: list[int], call: GatewayRequest, sizes: Collection[int]) -> _PromptTokens:
     try:
         packed = token_array(tokens)
-        keys = {size: chain(packed, size, salt) for size in sizes}
+        keys = {size: chain(packed, size, call.salt, lora=call.adapter) for size in sizes}
     except (OverflowError, ValueError, TypeError) as error:
         raise NotTokenizable(f"ids are out of range: {error}") from error
     return _PromptTokens(len(tokens), keys)

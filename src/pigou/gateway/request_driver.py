@@ -12,7 +12,7 @@ import msgspec
 
 from pigou.config import ConfigError
 from pigou.control.messages import Choice, PrefillClaimed, Recall, Route, Shed
-from pigou.gateway.failure import Rejected, WorkerFailed, busy, surrender, suspect
+from pigou.gateway.failure import Rejected, WorkerFailed, busy, surrender, suspect, unknown_model
 from pigou.gateway.gateway_request import COMPLETIONS, Body, GatewayRequest
 from pigou.gateway.metrics import Metrics
 from pigou.gateway.plane_driver import PlaneDriver
@@ -156,8 +156,10 @@ class RequestDriver(ABC):
         except WorkerFailed as error:
             failure = error
         except (APIError, Rejected) as error:
-            self._refusal = error
-            event = RequestRefused(step.leg)
+            failure = self._without_adapter(step, error)
+            if failure is None:
+                self._refusal = error
+                event = RequestRefused(step.leg)
         finally:
             self._awaiting = None
         effects, self._interrupted = self._interrupted, ()
@@ -169,6 +171,18 @@ class RequestDriver(ABC):
             event = await self._failed(step, failure)
         assert event is not None
         return self.life.take(event, now_ns)
+
+    def _without_adapter(self, step: Step, error: APIError | Rejected) -> WorkerFailed | None:
+        """Return the failure of a worker that has unloaded the adapter; None for a refusal."""
+        if not (self.call.adapter and error.status == 404):
+            return None
+        if not isinstance(step, StartPrefill | StartDecode):
+            return None
+        upstream = self._plane_driver.upstreams.get(step.worker)
+        if upstream is not None:
+            upstream.forget(self.call.adapter)
+        words = f"{step.worker} has unloaded {self.call.adapter}"
+        return WorkerFailed("refused", words, frozenset({step.worker}), status=404)
 
     async def _failed(self, step: Step, failure: WorkerFailed) -> LegFailed:
         """Return the event of a worker's failure, with how the worker ended if it did."""
@@ -249,8 +263,11 @@ class RequestDriver(ABC):
             await quota.take(call.id, None if follows else self._plane_driver.queue_timeout_s)
         exclude, nearby = step.exclude, self._plane_driver.exclude_hosts
         exclude = nearby(exclude) if exclude and step.cause != RECALLED else exclude
+        eligible = self._plane_driver.serving(call.adapter)
+        if call.adapter and not eligible:
+            raise unknown_model(call.adapter)
         try:
-            decision = await self._plane_driver.decide(call.request(step.tokens), exclude)
+            decision = await self._plane_driver.decide(call.request(step.tokens, eligible), exclude)
         except ConfigError as error:
             raise overrides_refused(error) from error
         self._metrics.stages.queue_wait.observe((time.monotonic_ns() - start_ns) / SECOND)
@@ -380,7 +397,8 @@ class RequestDriver(ABC):
         """Return a body with what matters to the order inside a worker, as that understands it."""
         if self.call.deadline_ms is not None and self._plane_driver.heeds_deadlines:
             body = engine.dated(body, self.call.left_ms(time.monotonic_ns()))
-        return engine.ranked(body, self._priority)
+        body = engine.ranked(body, self._priority)
+        return engine.addressed(body, self.call.fields.model)
 
     def _upstream(self, worker: str) -> Upstream:
         upstream = self._plane_driver.upstreams.get(worker)

@@ -135,12 +135,14 @@ class ServerScope:
         release: that the gateway was given; empty for none.
         releases: that the workers report, of weights or engines.
         template: digest of the model's chat template; empty where it is not known here.
+        aliases: all names of that model.
     """
 
     model: str = ""
     release: str = ""
     releases: frozenset[str] = frozenset()
     template: str = ""
+    aliases: frozenset[str] = frozenset()
 
     def extend(self, tenure: Tenure, fields: BodyFields, body: Body, *, chat: bool) -> Tenure:
         """Return a request's whole tenure.
@@ -166,7 +168,7 @@ class ServerScope:
             template = digest(own.encode("utf-8", "surrogatepass")) if known else self.template
         return replace(
             own_tenure,
-            model=self.model if fields.model is None else fields.model,
+            model=self.model if fields.model in (None, *self.aliases) else fields.model,
             release=_packed(self.release, *sorted(self.releases)) + own_tenure.release,
             template=_packed(template) + own_tenure.template,
             tools=frozenset(f"stated:{name}" for name in own_tenure.tools) | _schemas(body),

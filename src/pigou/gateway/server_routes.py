@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from collections.abc import Collection, Iterable
+from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
 import aiohttp
@@ -25,22 +27,23 @@ _PATH = re.compile(r"(/[A-Za-z0-9_~:-][A-Za-z0-9._~:-]{0,255}){1,8}")
 _TIMEOUT_S = 5.0
 
 
+#: Paths of a route, and the methods that it takes.
+Route: TypeAlias = tuple[re.Pattern[str], set[str]]
+
+
 class ServerRoutes:
     """Learns the routes of each attached server, and forgets them with the server."""
 
     def __init__(self) -> None:
         """Begin without knowledge."""
-        self._routes: WeakKeyDictionary[Upstream, list[tuple[re.Pattern[str], set[str]]] | None]
+        self._routes: WeakKeyDictionary[Upstream, list[Route] | None]
         self._routes = WeakKeyDictionary()
         self._lacks: WeakKeyDictionary[Upstream, set[tuple[str, str]]] = WeakKeyDictionary()
         self._learning = asyncio.Lock()
 
     async def having(self, servers: list[Upstream], method: str, path: str) -> list[Upstream]:
         """Return the servers that have a route, or may have it; asks those that are new."""
-        async with self._learning:  # one at a time: many requests ask for the same page
-            for upstream in servers:
-                if upstream not in self._routes:
-                    self._routes[upstream] = await _listed_routes(upstream)
+        await self._learn(servers)
         having = []
         for upstream in servers:
             routes = self._routes.get(upstream)
@@ -52,12 +55,28 @@ class ServerRoutes:
                 having.append(upstream)
         return having
 
+    async def _learn(self, servers: Collection[Upstream]) -> None:
+        async with self._learning:  # one at a time: many requests ask for the same page
+            new = [upstream for upstream in servers if upstream not in self._routes]
+            learnt = await asyncio.gather(*map(_listed_routes, new))
+            self._routes.update(zip(new, learnt, strict=True))
+
     def known(self) -> list[str]:
         """Return what attached servers have beside the gateway's own routes."""
-        listed = [route for routes in list(self._routes.values()) for route in routes or ()]
-        paths = {pattern.pattern for pattern, methods in listed if "POST" in methods}
-        return sorted(path for path in paths if path.startswith("/v1/") and path not in _OWN
-                      and "[" not in path and path.split("/")[2] not in _CLOSED)  # fmt: skip
+        routes = (_posts(routes or ()) for routes in list(self._routes.values()))
+        return sorted(set().union(*routes) - _OWN.keys())
+
+    async def endpoints(self, servers: Collection[Upstream]) -> list[str]:
+        """Return the paths at which some of these servers take a POST that has a model.
+
+        A server that does not list its routes is expected to have those of the gateway itself.
+        """
+        await self._learn([upstream for upstream in servers if upstream.engine.stock])
+        listed = (self._routes.get(upstream) for upstream in servers)
+        own = {path for path, method in _OWN.items() if method == "POST"}
+        return sorted(
+            set().union(*(own if routes is None else _posts(routes) for routes in listed))
+        )
 
     def note_absent(self, upstream: Upstream, method: str, path: str) -> None:
         """Note that a server answered that it has no such route."""
@@ -84,7 +103,15 @@ def absent_route_here(method: str, path: str, attached: list[str]) -> APIError:
     return absent_route(method, path, [*_OWN, "/tokenize", "/detokenize", *attached[:40]])
 
 
-async def _listed_routes(upstream: Upstream) -> list[tuple[re.Pattern[str], set[str]]] | None:
+def _posts(routes: Iterable[Route]) -> set[str]:
+    """Return the paths of routes that may be passed on and take a POST."""
+    paths = {pattern.pattern for pattern, methods in routes if "POST" in methods}
+    return {path for path in paths if path in ROOT_PATHS or (
+        path.startswith("/v1/") and "[" not in path and path.split("/")[2] not in _CLOSED
+    )}  # fmt: skip
+
+
+async def _listed_routes(upstream: Upstream) -> list[Route] | None:
     """Return what a server's `/openapi.json` lists; None where it does not say."""
     try:
         status, page = await upstream.get("/openapi.json", _TIMEOUT_S)

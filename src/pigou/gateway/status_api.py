@@ -150,7 +150,8 @@ class FleetStatus:
         for row in self.rows():
             load = self._load(row)
             load.pop("tokens_per_second")
-            load.pop("model")
+            for name in ("model", "adapters"):
+                load.pop(name)
             up = float(row.state in ("up", "draining"))
             changes = {"draining": float(row.state == "draining"), "epoch": row.epoch}
             counts = {"restarts": row.restarts, "out_of_memory": row.out_of_memory}
@@ -163,6 +164,7 @@ class FleetStatus:
         return {
             **state.figures(worker),
             "model": row.model if upstream is None else upstream.engine.model,
+            "adapters": [] if upstream is None else sorted(upstream.engine.served.adapters),
             "cached_blocks": cache.blocks,
             "kv_events": cache.events,
             "tokens": 0 if upstream is None else upstream.tokens,

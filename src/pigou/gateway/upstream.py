@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import aiohttp
@@ -44,12 +44,42 @@ _HEADERS = {"content-type": "application/json"}
 
 
 @dataclass(frozen=True, slots=True)
+class ServedName:
+    """A name of a server's `/v1/models`: where its weights are, and the model that it adapts."""
+
+    root: str = ""
+    parent: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedNames:
+    """The names that requests may use at a server, besides the first one of its model.
+
+    Attributes:
+        aliases: further names of its model: those with the same root.
+        adapters: all others: LoRA adapters, and models of other roots.
+    """
+
+    aliases: tuple[str, ...] = ()
+    adapters: Mapping[str, ServedName] = field(default_factory=dict)
+
+    @classmethod
+    def listed(cls, model: str, cards: Mapping[str, ServedName]) -> ServedNames:
+        """Sort the names of a list of models, `model` being the first one."""
+        root = cards[model].root if model in cards else ""
+        others = {name: card for name, card in cards.items() if name != model}
+        aliases = [name for name, card in others.items() if root and card == ServedName(root)]
+        adapters = {name: card for name, card in others.items() if name not in set(aliases)}
+        return cls(tuple(aliases), adapters)
+
+
+@dataclass(frozen=True, slots=True)
 class Engine:
     """What a worker runs.
 
     Attributes:
         stock: it is not Pigou's own, and knows no `resume_tokens`.
-        model: name that requests use.
+        model: first name of its model.
         max_model_len: context in tokens, 0 when it did not say.
         version: as `GET /version` says.
         root: where its model is, as it says: a folder or a hub id.
@@ -60,6 +90,7 @@ class Engine:
             empty.
         release: what it reports of its weights, or its engine; empty for nothing.
         incarnation: of its process; empty where it has none.
+        served: further names that requests may use.
     """
 
     stock: bool = False
@@ -73,6 +104,27 @@ class Engine:
     pin: str = ""
     release: str = ""
     incarnation: str = ""
+    served: ServedNames = field(default=ServedNames(), hash=False)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of its model, the first one and its aliases."""
+        return self.model, *self.served.aliases
+
+    def named(self, name: str) -> Engine:
+        """Return it with another of its model's names as the first one."""
+        aliases = tuple(alias for alias in self.names if alias != name)
+        return replace(self, model=name, served=replace(self.served, aliases=aliases))
+
+    def serves(self, name: str) -> bool:
+        """Whether requests may use a name."""
+        return name in self.names or name in self.served.adapters
+
+    def addressed(self, body: Body, name: str | None) -> Body:
+        """Return a body that asks for `name`; by its own name where it does not list that one."""
+        if name is None or self.serves(name):
+            return body
+        return {**body, "model": self.model}
 
     def ranked(self, body: Body, priority: int | None) -> Body:
         """Return a body with the gateway's `priority` in place of the client's; None leaves that.
@@ -193,6 +245,12 @@ class Upstream:
     def owed(self) -> int:
         """Requests whose next bytes are the worker's to send, step by step."""
         return self.inflight - self.paused - self.unstreamed
+
+    def forget(self, adapter: str) -> None:
+        """Note that it does not have an adapter any more; its next list of models tells again."""
+        served = self.engine.served
+        adapters = {name: card for name, card in served.adapters.items() if name != adapter}
+        self.engine = replace(self.engine, served=replace(served, adapters=adapters))
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

@@ -42,7 +42,7 @@ class Stored:
         block_size: tokens in a block.
         medium: tier, as the sender names it; None means the device.
         salt: cache salt of the sequence; known only where its first block is among these.
-        lora: name of the adapter.
+        lora: name of the adapter that computed them; None for the base model.
     """
 
     hashes: WireHashes
@@ -221,7 +221,7 @@ def read_event(item: Any) -> WireEvent | None:
         block_size=read_block_size(fields),
         medium=medium,
         salt=read_salt(fields),
-        lora=read_text(fields, "lora_name"),
+        lora=read_lora(fields),
     )
 
 
@@ -275,13 +275,30 @@ def read_hash(value: Any) -> WireHash:
     raise EventError(f"a block hash is an integer or bytes, not {shown(value)}")
 
 
+def read_lora(fields: dict[str, Any]) -> str | None:
+    """Return the adapter of an event's blocks; None for the base model.
+
+    Old engines send a number alone, which no request names: its blocks are nobody's hits.
+    """
+    name, number = read_text(fields, "lora_name"), fields.get("lora_id")
+    if name or not number:
+        return name or None
+    if isinstance(number, int):
+        return f"lora_id={number}"
+    return read_text(fields, "lora_id")
+
+
 def read_salt(fields: dict[str, Any]) -> str | None:
-    """Return SGLang's `cache_salt`, or the salt that vLLM puts among the first block's keys."""
+    """Return SGLang's `cache_salt`, or the salt that vLLM puts among the first block's keys.
+
+    vLLM's keys are the adapter's name, pairs of multimodal inputs, the salt, and digests.
+    """
     salt = fields.get("cache_salt")
     if isinstance(salt, str):
         return read_text(fields, "cache_salt")
     keys = fields.get("extra_keys")
     if isinstance(keys, list) and keys and isinstance(keys[0], list):
         texts = [key for key in keys[0] if isinstance(key, str)]
+        texts = texts[1:] if texts[:1] == [fields.get("lora_name")] else texts
         return texts[-1] if texts and len(texts[-1]) <= MAX_NAME_CHARS else None
     return None

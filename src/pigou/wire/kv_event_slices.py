@@ -27,6 +27,7 @@ from pigou.wire.kv_event_decoding import (
     read_block_size,
     read_event,
     read_hash,
+    read_lora,
     read_salt,
     read_text,
     shown,
@@ -156,7 +157,7 @@ def _stored_parts(hashes: _Items, tokens: _Items, fields: dict[str, Any]) -> _Pa
     """Yield the blocks of a stored event, some at a time."""
     size, parent = read_block_size(fields), fields.get("parent_block_hash")
     before = None if parent is None else read_hash(parent)
-    medium, lora = read_text(fields, "medium"), read_text(fields, "lora_name")
+    medium, lora = read_text(fields, "medium"), read_lora(fields)
     salt = read_salt(fields)
     known = tokens.left == hashes.left * size  # else the sender hides them
     at_once = max(1, min(SLICE, _TOKENS // size))

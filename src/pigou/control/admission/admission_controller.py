@@ -180,8 +180,11 @@ class AdmissionController:
 
     def is_next(self, waiting: QueuedRequest, now: int, up: Collection[str]) -> bool:
         """Whether an enqueued request goes next, where workers that it excludes are `up`."""
-        blocked = [exclude for exclude in self.queue.excluded() if not exclude.isdisjoint(up)]
-        skip = [exclude for exclude in blocked if exclude != waiting.exclude]
+        skip = [
+            limits
+            for limits in self.queue.limits()
+            if limits != waiting.limits and (limits[1] or not limits[0].isdisjoint(up))
+        ]
         return self.queue.next(now, skip) is waiting
 
     def conclude(self, waiting: QueuedRequest, entry: QueueEntry, now: int) -> Queue | Shed:

@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Iterator
 
-from pigou.control.admission.queue_order import Heap, QueuedRequest, QueueOrder
+from pigou.control.admission.queue_order import (
+    Heap,
+    QueuedRequest,
+    QueueOrder,
+    WorkerLimits,
+)
 from pigou.control.admission.tenant_quota import Refusal, TenantQuota
 
 #: At most so many requests are shed for one newcomer.
@@ -17,10 +22,10 @@ class AdmissionQueue:
     """Requests that wait: those that lost their worker first, the others in a queue order.
 
     The first is taken as soon as it can be served, and no other overtakes it until then. So no
-    request starves for its size. Only a request that lacks a worker that it may use
-    (`QueuedRequest.exclude`) lets others pass.
+    request starves for its size. Only a request that may not use all workers
+    (`QueuedRequest.limits`) lets others pass.
 
-    Each step costs O(log n), whatever the order, and O(sets of excluded workers).
+    Each step costs O(log n), whatever the order, and O(sets of limits).
 
     Attributes:
         order: which of the new ones goes next.
@@ -31,7 +36,7 @@ class AdmissionQueue:
         self.order = order
         self.quota = quota
         self._all: OrderedDict[str, QueuedRequest] = OrderedDict()  # the oldest first
-        self._returned: dict[frozenset[str], Heap] = {}
+        self._limited: dict[WorkerLimits, Heap] = {}  # those that returned, or stepped aside
         self._returns = 0
         self._serial = 0
 
@@ -48,8 +53,7 @@ class AdmissionQueue:
         waiting.serial = self._serial
         self._all[waiting.request.id] = waiting
         if waiting.returned:
-            self._heap(waiting.exclude).add(0, waiting)
-            self._returns += 1
+            self._join(waiting)
             return self._returns - 1
         self.quota.add(waiting)
         self.order.add(waiting)
@@ -58,12 +62,21 @@ class AdmissionQueue:
     def remove(self, request: str) -> QueuedRequest | None:
         """Take a request out that is not served; return it, None if it was not there."""
         waiting = self._all.pop(request, None)
-        if waiting is not None and waiting.returned:
-            self._leave(waiting)
-        elif waiting is not None:
-            self.quota.remove(waiting)
-            self.order.remove(waiting)
+        if waiting is not None:
+            if not waiting.returned:
+                self.quota.remove(waiting)
+            if waiting.returned or waiting.aside:
+                self._leave(waiting)
+            else:
+                self.order.remove(waiting)
         return waiting
+
+    def step_aside(self, waiting: QueuedRequest) -> None:
+        """Let others pass a request that waits for workers that not all may use."""
+        if waiting.request.eligible and not (waiting.returned or waiting.aside):
+            self.order.remove(waiting)
+            waiting.aside = True
+            self._join(waiting)
 
     def take(self, waiting: QueuedRequest, uncached: int) -> None:
         """A request was sent to a worker that has `uncached` tokens of its prompt to compute.
@@ -73,9 +86,12 @@ class AdmissionQueue:
         del self._all[waiting.request.id]
         if waiting.returned:
             self._leave(waiting)
-        else:
-            self.quota.remove(waiting)
-            self.order.taken(waiting, uncached)
+            return
+        self.quota.remove(waiting)
+        if waiting.aside:
+            self._leave(waiting)
+            self.order.add(waiting)
+        self.order.taken(waiting, uncached)
 
     def passed(self, waiting: QueuedRequest, uncached: int) -> None:
         """A newcomer was sent to a worker at once, the queue being empty: `add`, then `take`."""
@@ -84,9 +100,9 @@ class AdmissionQueue:
         self.order.add(waiting)
         self.order.taken(waiting, uncached)
 
-    def next(self, now: int, skip: Collection[frozenset[str]] = ()) -> QueuedRequest | None:
-        """Return who goes next, but for requests that exclude just what is in `skip`."""
-        firsts = [heap.first() for exclude, heap in self._returned.items() if exclude not in skip]
+    def next(self, now: int, skip: Collection[WorkerLimits] = ()) -> QueuedRequest | None:
+        """Return who goes next, but for requests of the limits in `skip`."""
+        firsts = [heap.first() for limits, heap in self._limited.items() if limits not in skip]
         returned = [waiting for waiting in firsts if waiting is not None]
         if returned:
             return min(returned, key=lambda waiting: waiting.serial)
@@ -112,9 +128,9 @@ class AdmissionQueue:
                 return gone
         return []
 
-    def excluded(self) -> list[frozenset[str]]:
-        """Return the sets of workers that some request excludes."""
-        return [exclude for exclude in self._returned if exclude]
+    def limits(self) -> list[WorkerLimits]:
+        """Return the limits of requests that let others pass."""
+        return [limits for limits in self._limited if any(limits)]
 
     def overdue(self, before: int, keep_accepted: bool = True) -> Iterator[QueuedRequest]:
         """Take out those that wait since `before` or longer, and return them.
@@ -133,32 +149,32 @@ class AdmissionQueue:
 
     def readmit(self, worker: str) -> None:
         """A worker is well again: no request excludes it any more."""
-        for exclude in self.excluded():
-            if worker in exclude:
-                for waiting in list(self._returned[exclude]):
-                    self._reopen(waiting, exclude - {worker})
+        for limits in self.limits():
+            if worker in limits[0]:
+                for waiting in list(self._limited[limits]):
+                    self._reopen(waiting, limits[0] - {worker})
 
     def forgive(self, before: int) -> None:
         """Requests that wait since `before` or longer exclude no worker any more."""
-        for exclude in self.excluded():
-            waiting = self._returned[exclude].first()
+        for limits in self.limits():
+            waiting = self._limited[limits].first() if limits[0] else None
             while waiting is not None and waiting.since <= before:
                 self._reopen(waiting, _NOBODY)
-                heap = self._returned.get(exclude)
+                heap = self._limited.get(limits)
                 waiting = None if heap is None else heap.first()
 
     def _reopen(self, waiting: QueuedRequest, exclude: frozenset[str]) -> None:
         self._leave(waiting)
         waiting.exclude = exclude
-        self._heap(exclude).add(0, waiting)
+        self._join(waiting)
+
+    def _join(self, waiting: QueuedRequest) -> None:
+        self._limited.setdefault(waiting.limits, Heap()).add(0, waiting)
         self._returns += 1
 
-    def _heap(self, exclude: frozenset[str]) -> Heap:
-        return self._returned.setdefault(exclude, Heap())
-
     def _leave(self, waiting: QueuedRequest) -> None:
-        heap = self._returned[waiting.exclude]
+        heap = self._limited[waiting.limits]
         heap.remove(waiting)
         self._returns -= 1
         if not heap:
-            del self._returned[waiting.exclude]
+            del self._limited[waiting.limits]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import msgspec
 
@@ -266,6 +266,10 @@ class Edf(KeyedOrder):
         return waiting.since + int(self.params.patience_ms) * _MILLISECOND
 
 
+#: The workers that a request excludes, and those among which it must be; empty for all.
+WorkerLimits: TypeAlias = tuple[frozenset[str], frozenset[str]]
+
+
 class QueuedRequest(msgspec.Struct, eq=False):
     """A queued request.
 
@@ -280,6 +284,7 @@ class QueuedRequest(msgspec.Struct, eq=False):
         serial: rises with each request that is queued.
         late: it missed its deadline while it waited (`edf`).
         accepted: with the first sequence of its group, so it is not shed any more.
+        aside: it lets others pass until a worker that it may use can take it.
     """
 
     request: Request
@@ -292,6 +297,12 @@ class QueuedRequest(msgspec.Struct, eq=False):
     serial: int = 0
     late: bool = False
     accepted: bool = False
+    aside: bool = False
+
+    @property
+    def limits(self) -> WorkerLimits:
+        """The workers that it may not use, and those that it must."""
+        return self.exclude, self.request.eligible
 
     @property
     def tokens(self) -> int:

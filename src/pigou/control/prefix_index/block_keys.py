@@ -41,7 +41,9 @@ _M2 = np.uint64(0x94D049BB133111EB)
 _HALF = np.uint64(32)
 
 
-def chain(tokens: Tokens, block_size: int, salt: str = "", parent: int | None = None) -> BlockKeys:
+def chain(
+    tokens: Tokens, block_size: int, salt: str = "", parent: int | None = None, lora: str = ""
+) -> BlockKeys:
     """Hash the full blocks of a sequence, each together with all before it.
 
     Args:
@@ -50,6 +52,7 @@ def chain(tokens: Tokens, block_size: int, salt: str = "", parent: int | None = 
         block_size: tokens in a block.
         salt: cache salt of the request; it enters at the beginning, not after a parent.
         parent: key of the block before; None at the beginning.
+        lora: adapter that computes them; it enters where the salt does.
 
     Returns:
         Keys, shape (len(tokens) // block_size,); none is 0, which means "no key".
@@ -63,14 +66,15 @@ def chain(tokens: Tokens, block_size: int, salt: str = "", parent: int | None = 
         raise ValueError(f"block_size is {block_size}; it must be at least 1")
     keys = np.empty(len(tokens) // block_size, dtype=np.uint64)
     if len(keys):
-        start = salt_key(salt) if parent is None else parent
+        start = salt_key(salt, lora) if parent is None else parent
         _chain(token_array(tokens), block_size, np.uint64(start), keys)
     return keys
 
 
-def salt_key(salt: str) -> int:
-    """Return the key before the first block of a sequence: the hash of its salt (XXH3)."""
-    return xxh3_64_intdigest(salt.encode()) if salt else 0
+def salt_key(salt: str, lora: str = "") -> int:
+    """Return the key before the first block: the hash of salt and adapter (XXH3)."""
+    seed = xxh3_64_intdigest(lora.encode()) if lora else 0
+    return xxh3_64_intdigest(salt.encode(), seed) if salt or lora else 0
 
 
 def token_array(tokens: Tokens) -> NDArray[np.uint32]:

@@ -328,7 +328,8 @@ def _keys(holdings: Holdings | None, event: Stored, parent: int | None, blocks: 
         before = holdings.key(parent)
     if len(event.token_ids) == blocks * event.block_size and (parent is None or before is not None):
         try:
-            return chain(event.token_ids, event.block_size, event.salt or "", before)
+            lora = event.lora or ""
+            return chain(event.token_ids, event.block_size, event.salt or "", before, lora)
         except (OverflowError, TypeError):
             pass  # ids that are no tokens: their blocks cannot be keyed
     return np.zeros(blocks, dtype=np.uint64)

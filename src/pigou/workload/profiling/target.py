@@ -153,12 +153,14 @@ def _metrics(page: str) -> dict[str, float]:
         head, _, value = line.rpartition(" ")
         name, _, labels = head.partition("{")
         if name in ("vllm:num_requests_running", "vllm:num_requests_waiting"):
-            values[name.rpartition("_")[2]] = _float(value)
+            gauge = name.rpartition("_")[2]  # one for each data parallel rank
+            values[gauge] = values.get(gauge, 0.0) + _float(value)
         elif name == "vllm:cache_config_info":
             for label in labels.rstrip("}").split(","):
                 key, _, said = label.partition("=")
                 if key in ("block_size", "num_gpu_blocks") and said.strip('"').isdecimal():
-                    values[key] = float(said.strip('"'))
+                    before = values.get(key, 0.0) if key == "num_gpu_blocks" else 0.0
+                    values[key] = before + float(said.strip('"'))
     return values
 
 
