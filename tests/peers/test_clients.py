@@ -21,66 +21,66 @@ COMPUTES = ("--threads", "1", "--dtype", "fp32")
 PROGRAMS = Path(__file__).parent / "clients"
 
 
-def python(package: str) -> list[str]:
-    """Return what runs a program with a package of the venv that `PIGOU_PEER_CLIENTS` names."""
+#: Programs by the package that each is of.
+PYTHON = {
+    "openai": "openai_chat.py", "langchain_openai": "langchain_chat.py",
+    "litellm": "litellm_chat.py", "instructor": "instructor_chat.py",
+    "llama_index/llms/openai_like": "llama_index_chat.py", "pydantic_ai": "pydantic_ai_chat.py",
+    "agents": "openai_agents_chat.py", "smolagents": "smolagents_chat.py",
+}  # fmt: skip
+NODE = {
+    "openai": "openai_chat.mjs", "@langchain/openai": "langchain_chat.mjs",
+    "@ai-sdk/openai": "vercel_ai.mjs", "@ai-sdk/openai-compatible": "vercel_compatible.mjs",
+}  # fmt: skip
+
+
+def has_python(package: str) -> bool:
+    """Whether the venv that `PIGOU_PEER_CLIENTS` names has a package."""
     home = os.environ.get("PIGOU_PEER_CLIENTS", "")
-    program = Path(home) / "bin" / "python"
-    if not home or not list(Path(home).glob(f"lib/*/site-packages/{package}/__init__.py")):
-        pytest.skip(f"PIGOU_PEER_CLIENTS names no venv with {package}")
-    return [str(program)]
+    return bool(home) and any(Path(home).glob(f"lib/*/site-packages/{package}/__init__.py"))
 
 
-def node(package: str) -> tuple[list[str], Path]:
-    """Return what runs a program with a package of the folder that `PIGOU_PEER_NODE` names."""
-    home, program = os.environ.get("PIGOU_PEER_NODE", ""), shutil.which("node")
-    if not home or program is None or not (Path(home) / "node_modules" / package).is_dir():
-        pytest.skip(f"PIGOU_PEER_NODE names no folder with node_modules/{package}, or no node")
-    return [program], Path(home)
-
-
-async def run(command: list[str], *arguments: str) -> None:
-    """Run a program, which fails where the client does not get what it should."""
+async def run(*command: str) -> str:
+    """Run a program; return why the client did not get what it should, empty where it did."""
     process = await asyncio.create_subprocess_exec(
-        *command, *arguments, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+        env=os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"},
     )  # fmt: skip
     try:
         output, _ = await asyncio.wait_for(process.communicate(), 240)
     finally:
         if process.returncode is None:
             process.kill()
-    assert process.returncode == 0, output.decode()[-4000:]
+    return output.decode()[-4000:] if process.returncode else ""
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize(
-    ("program", "package"),
-    [
-        ("openai_chat.py", "openai"),
-        ("langchain_chat.py", "langchain_openai"),
-        ("litellm_chat.py", "litellm"),
-    ],
-)
-async def test_python_clients_get_what_they_ask_for(program: str, package: str) -> None:
-    command = python(package)
+async def check(*program: str) -> None:
+    """Fail with what a client says that does not get what it should of the bundled model."""
     async with running(0, 0, 1, arguments=COMPUTES) as (_, client):
-        await run([*command, str(PROGRAMS / program)], client.url, MODEL)
+        assert not await run(*program, client.url, MODEL)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(("program", "package"), [("openai_chat.mjs", "openai"),
-                                                  ("vercel_ai.mjs", "ai")])  # fmt: skip
-async def test_node_clients_get_what_they_ask_for(program: str, package: str) -> None:
-    command, home = node(package)
+@pytest.mark.parametrize("package", PYTHON)
+async def test_python_clients_get_what_they_ask_for(package: str) -> None:
+    if not has_python(package):
+        pytest.skip(f"PIGOU_PEER_CLIENTS names no venv with {package}")
+    await check(f"{os.environ['PIGOU_PEER_CLIENTS']}/bin/python", str(PROGRAMS / PYTHON[package]))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("package", NODE)
+async def test_node_clients_get_what_they_ask_for(package: str, tmp_path: Path) -> None:
+    home, node = os.environ.get("PIGOU_PEER_NODE", ""), shutil.which("node")
+    modules = Path(home) / "node_modules"
+    if not home or node is None or not (modules / package).is_dir():
+        pytest.skip(f"PIGOU_PEER_NODE names no folder with node_modules/{package}, or no node")
     # Node looks for packages beside the program.
-    copy = home / f"pigou-{os.getpid()}-{program}"
-    shutil.copy(PROGRAMS / program, copy)
-    try:
-        async with running(0, 0, 1, arguments=COMPUTES) as (_, client):
-            await run([*command, str(copy)], client.url, MODEL)
-    finally:
-        copy.unlink()
+    (tmp_path / "node_modules").symlink_to(modules.resolve())
+    copy = shutil.copy(PROGRAMS / NODE[package], tmp_path)
+    await check(node, "--preserve-symlinks-main", str(copy))
 
 
 def event(kind: str, **fields: object) -> bytes:
@@ -123,7 +123,10 @@ async def gateways() -> AsyncIterator[tuple[str, str]]:
 
 
 async def test_anthropic_reaches_a_server_that_has_messages() -> None:
-    command = [*python("anthropic"), str(PROGRAMS / "anthropic_messages.py")]
+    if not has_python("anthropic"):
+        pytest.skip("PIGOU_PEER_CLIENTS names no venv with anthropic")
+    python = f"{os.environ['PIGOU_PEER_CLIENTS']}/bin/python"
+    command = [python, str(PROGRAMS / "anthropic_messages.py")]
     async with gateways() as (having, lacking):
-        await run(command, having, "stub", "passed")
-        await run(command, lacking, "stub", "refused")
+        assert not await run(*command, having, "stub", "passed")
+        assert not await run(*command, lacking, "stub", "refused")
