@@ -22,6 +22,7 @@ from typer.main import get_command
 from pigou.cli import COMMANDS, build
 from pigou.cli.worker_options import split_model
 from pigou.workload.catalogue import listed
+from tools import check_guides
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -36,29 +37,13 @@ def blocks(page: Path, *languages: str) -> Iterator[str]:
 def commands(page: Path) -> list[list[str]]:
     """Return the shell commands of a page as words, without comments and variables before them."""
     found = []
-    for block in blocks(page, "sh", "bash", "shell"):
-        text = re.sub(r"\\\n\s*", " ", block)
-        for line in _statements(text):
-            words = shlex.split(line, comments=True)
-            while words and re.fullmatch(r"\w+=\S*", words[0]):
-                words = words[1:]
-            if words:
-                found.append(words)
+    for command in check_guides.commands(page.read_text()):
+        words = shlex.split(command.text, comments=True)
+        while words and re.fullmatch(r"\w+=\S*", words[0]):
+            words = words[1:]
+        if words:
+            found.append(words)
     return found
-
-
-def _statements(text: str) -> Iterator[str]:
-    """Yield lines, those joined that are within one pair of quotes."""
-    line = ""
-    for part in text.splitlines():
-        line = f"{line}\n{part}" if line else part
-        try:
-            shlex.split(line, comments=True)
-        except ValueError:
-            continue
-        yield line
-        line = ""
-    assert not line, f"a quote is not closed: {line!r}"
 
 
 def of_pigou(page: Path) -> list[list[str]]:
@@ -71,9 +56,11 @@ def parse(words: list[str]) -> None:
     command, rest = root.commands[words[0]], words[1:]
     while hasattr(command, "commands"):
         command, rest = command.commands[rest[0]], rest[1:]
-    cut = next((at for at, word in enumerate(rest) if word in ("...", "|", ">", "&", "&&")), None)
+    cut = next(
+        (at for at, word in enumerate(rest) if word in ("...", "|", ">", "&", "&&", ";")), None
+    )
     context = command.make_context(words[0], list(rest[:cut]), resilient_parsing=cut is not None)
-    if words[0] == "serve" and cut is None:
+    if words[0] == "serve" and cut is None:  # refuses what neither serve nor its workers know
         split_model(context.params["worker_arguments"] or ())
 
 

@@ -46,6 +46,8 @@ from pigou.request import Role
         (["--max-seqs", "x"], "Invalid value for '--max-seqs'"),
         (["--", "--max-seqs", "0"], "--max-seqs is 0; it must be at least 1"),
         (["--disk-cache", "1GiB"], "--disk-path ''; give both or neither"),
+        (["--", "--port=8100"], "--port is each worker's own, and pigou serve gives it"),
+        (["--role", "decode"], "--role is each worker's own"),
         (["./nowhere"], "--model './nowhere' is no folder; give a folder or a Hugging Face hub id"),
         (["a/b", "c/d"], "'c/d' is no option; give one MODEL"),
         (["a/b", "--model", "c/d"], "'a/b' is given, and --model"),

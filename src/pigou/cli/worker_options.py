@@ -37,6 +37,9 @@ _ELSEWHERE = {
     "servers behind the gateway (--attach URL)",
 )
 
+#: Options of a worker that the fleet gives each of them.
+_OWN = {"--host", "--port", "--role", "--exit-with-parent"}
+
 
 def split_model(words: Sequence[str]) -> tuple[str, list[str]]:
     """Return the model among the arguments of `pigou serve`, and the options for its workers.
@@ -44,6 +47,9 @@ def split_model(words: Sequence[str]) -> tuple[str, list[str]]:
     Raises:
         ConfigError: an option is known to neither command, or there are several models.
     """
+    given = {word.partition("=")[0] for word in words}
+    if own := sorted(given & _OWN):
+        raise ConfigError(f"{own[0]} is each worker's own, and pigou serve gives it; leave it out")
     context = _context(words)
     models = list(context.args)
     if len(models) > 1:

@@ -106,8 +106,8 @@ class WorkersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     timing: Annotated[
         str,
         option(
-            "The workers sleep in place of computing: as of `pigou worker`, whose --timing-... "
-            "options go after `--`.",
+            "The workers sleep in place of computing: as of `pigou worker`, with its --timing-... "
+            "options.",
             _GROUP,
         ),
     ] = ""
