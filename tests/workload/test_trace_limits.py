@@ -65,7 +65,7 @@ def test_block_ids_of_more_than_64_bits_are_refused_with_their_row(
         {"in": 9, "out": 1, "hash_ids": [1]}, {"in": 9, "out": 1, "hash_ids": [bad]},
     ]}  # fmt: skip
     files = [
-        rows(tmp_path / "own.jsonl", OWN, OWN | {"hash_ids": [1, bad]}),
+        rows(tmp_path / "own.jsonl", OWN, OWN | {"hash_ids": [1, bad], "block": 8}),
         rows(tmp_path / "m.jsonl", MOONCAKE, MOONCAKE | {"hash_ids": [bad]}),
         rows(tmp_path / "s.json", session),
     ]

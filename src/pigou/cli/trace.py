@@ -28,6 +28,8 @@ trace = typer.Typer(
     rich_markup_mode=None,
 )
 _PERCENTILES = (50, 90, 99)
+_BLOCK = "Tokens of a block, where the file does not say. (default: what all rows fit)"
+_UNIT = "Unit of the times of Mooncake's format: s, ms, us or ns. (default: ms)"
 _OPTIONS = {"sessions": "--sessions"}
 
 
@@ -83,12 +85,16 @@ def info(
         ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    block: Annotated[float, typer.Option(help=_BLOCK)] = 0.0,
+    unit: Annotated[str, typer.Option(help=_UNIT)] = "",
 ) -> None:
     """Describe a trace: requests, lengths, rate, and what its prompts share."""
     from pigou.workload.trace_formats import read_trace
 
     with _failing("info"):
-        description = _describe(read_trace(file), [_tokens(size) for size in cache or []])
+        description = _describe(
+            read_trace(file, block, unit), [_tokens(size) for size in cache or []]
+        )
     if json:
         typer.echo(msgspec.json.format(msgspec.json.encode(description)).decode())
         return
@@ -105,13 +111,15 @@ def convert(
         str,
         typer.Argument(help="File to write, in Pigou's own JSON lines; .gz, .zst are packed."),
     ],
+    block: Annotated[float, typer.Option(help=_BLOCK)] = 0.0,
+    unit: Annotated[str, typer.Option(help=_UNIT)] = "",
 ) -> None:
     """Write any trace, or the workload of a journal, as Pigou's own JSON lines."""
     from pigou.workload.trace_formats import read_trace
     from pigou.workload.trace_rows import to_rows
 
     with _failing("convert"):
-        typer.echo(f"{_write(Path(out), to_rows(read_trace(file)))} requests in {out}")
+        typer.echo(f"{_write(Path(out), to_rows(read_trace(file, block, unit)))} requests in {out}")
 
 
 @trace.command("sample")
@@ -129,6 +137,8 @@ def sample(
     seed: Annotated[int, typer.Option(help="Of the draw.")] = 0,
     scale: Annotated[float, typer.Option(help="All lengths times this, blocks included.")] = 1.0,
     speed: Annotated[float, typer.Option(help="All times by this.")] = 1.0,
+    block: Annotated[float, typer.Option(help=_BLOCK)] = 0.0,
+    unit: Annotated[str, typer.Option(help=_UNIT)] = "",
 ) -> None:
     """Write a part of a trace: a window of time, some of its sessions, scaled."""
     import numpy as np
@@ -143,7 +153,7 @@ def sample(
                 raise ConfigError(f"{name} is {value}; it must be finite and above 0")
         if seed < 0:
             raise ConfigError(f"--seed is {seed}; it must be at least 0")
-        recorded = window(read_trace(file), begin, end)
+        recorded = window(read_trace(file, block, unit), begin, end)
         if sessions is not None:
             recorded = some(recorded, sessions, np.random.default_rng(seed))
         count = _write(Path(out), to_rows(recorded.scaled(scale, speed)))

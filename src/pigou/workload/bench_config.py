@@ -123,6 +123,13 @@ class BenchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     ] = ""
     trace_scale: Annotated[float, option("Lengths of the trace times this.", "Trace")] = 1.0
     trace_speed: Annotated[float, option("Times of the trace by this.", "Trace")] = 1.0
+    trace_block: Annotated[
+        float, option("Tokens of a block, where the trace does not say; 0: what all rows fit.",
+                      "Trace")
+    ] = 0.0  # fmt: skip
+    trace_unit: Annotated[
+        str, option("Unit of Mooncake's times: s, ms, us, ns; ms if left out.", "Trace")
+    ] = ""
     sessions: Annotated[
         int | None, option("Sessions of the trace to replay. (default: all)", "Trace")
     ] = None
@@ -187,8 +194,9 @@ class BenchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
              "--duration and --max-inflight"),
             (not self.trace and self.sessions is not None,
              "--sessions chooses among those of a --trace; give one"),
-            (not self.trace and (self.trace_scale != 1.0 or self.trace_speed != 1.0),
-             "--trace-scale and --trace-speed change a --trace; give one")
+            (not self.trace and (self.trace_scale != 1.0 or self.trace_speed != 1.0
+                                 or self.trace_block or self.trace_unit),
+             "--trace-scale, -speed, -block and -unit are of a --trace; give one")
         )  # fmt: skip
         for wrong, message in conflicts:
             if wrong:

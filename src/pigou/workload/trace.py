@@ -63,6 +63,16 @@ class Trace:
 
     block: float
     sessions: tuple[TraceSession, ...]
+    timed: bool = True  # whether the sessions' starts were recorded
+
+    def check_timed(self, remedy: str) -> None:
+        """Refuse a trace whose sessions have no times.
+
+        Raises:
+            ConfigError: with the remedy.
+        """
+        if not self.timed:
+            raise ConfigError(f"trace: its rows have no timestamp; {remedy}")
 
     def scaled(self, tokens: float = 1.0, speed: float = 1.0) -> Trace:
         """Return the trace with all lengths times `tokens`, and all times by `speed`.
@@ -86,7 +96,7 @@ class Trace:
             replace(session, start=session.start / speed, turns=tuple(map(turn, session.turns)))
             for session in self.sessions
         ]
-        return Trace(self.block * tokens, tuple(sessions))
+        return replace(self, block=self.block * tokens, sessions=tuple(sessions))
 
     def _check_scale(self, tokens: float, speed: float) -> None:
         turns = [turn for session in self.sessions for turn in session.turns]

@@ -16,14 +16,13 @@ from typing import Any, TypeVar
 import msgspec
 
 from pigou.config import ConfigError
-from pigou.workload import journal_file
+from pigou.workload import journal_file, mooncake
 from pigou.workload.packed import name_of, unpacked
 from pigou.workload.trace import Trace, TraceSession, Turn, ordered, turn
-from pigou.workload.trace_rows import BailianRow, MooncakeRow, TraceRow, VllmRow, of_rows
+from pigou.workload.trace_rows import TraceRow, VllmRow, of_rows
 
 T = TypeVar("T")
 
-_MOONCAKE_BLOCK = 512
 _LOG = "requests.jsonl"
 _SESSION = ("block_size", "requests", "id")
 _BOM = b"\xef\xbb\xbf"
@@ -34,23 +33,30 @@ _TIME = re.compile(
 _BLOCK_IN_NAME = re.compile(r"blksz_(\d+)")
 
 
-def read_trace(path: str | Path) -> Trace:
+def read_trace(path: str | Path, block: float = 0.0, unit: str = "") -> Trace:
     """Read a trace; which kind it is, its content tells.
 
-    JSON lines of Pigou (`pigou.workload.trace_rows.TraceRow`), Mooncake, Alibaba's Bailian or
-    vLLM's bench; a journal of Pigou's gateway; CSV of Azure or BurstGPT; agent sessions (JSON with
-    `requests`, alone, in a folder, or in a tar archive). Each may be packed (`.gz`, `.zst`). A
-    folder with `requests.jsonl`, or `vllm/requests.jsonl`, as vLLM logs are kept in, stands for
-    that file.
+    JSON lines of Pigou (`pigou.workload.trace_rows.TraceRow`), of Mooncake, Alibaba's Bailian,
+    AIPerf or Dynamo (`pigou.workload.mooncake`), or of vLLM's bench; a journal of Pigou's gateway;
+    CSV of Azure, BurstGPT or Vidur; agent sessions (JSON with `requests`, alone, in a folder, or in
+    a tar archive). Each may be packed (`.gz`, `.zst`). A folder with `requests.jsonl`, or
+    `vllm/requests.jsonl`, as vLLM logs are kept in, stands for that file.
+
+    Args:
+        path: of a file or a folder.
+        block: tokens of a block, where the file does not say; 0 for what all rows fit.
+        unit: of the times of Mooncake's format: s, ms, us or ns; "" for its own, ms.
 
     Raises:
-        ConfigError: the file cannot be read, or is none of these.
+        ConfigError: the file cannot be read, is none of these, or contradicts `block`.
     """
+    if not 0.0 <= block < float("inf"):
+        raise ConfigError(f"trace: block is {block:g}; it must be above 0")
     if not str(path):
         raise ConfigError("trace: no file is named; name a file or a folder")
     path = Path(path)
     try:
-        return _read(path)
+        return _read(path, block, unit)
     except (
         OSError, EOFError, ValueError, KeyError, TypeError, RecursionError, tarfile.TarError,
         csv.Error,
@@ -63,7 +69,7 @@ def read_trace(path: str | Path) -> Trace:
         raise ConfigError(f"trace: {path} cannot be read as a trace ({what})") from error
 
 
-def _read(path: Path) -> Trace:
+def _read(path: Path, block: float = 0.0, unit: str = "") -> Trace:
     if path.is_dir():
         return _folder(path)
     name = name_of(path)
@@ -77,7 +83,7 @@ def _read(path: Path) -> Trace:
     if name.endswith(".json"):
         return _agents([data.decode("utf-8")], str(path))
     if data.lstrip()[:1] == b"{":
-        return _lines(data, name, str(path))
+        return _lines(data, name, str(path), block, unit)
     return _table(data.decode("utf-8"), str(path))
 
 
@@ -102,31 +108,30 @@ def _members(file: io.BytesIO) -> Iterator[str]:
                 yield opened.read().decode("utf-8-sig")
 
 
-def _lines(data: bytes, name: str, path: str) -> Trace:
+def _lines(data: bytes, name: str, path: str, block: float, unit: str) -> Trace:
     """Read JSON lines, of the kind that the first one is of; blank lines are skipped."""
     lines = [(at, line) for at, line in enumerate(data.splitlines(), 1) if line.strip()]
     numbers = [number for number, _ in lines]
     keys = _decoded(lines[:1], dict[str, Any], path)[0].keys()
     if "input_toks" in keys:
         return _vllm(_decoded(lines, VllmRow, path), numbers, path)
-    if "chat_id" in keys:
+    if mooncake.KEYS & keys:
+        rows = _decoded(lines, mooncake.decode_row, path)
         match = _BLOCK_IN_NAME.search(name)
-        if match is None:
-            raise ConfigError(f"trace: the name of {path} lacks the block size, like blksz_16")
-        return _blocks(_decoded(lines, BailianRow, path), int(match[1]), 1.0, numbers, path)
-    if "timestamp" in keys:
-        return _blocks(_decoded(lines, MooncakeRow, path), _MOONCAKE_BLOCK, 1e-3, numbers, path)
-    return of_rows(_decoded(lines, TraceRow, path), numbers)
+        return mooncake.to_trace(rows, numbers, path, block, unit, int(match[1]) if match else 0)
+    return of_rows(_decoded(lines, TraceRow, path), numbers, block)
 
 
-def _decoded(lines: Sequence[tuple[int, bytes]], kind: type[Any], path: str) -> list[Any]:
+def _decoded(lines: Sequence[tuple[int, bytes]], kind: Any, path: str) -> list[Any]:
     """Return the rows of numbered lines; whole numbers may be floats, or in quotes."""
-    decoder = msgspec.json.Decoder(kind, strict=False)
+    decode = kind
+    if kind is not mooncake.decode_row:
+        decode = msgspec.json.Decoder(kind, strict=False).decode
     rows = []
     for number, line in lines:
         try:
-            rows.append(decoder.decode(line))
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            rows.append(decode(line))
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"trace: line {number} of {path}: {error}") from error
     return rows
 
@@ -138,20 +143,6 @@ def _vllm(rows: Sequence[VllmRow], numbers: Sequence[int], path: str) -> Trace:
             one = turn(row.input_toks, row.output_toks)
         sessions.append(TraceSession(row.seconds, str(len(sessions)), (one,)))
     return ordered(1.0, sessions, numbers)
-
-
-def _blocks(
-    rows: Sequence[MooncakeRow | BailianRow], block: int, unit: float, numbers: Sequence[int],
-    path: str,
-) -> Trace:  # fmt: skip
-    """Return rows with block ids that all share, `timestamp` in `unit` seconds."""
-    sessions = []
-    for number, row in zip(numbers, rows, strict=True):
-        with _line(number, path):
-            one = turn(row.input_length, row.output_length, row.hash_ids)
-        name = str(row.chat_id) if isinstance(row, BailianRow) else ""
-        sessions.append(TraceSession(row.timestamp * unit, "trace", (one,), name=name))
-    return ordered(block, sessions, numbers)
 
 
 def _table(text: str, path: str) -> Trace:
@@ -174,6 +165,9 @@ def _table(text: str, path: str) -> Trace:
     if "Request tokens" in names:
         columns = ("Timestamp", "Request tokens", "Response tokens")
         return _rows(rows, columns, float, path, failed=0)
+    if "arrived_at" in names:
+        columns = ("arrived_at", "num_prefill_tokens", "num_decode_tokens")
+        return _rows(rows, columns, float, path)
     raise ConfigError(f"trace: {path} has columns {', '.join(names) or 'none'}, of no known trace")
 
 

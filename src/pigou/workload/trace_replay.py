@@ -52,7 +52,9 @@ def plan(config: BenchConfig, max_model_len: int | None) -> TraceReplay:
     Raises:
         ConfigError: it cannot be read, or nothing of it fits.
     """
-    whole = read_trace(config.trace).scaled(config.trace_scale, config.trace_speed)
+    whole = read_trace(config.trace, config.trace_block, config.trace_unit).scaled(
+        config.trace_scale, config.trace_speed
+    )
     if config.seed:
         order = np.random.default_rng(config.seed).permutation(len(whole.sessions))
         if all(session.start == 0 for session in whole.sessions):
@@ -82,4 +84,6 @@ async def run(
         cv = 1.0 if config.cv is None else config.cv
         times = islice(renewal_times(config.arrivals, cv, rng), len(sessions))
         starts = [at / SECOND for at in times]
+    else:
+        replay.trace.check_timed("give --rate or --concurrency")
     await drive.sessions(sessions[: len(starts)], starts)  # a schedule may end before them

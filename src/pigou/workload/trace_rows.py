@@ -9,6 +9,7 @@ from itertools import count
 import msgspec
 
 from pigou.config import ConfigError
+from pigou.workload.mooncake import block_tokens
 from pigou.workload.trace import Trace, TraceSession, Turn, ordered, turn
 
 #: Tokens in a block where rows have blocks and do not say.
@@ -28,7 +29,7 @@ class TraceRow(
         output: tokens generated.
         hash_ids: of the prompt's blocks, the last of which may be filled in part; equal ids are
             equal blocks, in the whole file.
-        block: tokens in a block, 16 if not given; the same in all rows.
+        block: tokens in a block, the same in all rows; left out, 16 or what all rows fit.
         tenant: whose it is.
         session: name of the conversation that it belongs to.
     """
@@ -41,21 +42,6 @@ class TraceRow(
     block: float | None = None
     tenant: str | int = ""
     session: str | int = ""
-
-
-class MooncakeRow(msgspec.Struct, frozen=True):
-    """A request of Mooncake's traces; `timestamp` is in milliseconds, blocks have 512 tokens."""
-
-    timestamp: float
-    input_length: int
-    output_length: int
-    hash_ids: list[int]
-
-
-class BailianRow(MooncakeRow, frozen=True, kw_only=True):
-    """A request of Alibaba's Bailian traces; `timestamp` is in seconds."""
-
-    chat_id: int
 
 
 class VllmRow(msgspec.Struct, frozen=True):
@@ -95,7 +81,7 @@ class _Open:
         return TraceSession(self.start, scope, tuple(self.turns), self.tenant, self.name)
 
 
-def of_rows(rows: Sequence[TraceRow], numbers: Sequence[int] = ()) -> Trace:
+def of_rows(rows: Sequence[TraceRow], numbers: Sequence[int] = (), block: float = 0.0) -> Trace:
     """Return the trace of its rows; `numbers` are their lines in the file, by default from 1 on.
 
     A row with `arrival_s` begins a session; one with `think_s` goes on with that of its name.
@@ -103,7 +89,7 @@ def of_rows(rows: Sequence[TraceRow], numbers: Sequence[int] = ()) -> Trace:
     Raises:
         ConfigError: rows contradict themselves, or one another.
     """
-    block = _block(rows)
+    block = _block(rows, block)
     opened: list[_Open] = []
     last: dict[str, _Open] = {}
     for number, row in zip(numbers or count(1), rows, strict=False):
@@ -131,12 +117,15 @@ def of_rows(rows: Sequence[TraceRow], numbers: Sequence[int] = ()) -> Trace:
     return ordered(block, [session.session() for session in opened], places)
 
 
-def _block(rows: Sequence[TraceRow]) -> float:
-    """Return the tokens in a block: those of the rows that have blocks, or say."""
-    sizes = {row.block or _BLOCK for row in rows if row.hash_ids or row.block is not None}
+def _block(rows: Sequence[TraceRow], given: float) -> float:
+    """Return the tokens in a block: those that rows say, or that all rows fit."""
+    sizes = {row.block for row in rows if row.block is not None} | ({given} if given else set())
+    if not sizes or None in {row.block for row in rows if row.hash_ids}:
+        pairs = [(row.input, len(row.hash_ids)) for row in rows if row.hash_ids and not row.block]
+        sizes.add(block_tokens(pairs, given, _BLOCK, "trace"))
     if len(sizes) > 1:
         raise ConfigError(f"trace: rows have blocks of {sorted(sizes)} tokens; they must be equal")
-    size = sizes.pop() if sizes else _BLOCK
+    size = sizes.pop()
     if not 0 < size < float("inf"):
         raise ConfigError(f"trace: block is {size}; it must be above 0")
     return size
@@ -148,6 +137,7 @@ def to_rows(trace: Trace) -> Iterator[TraceRow]:
     Block ids are numbered by first use. Sessions of several turns are named where they are not:
     `session-0` and so on.
     """
+    trace.check_timed("arrival_s of each session must be known")
     ids: dict[tuple[str, int], int] = {}
     taken = {session.name for session in trace.sessions}
     names = (name for n in count() if (name := f"session-{n}") not in taken)

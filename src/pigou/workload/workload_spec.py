@@ -70,6 +70,8 @@ class _Trace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     speed: float = 1.0
     scale: float = 1.0
+    block: float = 0.0
+    unit: str = ""
     sessions: int = 0
     C: int = 0
     rate: str = ""
@@ -133,7 +135,7 @@ def _read_part(text: str, seed: int) -> WorkloadSpec:
             `poisson:rate=5,in=512,out=64:256,hold=600`, `gamma:rate=5,cv=2,...,n=1000`, where
             `rate=5@0/15@120` is 15 requests a second from second 120 on;
             `mix=0.7:512/128,0.3:4096/256,rate=5,n=1000`, as `LengthMix.parse` reads it;
-            or a trace, alone or with keys: `trace.jsonl.zst,speed=2,sessions=1000`. The client's
+            or a trace, alone or with keys: `trace.jsonl.zst,speed=2,block=16,unit=ms`. The client's
             keys can stand in all of them: `pool=100,barging=0.9`.
         seed: of lengths, gaps and templates.
 
@@ -168,8 +170,8 @@ def _read_part(text: str, seed: int) -> WorkloadSpec:
             "or leave cv out"
         )
     options = _convert(values, _Trace, _CLIENT)
-    return WorkloadSpec(_open(read_trace(path).scaled(options.scale, options.speed), options, seed),
-                   client)  # fmt: skip
+    trace = read_trace(path, options.block, options.unit)
+    return WorkloadSpec(_open(trace.scaled(options.scale, options.speed), options, seed), client)
 
 
 def from_trace(trace: Trace, concurrency: int = 0) -> OpenLoop:
@@ -194,6 +196,8 @@ def from_trace(trace: Trace, concurrency: int = 0) -> OpenLoop:
 def _open(trace: Trace, options: _Trace, seed: int) -> OpenLoop:
     if options.sessions:
         trace = replace(trace, sessions=trace.sessions[: options.sessions])
+    if not options.C and not options.rate:
+        trace.check_timed("give rate=REQUESTS_A_SECOND or C=SESSIONS")
     loop = from_trace(trace, options.C)
     rate = read_rate(options.rate) if options.rate else 0.0
     if rate:
