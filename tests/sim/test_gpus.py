@@ -21,6 +21,13 @@ from pigou.sim.gpus import GPUS, gpu
         ("NVIDIA H200", "h200"),
         ("NVIDIA H200 NVL", "h200-nvl"),
         ("NVIDIA L40S", "l40s"),
+        ("NVIDIA H20", "h20"),
+        ("NVIDIA A10", "a10"),
+        ("NVIDIA A10G", "a10g"),
+        ("NVIDIA L4", "l4"),
+        ("Tesla T4", "t4"),
+        ("NVIDIA GeForce RTX 5090", "rtx5090"),
+        ("AMD Instinct MI300X", "mi300x"),
         ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtxpro6000"),
     ],
 )
@@ -29,7 +36,7 @@ def test_a_device_is_found_by_what_its_driver_calls_it(name: str, key: str) -> N
 
 
 @pytest.mark.parametrize(
-    "name", ["RTX 4090 D", "RTX 4090 Laptop GPU", "H20", "H100 96GB", "B300", "A100X", "A1000", ""]
+    "name", ["RTX 4090 D", "RTX 4090 Laptop GPU", "H20-3e", "H100 96GB", "A100X", "A1000", ""]
 )
 def test_a_device_is_never_taken_for_its_neighbour(name: str) -> None:
     with pytest.raises(ConfigError, match="gpu is"):

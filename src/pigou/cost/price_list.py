@@ -20,7 +20,9 @@ GPU_HOUR_USD: Mapping[str, float] = MappingProxyType(
     {
         "A100": 1.8, "A100-SXM4-40GB": 1.3, "A100-PCIE-80GB": 1.6, "A100-PCIE-40GB": 1.2,
         "H100": 2.5, "H100-PCIE": 2.2, "H100-NVL": 2.4, "H200": 4.0, "H200-NVL": 3.6,
-        "B200": 6.0, "GB200": 7.0, "L40S": 1.0, "RTX4090": 0.5, "RTXPRO6000": 1.8, "cpu": 0.08,
+        "B200": 6.0, "B300": 7.0, "GB200": 7.0, "H20": 1.5, "H800": 2.5, "MI300X": 2.5,
+        "MI325X": 3.0, "A10": 0.6, "A10G": 0.75, "L4": 0.5, "T4": 0.35, "RTX5090": 0.7, "L40S": 1.0,
+        "RTX4090": 0.5, "RTXPRO6000": 1.8, "cpu": 0.08,
     }
 )  # fmt: skip
 #: Storage by its name in price lists, and dollars of a gigabyte (10^9 bytes) for a month, assumed

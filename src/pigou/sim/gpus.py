@@ -1,7 +1,7 @@
 """GPUs: peaks of data sheets, and the part of them that is reached.
 
-Peaks are of dense matrix products with float32 accumulation, from NVIDIA's data sheets of each
-product. Efficiencies are measured figures of others or of this project; each names its source.
+Peaks are of dense matrix products with float32 accumulation, from NVIDIA's and AMD's data sheets of
+each product. Efficiencies are measured figures of others or of this project; each names its source.
 """
 
 from __future__ import annotations
@@ -104,6 +104,9 @@ _A100 = _tensor(312, single=19.5) | {"int8": 624 * TERA}
 _AMPERE = (0.859, 0.90, 0.80, 0.60)
 _HOPPER = (0.803, 0.90, 0.80, 0.60)
 _BLACKWELL = (0.776, 0.90, 0.80, 0.50)
+_CDNA = (0.546, 0.80, 0.70, 0.40)
+#: Cards without NVLink.
+_INFERENCE = (0.80, 0.92, 0.73, 0.60)
 _MAMF = "compute: MAMF table of stas00/ml-engineering"
 _FA2, _FA3 = "attention: FlashAttention-2 paper", "attention: FlashAttention-3 paper"
 #: GB/s one way of PCIe with 16 lanes, of which about 80% arrive, and seconds of a hop over it.
@@ -155,10 +158,49 @@ GPUS = {
         "GB200", _tensor(2500, 5000, 80, 10_000), 8000 * GIGA, int(184.0 * GIB), 900 * GIGA, _HOP,
         *_BLACKWELL, source="as B200; a rack (NVL72) is one NVLink domain", link_gpus=72,
     ),
+    "b300": Gpu(
+        "B300", _tensor(2250, 4500, 75, 13_500), 8000 * GIGA, int(268.59 * GIB), 900 * GIGA, _HOP,
+        *_BLACKWELL, source="as B200",
+    ),
+    "h20": Gpu(
+        "H20", _tensor(148, 296, 44), 4000 * GIGA, int(95.58 * GIB), 450 * GIGA, _HOP,
+        *_HOPPER, source="as H100",
+    ),
+    "h800": Gpu(
+        "H800", _tensor(989.5, 1979, 67), 3350 * GIGA, int(79.11 * GIB), 200 * GIGA, _HOP,
+        *_HOPPER, source="as H100",
+    ),
+    "mi300x": Gpu(
+        "MI300X", _tensor(1307.4, 2614.9, 163.4), 5300 * GIGA, int(191.98 * GIB), 448 * GIGA, _HOP,
+        *_CDNA, source=f"{_MAMF}; bandwidths and attention: assumed",
+    ),
+    "mi325x": Gpu(
+        "MI325X", _tensor(1307.4, 2614.9, 163.4), 6000 * GIGA, int(255.98 * GIB), 448 * GIGA, _HOP,
+        *_CDNA, source="as MI300X",
+    ),
+    "a10": Gpu(
+        "A10", _tensor(125, single=31.2) | {"int8": 250 * TERA}, 600 * GIGA, int(22.49 * GIB),
+        _PCIE4, _PCIE_HOP, *_INFERENCE, source="assumed, as L40S",
+    ),
+    "a10g": Gpu(
+        "A10G", _tensor(70, single=35.0) | {"int8": 140 * TERA}, 600 * GIGA, int(22.49 * GIB),
+        _PCIE4, _PCIE_HOP, *_INFERENCE, source="assumed, as L40S",
+    ),
+    "l4": Gpu(
+        "L4", _tensor(121, 242.5, 30.3), 300 * GIGA, int(22.49 * GIB), _PCIE4, _PCIE_HOP,
+        *_INFERENCE, source="assumed, as L40S",
+    ),
+    "t4": Gpu(  # float16 in place of bfloat16, which it has not
+        "T4", _tensor(65, single=8.1) | {"int8": 130 * TERA}, 320 * GIGA, int(14.75 * GIB),
+        _PCIE4 / 2, _PCIE_HOP, *_INFERENCE, source="assumed, as L40S",
+    ),
     "l40s": Gpu(
         "L40S", _tensor(362, 733, 91.6), 864 * GIGA, int(44.4 * GIB), _PCIE4, _PCIE_HOP,
-        compute=0.80, streaming=0.92, cache=0.73, attention=0.60,
-        source="assumed, between RTX4090 and RTXPRO6000",
+        *_INFERENCE, source="assumed, between RTX4090 and RTXPRO6000",
+    ),
+    "rtx5090": Gpu(
+        "RTX5090", _tensor(209.5, 419, 104.8, 1676) | {"int8": 838 * TERA}, 1792 * GIGA,
+        int(31.84 * GIB), _PCIE5, _PCIE_HOP, *_INFERENCE, source="assumed, as L40S",
     ),
     "rtx4090": Gpu(
         "RTX4090", _tensor(165.2, 330.3, 82.6), 1008 * GIGA, 25_250_627_584, 12 * GIGA, 16e-6,
@@ -192,6 +234,14 @@ _ALIASES = {
     "h200-nvl": ("h200nvl141gb",),
     "b200": ("b200sxm", "b200180gb", "b200192gb"),
     "gb200": ("gb200nvl72",),
+    "b300": ("b300sxm", "b300sxm6ac"),
+    "h20": ("h2096gb", "h20sxm"),
+    "h800": ("h80080gbhbm3", "h800sxm"),
+    "mi300x": ("mi300xoam",),
+    "a10": ("a1024gb", "a10pcie"),
+    "l4": ("l424gb",),
+    "t4": ("t416gb",),
+    "rtx5090": ("5090", "rtx509032gb"),
     "l40s": ("l40s48gb",),
     "rtx4090": ("4090", "rtx409024gb"),
     "rtxpro6000": (
@@ -204,13 +254,13 @@ _ALIASES = {
 def gpu(name: str) -> Gpu:
     """Find a GPU by its name; case, spaces and dashes do not matter ("RTX PRO 6000").
 
-    A name of another device of the family ("RTX 4090 D", "H20") is not taken for its neighbour.
+    A name of another device of the family ("RTX 4090 D", "H20-3e") is not taken for its neighbour.
 
     Raises:
         ConfigError: it is not known.
     """
     wanted = _normalized(name)
-    for prefix in ("nvidia", "tesla", "geforce"):
+    for prefix in ("nvidia", "tesla", "geforce", "amd", "instinct"):
         wanted = wanted.removeprefix(prefix)
     for key, device in GPUS.items():
         if wanted in (_normalized(key), *_ALIASES.get(key, ())):
