@@ -43,7 +43,7 @@ class FakeFleet:
 
     def __init__(self, *ids: str) -> None:
         self.ids, self.told = list(ids), list[str]()
-        self.pools, self.provided, self.members = ("both",), {}, ()
+        self.pools, self.provided, self.members, self.room = ("both",), {}, (), 3
 
     @property
     def size(self) -> int:

@@ -7,6 +7,7 @@ import pytest
 from pigou.config import ConfigError, ControlConfig
 from pigou.control.plane import ControlPlane
 from pigou.control.planner.actuation import add_workers, carry_out
+from pigou.control.planner.config import PlannerConfig
 from pigou.control.planner.messages import AddWorkers, FlipRole, WorkerState
 from pigou.fleet.attached_provider import AttachedProvider
 from pigou.fleet.config import AttachedWorker, FleetError, LocalWorker, WatchConfig
@@ -14,9 +15,11 @@ from pigou.fleet.hang_detection import HangArbiter
 from pigou.fleet.live_fleet import LiveFleet
 from pigou.fleet.local_member import LocalMember
 from pigou.fleet.local_provider import LocalProvider
-from pigou.fleet.local_workers import WorkerTemplate, local_workers
+from pigou.fleet.local_workers import WorkerTemplate, local_workers, start_workers
 from pigou.fleet.member import MemberSetup
+from pigou.fleet.planner_driver import PlannerDriver
 from pigou.fleet.supervisor import Supervisor
+from pigou.gateway.plan_status import PlanStatus
 from pigou.gateway.plane_driver import PlaneDriver
 from pigou.request import Role
 
@@ -121,6 +124,35 @@ async def test_a_live_fleet_refuses_in_the_words_of_the_simulator() -> None:
     assert fleet.flip_refusal("decode-0", "decode") == "decode-0 cannot serve in pool 'decode'"
     assert fleet.flip_refusal("decode-0", "prefill.attached")
     assert fleet.flip_refusal("decode-0", "prefill") == ""
+
+
+@pytest.mark.parametrize(
+    ("template", "start", "room"),
+    [
+        (WorkerTemplate(arguments=("--threads", "2")), 1, 4),
+        (WorkerTemplate(arguments=("--threads", "2")), 6, 6),
+        (WorkerTemplate(arguments=SLEEP), 1, 32),
+        (WorkerTemplate(devices=("cuda:0", "cuda:1", "cuda:2")), 1, 3),
+    ],
+    ids=["cores", "its start", "asleep", "gpus"],
+)
+async def test_a_planner_has_the_machines_room_by_default_and_what_is_said_otherwise(
+    template: WorkerTemplate, start: int, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    driver = PlaneDriver(ControlPlane(ControlConfig()))
+    workers = start_workers([template], {"": (0, start, 0)})
+    attached = AttachedWorker.parse("http://h:1", 0)
+    supervisor = Supervisor(driver, [*workers, attached], templates=[template])
+    fleet = LiveFleet(supervisor)
+    limits = [
+        PlannerDriver(
+            PlannerConfig(planner={"planner": "price"}, slo="ttft=1", max_workers=given),
+            fleet, driver, PlanStatus(driver.meter),
+        ).max_workers
+        for given in (None, 64, 0)
+    ]  # fmt: skip
+    assert limits == [room + 1, 64, 0]  # the attached server runs already
 
 
 async def test_models_share_gpus_and_never_flip_into_one_another() -> None:

@@ -64,8 +64,10 @@ def serve(
 
     logs.configure(log.log_format, log.level, access=log.access_log, times=False)
     arguments = [*_worker_options(gateway, log), *typed]
-    if scaling.max_workers and not fleet.threads:  # the cores are for those that join, too
-        threads = threads_each(max(sum(fleet.counts), scaling.max_workers))
+    by_cores = 2**16 if fleet.device == "cpu" and fleet.on == "local" else 0  # one each
+    max_workers = by_cores if scaling.max_workers is None else scaling.max_workers
+    if scaling.plans and max_workers and not fleet.threads:  # the cores are for those that join
+        threads = threads_each(max(sum(fleet.counts), max_workers))
         fleet = msgspec.structs.replace(fleet, threads=threads)
     workers = workers_of(fleet, arguments)
     templates = WorkerTemplate.of_models(fleet, arguments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from pigou.control.planner.actuation import ManagedWorker
@@ -32,6 +33,13 @@ class LiveFleet:
     def size(self) -> int:
         """Workers in all states."""
         return len(self.members)
+
+    @property
+    def room(self) -> int:
+        """Workers that a planner may have by default; servers of others are counted as they run."""
+        running = Counter(member.kind for member in self.members)
+        providers = self.supervisor.providers
+        return sum(running[own.kind] if own.room is None else own.room for own in providers)
 
     @property
     def provided(self) -> dict[str, ProvidedPool]:

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from pigou.fleet.config import FleetError, LocalWorker
 from pigou.fleet.local_member import LocalMember
-from pigou.fleet.local_workers import WorkerTemplate
+from pigou.fleet.local_workers import WorkerTemplate, machine_room
 from pigou.fleet.member import FleetMember, MemberSetup
 from pigou.fleet.provider import ProvidedPool
 from pigou.request import Role
@@ -43,6 +43,11 @@ class LocalProvider:
         """Return the member of a worker that the fleet begins with."""
         self._rooms[spec.device] += 1
         return self._make(spec)
+
+    @property
+    def room(self) -> int | None:
+        """Workers that this machine has cores for, or those that the fleet began with."""
+        return max(machine_room(list(self._templates.values())), self._rooms.total())
 
     @property
     def pools(self) -> Sequence[ProvidedPool]:

@@ -152,6 +152,30 @@ def threads_each(workers: int) -> int:
     return max(1, len(os.sched_getaffinity(0)) // max(1, workers))
 
 
+#: Workers for each core that sleep in place of computing.
+_SLEEPERS = 4
+
+
+def machine_room(templates: Sequence[WorkerTemplate]) -> int:
+    """Return how many workers this machine has cores and GPUs for.
+
+    Each takes a GPU, or the cores of its threads; four that sleep in place of computing share one.
+    """
+    cores = len(os.sched_getaffinity(0))
+    if templates and all(sleeps(template.arguments) for template in templates):
+        return _SLEEPERS * cores
+    devices = {device for template in templates for device in template.devices}
+    threads = [threads_of(each.arguments) for each in templates if "cpu" in each.devices]
+    return len(devices - {"cpu"}) + (cores // max(threads) if threads else 0)
+
+
+def threads_of(arguments: Sequence[str]) -> int:
+    """Return the compute threads that a worker is told to use; 1 where it is told nothing."""
+    told = [value for name, value in pairwise(arguments) if name == "--threads"]
+    told += [text.partition("=")[2] for text in arguments if text.startswith("--threads=")]
+    return max(int(told[-1]), 1) if told and told[-1].isdecimal() else 1
+
+
 def _threads(config: WorkersConfig) -> int:
     """Return compute threads of each worker; on other machines one, unless more are asked for."""
     return threads_each(sum(config.counts)) if config.ray is None else 1

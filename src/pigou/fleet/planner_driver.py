@@ -76,6 +76,12 @@ class PlannerDriver:
         self._started(Budget(), ProvisioningTimes(), {"": _ANY_PROFILE}).make()
         self._task: asyncio.Task[None] | None = None
 
+    @property
+    def max_workers(self) -> int:
+        """Workers that the fleet may have, 0 for no limit: as configured, or room for by default."""
+        given = self._config.max_workers
+        return self._live_fleet.room if given is None else given
+
     def start(self, background: Background) -> None:
         """Begin to plan; the first workers are up.
 
@@ -102,7 +108,7 @@ class PlannerDriver:
         started = self.describe()
         planner = started.make()
         self._plane_driver.write(planner_entry(started, time.monotonic_ns()))
-        self._status.begin(planner.name, self._config.max_workers)
+        self._status.begin(planner.name, self.max_workers)
         _log.info("planner %s plans every %g s", planner.name, self._config.interval_s)
         windows = PlannerWindows(self._live_fleet, *self._plane_drivers)
         interval_s = self._config.interval_s
@@ -133,7 +139,7 @@ class PlannerDriver:
         refusals = []
         for action in decision.actions:
             try:
-                why = carry_out(action, self._live_fleet, now, self._config.max_workers)
+                why = carry_out(action, self._live_fleet, now, self.max_workers)
             except Exception as error:
                 _log.exception("%s could not be carried out", action)
                 why = f"{type(action).__name__} failed: {error or type(error).__name__}"
@@ -150,7 +156,7 @@ class PlannerDriver:
     def describe(self) -> PlannerStarted:
         """Return what the planner is made of, by the fleet as it is."""
         pools = self._live_fleet.provided
-        max_workers = self._config.max_workers
+        max_workers = self.max_workers
         widest = max((pool.gpus for pool in pools.values()), default=1)
         budget = Budget(max_gpus=max_workers * widest) if max_workers else Budget()
         start_up_s = self._config.start_up

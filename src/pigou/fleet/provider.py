@@ -43,6 +43,14 @@ class Provider(Protocol):
     kind: ClassVar[str]
 
     @property
+    def room(self) -> int | None:
+        """Workers that a planner may have by default; None for those that run, as it starts none.
+
+        An operator may add more by hand, and `--max-workers` allow more.
+        """
+        ...
+
+    @property
     def pools(self) -> Sequence[ProvidedPool]:
         """The pools, those without workers too."""
         ...

@@ -123,7 +123,7 @@ class Serving:
         self.plan_status = PlanStatus(self.plane_driver.meter, meters)
         self._planner: PlannerDriver | None = None
         if planner.plans:
-            if 0 < planner.max_workers < len(workers):
+            if 0 < (planner.max_workers or 0) < len(workers):
                 raise ConfigError(
                     f"max_workers is {planner.max_workers}, and the fleet begins with "
                     f"{len(workers)}; give at least as many"

@@ -22,6 +22,11 @@ class ServerProvider:
     not_started: ClassVar[str]
     not_flipped: ClassVar[str]
 
+    @property
+    def room(self) -> int | None:
+        """None: the servers that run already."""
+        return None
+
     def pool(self, role: Role, model: str = "") -> str:
         """Return the name of the pool of a role, and model, like `decode.attached`."""
         return pool_of(self.kind, role, model)

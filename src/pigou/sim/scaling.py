@@ -55,7 +55,7 @@ class Scaling:
         self._interval_ns = round(config.interval_s * SECOND)
         self._sample_ns = min(SECOND, self._interval_ns)
         self.peak_workers = self.size
-        if 0 < config.max_workers < self.size:
+        if 0 < (config.max_workers or 0) < self.size:
             raise ConfigError(
                 f"max_workers is {config.max_workers}, and the fleet begins with {self.size}; "
                 "give at least as many"
@@ -101,7 +101,7 @@ class Scaling:
         windows = [(fleet.prefix, fleet.meter.window(now)) for fleet in self._fleets]
         self._planner.observe(_merged(windows))
         decision = self._planner.tick(now)
-        limit = self._config.max_workers
+        limit = self._config.max_workers or 0
         results = [carry_out(action, self._managed, now, limit) for action in decision.actions]
         refusals = [refusal for refusal in results if refusal]
         self.peak_workers = max(self.peak_workers, self.size)

@@ -80,7 +80,8 @@ class PlannerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         slo: as `Slo.parse` reads it; "" for none.
         classes: of requests with objectives of their own; one belongs to the first that fits.
         planner: name under `planner`, as registered under `pigou.planner`, and parameters.
-        max_workers: starting and draining ones included; 0 for no limit.
+        max_workers: starting and draining ones included; 0 for no limit. None: as many as
+            each provider has room for; no limit in simulation.
         start_up: seconds until a new worker serves; None where that is not said.
         interval_s: between two looks of the planner.
         performance: file of `pigou sweep` with the speeds of workers; "" for what is seen of them.
@@ -113,8 +114,14 @@ class PlannerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         ),
     ] = msgspec.field(default_factory=lambda: {"planner": NO_PLANNER})
     max_workers: Annotated[
-        int, option("Workers at once, in all states; 0 for no limit.", "Planner")
-    ] = 0
+        int | None,
+        option(
+            "Workers at once, in all states; 0 for no limit.  [default: as many as this machine "
+            "has cores and GPUs for, or the fleet begins with; 16 on Ray or Kubernetes; in "
+            "simulation no limit]",
+            "Planner",
+        ),
+    ] = None
     start_up: Annotated[
         float | None,
         option("Seconds until a new worker serves.  [default: as measured]", "Planner"),
@@ -136,7 +143,7 @@ class PlannerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         names = [config.name for config in self.classes]
         if len(set(names)) < len(names):
             raise ConfigError(f"classes are named {', '.join(names)}; give each a name of its own")
-        if not 0 <= self.max_workers <= _MAX_WORKERS:
+        if self.max_workers is not None and not 0 <= self.max_workers <= _MAX_WORKERS:
             raise ConfigError(
                 f"max_workers is {self.max_workers}; it must be 0 to {_MAX_WORKERS:,}"
             )

@@ -97,6 +97,11 @@ class KubernetesProvider(RegistryProvider):
     # --- as a provider ------------------------------------------------------------------------
 
     @property
+    def room(self) -> int | None:
+        """Replicas that its pools may have: `maxReplicas`."""
+        return sum(pool.highest for pool in self._pools.values())
+
+    @property
     def pools(self) -> Sequence[ProvidedPool]:
         """Pools of roles that a worker has now, and those that are scaled, without workers too."""
         provided = {pool.name: pool for pool in super().pools}

@@ -36,6 +36,10 @@ class RayMember(LocalMember):
         return RayProcess(self.id, own, self._secret, self._provider.cluster, bundle)
 
 
+#: Workers of a cluster that a planner may have by default.
+_ROOM = 16
+
+
 class RayProvider(LocalProvider):
     """Starts worker processes in actors of a Ray cluster.
 
@@ -63,6 +67,11 @@ class RayProvider(LocalProvider):
         self._bundles: dict[str, Bundle] = {}
         self._lock = asyncio.Lock()
         self._began = False
+
+    @property
+    def room(self) -> int | None:
+        """Sixteen workers, or those that the fleet began with: a cluster tells no end."""
+        return max(_ROOM, self._rooms.total())
 
     def start_refusal(self, pool: str) -> str:
         """Return why no further worker of a role can be started now; empty where one can."""
