@@ -110,6 +110,19 @@ def window(*workers: WorkerWindow) -> PlannerWindow:
     return PlannerWindow(now_ns=time.monotonic_ns(), seconds=1.0, pools=(pool,))
 
 
+async def test_a_flood_of_one_tenant_buys_no_more_than_its_share_of_max_workers() -> None:
+    fleet = FakeFleet("both-0", "both-1")
+    made, status, plane_driver = driver(fleet, max_workers=8)
+    plane_driver.meter.work_by_tenant = lambda: {"flood": 990.0, "quiet": 10.0}  # type: ignore[method-assign]
+    await made.plan(ScriptedPlanner((AddWorkers("both", 6),)), window())
+    assert fleet.told == 3 * ["add both"]  # half of eight, and one for the other's part
+    (refusal,) = status.view()["decisions"][0]["refused"]
+    assert "shares of it allow 5, as 99% of the load is tenant 'flood'" in refusal
+    plane_driver.meter.work_by_tenant = lambda: {"flood": 990.0}  # type: ignore[method-assign]
+    await made.plan(ScriptedPlanner((AddWorkers("both", 3),)), window())
+    assert len(fleet.ids) == 8  # alone, it has all
+
+
 async def test_actions_are_carried_out_and_those_that_cannot_be_say_why() -> None:
     fleet = FakeFleet("both-0", "both-9")
     made, status, _ = driver(fleet)

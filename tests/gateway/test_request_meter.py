@@ -124,3 +124,6 @@ async def test_a_window_has_the_requests_since_the_one_before() -> None:
         assert not window.in_flight["gold"]
         again = meter.take(())
         assert (again.arrived, again.first, again.ended) == ([], [], [])
+        work = meter.work_by_tenant()
+        tokens = sum(request.prompt_tokens + request.output_tokens for request in window.ended)
+        assert work == {"": pytest.approx(tokens)}

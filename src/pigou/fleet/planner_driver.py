@@ -6,15 +6,22 @@ import asyncio
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 from pigou.background import Background
 from pigou.config import ConfigError
-from pigou.control.planner.actuation import carry_out
+from pigou.control.planner.actuation import carry_out, tenants_limit
 from pigou.control.planner.config import PlannerConfig
 from pigou.control.planner.journal import planner_entry
-from pigou.control.planner.messages import PlannerDecision, PlannerWindow, RebalancePool
+from pigou.control.planner.messages import (
+    Action,
+    AddWorkers,
+    PlannerDecision,
+    PlannerWindow,
+    RebalancePool,
+)
 from pigou.control.planner.objectives import Budget, ProvisioningTimes, Slo
 from pigou.control.planner.performance.sweep_tables import SweepTables
 from pigou.control.planner.planner import Planner
@@ -78,7 +85,7 @@ class PlannerDriver:
 
     @property
     def max_workers(self) -> int:
-        """Workers that the fleet may have, 0 for no limit: as configured, or room for by default."""
+        """Workers that the fleet may have, 0 for no limit; by default there is room for so many."""
         given = self._config.max_workers
         return self._live_fleet.room if given is None else given
 
@@ -139,7 +146,9 @@ class PlannerDriver:
         refusals = []
         for action in decision.actions:
             try:
-                why = carry_out(action, self._live_fleet, now, self.max_workers)
+                limit, whose = self._limit(action)
+                why = carry_out(action, self._live_fleet, now, limit)
+                why += whose if why else ""
             except Exception as error:
                 _log.exception("%s could not be carried out", action)
                 why = f"{type(action).__name__} failed: {error or type(error).__name__}"
@@ -150,6 +159,28 @@ class PlannerDriver:
             if not isinstance(action, RebalancePool):
                 _log.info("planner: %s%s", action, f", refused: {why}" if why else "")
         return refusals
+
+    def _limit(self, action: Action) -> tuple[int, str]:
+        """Return how many workers there may be after an action, and whose load sets that limit.
+
+        The recent load of each tenant counts up to its share of `max_workers`.
+        """
+        max_workers = self.max_workers
+        if not isinstance(action, AddWorkers) or not max_workers:
+            return max_workers, ""
+        work = Counter[str]()
+        for driver in self._plane_drivers:
+            work.update(driver.meter.work_by_tenant())
+        weights = self._plane_driver.plane.config.tenant_weights
+        wanted = min(self._live_fleet.size + action.count, max_workers)
+        limit = tenants_limit(max_workers, wanted, work, weights)
+        if wanted <= limit:
+            return max_workers, ""
+        name, most = max(work.items(), key=lambda entry: entry[1])
+        return limit, (
+            f": tenants' shares of it allow {limit}, as {most / work.total():.0%} of the load is "
+            f"tenant {name!r}'s"
+        )
 
     # --- what the planner is made of ----------------------------------------------------------
 

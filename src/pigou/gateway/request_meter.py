@@ -22,6 +22,8 @@ from pigou.wire.errors import APIError
 #: Nanoseconds of the requests that the recent attainment is of, and the most of them.
 RECENT_NS, _MAX_RECENT = 300 * SECOND, 65_536
 _TOO_MANY = 429
+#: Half-life of the work that a tenant asked for.
+_WORK_HALF_LIFE_NS = 60 * SECOND
 
 
 class MeteredCall:
@@ -75,6 +77,16 @@ class MeteredCall:
         if self.relays:
             return sum(relay.counted for relay in self.relays)
         return self._call.stats.completion_tokens
+
+    @property
+    def tenant(self) -> str:
+        """Tenant of an open request."""
+        return self._call.tenant
+
+    @property
+    def work(self) -> int:
+        """Prompt and output tokens of an open request so far."""
+        return self._call.prompt + self.tokens
 
     def name(self, objectives: Objectives, model: str) -> str:
         """Return the name of its class."""
@@ -164,6 +176,8 @@ class RequestMeter:
         self._arrived: list[MeteredCall] = []
         self._first: list[MeteredCall] = []
         self._ended: list[MeteredCall] = []
+        self._work: dict[str, float] = {}
+        self._work_ns = time.monotonic_ns()
         self._recent: deque[tuple[int, str, bool]] = deque(maxlen=_MAX_RECENT)
 
     @contextmanager
@@ -198,14 +212,33 @@ class RequestMeter:
         self._end(call, metered, done=got, counts=got or late)
 
     def _end(self, call: GatewayRequest, metered: MeteredCall, *, done: bool, counts: bool) -> None:
-        now = time.monotonic_ns()
+        now, tenant = time.monotonic_ns(), call.tenant
         ended = metered.end(now, self.objectives, self.model(), done=done)
         self._open.pop(call.id, None)
+        self._forget_work(now)
+        work = ended.prompt_tokens + ended.output_tokens
+        self._work[tenant] = self._work.get(tenant, 0.0) + work
         if self.is_windowed:
             self._ended.append(metered)
         if counts and self.objectives.known:
             self.attainment.add(ended.workload, ended.is_attained)
             self._recent.append((now, ended.workload, ended.is_attained))
+
+    def _forget_work(self, now: int) -> None:
+        """Let what tenants asked for fade; a tenant that is silent for long is forgotten."""
+        if now - self._work_ns < SECOND:
+            return
+        keep = 0.5 ** ((now - self._work_ns) / _WORK_HALF_LIFE_NS)
+        self._work = {tenant: keep * work for tenant, work in self._work.items() if work > 1e-3}
+        self._work_ns = now
+
+    def work_by_tenant(self) -> dict[str, float]:
+        """Return prompt and output tokens that each tenant asked for lately, open requests too."""
+        self._forget_work(time.monotonic_ns())
+        work = dict(self._work)
+        for metered in self._open.values():
+            work[metered.tenant] = work.get(metered.tenant, 0.0) + metered.work
+        return work
 
     def class_of(self, request: Request) -> str:
         """Return the name of the class of a request of the control plane."""

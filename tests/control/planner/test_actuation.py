@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from pigou.control.planner.actuation import ManagedWorker, carry_out
+from pigou.control.planner.actuation import ManagedWorker, carry_out, tenants_limit
 from pigou.control.planner.messages import (
     Action,
     AddWorkers,
@@ -136,6 +139,28 @@ def test_the_last_worker_that_decodes_is_left() -> None:
         assert carry_out(action, made, 2) == "d1 is the last worker that decodes"
     assert made.orders == [("drain", "d0")]
     assert carry_out(DrainWorker("p0"), made, 3) == ""  # decode workers prefill, too
+
+
+@given(
+    st.integers(1, 40),
+    st.integers(1, 40),
+    st.dictionaries(st.sampled_from("abcd"), st.floats(0.0, 1e6), min_size=1),
+    st.dictionaries(st.sampled_from("abcd"), st.floats(0.1, 10.0)),
+)
+def test_no_tenant_moves_a_planner_further_than_its_share_of_the_budget(
+    max_workers: int, wanted: int, work: dict[str, float], weights: dict[str, float]
+) -> None:
+    limit = tenants_limit(max_workers, wanted, work, weights)
+    assert limit <= min(wanted, max_workers)
+    total = sum(weights.get(name, 1.0) for name in {*work, *weights})
+    load = sum(work.values())
+    for name, own in work.items():
+        share = max_workers * weights.get(name, 1.0) / total
+        without = load - own
+        if load:  # what the others need, and its share, whatever it sends
+            assert limit <= math.ceil(wanted * without / load + share - 1e-9)
+    if len({*work, *weights}) == 1:  # alone, it may have all
+        assert limit == min(wanted, max_workers)
 
 
 def test_workers_are_added_as_far_as_the_limit_and_the_machine_go() -> None:

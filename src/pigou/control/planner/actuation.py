@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -125,6 +126,32 @@ def carry_out(action: Action, fleet: ManagedFleet, now: int, max_workers: int = 
             return set_operating_point(fleet, action, now)
         case RebalancePool():
             return ""  # advice to the operator: the router goes by what it sees itself
+
+
+def tenants_limit(
+    max_workers: int, wanted: int, work: Mapping[str, float], weights: Mapping[str, float]
+) -> int:
+    """Return how many of the `wanted` workers a planner may have for the load of its tenants.
+
+    Tenant t has a part d_t of the load, and a share s_t of the M = `max_workers`: its weight over
+    those of all tenants that have a weight or a load. For its part of N = `wanted` workers it
+    gets at most its share: ceil(sum of min(N d_t, M s_t)).
+
+    Args:
+        max_workers: of the fleet, above 0.
+        wanted: workers in all states.
+        work: recent load by tenant, in any unit.
+        weights: of tenants; 1 for the others.
+    """
+    tenants = {name: weights.get(name, 1.0) for name in (*weights, *work)}
+    total, load = sum(tenants.values()), sum(work.values())
+    if not load:
+        return min(wanted, max_workers)
+    limits = (
+        min(wanted * part / load, max_workers * tenants[name] / total)
+        for name, part in work.items()
+    )
+    return math.ceil(sum(limits) - 1e-9)
 
 
 def add_workers(fleet: ManagedFleet, pool: str, count: int, now: int, max_workers: int = 0) -> str:
