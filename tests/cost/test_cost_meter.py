@@ -14,6 +14,7 @@ from pigou.control.messages import (
     FirstToken,
     PrefillDone,
     Route,
+    Tokens,
     WorkerDown,
     WorkerUp,
 )
@@ -22,7 +23,7 @@ from pigou.cost.energy import PowerModel
 from pigou.cost.fleet_bill import FleetBill
 from pigou.cost.metered_plane import MeteredControlPlane
 from pigou.cost.worker_rate import WorkerRate
-from pigou.request import SECOND, FinishReason, Request, Role, Worker
+from pigou.request import SECOND, FinishReason, Rehearsed, Request, Role, Worker
 
 KV = 131_072.0
 RATE = WorkerRate(
@@ -138,3 +139,29 @@ def test_measured_joules_replace_those_of_the_model() -> None:
     meter.measured("w0", 77.0)
     bill = meter.bill(3 * SECOND)
     assert bill.joules == bill.idle_joules == pytest.approx(246.0, rel=0.3)
+
+
+@pytest.mark.parametrize("ends_early", [False, True], ids=["by its profile", "by its end"])
+def test_the_first_reply_in_one_piece_pays_its_prompts_seconds_as_its_worker_measured_them(
+    ends_early: bool,
+) -> None:
+    """Nobody sees where its prompt ends: a guess of 0.1 ms a token was a third of the truth."""
+    meter = CostMeter(lambda _: WorkerRate(usd_per_s=1.0))
+    plane = MeteredControlPlane(ControlConfig(policy="random"), meter)
+    profile = (Rehearsed(128, 0, 1, 0.04), Rehearsed(512, 0, 1, 0.16))
+    plane.observe(WorkerUp(Worker("w", "", Role.BOTH, rehearsed=profile)), 0)
+    for number in range(3):  # of a guess nothing is learned
+        began, name = number * 10 * SECOND, f"r{number}"
+        route = plane.submit(Request(name, 400, 50, arrival=began, streamed=False), began)
+        assert isinstance(route, Route)
+        end = began + (SECOND // 10 if ends_early else SECOND)
+        for now in range(began, end, SECOND // 1000):
+            plane.tick(now)
+        meter.follow(Tokens(((name, 20),)), (), end)
+        plane.observe(Ended(name, FinishReason.STOP), end)
+        meter.settle(end)
+        usage = meter.bills[name]
+        expected_s = 0.1 if ends_early else 0.125
+        assert usage.prefill_gpu_s == pytest.approx(expected_s, abs=0.002)
+        assert usage.uncached_tokens == 400
+        assert usage.decode_gpu_s == pytest.approx((end - began) / SECOND - expected_s, abs=0.002)

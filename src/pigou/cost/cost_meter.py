@@ -177,7 +177,7 @@ class CostMeter:
 
     def _up(self, worker: Worker, now: int) -> None:
         if worker.id not in self.workers:
-            self.workers[worker.id] = WorkerMeter(self.rate(worker), now)
+            self.workers[worker.id] = WorkerMeter(self.rate(worker), now, worker.rehearsed)
 
     def _down(self, worker: str, now: int) -> None:
         """A worker is gone: what it had under way pays, and its seconds end."""
@@ -241,13 +241,13 @@ class CostMeter:
             routed.computes.prompt_ended(request, now, computed=well)
             routed.computes = None
 
-    def _computed(self, request: str, now: int) -> None:
+    def _computed(self, request: str, now: int, is_seen: bool = True) -> None:
         """The first token came: the prompt is computed, and the request decodes."""
         routed = self._routed.get(request)
         if routed is None:
             return
         if routed.computes is not None:
-            routed.computes.prompt_ended(request, now)
+            routed.computes.prompt_ended(request, now, is_seen=is_seen)
             routed.computes = None
         if routed.decodes is not None:
             sequence = routed.request
@@ -259,6 +259,9 @@ class CostMeter:
         routed = self._routed.get(request)
         if routed is None:
             return
+        if routed.due_ns:  # a reply in one piece: its prompt is computed
+            routed.due_ns = 0
+            self._computed(request, now, is_seen=False)
         routed.payer.add("output_tokens", count)
         if routed.decodes is not None:
             routed.decodes.stream_tokens(request, count, now)
@@ -277,7 +280,7 @@ class CostMeter:
         for request, routed in self._routed.items():
             if 0 < routed.due_ns <= now:
                 routed.due_ns = 0
-                self._computed(request, now)
+                self._computed(request, now, is_seen=False)
         for worker in self.workers.values():
             worker.tick(now)
         if now - self._settled_ns >= SETTLE_NS:

@@ -12,16 +12,19 @@ tokens of KV, B the streams. A stream of k tokens pays k dA + dC, of which k dA 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from pigou.cost.worker_rate import Payer, WorkerRate
-from pigou.request import SECOND
+from pigou.request import SECOND, Rehearsed
 
 #: Weight of a new observation in running means.
 _NEW = 0.2
 #: Use of a prefill's FLOP/s before one was seen.
 _FIRST_MFU = 0.3
-#: Seconds of an uncached token before one was seen.
+#: Seconds of an uncached token before one was seen, of a worker that measured nothing.
 _FIRST_TOKEN_S = 1e-4
 
 
@@ -31,6 +34,7 @@ class _Prompt:
     tokens: int
     restore_s: float
     number: int
+    is_seen: bool = True  # whether a driver saw its end
 
 
 @dataclass(slots=True)
@@ -76,8 +80,10 @@ class WorkerMeter:
         energy_source: of joules: `model`, `counter` once one was read, or `none`.
     """
 
-    def __init__(self, rate: WorkerRate, now: int) -> None:
-        """Begin at `now`, nanoseconds."""
+    def __init__(self, rate: WorkerRate, now: int, profile: Sequence[Rehearsed] = ()) -> None:
+        """Begin at `now`, nanoseconds; `profile` is what the worker measured at its start."""
+        prompts = {entry.tokens: entry.seconds for entry in profile if not entry.streams}
+        self._profile = ((0, *sorted(prompts)), (0.0, *(prompts[n] for n in sorted(prompts))))
         self.rate = rate
         self.seconds = self.idle_s = self.open_s = 0.0
         self.idle_joules = self.joules = self.open_joules = 0.0
@@ -92,7 +98,7 @@ class WorkerMeter:
         self._step_s = 0.0
         self._fastest_step_s = math.inf
         self._mfu = _FIRST_MFU
-        self._token_s = _FIRST_TOKEN_S
+        self._token_s: float | None = None  # of an uncached token, once prompts were seen
         self._measured: float | None = None  # joules to charge at the next settlement
         self._charged = 0.0
         self._modelled, self._scale = 0.0, 1.0 if rate.power is not None else 0.0
@@ -122,12 +128,18 @@ class WorkerMeter:
             self._prompts[request].tokens = max(tokens, 1)
             self._prompts[request].restore_s = 0.0
 
-    def prompt_ended(self, request: str, now: int, computed: bool = True) -> None:
-        """A prompt is computed, or is not to be; then it pays for what was worked on meanwhile."""
+    def prompt_ended(
+        self, request: str, now: int, computed: bool = True, is_seen: bool = True
+    ) -> None:
+        """A prompt is computed, or is not to be; then it pays for what was worked on meanwhile.
+
+        Nothing is learned of one whose end was reckoned, and not seen.
+        """
         if request not in self._prompts:
             return
         self.advance(now)
         prompt = self._prompts.pop(request)
+        prompt.is_seen = is_seen
         self._now.computed.append(prompt)
         if computed:
             prompt.payer.add("uncached_tokens", prompt.tokens)
@@ -166,8 +178,21 @@ class WorkerMeter:
         self._now.ended.append(stream)
 
     def prompt_seconds(self, tokens: int) -> float:
-        """Return the seconds that a prompt of so many uncached tokens takes, behind those there."""
-        return (tokens + sum(p.tokens for p in self._prompts.values())) * self._token_s
+        """Return the seconds that a prompt of so many uncached tokens takes, behind those there.
+
+        As prompts that were seen took; before the first one, as the worker measured at its start.
+        """
+        sizes = [tokens, *(prompt.tokens for prompt in self._prompts.values())]
+        known, seconds = self._profile
+        if self._token_s is not None:
+            return sum(sizes) * self._token_s
+        if len(known) == 1:
+            return sum(sizes) * _FIRST_TOKEN_S
+        longest, slope = known[-1], seconds[-1] / known[-1]
+        return sum(
+            float(np.interp(size, known, seconds)) + max(size - longest, 0) * slope
+            for size in sizes
+        )
 
     # --- time -----------------------------------------------------------------------------------
 
@@ -329,7 +354,10 @@ class WorkerMeter:
         seconds, joules = self.open_s, self.open_joules
         computing_s = max(seconds - restore_s, 0.0)
         if computing_s > 0.0:
-            self._token_s += (computing_s / tokens - self._token_s) * _NEW
+            if all(prompt.is_seen for prompt in interval.computed):
+                token_s = computing_s / tokens
+                last_s = token_s if self._token_s is None else self._token_s
+                self._token_s = last_s + (token_s - last_s) * _NEW
             if rate.flops:
                 mfu = tokens * rate.token_flops / computing_s / rate.flops
                 self._mfu += (min(mfu, 1.0) - self._mfu) * _NEW

@@ -165,15 +165,16 @@ def machine_room(templates: Sequence[WorkerTemplate]) -> int:
     if templates and all(sleeps(template.arguments) for template in templates):
         return _SLEEPERS * cores
     devices = {device for template in templates for device in template.devices}
-    threads = [threads_of(each.arguments) for each in templates if "cpu" in each.devices]
-    return len(devices - {"cpu"}) + (cores // max(threads) if threads else 0)
+    on_cpu = [template for template in templates if "cpu" in template.devices]
+    threads = max((threads_of(template.arguments) for template in on_cpu), default=0)
+    return len(devices - {"cpu"}) + (cores // threads if threads else 0)
 
 
 def threads_of(arguments: Sequence[str]) -> int:
     """Return the compute threads that a worker is told to use; 1 where it is told nothing."""
-    told = [value for name, value in pairwise(arguments) if name == "--threads"]
-    told += [text.partition("=")[2] for text in arguments if text.startswith("--threads=")]
-    return max(int(told[-1]), 1) if told and told[-1].isdecimal() else 1
+    given = [value for name, value in pairwise(arguments) if name == "--threads"]
+    given += [text.partition("=")[2] for text in arguments if text.startswith("--threads=")]
+    return max(int(given[-1]), 1) if given and given[-1].isdecimal() else 1
 
 
 def _threads(config: WorkersConfig) -> int:

@@ -176,9 +176,9 @@ class PlannerDriver:
         limit = tenants_limit(max_workers, wanted, work, weights)
         if wanted <= limit:
             return max_workers, ""
-        name, most = max(work.items(), key=lambda entry: entry[1])
+        name, tokens = max(work.items(), key=lambda entry: entry[1])
         return limit, (
-            f": tenants' shares of it allow {limit}, as {most / work.total():.0%} of the load is "
+            f": tenants' shares of it allow {limit}, as {tokens / work.total():.0%} of the load is "
             f"tenant {name!r}'s"
         )
 
