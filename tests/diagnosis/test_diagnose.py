@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import re
+from importlib.metadata import entry_points
+from itertools import pairwise
+from pathlib import Path
+
 import msgspec
 import pytest
 
 from pigou.diagnosis.diagnose import DETECTORS, diagnose
+from pigou.diagnosis.metric_pages import MetricPage
 from pigou.diagnosis.modes import MODES
 from pigou.diagnosis.observations import FleetObservation, TenantObservation, WorkerObservation
+from pigou.diagnosis.scraped_windows import FleetScrape, scraped_window
+from pigou.gateway.api_keys import KeyLimits
 
 HEALTHY_WORKER = WorkerObservation(
     worker="a", running=20.0, knee=60.0, busy=0.9, kv_tokens=100_000, kv_usage=0.4,
     wasted_tokens=150.0, idle_tokens=0.0, queried_tokens=1000, hit_tokens=800,
     prefill_tokens=2000, prefill_steps=20, prefill_s=0.2, output_tokens=10_000,
-    decode_stall_s=0.01, slow_restores=0, preemptions=0,
+    decode_stall_s=0.01, slow_restores=0, preemptions=0, adapter_loads=0,
 )  # fmt: skip
 HEALTHY = FleetObservation(
     start_s=0.0, seconds=10.0, arrived=100, completed=100, repeated=0, ttft_p50_s=0.1,
@@ -57,6 +65,28 @@ def test_what_nobody_says_is_not_judged_and_no_finding() -> None:
     diagnosis = diagnose([FleetObservation(start_s=0.0, seconds=10.0)])
     assert diagnosis.findings == ()
     assert {"KV exhaustion", "stream stall", "under-use"} <= set(diagnosis.not_judged)
+
+
+def test_what_no_page_of_a_live_fleet_says_is_not_judged_and_never_healthy() -> None:
+    page = MetricPage.read("pigou_requests_inflight 3\npigou_requests_queued 0\n")
+    worker = MetricPage.read('vllm:num_requests_running{engine="0"} 3\n')
+    scrapes = [FleetScrape(10.0 * n, page, {"w": worker}) for n in range(13)]
+    windows = [scraped_window(a, b, a.at_s) for a, b in pairwise(scrapes)]
+    names = {MODES[number].name for number in (5, 8, 9, 15, 16)}
+    assert names <= set(diagnose(windows).not_judged)
+
+
+def test_a_playbook_names_no_option_and_no_limit_that_does_not_exist() -> None:
+    reference = (Path(__file__).parents[2] / "docs" / "reference" / "cli.md").read_text()
+    for mode in MODES.values():
+        text = " ".join((mode.smallest_fix, mode.remedy, *mode.look))
+        for option in re.findall(r"(?<!-)--[a-z][a-z-]+", text):
+            assert f"`{option}`" in reference or f"`{option} /" in reference, (mode.name, option)
+        for limit in re.findall(r"`(\w+)` of its key", text):
+            assert limit in KeyLimits.__struct_fields__, (mode.name, limit)
+        orders = entry_points(group="pigou.admission").names
+        for order in re.findall(r"--admission ([\w-]+)", text):
+            assert order in orders, (mode.name, order)
 
 
 #: What a fleet shows under each fault, beside what is healthy.

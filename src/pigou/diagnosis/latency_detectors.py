@@ -9,7 +9,16 @@ import numpy as np
 from pigou.diagnosis.mode import ModeEvidence, ModeFinding
 from pigou.diagnosis.modes import MODES
 from pigou.diagnosis.observations import FleetObservation
-from pigou.diagnosis.signals import Series, correlation, finding, mean, median, need, stretch
+from pigou.diagnosis.signals import (
+    Series,
+    SignalMissing,
+    correlation,
+    finding,
+    mean,
+    median,
+    need,
+    stretch,
+)
 
 #: Times the median of the windows' longest prompts that a long prompt has.
 _LONG = 4.0
@@ -88,7 +97,7 @@ def head_of_line(series: Series) -> ModeFinding | None:
     wait_times = [window.short_wait_p95_s or 0.0 for window in known]
     prompts = [float(window.longest_prompt_tokens or 0) for window in known]
     if len(known) < limits["windows"]:
-        return None
+        raise SignalMissing(f"waits by length of the prompt in {limits['windows']:.0f} windows")
     bar = _LONG * float(np.quantile([tokens for tokens in prompts if tokens] or [0.0], 0.25))
     blocked = [wait for wait, tokens in zip(wait_times, prompts, strict=True) if tokens > bar]
     clear = [wait for wait, tokens in zip(wait_times, prompts, strict=True) if tokens <= bar]

@@ -117,16 +117,17 @@ def tool_wait(series: Series) -> ModeFinding | None:
 
 def adapter_pressure(series: Series) -> ModeFinding | None:
     """Mode 15: adapters that push each other out."""
+    need((w.adapter_loads for o in series for w in o.workers), "loads of adapters")
     limits = MODES[15].limits
 
     def shows(worker: WorkerObservation, window: FleetObservation) -> bool:
-        loads = worker.adapter_loads
+        loads = worker.adapter_loads or 0
         if loads / window.seconds <= limits["loads"]:
             return False
         return worker.adapter_load_s / loads > limits["share"] * (window.ttft_p50_s or 0.0)
 
     def evidence(workers: list[WorkerObservation], seconds: float) -> list[ModeEvidence]:
-        name, loads = workers[0].worker, sum(w.adapter_loads for w in workers)
+        name, loads = workers[0].worker, sum(w.adapter_loads or 0 for w in workers)
         load_s = sum(w.adapter_load_s for w in workers) / loads
         return [ModeEvidence("adapter loads", loads / seconds, "/s", limits["loads"], name),
                 ModeEvidence("time of a load", load_s, "s", None, name)]  # fmt: skip

@@ -13,9 +13,8 @@ _MEMORY = (
         cause="Activations of long prompts, or adapters, need more memory than the KV pool leaves.",
         signal="The kernel killed a worker for want of memory, or its allocator failed, once.",
         smallest_fix="Give the KV pool a smaller share (--memory, --blocks), or "
-        "cap the length of prompts.",
-        remedy="A limit of prompt tokens at the gateway; a profile run of the longest prompt when "
-        "a worker starts.",
+        "cap the length of prompts (--max-model-len).",
+        remedy="A profile run of the longest prompt when a worker starts.",
         look=("GET /workers: `last_end` of the worker that was restarted.",
               "The last lines of its log; `dmesg` for the kernel's killer.",
               "The longest prompts before its death (GET /decisions)."),
@@ -143,8 +142,8 @@ _TRAFFIC = (
         "wait, for {seconds:.0f} s.",
         limits={"times": 2.0, "waiting": 0.5, "seconds": 30},
         lasts_s=30,
-        smallest_fix="Cap its streams (`max_streams` of its key).",
-        remedy="`--admission fair`, with weights; a floor of blocks for each tenant.",
+        smallest_fix="Cap its requests at the workers (`sequences` of its key).",
+        remedy="`--admission fair`, with weights; its `reserve` of each worker for the others.",
         look=("`pigou_generation_tokens_total` by tenant.", "`pigou_requests_queued`."),
         follows=(6, 18),
         alert="max(sum by (tenant) (rate(pigou_generation_tokens_total[5m]))) / "
@@ -259,8 +258,9 @@ _LATENCY = (
         "of short ones, and over {wait_s:.0f} s, for {seconds:.0f} s.",
         limits={"times": 5.0, "wait_s": 10.0, "seconds": 30},
         lasts_s=30,
-        smallest_fix="A lane for long prompts, with a floor.",
-        remedy="Ageing, or weighted fair queueing (`--admission fair`).",
+        smallest_fix="Another order (--admission fcfs), or more ageing "
+        "(--admission shortest,ageing=5000).",
+        remedy="Weighted fair queueing (`--admission fair`); workers for long prompts alone.",
         look=("Order of the queue (--admission shortest starves).", "Waits by prompt length."),
         follows=(6,),
     ),

@@ -61,7 +61,7 @@ class WorkerObservation(
     restores: int = 0
     slow_restores: int | None = None
     link_busy: float | None = None
-    adapter_loads: int = 0
+    adapter_loads: int | None = None
     adapter_load_s: float = 0.0
 
 
