@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import resource
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from tests.lib.foreign_files import scatter
+from tests.lib.source_tree import SRC, modules, name, parsed
 
 from pigou.small_file import FileRefused, parse_json, read_bytes, read_json, read_text
 
@@ -64,6 +66,23 @@ def test_depth_is_bounded(depth: int, fits: bool) -> None:
     else:
         with pytest.raises(ValueError, match="128 levels"):
             parse_json(text)
+
+
+#: Modules that read the kernel's own files, and none that others write.
+_KERNEL_FILES = {
+    "small_file.py", "worker/energy_counter.py", "runtime/memory_report.py",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", modules(), ids=name)
+def test_files_are_read_by_the_one_reader(path: Path) -> None:
+    if str(path.relative_to(SRC)) in _KERNEL_FILES:
+        return
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            own = ast.unparse(node.func.value)
+            if node.func.attr in ("read_text", "read_bytes") and "/proc/" not in own:
+                assert own.startswith("files("), f"line {node.lineno}: use pigou.small_file"
 
 
 def _peak() -> int:

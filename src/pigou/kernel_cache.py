@@ -11,11 +11,13 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from numba.core.caching import IndexDataCacheFile
 from numba.core.compiler_lock import global_compiler_lock
+
+from pigou.small_file import check_regular
 
 _log = logging.getLogger(__name__)
 
@@ -59,6 +61,7 @@ class KernelCacheFile(IndexDataCacheFile):
 
     def _load_index(self) -> dict[Any, str]:
         try:
+            _check(self._index_path)
             index: dict[Any, str] = super()._load_index()
         except Exception as error:  # unpickling damaged bytes can raise anything
             _log.warning("%s cannot be read, and is made anew: %s", self._index_path, error)
@@ -67,12 +70,19 @@ class KernelCacheFile(IndexDataCacheFile):
 
     def _load_data(self, name: str) -> Any:
         try:
+            _check(self._data_path(name))
             return super()._load_data(name)
         except OSError:
             raise
         except Exception as error:
             _log.warning("%s is damaged, and is made anew: %s", self._data_path(name), error)
             raise OSError(str(error)) from error
+
+
+def _check(path: str) -> None:
+    """Refuse what numba would wait at, or fill the memory with. Raises OSError."""
+    with suppress(FileNotFoundError):
+        check_regular(os.stat(path), path)
 
 
 def share(kernel: Any, stamp: Any = None) -> Any:

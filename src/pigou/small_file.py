@@ -11,6 +11,8 @@ from typing import Any
 
 #: Default bound of a file, in bytes.
 MAX_BYTES = 64 << 20
+#: The same of a `tokenizer.json`: large vocabularies take 40 MB.
+MAX_TOKENIZER = 512 << 20
 #: Levels of nesting that a JSON file may have.
 MAX_DEPTH = 128
 #: Descriptors that the shell opened for this process, as in `--config <(command)`: may be pipes.

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pigou.config import ConfigError
+from pigou.small_file import read_bytes
 
 
 def read_yaml(path: str | Path) -> Any:
@@ -16,7 +17,7 @@ def read_yaml(path: str | Path) -> Any:
         ConfigError: it cannot be read, is malformed or gives a key twice, or pyyaml is missing.
     """
     try:
-        return load_yaml(Path(path).read_bytes())
+        return load_yaml(read_bytes(path))
     except ImportError:
         raise ConfigError(f"{path}: a YAML file needs the package pyyaml; install it") from None
     except OSError as error:

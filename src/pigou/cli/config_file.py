@@ -13,12 +13,12 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import typer
 from typer.models import OptionInfo
 
+from pigou.small_file import read_bytes
 from pigou.yaml_file import load_yaml
 
 _OPTION = "config"
@@ -111,7 +111,7 @@ def _read(context: typer.Context, file: str) -> str:
 
 def _load(file: str) -> Mapping[Any, Any]:
     try:
-        values = load_yaml(Path(file).read_bytes())
+        values = load_yaml(read_bytes(file))
     except OSError as error:
         raise typer.BadParameter(f"{file!r} cannot be read: {error.strerror}") from None
     except ValueError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -12,6 +11,10 @@ from rich.console import Console
 
 from pigou.cli.option_values import check_json, write_json
 from pigou.config import ConfigError
+from pigou.small_file import read_bytes
+
+#: Bytes of a file of windows.
+_MAX_WINDOWS = 1 << 30
 
 if TYPE_CHECKING:
     from pigou.diagnosis.mode import Diagnosis, ModeEvidence, ModeFinding
@@ -99,12 +102,12 @@ def _windows(target: str, journal: str, seconds: float, key: str) -> tuple[Fleet
     from pigou.diagnosis.observations import read_observations
 
     try:
-        document = msgspec.json.decode(Path(target).read_bytes())
+        document = msgspec.json.decode(read_bytes(target, _MAX_WINDOWS))
     except OSError as error:
         raise ConfigError(
             f"{target!r} is no URL (http://HOST:8000), and cannot be read: {error.strerror}"
         ) from None
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{target} is no JSON: {error}; give what --json wrote") from None
     windows = None
     if isinstance(document, dict):

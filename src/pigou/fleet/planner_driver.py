@@ -8,7 +8,6 @@ import math
 import time
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 
 from pigou.background import Background
 from pigou.config import ConfigError
@@ -32,6 +31,7 @@ from pigou.fleet.planner_windows import PlannerWindows
 from pigou.gateway.plan_status import PlanStatus
 from pigou.gateway.plane_driver import PlaneDriver
 from pigou.request import Role, Worker
+from pigou.small_file import read_bytes
 
 _log = logging.getLogger("pigou.fleet")
 
@@ -246,7 +246,7 @@ def _read_tables(path: str) -> SweepTables | None:
     if not path:
         return None
     try:
-        return SweepTables.parse(Path(path).read_bytes())
+        return SweepTables.parse(read_bytes(path))
     except OSError as error:
         raise ConfigError(f"performance is {path!r}: {error.strerror}") from None
 

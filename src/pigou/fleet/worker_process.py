@@ -20,6 +20,7 @@ import msgspec
 from pigou.fleet.config import FleetError
 from pigou.fleet.hang_detection import EngineProgress, read_heartbeat
 from pigou.logs import relay
+from pigou.small_file import read_bytes, read_text
 from pigou.wire.fleet_secret import DESCRIPTOR, FleetSecret
 from pigou.worker.kv_transfer import remove_orphans
 
@@ -275,7 +276,7 @@ def oom_kills() -> int:
     """Return how many processes the kernel has killed for want of memory; 0 where it says none."""
     for path in _OOM_KILLS:
         with suppress(OSError):
-            if line := re.search(r"^oom_kill (\d+)$", path.read_text(encoding="ascii"), re.M):
+            if line := re.search(r"^oom_kill (\d+)$", read_text(path), re.M):
                 return int(line[1])
     return 0
 
@@ -304,7 +305,7 @@ def process_stat(pid: int) -> tuple[str, int] | None:
     None where they are not known.
     """
     try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+        text = read_bytes(f"/proc/{pid}/stat").decode("ascii", "replace")
     except OSError:
         return None
     # The name, in parentheses, may hold anything.

@@ -18,6 +18,7 @@ import msgspec
 from pigou.config import ConfigError
 from pigou.gateway.gateway_request import GatewayRequest
 from pigou.gateway.request_tenure import OPEN_POLICY, KeyPolicy, TenureChoices, TenureDefaults
+from pigou.small_file import read_text
 from pigou.wire.errors import APIError
 
 _RETRY_AFTER_S = 1
@@ -262,7 +263,7 @@ class Keys:
             ConfigError: the file cannot be read, has a bad entry, or no key, or one twice.
         """
         try:
-            text = path.read_text(encoding="utf-8")
+            text = read_text(path)
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"api_keys_file {path}: {error}") from error
         keys = _entries(text, path) if path.suffix in _STRUCTURED else _lines(text, path)
@@ -325,7 +326,7 @@ def _entries(text: str, path: Path) -> list[Key]:
     decode = msgspec.json.decode if path.suffix == ".json" else msgspec.yaml.decode
     try:
         entries = decode(text, type=_KeysFile).keys
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ConfigError(f"api_keys_file {path}: {error}") from error
     return [_key(entry, f"{path}, keys[{number}]") for number, entry in enumerate(entries)]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 import time
 from collections import deque
@@ -12,10 +13,12 @@ from pathlib import Path
 from pigou import __version__
 from pigou.config import ConfigError, ControlConfig
 from pigou.control.journal import VERSION, JournalEntry, JournalHead, encode
+from pigou.small_file import check_regular
 
 _log = logging.getLogger("pigou.gateway")
 
-_FLUSH_S = 0.1
+#: Seconds between two writes, and that the last one may take.
+_FLUSH_S, _JOIN_S = 0.1, 5.0
 #: Bytes that may wait for a disk that is slower than the gateway.
 _MAX_WAITING_BYTES = 64 * 2**20
 
@@ -48,7 +51,9 @@ class Journal:
         self._over = threading.Event()
         try:
             flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-            self._file = os.open(path, flags, 0o600)
+            if path.exists() and not path.is_char_device():  # as /dev/null
+                check_regular(path.stat(), path, sys.maxsize)
+            self._file = os.open(path, flags | os.O_NONBLOCK, 0o600)
         except OSError as error:
             raise ConfigError(
                 f"journal is {str(path)!r}, and cannot be written ({error.strerror}); "
@@ -76,7 +81,7 @@ class Journal:
     def close(self) -> None:
         """Write what waits, and close the file."""
         self._over.set()
-        self._thread.join()
+        self._thread.join(_JOIN_S)  # a disk that hangs keeps no process
 
     def _put(self, line: bytes) -> None:
         if self._put_bytes - self._done_bytes > _MAX_WAITING_BYTES:

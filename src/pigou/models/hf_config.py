@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pigou.config import ConfigError
+from pigou.small_file import read_json
 
 #: Keys under which multimodal models keep the sizes of the language model.
 _TEXT_KEYS = ("text_config", "llm_config", "language_config")
@@ -128,10 +128,8 @@ def quantisation_of(source: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def _read_object(path: Path) -> dict[str, Any]:
     try:
-        if path.stat().st_size > _MAX_BYTES:
-            raise OSError(f"it has over {_MAX_BYTES >> 20} MiB")
-        source = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        source = read_json(path, _MAX_BYTES)
+    except (OSError, ValueError) as error:
         reason = error if isinstance(error, OSError) else f"it is not JSON: {error}"
         raise ConfigError(f"{path}: {reason}; give the config.json of a model") from None
     if not isinstance(source, dict):

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from functools import cache
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -287,7 +288,7 @@ _HUB_S = 5.0
 def presets() -> dict[str, dict[str, Any]]:
     """Return the `config.json` of each preset, by name."""
     loaded: dict[str, dict[str, Any]] = json.loads(
-        (Path(__file__).parent / "presets.json").read_text(encoding="utf-8")
+        files("pigou.models").joinpath("presets.json").read_text(encoding="utf-8")
     )
     return loaded
 

@@ -20,6 +20,10 @@ from pigou.report.figure_plotly import drawing
 from pigou.report.run_record import RunRecord
 from pigou.report.table import Cell, ReportTable, numbers
 from pigou.report.verdict import PageVerdict
+from pigou.small_file import read_bytes
+
+#: Bytes of a page or a record that is read.
+_MAX_PAGE = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +202,7 @@ def _clear(folder: Path) -> None:
     page = folder / PAGE
     if not page.is_file():
         return
-    before = page.read_text(encoding="utf-8", errors="replace")
+    before = read_bytes(page, _MAX_PAGE).decode("utf-8", "replace")
     for picture in folder.glob("*.png"):
         if f'id="{picture.stem}"' in before:
             picture.unlink()
@@ -223,10 +227,10 @@ def load(name: str) -> Any:
             )
         path = paths[0]
     try:
-        return msgspec.json.decode(path.read_bytes())
+        return msgspec.json.decode(read_bytes(path, _MAX_PAGE))
     except OSError as error:
         raise ReportError(f"{name} cannot be read: {error}") from error
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ReportError(f"{path} is not JSON: {error}; name what pigou wrote") from error
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
-import json
 import logging
 import re
 from collections.abc import Iterable
@@ -18,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pigou.models import ModelError, model_folder
+from pigou.small_file import parse_json, read_bytes, read_json
 
 log = logging.getLogger(__name__)
 
@@ -108,8 +108,8 @@ def _indexed(folder: Path, usable: list[Path]) -> WeightFiles:
 
 def _read_index(path: Path) -> dict[str, str]:
     try:
-        index = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
+        index = read_json(path)["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(f"{path} has no weight_map: {error!r}") from None
     if not isinstance(index, dict) or not index:
         raise ModelError(f"{path} has no weight_map: it must be a map of tensor names to files")
@@ -154,6 +154,10 @@ _DERIVED = (
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
+#: Bytes of the header of a safetensors file, by its format.
+_MAX_HEADER = 100_000_000
+
+
 def find_model(model: str | Path) -> Path:
     """Return the folder of a model: a local folder as it is, or a hub id, downloaded.
 
@@ -187,14 +191,15 @@ def digest_model(folder: Path) -> str:
         ModelError: a weights file is damaged.
     """
     digest = hashlib.blake2b(digest_size=8)
-    digest.update((folder / "config.json").read_bytes())
+    digest.update(read_bytes(folder / "config.json"))
     for path in sorted(find_weight_files(folder).paths):
         with path.open("rb") as file:
             size = file.read(8)
-            header = file.read(int.from_bytes(size, "little"))
+            length = int.from_bytes(size, "little")
+            header = file.read(length) if length <= _MAX_HEADER else b""
             try:
-                entries = [e for e in json.loads(header).values() if "data_offsets" in e]
-            except (ValueError, AttributeError):
+                entries = [e for e in parse_json(header).values() if "data_offsets" in e]
+            except (ValueError, AttributeError, TypeError):
                 raise ModelError(f"{path} is damaged: its header is not JSON") from None
             digest.update(header)
             for entry in entries:

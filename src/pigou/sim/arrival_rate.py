@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import csv
+import io
 import math
 from collections.abc import Iterator
 from itertools import pairwise
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from pigou.config import ConfigError
 from pigou.control.planner import config as planner_config
 from pigou.request import SECOND
+from pigou.small_file import read_text
 
 #: Until the last arrival, and of a wait. Time passes for the control plane ten times a second, of
 #: idle days as well: a day takes seconds, a year the better part of an hour.
@@ -127,8 +128,8 @@ def read_rate(text: str) -> float | RateSchedule:
 
 def _of_csv(path: str) -> RateSchedule:
     try:
-        with Path(path).open(newline="", encoding="utf-8") as file:
-            rows = [(file_line, row) for file_line, row in enumerate(csv.reader(file), 1) if row]
+        reader = csv.reader(io.StringIO(read_text(path), newline=""))
+        rows = [(file_line, row) for file_line, row in enumerate(reader, 1) if row]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f"rate is {path!r}, and cannot be read: {error}") from None
     if rows and not _is_number(rows[0][1][0]):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -18,6 +17,7 @@ from pigou.sim.fleet_config import FleetConfig
 from pigou.sim.membership import Membership
 from pigou.sim.pool_performance import measure_performance
 from pigou.sim.scaling_config import ScalingConfig
+from pigou.small_file import read_bytes
 
 #: Seconds of a drain that a planner reckons with, where there is no limit.
 _DRAIN_S = 10.0
@@ -94,7 +94,7 @@ def _tables(config: ScalingConfig, fleets: Sequence[PlannedFleet]) -> SweepTable
             "leave it out, and they are measured"
         )
     try:
-        return SweepTables.parse(Path(config.performance).read_bytes())
+        return SweepTables.parse(read_bytes(config.performance))
     except OSError as error:
         raise ConfigError(f"performance is {config.performance!r}: {error.strerror}") from None
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from pigou.config import ConfigError
 from pigou.request import SECOND, Nanos
 from pigou.sim.timing import StepKey, StepShape
+from pigou.small_file import read_bytes
 
 #: Of the file; changes when a key changes its meaning.
 FORMAT = 2
@@ -126,10 +127,10 @@ def read_measured(path: Path) -> WorkerProfile:
         ConfigError: it cannot be read, or is none.
     """
     try:
-        return msgspec.json.decode(path.read_bytes(), type=WorkerProfile)
+        return msgspec.json.decode(read_bytes(path), type=WorkerProfile)
     except OSError as error:
         raise ConfigError(f"timing: {path} cannot be read: {error}") from error
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(
             f"timing: {path} is no file of `pigou profile`, or of an older one: {error}"
         ) from error

@@ -7,6 +7,7 @@ The tables are those of LLMServingSim's profiler (`dense.csv`, `attention.csv`,
 from __future__ import annotations
 
 import csv
+import io
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 
 from pigou.config import ConfigError
 from pigou.models.read import normalized, shape_name
+from pigou.small_file import read_text
 from pigou.yaml_file import read_yaml
 
 Floats = NDArray[np.float64]
@@ -189,10 +191,9 @@ def read_tables(folder: Path, tp: int = 1) -> Tables:
 def _columns(path: Path, names: list[str]) -> list[list[str]]:
     """Read columns of a CSV file by their names."""
     try:
-        with path.open(newline="") as file:
-            rows = list(csv.DictReader(file))
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; a profile folder must have it") from None
+        rows = list(csv.DictReader(io.StringIO(read_text(path), newline="")))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(f"{path}: {error}; a profile folder must have it") from None
     if not rows:
         raise ConfigError(f"{path}: it has no rows; profile again")
     missing = [name for name in names if rows[0].get(name) is None]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from pigou.models import bundled_path
+from pigou.small_file import MAX_TOKENIZER, parse_json, read_bytes, read_json, read_text
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ def read_object(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = read_json(path)
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(value, dict):
@@ -43,13 +43,17 @@ def read_tokenizer(folder: Path) -> str:
     of the vocabulary that have a role. An id that cannot be is left out, with a warning.
 
     Raises:
+        OSError: `tokenizer.json` cannot be read.
         ValueError: a file is not JSON, or says something else of tokens.
     """
-    text = (folder / "tokenizer.json").read_text(encoding="utf-8")
+    data = read_bytes(folder / "tokenizer.json", MAX_TOKENIZER)
+    text, parsed = data.decode(), parse_json(data)
+    if not isinstance(parsed, dict):
+        raise ValueError(f"{folder / 'tokenizer.json'} holds no JSON object")
     settings = read_object(folder / "tokenizer_config.json")
     named = read_object(folder / "special_tokens_map.json")
     backend = None
-    known = {token["content"]: token for token in json.loads(text).get("added_tokens", [])}
+    known = {token["content"]: token for token in parsed.get("added_tokens", [])}
     for number, token in [*_numbered_tokens(settings), *_special_tokens(settings, named)]:
         content = token["content"]
         before = known.get(content)
@@ -112,9 +116,9 @@ def read_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
     files: dict[str, str] = {}
     path = folder / "chat_template.jinja"
     if path.is_file():
-        files["default"] = path.read_text(encoding="utf-8")
+        files["default"] = read_text(path)
     for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        files[path.stem] = path.read_text(encoding="utf-8")
+        files[path.stem] = read_text(path)
     if "default" in files:
         return files
     for source in (settings, read_object(folder / "chat_template.json")):

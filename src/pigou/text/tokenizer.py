@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
+from pigou.small_file import parse_json
 from pigou.text.control_tokens import ControlTokens
 from pigou.text.detokenizer import Detokenizer
 from pigou.text.end_tokens import end_tokens
@@ -57,9 +57,9 @@ class Tokenizer:
             raise TokenizerError(f"{folder} has no tokenizer.json; only that format is read")
         try:
             text = read_tokenizer(folder)
-        except ValueError as error:
+            spec = parse_json(text.encode())
+        except (OSError, ValueError) as error:
             raise TokenizerError(str(error)) from None
-        spec = json.loads(text)
         backend = Backend.from_str(text)
         backend.no_truncation()
         backend.no_padding()
@@ -138,7 +138,7 @@ class Tokenizer:
 def _json(path: Path) -> dict[str, Any]:
     try:
         return read_object(path)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise TokenizerError(str(error)) from None
 
 
@@ -160,7 +160,7 @@ def _names(*sources: dict[str, Any]) -> dict[str, str]:
 def _eos(**files: Any) -> frozenset[int]:
     try:
         ids = end_tokens(**files)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise TokenizerError(str(error)) from None
     if not ids:
         raise TokenizerError("no end token: tokenizer_config, generation_config and config lack it")
@@ -170,5 +170,5 @@ def _eos(**files: Any) -> frozenset[int]:
 def _templates(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
     try:
         return read_templates(folder, settings)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise TokenizerError(str(error)) from None

@@ -11,13 +11,13 @@ import os
 import secrets
 from collections.abc import MutableMapping
 from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
 import zmq
 from zmq.utils import z85
 
 from pigou.config import ConfigError
+from pigou.small_file import read_text
 
 #: Environment variable with the secret; it is removed once it is read.
 VARIABLE = "PIGOU_FLEET_SECRET"
@@ -65,7 +65,7 @@ class FleetSecret:
             ConfigError: it cannot be read, or holds no secret.
         """
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            text = read_text(path)
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"fleet_secret_file {path}: {error}") from error
         return cls(text, f"fleet_secret_file {path}")

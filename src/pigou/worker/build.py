@@ -11,7 +11,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import numpy as np
 
 from pigou.config import ConfigError, EngineConfig
@@ -23,6 +22,7 @@ from pigou.request import SECOND, Ints, Rehearsed
 from pigou.runtime.kv_offload.offloader import KVOffloader
 from pigou.runtime.kv_offload.transfer_jobs import DeviceBlocks
 from pigou.text.end_tokens import within
+from pigou.text.model_files import read_object
 from pigou.text.tokenizer import Tokenizer
 from pigou.wire.addresses import advertised
 from pigou.wire.sampling_params import ModelLimits
@@ -290,8 +290,10 @@ def _read_spec(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         raise ConfigError(f"model is {str(folder)!r}, and has no config.json")
-    spec: dict[str, Any] = msgspec.json.decode(path.read_bytes())
-    return spec
+    try:
+        return read_object(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
 
 
 # --- both -------------------------------------------------------------------------------------

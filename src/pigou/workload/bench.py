@@ -8,7 +8,6 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice, takewhile
-from pathlib import Path
 from typing import Any, TypeVar
 
 import aiohttp
@@ -17,6 +16,7 @@ import numpy as np
 from pigou.config import ConfigError
 from pigou.request import SECOND
 from pigou.sim.arrival_rate import renewal_times
+from pigou.small_file import FileRefused, read_text
 from pigou.workload.api_flavour import ApiFlavour
 from pigou.workload.bench_config import BenchConfig
 from pigou.workload.bench_summary import Summary, summarize
@@ -155,11 +155,9 @@ async def _prepare(config: BenchConfig, session: aiohttp.ClientSession) -> _Prep
 
 def _read(path: str) -> str:
     try:
-        if (size := Path(path).stat().st_size) > _TEXT_LIMIT:
-            raise ConfigError(
-                f"--text {path} has {size} bytes; give at most {_TEXT_LIMIT}, an excerpt will do"
-            )
-        text = Path(path).read_text("utf-8")
+        text = read_text(path, _TEXT_LIMIT)
+    except FileRefused as error:
+        raise ConfigError(f"--text {path}: {error.strerror}; an excerpt will do") from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--text {path} cannot be read: {error}") from error
     if not text.strip():

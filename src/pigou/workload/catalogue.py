@@ -20,6 +20,7 @@ from typing import cast
 
 from pigou import __version__
 from pigou.config import ConfigError
+from pigou.small_file import read_text
 
 _RAW = "https://raw.githubusercontent.com"
 _LFS = "https://media.githubusercontent.com/media"
@@ -237,7 +238,7 @@ def download(
 def _fetch(address: str, trace: Listed, part: Path, watch: Watch) -> None:
     mark = _mark_of(part)
     have = part.stat().st_size if part.exists() else 0
-    same = mark.read_text("utf-8") if mark.exists() else ""
+    same = read_text(mark) if mark.exists() else ""
     headers = {"user-agent": f"pigou/{__version__}", "accept-encoding": "identity"}
     if have and (same or trace.verified):
         headers["range"] = f"bytes={have}-"

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from pigou.config import ConfigError
 from pigou.control import journal
@@ -27,6 +28,10 @@ _READERS: Mapping[int, Callable[[bytes], JournalHead | JournalEntry]] = {
     journal.VERSION: journal.decode,
     journal_v1.VERSION: journal_v1.decode,
 }
+
+
+#: Bytes of a line.
+_MAX_LINE = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +63,7 @@ def lines(path: str | Path) -> Iterator[JournalLine]:
     number = 0
     try:
         with unpacked(path) as file:
-            for number, line in enumerate(file, 1):
+            for number, line in enumerate(_bounded(file, path), 1):
                 if not line.strip():
                     continue
                 try:
@@ -87,6 +92,16 @@ def lines(path: str | Path) -> Iterator[JournalLine]:
         raise ConfigError(f"journal: {path} is empty")
     if broken:
         yield JournalLine(broken[0], None)
+
+
+def _bounded(file: IO[bytes], path: str | Path) -> Iterator[bytes]:
+    """Yield lines; one without an end would fill the memory."""
+    while line := file.readline(_MAX_LINE):
+        if len(line) == _MAX_LINE:
+            raise ConfigError(
+                f"journal: {path} has a line of {_MAX_LINE} bytes or more; it is no journal"
+            )
+        yield line
 
 
 def _checked(entry: JournalHead | JournalEntry) -> JournalHead | JournalEntry:

@@ -16,10 +16,14 @@ from typing import Any, TypeVar
 import msgspec
 
 from pigou.config import ConfigError
+from pigou.small_file import read_text
 from pigou.workload import journal_file, mooncake
 from pigou.workload.packed import name_of, unpacked
 from pigou.workload.trace import Trace, TraceSession, Turn, ordered, turn
 from pigou.workload.trace_rows import TraceRow, VllmRow, of_rows
+
+#: Bytes of a file of sessions.
+_MAX_SESSION = 1 << 30
 
 T = TypeVar("T")
 
@@ -97,7 +101,7 @@ def _folder(path: Path) -> Trace:
             f"trace: {path} has no agent sessions (*.json) and no {_LOG} of a vLLM log; "
             "name the folder that has them"
         )
-    return _agents((path_.read_text("utf-8-sig") for path_ in sessions), str(path))
+    return _agents((read_text(path_, _MAX_SESSION) for path_ in sessions), str(path))
 
 
 def _members(file: io.BytesIO) -> Iterator[str]:

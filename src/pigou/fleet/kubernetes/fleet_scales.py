@@ -14,6 +14,7 @@ from pigou.fleet.kubernetes.kubernetes_api import Connection, KubernetesApi, Kub
 from pigou.fleet.kubernetes.pod_templates import FLEET, MODEL, PART, ROLE, Manifest
 from pigou.fleet.registry.kubernetes_store import ACCOUNT, api_server
 from pigou.request import Role
+from pigou.small_file import read_text
 
 #: Of a pod: those with the lowest cost are deleted first.
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
@@ -174,6 +175,6 @@ def _connection(server: str) -> Connection:
     token, authority = ACCOUNT / "token", ACCOUNT / "ca.crt"
     return Connection(
         server=server,
-        token=token.read_text().strip() if token.exists() else "",
+        token=read_text(token).strip() if token.exists() else "",
         ca_path=str(authority) if authority.exists() else "",
     )

@@ -22,6 +22,11 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
+from pigou.small_file import read_bytes
+
+#: Bytes of a file of discovery.
+_MAX_FILE = 1 << 20
+
 _log = logging.getLogger("pigou.integrations.dynamo")
 _CHANNELS = Path("v1") / "event_channels"
 _LOOK_S = 0.2
@@ -178,8 +183,8 @@ def channels(folder: Path, topic: str = SEQUENCES) -> frozenset[str]:
     endpoints = set()
     for path in (folder / _CHANNELS).glob("*"):
         try:
-            channel = msgspec.json.decode(path.read_bytes(), type=_Channel)
-        except (OSError, msgspec.MsgspecError):
+            channel = msgspec.json.decode(read_bytes(path, _MAX_FILE), type=_Channel)
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             continue
         if channel.topic == topic and channel.transport.kind == "Zmq":
             endpoints.add(channel.transport.config.endpoint)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import re
 import struct
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,7 @@ from pigou.kv.block import Bytes
 from pigou.request import Ints
 from pigou.runtime.kv_offload.records import HEADER_BYTES
 from pigou.runtime.kv_offload.store import StoreError
+from pigou.small_file import check_regular
 
 log = logging.getLogger(__name__)
 
@@ -156,7 +159,7 @@ class SegmentFolder:
         strangers = []
         for entry in sorted(os.scandir(self.path), key=lambda e: e.name):
             stem = entry.name.removesuffix(_SUFFIX)
-            if stem == entry.name or not stem.isdecimal():
+            if stem == entry.name or not _NUMBER.fullmatch(stem) or entry.is_dir():
                 strangers += [entry.name] if entry.name != _LOCK else []
                 continue
             self._next = max(self._next, int(stem) + 1)
@@ -198,6 +201,8 @@ def _lock(path: Path) -> int:
     return fd
 
 
+#: Names of segment files, less their end.
+_NUMBER = re.compile(r"[0-9]{8,12}")
 _MAGIC = b"PIGOUSG1"
 _PREFACE = struct.Struct("<8s16sIQ84sQ")
 #: Buffers in one call of preadv or pwritev (IOV_MAX is 1,024).
@@ -266,6 +271,7 @@ class Segment:
 
     @classmethod
     def _read(cls, path: Path, fd: int) -> Segment:
+        check_regular(os.fstat(fd), path, sys.maxsize)
         namespace, slots, block_bytes = _parse(os.pread(fd, HEADER_BYTES, 0))
         size = os.fstat(fd).st_size
         if size < cls.overhead(slots):

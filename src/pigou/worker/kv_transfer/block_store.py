@@ -5,7 +5,9 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import re
 import secrets
+import sys
 import tempfile
 import weakref
 from pathlib import Path
@@ -16,6 +18,7 @@ import numpy as np
 from pigou.kv.block import Bytes, KVLayout
 from pigou.kv.checksum import Checksums, checksums_of
 from pigou.request import Ints
+from pigou.small_file import check_regular, read_text
 
 
 class BlockStore(Protocol):
@@ -102,6 +105,8 @@ def checksums_in(store: BlockStore, ids: Ints) -> Checksums:
 #: Where the files are: a file system in memory, where there is one.
 SHARED_DIR = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
 PREFIX = "pigou-kv-"
+#: Process id of the creator, and a random part.
+_NAME = re.compile(rf"{PREFIX}\d+-[0-9a-f]{{32}}")
 #: Bytes before the buffer: they name the creator, so that a re-used name is noticed.
 HEADER = 4096
 _MAGIC = b"pigou-kv/1 "
@@ -114,19 +119,25 @@ def host_id() -> str:
     machine differ unless they share it.
     """
     boot = Path("/proc/sys/kernel/random/boot_id")
-    machine = boot.read_text().strip() if boot.exists() else os.uname().nodename
+    machine = read_text(boot).strip() if boot.exists() else os.uname().nodename
     return f"{machine}:{os.stat(SHARED_DIR).st_dev}"
 
 
 def remove_orphans() -> list[str]:
-    """Remove the files whose creator is dead, and return their names."""
+    """Remove the files whose creator is dead, and return their names.
+
+    Nothing else is touched: a creator holds a lock for as long as it lives.
+    """
     removed = []
     for path in SHARED_DIR.glob(f"{PREFIX}*"):
+        if not _NAME.fullmatch(path.name):
+            continue
         try:
-            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError:
-            continue  # gone already, or another user's
+            continue  # gone already, another user's, or no file
         try:
+            check_regular(os.fstat(fd), path, sys.maxsize)
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink()
             removed.append(path.name)
@@ -220,7 +231,7 @@ class MappedMemory:
         """
         if not name.startswith(PREFIX) or os.sep in name or "\0" in name:
             raise ValueError(f"{name!r} is not the name of a shared memory")
-        fd = os.open(SHARED_DIR / name, os.O_RDONLY | os.O_NOFOLLOW)
+        fd = os.open(SHARED_DIR / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
             memory = mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
         finally:

@@ -100,7 +100,7 @@ class SweepTables(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             tables = msgspec.json.decode(text, type=cls)
         except msgspec.ValidationError as error:
             raise ConfigError(f"performance: {wrong(error, cls, {})}") from error
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ConfigError(f"performance: {error}; give a file of `pigou sweep`") from error
         if not (tables.prompts and tables.decode):
             raise ConfigError("performance: prompts and decode need a point each; sweep again")
