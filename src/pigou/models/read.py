@@ -50,6 +50,8 @@ _HARMLESS = {
     "time_step_rank", "no_rope_layer_interval", "vision_feature_layer", "image_grid_pinpoints",
     "time_step_limit",
 }  # fmt: skip
+#: Families that Pigou's own workers run, of those that are described.
+SERVED = ("llama", "mistral", "qwen2", "qwen3")
 #: How many layers predict further tokens.
 _PREDICTION = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 
@@ -125,6 +127,29 @@ def family_of(config: HfConfig) -> Family:
         )
     config.values = {**FAMILIES[family].defaults, **config.values, "model_type": family}
     return FAMILIES[family]
+
+
+def served_family(config: HfConfig) -> Family:
+    """Return the family of a model that Pigou's own workers run, by its configuration.
+
+    Raises:
+        ConfigError: the family is not described.
+        ModelError: workers do not run the architecture, its quantisation or its activation.
+    """
+    described = family_of(config)
+    family, names = str(config.values["model_type"]), config.get("architectures") or []
+    if family not in SERVED or (names and family not in map(family_named, names)):
+        raise ModelError(
+            f"architectures {names} of model_type {family!r} are not supported; supported: "
+            f"{', '.join(SERVED)}"
+        )
+    for name in ("quantization_config", "compression_config"):
+        if config.get(name):
+            raise ModelError(f"{name}: quantized weights are not supported; use bf16 ones")
+    activation = config.values.get("hidden_act", "silu")
+    if activation != "silu":
+        raise ModelError(f"hidden_act {activation!r} is not supported; supported: 'silu'")
+    return described
 
 
 def family_named(name: str) -> str:

@@ -12,13 +12,10 @@ from pigou.models import ModelError
 from pigou.models.hf_config import HfConfig
 from pigou.models.hf_config import read_config as read_source
 from pigou.models.layers import Family, head_dim_of, window_of
-from pigou.models.read import family_named, family_of
+from pigou.models.read import served_family
 from pigou.models.rope_parameters import scaled_context
 from pigou.runtime.rotary_embedding import Rope, read_rope
 from pigou.text.end_tokens import read_end_tokens
-
-#: Families that can be run, of those that are described.
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,14 +98,8 @@ def parse_config(source: Mapping[str, Any]) -> ModelConfig:
 
 
 def _parse(config: HfConfig) -> ModelConfig:
-    described = family_of(config)
-    family, names = str(config.values["model_type"]), config.get("architectures") or []
-    if family not in FAMILIES or (names and family not in map(family_named, names)):
-        raise ModelError(
-            f"architectures {names} of model_type {family!r} are not supported; supported: "
-            f"{', '.join(FAMILIES)}"
-        )
-    _refuse(config)
+    described = served_family(config)
+    family = str(config.values["model_type"])
     heads, hidden = config.size("num_attention_heads"), config.size("hidden_size")
     kv_heads = config.size("num_key_value_heads", default=heads)
     if heads % kv_heads:
@@ -140,16 +131,6 @@ def _parse(config: HfConfig) -> ModelConfig:
         dtype=str(config.get("dtype", "torch_dtype") or "float32"),
         eos=_tokens(config.get("eos_token_id")),
     )
-
-
-def _refuse(config: HfConfig) -> None:
-    """Refuse switches that would change the result if they were ignored."""
-    for name in ("quantization_config", "compression_config"):
-        if config.get(name):
-            raise ModelError(f"{name}: quantized weights are not supported; use bf16 ones")
-    activation = config.values.get("hidden_act", "silu")
-    if activation != "silu":
-        raise ModelError(f"hidden_act {activation!r} is not supported; supported: 'silu'")
 
 
 def _epsilon(source: Mapping[str, Any]) -> float:

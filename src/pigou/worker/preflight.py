@@ -8,6 +8,8 @@ from ctypes.util import find_library
 
 from pigou.config import ConfigError, check_all
 from pigou.models import ModelError, model_folder
+from pigou.models.hf_config import HfConfig, read_config
+from pigou.models.read import served_family
 from pigou.worker.config import WorkerConfig
 
 #: Drivers that torch's `cuda` devices need, one of which a machine with GPUs has.
@@ -41,6 +43,10 @@ def _check_model(model: str) -> None:
         raise ConfigError(
             f"model is {model!r}, a folder without config.json; give one in Hugging Face's format"
         )
+    try:
+        served_family(HfConfig(folder, read_config(folder)))
+    except (ConfigError, ModelError) as error:
+        raise ConfigError(f"model is {model!r}: {error}") from None
     if not any(path.suffix in _WEIGHTS for path in folder.iterdir()):
         raise ConfigError(
             f"model is {model!r}, a folder without weights (*.safetensors); download them, too"

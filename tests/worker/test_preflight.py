@@ -1,0 +1,72 @@
+"""What no worker could start with is refused before one is started, without torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pigou.config import ConfigError
+from pigou.models import bundled_path
+from pigou.worker.config import WorkerConfig
+from pigou.worker.preflight import check_worker
+
+LLAMA: dict[str, Any] = json.loads((bundled_path() / "config.json").read_text())
+
+
+def folder(path: Path, config: dict[str, Any] | None, weights: str = "model.safetensors") -> str:
+    path.mkdir(exist_ok=True)
+    if config is not None:
+        (path / "config.json").write_text(json.dumps(config))
+    if weights:
+        (path / weights).touch()
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("config", "weights", "words"),
+    [
+        (None, "model.safetensors", "a folder without config.json"),
+        (LLAMA, "", "a folder without weights"),
+        (LLAMA | {"architectures": ["GemmaForCausalLM"], "model_type": "gemma"}, "m.bin",
+         "not supported; supported: llama"),
+        (LLAMA | {"architectures": ["NewForCausalLM"], "model_type": "new"}, "m.bin", "'new'"),
+        (LLAMA | {"quantization_config": {"quant_method": "fp8"}}, "m.bin",
+         "quantized weights are not supported"),
+        (LLAMA | {"hidden_act": "gelu"}, "m.bin", "hidden_act 'gelu' is not supported"),
+    ],
+)  # fmt: skip
+def test_a_folder_that_no_worker_runs_is_refused(
+    config: dict[str, Any] | None, weights: str, words: str, tmp_path: Path
+) -> None:
+    model = folder(tmp_path / "m", config, weights)
+    with pytest.raises(ConfigError, match=words):
+        check_worker(WorkerConfig(model=model))
+
+
+def test_models_that_workers_run_pass(tmp_path: Path) -> None:
+    check_worker(WorkerConfig())
+    check_worker(WorkerConfig(model=folder(tmp_path / "m", LLAMA)))
+    check_worker(WorkerConfig(model="owner/on-the-hub"))
+    check_worker(WorkerConfig(model="/nowhere", executor="sleep", device="cuda"))
+
+
+def test_a_broken_configuration_names_its_file(tmp_path: Path) -> None:
+    model = folder(tmp_path / "m", LLAMA)
+    (tmp_path / "m" / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        check_worker(WorkerConfig(model=model))
+
+
+def test_a_check_loads_no_torch() -> None:
+    code = (
+        "import sys; from pigou.worker.preflight import check_worker;"
+        "from pigou.worker.config import WorkerConfig; check_worker(WorkerConfig());"
+        "print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
