@@ -16,7 +16,7 @@ fleet = typer.Typer(
     rich_markup_mode=None,
 )
 
-_TIMEOUT_S = 30.0
+_TIMEOUT_S, _MAX_ANSWER_BYTES = 30.0, 2**23
 #: Columns of the table, by the fields of `/workers`.
 _COLUMNS = {
     "id": "id", "role": "role", "state": "state", "pool": "pool", "epoch": "epoch",
@@ -169,10 +169,12 @@ def _ask(
         with urlopen(
             Request(base + path, data, headers, method=method), timeout=_TIMEOUT_S
         ) as response:
-            answer: dict[str, Any] = msgspec.json.decode(response.read(), type=dict[str, Any])
+            answer: dict[str, Any] = msgspec.json.decode(
+                response.read(_MAX_ANSWER_BYTES), type=dict[str, Any]
+            )
             return answer
     except HTTPError as error:
-        message = _message(error.read()) or f"{base} answered {error.code}"
+        message = _message(error.read(_MAX_ANSWER_BYTES)) or f"{base} answered {error.code}"
         status = 2 if error.code == 400 else 1
     except (URLError, HTTPException, OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         message, status = f"{base}: {getattr(error, 'reason', error)}", 1

@@ -30,7 +30,7 @@ from pigou.sim.gpus import gpu as gpu_named
 
 _TERMS = ("weights", "cache", "activations", "adapters", "runtime", "scratch")
 #: Seconds that a worker may take to answer.
-_TIMEOUT_S = 10.0
+_TIMEOUT_S, _MAX_ANSWER_BYTES = 10.0, 2**23
 _MARGIN = 0.3
 #: Memory of a GPU at most.
 _MAX_GIB = 2**20
@@ -120,7 +120,7 @@ def _measured(url: str, key: str) -> dict[str, Any]:
     try:
         request = Request(f"{url.rstrip('/')}/server_info", headers=headers)
         with urlopen(request, timeout=_TIMEOUT_S) as response:
-            about = msgspec.json.decode(response.read(), type=dict[str, Any])
+            about = msgspec.json.decode(response.read(_MAX_ANSWER_BYTES), type=dict[str, Any])
     except (OSError, ValueError, HTTPException, msgspec.DecodeError) as error:
         reason = getattr(error, "reason", error)
         raise ConfigError(f"worker is {url!r}, which cannot be asked: {reason}") from None

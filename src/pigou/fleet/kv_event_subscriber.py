@@ -13,6 +13,7 @@ import zmq
 import zmq.asyncio
 
 from pigou.fleet.probe import EventSource
+from pigou.wire.byte_budget import REPLIES, ByteReservation, OverBudget
 from pigou.wire.fleet_secret import secure_client
 from pigou.wire.kv_event_decoding import EventError, WireEvent, sequence_frame, sequence_number
 from pigou.wire.kv_event_slices import event_slices
@@ -28,7 +29,7 @@ _LONG_S, _REST = 0.0005, 3
 #: Seconds of rest after a first batch that is none, doubled by each further one, up to the latter.
 _MIN_PAUSE_S, _MAX_PAUSE_S = 0.01, 0.2
 #: Bytes of one message, beyond which ZMQ ends the connection; batches and bytes of one replay.
-_MAX_MESSAGE_BYTES, _MAX_REPLAY_BATCHES, _MAX_REPLAY_BYTES = 2**24, 100_000, 2**28
+_MAX_MESSAGE_BYTES, _MAX_REPLAY_BATCHES = 2**24, 100_000
 
 
 #: Seconds after which a publisher that nobody has met is reported.
@@ -173,8 +174,16 @@ class EventSubscriber:
         What the publisher no longer has is lost; we go on from what it has. Return whether
         `until` was among them; if not, none was taken in.
         """
+        if not self._source.replay:
+            return False
+        with REPLIES.reserve() as held:
+            return await self._replay(context, until, held)
+
+    async def _replay(
+        self, context: zmq.asyncio.Context, until: int | None, held: ByteReservation
+    ) -> bool:
         wanted = self._order.next or 0
-        batches = await self._past(context, wanted) if self._source.replay else []
+        batches = await self._past(context, wanted, held)
         if not batches or (until is not None and all(number != until for number, _ in batches)):
             return False
         if batches[0][0] > wanted:
@@ -183,14 +192,18 @@ class EventSubscriber:
             await self._accept(number, payload)
         return True
 
-    async def _past(self, context: zmq.asyncio.Context, start: int) -> list[tuple[int, bytes]]:
-        """Ask for past batches; return them in order, none when nobody answers in time."""
+    async def _past(
+        self, context: zmq.asyncio.Context, start: int, held: ByteReservation
+    ) -> list[tuple[int, bytes]]:
+        """Ask for past batches; return them in order, none when nobody answers in time.
+
+        Their bytes are counted among those of all replies that this process holds.
+        """
         socket = context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
         self._secure(socket)
         batches: list[tuple[int, bytes]] = []
-        size = 0
         try:
             socket.connect(self._source.replay)
             async with asyncio.timeout(_REPLAY_S):
@@ -202,14 +215,12 @@ class EventSubscriber:
                     number = sequence_number(sequence)
                     if number is None:
                         return batches
-                    size += len(payload)
-                    if len(batches) == _MAX_REPLAY_BATCHES or size > _MAX_REPLAY_BYTES:
-                        raise EventError(
-                            f"it has over {_MAX_REPLAY_BATCHES} batches, or is too large"
-                        )
+                    held.grow(len(payload))
+                    if len(batches) == _MAX_REPLAY_BATCHES:
+                        raise EventError(f"it has over {_MAX_REPLAY_BATCHES} batches")
                     if number >= (batches[-1][0] + 1 if batches else start):
                         batches.append((number, payload))
-        except (TimeoutError, EventError, IndexError, zmq.ZMQError) as error:
+        except (TimeoutError, EventError, OverBudget, IndexError, zmq.ZMQError) as error:
             _log.warning("%s: no replay: %s", self._source.replay, error or "no answer")
             return []
         finally:

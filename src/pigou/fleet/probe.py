@@ -16,9 +16,10 @@ from pigou.control.messages import LoadReport
 from pigou.fleet import metrics_page
 from pigou.fleet.hang_detection import EngineProgress
 from pigou.fleet.metrics_page import OLD_USAGE, RUNNING, USAGE, WAITING
-from pigou.gateway.upstream import Engine, ServedName, ServedNames, Upstream, read_page
+from pigou.gateway.upstream import Engine, ServedName, ServedNames, Upstream
 from pigou.request import UNKNOWN_LOCATION, Location, Rehearsed
 from pigou.wire.addresses import reachable
+from pigou.wire.byte_budget import read_page
 from pigou.wire.fleet_secret import NONCE, PROOF, FleetSecret
 from pigou.wire.names import MAX_TEXT, deployment_version, text
 

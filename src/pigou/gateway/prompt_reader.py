@@ -17,10 +17,10 @@ from pigou.control.prefix_index.block_keys import chain, token_array
 from pigou.gateway.failure import Rejected, WorkerFailed
 from pigou.gateway.gateway_request import Body, BodyFields, GatewayRequest
 from pigou.gateway.prompt_tokenizer import NotTokenizable, PromptTokenizer, first_prompt
-from pigou.gateway.upstream import MAX_PAGE_BYTES, Engine, Upstream
+from pigou.gateway.upstream import Engine, Upstream
 from pigou.request import BlockKeys
 from pigou.text.model_files import find_tokenizer
-from pigou.wire.byte_budget import REPLIES
+from pigou.wire.byte_budget import MAX_PAGE_BYTES, REPLIES
 from pigou.wire.errors import APIError
 from pigou.wire.request_body import FairThreadPool
 

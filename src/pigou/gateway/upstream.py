@@ -21,7 +21,7 @@ from pigou.gateway.worker_report import WorkerReport
 from pigou.lifecycle.messages import FetchKV
 from pigou.lifecycle.suspicion import WorkerEnd
 from pigou.request import SECOND, Worker
-from pigou.wire.byte_budget import REPLIES, ByteReservation, OverBudget
+from pigou.wire.byte_budget import REPLIES, ByteReservation, OverBudget, read_page
 from pigou.wire.errors import APIError
 from pigou.wire.fleet_secret import tenant_mark
 from pigou.wire.json_limits import MAX_DEPTH, MAX_FIELDS, SMALL, is_deep, measure
@@ -38,8 +38,6 @@ GONE = (
 MAX_REPLY_BYTES = 2**27
 MAX_TICKET_BYTES = 2**20
 MAX_ERROR_BYTES = 2**20
-#: Bytes of a page that a worker shows of itself.
-MAX_PAGE_BYTES = 2**23
 _HEADERS = {"content-type": "application/json"}
 
 
@@ -140,32 +138,6 @@ class Engine:
         """Return a body with what is left of its deadline, for who goes by it; else without."""
         rest = {name: value for name, value in body.items() if name != "deadline_ms"}
         return {**rest, "deadline_ms": left_ms} if self.deadlines else rest
-
-
-async def read_page(response: aiohttp.ClientResponse, max_bytes: int = MAX_PAGE_BYTES) -> bytes:
-    """Return the body of a page that another process shows.
-
-    Raises:
-        aiohttp.ClientPayloadError: it has more than `max_bytes` bytes, or all replies and pages
-            under way more than their budget.
-    """
-    page, why = bytearray(), ""
-    with REPLIES.reserve() as held:
-        if (response.content_length or 0) > max_bytes:
-            why = f"over {max_bytes} bytes"
-        while not why and (part := await response.content.readany()):
-            page += part
-            try:
-                held.grow(len(part))
-            except OverBudget as error:
-                why = str(error)
-            if len(page) > max_bytes:
-                why = f"over {max_bytes} bytes"
-    if why:
-        page.clear()
-        response.close()
-        raise aiohttp.ClientPayloadError(f"{response.url.path}: {why}")
-    return bytes(page)
 
 
 class Upstream:

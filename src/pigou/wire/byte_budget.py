@@ -10,9 +10,13 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Self
 
+import aiohttp
+
 #: Bytes that a holder may have however full the budget is: whoever asks for little is served.
 FREE_BYTES = 64 * 1024
 _SHARE = 0.5
+#: Bytes of a page that a worker shows of itself, and of a list that an API server answers with.
+MAX_PAGE_BYTES, MAX_LIST_BYTES = 2**23, 2**26
 
 
 class OverBudget(Exception):
@@ -91,3 +95,29 @@ class ByteReservation:
 REPLIES = ByteBudget(256 * 2**20)
 #: Bodies of requests that this process holds.
 BODIES = ByteBudget(512 * 2**20)
+
+
+async def read_page(response: aiohttp.ClientResponse, max_bytes: int = MAX_PAGE_BYTES) -> bytes:
+    """Return the body of a page that another process shows.
+
+    Raises:
+        aiohttp.ClientPayloadError: it has more than `max_bytes` bytes, or all replies and pages
+            under way more than their budget.
+    """
+    page, why = bytearray(), ""
+    with REPLIES.reserve() as held:
+        if (response.content_length or 0) > max_bytes:
+            why = f"over {max_bytes} bytes"
+        while not why and (part := await response.content.readany()):
+            page += part
+            try:
+                held.grow(len(part))
+            except OverBudget as error:
+                why = str(error)
+            if len(page) > max_bytes:
+                why = f"over {max_bytes} bytes"
+    if why:
+        page.clear()
+        response.close()
+        raise aiohttp.ClientPayloadError(f"{response.url.path}: {why}")
+    return bytes(page)

@@ -16,6 +16,7 @@ from pigou import __version__
 from pigou.config import ConfigError
 from pigou.fleet.kubernetes.definitions import API_VERSION
 from pigou.fleet.kubernetes.pod_fields import KubernetesObject as Manifest
+from pigou.wire.byte_budget import MAX_LIST_BYTES, read_page
 
 #: Kind -> API version and plural.
 _KINDS = {
@@ -247,7 +248,7 @@ class KubernetesApi:
             async with self._session.request(
                 method, url, data=data, headers=headers, params=query
             ) as response:
-                text = await response.read()
+                text = await read_page(response, MAX_LIST_BYTES)
                 if response.status >= 400:
                     raise KubernetesError(response.status, text.decode(errors="replace")[:500])
                 return msgspec.json.decode(text)

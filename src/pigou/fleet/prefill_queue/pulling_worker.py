@@ -15,6 +15,7 @@ from pigou.fleet.prefill_queue.messages import MessageSigner, QueueAddress, Queu
 from pigou.fleet.prefill_queue.puller import PrefillPuller
 from pigou.tracing.trace_context import TRACEPARENT
 from pigou.wire.addresses import WILD, url_host
+from pigou.wire.byte_budget import read_page
 from pigou.wire.fleet_secret import TENANT, FleetSecret
 from pigou.wire.names import PullPool, deployment_version
 from pigou.worker.registrar import Registrar
@@ -89,6 +90,6 @@ class PullingWorker:
         url = self._url + prompt.path
         try:
             async with self._session.post(url, data=prompt.body, headers=headers) as r:
-                return r.status, await r.read()
+                return r.status, await read_page(r)
         except (aiohttp.ClientError, OSError):
             return 503, b""

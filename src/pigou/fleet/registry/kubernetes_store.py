@@ -26,6 +26,7 @@ from pigou.fleet.registry.record_store import Record, RegistryUnavailable, Write
 from pigou.request import Role
 from pigou.small_file import read_text
 from pigou.wire.addresses import url_host
+from pigou.wire.byte_budget import MAX_LIST_BYTES, read_page
 
 #: Annotations of a pod: a worker's record, and the restarts of its containers at that time.
 ENTRY, RESTARTS = "pigou.dev/entry", "pigou.dev/entry-restarts"
@@ -294,9 +295,9 @@ def _authorization() -> dict[str, str]:
 
 async def _body(response: aiohttp.ClientResponse) -> Any:
     if response.status >= 400:
-        text = (await response.text())[:200]
+        text = (await read_page(response))[:200].decode(errors="replace")
         raise RegistryUnavailable(f"Kubernetes answered {response.status}: {text}")
-    return msgspec.json.decode(await response.read())
+    return msgspec.json.decode(await read_page(response, MAX_LIST_BYTES))
 
 
 def _name(pod: Any) -> str:
