@@ -109,6 +109,13 @@ async def test_models_that_cannot_be_decoded_are_none(body: bytes) -> None:
         assert await tokenize(session, url, "m", "text") is None
 
 
+async def test_without_a_name_the_first_model_that_is_no_adapter_is_meant() -> None:
+    body = b'{"data": [{"id": "sql", "parent": "m"}, {"id": "m", "parent": null}]}'
+    async with served({"/v1/models": whole(body)}) as (session, url):
+        assert (await find_model(session, url, "")).id == "m"
+        assert (await find_model(session, url, "sql")).id == "sql"
+
+
 async def stream(_: web.Request) -> web.StreamResponse:
     data = b'data: {"choices": [{"index": 0, "text": "x", "finish_reason": "length"}]}\n\n'
     return web.Response(body=data + b"data: [DONE]\n\n", content_type="text/event-stream")

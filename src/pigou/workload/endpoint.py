@@ -30,10 +30,12 @@ class ModelCard:
     Attributes:
         id: its name.
         max_model_len: most tokens of a prompt and its output; None when the endpoint does not say.
+        parent: the model that an adapter belongs to; None for a model.
     """
 
     id: str
     max_model_len: int | None = None
+    parent: str | None = None
 
 
 class _ModelList(msgspec.Struct):
@@ -45,7 +47,9 @@ class _Tokens(msgspec.Struct):
 
 
 async def find_model(session: aiohttp.ClientSession, base: str, name: str) -> ModelCard:
-    """Return the card of the named model, or of the first; a bare one when none are listed.
+    """Return the card of the named model, or of the first that is no adapter.
+
+    A name that is not listed gets a bare card.
 
     Raises:
         EndpointError: the endpoint is not there, or no name was given and it lists no model.
@@ -60,7 +64,7 @@ async def find_model(session: aiohttp.ClientSession, base: str, name: str) -> Mo
         raise EndpointError(
             f"{base}/v1/models lists no model ({reply[0]}: {answer}); name one with --model"
         )
-    return cards[0]
+    return next((card for card in cards if not card.parent), cards[0])
 
 
 async def tokenize(
