@@ -161,14 +161,14 @@ class ServerScope:
         own_tenure = replace(tenure, cache_salt=fields.cache_salt or "")
         if own_tenure == Tenure() and not self.release:
             return own_tenure
-        template = ""
+        template, named = "", fields.model
         if chat:
             own = fields.chat_template
             known = isinstance(own, str)
             template = digest(own.encode("utf-8", "surrogatepass")) if known else self.template
         return replace(
             own_tenure,
-            model=self.model if fields.model in (None, *self.aliases) else fields.model,
+            model=self.model if named is None or named in self.aliases else named,
             release=_packed(self.release, *sorted(self.releases)) + own_tenure.release,
             template=_packed(template) + own_tenure.template,
             tools=frozenset(f"stated:{name}" for name in own_tenure.tools) | _schemas(body),
