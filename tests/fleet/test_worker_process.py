@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from asyncio.subprocess import PIPE
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,11 @@ from pigou.worker.kv_transfer.block_store import SHARED_DIR
 
 #: A worker that hears no SIGTERM, with a file of shared memory.
 DEAF = """
-import fcntl, os, signal, sys, time
+import fcntl, os, signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-name = f"pigou-kv-{os.getpid()}-test"
+name = f"pigou-kv-{os.getpid()}-{0:032x}"
+if "child" in sys.argv:
+    subprocess.Popen(["sleep", "20"])  # it holds the streams open
 file = open(f"{sys.argv[1]}/{name}", "w")
 fcntl.flock(file, fcntl.LOCK_EX)
 print(name, flush=True)
@@ -27,18 +30,28 @@ time.sleep(60)
 """
 
 
-def test_the_shared_memory_of_a_worker_that_has_to_be_killed_goes_with_it() -> None:
+@pytest.mark.parametrize("child", ["", "child"])
+def test_the_shared_memory_of_a_worker_that_has_to_be_killed_goes_with_it(child: str) -> None:
     async def run() -> None:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", DEAF, str(SHARED_DIR), stdout=PIPE, stderr=PIPE
-        )
+            sys.executable, "-c", DEAF, str(SHARED_DIR), child, stdout=PIPE, stderr=PIPE,
+            start_new_session=True,
+        )  # fmt: skip
         assert process.stdout is not None
         path = SHARED_DIR / (await process.stdout.readline()).decode().strip()
         worker = WorkerProcess("w0", process)
         assert path.is_file()
-        await worker.stop(0.05)
+        stopping = asyncio.create_task(worker.stop(0.05))
+        async with asyncio.timeout(3.0):
+            while path.exists():
+                await asyncio.sleep(0.01)
+            await stopping
+            assert "signal 9" in await worker.exited()
         assert worker.code == -9
-        assert not path.exists()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await asyncio.wait_for(process.wait(), 3.0)
+        await asyncio.sleep(0.05)  # the streams close
 
     asyncio.run(run())
 

@@ -35,6 +35,8 @@ _OOM_KILLS = (Path("/sys/fs/cgroup/memory.events"), Path("/proc/vmstat"))
 #: Steps of niceness between a gateway and its workers: it gets three times their share.
 _NICE_STEPS = 5
 _TAIL = 20
+#: Seconds between looks for a worker's end, and for what it printed before to be read.
+_LOOK_S, _REST_S = 0.25, 1.0
 _LINE = 1 << 20
 #: OpenMP threads that wait must not burn the cores that others need.
 _QUIET = {
@@ -202,15 +204,15 @@ class WorkerProcess:
                         on_stage(str(msgspec.json.decode(line)["stage"]))
         except TimeoutError:
             raise FleetError(f"{self._name} was not ready within {timeout_s:g} s") from None
-        code = await self._process.wait()
-        await self._reader
+        code = await self._ended()
+        await self._read_rest()
         words = "\n".join(self._tail)
         raise FleetError(f"{self._name} ended with status {code} before it was ready\n{words}")
 
     async def exited(self) -> str:
         """Return how it ended, once it has; one that lacked memory with `OUT_OF_MEMORY`."""
-        code = await self._process.wait()
-        await self._reader
+        code = await self._ended()
+        await self._read_rest()
         killed = code == -signal.SIGKILL and oom_kills() > self._oom_kills
         failed = code not in (0, -signal.SIGKILL) and any(map(_NO_MEMORY.search, self._tail))
         how = f"ended by signal {-code}" if code < 0 else f"ended with status {code}"
@@ -221,15 +223,34 @@ class WorkerProcess:
         if drain_s > 0:
             self._signal(signal.SIGTERM)
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._process.wait(), drain_s)
+                await asyncio.wait_for(self._ended(), drain_s)
         if self._process.returncode is None:
             self._signal(signal.SIGKILL)
-            await self._process.wait()
-        await self._reader
-        if self._listener is not None:
-            await self._listener
+            await self._ended()
         if self.code:
             remove_orphans()  # its shared memory, which it left where it was killed
+        await self._read_rest()
+
+    async def _ended(self) -> int:
+        """Return the exit status, once there is one.
+
+        asyncio's own wait ends only once the streams are closed, too, which a child may hold open.
+        """
+        waiting = asyncio.create_task(self._process.wait())
+        try:
+            while self._process.returncode is None:
+                await asyncio.wait((waiting,), timeout=_LOOK_S)
+        finally:
+            waiting.cancel()
+        return self._process.returncode
+
+    async def _read_rest(self) -> None:
+        """Read what it still printed; a child that outlives it may hold its streams open."""
+        readers = [task for task in (self._reader, self._listener) if task is not None]
+        _, late = await asyncio.wait(readers, timeout=_REST_S)
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*readers, return_exceptions=True)
 
     @property
     def code(self) -> int | None:

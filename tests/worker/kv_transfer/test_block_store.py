@@ -96,3 +96,18 @@ def test_the_offset_of_an_array_is_known_only_inside() -> None:
 
 def test_one_host_has_one_id() -> None:
     assert host_id() == host_id()
+
+
+def test_what_no_worker_made_is_left_alone() -> None:
+    """A file of such a name that is no shared memory of ours, and a FIFO, which would block."""
+    strangers = [SHARED_DIR / "pigou-kv-notes", SHARED_DIR / f"pigou-kv-1-{7:032x}"]
+    strangers[0].write_text("mine")
+    os.mkfifo(strangers[1])
+    try:
+        remove_orphans()
+        assert all(path.exists() for path in strangers)
+        with pytest.raises((OSError, ValueError)):
+            MappedMemory(strangers[1].name, "k" * 32)
+    finally:
+        for path in strangers:
+            path.unlink()
