@@ -131,7 +131,7 @@ LAWS: dict[str, Callable[[Polled, str], bool]] = {
 #: Metrics of what this fleet does not have.
 ELSEWHERE = {
     "vllm:gpu_cache_usage_perc", "vllm:cache_config_info", "vllm:time_per_output_token_seconds",
-    "pigou_device_energy_joules_total", "pigou_tier_queued_blocks",
+    "pigou_device_energy_joules_total", "pigou_tier_queued_blocks", "pigou_tier_cap_bytes",
     "pigou_tier_restored_blocks_total",
 }  # fmt: skip
 _END = re.compile("_(total|sum|count|bucket)$")

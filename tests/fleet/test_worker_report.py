@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
+
+from pigou.config import ControlConfig
+from pigou.control.messages import WorkerUp
+from pigou.fleet.costs import make_plane
 from pigou.fleet.worker_report import read_report
+from pigou.gateway.config import GatewayConfig
+from pigou.gateway.costs_api import cost_meter, note_report
+from pigou.gateway.plane_driver import PlaneDriver
+from pigou.request import SECOND, Role, Worker
 
 STOCK = b"""# HELP vllm:inter_token_latency_seconds x
 vllm:inter_token_latency_seconds_bucket{engine="0",le="0.01"} 3.0
@@ -15,7 +24,7 @@ vllm:request_prefill_time_seconds_sum{engine="0"} 4
 
 def test_sums_are_over_all_engines_of_a_server() -> None:
     report = read_report(STOCK, 7)
-    assert report == (7, None, None, None, 2.0, 10.0, 4.0, None, None)
+    assert report == (7, None, None, None, 2.0, 10.0, 4.0, None, None, ())
 
 
 def test_own_seconds_of_prefill_go_before_those_of_requests_that_overlap() -> None:
@@ -26,7 +35,21 @@ def test_own_seconds_of_prefill_go_before_those_of_requests_that_overlap() -> No
 
 
 def test_what_a_page_does_not_say_is_unknown_and_never_zero() -> None:
-    assert read_report(b"", 0) == (0, *[None] * 8)
+    assert read_report(b"", 0) == (0, *[None] * 8, ())
+
+
+def test_a_tier_costs_what_its_capacity_does_on_a_live_bill() -> None:
+    page = b'pigou_tier_cap_bytes{engine="0",tier="host"} 1e9\n'
+    page += b'pigou_tier_cap_bytes{engine="0",tier="disk"} 4e9\n'
+    gateway = GatewayConfig(port=0, prices="dram=3,nvme=0.1", gpu="cpu")
+    driver = PlaneDriver(make_plane(ControlConfig(), gateway))
+    driver.plane.observe(WorkerUp(Worker("w", "", Role.BOTH)), 0)
+    note_report(driver, "w", None, read_report(page, 0))
+    meter = cost_meter(driver)
+    assert meter is not None
+    hour = meter.bill(3600 * SECOND)
+    assert hour.storage_usd == pytest.approx((3 * 1 + 0.1 * 4) / 730, rel=0.01)
+    assert hour.usd == pytest.approx(hour.gpu_usd + hour.storage_usd)
 
 
 def test_an_older_name_of_the_same_is_read() -> None:

@@ -101,6 +101,7 @@ async def test_a_model_without_workers_waits_and_harms_no_other() -> None:
             body = await response.json()
         assert response.status == 200
         assert body["models"]["bee"] == "no decode worker is up"
+        assert body["status"] == "degraded"
         assert body["models"]["ant"] == "ok"
         assert not waiting.done()
         assert drivers["bee"].queued == 1

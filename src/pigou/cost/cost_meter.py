@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pigou.control.messages import (
@@ -70,6 +70,7 @@ class CostMeter:
     def __init__(
         self, rate: Callable[[Worker], WorkerRate], model: Callable[[str], str] = lambda _: "",
         workload: Callable[[Request], str] = lambda _: "",
+        storage: Callable[[Mapping[str, float]], float] = lambda _: 0.0,
     ) -> None:  # fmt: skip
         """Begin without workers.
 
@@ -77,7 +78,9 @@ class CostMeter:
             rate: returns what a worker costs, asked when it is up.
             model: returns the model that a worker serves, by its id.
             workload: returns the class of a request.
+            storage: returns dollars a second of tiers, by their names and bytes.
         """
+        self._storage = storage
         self.workers: dict[str, WorkerMeter] = {}
         self.bills: OrderedDict[str, Usage] = OrderedDict()
         self.owners: dict[str, str] = {}
@@ -118,6 +121,12 @@ class CostMeter:
         self._settled_ns = now
         for worker in self.workers.values():
             worker.settle(now)
+
+    def stores(self, worker: str, tiers: Mapping[str, float]) -> None:
+        """A worker has these tiers beyond the device, in bytes by name, since its start."""
+        if worker in self.workers:
+            meter = self.workers[worker]
+            meter.rate = replace(meter.rate, storage_usd_per_s=self._storage(tiers))
 
     def measured(self, worker: str, joules: float) -> None:
         """A worker's counter says that it used so many joules since it last did."""

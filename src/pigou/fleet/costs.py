@@ -65,7 +65,9 @@ def make_plane(control: ControlConfig, gateway: GatewayConfig) -> ControlPlane:
     for kind, _ in gpus.values():
         prices.gpu(kind)
     model = architecture(gateway.priced_model) if gateway.priced_model else None
-    return MeteredControlPlane(control, CostMeter(_LiveRates(prices, gpus, model)))
+    return MeteredControlPlane(
+        control, CostMeter(_LiveRates(prices, gpus, model), storage=prices.tier_usd_per_s)
+    )
 
 
 class _LiveRates:

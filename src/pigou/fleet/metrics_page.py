@@ -45,14 +45,15 @@ def totals(
     """
     values: dict[bytes, list[float]] = {}
     for name, _, text in samples(page, names, max_lines):
-        values.setdefault(name, []).append(_number(text))
+        values.setdefault(name, []).append(number(text))
     return {
         name: sum(of_engines) / (len(of_engines) if name in (USAGE, OLD_USAGE) else 1)
         for name, of_engines in values.items()
     }
 
 
-def _number(text: bytes) -> float:
+def number(text: bytes) -> float:
+    """Return a finite number of at least 0; 0 for all else."""
     try:
         value = float(text)
     except ValueError:

@@ -17,7 +17,7 @@ from pigou.fleet.kv_event_subscriber import EventSubscriber
 from pigou.fleet.probe import EventSource, metrics_progress, read_load, read_served
 from pigou.fleet.worker_process import ProcessState
 from pigou.fleet.worker_report import read_report
-from pigou.gateway.costs_api import note_energy
+from pigou.gateway.costs_api import note_report
 from pigou.gateway.plane_driver import PlaneDriver
 from pigou.gateway.upstream import GONE, Upstream
 from pigou.wire.kv_event_decoding import WireEvent
@@ -180,7 +180,7 @@ class WorkerWatch:
         self._plane_driver.observe(read_load(page, self._upstream.worker.id))
         before, report = self._upstream.report, read_report(page, time.monotonic_ns())
         self._upstream.report = report
-        note_energy(self._plane_driver, self._upstream.worker.id, before, report)
+        note_report(self._plane_driver, self._upstream.worker.id, before, report)
         return page
 
     async def _list_models(self) -> None:

@@ -24,12 +24,19 @@ def cost_meter(driver: PlaneDriver) -> CostMeter | None:
     return driver.plane.cost_meter if isinstance(driver.plane, MeteredControlPlane) else None
 
 
-def note_energy(
+def note_report(
     driver: PlaneDriver, worker: str, before: WorkerReport | None, report: WorkerReport
 ) -> None:
-    """Tell the cost meter what a worker's energy counter says since its report before."""
+    """Tell the cost meter which tiers a worker has, and what its energy counter says.
+
+    A counter says it since the report before.
+    """
     meter = cost_meter(driver)
-    if meter is not None and report.joules is not None:
+    if meter is None:
+        return
+    if report.tiers:
+        meter.stores(worker, dict(report.tiers))
+    if report.joules is not None:
         joules = report.joules if before is None or before.joules is None else before.joules
         meter.measured(worker, max(report.joules - joules, 0.0))
 

@@ -136,8 +136,8 @@ class StatusRoutes:
             body |= {"status": "starting", "stages": startup.stages}
         elif not decodes:
             body["status"] = "no decode worker is up"
-        elif background.failing:
-            body["status"] = "degraded"
+        elif background.failing or not all(model.decodes for model in self._models):
+            body["status"] = "degraded"  # `models` says which one has no worker
         ready = decodes and not self._gateway.shutdown.begun
         if ready:
             return json_response(body)

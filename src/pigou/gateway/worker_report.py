@@ -16,6 +16,7 @@ class WorkerReport(NamedTuple):
         prefill_s: seconds in which it computed prompts, since its start.
         prefill_tokens: that it computed in them, those of prompts that were given up counted.
         joules: that its device used, by a counter.
+        tiers: bytes that each of its tiers may hold, by name.
     """
 
     at_ns: int
@@ -27,3 +28,4 @@ class WorkerReport(NamedTuple):
     prefill_s: float | None = None
     prefill_tokens: float | None = None
     joules: float | None = None
+    tiers: tuple[tuple[str, float], ...] = ()
