@@ -99,6 +99,19 @@ def test_a_damaged_cache_is_compiled_anew(tmp_path: Path) -> None:
         assert _compiled(tmp_path) == "0 0"
 
 
+def test_what_blocks_or_has_no_end_is_no_cache(tmp_path: Path) -> None:
+    assert _compiled(tmp_path) == "2 2"
+    for path in list((tmp_path / "cache").rglob("*.nb*")):
+        path.unlink()
+        if path.suffix == ".nbi":
+            os.mkfifo(path)
+        else:
+            with path.open("wb") as file:
+                file.truncate(2 << 30)
+    assert _compiled(tmp_path) == "2 2"
+    assert _compiled(tmp_path) == "0 0"
+
+
 def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:
     """The index is a folder here: it can be neither read nor replaced, whoever runs this."""
     assert _compiled(tmp_path) == "2 2"

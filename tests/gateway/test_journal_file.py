@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from pathlib import Path
 
@@ -81,3 +82,6 @@ def test_what_cannot_be_written_is_said_at_the_start(tmp_path: Path) -> None:
         Journal(tmp_path / "nowhere" / "j", CONFIG)
     with pytest.raises(ConfigError, match="journal"):
         Journal(tmp_path, CONFIG)
+    os.mkfifo(tmp_path / "fifo")  # whose writer would wait for a reader, at the end too
+    with pytest.raises(ConfigError, match="it is a FIFO"):
+        Journal(tmp_path / "fifo", CONFIG)

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from store_bench import NAMESPACE, SIZE, TENURE, bytes_of, entries_of, keys_of, rows_of
+from tests.lib.foreign_files import scatter
 
 from pigou.kv.block import Bytes
 from pigou.request import NEVER
@@ -26,6 +27,24 @@ CAP = 40_000
 
 def open_store(path: Path, now: int = 0, cap: int = CAP) -> DiskStore:
     return DiskStore(path, NAMESPACE, SIZE, cap, clock=lambda: now)
+
+
+def test_what_is_no_segment_is_left_alone_and_keeps_no_block_out(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    assert put(store, [1, 2]) == 2
+    store.close()
+    count = scatter(tmp_path)
+    (tmp_path / ("9" * 200 + ".pigou-kv")).touch()  # no number of a segment can follow
+    (tmp_path / "00000007.pigou-kv").mkdir()
+    os.mkfifo(tmp_path / "00000008.pigou-kv")
+    store = open_store(tmp_path)
+    assert get(store, [1, 2]) == [1, 2]
+    fresh = put(store, list(range(10, 400)))  # more than the cap
+    assert 0 < fresh <= store.capacity
+    assert get(store, [10]) == [10]
+    store.close()
+    assert len(list(tmp_path.glob("*.json"))) + 1 == count
+    assert (tmp_path / "00000007.pigou-kv").is_dir()
 
 
 def put(store: DiskStore, numbers: list[int], expiry: int = NEVER) -> int:
