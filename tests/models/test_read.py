@@ -199,3 +199,94 @@ def test_a_factor_that_cannot_be_is_refused(tmp_path: Path, factor: Any) -> None
     change = {"rope_scaling": {"type": "linear", "factor": factor}}
     with pytest.raises(ConfigError, match="factor is"):
         read_architecture(write(tmp_path, QWEN | change))
+
+
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}
+FP8_KV = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16}
+
+
+@pytest.mark.parametrize(
+    ("model", "gigabytes"),
+    [
+        # Checkpoints of hugging-quants and nvidia on the hub, by their index files.
+        ("hugging-quants/Meta-Llama-3.1-8B-Instruct-AWQ-INT4", 5.73),
+        ("hugging-quants/Meta-Llama-3.1-70B-Instruct-AWQ-INT4", 39.77),
+    ],
+)
+def test_scales_and_zeros_of_groups_count(model: str, gigabytes: float) -> None:
+    assert architecture(model).weight_bytes / 1e9 == pytest.approx(gigabytes, rel=2e-3)
+
+
+def test_hf_quant_config_says_format_exclusions_and_cache(tmp_path: Path) -> None:
+    """A folder of NVFP4 was counted as one of 16 bits."""
+    write(tmp_path, QWEN)
+    wide = read_architecture(tmp_path)
+    quantisation = FP8_KV | {"exclude_modules": ["lm_head", "model.layers.*.self_attn*"]}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": quantisation}))
+    model = read_architecture(tmp_path)
+    assert (model.main.dtype, model.kv_dtype) == ("nvfp4", "fp8")
+    parts, before = model.parts(), wide.parts()
+    assert parts["experts"] == pytest.approx(before["experts"] * 0.5625 / 2)
+    assert parts["attention"] == before["attention"]
+    write(tmp_path, QWEN | {"quantization_config": {"quant_algo": "FP8"}})
+    with pytest.raises(ConfigError, match="quant_algo is 'NVFP4', and 'FP8' in config"):
+        read_architecture(tmp_path)
+
+
+def group(kind: str, bits: int, targets: list[str], **weights: Any) -> dict[str, Any]:
+    return {"weights": {"type": kind, "num_bits": bits, **weights}, "targets": targets}
+
+
+@pytest.mark.parametrize(
+    ("keys", "experts", "attention"),
+    [
+        ({"quant_method": "fp8", "modules_to_not_convert": ["self_attn"]}, 1.0, 2.0),
+        (AWQ | {"modules_to_not_convert": ["model.layers.0.mlp"]}, None, 0.5 + 2.5 / 128),
+        ({"quant_method": "compressed-tensors", "ignore": ["re:.*self_attn.*"], "config_groups": {
+            "a": group("int", 4, ["Linear"], group_size=32)}}, 0.5 + 2 / 32, 2.0),
+        ({"quant_method": "compressed-tensors", "config_groups": {
+            "a": group("float", 8, ["re:.*self_attn.*"]),
+            "b": group("float", 4, ["Linear"], group_size=16)}}, 0.5625, 1.0),
+        ({"quant_algo": "MIXED_PRECISION", "quantized_layers": {
+            f"model.layers.{at}.mlp.experts": {"quant_algo": "MXFP8"} for at in range(48)}},
+         1 + 1 / 32, 2.0),
+    ],
+)  # fmt: skip
+def test_modules_are_quantised_by_their_names(
+    tmp_path: Path, keys: dict[str, Any], experts: float | None, attention: float
+) -> None:
+    model = read_architecture(write(tmp_path, QWEN | {"quantization_config": keys}))
+    layer = 128 * 3 * 2048 * 768
+    first = (47 * (0.5 + 2.5 / 128) + 2.0) / 48  # the first layer alone is left out
+    assert model.parts()["experts"] == pytest.approx(48 * layer * (experts or first))
+    assert model.parts()["attention"] == pytest.approx(48 * 2 * 2048 * 4608 * attention)
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"memory_layers": 3}, "memory_layers is 3"),
+        ({"num_hidden_layers": 10**6}, "num_hidden_layers"),
+        ({"layer_types": 3}, "layer_types is 3"),
+        ({"quantization_config": {"quant_method": "compressed-tensors",
+                                  "config_groups": {"a": 3}}}, "not understood"),
+        ({"quantization_config": {"quant_method": "fp8", "ignore": "lm_head"}}, "ignore is"),
+        ({"quantization_config": FP8_KV | {"kv_cache_quant_algo": "FP2"}}, "FP2"),
+        ({"quantization_config": {"quant_algo": "MIXED_PRECISION"}}, "without quantized_layers"),
+    ],
+)  # fmt: skip
+def test_what_is_not_understood_is_refused_by_name(
+    tmp_path: Path, change: dict[str, Any], word: str
+) -> None:
+    with pytest.raises(ConfigError, match=word):
+        read_architecture(write(tmp_path, QWEN | change))
+
+
+def test_a_hub_s_model_is_read_where_no_preset_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+
+    write(tmp_path, QWEN)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(tmp_path))
+    assert architecture("nobody/nothing-30b").parameters == architecture("qwen3-30b-a3b").parameters

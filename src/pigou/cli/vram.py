@@ -158,6 +158,7 @@ def _document(
         "parameters": shape.parameters, "active_parameters": shape.active_parameters,
         "weights_by_part": {part: round(size) for part, size in shape.parts(config.tp).items()},
         "checkpoint_bytes": shape.checkpoint_bytes,
+        "not_loaded": {extra.name: extra.size for extra in shape.extras if not extra.loaded},
         "kv": {
             "dtype": shape.kv_dtype,
             "bytes_per_token": shape.token_bytes(),
@@ -202,6 +203,8 @@ def _show(document: dict[str, Any]) -> None:
            if kv["bytes_per_token_multi_head"] not in (None, kv["bytes_per_token"]) else "")
         + f"; {memory['blocks']:,} blocks, {memory['tokens']:,} tokens."
     )  # fmt: skip
+    for name, size in document["not_loaded"].items():
+        console.print(f"Not loaded, of the checkpoint: {name}, {size / GIB:.2f} GiB.")
     ridges = ", ".join(
         f"{value:.0f} in {dtype}" for dtype, value in document["ridge_flops_per_byte"].items()
     )

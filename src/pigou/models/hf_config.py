@@ -11,6 +11,8 @@ from pigou.small_file import read_json
 
 #: Keys under which multimodal models keep the sizes of the language model.
 _TEXT_KEYS = ("text_config", "llm_config", "language_config")
+#: Sizes of layers and heads at most.
+_MAX_SIZE = 1 << 30
 #: Larger files are no config.json; that of an NVFP4 checkpoint lists 23,000 modules in 2 MB.
 _MAX_BYTES = 16 << 20
 #: Spellings of the modules that quantisation leaves out.
@@ -45,8 +47,8 @@ class HfConfig:
         """
         value = self.get(*keys)
         value = default if value is None else value
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise self.error(keys[0], "it must be a whole number")
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MAX_SIZE:
+            raise self.error(keys[0], f"it must be a whole number, at most {_MAX_SIZE}")
         return value
 
     def size(self, *keys: str, default: int | None = None) -> int:

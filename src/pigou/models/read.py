@@ -52,6 +52,7 @@ _HARMLESS = {
 }  # fmt: skip
 #: Families that Pigou's own workers run, of those that are described.
 SERVED = ("llama", "mistral", "qwen2", "qwen3")
+_MAX_LAYERS = 4096
 #: How many layers predict further tokens.
 _PREDICTION = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 
@@ -85,8 +86,17 @@ def parse_architecture(path: Path, source: Mapping[str, Any], name: str) -> Arch
     Raises:
         ConfigError: a key is missing, or the model, its quantisation or a key is not described.
     """
-    config = HfConfig(path, source)
-    family = family_of(config)
+    try:
+        return _parse(HfConfig(path, source), source, name)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, re.error) as error:
+        if isinstance(error, ConfigError):
+            raise
+        what = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{path}: a key has a form that is not understood ({what})") from error
+
+
+def _parse(config: HfConfig, source: Mapping[str, Any], name: str) -> Architecture:
+    family, path = family_of(config), config.path
     dtype = str(config.get("torch_dtype", "dtype") or "bfloat16").removeprefix("torch.")
     if dtype not in DTYPE_BYTES:
         key = next(key for key in ("torch_dtype", "dtype") if config.values.get(key))
@@ -95,6 +105,8 @@ def parse_architecture(path: Path, source: Mapping[str, Any], name: str) -> Arch
     hidden, vocab = config.size("hidden_size"), config.size("vocab_size")
     heads, hybrid = config.size("num_attention_heads"), config.values["model_type"] == "nemotron_h"
     layers = len(nemotron_blocks(config)) if hybrid else config.size("num_hidden_layers")
+    if layers > _MAX_LAYERS:
+        raise config.error("num_hidden_layers", f"it must be at most {_MAX_LAYERS}")
     decoder = [_layer(config, family, quant, index) for index in range(layers)]
     extras = (*_vision(config), *_prediction(config, family, quant, layers))
     _refuse_unknown(config)
