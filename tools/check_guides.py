@@ -240,8 +240,8 @@ class PageRun:
         text = _REMOTE.sub(lambda match: self._worker(match[1], match[2]) + match[2], text)
         own = "4222" if text.startswith("nats-server") else ""
         if text.startswith("pigou serve"):
-            own, port = "8000", self._free_port("8000")
-            text = text.replace("pigou serve", f"pigou serve --port {port}", 1)
+            own, free = "8000", self._free_port("8000")
+            text = text.replace("pigou serve", f"pigou serve --port {free}", 1)
         elif text.startswith("pigou worker"):
             given = re.search(r"--port (\d+)", text)
             own = given[1] if given else "8100"
@@ -348,7 +348,7 @@ def _nats_server() -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the pages that are named; return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description="Run the commands of the guides.")
     parser.add_argument("pages", nargs="*", help="file names, as in serve.md; all by default")
     chosen = parser.parse_args(arguments).pages
     unknown = set(chosen) - {page.name for page in PAGES}
