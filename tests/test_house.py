@@ -6,9 +6,7 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from pathlib import Path
 
-import pytest
 from tests.lib.source_tree import ROOT, modules, name, parsed
 
 MAX_LINES = 700
@@ -65,19 +63,26 @@ def test_every_class_has_a_name_of_its_own() -> None:
     assert not shared
 
 
-@pytest.mark.parametrize("path", modules(), ids=name)
-def test_functions_have_at_most_twelve_parameters(path: Path) -> None:
-    for function in functions(parsed(path)):
-        count = parameters(function)
-        assert count <= MAX_PARAMETERS, f"{function.name} has {count}: group them"
+def test_functions_have_at_most_twelve_parameters() -> None:
+    wide = [
+        f"{name(path)}:{function.lineno} {function.name} has {parameters(function)}"
+        for path in modules()
+        for function in functions(parsed(path))
+        if parameters(function) > MAX_PARAMETERS
+    ]
+    assert not wide, "group them"
 
 
-@pytest.mark.parametrize("path", modules(), ids=name)
-def test_private_names_stay_in_their_module(path: Path) -> None:
-    for node in ast.walk(parsed(path)):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("pigou"):
-            private = [a.name for a in node.names if re.match(r"_[^_]", a.name)]
-            assert not private, f"{node.module}: {private} is imported: make it public"
+def test_private_names_stay_in_their_module() -> None:
+    private = [
+        f"{name(path)}:{node.lineno} {node.module}.{alias.name}"
+        for path in modules()
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("pigou")
+        for alias in node.names
+        if re.match(r"_[^_]", alias.name)
+    ]
+    assert not private, "make them public"
 
 
 def test_every_test_file_has_a_name_of_its_own() -> None:

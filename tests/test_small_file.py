@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from tests.lib.foreign_files import scatter
-from tests.lib.source_tree import SRC, modules, name, parsed
+from tests.lib.source_tree import modules, name, parsed
 
 from pigou.small_file import FileRefused, parse_json, read_bytes, read_json, read_text
 
@@ -74,15 +74,18 @@ _KERNEL_FILES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("path", modules(), ids=name)
-def test_files_are_read_by_the_one_reader(path: Path) -> None:
-    if str(path.relative_to(SRC)) in _KERNEL_FILES:
-        return
-    for node in ast.walk(parsed(path)):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            own = ast.unparse(node.func.value)
-            if node.func.attr in ("read_text", "read_bytes") and "/proc/" not in own:
-                assert own.startswith("files("), f"line {node.lineno}: use pigou.small_file"
+def test_files_are_read_by_the_one_reader() -> None:
+    wrong = [
+        f"{name(path)}:{node.lineno}"
+        for path in modules()
+        if name(path) not in _KERNEL_FILES
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        and node.func.attr in ("read_text", "read_bytes")
+        and "/proc/" not in (own := ast.unparse(node.func.value))
+        and not own.startswith("files(")
+    ]  # fmt: skip
+    assert not wrong, "use pigou.small_file"
 
 
 def _peak() -> int:
