@@ -188,9 +188,9 @@ class WorkerMeter:
             return sum(sizes) * self._token_s
         if len(known) == 1:
             return sum(sizes) * _FIRST_TOKEN_S
-        longest, slope = known[-1], seconds[-1] / known[-1]
+        max_size, slope = known[-1], seconds[-1] / known[-1]
         return sum(
-            float(np.interp(size, known, seconds)) + max(size - longest, 0) * slope
+            float(np.interp(size, known, seconds)) + max(size - max_size, 0) * slope
             for size in sizes
         )
 

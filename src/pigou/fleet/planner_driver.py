@@ -146,9 +146,9 @@ class PlannerDriver:
         refusals = []
         for action in decision.actions:
             try:
-                limit, whose = self._limit(action)
+                limit, reason = self._limit(action)
                 why = carry_out(action, self._live_fleet, now, limit)
-                why += whose if why else ""
+                why += reason if why else ""
             except Exception as error:
                 _log.exception("%s could not be carried out", action)
                 why = f"{type(action).__name__} failed: {error or type(error).__name__}"
