@@ -14,6 +14,8 @@ from typing import Any
 
 import aiohttp
 import psutil
+from tests.hostile.machine import FOLDER
+from tests.lib.server_process import nats_server
 
 from pigou.gateway.api_keys import make_key
 
@@ -21,17 +23,21 @@ ROOT = Path(__file__).resolve().parents[2]
 SLEEP = ("--timing", "law:itl_a=0.01,itl_b=0.0002,prefill_token=0.00005")
 #: A prompt of 2,000 tokens takes 3 s, on a prefill worker that nobody else needs.
 SLOW = ("--timing", "law:itl_a=0.01,itl_b=0.0002,prefill_token=0.0015")
+SLEEPING = ("--executor", "sleep", "--rehearse", "0")
 IMPATIENT = ("--hang-timeout", "2", "--client-timeout", "2")
 #: Options by fleet, and the families of attacks that it gets.
 FLEETS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "front": (("--prefill", "0", "--decode", "0", "--both", "2", *SLEEP),
-              ("bodies", "connections", "sharing")),
+              ("bodies", "connections", "sharing", "machine")),
     "patience": (("--prefill", "1", "--decode", "2", "--policy", "least-loaded", *SLOW, *IMPATIENT,
                   "--", "--rehearse", "0"),
                  ("patience",)),
     "model": (("--prefill", "0", "--decode", "0", "--both", "2", "--", "--rehearse", "0"),
               ("grammars", "faults")),
     "attached": ((), ("upstreams",)),
+    "still": (("--hang-timeout", "2"), ("still",)),
+    "registered": ((), ("shared",)),
+    "queued": ((), ("queued",)),
 }  # fmt: skip
 
 
@@ -84,12 +90,24 @@ async def serving(name: str, folder: Path) -> AsyncIterator[Fleet]:
     file, log = folder / "keys", folder / "log"
     file.write_text("\n".join(line for _, line in keys))
     async with AsyncExitStack() as stack:
-        if name == "attached":
+        if name in ("attached", "still"):
             stubs = await stack.enter_async_context(
                 _process("tests.hostile.stub_server", env=environment)
             )
             urls = [await _line(stubs, "http://") for _ in range(2)]
-            options = tuple(word for url in urls for word in ("--attach", url))
+            options += tuple(word for url in urls for word in ("--attach", url))
+        elif name in ("registered", "queued"):
+            roles, url = ("both", "both"), f"file://{folder}/registry"
+            os.environ[FOLDER] = str(folder / "registry")
+            if name == "queued":
+                roles = ("prefill", "decode", "decode")
+                url = stack.enter_context(nats_server(folder)).url + "/fleet"
+            options = ("--registry", url)
+            options += ("--prefill-queue", url) if name == "queued" else ()
+            for role in roles:
+                own = options if role == "prefill" else options[:2]
+                command = ("worker", "--port", "0", "--role", role, *own, *SLEEPING)
+                await stack.enter_async_context(_process("pigou", *command, env=environment))
         process = await stack.enter_async_context(
             _process("pigou", "serve", "--port", "0", "--api-keys-file", str(file), *options,
                      env=environment, log=log)

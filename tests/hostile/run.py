@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from tests.hostile import bodies, connections, grammars, sharing, upstreams
+from tests.hostile import bodies, connections, grammars, machine, sharing, upstreams
 from tests.hostile.registry import ATTACKS, Target
 
 #: The files of attacks: importing one registers what it has.
-FILES = (bodies, connections, grammars, sharing, upstreams)
+FILES = (bodies, connections, grammars, machine, sharing, upstreams)
 
 
 async def main(name: str, url: str, key: str) -> None:

@@ -27,6 +27,11 @@ STEP_S = 0.01
 ENDLESS_S = 10.0
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 JSON = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
+#: Seconds before a whole reply: several times the `--hang-timeout` of its fleet.
+LATE_S = 7.0
+LATE = (b'{"id":"x","object":"text_completion","created":1,"model":"stub","choices":[{"index":0,'
+        b'"text":"late","finish_reason":"stop"}],"usage":{"prompt_tokens":1,"completion_tokens":1,'
+        b'"total_tokens":2}}')  # fmt: skip
 DEEP = b"[" * 200_000 + b"]" * 200_000
 BLOCK = b"10000\r\n" + b"a" * 65_536 + b"\r\n"
 
@@ -193,6 +198,10 @@ class Server:
             self._raves_until = time.monotonic() + LASTS_S
         elif how == "kv_events":
             await asyncio.to_thread(self._rave)
+        elif how == "late":
+            await asyncio.sleep(LATE_S)
+            yield self._reply(200, LATE)
+            return
         if how or not wanted.get("stream"):
             yield self._reply(400, b'{"error":{"message":"stub","type":"X","code":400}}')
             return

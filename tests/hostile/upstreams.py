@@ -80,6 +80,13 @@ async def line_break(target: Target) -> None:
     assert b'"error"' in reply or b"[DONE]" in reply
 
 
+@attack("still")
+async def whole_replies_beyond_the_hang_limit(target: Target) -> None:
+    asking = (target.ask(_body("late", False), whole=True, wait_s=20.0) for _ in range(4))
+    for status, reply in await asyncio.gather(*asking):
+        assert (status, b'"late"' in reply) == (200, True), reply[-300:]
+
+
 @attack("upstreams")
 async def endless_head(target: Target) -> None:
     await _ask(target, "endless_head", True, 502)
