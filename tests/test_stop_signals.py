@@ -121,3 +121,29 @@ def test_servers_end_though_a_thread_is_stuck(tmp_path: Path, command: str) -> N
     time.sleep(0.7)
     code, error = end(process, 12.0)
     assert (code, "threads did not end" in error) == (0, True), error
+
+
+#: Begins the processes of `pigou plan`, and prints their ids.
+PLANNING = """
+import time
+from pigou.cli.plan import _processes
+with _processes(2) as pool:
+    for _ in range(4):
+        pool.submit(time.sleep, 0.05)
+    print(*pool._processes, flush=True)
+    time.sleep(60)
+"""
+
+
+def test_processes_of_a_plan_end_with_it() -> None:
+    process = begin("-c", PLANNING)
+    assert process.stdout is not None
+    pids = process.stdout.readline().split()
+    assert pids
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 10.0
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.communicate()

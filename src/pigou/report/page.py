@@ -15,6 +15,7 @@ import msgspec
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
+from pigou import __version__
 from pigou.report.figure import COLOURS, Figure
 from pigou.report.figure_plotly import drawing
 from pigou.report.run_record import RunRecord
@@ -244,7 +245,11 @@ def as_record(name: str, document: Any) -> RunRecord:
         try:
             return msgspec.convert(document, RunRecord)
         except msgspec.ValidationError as error:
-            raise ReportError(f"{name} is damaged, or of another version: {error}") from error
+            by = document.get("pigou")
+            raise ReportError(
+                f"{name} is damaged, or of another version: it was written by Pigou {by}, and is "
+                f"read by {__version__}: {error}; make it again"
+            ) from error
     if (
         isinstance(document, dict)
         and isinstance(document.get("ttft_s"), dict)
