@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from collections import Counter
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -23,7 +24,7 @@ from pigou.imports import uncollected
 from pigou.logs import LogConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from pigou.fleet.peers.bus import PeerBus
     from pigou.fleet.serve import Serving
@@ -109,7 +110,7 @@ def serve(
                 serving.join_peers(bus)
             return serving
 
-        _run(make, workers, progress, gateway.host)
+        _run(make, workers, progress, gateway.host, fleet.registry)
     except (FleetError, OSError) as error:
         typer.echo(f"pigou serve: {error}", err=True)
         raise typer.Exit(1) from None
@@ -151,14 +152,15 @@ def _run(
     workers: list[LocalWorker | AttachedWorker],
     progress: StageProgress,
     host: str,
+    registry: str,
 ) -> None:
     async def main() -> None:
         serving = make()
-        typer.echo(f"Starting {_roles(workers)} ..." if workers else "Looking for workers ...")
+        typer.echo(_beginning(workers, registry))
 
         def ready() -> None:
             progress.close()
-            _ready(_banner(serving, host))
+            _ready(_banner(serving, host, registry))
 
         with progress:
             await serving.run(ready)
@@ -184,7 +186,17 @@ def _loop() -> asyncio.AbstractEventLoop:
     return uvloop.new_event_loop()
 
 
-def _roles(workers: list[LocalWorker | AttachedWorker]) -> str:
+def _beginning(workers: Sequence[LocalWorker | AttachedWorker], registry: str) -> str:
+    local = [worker for worker in workers if isinstance(worker, LocalWorker)]
+    attached = [worker for worker in workers if isinstance(worker, AttachedWorker)]
+    parts = [f"starting {_roles(local)}"] if local else []
+    parts += [f"attaching {_roles(attached)}"] if attached else []
+    parts += [f"looking for workers in {_without_user(registry)}"] if registry else []
+    text = ", ".join(parts or ["looking for workers"])
+    return text[0].upper() + text[1:] + " ..."
+
+
+def _roles(workers: Sequence[LocalWorker | AttachedWorker]) -> str:
     names = [
         f"{sum(w.role is role for w in workers)} {role.value}"
         for role in dict.fromkeys(w.role for w in workers)
@@ -192,29 +204,45 @@ def _roles(workers: list[LocalWorker | AttachedWorker]) -> str:
     return " + ".join(names) + (" worker" if len(workers) == 1 else " workers")
 
 
-def _banner(serving: Serving, host: str) -> str:
+def _banner(serving: Serving, host: str, registry: str = "") -> str:
     shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
     url = f"http://{f'[{shown}]' if ':' in shown else shown}:{serving.port}"
+    rows = serving.supervisor.rows()
     ups = list(serving.plane_driver.upstreams.values())
-    names = list(serving.supervisor.models) or ([ups[0].engine.model] if ups else ["MODEL"])
-    model = names[0]
-    lines = [f"  {row.id:<12} {row.state:<8} {row.url}" for row in serving.supervisor.rows()]
+    names = list(serving.supervisor.models) or [ups[0].engine.model for _ in ups[:1]]
+    kinds = Counter(row.kind for row in rows)
+    lines = [
+        f"  {row.id:<12} {row.state:<8} {row.role:<8} {row.kind:<10} {row.url}" for row in rows
+    ]
+    sources = [", ".join(f"{count} {kind}" for kind, count in kinds.items())] if rows else []
+    sources += [f"those of {_without_user(registry)}"] if registry else []
     request = (
-        f"  curl {url}/v1/chat/completions -H 'content-type: application/json' \\\n"
-        f'    -d \'{{"model": "{model}", "max_tokens": 64, '
-        '"messages": [{"role": "user", "content": "Good morning! How are you?"}]}\''
+        [
+            "Try it:",
+            f"  curl {url}/v1/chat/completions -H 'content-type: application/json' \\",
+            f'    -d \'{{"model": "{names[0]}", "max_tokens": 64, '
+            '"messages": [{"role": "user", "content": "Good morning! How are you?"}]}\'',
+        ]
+        if names
+        else [f"Once a worker is there: curl {url}/v1/models"]
     )
+    serves = f"serves {', '.join(names)}" if names and rows else "waits for workers, serves"
     return "\n".join(
         [
             "",
-            f"Pigou serves {', '.join(names)} at {url}/v1, and shows the fleet at {url}/"
-            if serving.plane_driver.upstreams
-            else f"Pigou waits for workers, serves at {url}/v1, and shows the fleet at {url}/",
+            f"Pigou {serves} at {url}/v1, and shows the fleet at {url}/",
+            f"Workers: {'; '.join(sources)}",
             *lines,
             "",
-            "Try it:",
-            request,
+            *request,
             "",
             "Ctrl-C ends it.",
         ]
     )
+
+
+def _without_user(url: str) -> str:
+    """Return a URL without user and password."""
+    scheme, separator, rest = url.partition("://")
+    place, slash, path = rest.partition("/")
+    return scheme + separator + place.rpartition("@")[2] + slash + path
