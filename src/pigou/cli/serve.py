@@ -244,5 +244,5 @@ def _banner(serving: Serving, host: str, registry: str = "") -> str:
 def _without_user(url: str) -> str:
     """Return a URL without user and password."""
     scheme, separator, rest = url.partition("://")
-    place, slash, path = rest.partition("/")
-    return scheme + separator + place.rpartition("@")[2] + slash + path
+    host, slash, path = rest.partition("/")
+    return scheme + separator + host.rpartition("@")[2] + slash + path

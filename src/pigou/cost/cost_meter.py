@@ -269,8 +269,8 @@ class CostMeter:
         if routed is None:
             return
         if routed.due_ns:  # a reply in one piece: its prompt is computed
-            routed.due_ns = 0
-            self._computed(request, now, is_seen=False)
+            ended_ns, routed.due_ns = min(routed.due_ns, now), 0
+            self._computed(request, ended_ns, is_seen=False)
         routed.payer.add("output_tokens", count)
         if routed.decodes is not None:
             routed.decodes.stream_tokens(request, count, now)
@@ -288,8 +288,8 @@ class CostMeter:
     def _tick(self, now: int) -> None:
         for request, routed in self._routed.items():
             if 0 < routed.due_ns <= now:
-                routed.due_ns = 0
-                self._computed(request, now, is_seen=False)
+                ended_ns, routed.due_ns = routed.due_ns, 0
+                self._computed(request, ended_ns, is_seen=False)
         for worker in self.workers.values():
             worker.tick(now)
         if now - self._settled_ns >= SETTLE_NS:
