@@ -201,6 +201,27 @@ def test_a_factor_that_cannot_be_is_refused(tmp_path: Path, factor: Any) -> None
         read_architecture(write(tmp_path, QWEN | change))
 
 
+@pytest.mark.parametrize(
+    ("text", "billions", "window"),
+    [
+        # google/gemma-3-4b-it and mistralai/Mistral-Small-3.1-24B, as the hub has them.
+        ({"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10_240,
+          "num_hidden_layers": 34, "sliding_window": 1024}, 4.3, 1024),
+        ({"model_type": "mistral", "hidden_size": 5120, "intermediate_size": 32_768,
+          "num_hidden_layers": 40, "head_dim": 128, "sliding_window": None,
+          "vocab_size": 131_072}, 24.0, 0),
+    ],
+)  # fmt: skip
+def test_keys_left_out_and_null_ones_are_as_the_family_has_them(
+    tmp_path: Path, text: dict[str, Any], billions: float, window: int
+) -> None:
+    vision = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27}
+    source = {"model_type": "outer", "text_config": text, "vision_config": vision}
+    model = read_architecture(write(tmp_path, source))
+    assert model.parameters / 1e9 == pytest.approx(billions, rel=0.03)
+    assert max(cache.window for cache, _ in model.caches) == window
+
+
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}
 FP8_KV = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16}
 

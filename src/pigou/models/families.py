@@ -289,6 +289,10 @@ _QWEN2 = Family(qkv_bias=True, output_bias=False, window="switch", defaults=_QWE
 _QWEN3_MOE = replace(_QWEN3, defaults={})
 _QWEN_NEXT = replace(_QWEN3, defaults={"head_dim": 256, "attn_output_gate": True})
 _GEMMA = Family(defaults={"tie_word_embeddings": True, "head_dim": 256})
+_GEMMA3_SIZES: dict[str, Any] = {
+    "tie_word_embeddings": True, "vocab_size": 262_208, "head_dim": 256, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "sliding_window": 4096,
+}  # fmt: skip
 _DEEPSEEK = Family(qkv_bias=False, output_bias=False)
 _DEEPSEEK_V4 = Family(
     mlp=("ffn", "mlp"), attention=("attn", "self_attn"), qkv_bias=False, layer=deepseek_v4
@@ -325,7 +329,7 @@ FAMILIES: dict[str, Family] = {
     "granitemoeshared": Family(mlp=("block_sparse_moe",)),
     "gemma": _GEMMA,
     "gemma2": replace(_GEMMA, norms=4, pattern=2),
-    "gemma3": replace(_GEMMA, norms=4, qk_norm="head", pattern=6),
+    "gemma3": replace(_GEMMA, norms=4, qk_norm="head", pattern=6, defaults=_GEMMA3_SIZES),
     "gemma4": replace(_GEMMA, norms=4, qk_norm="head", pattern=6, layer=gemma4),
     "phi3": Family(qkv_bias=False, output_bias=False, window="all"),
     "phi": replace(_LAYER_NORM, norms=1, qkv_bias=True, output_bias=True, mlp_bias=True),

@@ -228,7 +228,8 @@ def _check_heads(config: HfConfig, heads: int, decoder: list[LayerKind]) -> None
 
 def _refuse_unknown(config: HfConfig) -> None:
     """Refuse keys of sizes that nothing has read: they mean layers that are not described."""
-    for key, value in config.values.items():
+    for key in config.model_keys:
+        value = config.values.get(key)
         if key in config.used or key in _HARMLESS or not value or isinstance(value, (bool, str)):
             continue
         if _SIZES.search(key) and not key.endswith(("_id", "_ids", "_index", "_eps", "_coef")):
@@ -240,8 +241,10 @@ def _refuse_unknown(config: HfConfig) -> None:
 def _context(config: HfConfig) -> int:
     """Return the tokens that a sequence may have: with what scales the positions, as workers do."""
     source = {**config.values, "max_position_embeddings": config.count(
-        "max_position_embeddings", "model_max_length", "n_positions", default=131_072
+        "max_position_embeddings", "model_max_length", "max_seq_len", "n_positions", default=131_072
     )}  # fmt: skip
+    if source["model_type"] == "gemma3":  # states the scaled length, as vLLM reads it
+        return int(source["max_position_embeddings"])
     try:
         rope_parameters(source)
     except ModelError:  # a type that no worker of Pigou's runs: what it states is its context
@@ -262,7 +265,7 @@ def _vision(config: HfConfig) -> tuple[Extra, ...]:
     width = vision.count("qkv_hidden_size", default=hidden)
     inner = vision.count("intermediate_size", "vt_intermediate_size", default=4 * hidden)
     layers = vision.count("depth", "num_hidden_layers", "vt_num_hidden_layers", "num_layers")
-    gates = 3 if str(vision.get("model_type")).startswith(("gemma4", "qwen2_5", "llama4_x")) else 2
+    gates = 3 if config.outer_type.startswith(("gemma4", "qwen2_5")) else 2
     total = layers * (4 * hidden * width + gates * hidden * inner + inner + 9 * hidden)
     patch = vision.count("patch_size", "spatial_patch_size", default=14)
     total += 3 * patch * patch * hidden * vision.count("temporal_patch_size", default=1)
