@@ -12,6 +12,7 @@ import zmq
 import zmq.asyncio
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.lib.foreign_files import scatter
 
 from pigou.integrations.dynamo.attribution import RequestLedger, request_id
 from pigou.integrations.dynamo.event_plane import (
@@ -185,6 +186,9 @@ async def until(condition) -> None:  # type: ignore[no-untyped-def]
 async def test_publishers_are_followed_as_they_come_and_go(tmp_path: Path) -> None:
     first = Publisher(tmp_path, 1)
     (first.file.parent / "half").write_text('{"topic": "acti')
+    scatter(first.file.parent)
+    odd = first.file.read_text().replace("tcp://127", "what://127")
+    (first.file.parent / "odd").write_text(odd)
     ledger = RequestLedger()
     async with EventPlane(ledger.take, folder=tmp_path) as plane:
         assert await plane.settled() == 1
@@ -201,6 +205,7 @@ async def test_publishers_are_followed_as_they_come_and_go(tmp_path: Path) -> No
         await second.socket.send_multipart([SEQUENCES.encode(), b"", b"", b"rubbish"])
         await until(lambda: plane.refused == 1)
     second.close()
+    (second.file.parent / "odd").unlink()
     assert channels(tmp_path) == frozenset()
 
 

@@ -231,6 +231,7 @@ class EventPlane:
         self._topic = topic
         self._connected: set[str] = set()
         self._shaken: set[str] = set()
+        self._unusable: set[str] = set()
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.SUB)
         self._socket.setsockopt(zmq.RCVHWM, 0)
@@ -278,8 +279,13 @@ class EventPlane:
         endpoints = self._named
         if self._folder is not None:
             endpoints |= channels(self._folder, self._topic)
-        for endpoint in endpoints - self._connected:
-            self._socket.connect(endpoint)
+        for endpoint in endpoints - self._connected - self._unusable:
+            try:
+                self._socket.connect(endpoint)
+            except zmq.ZMQError as error:
+                self._unusable.add(endpoint)
+                _log.warning("publisher %.100r is ignored: %s", endpoint, error)
+                continue
             self._connected.add(endpoint)
         for endpoint in self._connected - endpoints:
             self._socket.disconnect(endpoint)
