@@ -59,7 +59,8 @@ def kv_blocks(
     if tp < 1 or model.heads % tp:
         raise ConfigError(f"tp is {tp}; it must divide the {model.heads} heads of the model")
     device.check_tp(tp)
-    kv_memory = device.memory * utilization - model.weight_bytes_on(tp)
+    weights = sum(size for part, size in model.parts(tp).items() if part != "norms")  # below 0.01%
+    kv_memory = device.memory * utilization - weights
     kv_memory -= reserve(model, tp, max_batched_tokens, max_seqs)
     kv_memory -= max_seqs * model.state_bytes / tp
     block_bytes = model.token_bytes(tp) * block_size
