@@ -21,7 +21,7 @@ from pigou.control.state import LOADS
 from pigou.diagnosis import scraped_windows
 from pigou.diagnosis.alert_rules import alert_rules
 from pigou.diagnosis.metric_pages import MetricPage
-from pigou.fleet import probe, worker_report
+from pigou.fleet import metrics_page, probe, worker_report
 from pigou.fleet.planner_windows import PlannerWindows
 
 #: Prompts take 0.3 s, steps 20 ms: a planner looks between the ends of steps, and within them.
@@ -124,6 +124,7 @@ LAWS: dict[str, Callable[[Polled, str], bool]] = {
     "pigou_requests_queued": busy(GATEWAY),
     "pigou_worker_kv_usage_ratio": busy(GATEWAY),
     "pigou_worker_running": busy(GATEWAY),
+    "pigou_worker_up": busy(GATEWAY),
     "pigou_game_prefill_busy_ratio": busy(GATEWAY),
     "pigou_game_expected_itl_seconds": busy(GATEWAY),
     "pigou_game_saturation_state": shown(GATEWAY),
@@ -147,7 +148,7 @@ NOT_OF = {
 
 def read_names() -> set[str]:
     """Return the metrics that the readers of the pages name."""
-    sources: Sequence[object] = (scraped_windows, worker_report, probe)
+    sources: Sequence[object] = (scraped_windows, metrics_page, worker_report, probe)
     text = "\n".join(inspect.getsource(each) for each in sources)  # type: ignore[arg-type]
     text += alert_rules() + " ".join(str(name, "ascii") for name in worker_report._NAMES)
     return set(_NAME.findall(text)) - {
