@@ -116,7 +116,7 @@ def test_servers_end_though_a_thread_is_stuck(tmp_path: Path, command: str) -> N
     process = begin("-c", STUCK_COMMAND, str(fifo), command, *arguments)
     assert process.stdout is not None
     for line in process.stdout:
-        if "Try it" in line or '"ready"' in line:
+        if "shows the fleet" in line or '"ready"' in line:
             break
     time.sleep(0.7)
     code, error = end(process, 12.0)
