@@ -12,6 +12,7 @@ The corpus is read from $PIGOU_SHARED/corpus (default: ../shared beside the chec
 from __future__ import annotations
 
 import argparse
+import copy
 import sys
 from pathlib import Path
 
@@ -22,7 +23,7 @@ import torch  # noqa: E402
 from tokenizers import Tokenizer  # noqa: E402
 
 from benchmarks.lib.shared_folder import shared_folder  # noqa: E402
-from tiny import corpus, evaluate, export, tokenizer  # noqa: E402
+from tiny import corpus, evaluate, export, json_replies, tokenizer  # noqa: E402
 from tiny.model import Shape, Tiny  # noqa: E402
 from tiny.tasks import Tasks  # noqa: E402
 from tiny.train import CURRICULUM, MIX, POLISH, Trainer  # noqa: E402
@@ -44,7 +45,10 @@ def train(args: argparse.Namespace) -> None:
     """Trains tokenizer and model; checkpoints, tokenizer and log go to `--out`."""
     split, shape = read_corpus(), Shape()
     play = split.train.documents[0]
-    words = tokenizer.train([play, *split.train.documents], shape.vocab_size)
+    if args.only == "json":
+        words = Tokenizer.from_file(str(BUNDLED / "tokenizer.json"))
+    else:
+        words = tokenizer.train([play, *split.train.documents], shape.vocab_size)
     tokenizer.save(words, args.out, shape.max_position_embeddings)
     half = not args.fp32
     tasks = Tasks(words, split.train)
@@ -57,12 +61,22 @@ def train(args: argparse.Namespace) -> None:
             figures[f"recall_{pairs}"] = share
         return figures
 
-    if args.polish_only:
+    if args.only == "json":
+        trainer.model.load_state_dict(export.load(BUNDLED).state_dict())
+    elif args.only == "polish":
         trainer.resume("mix")
     else:
         trainer.climb(CURRICULUM, args.limit)
         trainer.mix(MIX, args.steps, probe)
-    trainer.polish(POLISH, args.polish, probe)
+    if args.only != "json":
+        trainer.polish(POLISH, args.polish, probe)
+    replies = json_replies.JsonReplies(tasks, words.decode, words.encode)
+    teacher = copy.deepcopy(trainer.model)
+    json_replies.train(
+        trainer, replies, MIX, steps=args.json, rate=args.rate * 0.5, teacher=teacher
+    )
+    trainer.model.eval()
+    trainer.note("probe", **probe(trainer.model))
     pack(args)
 
 
@@ -103,11 +117,15 @@ def main() -> None:
         "--fp32", action="store_true", help="no bfloat16 autocast; about half the speed on AMX"
     )
     command.add_argument("--polish", type=int, default=200, help="steps of the polish")
-    command.add_argument("--polish-only", action="store_true", help="from the mix in --out")
-    command.set_defaults(run=train, checkpoint="polish")
+    command.add_argument("--json", type=int, default=200, help="steps of the replies in JSON")
+    command.add_argument(
+        "--only", choices=("polish", "json"),
+        help="begin at this stage: from the mix in --out, or from the bundled model",
+    )  # fmt: skip
+    command.set_defaults(run=train, checkpoint="json")
     command = commands.add_parser("pack")
     command.add_argument("--out", type=Path, required=True)
-    command.add_argument("--checkpoint", default="polish", help="climb, mix or polish")
+    command.add_argument("--checkpoint", default="json", help="climb, mix, polish or json")
     command.set_defaults(run=pack)
     command = commands.add_parser("evaluate")
     command.add_argument("--model", type=Path, default=BUNDLED)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import enum
 import json
+from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -20,7 +22,10 @@ from pigou.runtime.load import load
 from pigou.runtime.local_engine import LocalEngine
 from pigou.sampling import SamplingParams
 from pigou.text.chat_template import ChatTemplate
+from pigou.wire.structured_output import schema_grammar
 from pigou.workload.recall import KEYS, MARK, VALUES, RecallItem, is_held_out, recall_items
+
+pydantic = pytest.importorskip("pydantic")
 
 FOLDER = bundled_path()
 UNSEEN = Path(__file__).parents[2] / "LICENSE"  # English that the model never read
@@ -112,3 +117,97 @@ def items(tokenizer: Tokenizer, pairs: int, count: int) -> list[RecallItem]:
 
     text = UNSEEN.read_text()
     return list(recall_items(text, tokens, pairs=pairs, distance=1000, count=count))
+
+
+class Address(pydantic.BaseModel, extra="forbid"):
+    street: str
+    city: str
+    zip: int
+
+
+class Person(pydantic.BaseModel, extra="forbid"):
+    first_name: str
+    email: str | None
+    address: Address
+
+
+class Colour(enum.Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+class Product(pydantic.BaseModel, extra="forbid"):
+    title: str
+    price: float
+    colour: Colour
+    in_stock: bool
+    tags: list[str]
+
+
+class Step(pydantic.BaseModel, extra="forbid"):
+    explanation: str
+    output: str
+
+
+class Sum(pydantic.BaseModel, extra="forbid"):
+    steps: list[Step]
+    final_answer: str
+
+
+class Event(pydantic.BaseModel, extra="forbid"):
+    name: str
+    date: str
+    participants: list[str]
+
+
+class Review(pydantic.BaseModel, extra="forbid"):
+    sentiment: Literal["good", "bad", "mixed"]
+    confidence: float
+    reasons: list[str]
+
+
+class Order(pydantic.BaseModel, extra="forbid"):
+    id: int
+    customer: Person
+    lines: list[Product]
+    note: str | None
+
+
+class Answer(pydantic.BaseModel, extra="forbid"):
+    answer: str
+
+
+QUESTIONS: dict[type[pydantic.BaseModel], str] = {
+    Event: "Alice and Bob are going to a science fair on Friday.", Answer: "What is 2 + 2?",
+    Product: "Describe a red chair.", Sum: "Solve 8x + 7 = -23.", Person: "Who is John of Boston?",
+    Review: "The film was good but long.", Order: "I take two of the first.", Step: "Go on.",
+}  # fmt: skip
+
+
+def test_replies_that_fit_a_schema_end(tokenizer: Tokenizer) -> None:
+    engine = LocalEngine(load(FOLDER, "fp32"), EngineConfig(blocks=2048))
+
+    def ended(params: list[SamplingParams]) -> int:
+        prompts = [
+            tokenizer.encode(f"<|begin|><|user|>\n{question}<|end|>\n<|assistant|>\n").ids
+            for question in QUESTIONS.values()
+        ]
+        grammars = [
+            schema_grammar(shape.model_json_schema(), "response_format") for shape in QUESTIONS
+        ]
+        asked = [
+            (prompt, shape, replace(each, grammar=grammar))
+            for each in params
+            for prompt, shape, grammar in zip(prompts, QUESTIONS, grammars, strict=True)
+        ]
+        outputs = engine.generate([prompt for prompt, _, _ in asked], [p for _, _, p in asked])
+        whole = 0
+        for (_, shape, _), output in zip(asked, outputs, strict=True):
+            if output.reason == "stop":
+                shape.model_validate_json(tokenizer.decode(output.tokens))
+                whole += 1
+        return whole
+
+    assert ended([SamplingParams(max_tokens=256, temperature=0.0)]) == 8
+    sampled = [SamplingParams(max_tokens=256, temperature=1.0, seed=n) for n in range(5)]
+    assert ended(sampled) >= 37
