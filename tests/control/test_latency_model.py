@@ -203,3 +203,14 @@ def test_a_transfer_that_may_have_waited_for_a_prompt_teaches_nothing(
     tracker.latency_model.sample(20 * SECOND)
     transfer_s = tracker.estimates(20 * SECOND).transfer(np.array([1]), np.array([1000.0])).item()
     assert (transfer_s > 1.0) == learned
+
+
+def test_short_transfers_are_no_price_of_the_tokens_of_long_ones() -> None:
+    """Some of about 20 tokens and 30 ms, then one of 2,000 tokens and 40 ms."""
+    model = LatencyModel()
+    model.add_worker()
+    for second, (tokens, milliseconds) in enumerate(((20, 30), (23, 34), (16, 27), (2000, 40)), 1):
+        began = second * SECOND
+        model.transferred(0, tokens, began, began + milliseconds * SECOND // 1000)
+        known = model.estimates(began + SECOND)
+        assert 0.02 < known.transfer(np.array([0]), np.array([2000.0])).item() < 0.1

@@ -65,6 +65,8 @@ _MAX_STREAMS = 256.0
 #: Tokens that may double a step by being held. Without grouped queries a model's cache has as many
 #: bytes as its weights at 30,000; with them there are more.
 _DOUBLING_TOKENS = 20_000.0
+#: Tokens below which a transfer tells nothing of the tokens of longer ones.
+_SHORT = 256
 #: Rates of arrival are as of at most so many nanoseconds ago.
 _MAX_AGE_NS = SECOND // 100
 #: Prompts of one report of another gateway that count: the rates remember no more.
@@ -104,6 +106,7 @@ class LatencyModel:
     def __init__(self) -> None:
         self._prefill = AffineFit()
         self._transfer = AffineFit()
+        self._longest_transfer = 0.0
         self._fetch = FetchFit()
         self._itl = OnlineFit(_MAX_STREAMS, doubling=_DOUBLING_TOKENS)
         self._context = ContextLength()
@@ -256,6 +259,7 @@ class LatencyModel:
                 took_s = (now - began_ns) / SECOND / self._transfer_factors.factor(row, now)
                 self._links.learn(source, row, took_s, law, tokens, now)
             self._learn(self._transfer, self._transfer_factors, row, size, now - began_ns, now)
+            self._longest_transfer = max(self._longest_transfer, size)
 
     def generated(self, tokens: int) -> None:
         """A request ended after so many tokens."""
@@ -375,7 +379,10 @@ class LatencyModel:
         if self._prefill.observed:
             column[PREFILL_BASE], column[PREFILL_TOKEN] = self._prefill.law
         if self._transfer.observed:
-            column[TRANSFER_BASE], column[TRANSFER_TOKEN] = self._transfer.law
+            base, token = self._transfer.law
+            if self._longest_transfer < _SHORT:
+                base, token = base + token * self._longest_transfer, PRIOR_TRANSFER[1]
+            column[TRANSFER_BASE], column[TRANSFER_TOKEN] = base, token
         column[FETCH_BASE], column[FETCH_TOKEN] = self._fetch.law
         column[PREFILL_PAIR] = self._prefill.pair
         column[PREFILL_PER_TOKEN] = column[PREFILL_TOKEN]
