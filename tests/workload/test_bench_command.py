@@ -97,7 +97,7 @@ def test_the_share_inside_an_objective_is_told_and_a_wrong_one_refused(
     stub: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "out.json"
-    assert call(stub().url, *SMALL, "--json", str(path), "--slo", "ttft=60,itl=60") == 0
+    assert call(stub().url, *SMALL, "--json", str(path), "--slo", "ttft=60s,itl=60s") == 0
     assert json.loads(path.read_text())["attained"] == 1.0
     assert "Inside the objective" in capsys.readouterr().out
     assert call("http://127.0.0.1:1", "--slo", "fast=1") == 2
