@@ -40,8 +40,8 @@ def read_bytes(path: str | Path, max_bytes: int = MAX_BYTES, *, follow: bool = T
     """Return the content of a small regular file, and never block at a FIFO or device.
 
     Args:
-        path: of the file; a pipe that the shell opened (`<(command)`) is read, too.
-        max_bytes: that it may have.
+        path: a regular file, or a pipe that the shell opened (`<(command)`).
+        max_bytes: larger files are refused.
         follow: symbolic links; False refuses a link.
 
     Raises:

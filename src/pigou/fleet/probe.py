@@ -225,7 +225,7 @@ def metrics_progress(
         owed: requests from here whose next bytes it owes.
         planned_tokens: of prompts that it was sent, and has not answered yet.
         unstreamed: requests from here whose reply comes in one piece.
-        bytes_read: of its streams so far.
+        bytes_read: bytes of the worker's streams so far.
 
     Returns:
         None where the page does not tell how many requests run.

@@ -156,9 +156,9 @@ class GatewayRequest:
         metered: what it got so far, shared by its sequences; None where nobody counts.
         overflow: the model that was asked for, where another one serves it; else empty.
         trace: its spans so far; None where it is not traced.
-        trace_headers: of the client's trace, which workers are sent where it is not traced here.
+        trace_headers: the client's, passed on to workers where tracing is off.
         advice: on the beginning of its prompt, where its client asked for some; else empty.
-        reply_bytes: of its replies, shared by its sequences.
+        reply_bytes: budget of the replies, shared by all sequences.
         adapter: name of the adapter that it asks for; empty for the model itself.
     """
 

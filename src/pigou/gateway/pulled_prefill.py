@@ -16,7 +16,7 @@ class PrefillLeg(NamedTuple):
         wire_id: id of the request in headers and logs.
         mark: of its tenant; empty for none.
         body: JSON of the request.
-        worker: that the control plane expects to compute it: workers like it may pull it.
+        worker: the control plane's choice; workers of the same pool may pull the prompt.
         traceparent: of the span that waits for it; empty where it is not traced.
     """
 

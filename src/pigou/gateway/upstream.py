@@ -87,7 +87,7 @@ class Engine:
         pin: id of the one worker behind that frontend that is meant; its router chooses when
             empty.
         release: what it reports of its weights, or its engine; empty for nothing.
-        incarnation: of its process; empty where it has none.
+        incarnation: id of the process; empty for stock servers.
         served: further names that requests may use.
     """
 
@@ -148,8 +148,8 @@ class Upstream:
         engine: what that runs.
         inflight: requests under way.
         paused: of those, requests whose client is slow, so that nothing is read from the worker.
-        unstreamed: of those, requests whose reply comes in one piece, however long that takes.
-        bytes_read: of its streams so far.
+        unstreamed: requests among those whose reply comes in one piece.
+        bytes_read: bytes of the worker's streams so far.
         tokens: that it streamed so far.
         report: what it said last of itself; None before.
         knows_secret: whether it is a worker of Pigou that asks for the fleet's secret.

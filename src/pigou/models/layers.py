@@ -91,8 +91,8 @@ def grouped(
 
     Args:
         layer: takes it.
-        heads: of queries.
-        kv_heads: of keys and values.
+        heads: query heads.
+        kv_heads: key and value heads.
         head_dim: width of queries and keys.
         window: tokens that are seen at most; 0 for all.
         value_dim: width of values, where it is another.

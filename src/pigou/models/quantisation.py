@@ -48,7 +48,7 @@ def integers(bits: int, group: int, *, zeros: bool, inputs: int | None = None) -
     """Return integers of 4 or 8 bits with a 16-bit scale, and a zero, for each group.
 
     Args:
-        bits: of a number.
+        bits: stored per number, without scales.
         group: numbers along the input that share a scale; 0 or less for a whole row.
         zeros: whether each group has a zero of its own.
         inputs: bits of the activations; None for 16.
@@ -128,7 +128,7 @@ class Quantisation:
         Args:
             where: names the file in errors.
             keys: `quantization_config`; None where nothing is quantised.
-            dtype: of the modules that are left as they were.
+            dtype: format of modules that are not quantised.
 
         Raises:
             ConfigError: a method, an algorithm or a key is not known.

@@ -61,7 +61,7 @@ def read_architecture(path: Path, dtype: str = "") -> Architecture:
     """Read a model folder, or its `config.json`.
 
     Args:
-        path: of either.
+        path: a model folder, or its config.json.
         dtype: number format that the weights are loaded in; "" for the checkpoint's own.
 
     Raises:
@@ -81,7 +81,7 @@ def parse_architecture(path: Path, source: Mapping[str, Any], name: str) -> Arch
     Args:
         path: where they are from, for errors.
         source: the keys, with those of the quantisation.
-        name: of the model.
+        name: shown in messages and reports.
 
     Raises:
         ConfigError: a key is missing, or the model, its quantisation or a key is not described.

@@ -81,8 +81,8 @@ class MarkedParser(ToolParser):
         """Begin before the text.
 
         Args:
-            names: of the request's functions.
-            reasoning: what opened the reasoning within which the text begins; "" for none.
+            names: functions that the request offers.
+            reasoning: tag that opened reasoning before the text begins; "" for none.
         """
         super().__init__()
         self._names = frozenset(names)
@@ -334,9 +334,9 @@ def make_parser(name: ParserName, functions: Collection[str], reasoning: str = "
     """Return a fresh parser of a format.
 
     Args:
-        name: of the format.
+        name: as `--tool-call-parser` takes it.
         functions: names of the request's.
-        reasoning: what opened the reasoning within which the text begins; "" for none.
+        reasoning: tag that opened reasoning before the text begins; "" for none.
     """
     kinds = {"hermes": HermesParser, "llama3_json": LlamaParser, "mistral": MistralParser}
     return kinds[name](functions, reasoning)

@@ -156,7 +156,7 @@ class LimitedHandler(RequestHandler):
         peer: the client's address.
         served: a request of it was answered with less than 400.
         reserved: it was let in above the cap, for one request.
-        for_probes: that request must be a health probe.
+        for_probes: the connection may carry health probes alone.
         streams_events: the response under way is an event stream, which may hold comments.
     """
 

@@ -153,7 +153,7 @@ def http_error(status: int, method: str, path: str, reason: str = "") -> APIErro
 
     Args:
         status: HTTP status that it chose.
-        method, path: of the request.
+        method, path: the request's.
         reason: that it gives for other statuses than 404 and 405.
     """
     if status == 404:
@@ -167,7 +167,7 @@ def absent_route(method: str, path: str, available: Sequence[str]) -> APIError:
     """Return the error 404 for a route that nobody here serves, with the remedy for a known one.
 
     Args:
-        method, path: of the request.
+        method, path: the request's.
         available: paths to name in the message.
     """
     parts = [*path.split("/"), "", ""]

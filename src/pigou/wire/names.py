@@ -36,8 +36,8 @@ def worker_name(incarnation: str, url: str, host: str) -> str:
     """Return the name of a worker among gateways: its incarnation, else the address of its server.
 
     Args:
-        incarnation: of its process; empty for a stock engine.
-        url: of its server, as this gateway knows it.
+        incarnation: id of the process; empty for a stock engine.
+        url: the server's, as this gateway knows it.
         host: name of this gateway's machine, which belongs to a loopback address.
     """
     if incarnation:
@@ -91,7 +91,7 @@ class PullPool(NamedTuple):
             queue: name of the queue.
             model: name that requests use.
             version: as `deployment_version`.
-            secret: that the worker proves to know; None where it knows none.
+            secret: fleet secret that the worker proves; None without one.
         """
         proof = b"" if secret is None else secret.key(_POOL_USE)
         parts = b"\0".join((proof, model.encode(), version.encode()))

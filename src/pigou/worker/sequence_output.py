@@ -247,7 +247,7 @@ class ToolStream:
             key: tells this choice from all others; the ids of calls are made from it, so that a
                 stream that goes on elsewhere keeps them.
             replayed: text that was told elsewhere.
-            reasoning: what opened the reasoning within which the text begins; "" for none.
+            reasoning: tag that opened reasoning before the text begins; "" for none.
         """
         self._parser = tools.parser(reasoning)
         self._single = tools.single

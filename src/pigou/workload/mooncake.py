@@ -77,9 +77,9 @@ def to_trace(
     Args:
         rows: in the file's order.
         numbers: their lines.
-        path: of the file, for errors.
+        path: the file's, for errors.
         block: tokens of a block, as the user names them; 0 for what the rows fit.
-        unit: of the times, one of `UNITS`; "" for the format's, or that of times since 1970.
+        unit: timestamps are in, one of `UNITS`; "" infers it.
         name_block: tokens of a block that the file's name says; 0 for none.
 
     Raises:

@@ -47,9 +47,9 @@ def read_trace(path: str | Path, block: float = 0.0, unit: str = "") -> Trace:
     `vllm/requests.jsonl`, as vLLM logs are kept in, stands for that file.
 
     Args:
-        path: of a file or a folder.
+        path: a file or a folder.
         block: tokens of a block, where the file does not say; 0 for what all rows fit.
-        unit: of the times of Mooncake's format: s, ms, us or ns; "" for its own, ms.
+        unit: timestamps in Mooncake's format: s, ms, us or ns; "" infers it.
 
     Raises:
         ConfigError: the file cannot be read, is none of these, or contradicts `block`.

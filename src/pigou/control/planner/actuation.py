@@ -138,10 +138,10 @@ def tenants_limit(
     gets at most its share: ceil(sum of min(N d_t, M s_t)).
 
     Args:
-        max_workers: of the fleet, above 0.
+        max_workers: limit of the fleet, above 0.
         wanted: workers in all states.
         work: recent load by tenant, in any unit.
-        weights: of tenants; 1 for the others.
+        weights: by tenant; 1 for the others.
     """
     tenants = {name: weights.get(name, 1.0) for name in (*weights, *work)}
     total, load = sum(tenants.values()), sum(work.values())

@@ -23,7 +23,7 @@ class QueueAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     Attributes:
         nats: address of the server.
-        name: of the queue.
+        name: the queue's, as in the URL.
         storage: of the prompts; those in memory are gone when the server ends.
         lease_s: seconds after which a prompt is delivered again whose worker is silent.
         max_age_s: seconds after which the broker forgets a prompt, whose gateway is gone then.

@@ -303,7 +303,7 @@ class PrefillPublisher:
         Args:
             item: the prompt; times are of `time.monotonic_ns`.
             leg: path, wire_id, mark and body of `QueuedPrefill`.
-            pool: of the workers that may compute it.
+            pool: workers that may compute the prompt.
             on_claim: called with the worker's id at each claim.
 
         Raises:

@@ -53,7 +53,7 @@ class PrefillPuller:
             broker: of the queue.
             worker: incarnation of the worker, by which gateways know it.
             compute: computes a prompt.
-            pool: that the worker pulls from.
+            pool: the worker's, by model, version and secret.
             batch_tokens: of prompts under way that saturate the worker.
             signer: of the fleet's messages.
         """

@@ -71,7 +71,7 @@ class SpeedLearner:
         """Add what one window showed of the pool; workers that are not warm are left out.
 
         Args:
-            window, pool: what was observed.
+            window, pool: the observation.
             siblings: pools of the same model and GPUs, whose prompts teach a prefill pool to which
                 none is sent.
         """
@@ -215,7 +215,7 @@ class Corrections:
         """Compare one window with the model.
 
         Args:
-            window, pool: what was observed.
+            window, pool: the observation.
             model: without corrections.
             mix: what the requests of the window were like, hits counted.
             rps: requests a second to the pool; None where not known.
