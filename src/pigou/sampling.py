@@ -18,12 +18,14 @@ class Grammar:
             strings (`choice`); empty for `json_object`.
         flexible: JSON may have white space between its parts.
         whitespace: regular expression of that white space; None for the usual characters.
+        close_after: tokens after which JSON ends as soon as its schema allows; 0 for no bound.
     """
 
     kind: GrammarKind
     source: str = ""
     flexible: bool = False
     whitespace: str | None = None
+    close_after: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from checkpoints import make_config, write_checkpoint
 from tokenizers import Tokenizer
 
 from pigou.config import EngineConfig
+from pigou.models import bundled_path
 from pigou.runtime.load import load
 from pigou.runtime.local_engine import LocalEngine
 from pigou.runtime.step_output import GrammarError
@@ -127,6 +132,40 @@ def test_a_resumed_sequence_goes_on_in_its_grammar(cut: int, talker: LocalEngine
     while rest.reason is None:
         talker.step()
     assert whole.tokens[:cut] + rest.tokens == whole.tokens
+
+
+ENDLESS: dict[str, Any] = {
+    "list": {"type": "array", "items": {"type": "string"}, "minItems": 2},
+    "map": {"type": "object", "additionalProperties": {"type": ["integer", "null"]}},
+    "tree": {"properties": {"next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}, "x": {}},
+             "type": "object", "required": ["next", "x"], "additionalProperties": False},
+    "formats": {"properties": {name: {"type": "string", "format": name}
+                               for name in ("date-time", "email", "uri")},
+                "type": "object", "required": ["email"], "additionalProperties": False},
+    "pattern": {"type": "string", "pattern": "^[A-Z]+-[^,]*$"},
+    "number": {"type": "number"}, "any": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("flexible", [False, True])
+@pytest.mark.parametrize("name", ENDLESS)
+def test_json_ends_soon_after_it_begins_to_close(name: str, flexible: bool) -> None:
+    grammars = read_grammars(bundled_path(), 2560, frozenset({1}))
+    tokenizer = Tokenizer.from_file(str(bundled_path() / "tokenizer.json"))
+    grammar = Grammar("json_schema", json.dumps(ENDLESS[name]), flexible)
+    for seed in range(20):
+        choices = random.Random(seed)
+        free, bound = grammars.start(grammar), grammars.start(replace(grammar, close_after=48))
+        tokens: list[int] = []
+        while not tokens or tokens[-1] != 1:
+            allowed = bound.allowed()
+            if len(tokens) < 48:
+                assert (allowed == free.allowed()).all()
+            tokens.append(int(choices.choice(np.flatnonzero(allowed))))
+            assert len(tokens) <= 48 + 64
+            if free.advance(tokens[-1]) | bound.advance(tokens[-1]):
+                break
+        json.loads(tokenizer.decode(tokens, skip_special_tokens=True), strict=False)
 
 
 def test_min_tokens_does_not_break_a_grammar(

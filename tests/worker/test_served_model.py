@@ -20,6 +20,7 @@ from pigou.worker.served_model import sampling_defaults
         ({"temperature": 0.0, "do_sample": False}, Defaults(temperature=0.0)),
         ({"temperature": 0, "top_k": -1}, Defaults(temperature=0.0, top_k=-1)),
         ({"top_k": 50.0, "top_p": 1}, Defaults(top_k=50, top_p=1.0)),
+        ({"json_close_after": 96}, Defaults(json_close_after=96)),
         ({"temperature": None, "top_p": 0.8, "min_p": 0.1}, Defaults(top_p=0.8, min_p=0.1)),
     ],
 )
@@ -34,7 +35,7 @@ def test_values_within_range_hold(generation: dict[str, Any], expected: Defaults
         ("temperature", float("nan")), ("temperature", float("inf")), ("top_p", 0), ("top_p", 1.2),
         ("top_p", -1), ("top_k", -2), ("top_k", 1.5), ("top_k", "50"), ("top_k", 1e12),
         ("min_p", 1.5), ("min_p", -0.1), ("repetition_penalty", 0), ("repetition_penalty", -1.0),
-        ("repetition_penalty", [1.1]),
+        ("repetition_penalty", [1.1]), ("json_close_after", -1), ("json_close_after", 0.5),
     ],
 )  # fmt: skip
 def test_a_value_out_of_range_is_left_out_with_a_warning(

@@ -6,7 +6,8 @@ import asyncio
 import json
 import threading
 from collections.abc import Callable, Coroutine, Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -14,10 +15,15 @@ from pigou.models import bundled_path
 from pigou.runtime.step_output import GrammarError
 from pigou.runtime.structured_output import Grammars, read_grammars
 from pigou.sampling import Grammar
+from pigou.wire.openai_requests import decode_chat
+from pigou.wire.sampling_params import Defaults
+from pigou.worker.served_model import ServedModel
 from pigou.worker.structured_output_pool import (
     MAX_QUEUED_PER_TENANT,
     CompileQueueFull,
     GrammarCompilePool,
+    GrammarSource,
+    OutputConstraints,
 )
 from pigou.worker.structured_output_sandbox import GrammarSandbox
 
@@ -234,3 +240,33 @@ def test_a_tokenizer_that_grammars_cannot_use_is_read_once_and_told_each_time() 
         pool.close()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("said", "fields", "close_after"),
+    [
+        (96, {}, 96), (0, {}, 0), (96, {"max_tokens": 900}, 0),
+        (96, {"max_completion_tokens": 900}, 0),
+        (96, {"response_format": {"type": "json_object"}}, 96),
+        (96, {"response_format": None, "structured_outputs": {"regex": "a*"}}, 0),
+        (96, {"response_format": None, "tool_choice": "required",
+              "tools": [{"type": "function", "function": {"name": "f"}}]}, 96),
+    ],
+)  # fmt: skip
+async def test_json_closes_where_the_model_says_so_and_the_request_has_no_limit(
+    said: int, fields: dict[str, Any], close_after: int
+) -> None:
+    async def prepare(*_: Any) -> list[None]:
+        return [None]
+
+    model = SimpleNamespace(defaults=Defaults(json_close_after=said), tool_format=None)
+    constraints = OutputConstraints(
+        cast(GrammarSource, SimpleNamespace(prepare=prepare)), cast(ServedModel, model),
+        flexible=False,
+    )  # fmt: skip
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "string"}}}
+    body = {"messages": [{"role": "user", "content": "a"}], "response_format": form, **fields}
+    request = decode_chat(json.dumps(body).encode())
+    shape = await constraints.shape(request, 1, (), tools=constraints.tools(request))
+    assert shape.grammar is not None
+    assert shape.grammar.close_after == close_after

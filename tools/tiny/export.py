@@ -57,7 +57,8 @@ def save(state: dict[str, Tensor], shape: Shape, folder: Path, bos: int, eos: in
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "model.safetensors").chmod(0o644)
     (folder / "config.json").write_text(json.dumps(shape.config(bos, eos), indent=2) + "\n")
-    generation = {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": eos, "do_sample": False}
+    generation = {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": eos,
+                  "do_sample": False, "json_close_after": 96}  # fmt: skip
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
 
 

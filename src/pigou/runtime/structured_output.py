@@ -8,6 +8,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,43 @@ CACHE_BYTES = 64 * 2**20
 #: JSON without white space between its parts: a model cannot run away in it.
 _COMPACT = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
 _FLEXIBLE = {"whitespace_flexible": True}
+#: In the order in which JSON ends soonest outside its strings; n begins null.
+_CLOSERS = ("]", "}", '"', ",", ":", "n")
+#: The same in strings; what follows the quote ends parts of formats, as of an email.
+_STRING_CLOSERS = ('"', "@", ":", ".", "-")
+#: Characters that JSON has in strings only.
+_IN_STRINGS = ("z", "Z", ";")
+
+
+class JsonCloser:
+    """Narrows masks of JSON to a token that ends it soonest, so that any model ends it."""
+
+    def __init__(self, tokenizer: LLTokenizer, end_tokens: Iterable[int]) -> None:
+        """Look the tokens up of which JSON's ends are made."""
+
+        def ids(texts: tuple[str, ...]) -> list[int]:
+            return [tokenizer.tokenize_str(text)[-1] for text in texts]
+
+        self._stops = sorted(end_tokens)
+        self._closers, self._string_closers, self._in_strings = map(
+            ids, (_CLOSERS, _STRING_CLOSERS, _IN_STRINGS)
+        )
+        texts = (tokenizer.decode_bytes([token]) for token in range(tokenizer.vocab_size))
+        self._blank = np.array([text.isspace() for text in texts])
+
+    def narrow(self, allowed: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Return a mask of what ends JSON soonest; other than that, the model chooses."""
+        in_strings = allowed[self._in_strings]
+        closers = self._string_closers if in_strings.any() else self._closers
+        if in_strings.all():
+            closers = closers[:1]
+        for tokens in (self._stops, *([token] for token in closers)):
+            if allowed[tokens].any():
+                narrowed = np.zeros_like(allowed)
+                narrowed[tokens] = allowed[tokens]
+                return narrowed
+        dense = allowed & ~self._blank[: len(allowed)]
+        return dense if dense.any() and not in_strings.any() else allowed
 
 
 class GrammarState:
@@ -35,6 +73,8 @@ class GrammarState:
         vocab: int,
         budget: WorkBudget | None = None,
         cpu_ns: Callable[[], int] = time.thread_time_ns,
+        closer: JsonCloser | None = None,
+        close_after: int = 0,
     ) -> None:
         """Start at the beginning.
 
@@ -43,6 +83,8 @@ class GrammarState:
             vocab: logits of the model.
             budget: of the CPU time that it takes of the engine's steps; None for no bound.
             cpu_ns: reads the CPU time of the calling thread.
+            closer: narrows its masks; None for never.
+            close_after: tokens before it does.
         """
         self._matcher = matcher
         self._vocab = vocab
@@ -50,6 +92,8 @@ class GrammarState:
         self._cpu_ns = cpu_ns
         self._debt = Debt()
         self._unpaid_ns = 0
+        self._closer = closer
+        self._left = close_after
 
     def allowed(self) -> NDArray[np.bool_]:
         """Return which tokens may come next, shape (vocab,).
@@ -73,7 +117,7 @@ class GrammarState:
             flags = np.concatenate((flags, missing))
         if not flags.any():
             raise GrammarError("the grammar allows no token that the model has")
-        return flags
+        return flags if self._closer is None or self._left > 0 else self._closer.narrow(flags)
 
     def advance(self, token: int) -> bool:
         """Move past a token; return whether the grammar allows nothing more.
@@ -84,6 +128,7 @@ class GrammarState:
         began = self._cpu_ns()
         taken = self._matcher.consume_token(token)
         self._unpaid_ns += self._cpu_ns() - began
+        self._left -= 1
         if not taken:
             raise GrammarError(
                 f"token {token} is against the grammar: {_first_line(self._matcher)}"
@@ -159,11 +204,18 @@ class Grammars:
         Raises:
             GrammarError: the grammar is faulty, or the output is against it; says how.
         """
-        state = GrammarState(self._matcher(grammar).deep_copy(), self.vocab, self.budget)
+        state = GrammarState(
+            self._matcher(grammar).deep_copy(), self.vocab, self.budget,
+            closer=self._closer if grammar.close_after else None, close_after=grammar.close_after,
+        )  # fmt: skip
         for token in output:
             state.advance(token)
         state.settle()
         return state
+
+    @cached_property
+    def _closer(self) -> JsonCloser:
+        return JsonCloser(self.tokenizer, self.end_tokens)
 
     def _matcher(self, grammar: Grammar) -> LLMatcher:
         with self._lock:

@@ -34,13 +34,17 @@ class ModelLimits:
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """Sampling that holds where a request says nothing (the model's generation config)."""
+    """What holds where a request says nothing (the model's generation config).
+
+    `json_close_after` is Pigou's own key: see `pigou.sampling.Grammar.close_after`.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    json_close_after: int = 0
 
 
 def sampling_params(

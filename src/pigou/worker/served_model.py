@@ -88,7 +88,9 @@ _RANGES: dict[str, tuple[float, float, bool]] = {
     "top_k": (-1, 2**31 - 1, True),
     "min_p": (0.0, 1.0, True),
     "repetition_penalty": (0.0, 10.0, False),
+    "json_close_after": (0, 2**31 - 1, True),
 }
+_WHOLE = ("top_k", "json_close_after")
 
 
 def sampling_defaults(generation: dict[str, Any]) -> Defaults:
@@ -103,8 +105,8 @@ def sampling_defaults(generation: dict[str, Any]) -> Defaults:
         value = generation.get(name)
         if value is None:
             continue
-        if _is_within(value, low, high, inclusive) and (name != "top_k" or value == int(value)):
-            given[name] = int(value) if name == "top_k" else float(value)
+        if _is_within(value, low, high, inclusive) and (name not in _WHOLE or value == int(value)):
+            given[name] = int(value) if name in _WHOLE else float(value)
             continue
         log.warning(
             "generation_config.json: %s is %r, which is left out; it must be in %s%g, %g]",

@@ -9,7 +9,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 from pigou.runtime.step_output import described, is_contained
@@ -35,6 +35,7 @@ MAX_QUEUED = 256
 #: Grammars that are compiled at once; one of each tenant.
 THREADS = 2
 _REFUSALS = 256
+_JSON = ("json_schema", "json_object")
 
 
 class CompileQueueFull(Exception):
@@ -375,8 +376,15 @@ class OutputConstraints:
     ) -> tuple[Grammar | None, str]:
         """Return the grammar, and the field that asks for it."""
         if tools is not None and tools.use.grammar is not None:
-            return tools.use.grammar, "tools"
+            return self._closing(request, tools.use.grammar), "tools"
         form = request.response_format
         formed = form is not None and form.type != "text"
         name = "response_format" if formed else "structured_outputs"
-        return grammar(request, self._flexible), name
+        return self._closing(request, grammar(request, self._flexible)), name
+
+    def _closing(self, request: GenerationRequest, wanted: Grammar | None) -> Grammar | None:
+        """Let JSON of no limit end where the model's own config says so."""
+        limits = (request.max_tokens, getattr(request, "max_completion_tokens", None))
+        if wanted is None or wanted.kind not in _JSON or limits != (None, None):
+            return wanted
+        return replace(wanted, close_after=self._model.defaults.json_close_after)
