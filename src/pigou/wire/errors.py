@@ -128,7 +128,7 @@ class APIError(Exception):
     @property
     def headers(self) -> dict[str, str]:
         """Headers of the response beside its body."""
-        headers = {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
+        headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
         if self.final:
             headers |= NO_RETRY
         return headers | ({"www-authenticate": "Bearer"} if self.status == 401 else {})

@@ -187,10 +187,11 @@ class Gauges:
             self.prefill_tokens_total += plan.chunk_tokens * result.steps
 
     def read_load(self, core: EngineCore, added: int) -> None:
-        """Take what runs and waits in the core, which has taken `added` requests so far."""
+        """Take what runs, waits and is kept in the core, which has taken `added` requests."""
         self.running, self.loading = core.running - core.loading, core.loading
         self.waiting, self.added_total = core.waiting, added
         self.free, self.usage = core.free_blocks, core.usage
+        self.held, self.cached = core.held, core.cached_blocks
 
     def read(self, core: EngineCore, plan: Plan, added: int, warm_queries: int) -> None:
         """Take all figures of the core, which begins a plan: its tokens count as computed.
@@ -198,7 +199,6 @@ class Gauges:
         `warm_queries` are prefix queries of the warm-up.
         """
         self.read_load(core, added)
-        self.held, self.cached = core.held, core.cached_blocks
         rows, used = core.rows, core.rows.length > 0
         self.table_blocks = int(rows.blocks[used].sum())
         self.table_tokens = int((rows.computed - rows.dropped)[used].sum())
