@@ -154,7 +154,7 @@ def train(
         with torch.autocast(trainer.device.type, torch.bfloat16, enabled=trainer.half):
             loss, losses = trainer.model.loss(ids, weights)
             drift = divergence(trainer.model, teacher, known)
-        (loss + KEEP * drift).backward()  # type: ignore[no-untyped-call]
+        (loss + KEEP * drift).backward()
         torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), 1.0)
         warm = min(1.0, count / 20)
         for group in trainer.optimizer.param_groups:
