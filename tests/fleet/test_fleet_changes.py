@@ -150,7 +150,7 @@ async def test_a_worker_that_cannot_start_is_reported_and_stops_nobody() -> None
 
 
 async def test_servers_are_attached_drained_and_let_go() -> None:
-    first, second = Stub("a", script=Script(delay_s=0.1)), Stub("b")
+    first, second = Stub("a", script=Script(delay_s=0.04)), Stub("b")
     runner = await second.start()
     async with attached(first) as (_, client):
         tasks = [
