@@ -243,7 +243,11 @@ def config_command(
             def build(key: str) -> None:
                 built[key] = _build(*configs[key], typed)
 
-            check_all(*(functools.partial(build, key) for key in configs))
+            try:
+                check_all(*(functools.partial(build, key) for key in configs))
+            except ConfigError as error:
+                lines = str(error).splitlines()
+                raise ConfigError("\n".join(in_flags(line, flags) for line in lines)) from None
             return built
 
         @functools.wraps(function)
@@ -257,14 +261,7 @@ def config_command(
                     typer.echo(f"pigou {name}: {in_flags(line, flags)}", err=True)
                 raise typer.Exit(2) from None
 
-        def checked(typed: Mapping[str, Any]) -> dict[str, msgspec.Struct]:
-            try:
-                return read(typed)
-            except ConfigError as error:
-                lines = str(error).splitlines()
-                raise ConfigError("\n".join(in_flags(line, flags) for line in lines)) from None
-
-        command.read = checked  # type: ignore[attr-defined]
+        command.read = read  # type: ignore[attr-defined]
         command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         command.__annotations__ = {entry.name: entry.annotation for entry in parameters}
         del command.__wrapped__
