@@ -39,7 +39,7 @@ class Family:
     output_bias: bool | str = "attention_bias"
     mlp_bias: bool | str = False
     window: str = ""  # "all" layers slide where `sliding_window` is given; "switch": if told
-    pattern: int = 0  # each so many layers, one sees the whole context
+    pattern: int = 0  # one layer in each group of this size sees the whole context
     mlp: tuple[str, ...] = ("mlp",)
     attention: tuple[str, ...] = ("self_attn",)
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of transformers' config class

@@ -166,7 +166,7 @@ def _rates(model: Architecture, device: Gpu, tp: int) -> np.ndarray:
 
 @inlined
 def _product_seconds(products: Floats, i: int, rows: int, rates: Floats) -> float:
-    """Return the seconds of a product for so many rows; none for none."""
+    """Return the seconds of a product by its number of rows; 0 without rows."""
     weights, units = products[i, WEIGHT_BYTES], float(rows)
     experts, active = products[i, EXPERTS], products[i, ACTIVE]
     if experts > 0.0:

@@ -65,7 +65,7 @@ def header_lines(headers: Mapping[str, str]) -> str:
 def passed_on(headers: Headers) -> dict[str, str]:
     """Return the trace headers of a request as who adds no span passes them on; none if not valid.
 
-    The specification asks this of whoever takes no part in a trace.
+    The specification asks this of a proxy that takes no part in a trace.
     """
     context = read_context(headers)
     if context is None:

@@ -12,7 +12,7 @@ from typing import Self
 
 import aiohttp
 
-#: Bytes that a holder may have however full the budget is: whoever asks for little is served.
+#: Bytes that a holder may have however full the budget is, so that small replies are served.
 FREE_BYTES = 64 * 1024
 _SHARE = 0.5
 #: Bytes of a page that a worker shows of itself, and of a list that an API server answers with.

@@ -82,7 +82,7 @@ def latency_s(name: str, value: float | str) -> float:
     """Return the seconds of a latency: a number of seconds, or text like `500ms` or `0.5s`.
 
     Raises:
-        ConfigError: it is no latency, or so many seconds that milliseconds are likely meant.
+        ConfigError: it is no latency, or a bare number that likely means milliseconds.
     """
     text = str(value).strip()
     if (match := _LATENCY.match(text)) is None or text[match.end() :].strip() not in {"", *_UNITS}:
