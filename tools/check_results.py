@@ -34,35 +34,22 @@ NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?")
 
 
 class Figure(NamedTuple):
-    """Values that one cell of a table must show.
+    """Values that one cell of a table must show."""
 
-    Attributes:
-        row: the first cells of the row, without markup.
-        column: place of the cell in the row, from 0.
-        values: the numbers of the cell, in order, in the page's units.
-    """
-
-    row: tuple[str, ...]
-    column: int
-    values: tuple[float, ...]
+    row: tuple[str, ...]  # the first cells of the row, without markup
+    column: int  # place of the cell in the row, from 0
+    values: tuple[float, ...]  # the numbers of the cell, in order, in the page's units
 
 
 class Check(NamedTuple):
-    """A table of a page, and how some of its figures are made.
+    """A table of a page, and how some of its figures are made."""
 
-    Attributes:
-        name: name on the command line.
-        page: file below docs/results.
-        header: beginning of the table's first line.
-        measure: runs the command in a folder, and returns what it printed.
-        needs: file or folder below PIGOU_SHARED, or None.
-    """
-
-    name: str
-    page: str
-    header: str
+    name: str  # name on the command line
+    page: str  # file below docs/results
+    header: str  # beginning of the table's first line
+    # runs the command in a folder, and returns what it printed.
     measure: Callable[[Path], list[Figure]]
-    needs: Path | None = None
+    needs: Path | None = None  # file or folder below PIGOU_SHARED, or None
 
 
 def table(text: str, header: str) -> list[list[str]]:

@@ -22,21 +22,13 @@ _RATES, _LENGTHS = 600.0, 21_600.0
 
 @dataclass(frozen=True)
 class Arrivals:
-    """Requests in order of time.
-
-    Attributes:
-        name: of the trace.
-        days: that it lasts.
-        times: seconds.
-        isl: prompt tokens.
-        osl: output tokens.
-    """
+    """Requests in order of time."""
 
     name: str
     days: int
-    times: Floats
-    isl: Floats
-    osl: Floats
+    times: Floats  # seconds
+    isl: Floats  # prompt tokens
+    osl: Floats  # output tokens
 
     def counts(self, interval: float) -> Floats:
         """Return the requests of each interval."""

@@ -26,9 +26,7 @@ def fill_cells(
 
     Args:
         out: folder of the files.
-        name: of the table.
         share: `i/n` is every n-th cell from the i-th on, done or not: shares never overlap.
-        cells: all of them.
         is_done: whether a cell is to be skipped.
         run: returns the figures of a cell.
     """

@@ -64,9 +64,6 @@ class Mockers:
 
         Args:
             home: venv of Dynamo.
-            run_dir: for logs and discovery.
-            workers: mock workers.
-            speedup: of the mock workers over real time.
             frontend, mocker: further arguments of each.
             block_size: tokens in a KV block.
 

@@ -66,21 +66,14 @@ class Maker(Protocol):
 
 @dataclass(frozen=True)
 class Scenario:
-    """A workload on a fleet.
-
-    Attributes:
-        name: of it.
-        ttft_s: seconds to the first token that a request asks for.
-        tpot_s: seconds a token, on average over the request, that it asks for.
-        batch: tokens that thresholds of the prefill queue are multiples of; 0 without such workers.
-        make: puts the run together.
-    """
+    """A workload on a fleet."""
 
     name: str
-    ttft_s: float
-    tpot_s: float
+    ttft_s: float  # seconds to the first token that a request asks for
+    tpot_s: float  # seconds a token, on average over the request, that it asks for
+    # tokens that thresholds of the prefill queue are multiples of; 0 without such workers.
     batch: int
-    make: Maker = field(repr=False)
+    make: Maker = field(repr=False)  # puts the run together
 
 
 def control_config(policy: str, params: Mapping[str, Any], seed: int) -> ControlConfig:

@@ -31,25 +31,15 @@ _BLOCK = 16
 
 @dataclass(frozen=True)
 class PullScenario:
-    """Requests on a fleet of prefill workers and one decode worker.
-
-    Attributes:
-        name: of the row.
-        rate: requests a second.
-        burst: requests that arrive together.
-        tokens: of a prompt, drawn evenly from (least, most).
-        prefixes: different beginnings of prompts; 0 for prompts that share nothing.
-        shared: part of a prompt that such a beginning is.
-        slow: times that steps of two of the four prefill workers take as long.
-    """
+    """Requests on a fleet of prefill workers and one decode worker."""
 
     name: str
-    rate: float
-    burst: int = 1
-    tokens: tuple[int, int] = (256, 4096)
-    prefixes: int = 0
-    shared: float = 0.8
-    slow: float = 1.0
+    rate: float  # requests a second
+    burst: int = 1  # requests that arrive together
+    tokens: tuple[int, int] = (256, 4096)  # of a prompt, drawn evenly from (least, most)
+    prefixes: int = 0  # different beginnings of prompts; 0 for prompts that share nothing
+    shared: float = 0.8  # part of a prompt that such a beginning is
+    slow: float = 1.0  # times that steps of two of the four prefill workers take as long
     count: int = 600
 
     def load(self, seed: int) -> OpenLoop:

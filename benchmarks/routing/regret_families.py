@@ -47,17 +47,11 @@ _LONGEST = 80_000
 
 @dataclass(frozen=True)
 class Workload:
-    """A load on a fleet.
-
-    Attributes:
-        name: of it.
-        family: that it belongs to.
-        make: puts the run together.
-    """
+    """A load on a fleet."""
 
     name: str
     family: str
-    make: Maker = field(repr=False)
+    make: Maker = field(repr=False)  # puts the run together
 
 
 def _on(family: str, name: str, fleet: FleetConfig | str, load: Load, blocks: int = 0) -> Workload:

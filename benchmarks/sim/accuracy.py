@@ -113,8 +113,6 @@ class Replay:
         """Make one with an empty engine.
 
         Args:
-            core: the engine.
-            timing: of its steps.
             lag: schedule as vLLM's asynchronous scheduler: a step is decided when the one
                 before it begins, so that a request that arrives during a step is computed from
                 the second step after it.

@@ -9,17 +9,11 @@ from benchmarks.token_eviction.task import Task
 
 @dataclass(frozen=True)
 class Budget:
-    """Entries that attention may work on in each layer and KV head of a row.
-
-    Attributes:
-        share: of the full cache.
-        most: entries, a multiple of the chunk.
-        after: entries that a cut leaves: of a streamed row a chunk less, as the next one follows.
-    """
+    """Entries that attention may work on in each layer and KV head of a row."""
 
     share: float
-    most: int
-    after: int
+    most: int  # entries, a multiple of the chunk
+    after: int  # entries that a cut leaves: of a streamed row a chunk less, as the next one follows
 
 
 def budget(task: Task, share: float) -> Budget:

@@ -35,21 +35,13 @@ POLICIES = ["streaming", "fifo", "lru", "h2o", "snapkv"]
 
 @dataclass
 class Streams:
-    """An executor whose streams all decode.
-
-    Attributes:
-        executor: that computes.
-        tables: its block tables.
-        entries: of each stream.
-        next: position of each stream's next token.
-        seconds: taken by each part so far.
-    """
+    """An executor whose streams all decode."""
 
     executor: TorchExecutor
-    tables: np.ndarray
+    tables: np.ndarray  # its block tables
     entries: np.ndarray
-    next: np.ndarray
-    seconds: dict[str, float] = field(default_factory=dict)
+    next: np.ndarray  # position of each stream's next token
+    seconds: dict[str, float] = field(default_factory=dict)  # taken by each part so far
 
     def timed(self, name: str, part: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that adds to a part's seconds what it takes."""

@@ -18,16 +18,11 @@ Tokens = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Recall:
-    """Recall questions of equal length.
+    """Recall questions of equal length."""
 
-    Attributes:
-        tokens: shape (rows, length); the last three are the mark, the key and the answer.
-        pairs: told in each row, shape (rows,).
-        distance: least tokens between the last pair and the question, shape (rows,).
-    """
-
-    tokens: Tokens
-    pairs: NDArray[np.int64]
+    tokens: Tokens  # shape (rows, length); the last three are the mark, the key and the answer
+    pairs: NDArray[np.int64]  # told in each row, shape (rows,)
+    # least tokens between the last pair and the question, shape (rows,).
     distance: NDArray[np.int64]
 
 
@@ -43,9 +38,7 @@ def text_rows(
     """Return rows of text, each after the begin token, a quarter of them agents' messages.
 
     Args:
-        tokenizer: of the model.
         texts: plays and agents' messages.
-        rows: wanted.
         length: tokens of a row.
         shift: share of the way from one row to the next, 0 or more and below 1, by which each
             begins later; a row that would end behind its text is left out.
@@ -86,9 +79,6 @@ def recall_rows(
     Before the first pair's line stands as much other text as the length needs.
 
     Args:
-        tokenizer: of the model.
-        text: to tell the pairs in.
-        pairs: how many are told.
         distances: least tokens between the last pair and the question.
         count: questions for each of both.
         context: tokens before the question.

@@ -49,7 +49,6 @@ class KvpressPeer:
         """Let a press read a task.
 
         Args:
-            prepared: the task.
             press: its name in `benchmarks.token_eviction.presses`; `full` for none.
             most: entries that it may keep.
 

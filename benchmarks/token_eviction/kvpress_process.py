@@ -31,19 +31,12 @@ HORIZON = 256
 
 @dataclass(frozen=True)
 class Layer:
-    """What a layer's attention was called with over a whole prompt, and what it put in the cache.
-
-    Attributes:
-        module: the attention.
-        kwargs: its arguments, without the cache.
-        keys: shape (rows, kv_heads, tokens, head_dim).
-        values: shape of the keys.
-    """
+    """Inputs of a layer's attention over a whole prompt, and what it put in the cache."""
 
     module: Any
     kwargs: dict[str, Any]
-    keys: torch.Tensor
-    values: torch.Tensor
+    keys: torch.Tensor  # shape (rows, kv_heads, tokens, head_dim)
+    values: torch.Tensor  # shape of the keys
 
 
 class Peer:

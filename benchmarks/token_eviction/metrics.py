@@ -42,7 +42,6 @@ def present(kept: Ints, length: int) -> Bools:
 
     Args:
         kept: positions, shape (..., entries), in any order; negative ones stand for nothing.
-        length: positions there are.
 
     Returns:
         Shape (..., length).
@@ -73,7 +72,6 @@ def interval(values: Floats, level: float = 0.95, draws: int = 2000) -> tuple[fl
 
     Args:
         values: one for each item, shape (items,); of a pair of methods, give the differences.
-        level: that the interval holds the mean with.
         draws: resamples; their generator's seed is fixed.
     """
     if len(values) < 2:

@@ -103,7 +103,6 @@ class PigouSide:
         """Let a policy read a task.
 
         Args:
-            prepared: the task.
             name: of the policy; `full` for the full cache.
             most: entries that it may keep.
         """
@@ -148,9 +147,6 @@ class Reading:
         """Put an executor together; no token has been computed.
 
         Args:
-            model: that computes.
-            prepared: the task.
-            rows: those that are computed, together.
             config: of eviction; None for the full cache.
         """
         task = prepared.task

@@ -103,15 +103,12 @@ class Guarded(ScorerPress):
 
 @dataclass
 class Oracle(ScorerPress):
-    """Keeps what the full cache will attend to: the harness's own, no press of kvpress.
+    """Keeps what the full cache will attend to: the harness's own, no press of kvpress."""
 
-    Attributes:
-        future: attention to come by position, of the layer, shape (rows, kv_heads, length); set
-            before each cut.
-        positions: of the entries of a layer, shape (rows, kv_heads, entries).
-    """
-
+    # attention to come by position, of the layer, shape (rows, kv_heads, length); set before each
+    # cut.
     future: Callable[[int], torch.Tensor] | None = None
+    # of the entries of a layer, shape (rows, kv_heads, entries).
     positions: Callable[[int], torch.Tensor] | None = None
 
     def score(

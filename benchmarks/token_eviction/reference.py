@@ -19,9 +19,7 @@ def prepare(task: Task, tokens: NDArray[np.int64], folder: Path) -> Prepared:
     """Compute a task's reference and store it all.
 
     Args:
-        task: what will be done.
         tokens: shape (rows, length).
-        folder: to be made.
     """
     disable_progress_bar()
     final, folder = folder, folder.with_suffix(".part")

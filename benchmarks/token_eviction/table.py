@@ -19,19 +19,12 @@ Values = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure of an outcome, by row.
-
-    Attributes:
-        name: in tables.
-        of: takes it from an outcome, shape (rows,).
-        sign: 1 where more is better, -1 where less is.
-        form: how a mean and a difference are written.
-    """
+    """One figure of an outcome, by row."""
 
     name: str
-    of: Callable[[Outcome], Values]
-    sign: int
-    form: str
+    of: Callable[[Outcome], Values]  # takes it from an outcome, shape (rows,)
+    sign: int  # 1 where more is better, -1 where less is
+    form: str  # how a mean and a difference are written
 
 
 NLL = Figure("nats", lambda o: o.nll.mean(axis=1), -1, ".4f")
@@ -44,20 +37,13 @@ TEXT, QUESTIONS = (NLL, KL, MASS), (RECALL, NLL, MASS)
 
 @dataclass(frozen=True)
 class Cell:
-    """All methods on one task at one budget.
-
-    Attributes:
-        task: its name.
-        budget: what they might keep.
-        limit: bytes of it, for a row.
-        outcomes: by method; the names begin with `PIGOU` or `KVPRESS`.
-        labels: of the rows, by name, each of shape (rows,); empty for text.
-    """
+    """All methods on one task at one budget."""
 
     task: str
     budget: Budget
-    limit: float
-    outcomes: dict[str, Outcome]
+    limit: float  # bytes of it, for a row
+    outcomes: dict[str, Outcome]  # by method; the names begin with `PIGOU` or `KVPRESS`
+    # of the rows, by name, each of shape (rows,); empty for text.
     labels: dict[str, NDArray[np.int64]]
 
     @property

@@ -24,24 +24,15 @@ class Task:
     Where `whole` is 0, a row is streamed: `chunk` tokens at a time, entries being given up between
     chunks so that never more than the budget are held. Else the first `whole` tokens are computed
     at once, the cache is cut to the budget, and the rest is computed behind that, in one go.
-
-    Attributes:
-        name: of the task.
-        model: folder of the model.
-        length: tokens of a row.
-        whole: tokens computed before the only cut; 0 where the row is streamed.
-        chunk: tokens between cuts of a streamed row.
-        measured: first position whose logits are measured; the last is `length - 2`.
-        every: positions between two whose attention is measured, from `measured` on.
     """
 
     name: str
     model: str
-    length: int
-    whole: int
-    chunk: int
-    measured: int
-    every: int
+    length: int  # tokens of a row
+    whole: int  # tokens computed before the only cut; 0 where the row is streamed
+    chunk: int  # tokens between cuts of a streamed row
+    measured: int  # first position whose logits are measured; the last is `length - 2`
+    every: int  # positions between two whose attention is measured, from `measured` on
 
     @property
     def asked(self) -> range:
@@ -67,23 +58,17 @@ class Task:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A task with its tokens and what the full cache gives.
-
-    Attributes:
-        task: what is done.
-        folder: where all this lies.
-        tokens: shape (rows, length).
-        logits: of the full cache at the measured positions, shape (rows, n, vocab).
-        attention: of the full cache at the asked positions, shape (rows, m, layers, heads, length).
-        mass: attention that the full cache has given to each position by each cut, and by the end
-            of the row, shape (rows, cuts + 1, layers, kv_heads, length).
-    """
+    """A task with its tokens and what the full cache gives."""
 
     task: Task
     folder: Path
-    tokens: NDArray[np.int64]
+    tokens: NDArray[np.int64]  # shape (rows, length)
+    # of the full cache at the measured positions, shape (rows, n, vocab).
     logits: NDArray[np.float32]
+    # of the full cache at the asked positions, shape (rows, m, layers, heads, length).
     attention: NDArray[np.float32]
+    # attention that the full cache has given to each position by each cut, and by the end of the
+    # row, shape (rows, cuts + 1, layers, kv_heads, length).
     mass: NDArray[np.float32]
 
     @classmethod
@@ -113,26 +98,16 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a task.
+    """What came of a task."""
 
-    Attributes:
-        nll: loss at each measured position, in nats, shape (rows, n).
-        kl: divergence from the full cache there, in nats, shape (rows, n).
-        right: whether the likeliest token is the one that follows, shape (rows, n).
-        mass: share of the full cache's attention on what was kept, shape (rows, m, layers, heads).
-        mean_bytes: of keys and values, over the tokens from `measured` on, for a row.
-        peak_bytes: the most that attention worked on at once after the first cut, for a row.
-        side_bytes: the most that the method kept beside keys and values, for a row.
-        seconds: that it took.
-    """
-
-    nll: NDArray[np.float64]
-    kl: NDArray[np.float64]
-    right: NDArray[np.bool_]
+    nll: NDArray[np.float64]  # loss at each measured position, in nats, shape (rows, n)
+    kl: NDArray[np.float64]  # divergence from the full cache there, in nats, shape (rows, n)
+    right: NDArray[np.bool_]  # whether the likeliest token is the one that follows, shape (rows, n)
+    # share of the full cache's attention on what was kept, shape (rows, m, layers, heads).
     mass: NDArray[np.float64]
-    mean_bytes: float
-    peak_bytes: float
-    side_bytes: float
+    mean_bytes: float  # of keys and values, over the tokens from `measured` on, for a row
+    peak_bytes: float  # the most that attention worked on at once after the first cut, for a row
+    side_bytes: float  # the most that the method kept beside keys and values, for a row
     seconds: float
 
     def write(self, path: Path) -> None:
@@ -157,12 +132,7 @@ class Meter:
     """Collects what a method shows of some rows of a task."""
 
     def __init__(self, prepared: Prepared, rows: slice) -> None:
-        """Begin.
-
-        Args:
-            prepared: the task.
-            rows: those that are computed.
-        """
+        """Begin."""
         self._prepared, self._rows = prepared, rows
         task = prepared.task
         self._tokens = prepared.tokens[rows]
@@ -178,7 +148,6 @@ class Meter:
         """Take up logits of successive positions; those not measured are passed over.
 
         Args:
-            first: position of the first.
             logits: shape (rows, positions, vocab).
         """
         task = self._prepared.task
@@ -196,7 +165,6 @@ class Meter:
         """Take up what attention worked on while positions `first` to `end` were computed.
 
         Args:
-            first: first position.
             end: the one behind the last.
             positions: of the entries, those just computed among them, negative where there is
                 none, shape (rows, layers, kv_heads, entries).
@@ -215,7 +183,6 @@ class Meter:
         """Take up what was held while positions `first` to `end` were computed.
 
         Args:
-            first: first position.
             end: the one behind the last.
             held: bytes of keys and values, of all rows together.
             side: bytes beside them.

@@ -24,8 +24,6 @@ class Tracker:
         """Begin with an empty cache.
 
         Args:
-            model: whose layers are watched.
-            rows: of the batch.
             rerotated_sinks: where the press turns keys (after which they compare no more), how
                 many sinks it keeps before the most recent entries; None where it does not.
         """
@@ -60,7 +58,6 @@ class Tracker:
 
         Args:
             module: the layer's attention.
-            kwargs: that it was called with, the cache among them.
             press: whose hook is called; None for none.
         """
         self._look(module, (), kwargs, None)

@@ -16,19 +16,12 @@ TOOL = Path(__file__).parents[2] / "tools" / "train_returns.py"
 
 @dataclass(frozen=True)
 class Training:
-    """How predictors are trained.
+    """How predictors are trained."""
 
-    Attributes:
-        corpus: folder of the texts, of whose training part they are.
-        sequences: that the model reads.
-        steps: of the optimizer.
-        cut: weight of what an entry brings where others are given up.
-    """
-
-    corpus: Path
+    corpus: Path  # folder of the texts, of whose training part they are
     sequences: int
     steps: int
-    cut: float
+    cut: float  # weight of what an entry brings where others are given up
 
     def folder(self, model: Path) -> Path:
         """Return a copy of a model's folder that has a predictor; it is trained the first time.

@@ -16,17 +16,11 @@ HEAD = ["streams", "policy", "least good MiB", "next worse MiB", "perplexity", "
 
 @dataclass(frozen=True)
 class Iso:
-    """The smallest budget found good, and its run; None where no budget tried was.
-
-    Attributes:
-        policy: name.
-        good: the run of the smallest budget within the tolerance.
-        bad: the run of the largest budget below it that was not; None where all were good.
-        runs: how many there were.
-    """
+    """The smallest budget found good, and its run; None where no budget tried was."""
 
     policy: str
-    good: Figures | None
+    good: Figures | None  # the run of the smallest budget within the tolerance
+    # the run of the largest budget below it that was not; None where all were good.
     bad: Figures | None
     runs: int
 
@@ -44,7 +38,6 @@ def least_budget(
     """Bisect the budget, by ratios, between two numbers of blocks.
 
     Args:
-        policy: name.
         run: runs the policy on so many blocks.
         full: perplexity of the full cache.
         low: blocks; tried only if everything above was good.

@@ -35,19 +35,12 @@ TENANTS = {"play": 3, "agents": 3, "recall": 2}
 
 @dataclass(frozen=True)
 class Item:
-    """What one request reads and writes.
-
-    Attributes:
-        tenant: whose it is.
-        prompt: ids, shape (n,).
-        forced: ids that it is made to generate, shape (m,).
-        answer: token that ought to follow them greedily; -1 where nothing is asked.
-    """
+    """What one request reads and writes."""
 
     tenant: str
-    prompt: Ids
-    forced: Ids
-    answer: int = -1
+    prompt: Ids  # ids, shape (n,)
+    forced: Ids  # ids that it is made to generate, shape (m,)
+    answer: int = -1  # token that ought to follow them greedily; -1 where nothing is asked
 
     @property
     def generated(self) -> int:
@@ -71,9 +64,6 @@ class Texts:
 
         Args:
             model: folder of the tokenizer.
-            play: text.
-            agents: another.
-            scale: of all lengths.
         """
         self.scale = scale
         self.tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
@@ -149,7 +139,6 @@ def arrivals(items: list[Item], rate: float, fan: int, seed: int) -> list[Arriva
         items: in the order of their coming.
         rate: requests per second; `inf` lets all come at once.
         fan: requests of a job, which come together.
-        seed: of the times.
     """
     if rate == float("inf"):
         return [Arrival(0, item) for item in items]

@@ -19,17 +19,11 @@ BEGIN = 20
 
 @dataclass(frozen=True)
 class Recorded:
-    """One layer and KV head of a run: steps by tokens.
+    """One layer and KV head of a run: steps by tokens."""
 
-    Attributes:
-        returns: R of each token after each step, shape (T, n).
-        kept: whether its entry was in the cache, shape (T, n).
-        there: whether it was computed and its request ran, shape (T, n).
-    """
-
-    returns: Floats
-    kept: Flags
-    there: Flags
+    returns: Floats  # R of each token after each step, shape (T, n)
+    kept: Flags  # whether its entry was in the cache, shape (T, n)
+    there: Flags  # whether it was computed and its request ran, shape (T, n)
 
 
 def fixed_optimum(recorded: Recorded, budget: int, ends: Sequence[int]) -> Floats:
@@ -40,8 +34,6 @@ def fixed_optimum(recorded: Recorded, budget: int, ends: Sequence[int]) -> Float
     interval of steps, so that the matrix is totally unimodular and x comes out whole.
 
     Args:
-        recorded: of one layer and KV head.
-        budget: entries.
         ends: steps after which to tell it, ascending.
 
     Returns:
@@ -95,7 +87,6 @@ def settling(prices: Sequence[float], change: int, window: int) -> int | None:
     Where it goes is its median over the second half of the `window` steps after the change.
 
     Args:
-        prices: by step.
         change: index of the first step after it.
         window: steps that are looked at.
 

@@ -20,21 +20,15 @@ Ints = NDArray[np.int32]
 
 @dataclass
 class Step:
-    """One step: of each request that ran on, tokens computed and the positions that it kept.
+    """One step: of each request that ran on, tokens computed and the positions that it kept."""
 
-    Attributes:
-        computed: by request, tokens whose entries were there at some time.
-        kept: by request, original positions, shape (layers, kv_heads, entries).
-        used: blocks in use.
-        price: of a block, as the core has it.
-        running: requests in the batch.
-    """
-
+    # by request, tokens whose entries were there at some time.
     computed: dict[str, int] = field(default_factory=dict)
+    # by request, original positions, shape (layers, kv_heads, entries).
     kept: dict[str, Ints] = field(default_factory=dict)
-    used: int = 0
-    price: float = 0.0
-    running: int = 0
+    used: int = 0  # blocks in use
+    price: float = 0.0  # of a block, as the core has it
+    running: int = 0  # requests in the batch
 
 
 class Recorder:
@@ -78,10 +72,6 @@ def future_shares(model: Path, items: Sequence[Item]) -> list[NDArray[np.float32
     R of token j after t tokens is the mean, over the queries from t on to the request's end, of
     the attention that lands on j: section 3's "expected fraction of future query attention mass
     before the request terminates", with the future known.
-
-    Args:
-        model: folder of the model.
-        items: requests.
 
     Returns:
         For each item shape (layers, kv_heads, length + 1, length): R after t tokens, of each
@@ -134,7 +124,6 @@ def lay_out(
     """Put a run's steps side by side, for one layer and KV head.
 
     Args:
-        steps: recorded.
         requests: ids.
         returns: of each request, from `future_shares`.
         layer: index.

@@ -34,28 +34,19 @@ PROMPT, OUTPUT = 100, CHANGE + WINDOW + 8
 
 @dataclass
 class Course:
-    """What a policy's regret did; means over layers and heads.
-
-    Attributes:
-        policy: name.
-        each: regret against the best set of each step, after every step, shape (T,).
-        ends: steps after which the fixed optimum is told, shape (k,).
-        fixed: regret against it, shape (k,).
-        possible: what the best sets earned in all.
-        got: what the policy earned in all.
-        priced: of Token-PD's rule on the premises of its bound, after those steps: regret, tokens
-            beyond the budget (summed over steps), regret within the budget; shape (k, 3).
-        filled: entries kept, of those that the budget's bytes hold, in the steps in which not
-            all fit: blocks are not full, and not all are handed out.
-    """
+    """What a policy's regret did; means over layers and heads."""
 
     policy: str
-    each: Floats
-    ends: list[int]
-    fixed: Floats
-    possible: float
+    each: Floats  # regret against the best set of each step, after every step, shape (T,)
+    ends: list[int]  # steps after which the fixed optimum is told, shape (k,)
+    fixed: Floats  # regret against it, shape (k,)
+    possible: float  # what the best sets earned in all
     got: float
+    # of Token-PD's rule on the premises of its bound, after those steps: regret, tokens beyond the
+    # budget (summed over steps), regret within the budget; shape (k, 3).
     priced: Floats
+    # entries kept, of those that the budget's bytes hold, in the steps in which not all fit: blocks
+    # are not full, and not all are handed out.
     filled: float
 
 
@@ -135,7 +126,6 @@ def priced(found: Recorded, best: Floats, budget: int, ends: list[int]) -> Float
     Args:
         found: the recorded run; only its returns count, and which tokens are there.
         best: utility of each step's best set, shape (T,).
-        budget: entries.
         ends: steps after which to tell it. The rate depends on the horizon, as the bound has it,
             so each is a play of its own.
     """
@@ -180,10 +170,6 @@ def _changed(
     """Return the price by step where one half has other times than the other.
 
     Args:
-        model: that serves.
-        setting: of the run.
-        texts: what requests read.
-        args: of the command line.
         early: tokens that the second half of the streams generates.
         late: step at which it comes.
     """

@@ -38,22 +38,15 @@ Watch = Callable[[LocalEngine, Plan], None]
 
 @dataclass(frozen=True)
 class Setting:
-    """What a run is made with.
+    """What a run is made with."""
 
-    Attributes:
-        policy: name of the token eviction; "none" for none (requests wait and are preempted).
-        streams: most requests that run at once.
-        blocks: of `BLOCK` tokens, for whose bytes the device has blocks of `block`.
-        params: parameters of the policy; `constant`, which none has, puts this number in the
-            place of what its predictor says of any entry.
-        block: tokens of a block of the device.
-    """
-
-    policy: str
-    streams: int
-    blocks: int
+    policy: str  # name of the token eviction; "none" for none (requests wait and are preempted)
+    streams: int  # most requests that run at once
+    blocks: int  # of `BLOCK` tokens, for whose bytes the device has blocks of `block`
+    # parameters of the policy; `constant`, which none has, puts this number in the place of what
+    # its predictor says of any entry.
     params: dict[str, float] = field(default_factory=dict)
-    block: int = BLOCK
+    block: int = BLOCK  # tokens of a block of the device
 
     def engine(self) -> EngineConfig:
         """Return the engine's configuration."""
@@ -80,51 +73,29 @@ class Served:
 
 @dataclass
 class Figures:
-    """What a run showed.
-
-    Attributes:
-        policy: name.
-        streams: most at once.
-        blocks: the budget.
-        requests: finished.
-        perplexity: a forced token of the tenants who read text.
-        exact: share of recall items answered.
-        peak_bytes: most bytes of blocks in use during any step, side data included.
-        mean_bytes: the same, a mean over time.
-        span: seconds from the first arrival to the last finish.
-        busy: share of the time until the last arrival in which steps ran.
-        steps: of the engine.
-        rate: finished requests per second of the span.
-        capacity: finished requests per second in which steps ran.
-        p50: median seconds from arrival to finish.
-        p95: 95th percentile of the same.
-        at_once: mean requests in the batch, over time.
-        most: of the batch at any time.
-        short: share of the busy time in which somebody waited, or did without entries it gave up.
-        preemptions: requests that lost their row.
-        dropped: cache entries given up, counted in one layer and head.
-    """
+    """What a run showed."""
 
     policy: str
-    streams: int
+    streams: int  # most at once
     blocks: int
     requests: int
-    perplexity: float
-    exact: float
-    peak_bytes: int
-    mean_bytes: float
-    span: float
-    busy: float
+    perplexity: float  # a forced token of the tenants who read text
+    exact: float  # share of recall items answered
+    peak_bytes: int  # most bytes of blocks in use during any step, side data included
+    mean_bytes: float  # the same, a mean over time
+    span: float  # seconds from the first arrival to the last finish
+    busy: float  # share of the time until the last arrival in which steps ran
     steps: int
-    rate: float
-    capacity: float
-    p50: float
-    p95: float
-    at_once: float
+    rate: float  # finished requests per second of the span
+    capacity: float  # finished requests per second in which steps ran
+    p50: float  # median seconds from arrival to finish
+    p95: float  # 95th percentile of the same
+    at_once: float  # mean requests in the batch, over time
     most: int
+    # share of the busy time in which somebody waited, or did without entries it gave up.
     short: float
-    preemptions: int
-    dropped: int
+    preemptions: int  # requests that lost their row
+    dropped: int  # cache entries given up, counted in one layer and head
 
     def row(self) -> dict[str, float | str]:
         """Return all figures by name."""

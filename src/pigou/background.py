@@ -20,19 +20,12 @@ _MAX_TEXT = 200
 
 @dataclass(slots=True)
 class TaskState:
-    """What is known of one background task.
+    """What is known of one background task."""
 
-    Attributes:
-        name: unique among the live tasks of the process.
-        state: running, or backoff while it waits for its restart.
-        restarts: times that it failed and was started again.
-        error: of the last failure; empty before one.
-    """
-
-    name: str
-    state: str = "running"
-    restarts: int = 0
-    error: str = ""
+    name: str  # unique among the live tasks of the process
+    state: str = "running"  # running, or backoff while it waits for its restart
+    restarts: int = 0  # times that it failed and was started again
+    error: str = ""  # of the last failure; empty before one
 
 
 class Background:

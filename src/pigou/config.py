@@ -40,11 +40,6 @@ def check_all(*checks: Callable[[], object]) -> None:
 def named(group: str, name: Any, what: str) -> Any:
     """Return what is registered under this name in an entry point group.
 
-    Args:
-        group: of entry points.
-        name: of one of them.
-        what: it is, for messages.
-
     Raises:
         ConfigError: there is none of that name (the message lists those that there are), or it
             cannot be loaded.
@@ -65,8 +60,6 @@ def wrong(error: Exception, kind: type[msgspec.Struct], values: Any) -> str:
 
     Args:
         error: from `msgspec.convert(values, kind)`; another says it all by itself.
-        kind: what they were to become.
-        values: that were given.
     """
     if not isinstance(error, msgspec.ValidationError):
         return str(error)
@@ -97,34 +90,25 @@ def _at(path: str, kind: Any, values: Any) -> tuple[Any, Any]:
 
 
 class EvictionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Which cache entries running requests give up when device blocks run short.
+    """Which cache entries running requests give up when device blocks run short."""
 
-    Attributes:
-        policy: name of what tells an entry's return, as registered under `pigou.token_eviction`.
-        params: parameters of the policy, by name; those left out keep their defaults.
-        sinks: first tokens of a request that are never given up.
-        recent: last tokens of a request that are never given up, at least 1.
-        least: fewest entries that a request keeps.
-        interval: tokens after which a request's entries are appraised again, at least the block
-            size.
-        ceiling: highest loss of return per block, in the policy's unit, that is accepted; beyond
-            it requests wait, or are preempted, as they would be without eviction.
-        slack: blocks that are given up beyond what is needed, for each running request, so that
-            it is not done at every step.
-        rate: learning rate of the price (Token-PD, Eq. 5), above 0.
-        floors: blocks that a tenant's requests keep together, by tenant.
-    """
-
+    # name of what tells an entry's return, as registered under `pigou.token_eviction`.
     policy: str = "pigou"
+    # parameters of the policy, by name; those left out keep their defaults.
     params: dict[str, float] = {}
-    sinks: int = 4
-    recent: int = 32
-    least: int = 64
+    sinks: int = 4  # first tokens of a request that are never given up
+    recent: int = 32  # last tokens of a request that are never given up, at least 1
+    least: int = 64  # fewest entries that a request keeps
+    # tokens after which a request's entries are appraised again, at least the block size.
     interval: int = 64
+    # highest loss of return per block, in the policy's unit, that is accepted; beyond it requests
+    # wait, or are preempted, as they would be without eviction.
     ceiling: float = float("inf")
+    # blocks that are given up beyond what is needed, for each running request, so that it is not
+    # done at every step.
     slack: float = 0.25
-    rate: float = 0.1
-    floors: dict[str, int] = {}
+    rate: float = 0.1  # learning rate of the price (Token-PD, Eq. 5), above 0.
+    floors: dict[str, int] = {}  # blocks that a tenant's requests keep together, by tenant
 
     def __post_init__(self) -> None:
         """Refuse values under which nothing could be given up, or too much."""
@@ -147,44 +131,30 @@ class EvictionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
 
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Limits and policies of one EngineCore.
+    """Limits and policies of one EngineCore."""
 
-    Attributes:
-        blocks: KV blocks on the device.
-        block_size: tokens in a block.
-        host_blocks: blocks of host memory that preempted requests may be swapped to.
-        max_seqs: most sequences that run at once.
-        max_batched_tokens: most tokens computed in one step (the token budget).
-        max_model_len: most tokens, prompt and output, of one sequence.
-        order: who is admitted first, and who is preempted last. With `priority`, prompts of a lower
-            number are also computed before those of a higher one are gone on with
-            (`pigou.engine.scheduler`).
-        max_background_tokens: most prompt tokens in one step of requests whose priority is above 0,
-            so that a step is soon over when somebody comes whom they yield to; 0 for no limit but
-            the budget. Needs the order `priority`.
-        prefix_caching: keep finished blocks for requests with the same prefix.
-        max_repeat: most steps that one plan may hold.
-        repeat_chunks: whether these may compute equal chunks of a prompt, beside the decodes.
-        max_waiting: most requests that may wait; 0 for no limit.
-        headroom: blocks left free for each running sequence when another one is admitted, so
-            that it does not make them preempt one another; 0 is what vLLM does.
-        eviction: of cache entries of running requests; None for none.
-    """
-
-    blocks: int
-    block_size: int = 16
-    host_blocks: int = 0
-    max_seqs: int = 256
-    max_batched_tokens: int = 2048
-    max_model_len: int = 2048
+    blocks: int  # KV blocks on the device
+    block_size: int = 16  # tokens in a block
+    host_blocks: int = 0  # blocks of host memory that preempted requests may be swapped to
+    max_seqs: int = 256  # most sequences that run at once
+    max_batched_tokens: int = 2048  # most tokens computed in one step (the token budget)
+    max_model_len: int = 2048  # most tokens, prompt and output, of one sequence
+    # who is admitted first, and who is preempted last. With `priority`, prompts of a lower number
+    # are also computed before those of a higher one are gone on with (`pigou.engine.scheduler`).
     order: QueueOrder = "fcfs"
+    # most prompt tokens in one step of requests whose priority is above 0, so that a step is soon
+    # over when somebody comes whom they yield to; 0 for no limit but the budget. Needs the order
+    # `priority`.
     max_background_tokens: int = 0
-    prefix_caching: bool = True
-    max_repeat: int = 1
+    prefix_caching: bool = True  # keep finished blocks for requests with the same prefix
+    max_repeat: int = 1  # most steps that one plan may hold
+    # whether these may compute equal chunks of a prompt, beside the decodes.
     repeat_chunks: bool = False
-    max_waiting: int = 0
+    max_waiting: int = 0  # most requests that may wait; 0 for no limit
+    # blocks left free for each running sequence when another one is admitted, so that it does not
+    # make them preempt one another; 0 is what vLLM does.
     headroom: int = 1
-    eviction: EvictionConfig | None = None
+    eviction: EvictionConfig | None = None  # of cache entries of running requests; None for none
 
     def __post_init__(self) -> None:
         """Refuse values that no engine could work with."""
@@ -208,13 +178,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class IndexConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Limits of the prefix index (`pigou.control.prefix_index`).
-
-    Attributes:
-        max_blocks: most blocks that are kept of one worker's events, and as many of what is
-            predicted of it.
-        ttl: nanoseconds for which a prediction holds.
-    """
+    """Limits of the prefix index (`pigou.control.prefix_index`)."""
 
     max_blocks: Annotated[
         int, option("Blocks of one worker that the prefix index keeps.", "Routing")
@@ -238,35 +202,7 @@ class IndexConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Limits and policies of one ControlPlane.
-
-    Attributes:
-        params: parameters of the policy, by name; those left out keep their defaults.
-        temperature: of the choice among candidates, in the unit of the costs (`raw`) or of their
-            range (`min-max`); 0 takes the cheapest.
-        softmax: form of the choice at a temperature above 0.
-        saturation: what tells the regime: `detector` is its name, the rest its parameters
-            (`pigou.control.saturation.paper_detector`).
-        controller: what sets temperature and overlap weight while it runs: `controller` is its
-            name, the rest its parameters (`pigou.control.regimes.routing_controllers`); `static`
-            leaves them alone.
-        max_decisions: decisions that are kept for the status API.
-        index: limits of the prefix index.
-        admission: who of the waiting goes next: `order` is its name, as registered under
-            `pigou.admission`, the rest its parameters.
-        max_queued: most requests that wait for a worker; beyond, only tenants below their share
-            of it may wait, and the others' newcomers are shed.
-        max_inflight: most requests that one decode worker is given at once; 0 asks the worker's
-            own `max_seqs`; when it did not say, there is no limit, or one that is learned where
-            the order holds requests back.
-        max_request_inflight: most sequences of one client's request (`n`, and its prompts) that
-            run at once on the fleet; 0 takes as many as at most double the step of a worker
-            (`pigou.control.admission.parallel_sequences`).
-        max_inflight_tokens: most tokens that one decode worker is given to hold at once (uncached
-            prompts and expected output); 0 takes its KV capacity, where that is known.
-        queue_timeout: nanoseconds that a request waits before it is shed.
-        seed: of the generator that breaks ties.
-    """
+    """Limits and policies of one ControlPlane."""
 
     policy: Annotated[
         str,
@@ -277,6 +213,7 @@ class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             params="params",
         ),
     ] = "toll"
+    # parameters of the policy, by name; those left out keep their defaults.
     params: dict[str, Any] = {}
     temperature: Annotated[
         float, option("Of the choice among candidates; 0 takes the cheapest.", "Routing")
@@ -306,8 +243,8 @@ class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             key="controller",
         ),
     ] = msgspec.field(default_factory=lambda: {"controller": "static"})
-    max_decisions: int = 1000
-    index: IndexConfig = msgspec.field(default_factory=IndexConfig)
+    max_decisions: int = 1000  # decisions that are kept for the status API
+    index: IndexConfig = msgspec.field(default_factory=IndexConfig)  # limits of the prefix index
     peer_reads: Annotated[
         bool,
         option(

@@ -19,34 +19,21 @@ _EXTRA = "option"
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """One option of a command, made from a field of a configuration class.
-
-    Attributes:
-        help: what it does.
-        group: heading that it stands under in the help.
-        name: with underscores; empty for the field's own.
-        form: how it is written.
-        key: of a `named` form: key of the field's dictionary that the name goes to.
-        params: of a `named` form without key: field that the parameters go to.
-        flags: as they are typed, such as `--chat`; empty for `--name`.
-        choices: whether the parser checks the values of a Literal, and the help lists them.
-        argument: whether it is given by its position.
-        variables: further variables of the environment that set it.
-        show_default: whether the help shows the default.
-        default: in place of the field's own, as it is typed; only where a command overrides it.
-    """
+    """One option of a command, made from a field of a configuration class."""
 
     help: str
-    group: str = OTHER_OPTIONS
-    name: str = ""
+    group: str = OTHER_OPTIONS  # heading that it stands under in the help
+    name: str = ""  # with underscores; empty for the field's own
     form: Form = "plain"
-    key: str = ""
-    params: str = ""
-    flags: tuple[str, ...] = ()
+    key: str = ""  # of a `named` form: key of the field's dictionary that the name goes to
+    params: str = ""  # of a `named` form without key: field that the parameters go to
+    flags: tuple[str, ...] = ()  # as they are typed, such as `--chat`; empty for `--name`
+    # whether the parser checks the values of a Literal, and the help lists them.
     choices: bool = False
-    argument: bool = False
-    variables: tuple[str, ...] = ()
-    show_default: bool = True
+    argument: bool = False  # whether it is given by its position
+    variables: tuple[str, ...] = ()  # further variables of the environment that set it
+    show_default: bool = True  # whether the help shows the default
+    # in place of the field's own, as it is typed; only where a command overrides it.
     default: Any = msgspec.NODEFAULT
 
 

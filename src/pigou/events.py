@@ -26,31 +26,20 @@ class BlockStored(msgspec.Struct, frozen=True):
     """Consecutive blocks of one request became full, and can be hit from now on.
 
     Those of a tier beyond the device arrived there: they are nobody's request's.
-
-    Attributes:
-        request: id of the request that computed (or loaded) them; empty for a tier.
-        first: index of the first of these blocks within the request.
-        hashes: shape (blocks, 2).
-        parent: hash of the block before `first`, shape (1, 2); shape (0, 2) at the beginning.
-        medium: where they are.
     """
 
-    request: str
-    first: int
-    hashes: BlockHashes
+    request: str  # id of the request that computed (or loaded) them; empty for a tier
+    first: int  # index of the first of these blocks within the request
+    hashes: BlockHashes  # shape (blocks, 2)
+    # hash of the block before `first`, shape (1, 2); shape (0, 2) at the beginning.
     parent: BlockHashes
     medium: Medium = Medium.DEVICE
 
 
 class BlockRemoved(msgspec.Struct, frozen=True):
-    """Blocks can no longer be hit: their memory was handed out again.
+    """Blocks can no longer be hit: their memory was handed out again."""
 
-    Attributes:
-        hashes: shape (blocks, 2).
-        medium: where they were.
-    """
-
-    hashes: BlockHashes
+    hashes: BlockHashes  # shape (blocks, 2)
     medium: Medium = Medium.DEVICE
 
 

@@ -103,7 +103,6 @@ def configure(
     """Set up the logs of this process; what was set up before is replaced.
 
     Args:
-        log_format: of each line.
         level: least level of Pigou's own records; others are shown from warnings on.
         access: log each HTTP request once it is answered, whatever the level.
         times: whether lines of text begin with the time.

@@ -68,55 +68,38 @@ _NO_KEYS: BlockKeys = np.empty(0, dtype=np.uint64)
 
 
 class Request(msgspec.Struct, frozen=True, eq=False, omit_defaults=True):  # made often
-    """One sequence to compute: lengths, block hashes and urgency, but no token ids.
+    """One sequence to compute: lengths, block hashes and urgency, but no token ids."""
 
-    Attributes:
-        id: unique among the requests in flight.
-        prompt: tokens of the prompt, at least 1.
-        max_tokens: most tokens to generate, at least 1.
-        hashes: of the full blocks of the prompt, shape (prompt // block_size, 2), or fewer
-            rows (what has no hash is not shared).
-        priority: lower goes first (vLLM's convention).
-        arrival: when it arrived, in nanoseconds.
-        deadline: by when its first token is wanted, in nanoseconds.
-        tenant: whose it is.
-        remote: tokens of the prompt whose KV another worker offers; 0 for none.
-        hold: keep the prompt's blocks after the finish, until they are released (prefill leg).
-        keys: the router's keys of the prompt by block size; a size that is not there falls back
-            to the low halves of `hashes`.
-        overrides: parameters of the routing policy that hold for this request only.
-        streamed: its driver sees tokens as they come, and tells of them.
-        splits: its prompt may be computed by another worker than the one that streams.
-        expiry: when what is cached under its tenure becomes void, in nanoseconds since 1970.
-        sequences: that its worker computes for it together, at least 1.
-        group: id of the client's request that it is one sequence of; empty for one that is alone.
-        held: sequences of that group that its driver has not submitted yet.
-        held_tokens: of the prompts of those.
-        model: name that it asks for where that is another than its workers' own, as of an adapter.
-        eligible: ids of the workers that can serve it; empty for all.
-    """
-
-    id: str
-    prompt: int
-    max_tokens: int
+    id: str  # unique among the requests in flight
+    prompt: int  # tokens of the prompt, at least 1
+    max_tokens: int  # most tokens to generate, at least 1
+    # of the full blocks of the prompt, shape (prompt // block_size, 2), or fewer rows (what has no
+    # hash is not shared).
     hashes: BlockHashes = _NO_HASHES
-    priority: int = 0
-    arrival: int = 0
-    deadline: int = NEVER
+    priority: int = 0  # lower goes first (vLLM's convention)
+    arrival: int = 0  # when it arrived, in nanoseconds
+    deadline: int = NEVER  # by when its first token is wanted, in nanoseconds
     tenant: str = ""
-    remote: int = 0
+    remote: int = 0  # tokens of the prompt whose KV another worker offers; 0 for none
+    # keep the prompt's blocks after the finish, until they are released (prefill leg).
     hold: bool = False
+    # the router's keys of the prompt by block size; a size that is not there falls back to the low
+    # halves of `hashes`.
     keys: Mapping[int, BlockKeys] = _NOTHING
+    # parameters of the routing policy that hold for this request only.
     overrides: Mapping[str, float] = _NOTHING
-    streamed: bool = True
-    splits: bool = True
+    streamed: bool = True  # its driver sees tokens as they come, and tells of them
+    splits: bool = True  # its prompt may be computed by another worker than the one that streams
+    # when what is cached under its tenure becomes void, in nanoseconds since 1970.
     expiry: int = NEVER
-    sequences: int = 1
+    sequences: int = 1  # that its worker computes for it together, at least 1
+    # id of the client's request that it is one sequence of; empty for one that is alone.
     group: str = ""
-    held: int = 0
+    held: int = 0  # sequences of that group that its driver has not submitted yet
     held_tokens: int = 0
+    # name that it asks for where that is another than its workers' own, as of an adapter.
     model: str = ""
-    eligible: frozenset[str] = frozenset()
+    eligible: frozenset[str] = frozenset()  # ids of the workers that can serve it; empty for all
 
     @property
     def is_follower(self) -> bool:
@@ -132,31 +115,18 @@ class Request(msgspec.Struct, frozen=True, eq=False, omit_defaults=True):  # mad
 
 
 class Rehearsed(NamedTuple):
-    """What a worker measured before it was ready: a prompt, streams, or a prompt beside streams.
+    """What a worker measured before it was ready: a prompt, streams, or a prompt beside streams."""
 
-    Attributes:
-        tokens: of the prompt, none of them cached; 0 for none.
-        streams: that decoded a token in each of the steps; 0 for none.
-        steps: that it took.
-        seconds: that they took together.
-    """
-
-    tokens: int
-    streams: int
+    tokens: int  # of the prompt, none of them cached; 0 for none
+    streams: int  # that decoded a token in each of the steps; 0 for none
     steps: int
     seconds: float
 
 
 class Location(NamedTuple):
-    """Where a worker runs, by the labels of its node; empty where a label is not known.
+    """Where a worker runs, by the labels of its node; empty where a label is not known."""
 
-    Attributes:
-        host: the machine; unique over all racks.
-        rack: of the host, unique within its zone.
-        zone: of the rack.
-    """
-
-    host: str = ""
+    host: str = ""  # the machine; unique over all racks
     rack: str = ""
     zone: str = ""
 
@@ -166,37 +136,25 @@ UNKNOWN_LOCATION = Location()
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """A worker as the control plane knows it.
-
-    Attributes:
-        id: its name in the fleet.
-        url: base address of its HTTP server, without a trailing slash.
-        role: what it is asked to do.
-        block_size: tokens in one of its KV blocks.
-        blocks: KV blocks that it has, 0 when it did not say.
-        max_seqs: most sequences that it runs at once, 0 when it did not say.
-        events: whether it publishes KV events; if not, what it holds is predicted.
-        overtakes: whether its requests of a lower priority overtake others between any two steps,
-            prompts that were begun among them.
-        layout: of its cache, for others that may read it: workers of one layout read from each
-            other; "" for one that does not.
-        rehearsed: what it measured of its own speed; empty where it did not.
-        location: the labels of its node.
-        version: of its deployment: workers of different versions exchange no KV.
-    """
+    """A worker as the control plane knows it."""
 
     id: str
-    url: str
+    url: str  # base address of its HTTP server, without a trailing slash
     role: Role = Role.BOTH
-    block_size: int = 16
-    blocks: int = 0
-    max_seqs: int = 0
-    events: bool = True
+    block_size: int = 16  # tokens in one of its KV blocks
+    blocks: int = 0  # KV blocks that it has, 0 when it did not say
+    max_seqs: int = 0  # most sequences that it runs at once, 0 when it did not say
+    events: bool = True  # whether it publishes KV events; if not, what it holds is predicted
+    # whether its requests of a lower priority overtake others between any two steps, prompts that
+    # were begun among them.
     overtakes: bool = False
+    # of its cache, for others that may read it: workers of one layout read from each other; "" for
+    # one that does not.
     layout: str = ""
+    # what it measured of its own speed; empty where it did not.
     rehearsed: tuple[Rehearsed, ...] = ()
-    location: Location = UNKNOWN_LOCATION
-    version: str = ""
+    location: Location = UNKNOWN_LOCATION  # the labels of its node
+    version: str = ""  # of its deployment: workers of different versions exchange no KV
 
     @property
     def fetch_layout(self) -> str:

@@ -46,7 +46,6 @@ class StopSignals:
         """Prepare.
 
         Args:
-            stop: called in the loop at the first signal.
             limit_s: seconds from then until the process is ended.
             insist: called in the loop at the second signal; None for nothing.
             insist_s: seconds from the second signal until the process is ended.

@@ -17,8 +17,6 @@ def read_struct(where: str, kind: type[T], values: Mapping[str, Any]) -> T:
 
     Args:
         where: the values are of, for the message.
-        kind: the struct.
-        values: by field.
 
     Raises:
         ConfigError: it has no such field, or a value does not fit.
@@ -35,7 +33,6 @@ def tagged(field: str, name: str, values: Mapping[str, Any], kinds: Any) -> Any:
     Args:
         field: of `ControlConfig` that the values are of.
         name: key that names the struct; the other values are its fields.
-        values: to read.
         kinds: union of the structs.
 
     Raises:

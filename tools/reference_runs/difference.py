@@ -28,9 +28,7 @@ def differences(
 
     Args:
         old: the recorded document.
-        new: the present one.
         tolerance: relative error that numbers may have; 0 compares to the last digit.
-        path: of both within their documents.
     """
     if isinstance(old, dict) and isinstance(new, dict):
         for key in sorted(old.keys() | new.keys()):

@@ -32,17 +32,11 @@ _ADDRESS = re.compile(r"serves \S+ at (http://[\d.:]+)/v1")
 
 
 class LiveRun(NamedTuple):
-    """A live fleet whose journal is kept.
-
-    Attributes:
-        covers: what passes through it.
-        options: of `pigou serve`.
-        kills: whether a decode worker is killed half way.
-    """
+    """A live fleet whose journal is kept."""
 
     covers: str
     options: str
-    kills: bool = False
+    kills: bool = False  # whether a decode worker is killed half way
 
 
 JOURNALED = {

@@ -9,16 +9,11 @@ from typing import NamedTuple
 
 
 class Simulation(NamedTuple):
-    """A simulation.
-
-    Attributes:
-        covers: what of Pigou it runs through.
-        command: arguments of `pigou`, but for the files that it writes.
-        report: whether the page's data is recorded too: curves, course, samples of each worker.
-    """
+    """A simulation."""
 
     covers: str
-    command: str
+    command: str  # arguments of `pigou`, but for the files that it writes
+    # whether the page's data is recorded too: curves, course, samples of each worker.
     report: bool = False
 
 

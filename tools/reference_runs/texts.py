@@ -113,21 +113,13 @@ TURNS = {f"turn-{n}": completion(long(n % 2, 20 + 4 * (n // 2)), 12) for n in ra
 
 
 class Servers(NamedTuple):
-    """Servers, and what is asked of them: one by one, then together.
-
-    Attributes:
-        covers: what passes through them.
-        options: after `pigou`, of what is started.
-        each: requests by name, asked one after another.
-        together: requests by name, asked at once.
-        kills: whether a worker is killed under those.
-    """
+    """Servers, and what is asked of them: one by one, then together."""
 
     covers: str
-    options: str
-    each: dict[str, Ask]
-    together: dict[str, Ask]
-    kills: bool = False
+    options: str  # after `pigou`, of what is started
+    each: dict[str, Ask]  # requests by name, asked one after another
+    together: dict[str, Ask]  # requests by name, asked at once
+    kills: bool = False  # whether a worker is killed under those
 
 
 _WORKER = "worker --port 0 --rehearse 0"

@@ -10,17 +10,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Blend:
-    """Weights of a geometric mean; what an entry changes alone has the rest.
-
-    Attributes:
-        received: of the attention that the entry receives.
-        cut: of what it brings at a cut, in the first layers.
-        layers: share of the layers, from the first on, in which that counts.
-    """
+    """Weights of a geometric mean; what an entry changes alone has the rest."""
 
     received: float
-    cut: float
-    layers: float = 1.0
+    cut: float  # of what it brings at a cut, in the first layers
+    layers: float = 1.0  # share of the layers, from the first on, in which that counts
 
     def of(self, parts: Tensor) -> Tensor:
         """Return the logarithm of the mean.

@@ -37,9 +37,6 @@ def collect(
     """Run a model over `count` sequences of `length` tokens, with its full cache.
 
     Args:
-        collector: of the model.
-        sequences: to draw from.
-        count: sequences.
         length: tokens of each, at least 512 and a multiple of `PIECE`.
         seed: of sequences and of what is looked at in them.
         blend: of the three returns that a collector with a policy finds.

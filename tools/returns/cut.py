@@ -23,7 +23,6 @@ def cut(model: ReturnModel, content: Tensor, masses: Tensor, share: float) -> Te
     """Entries that a policy keeps of the first n, at its expected return.
 
     Args:
-        model: that judges.
         content: of the entries, shape (L, H, n, CONTENT).
         masses: received by now, shape (L, H, n, scales).
         share: of the entries that are kept; sinks and recent ones always are.

@@ -22,22 +22,15 @@ LEAST = 1e-12  # return, so that its logarithm exists
 
 @dataclass(frozen=True)
 class Examples:
-    """Entries, each at one time; Z = layers * kv_heads.
+    """Entries, each at one time; Z = layers * kv_heads."""
 
-    Attributes:
-        keys: before rotation, shape (Z, n, head_dim).
-        values: shape (Z, n, head_dim).
-        masses: received until then, shape (Z, n, scales).
-        age: tokens since the entry's own, at least 1, shape (n,).
-        target: logarithms of returns to come, discounted, shape (Z, n, 3): of what the entry
-            changes alone, of attention that it receives, of what it brings at a cut; or of the
-            first alone, shape (Z, n).
-    """
-
-    keys: Tensor
-    values: Tensor
-    masses: Tensor
-    age: Tensor
+    keys: Tensor  # before rotation, shape (Z, n, head_dim)
+    values: Tensor  # shape (Z, n, head_dim)
+    masses: Tensor  # received until then, shape (Z, n, scales)
+    age: Tensor  # tokens since the entry's own, at least 1, shape (n,)
+    # logarithms of returns to come, discounted, shape (Z, n, 3): of what the entry changes alone,
+    # of attention that it receives, of what it brings at a cut; or of the first alone, shape (Z,
+    # n).
     target: Tensor
 
     @classmethod
@@ -53,16 +46,11 @@ def _axis(name: str) -> int:
 
 @dataclass(frozen=True)
 class Collector:
-    """Runs a model over sequences, and picks entries at random.
-
-    Attributes:
-        decoder: of the model.
-        horizon: that the return to come is discounted with, in tokens.
-        policy: whose cuts returns are looked at under; None: of entries alone.
-    """
+    """Runs a model over sequences, and picks entries at random."""
 
     decoder: Decoder
-    horizon: float
+    horizon: float  # that the return to come is discounted with, in tokens
+    # whose cuts returns are looked at under; None: of entries alone.
     policy: ReturnModel | None = None
 
     @torch.inference_mode()

@@ -47,9 +47,7 @@ def fit_generic(
         models: examples of each model; as many steps go to the one as to the other.
         each: entries that are looked at together, one after another in the examples: what is
             relative is relative to these.
-        steps: of the optimizer.
         rate: highest learning rate.
-        seed: of weights and batches.
     """
     generator = torch.Generator().manual_seed(seed)
     data = [_grouped(examples, each) for examples in models]

@@ -89,7 +89,6 @@ def stream(decoder: Decoder, ids: Tensor, policy: Policy | None, budget: int) ->
     """Loss of each next token, teacher-forced, never more than `budget` entries in the cache.
 
     Args:
-        decoder: of the model.
         ids: shape (B, T).
         policy: what decides; None keeps all.
         budget: most entries of a sequence in a layer and head.

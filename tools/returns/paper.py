@@ -17,15 +17,10 @@ LATEST = 64  # least queries that come after a token that is learned from
 
 @dataclass(frozen=True)
 class Births:
-    """Tokens at their birth.
+    """Tokens at their birth."""
 
-    Attributes:
-        logits: of the step that stored the token, shape (n, vocab), float16.
-        target: R: mean attention that came later, over queries, layers and heads, shape (n,).
-    """
-
-    logits: Tensor
-    target: Tensor
+    logits: Tensor  # of the step that stored the token, shape (n, vocab), float16
+    target: Tensor  # R: mean attention that came later, over queries, layers and heads, shape (n,)
 
     @classmethod
     def of(cls, probe: Probe, logits: Tensor, chosen: Tensor) -> Births:

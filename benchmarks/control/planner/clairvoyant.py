@@ -60,21 +60,16 @@ class Foresight:
     """One model's fleet and objective.
 
     Attributes:
-        pools: of it.
-        slo: of its requests.
-        start: workers of each pool at the beginning.
-        max_workers: of all pools together.
         start_up_s, drain_s: seconds of changes.
-        flips: whether workers can change between the pools.
     """
 
     pools: tuple[ForeseenPool, ...]
     slo: Slo
-    start: tuple[int, ...]
+    start: tuple[int, ...]  # workers of each pool at the beginning
     max_workers: int
     start_up_s: float
     drain_s: float = 10.0
-    flips: bool = True
+    flips: bool = True  # whether workers can change between the pools
 
 
 @dataclass(frozen=True, order=True)
@@ -113,8 +108,6 @@ def plan_orders(
     """Return the orders of the plan of least cost.
 
     Args:
-        demand: in steps.
-        foresight: of the fleet.
         late_gpu_s: GPU-seconds that a late request counts for.
         margin: factor of the demand that is planned for.
     """

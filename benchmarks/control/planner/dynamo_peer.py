@@ -74,7 +74,6 @@ class DynamoProcess:
     """Dynamo's planner of one model, in a process of its own.
 
     Args:
-        python: of Dynamo's environment.
         setup: as `dynamo_driver.DynamoDriver` takes it.
     """
 
@@ -123,7 +122,6 @@ class DynamoPeer(TargetPlanner):
     Its targets are carried out as those of `dynamo` are.
 
     Args:
-        setup: what every planner is given.
         params: as of `dynamo`; the loops' intervals are whole seconds.
     """
 

@@ -24,15 +24,10 @@ STEP_S, SMOOTHED_S = 10.0, 30.0
 
 @dataclass(frozen=True)
 class Demand:
-    """What arrives in each step of `STEP_S` seconds.
+    """What arrives in each step of `STEP_S` seconds."""
 
-    Attributes:
-        rps: requests a second, shape (steps,).
-        mixes: what they are like, one a step.
-    """
-
-    rps: Floats
-    mixes: tuple[RequestMix, ...]
+    rps: Floats  # requests a second, shape (steps,)
+    mixes: tuple[RequestMix, ...]  # what they are like, one a step
 
 
 @dataclass(frozen=True)
@@ -45,22 +40,15 @@ class LoadPart:
 
 @dataclass(frozen=True)
 class PlannerLoad:
-    """A load of one model: Poisson parts, or a window of a trace.
-
-    Attributes:
-        name: of it.
-        seconds: in which requests are sent.
-        parts: that are merged.
-        trace: name of a trace's file under the folder of traces; "" where there are parts.
-        requests: of the trace that are sent, in a row; their times are stretched to `seconds`.
-        begin: share of the trace before the first of them; each seed begins a 50th later.
-    """
+    """A load of one model: Poisson parts, or a window of a trace."""
 
     name: str
     seconds: float
     parts: tuple[LoadPart, ...] = ()
-    trace: str = ""
+    trace: str = ""  # name of a trace's file under the folder of traces; "" where there are parts
+    # of the trace that are sent, in a row; their times are stretched to `seconds`.
     requests: int = 0
+    # share of the trace before the first of them; each seed begins a 50th later.
     begin: float = field(default=0.0)
 
     def scaled(self, factor: float) -> PlannerLoad:

@@ -52,15 +52,7 @@ _MOONCAKE_SLO = "ttft=10,itl=0.06"
 
 @dataclass(frozen=True)
 class TrialFleet:
-    """What serves.
-
-    Attributes:
-        name: of it.
-        roles: of its pools.
-        setups: of the workers, of one model each.
-        factor: of the load.
-        max_workers: of one model.
-    """
+    """What serves."""
 
     name: str
     roles: tuple[Role, ...]
@@ -78,14 +70,7 @@ WIDE = TrialFleet("p+d 70b tp=2", (Role.PREFILL, Role.DECODE), (_LLAMA, _QWEN), 
 
 @dataclass(frozen=True)
 class Trial:
-    """A workload on a fleet.
-
-    Attributes:
-        workload: its name.
-        fleet: that serves it.
-        loads: of each model.
-        slo: of all requests.
-    """
+    """A workload on a fleet."""
 
     workload: str
     fleet: TrialFleet

@@ -14,9 +14,6 @@ def measured_map(about: Mapping[str, Any]) -> VramMap:
 
     CUDA graphs count as runtime, as in the computed map.
 
-    Args:
-        about: what the worker says of itself.
-
     Raises:
         ConfigError: it says nothing of its memory, or not all of it.
     """

@@ -26,20 +26,7 @@ ADAPTER_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 
 
 class VramConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How a GPU's memory is shared out.
-
-    Attributes:
-        tp: GPUs of a worker, by tensor parallelism.
-        utilization: share of the memory that the driver reports which the engine takes, 0 to 1.
-        block_size: tokens of a block.
-        max_batched_tokens: tokens of a step at most.
-        max_seqs: sequences of a step at most.
-        runtime_gib: CUDA context, NCCL buffers and CUDA graphs; an assumption, for they are
-            measured alone.
-        adapters: LoRA adapters that are held at once.
-        adapter_rank: rank of the largest, for which all are allocated.
-        adapter_targets: modules that they change, of `ADAPTER_TARGETS`.
-    """
+    """How a GPU's memory is shared out."""
 
     tp: Annotated[int, option("GPUs of a worker, by tensor parallelism.", _ENGINE)] = 1
     utilization: Annotated[float, option("Share of the memory that the engine takes.", _ENGINE)] = (
@@ -78,29 +65,17 @@ class VramConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class VramMap(msgspec.Struct, frozen=True, kw_only=True):
-    """Memory of one GPU, in bytes.
+    """Memory of one GPU, in bytes."""
 
-    Attributes:
-        usable: share of its memory that the engine takes.
-        weights: of the model.
-        cache: what is left for KV blocks, whole ones.
-        activations: of the widest moment of the largest step.
-        adapters: LoRA weights.
-        runtime: context, communication, graphs.
-        scratch: the sampler's tensors over the vocabulary.
-        blocks: of the cache.
-        tokens: that the blocks hold, where every layer holds all.
-    """
-
-    usable: int
+    usable: int  # share of its memory that the engine takes
     weights: int
-    cache: int
+    cache: int  # what is left for KV blocks, whole ones
     activations: int
-    adapters: int
-    runtime: int
-    scratch: int
+    adapters: int  # LoRA weights
+    runtime: int  # context, communication, graphs
+    scratch: int  # the sampler's tensors over the vocabulary
     blocks: int
-    tokens: int
+    tokens: int  # that the blocks hold, where every layer holds all
 
 
 def vram_map(model: Architecture, device: Gpu, config: VramConfig) -> VramMap:
@@ -170,22 +145,14 @@ def adapter_bytes(model: Architecture, rank: int, targets: Sequence[str]) -> int
 
 
 class MixDemand(msgspec.Struct, frozen=True, kw_only=True):
-    """The cache that a mix of sequences needs on each GPU, beside what there is.
+    """The cache that a mix of sequences needs on each GPU, beside what there is."""
 
-    Attributes:
-        demand: bytes of the sequences at their full lengths.
-        safe: bytes of the cache less the margin.
-        fits: whether the demand is within the cache.
-        is_safe: whether it is within `safe`.
-        step_s: seconds of a decode step of them all, which reads weights and cache once, at the
-            shares of the peak that the GPU reaches.
-        step_peak_s: at the peak.
-    """
-
-    demand: int
-    safe: int
-    fits: bool
-    is_safe: bool
+    demand: int  # bytes of the sequences at their full lengths
+    safe: int  # bytes of the cache less the margin
+    fits: bool  # whether the demand is within the cache
+    is_safe: bool  # whether it is within `safe`
+    # seconds of a decode step of them all, which reads weights and cache once, at the shares of the
+    # peak that the GPU reaches.
     step_s: float
     step_peak_s: float
 
@@ -205,8 +172,6 @@ def mix_demand(
 
     Args:
         model: its memory shape.
-        device: each GPU.
-        memory: its map.
         sequences: how many, and tokens of each.
         tp: GPUs of the worker.
         margin: share of the cache to keep free, 0 to 1.
@@ -235,8 +200,6 @@ def decode_intensity(model: Architecture, sequences: int, tokens: int) -> float:
 
     Args:
         model: its memory shape.
-        sequences: of the step.
-        tokens: in the cache of each.
     """
     flops = 2.0 * sequences * model.active_parameters
     return flops / (model.weight_bytes + sequences * model.sequence_bytes(tokens))

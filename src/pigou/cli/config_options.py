@@ -49,19 +49,12 @@ class Override:
 
 @dataclass(frozen=True)
 class ConfigOption:
-    """An option, and the field that its value goes to.
+    """An option, and the field that its value goes to."""
 
-    Attributes:
-        path: names of the field, and of the fields that it is in.
-        kind: of the field's value.
-        default: of the field; `NODEFAULT` where it must be given.
-        option: how it is shown and written.
-    """
-
-    path: tuple[str, ...]
-    kind: Any
-    default: Any
-    option: Option
+    path: tuple[str, ...]  # names of the field, and of the fields that it is in
+    kind: Any  # of the field's value
+    default: Any  # of the field; `NODEFAULT` where it must be given
+    option: Option  # how it is shown and written
 
     @property
     def name(self) -> str:
@@ -178,7 +171,6 @@ def config_options(
 
     Args:
         config: the class; fields that are structs with options of their own are followed.
-        override: what the command says otherwise.
         path: of the field that `config` is the type of.
     """
     override = override or Override()
@@ -217,7 +209,6 @@ def config_command(
     `read` of the command returns the objects of typed values, and runs nothing.
 
     Args:
-        name: of the command, for messages.
         field_flags: options of fields that messages name, and that are no options themselves.
     """
 

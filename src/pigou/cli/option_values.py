@@ -126,7 +126,6 @@ def write_json(command: str, option: str, file: str, document: object) -> None:
     """Write the figures of a command as indented JSON.
 
     Args:
-        command: that writes, like `plan`.
         option: that names the file, like `--json`.
         file: to write; its folder was checked before.
         document: what `msgspec` encodes.

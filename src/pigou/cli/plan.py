@@ -39,14 +39,7 @@ _TRIALS = "Trials"
 
 
 class TrialOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How configurations are simulated.
-
-    Attributes:
-        top: configurations that are simulated at length.
-        jobs: simulations at once; 0 for one a core.
-        seed: of lengths, gaps and ties.
-        tiers: of each worker, beyond its device.
-    """
+    """How configurations are simulated."""
 
     top: Annotated[int, option("Configurations to simulate at length.", _TRIALS)] = 5
     jobs: Annotated[int, option("Simulations at once; 0 for one a core.", _TRIALS)] = 0

@@ -159,9 +159,6 @@ class Reporter:
         """Write the page, its pictures and its data.
 
         Args:
-            result: of the run.
-            document: its figures.
-            title: of the page.
             groups: everything that was asked for, by group.
 
         Raises:

@@ -33,28 +33,19 @@ MIN_PROMPTS = 20
 
 @dataclass(frozen=True, slots=True)
 class CacheStatus:
-    """Occupancy, evictions and placement of the fleet's caches.
+    """Occupancy, evictions and placement of the fleet's caches."""
 
-    Attributes:
-        rho: of each worker, active blocks over device blocks (`occupancy`), (workers,); NaN
-            where a worker does not report how many it has.
-        fleet_rho: of those that report it, together; NaN where none does.
-        evicted: blocks that left the device for others, since the start, as KV events tell.
-        rate: of them in a second, over the last beat.
-        first_eviction: seconds from the start to the first of them; NaN before.
-        placement: the last game; None before the first, and where no worker publishes events.
-        before: PoA of the last game before the first eviction; NaN where there was none.
-        after: PoA of the first game after it; NaN before.
-    """
-
+    # of each worker, active blocks over device blocks (`occupancy`), (workers,); NaN where a worker
+    # does not report how many it has.
     rho: Floats
-    fleet_rho: float
-    evicted: int
-    rate: float
-    first_eviction: float
+    fleet_rho: float  # of those that report it, together; NaN where none does
+    evicted: int  # blocks that left the device for others, since the start, as KV events tell
+    rate: float  # of them in a second, over the last beat
+    first_eviction: float  # seconds from the start to the first of them; NaN before
+    # the last game; None before the first, and where no worker publishes events.
     placement: Placement | None
-    before: float
-    after: float
+    before: float  # PoA of the last game before the first eviction; NaN where there was none
+    after: float  # PoA of the first game after it; NaN before
 
 
 class CacheMonitor:
@@ -63,7 +54,6 @@ class CacheMonitor:
     Attributes:
         placement: the last game.
         max_rho: highest rho of the fleet at any beat; NaN before.
-        games: that were played.
     """
 
     def __init__(self) -> None:

@@ -30,69 +30,44 @@ _FLAT = 0.05
 
 
 class Prompt(NamedTuple):
-    """A prompt that was sent to a worker.
-
-    Attributes:
-        worker: that is to compute it.
-        tokens: of it.
-        keys: of its full blocks, (blocks,).
-        cached: leading blocks that this worker had.
-        known: leading blocks that some worker had.
-        weight: how much it counts.
-    """
+    """A prompt that was sent to a worker."""
 
     worker: str
     tokens: int
-    keys: BlockKeys
-    cached: int
-    known: int
-    weight: float
+    keys: BlockKeys  # of its full blocks, (blocks,)
+    cached: int  # leading blocks that this worker had
+    known: int  # leading blocks that some worker had
+    weight: float  # how much it counts
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The caching game of one moment, in seconds of computing prompts.
+    """The caching game of one moment, in seconds of computing prompts."""
 
-    Attributes:
-        poa: `cost` over `best`, at least 1; 1 where there is nothing to compute.
-        cost: what the prompts of the window take under the present placement.
-        best: what they take under the best one.
-        unavoidable: the part of both that no placement changes: blocks that no worker had when
-            they came first, tokens outside of full blocks, and seconds apart from tokens.
-        met: what they took with the caches at their arrival. `cost` is of caches that have just
-            served these prompts. Over `best` it may be below 1, as placements changed meanwhile.
-        prompts: that it is of.
-        objects: branches that a placement may move.
-        exact: whether these are all that came again.
-    """
-
-    poa: float
-    cost: float
-    best: float
+    poa: float  # `cost` over `best`, at least 1; 1 where there is nothing to compute
+    cost: float  # what the prompts of the window take under the present placement
+    best: float  # what they take under the best one
+    # the part of both that no placement changes: blocks that no worker had when they came first,
+    # tokens outside of full blocks, and seconds apart from tokens.
     unavoidable: float
+    # what they took with the caches at their arrival. `cost` is of caches that have just served
+    # these prompts. Over `best` it may be below 1, as placements changed meanwhile.
     met: float
     prompts: int
-    objects: int
-    exact: bool
+    objects: int  # branches that a placement may move
+    exact: bool  # whether these are all that came again
 
 
 @dataclass(frozen=True, slots=True)
 class CachingFleet:
-    """What a game needs to know of the workers, in the order of the rows.
+    """What a game needs to know of the workers, in the order of the rows."""
 
-    Attributes:
-        workers: their ids.
-        block_size: tokens in a block, the same for all.
-        capacity: KV blocks on the device, (workers,).
-        estimates: of their speed.
-        links: seconds a token from another worker's cache, (workers,); infinite where no worker
-            reads another's.
-    """
-
-    workers: Sequence[str]
-    block_size: int
-    capacity: Floats
+    workers: Sequence[str]  # their ids
+    block_size: int  # tokens in a block, the same for all
+    capacity: Floats  # KV blocks on the device, (workers,)
     estimates: Estimates
+    # seconds a token from another worker's cache, (workers,); infinite where no worker reads
+    # another's.
     links: Floats
 
 
@@ -245,19 +220,18 @@ class Branch:
     """Consecutive blocks that the same prompts have: from block `start` to before block `end`.
 
     Attributes:
-        keys: of a prompt that has it, from the prompt's first block on.
         start, end: its blocks.
-        first: worker that computed it first, and how much that counts; None
-            where it was known before the earliest of these prompts.
-        again: the weights of the others, by whom they were sent to.
-        below: branches that follow, by the key of their first block.
     """
 
-    keys: BlockKeys
+    keys: BlockKeys  # of a prompt that has it, from the prompt's first block on
     start: int
     end: int
+    # worker that computed it first, and how much that counts; None where it was known before the
+    # earliest of these prompts.
     first: tuple[str, float] | None
+    # the weights of the others, by whom they were sent to.
     again: dict[str, float] = field(default_factory=dict)
+    # branches that follow, by the key of their first block.
     below: dict[int, Branch] = field(default_factory=dict)
 
     @property
@@ -283,7 +257,6 @@ class Prefixes:
 
         Args:
             keys: of its full blocks, shape (blocks,); those of 0 come last, and are left out.
-            worker: that it was sent to.
             weight: how much it counts, above 0.
             known: leading blocks that some worker had when it came.
         """

@@ -21,43 +21,27 @@ class Explanation(msgspec.Struct, eq=False):  # each decision makes one; most ar
     """One decision: every candidate, what it would have cost, and why.
 
     It keeps the arrays that the decision was made of; the rest is computed when it is asked for.
-
-    Attributes:
-        request: id of the request.
-        at: when, in nanoseconds.
-        policy: name of the policy.
-        temperature: of the choice.
-        regime: of the fleet then.
-        prompt: tokens of the prompt.
-        chosen: index of the candidate that was taken.
-        workers: ids of the fleet's workers, which the candidates index.
-        candidates: pairs of workers.
-        held: tokens of the prompt that each worker holds, (workers,).
-        costs: in the policy's own unit, (candidates,).
-        split: parts of the costs; None where the policy has none.
-        priced: parts of what each candidate costs its request and all others, in seconds
-            (`pigou.control.routing.toll.policy`).
-        choice: what was chosen.
-        reads: what each worker would have read from another's cache; None where none.
-        tenant: whose request it is; empty without keys.
     """
 
-    request: str
-    at: int
+    request: str  # id of the request
+    at: int  # when, in nanoseconds
     policy: str
     temperature: float
     regime: str
-    prompt: int
-    chosen: int
-    workers: tuple[str, ...]
-    candidates: Candidates
-    held: NDArray[np.int64]
-    costs: Costs
-    split: CostParts | None
+    prompt: int  # tokens of the prompt
+    chosen: int  # index of the candidate that was taken
+    workers: tuple[str, ...]  # ids of the fleet's workers, which the candidates index
+    candidates: Candidates  # pairs of workers
+    held: NDArray[np.int64]  # tokens of the prompt that each worker holds, (workers,)
+    costs: Costs  # in the policy's own unit, (candidates,)
+    split: CostParts | None  # parts of the costs; None where the policy has none
+    # parts of what each candidate costs its request and all others, in seconds
+    # (`pigou.control.routing.toll.policy`).
     priced: CostTable
     choice: Choice
+    # what each worker would have read from another's cache; None where none.
     reads: RemoteFetches | None = None
-    tenant: str = ""
+    tenant: str = ""  # whose request it is; empty without keys
 
     @property
     def cached(self) -> NDArray[np.int64]:

@@ -75,20 +75,12 @@ class UnknownVersionError(JournalError):
 
 
 class JournalHead(msgspec.Struct, kw_only=True, frozen=True, tag_field="k", tag="journal"):
-    """The first line of a run.
+    """The first line of a run."""
 
-    Attributes:
-        format: `VERSION` of who wrote it.
-        pigou: its version of Pigou.
-        now: a time of the clock that all entries have, in nanoseconds.
-        unix: the same moment in nanoseconds since 1970.
-        config: of the control plane.
-    """
-
-    format: int
+    format: int  # `VERSION` of who wrote it
     pigou: str
-    now: int
-    unix: int
+    now: int  # a time of the clock that all entries have, in nanoseconds
+    unix: int  # the same moment in nanoseconds since 1970
     config: ControlConfig
 
 
@@ -107,19 +99,12 @@ class JournalEntry(
     msgspec.Struct, kw_only=True, tag_field="k", tag="call", omit_defaults=True,
     forbid_unknown_fields=True,
 ):  # fmt: skip
-    """A call: when, what the plane took, what it returned, and the type of what it raised.
+    """A call: when, what the plane took, what it returned, and the type of what it raised."""
 
-    Attributes:
-        now: nanoseconds.
-        message: that the plane took.
-        out: decisions, as `encoded_decisions` has them.
-        error: name of an exception's type; empty without one.
-    """
-
-    now: int
+    now: int  # nanoseconds
     message: Recorded
-    out: list[Any] = []
-    error: str = ""
+    out: list[Any] = []  # decisions, as `encoded_decisions` has them
+    error: str = ""  # name of an exception's type; empty without one
 
 
 class _NonFinite(float):
@@ -188,7 +173,6 @@ def decode_head(line: bytes, known: Sequence[int] = (VERSION,)) -> JournalHead |
     """Return the head of a line; None for a line that is none.
 
     Args:
-        line: of a journal.
         known: versions that can be read.
 
     Raises:

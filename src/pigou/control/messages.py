@@ -25,39 +25,25 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
 
 
 class RemoteKVFetch(msgspec.Struct, frozen=True):
-    """The beginning of a prompt is read from another worker's cache, not computed.
+    """The beginning of a prompt is read from another worker's cache, not computed."""
 
-    Attributes:
-        worker: id of the one that has it.
-        depth: leading tokens of the prompt that are not computed then.
-        tokens: those of them that come over the link.
-        seconds: that reading is expected to take.
-        saves: seconds that it saves, its own taken off, over the best without it.
-    """
-
-    worker: str
-    depth: int
-    tokens: int
+    worker: str  # id of the one that has it
+    depth: int  # leading tokens of the prompt that are not computed then
+    tokens: int  # those of them that come over the link
     seconds: float
-    saves: float
+    saves: float  # seconds that it saves, its own taken off, over the best without it
 
 
 class Choice(msgspec.Struct, frozen=True):  # as `Route`, made for each request
-    """Who serves a request.
+    """Who serves a request."""
 
-    Attributes:
-        decode: id of the worker that streams the tokens.
-        prefill: id of the worker that computes the prompt; None when `decode` does.
-        cost: of this choice, in the policy's own unit.
-        cached: tokens of the prompt that the worker which computes it holds, as far as is known.
-        source: where it reads the beginning of the prompt first; unset where it does not, as in
-            older journals.
-    """
-
-    decode: str
-    prefill: str | None = None
-    cost: float = 0.0
+    decode: str  # id of the worker that streams the tokens
+    prefill: str | None = None  # id of the worker that computes the prompt; None when `decode` does
+    cost: float = 0.0  # of this choice, in the policy's own unit
+    # tokens of the prompt that the worker which computes it holds, as far as is known.
     cached: int = 0
+    # where it reads the beginning of the prompt first; unset where it does not, as in older
+    # journals.
     source: RemoteKVFetch | msgspec.UnsetType = msgspec.UNSET
 
     @property

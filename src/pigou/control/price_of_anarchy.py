@@ -42,58 +42,36 @@ class RequestTimes(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class PoASnapshot:
-    """What the Price of Anarchy is computed from: values of one moment, for any thread.
+    """What the Price of Anarchy is computed from: values of one moment, for any thread."""
 
-    Attributes:
-        records: requests that ended, and then those that still run.
-        scored: which of them count, (records,); the others only load the workers.
-        workers: ids, by row.
-        prefill: rows whose role is prefill alone.
-        estimates: of the workers' speed.
-    """
-
-    records: tuple[RequestTimes, ...]
-    scored: NDArray[np.bool_]
-    workers: tuple[str, ...]
-    prefill: tuple[int, ...]
+    records: tuple[RequestTimes, ...]  # requests that ended, and then those that still run
+    scored: NDArray[np.bool_]  # which of them count, (records,); the others only load the workers
+    workers: tuple[str, ...]  # ids, by row
+    prefill: tuple[int, ...]  # rows whose role is prefill alone
     estimates: Estimates
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The split of the workers between prefill and decode that costs the requests least.
+    """The split of the workers between prefill and decode that costs the requests least."""
 
-    Attributes:
-        prefill: ids of the workers that only prefill under it.
-        decode: ids of the others.
-        moves: ids of those whose role would change.
-        saves: seconds that it would save a request, in the mean.
-    """
-
-    prefill: tuple[str, ...]
-    decode: tuple[str, ...]
-    moves: tuple[str, ...]
-    saves: float
+    prefill: tuple[str, ...]  # ids of the workers that only prefill under it
+    decode: tuple[str, ...]  # ids of the others
+    moves: tuple[str, ...]  # ids of those whose role would change
+    saves: float  # seconds that it would save a request, in the mean
 
 
 @dataclass(frozen=True, slots=True)
 class PoAEstimate:
-    """The Price of Anarchy of a window.
+    """The Price of Anarchy of a window."""
 
-    Attributes:
-        anarchy: calibrated (`pigou.games.price_of_anarchy.calibrated`).
-        legacy: the paper's index (`LegacyEstimator`); neither a bound nor an estimate.
-        requests: that were scored.
-        by_worker: observed over best seconds of the requests that each worker computed a part of.
-        split: a better split than the present one; None where there is none.
-        ranges: ends of the intervals of `by_worker`.
-    """
-
-    anarchy: PriceOfAnarchy
-    legacy: float
+    anarchy: PriceOfAnarchy  # calibrated (`pigou.games.price_of_anarchy.calibrated`)
+    legacy: float  # the paper's index (`LegacyEstimator`); neither a bound nor an estimate
     requests: int
+    # observed over best seconds of the requests that each worker computed a part of.
     by_worker: Mapping[str, float] = field(default_factory=dict)
-    split: Split | None = None
+    split: Split | None = None  # a better split than the present one; None where there is none
+    # ends of the intervals of `by_worker`.
     ranges: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     @property
@@ -156,9 +134,7 @@ class PoAEstimator:
 
         Args:
             running: requests that have not ended; None as of `ended`.
-            row: of each worker.
             prefill: rows whose role is prefill alone.
-            estimates: of the workers' speed.
             now: nanoseconds.
         """
         while self._ended and now - self._ended[0].ended_at > SPAN:

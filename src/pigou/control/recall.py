@@ -89,7 +89,6 @@ def to_move(
     its role, in proportion to its streams. Requests that were sent last move.
 
     Args:
-        state: of the workers, the new one among them.
         max_streams: that each runs at once, (workers,).
         new: id of the worker that came up.
     """
@@ -177,7 +176,6 @@ class ReturningWorkers:
 
         Args:
             max_streams: that each runs at once, (workers,).
-            requests: at workers, and waiting.
             since: when the request to be sent began to wait, in nanoseconds.
             now: nanoseconds.
         """

@@ -32,11 +32,9 @@ class RequestTracker:
 
     Attributes:
         state: the workers, and what weighs on them.
-        latency_model: what is known of their speed.
         poa: the requests that ended, for the Price of Anarchy.
         detector: of saturation; takes first tokens.
         controller: of the router's parameters; takes first tokens and ends.
-        setting: of the controller, that requests are routed under now.
         sent_prompts: to each worker, to be computed, since the start.
         booked_s: how long prompts and streams stay on workers.
     """

@@ -15,42 +15,26 @@ Replicas = Mapping[str, int]
 
 
 class VersionReplicas(msgspec.Struct, frozen=True, kw_only=True):
-    """Workers of one version, by role.
+    """Workers of one version, by role."""
 
-    Attributes:
-        version: hash of its spec.
-        replicas: asked for.
-        ready: of those, that serve.
-    """
-
-    version: str
+    version: str  # hash of its spec
     replicas: dict[str, int]
     ready: dict[str, int]
 
 
 class RolloutState(msgspec.Struct, frozen=True, kw_only=True):
-    """What an update sees.
+    """What an update sees."""
 
-    Attributes:
-        target: replicas of each role at the end.
-        new: workers of the version that is wanted.
-        old: of all other versions, oldest first.
-        initial: replicas of the old versions together when the update began, by role.
-        surge: workers of a role beyond its target, at most.
-        unavailable: workers of a role below its target that are not ready, at most.
-        gpus: of a worker of each role.
-        free_gpus: that no worker has; None where they cannot be counted.
-        unschedulable: no node has room for workers of the new version that were asked for.
-    """
-
-    target: dict[str, int]
-    new: VersionReplicas
+    target: dict[str, int]  # replicas of each role at the end
+    new: VersionReplicas  # workers of the version that is wanted
     old: tuple[VersionReplicas, ...] = ()
+    # replicas of the old versions together when the update began, by role.
     initial: dict[str, int] = {}
-    surge: int = 1
-    unavailable: int = 0
+    surge: int = 1  # workers of a role beyond its target, at most
+    unavailable: int = 0  # workers of a role below its target that are not ready, at most
     gpus: dict[str, int] = {}
-    free_gpus: int | None = None
+    free_gpus: int | None = None  # that no worker has; None where they cannot be counted
+    # no node has room for workers of the new version that were asked for.
     unschedulable: bool = False
 
     def __post_init__(self) -> None:
@@ -66,22 +50,15 @@ class RolloutState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RolloutStep(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be done next.
+    """What is to be done next."""
 
-    Attributes:
-        state: `scale` sets the replicas; `wait` and `blocked` change nothing, the latter until
-            somebody helps; `done` means that only ready workers of the new version are left.
-        new: replicas of the new version, by role.
-        old: replicas of the old versions, by version and role.
-        reason: a word for machines, as conditions have it.
-        message: the same for people.
-    """
-
+    # `scale` sets the replicas; `wait` and `blocked` change nothing, the latter until somebody
+    # helps; `done` means that only ready workers of the new version are left.
     state: Literal["scale", "wait", "blocked", "done"]
-    new: dict[str, int]
-    old: dict[str, dict[str, int]]
-    reason: str
-    message: str = ""
+    new: dict[str, int]  # replicas of the new version, by role
+    old: dict[str, dict[str, int]]  # replicas of the old versions, by version and role
+    reason: str  # a word for machines, as conditions have it
+    message: str = ""  # the same for people
 
 
 def next_step(state: RolloutState) -> RolloutStep:

@@ -38,8 +38,6 @@ class Router:
     Attributes:
         policy: the policy; `name` is that of the configuration.
         temperature: of the choice; 0 takes the cheapest.
-        regime: of the fleet, for the ledger.
-        ledger: of the last decisions.
     """
 
     def __init__(self, policy: RoutingPolicy, config: ControlConfig) -> None:
@@ -82,8 +80,6 @@ class Router:
         """Choose workers for a request; None when none can take it.
 
         Args:
-            request: the request.
-            fleet: as this request sees it.
             open_: workers that may be used, (workers,).
             room: workers that can take one more stream, (workers,).
             now: nanoseconds.
@@ -222,8 +218,6 @@ def candidates(request: Request, fleet: FleetView, open_: Flags, room: Flags) ->
     it is decoded; so is one that may not be split.
 
     Args:
-        request: the request.
-        fleet: as this request sees it.
         open_: workers that may be used, (workers,).
         room: workers that can take one more stream, (workers,).
     """

@@ -222,11 +222,8 @@ class FleetState:
         """Charge a routed request to its workers, which must be up.
 
         Args:
-            request: the request.
-            choice: its workers.
             uncached: tokens of its prompt that are to be computed.
             now: nanoseconds.
-            priority: that its workers are sent.
             output: tokens that each of its sequences is expected to generate.
         """
         computes = self.row[choice.prefill or choice.decode]

@@ -21,39 +21,25 @@ from pigou.request import NEVER
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """The present prices and parameters.
+    """The present prices and parameters."""
 
-    Attributes:
-        policy: name of the routing policy.
-        controller: name of what sets its parameters; "static" leaves them alone.
-        regime: as the detector has it.
-        signal: that the detector compares: smoothed TTFT P99, or its own statistic.
-        temperature: of the choice.
-        parameters: of the policy, by name.
-        poa: the Price of Anarchy of the last minute; None while it is unknown.
-        unknown: why it is; empty where it is known.
-        caching: how full memory is, what was evicted, and the Price of Anarchy of the placement.
-        workers: ids, in the order of the arrays.
-        tolls: seconds that one more stream on each worker would cost those there, (workers,).
-        memory: seconds of prefill that a token of KV on each worker pushes out, (workers,).
-        estimates: of their speed.
-        output: tokens that a request is expected to generate.
-    """
-
-    policy: str
-    controller: str
+    policy: str  # name of the routing policy
+    controller: str  # name of what sets its parameters; "static" leaves them alone
     regime: Regime
-    signal: float
+    signal: float  # that the detector compares: smoothed TTFT P99, or its own statistic
     temperature: float
     parameters: dict[str, float]
-    poa: PoAEstimate | None
+    poa: PoAEstimate | None  # the Price of Anarchy of the last minute; None while it is unknown
+    # how full memory is, what was evicted, and the Price of Anarchy of the placement.
     caching: CacheStatus
-    workers: tuple[str, ...]
+    workers: tuple[str, ...]  # ids, in the order of the arrays
+    # seconds that one more stream on each worker would cost those there, (workers,).
     tolls: NDArray[np.float64]
+    # seconds of prefill that a token of KV on each worker pushes out, (workers,).
     memory: NDArray[np.float64]
     estimates: Estimates
-    output: float
-    unknown: str = ""
+    output: float  # tokens that a request is expected to generate
+    unknown: str = ""  # why it is; empty where it is known
 
 
 def plane_status(

@@ -19,54 +19,32 @@ _MIN_SLOTS = 256
 
 
 class RoutedRequest(msgspec.Struct, eq=False):
-    """What one routed request weighs, where, and how far it is; times are in nanoseconds.
-
-    Attributes:
-        request: the request.
-        decode: worker that is charged with the stream; None once that worker is gone.
-        prefill: worker that is charged with the prompt; None once it is computed.
-        prefill_worker: the other worker that the prompt was sent to; "" where there is none.
-        uncached: tokens of the prompt that its worker had to compute.
-        pairs: of those with the ones before them.
-        routed_at: when it was sent off.
-        claimed_at: when a worker pulled its prompt; 0 where none did.
-        prefill_done_at: when its remote prefill ended; 0 before, and for a local one.
-        transfer_alone: whether its worker had no prompt to compute when the transfer began.
-        first_token_at: when its first token came; 0 before, and where tokens are not seen.
-        decoding: whether it counts among the streams whose prompt is computed.
-        inflight: requests of the fleet when it was sent off, itself counted.
-        prompts_ahead: prompts that its prompt was sent to join.
-        setting: of the controller, that it was routed under.
-        background: whether its prompt is overtaken where it is computed.
-        read: where the beginning of its prompt is read; None where nowhere.
-        cached: tokens of the prompt that its worker had itself.
-        given_up: its driver knows that it waited too long.
-        slots: where its tokens are counted, at index `slot`; -1 once it is over.
-        final_tokens: its tokens then.
-    """
+    """What one routed request weighs, where, and how far it is; times are in nanoseconds."""
 
     request: Request
-    decode: str | None
-    prefill: str | None
-    prefill_worker: str
-    uncached: int
-    routed_at: int
-    slots: StreamSlots
+    decode: str | None  # worker that is charged with the stream; None once that worker is gone
+    prefill: str | None  # worker that is charged with the prompt; None once it is computed
+    prefill_worker: str  # the other worker that the prompt was sent to; "" where there is none
+    uncached: int  # tokens of the prompt that its worker had to compute
+    routed_at: int  # when it was sent off
+    slots: StreamSlots  # where its tokens are counted, at index `slot`; -1 once it is over
     slot: int = -1
-    final_tokens: int = 0
-    prefill_done_at: int = 0
+    final_tokens: int = 0  # its tokens then
+    prefill_done_at: int = 0  # when its remote prefill ended; 0 before, and for a local one
+    # whether its worker had no prompt to compute when the transfer began.
     transfer_alone: bool = False
-    first_token_at: int = 0
-    decoding: bool = False
-    inflight: int = 1
-    prompts_ahead: int = 0
+    first_token_at: int = 0  # when its first token came; 0 before, and where tokens are not seen
+    decoding: bool = False  # whether it counts among the streams whose prompt is computed
+    inflight: int = 1  # requests of the fleet when it was sent off, itself counted
+    prompts_ahead: int = 0  # prompts that its prompt was sent to join
     setting: int = 0
-    background: bool = False
+    background: bool = False  # whether its prompt is overtaken where it is computed
     pairs: int = 0
+    # where the beginning of its prompt is read; None where nowhere.
     read: RemoteKVFetch | None = None
-    cached: int = 0
+    cached: int = 0  # tokens of the prompt that its worker had itself
     given_up: bool = False
-    claimed_at: int = 0
+    claimed_at: int = 0  # when a worker pulled its prompt; 0 where none did
 
     @property
     def remote(self) -> bool:
@@ -98,7 +76,6 @@ class StreamSlots:
         tokens: prompt and what was generated so far.
         expected: tokens that were expected in the end.
         streaming: whether the first token came.
-        requests: whose slot it is.
     """
 
     def __init__(self) -> None:
@@ -114,7 +91,6 @@ class StreamSlots:
 
         Args:
             request: whose tokens it counts.
-            row: of the worker that streams.
             prompt: tokens of the prompt.
             expected: tokens that are expected in the end.
         """

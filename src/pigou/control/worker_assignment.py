@@ -28,19 +28,12 @@ _PREDICTED = 256
 
 
 class Assignment(NamedTuple):
-    """Where a request goes.
+    """Where a request goes."""
 
-    Attributes:
-        request: its id.
-        choice: its workers.
-        uncached: tokens of its prompt that are to be computed.
-        priority: that the workers are sent; None for the client's own.
-    """
-
-    request: str
+    request: str  # its id
     choice: Choice
-    uncached: int
-    priority: int | None = None
+    uncached: int  # tokens of its prompt that are to be computed
+    priority: int | None = None  # that the workers are sent; None for the client's own
 
     @property
     def route(self) -> Route:
@@ -78,8 +71,6 @@ class WorkerAssigner:
         """Choose workers and charge them; None when none can take the request.
 
         Args:
-            waiting: the request.
-            router: that chooses among candidates.
             now: nanoseconds.
             fleet: as the request sees it, where that is known already.
         """

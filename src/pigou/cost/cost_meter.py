@@ -63,8 +63,6 @@ class CostMeter:
         workers: meters of the workers that are up, by id.
         bills: usage of each of the last requests, by id.
         owners: their tenants.
-        now_ns: of the last call.
-        rate, model, workload: as they are given.
     """
 
     def __init__(

@@ -30,19 +30,12 @@ KWH_JOULES = 3.6e6
 
 @dataclass(frozen=True, slots=True)
 class PowerModel:
-    """Watts of one GPU by its use.
-
-    Attributes:
-        max_w: at full use.
-        idle_share: of `max_w`, without any.
-        gamma: exponent of the use.
-        full_mfu: MFU of prefill at which `max_w` is reached.
-    """
+    """Watts of one GPU by its use."""
 
     max_w: float
-    idle_share: float = IDLE_SHARE
-    gamma: float = GAMMA
-    full_mfu: float = FULL_MFU
+    idle_share: float = IDLE_SHARE  # of `max_w`, without any
+    gamma: float = GAMMA  # exponent of the use
+    full_mfu: float = FULL_MFU  # MFU of prefill at which `max_w` is reached
 
     @property
     def idle_w(self) -> float:

@@ -27,20 +27,11 @@ class FleetBill:
     """What a fleet costs over some time.
 
     Attributes:
-        seconds: of the time.
-        gpu_s: GPUs x seconds of the workers that were up.
-        gpu_usd: what those cost.
-        idle_usd: of that, what stood idle.
-        open_usd: of that, prompts that are being computed.
-        storage_usd: of tiers.
         joules, idle_joules, open_joules: energy of all GPUs, and of these parts.
-        usages: by tenant, model and class.
-        attained: share of the requests inside the objective; None without one.
-        has_tolls: whether the marginal dollars of streams are known for all workers.
     """
 
     seconds: float
-    gpu_s: float
+    gpu_s: float  # GPUs x seconds of the workers that were up
     gpu_usd: float
     idle_usd: float
     open_usd: float
@@ -49,8 +40,8 @@ class FleetBill:
     idle_joules: float
     open_joules: float
     usages: Mapping[UsageKey, Usage]
-    attained: float | None = None
-    has_tolls: bool = True
+    attained: float | None = None  # share of the requests inside the objective; None without one
+    has_tolls: bool = True  # whether the marginal dollars of streams are known for all workers
 
     @property
     def usd(self) -> float:

@@ -29,11 +29,7 @@ _SILENT = (CacheChanged, CacheKeyed, LoadReport)
 
 
 class MeteredControlPlane(ControlPlane):
-    """A ControlPlane that tells a meter of each call; it decides as one without.
-
-    Attributes:
-        cost_meter: that follows.
-    """
+    """A ControlPlane that tells a meter of each call; it decides as one without."""
 
     def __init__(
         self, config: ControlConfig, cost_meter: CostMeter, policy: RoutingPolicy | None = None

@@ -41,13 +41,11 @@ class PriceList(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """What GPUs and storage cost.
 
     Memory of GPUs is paid with the GPU-hour: it has a price (`gpu_memory`), and adds nothing.
-
-    Attributes:
-        gpu_hour: dollars of a GPU-hour by kind, named as in `GPU_HOUR_USD`.
-        storage: dollars of a gigabyte a month, by `STORAGE_USD`.
     """
 
+    # dollars of a GPU-hour by kind, named as in `GPU_HOUR_USD`.
     gpu_hour: dict[str, float] = msgspec.field(default_factory=lambda: dict(GPU_HOUR_USD))
+    # dollars of a gigabyte a month, by `STORAGE_USD`.
     storage: dict[str, float] = msgspec.field(default_factory=lambda: dict(STORAGE_USD))
 
     def gpu(self, kind: str) -> float:

@@ -21,8 +21,6 @@ def usd_per_million_at(
     Price of a GPU-hour x GPUs / 3600 / (tokens a second) x 10^6 / attained share.
 
     Args:
-        usd_per_gpu_hour: price of one GPU.
-        gpus: that serve.
         tok_s: tokens a second of all.
         attained: share of the requests inside the objective, above 0.
     """

@@ -9,17 +9,11 @@ from pigou.cost.token_cost import number_or_none, usd_per_million
 
 
 class UsageKey(NamedTuple):
-    """Whose usage it is.
-
-    Attributes:
-        tenant: of the requests.
-        model: that served them.
-        workload: their class.
-    """
+    """Whose usage it is."""
 
     tenant: str
     model: str
-    workload: str
+    workload: str  # their class
 
 
 @dataclass(slots=True)
@@ -27,14 +21,8 @@ class Usage:
     """Tokens, GPU-seconds, dollars and joules of some requests, so far.
 
     Attributes:
-        requests: that were routed; a further attempt counts again.
-        uncached_tokens: of prompts, computed.
-        cached_tokens: of prompts, not computed.
-        output_tokens: generated.
         prefill_gpu_s, restore_gpu_s, decode_gpu_s: GPUs x seconds of prompts, of reading their
             cached beginning, and of streams.
-        prefill_usd, restore_usd, decode_usd: price of these.
-        marginal_usd: what these requests added: prompts whole, of steps what was read for them.
         prefill_joules, decode_joules: energy; restoring is within prefill.
     """
 
@@ -48,6 +36,7 @@ class Usage:
     prefill_usd: float = 0.0
     restore_usd: float = 0.0
     decode_usd: float = 0.0
+    # what these requests added: prompts whole, of steps what was read for them.
     marginal_usd: float = 0.0
     prefill_joules: float = 0.0
     decode_joules: float = 0.0

@@ -72,7 +72,6 @@ class WorkerMeter:
     """Splits one worker's time.
 
     Attributes:
-        rate: what it costs.
         seconds: since it was up.
         idle_s: of those, seconds without work.
         open_s: seconds of prompts that are not computed yet.
@@ -113,10 +112,7 @@ class WorkerMeter:
 
         Args:
             request: its id.
-            payer: of the seconds.
-            tokens: to compute.
             now: nanoseconds.
-            restore_s: that reading its cached beginning is expected to take.
         """
         self.advance(now)
         self._number += 1

@@ -11,29 +11,17 @@ from pigou.cost.usage import Usage
 
 @dataclass(frozen=True, slots=True)
 class WorkerRate:
-    """What a worker costs, and what its energy is estimated from.
-
-    Attributes:
-        usd_per_s: of all its GPUs.
-        storage_usd_per_s: of its tiers beyond the device.
-        gpus: their number.
-        power: of each; None where it is not known.
-        weight_bytes: read in each step; 0 where it is not known.
-        kv_bytes: of one token in the KV cache; 0 where it is not known.
-        bytes_per_s: memory bandwidth of all its GPUs.
-        flops: peak FLOP/s of all of them.
-        token_flops: FLOPs of one token of a prompt.
-    """
+    """What a worker costs, and what its energy is estimated from."""
 
     usd_per_s: float
     storage_usd_per_s: float = 0.0
-    gpus: int = 1
-    power: PowerModel | None = None
-    weight_bytes: float = 0.0
-    kv_bytes: float = 0.0
-    bytes_per_s: float = 0.0
-    flops: float = 0.0
-    token_flops: float = 0.0
+    gpus: int = 1  # their number
+    power: PowerModel | None = None  # of each; None where it is not known
+    weight_bytes: float = 0.0  # read in each step; 0 where it is not known
+    kv_bytes: float = 0.0  # of one token in the KV cache; 0 where it is not known
+    bytes_per_s: float = 0.0  # memory bandwidth of all its GPUs
+    flops: float = 0.0  # peak FLOP/s of all of them
+    token_flops: float = 0.0  # FLOPs of one token of a prompt
 
     @property
     def weight_tokens(self) -> float:

@@ -12,16 +12,6 @@ class FailureMode(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         number, name: 1 to 19, as the literature counts them; in lower case.
-        symptom, cause: what users see; why.
-        signal: what the detector looks for.
-        limits: its thresholds, by name.
-        lasts_s: seconds for which the signal must last; 0 where once is enough.
-        smallest_fix, remedy: to do at once; to build.
-        look: what to look at, in order.
-        follows: numbers of the modes that often follow from it; with it they are no findings of
-            their own.
-        alert: PromQL of its alert rule; "" where no metric shows the signal.
-        alert_for: duration for which that must hold.
     """
 
     number: int
@@ -30,13 +20,14 @@ class FailureMode(msgspec.Struct, frozen=True, kw_only=True):
     cause: str
     signal: str
     limits: dict[str, float] = {}
-    lasts_s: float = 0.0
+    lasts_s: float = 0.0  # seconds for which the signal must last; 0 where once is enough
     smallest_fix: str
     remedy: str
-    look: tuple[str, ...]
+    look: tuple[str, ...]  # what to look at, in order
+    # numbers of the modes that often follow from it; with it they are no findings of their own.
     follows: tuple[int, ...] = ()
-    alert: str = ""
-    alert_for: str = "1m"
+    alert: str = ""  # PromQL of its alert rule; "" where no metric shows the signal
+    alert_for: str = "1m"  # duration for which that must hold
 
     def text(self, template: str) -> str:
         """Return a text with the values of the limits in it."""
@@ -44,57 +35,40 @@ class FailureMode(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModeEvidence(msgspec.Struct, frozen=True):
-    """A figure of a finding.
-
-    Attributes:
-        name, value, unit: what was seen.
-        limit: that it is over or under; None where it only explains.
-        where: the worker or tenant; "" for the fleet.
-    """
+    """A figure of a finding."""
 
     name: str
     value: float
     unit: str
-    limit: float | None = None
-    where: str = ""
+    limit: float | None = None  # that it is over or under; None where it only explains
+    where: str = ""  # the worker or tenant; "" for the fleet
 
 
 class ModeFinding(msgspec.Struct, frozen=True, kw_only=True):
     """A failure mode that a series of windows shows.
 
     Attributes:
-        number, mode: which.
-        confidence: low, medium or high: the signal lasted just as long as it must, twice, or four
-            times as long; what cannot be mistaken is high.
         from_s, to_s: the windows that show it.
-        evidence: figures.
-        follows_from: number of the finding that it follows from; 0 for none.
-        smallest_fix, remedy: to do at once; to build.
     """
 
     number: int
     mode: str
+    # low, medium or high: the signal lasted just as long as it must, twice, or four times as long;
+    # what cannot be mistaken is high.
     confidence: str
     from_s: float
     to_s: float
     evidence: tuple[ModeEvidence, ...]
-    follows_from: int = 0
+    follows_from: int = 0  # number of the finding that it follows from; 0 for none
     smallest_fix: str
     remedy: str
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
-    """What a series of windows shows.
+    """What a series of windows shows."""
 
-    Attributes:
-        healthy: whether nothing was wrong, as far as it was looked at.
-        windows, seconds: that were looked at.
-        findings: causes first, then what follows from them.
-        not_judged: modes whose signal nobody says, and what is missing.
-    """
-
-    healthy: bool
+    healthy: bool  # whether nothing was wrong, as far as it was looked at
     windows: int
     seconds: float
-    findings: tuple[ModeFinding, ...]
-    not_judged: dict[str, str]
+    findings: tuple[ModeFinding, ...]  # causes first, then what follows from them
+    not_judged: dict[str, str]  # modes whose signal nobody says, and what is missing

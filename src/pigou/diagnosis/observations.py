@@ -17,38 +17,27 @@ class WorkerObservation(
 
     Attributes:
         worker, role: its id; prefill, decode or both.
-        restarts: times that its process ended and was started anew.
-        out_of_memory: deaths or errors for want of memory (exit 137, an allocator's error).
         running, waiting: requests on it, in the mean.
-        knee: running requests at which a token takes twice as long as alone.
-        busy: share of the window that it computed.
-        kv_tokens: tokens that its KV pool holds.
-        kv_usage: share of the pool in use, in the mean; cached blocks that nobody uses are free.
-        wasted_tokens: room in used blocks that holds no token, in the mean.
-        allocation_failures: allocations that failed although blocks were free.
-        idle_tokens: KV held for over 30 s by requests that compute nothing, in the mean.
-        preemptions: of running requests.
         queried_tokens, hit_tokens: prompt tokens that were looked up in the prefix cache; hits.
         prefill_tokens, prefill_steps, prefill_s: computed of prompts; steps and seconds of these.
-        output_tokens: generated.
-        decode_stall_s: the longest step without a prompt in it.
         restores, slow_restores: reads from tiers; those that took longer than to recompute.
-        link_busy: share of the window that the link to a tier was busy, of the busiest.
         adapter_loads, adapter_load_s: adapters loaded, and the seconds of that.
     """
 
     worker: str
     role: str = "both"
-    restarts: int = 0
-    out_of_memory: int = 0
+    restarts: int = 0  # times that its process ended and was started anew
+    out_of_memory: int = 0  # deaths or errors for want of memory (exit 137, an allocator's error)
     running: float = 0.0
     waiting: float = 0.0
-    knee: float | None = None
-    busy: float | None = None
-    kv_tokens: int = 0
+    knee: float | None = None  # running requests at which a token takes twice as long as alone
+    busy: float | None = None  # share of the window that it computed
+    kv_tokens: int = 0  # tokens that its KV pool holds
+    # share of the pool in use, in the mean; cached blocks that nobody uses are free.
     kv_usage: float | None = None
-    wasted_tokens: float | None = None
-    allocation_failures: int = 0
+    wasted_tokens: float | None = None  # room in used blocks that holds no token, in the mean
+    allocation_failures: int = 0  # allocations that failed although blocks were free
+    # KV held for over 30 s by requests that compute nothing, in the mean.
     idle_tokens: float | None = None
     preemptions: int | None = None
     queried_tokens: int = 0
@@ -57,9 +46,10 @@ class WorkerObservation(
     prefill_steps: int | None = None
     prefill_s: float | None = None
     output_tokens: int = 0
-    decode_stall_s: float | None = None
+    decode_stall_s: float | None = None  # the longest step without a prompt in it
     restores: int = 0
     slow_restores: int | None = None
+    # share of the window that the link to a tier was busy, of the busiest.
     link_busy: float | None = None
     adapter_loads: int | None = None
     adapter_load_s: float = 0.0
@@ -72,14 +62,12 @@ class TenantObservation(
 
     Attributes:
         tenant, weight: its name, and its share in fair order.
-        tokens: of prompts and outputs that it was served.
-        kv_token_s: tokens of KV that it held, times seconds; None where nobody says.
-        waiting: its requests that waited, in the mean.
     """
 
     tenant: str
     weight: float = 1.0
     tokens: float = 0.0
+    # tokens of KV that it held, times seconds; None where nobody says.
     kv_token_s: float | None = None
     waiting: float = 0.0
 
@@ -95,42 +83,33 @@ class FleetObservation(
     Attributes:
         start_s, seconds: the window; from any zero that all windows of a series share.
         arrived, completed: requests (attempts of clients), and those served.
-        failed: that ended in an error of the fleet (5xx, no refusal).
-        refused: that were shed (429, 503).
-        repeated: that came again within 60 s after an attempt that was not served.
-        queued: requests that waited at the gateway, in the mean.
-        ttft_p50_s: median time to first token.
         itl_p50_s, itl_p99_s: percentiles of the time between tokens.
-        client_stalls: streams whose client took nothing for ten times the median gap and more.
         engine_stalls, engine_stall_s: such gaps in which no token was produced, and their mean.
-        wait_p50_s: median wait of those that began.
         short_wait_p50_s, short_wait_p95_s: waits of prompts that are not long.
-        long_wait_max_s: the longest wait of a long prompt so far, begun or not.
-        longest_prompt_tokens: of the prompts being computed.
         answer_hits, stale_answer_hits: answers out of a semantic cache; those older than their
             sources.
         feedbacks, downvotes: answers that users judged, and those that they disliked.
-        workers, tenants: of the fleet.
     """
 
     start_s: float
     seconds: float
     arrived: int = 0
     completed: int = 0
-    failed: int = 0
+    failed: int = 0  # that ended in an error of the fleet (5xx, no refusal)
     refused: int = 0
-    repeated: int | None = None
-    queued: float = 0.0
-    ttft_p50_s: float | None = None
+    repeated: int | None = None  # that came again within 60 s after an attempt that was not served
+    queued: float = 0.0  # requests that waited at the gateway, in the mean
+    ttft_p50_s: float | None = None  # median time to first token
     itl_p50_s: float | None = None
     itl_p99_s: float | None = None
+    # streams whose client took nothing for ten times the median gap and more.
     client_stalls: int | None = None
     engine_stalls: int = 0
     engine_stall_s: float | None = None
-    wait_p50_s: float | None = None
+    wait_p50_s: float | None = None  # median wait of those that began
     short_wait_p50_s: float | None = None
     short_wait_p95_s: float | None = None
-    long_wait_max_s: float | None = None
+    long_wait_max_s: float | None = None  # the longest wait of a long prompt so far, begun or not
     longest_prompt_tokens: int | None = None
     answer_hits: int | None = None
     stale_answer_hits: int = 0
@@ -162,10 +141,6 @@ class FleetObservation(
 
 def read_observations(windows: object, source: str) -> tuple[FleetObservation, ...]:
     """Return the windows of a document.
-
-    Args:
-        windows: as JSON has them.
-        source: that they are from, for the error.
 
     Raises:
         ConfigError: they are none, are not in order, or lack length; a figure is below 0.

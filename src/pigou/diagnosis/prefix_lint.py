@@ -24,37 +24,28 @@ class PrefixGroup(msgspec.Struct, frozen=True, kw_only=True):
     """Prompts that begin alike, and diverge in the same block.
 
     Attributes:
-        prompts: how many.
         block, token: the first diverging block, and its first token, from 0.
-        text: of that block in one of them; "" where the prompts have no text.
-        recurring: share of the tokens behind that block that recur; None where blocks are known by
-            the hash of all before them, so that it cannot be told.
-        saved_tokens: tokens of a prompt that would be hits, were the block's text behind them.
     """
 
     prompts: int
     block: int
     token: int
-    text: str = ""
+    text: str = ""  # of that block in one of them; "" where the prompts have no text
+    # share of the tokens behind that block that recur; None where blocks are known by the hash of
+    # all before them, so that it cannot be told.
     recurring: float | None = None
+    # tokens of a prompt that would be hits, were the block's text behind them.
     saved_tokens: float = 0.0
 
 
 class PrefixReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What the prompts of a trace share.
-
-    Attributes:
-        prompts, tokens: in all.
-        shared: share of the tokens in blocks that an earlier prompt began with.
-        possible: the same with what recurs moved to the front.
-        groups: where that would help, the greatest saving first.
-    """
+    """What the prompts of a trace share."""
 
     prompts: int
     tokens: int
-    shared: float
-    possible: float
-    groups: tuple[PrefixGroup, ...]
+    shared: float  # share of the tokens in blocks that an earlier prompt began with
+    possible: float  # the same with what recurs moved to the front
+    groups: tuple[PrefixGroup, ...]  # where that would help, the greatest saving first
 
 
 class _Trie:
@@ -151,7 +142,6 @@ def diverging_group(
     Args:
         prompts: the tokens of each, at least one; alike up to the block.
         depth: the block in which they part, from 0.
-        block_tokens: tokens in a block.
     """
     begin = depth * block_tokens
     tails = [tuple(prompt[begin + block_tokens :]) for prompt in prompts[:_COMPARED]]

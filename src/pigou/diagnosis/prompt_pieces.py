@@ -15,7 +15,6 @@ def prompt_pieces(body: dict[str, Any], max_pieces: int = 2**22) -> Sequence[Has
 
     Args:
         body: with `prompt_token_ids`, `prompt` or `messages`.
-        max_pieces: of its beginning.
 
     Returns:
         None where it has no prompt of these forms.

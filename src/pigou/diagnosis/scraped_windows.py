@@ -23,28 +23,18 @@ _SPREAD = 2.0
 
 @dataclass(frozen=True)
 class FleetScrape:
-    """What a fleet showed at one moment.
+    """What a fleet showed at one moment."""
 
-    Attributes:
-        at_s: when, from any zero.
-        gateway: its page of metrics; empty where there is no gateway.
-        workers: pages by worker, as `/metrics/workers` or each of them has it.
-        table: what `/workers` answered; empty where there is no gateway.
-    """
-
-    at_s: float
-    gateway: MetricPage
+    at_s: float  # when, from any zero
+    gateway: MetricPage  # its page of metrics; empty where there is no gateway
+    # pages by worker, as `/metrics/workers` or each of them has it.
     workers: Mapping[str, MetricPage]
+    # what `/workers` answered; empty where there is no gateway.
     table: Mapping[str, Any] = field(default_factory=dict)
 
 
 def scraped_window(before: FleetScrape, now: FleetScrape, start_s: float) -> FleetObservation:
-    """Return the window between two scrapes.
-
-    Args:
-        before, now: of the same fleet.
-        start_s: of the window, from the series' zero.
-    """
+    """Return the window between two scrapes."""
     a, b, seconds = before.gateway, now.gateway, now.at_s - before.at_s
 
     def rose(name: str, **labels: str) -> float | None:

@@ -17,19 +17,12 @@ from pigou.request import Ints, Request
 
 
 class Fit(NamedTuple):
-    """Where a sequence's blocks come from.
+    """Where a sequence's blocks come from."""
 
-    Attributes:
-        shared: cached blocks that it will refer to, shape (n,).
-        source: cached block that is copied to the one after those, -1 for none.
-        total: blocks in all; the rest is new.
-        computed: tokens whose KV the cached blocks have.
-    """
-
-    shared: Ints
-    source: int
-    total: int
-    computed: int
+    shared: Ints  # cached blocks that it will refer to, shape (n,)
+    source: int  # cached block that is copied to the one after those, -1 for none
+    total: int  # blocks in all; the rest is new
+    computed: int  # tokens whose KV the cached blocks have
 
 
 def admit(state: EngineState, seq: Sequence, builder: ScheduleBuilder) -> bool:
@@ -219,7 +212,6 @@ def finish_load(state: EngineState, request: str, tokens: int, failed: bool) -> 
     """Let a request compute whose load has ended, or free the blocks of one that was aborted.
 
     Args:
-        state: of the engine.
         request: its id.
         tokens: whose KV arrived, counted from the load's first block on.
         failed: whether the rest may still be in its tier.
@@ -261,7 +253,6 @@ def pin_cached(state: EngineState, request: Request, lookahead: Ints) -> Ints:
     After the expiry of its tenure there is none.
 
     Args:
-        state: of the engine.
         request: its id, prompt, hashes and expiry count.
         lookahead: free blocks that later steps of a plan under way write to, shape (n,).
 

@@ -34,7 +34,6 @@ class Rows:
         cached: full blocks that were offered to the prefix cache.
         compacted: tokens computed at the last eviction or recomputation; 0 where there was none.
             Entries before have no order, and blocks after `cached` cannot be hit.
-        priority: of the request.
         owner: the sequence of each row, or None.
         used: rows that some sequence has.
     """

@@ -47,8 +47,6 @@ def continue_prefills(
     """Compute the next chunks of running prompts, in the order of the queue.
 
     Args:
-        state: of the engine.
-        builder: of the plan.
         admit_before: admits who waits with a priority below a prompt's, before it goes on.
     """
     if not state.prefilling:

@@ -52,7 +52,6 @@ class EngineCore:
         """Make an engine with nothing to do.
 
         Args:
-            config: its limits.
             epoch: nanoseconds since 1970 at time 0 of the caller's clock; expiries need it.
             tiers: beyond the device; None for the device alone.
 
@@ -203,7 +202,6 @@ class EngineCore:
         Every `Move` that has a number is answered once.
 
         Args:
-            move: its number.
             good: which of its blocks arrived, in its order.
 
         Raises:

@@ -25,8 +25,6 @@ class EvictionScores:
     """Scores of the entries of running rows, and the price of a block.
 
     Attributes:
-        config: of token eviction.
-        memory_price: of a block.
         lost_returns: by row, return lost with each further block evicted; None without scores.
         regained_returns: by row, return that comes back with each further block recomputed.
         scored_at: tokens computed when the row was scored, -1 for never, shape (max_seqs,).

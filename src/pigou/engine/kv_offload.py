@@ -32,19 +32,12 @@ _MAX_LOOKAHEAD = 512
 
 
 class OffloadCandidate(NamedTuple):
-    """A chain of cached blocks that a sequence left on the device.
+    """A chain of cached blocks that a sequence left on the device."""
 
-    Attributes:
-        hashes: shape (n, 2).
-        expiry: when they become void, in nanoseconds since 1970.
-        use_noted: whether the tiers noted their use.
-        last: whether the device is about to hand the blocks out.
-    """
-
-    hashes: BlockHashes
-    expiry: int
-    use_noted: bool = False
-    last: bool = False
+    hashes: BlockHashes  # shape (n, 2)
+    expiry: int  # when they become void, in nanoseconds since 1970
+    use_noted: bool = False  # whether the tiers noted their use
+    last: bool = False  # whether the device is about to hand the blocks out
 
 
 class DeferredOffload:
@@ -115,29 +108,18 @@ class DeferredOffload:
 
 
 class PinnedCopy(NamedTuple):
-    """Device blocks that are pinned while they are copied.
+    """Device blocks that are pinned while they are copied."""
 
-    Attributes:
-        table: of a sequence from its beginning on, shape (n,).
-        evict_next: whether they are handed out next, once they are copied.
-    """
-
-    table: Ints
-    evict_next: bool
+    table: Ints  # of a sequence from its beginning on, shape (n,)
+    evict_next: bool  # whether they are handed out next, once they are copied
 
 
 class Prefetch(NamedTuple):
-    """Blocks that are loaded from tiers before a request asks for them.
+    """Blocks that are loaded from tiers before a request asks for them."""
 
-    Attributes:
-        table: device blocks of a session from its beginning on, shape (n,).
-        hashes: of these, shape (n, 2).
-        first: index of the first that is loaded.
-    """
-
-    table: Ints
+    table: Ints  # device blocks of a session from its beginning on, shape (n,)
     hashes: BlockHashes
-    first: int
+    first: int  # index of the first that is loaded
 
 
 class KVOffloadConnector:

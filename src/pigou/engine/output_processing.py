@@ -201,7 +201,6 @@ def truncate(state: EngineState, seq: Sequence, tokens: int) -> None:
     """Take back the last tokens of a sequence that decodes; their blocks return at once.
 
     Args:
-        state: of the engine.
         seq: whose tokens; it stays where it is, with as many fewer.
         tokens: how many, at most those that it generated.
 

@@ -15,16 +15,10 @@ from pigou.request import SECOND
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Measured speeds of the machine.
+    """Measured speeds of the machine."""
 
-    Attributes:
-        prefill: tokens computed in a second.
-        swap: bytes copied between device and host in a second.
-        block_bytes: bytes in a block.
-    """
-
-    prefill: float
-    swap: float
+    prefill: float  # tokens computed in a second
+    swap: float  # bytes copied between device and host in a second
     block_bytes: int
 
     def __post_init__(self) -> None:
@@ -50,9 +44,6 @@ def cheaper(
     """Choose how a sequence is preempted.
 
     Args:
-        tokens: whose KV is on the device.
-        blocks: that hold it.
-        rates: as measured.
         hit_tokens: of those, tokens that will hit the prefix cache when it returns.
         hit_blocks: blocks that hold these.
 
@@ -78,7 +69,6 @@ class RateMeter:
 
         Args:
             swap: bytes copied between device and host in a second.
-            block_bytes: bytes in a block.
         """
         self._swap = swap
         self._block_bytes = block_bytes

@@ -30,13 +30,9 @@ class Lookahead(msgspec.Struct):
     """Blocks laid out for the steps of a plan after its first; still in the free queue.
 
     Valid until the next plan is made.
-
-    Attributes:
-        work: has their rows, steps and ids (`EngineState.work`).
-        count: how many there are.
     """
 
-    work: Ints
+    work: Ints  # has their rows, steps and ids (`EngineState.work`)
     count: int
 
     @property
@@ -84,18 +80,11 @@ class EntryBuffer:
 
 
 class RowEviction(msgspec.Struct):
-    """What a row gives up in a plan.
-
-    Attributes:
-        entries: that it has before.
-        first: index of the first entry that may go.
-        blocks: those that hold the entries, shape (n,).
-        freed: of these, how many come free.
-    """
+    """What a row gives up in a plan."""
 
     entries: int
-    first: int
-    blocks: Ints
+    first: int  # index of the first entry that may go
+    blocks: Ints  # those that hold the entries, shape (n,)
     freed: int = 0
 
 
@@ -103,33 +92,26 @@ class ScheduleBuilder(msgspec.Struct):
     """What one call of the scheduler has decided so far.
 
     Attributes:
-        batch: the entries.
-        budget: tokens that may still be computed.
-        background: of those, tokens of prompts in the background (priority above 0).
-        ranked: whether priorities count.
-        decodes: entries, the first ones, that decode.
-        top_priority: of the first prompt, which those of a higher number yield to; None before.
-        steady: whether the next step would be the same, if no sequence ended.
         started, preempted, loads, recomputations: as in `Plan`.
-        evictions: what rows give up.
         swap_out, copies, swap_in: pairs of blocks as in `Plan`, in pieces of shape (m, 2).
     """
 
     batch: EntryBuffer
-    budget: int
-    background: int
-    ranked: bool
+    budget: int  # tokens that may still be computed
+    background: int  # of those, tokens of prompts in the background (priority above 0)
+    ranked: bool  # whether priorities count
     started: list[Started]
-    decodes: int = 0
+    decodes: int = 0  # entries, the first ones, that decode
     preempted: list[str] = msgspec.field(default_factory=list)
     loads: list[Load] = msgspec.field(default_factory=list)
-    evictions: dict[int, RowEviction] = msgspec.field(default_factory=dict)
+    evictions: dict[int, RowEviction] = msgspec.field(default_factory=dict)  # what rows give up
     recomputations: list[Recomputation] = msgspec.field(default_factory=list)
     swap_out: list[Ints] = msgspec.field(default_factory=list)
     copies: list[Ints] = msgspec.field(default_factory=list)
     swap_in: list[Ints] = msgspec.field(default_factory=list)
+    # of the first prompt, which those of a higher number yield to; None before.
     top_priority: int | None = None
-    steady: bool = True
+    steady: bool = True  # whether the next step would be the same, if no sequence ended
 
     @property
     def moves(self) -> bool:

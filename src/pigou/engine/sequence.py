@@ -29,9 +29,7 @@ class Sequence:
     """One request: what outlives a preemption. While it has a row, its lengths are in `Rows`.
 
     Attributes:
-        request: as it was added.
         key: its place in the queue; the lowest is admitted first and preempted last.
-        state: where it is.
         row: its row of the batch, -1 while it waits.
         length: tokens known, prompt and generated; valid while it waits.
         computed: tokens whose KV was swapped to the host; valid while it waits.
@@ -122,10 +120,8 @@ def order_key(request: Request, order: QueueOrder, number: int) -> tuple[int, in
     """Return a request's place in the queue.
 
     Args:
-        request: the request.
         order: `fcfs` (by arrival), `priority` (lower first, then arrival) or `edf` (earliest
             deadline first, then arrival).
-        number: of the request; it breaks ties.
     """
     if order == "priority":
         return request.priority, request.arrival, number

@@ -27,14 +27,9 @@ _MAX_GATHERING = CONTEXT_TOKENS // 2
 
 
 class ProfiledLoad(NamedTuple):
-    """A load whose speed is measured.
+    """A load whose speed is measured."""
 
-    Attributes:
-        tokens: of a prompt that is computed; 0 for `DECODE_STEPS` steps without one.
-        streams: that decode meanwhile.
-    """
-
-    tokens: int
+    tokens: int  # of a prompt that is computed; 0 for `DECODE_STEPS` steps without one
     streams: int
 
     @property

@@ -27,37 +27,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PinnedBlocks:
-    """Blocks that are referred to without a row: for a pull, or while something writes to them.
+    """Blocks that are referred to without a row: for a pull, or while something writes to them."""
 
-    Attributes:
-        blocks: ids in the order of the sequence, shape (n,).
-        hashes: known hashes of the sequence, shape (known, 2).
-        duplicates: whether some block of the sequence has its hash cached elsewhere.
-    """
-
-    blocks: Ints
-    hashes: BlockHashes
-    duplicates: bool
+    blocks: Ints  # ids in the order of the sequence, shape (n,)
+    hashes: BlockHashes  # known hashes of the sequence, shape (known, 2)
+    duplicates: bool  # whether some block of the sequence has its hash cached elsewhere
 
 
 @dataclass(slots=True)
 class EngineCounters:
-    """Totals since the start.
+    """Totals since the start."""
 
-    Attributes:
-        queried_tokens: tokens of prompts looked up in the prefix cache.
-        hit_tokens: of those, tokens that were cached.
-        preemptions: how often a sequence lost its row.
-        swaps: of those, how often by swapping.
-        evicted_tokens: entries that rows gave up.
-        recomputed_tokens: of those, entries that were computed again.
-    """
-
-    queried_tokens: int = 0
-    hit_tokens: int = 0
-    preemptions: int = 0
+    queried_tokens: int = 0  # tokens of prompts looked up in the prefix cache
+    hit_tokens: int = 0  # of those, tokens that were cached
+    preemptions: int = 0  # how often a sequence lost its row
     swaps: int = 0
-    evicted_tokens: int = 0
+    evicted_tokens: int = 0  # entries that rows gave up
     recomputed_tokens: int = 0
 
 

@@ -36,17 +36,11 @@ _NO_PAIRS: Ints = np.empty((0, 2), dtype=np.int32)
 
 
 class RowCurve(NamedTuple):
-    """What a row could evict.
+    """What a row could evict."""
 
-    Attributes:
-        row: the row of the batch.
-        first: index of the first entry that may go.
-        lost_returns: return lost with each further block, ascending, shape (blocks,).
-    """
-
-    row: int
-    first: int
-    lost_returns: Floats
+    row: int  # the row of the batch
+    first: int  # index of the first entry that may go
+    lost_returns: Floats  # return lost with each further block, ascending, shape (blocks,)
 
 
 def evict_by_price(state: EngineState, builder: ScheduleBuilder) -> None:
@@ -223,9 +217,6 @@ def write_evictions(state: EngineState, builder: ScheduleBuilder, plan: Plan, ne
     """Write into a plan what is evicted, recomputed, and to be scored.
 
     Args:
-        state: of the engine.
-        builder: of the plan.
-        plan: takes them.
         needs: free blocks that later steps of the plan write to.
     """
     scores, size = scores_of(state), state.config.block_size

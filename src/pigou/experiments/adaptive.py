@@ -29,17 +29,11 @@ CHUNK = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """A way to run the spike.
-
-    Attributes:
-        name: of it.
-        switches: whether the controller sets the router's parameters.
-        chunked: whether the load comes in chunks.
-    """
+    """A way to run the spike."""
 
     name: str
-    switches: bool
-    chunked: bool
+    switches: bool  # whether the controller sets the router's parameters
+    chunked: bool  # whether the load comes in chunks
 
 
 #: The first two are the paper's; the others take them apart.
@@ -61,9 +55,6 @@ def adaptive(
     """Yield a row for each arm and phase; each seed is an iteration of all arms, in random order.
 
     Args:
-        fleet: of the paper.
-        reading: of the paper.
-        seeds: one for each iteration.
         levels: those of `SPIKE`; there are no others.
     """
     if set(levels) != {users for _, users, _ in SPIKE}:

@@ -56,22 +56,13 @@ R1_SIZED: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class CostCase:
-    """A fleet with what it is asked for.
+    """A fleet with what it is asked for."""
 
-    Attributes:
-        fleet: like `3p+7d`.
-        setup: of its workers.
-        lengths: of requests.
-        slo: that they shall be inside.
-        start_rps: where the search for its goodput begins.
-        seconds: of arrivals.
-    """
-
-    fleet: str
+    fleet: str  # like `3p+7d`
     setup: Setup
     lengths: RequestLengths
     slo: str
-    start_rps: float
+    start_rps: float  # where the search for its goodput begins
     seconds: float = 12.0
 
 

@@ -50,14 +50,10 @@ def regime_of(
 
 @dataclass
 class Watcher:
-    """Samples a fleet every five seconds.
+    """Samples a fleet every five seconds."""
 
-    Attributes:
-        usage: largest share of the device's KV blocks in use on any worker.
-        regimes: (seconds, regime) whenever the control plane's own detector changed its mind.
-    """
-
-    usage: float = 0.0
+    usage: float = 0.0  # largest share of the device's KV blocks in use on any worker
+    # (seconds, regime) whenever the control plane's own detector changed its mind.
     regimes: list[tuple[float, Regime]] = field(default_factory=list)
     _simulation: Simulation | None = None
 
@@ -105,15 +101,11 @@ class Poller:
     """The paper's controller: polls the client's TTFT, and sets the router by the regime.
 
     It is a process beside the fleet, and sees what the load generator sees.
-
-    Attributes:
-        thresholds: of its detector.
-        act: called with each new regime, and the simulation.
-        switches: (seconds, regime) of each change.
     """
 
     thresholds: Thresholds
     act: Callable[[Simulation, Regime], None]
+    # (seconds, regime) of each change.
     switches: list[tuple[float, Regime]] = field(default_factory=list)
     _polled: int = 0
 

@@ -36,16 +36,12 @@ class SplitGame:
     """The game of two pools at a constant load.
 
     Attributes:
-        models: of the pools.
-        slo: of the requests.
-        rps: requests a second.
-        workers: G.
         late_s, price: as of `PricePlannerParams`.
     """
 
     models: Mapping[Role, PerformanceModel]
     slo: Slo
-    rps: float
+    rps: float  # requests a second
     workers: int
     late_s: float
     price: float

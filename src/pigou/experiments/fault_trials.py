@@ -45,23 +45,13 @@ _UNLIMITED, _TWO, _PATIENT = limits(), WorkerGroup(count=2), ClientConfig()
 
 @dataclass(frozen=True)
 class FaultTrial:
-    """A small fleet, its load, and what is wrong with it.
-
-    Attributes:
-        sessions: of the load.
-        group: its workers; two of them unless it says otherwise.
-        setup: what they run on.
-        control: limits of the control plane, in place of none.
-        client: how the load is sent.
-        prepare: called with the simulation before it runs.
-        inject: changes its observations.
-    """
+    """A small fleet, its load, and what is wrong with it."""
 
     sessions: Sequence[RequestSession]
     group: WorkerGroup = _TWO
     setup: Setup = _SETUP
-    control: ControlConfig = _UNLIMITED
-    client: ClientConfig = _PATIENT
+    control: ControlConfig = _UNLIMITED  # limits of the control plane, in place of none
+    client: ClientConfig = _PATIENT  # how the load is sent
     prepare: Callable[[Simulation], None] | None = None
     inject: Callable[[list[FleetObservation], Random], list[FleetObservation]] | None = None
 

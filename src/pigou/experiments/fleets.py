@@ -50,31 +50,19 @@ _HBM_BYTES_PER_S, _STREAMED = 8e12, 0.9
 
 @dataclass(frozen=True, slots=True)
 class PaperFleet:
-    """One of the paper's fleets.
-
-    Attributes:
-        name: as on the command line.
-        model: its architecture.
-        tp: GPUs of a worker.
-        decoders: decode workers, beside one for prefill.
-        parameters: of the model.
-        base: seconds to the first token of a request alone.
-        ceiling: requests a second that the paper saw at most.
-        line: ITL in seconds: (constant, more for each stream).
-        flat: ITL in seconds that the throughput column has, from 3 streams on; None takes `line`.
-        few: ITL in seconds of 1 or 2 streams, where `flat` is given.
-    """
+    """One of the paper's fleets."""
 
     name: FleetName
     model: str
-    tp: int
-    decoders: int
+    tp: int  # GPUs of a worker
+    decoders: int  # decode workers, beside one for prefill
     parameters: float
-    base: float
-    ceiling: float
-    line: tuple[float, float]
+    base: float  # seconds to the first token of a request alone
+    ceiling: float  # requests a second that the paper saw at most
+    line: tuple[float, float]  # ITL in seconds: (constant, more for each stream)
+    # ITL in seconds that the throughput column has, from 3 streams on; None takes `line`.
     flat: float | None = None
-    few: float = 0.0
+    few: float = 0.0  # ITL in seconds of 1 or 2 streams, where `flat` is given
 
     def law(self, reading: Reading) -> Law:
         """Return the time of its workers' steps under a reading."""
@@ -118,18 +106,11 @@ def fleet(name: str) -> PaperFleet:
 
 @dataclass(frozen=True, slots=True)
 class PolicySetting:
-    """How requests are routed: Eq. 1 and 2 of the paper, or any policy of the fleet's.
-
-    Attributes:
-        temperature: tau.
-        overlap_weight: omega.
-        policy: name of the policy; "" for Eq. 1, applied to prefill and to decode workers.
-        params: of that policy.
-    """
+    """How requests are routed: Eq. 1 and 2 of the paper, or any policy of the fleet's."""
 
     temperature: float = 0.0
     overlap_weight: float = 1.0
-    policy: str = ""
+    policy: str = ""  # name of the policy; "" for Eq. 1, applied to prefill and to decode workers.
     params: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -153,12 +134,7 @@ def make_simulation(
     decode workers keep them, so that there is an overlap to route by.
 
     Args:
-        paper_fleet: fleet.
         reading: of the paper; `sender` and `law` take the place of its client and its law.
-        loop: the load.
-        seed: of everything that is drawn.
-        setting: of the router.
-        sender: client.
         law: time of the steps.
         saturation: detector of the control plane, as of `ControlConfig`.
         rehearses: whether workers tell their speed, as of `Setup`.

@@ -87,8 +87,6 @@ def simulation(config: GatewaysConfig, seed: int, overloaded: bool = False) -> S
     Tenants are split over the gateways, each to one: that is the worst case for their fairness.
 
     Args:
-        config: of the gateways.
-        seed: of arrivals, lengths, ties and the split.
         overloaded: whether tenants ask for more than there is.
     """
     free: dict[str, Any] = dict.fromkeys(

@@ -23,31 +23,18 @@ Follow = Callable[[Simulation], None]
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """The configuration of a run.
-
-    Attributes:
-        fleet: of the paper.
-        reading: of the paper.
-        users: concurrency.
-        hold_s: seconds after the ramp.
-        ramped: whether the ramp counts (Experiment 1).
-        setting: of the router.
-        client: in place of the reading's.
-        law: in place of the reading's.
-        templates: number of different prompts.
-        settle: seconds after the ramp that do not count, where the ramp does not.
-    """
+    """The configuration of a run."""
 
     fleet: PaperFleet
     reading: Reading
     users: int
-    hold_s: float = 120.0
-    ramped: bool = True
+    hold_s: float = 120.0  # seconds after the ramp
+    ramped: bool = True  # whether the ramp counts (Experiment 1)
     setting: PolicySetting = _DEFAULT
-    client: ClientConfig | None = None
-    law: Law | None = None
-    templates: int = LENGTHS.templates
-    settle: float = 0.0
+    client: ClientConfig | None = None  # in place of the reading's
+    law: Law | None = None  # in place of the reading's
+    templates: int = LENGTHS.templates  # number of different prompts
+    settle: float = 0.0  # seconds after the ramp that do not count, where the ramp does not
 
     @property
     def end(self) -> float:
@@ -70,9 +57,6 @@ def run(
     """Run a level.
 
     Args:
-        level: what.
-        seed: of everything that is drawn.
-        follow: called with the simulation before it runs.
         saturation: detector of the control plane.
 
     Raises:

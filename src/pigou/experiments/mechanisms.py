@@ -21,19 +21,12 @@ _OPEN = ClientConfig()
 
 @dataclass(frozen=True, slots=True)
 class Mechanism:
-    """One explanation.
-
-    Attributes:
-        name: of it.
-        reading: whose server it has.
-        client: that it has.
-        prefill: seconds of a prompt, in place of the reading's; 0 for that.
-    """
+    """One explanation."""
 
     name: str
     reading: Reading
     client: ClientConfig = _OPEN
-    prefill: float = 0.0
+    prefill: float = 0.0  # seconds of a prompt, in place of the reading's; 0 for that
 
 
 def _pool(take: str = "fifo", barging: float = 0.0) -> ClientConfig:

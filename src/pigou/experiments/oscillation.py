@@ -75,7 +75,6 @@ def constant_load(
     """Return a run at a constant load, by default near the budget's capacity.
 
     Args:
-        fleet, planner, lag_s, seconds, start: of the run.
         utilisation: load of half the budget as prefill workers.
     """
     made = PlannedRun(fleet, planner, RateSchedule.of(1.0), seconds, start, WORKERS, lag_s)

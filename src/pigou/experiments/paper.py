@@ -18,23 +18,14 @@ FleetName: TypeAlias = Literal["340b-1p2d", "70b-1p2d", "70b-1p5d"]
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What the paper has for one measurement; None where it printed nothing.
+    """What the paper has for one measurement; None where it printed nothing."""
 
-    Attributes:
-        ttft_p99_s: seconds to the first token, 99th percentile.
-        itl_p99_s: seconds between tokens, 99th percentile.
-        poa_legacy: its index.
-        rps: requests completed a second.
-        regime: its label.
-        source: table or section.
-    """
-
-    ttft_p99_s: float | None = None
-    itl_p99_s: float | None = None
-    poa_legacy: float | None = None
-    rps: float | None = None
+    ttft_p99_s: float | None = None  # seconds to the first token, 99th percentile
+    itl_p99_s: float | None = None  # seconds between tokens, 99th percentile
+    poa_legacy: float | None = None  # its index
+    rps: float | None = None  # requests completed a second
     regime: str | None = None
-    source: str = ""
+    source: str = ""  # table or section
 
 
 #: Experiment 1, and what of it is in Table 4.
@@ -115,23 +106,14 @@ OVERLAP_WEIGHTS = (0.0, 0.3, 0.7, 1.0)
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Experiment 4: the index for each (temperature, overlap weight), or what is said of them.
+    """Experiment 4: the index for each (temperature, overlap weight), or what is said of them."""
 
-    Attributes:
-        mean: over the cells.
-        sd: standard deviation between them.
-        rps: of all of them.
-        ttft_p99_s: least and largest.
-        cells: rows are temperatures; empty where the paper has none.
-        source: table or section.
-    """
-
-    mean: float
-    sd: float
+    mean: float  # over the cells
+    sd: float  # standard deviation between them
     rps: float
-    source: str
-    ttft_p99_s: tuple[float, float] | None = None
-    cells: Sequence[Sequence[float]] = ()
+    source: str  # table or section
+    ttft_p99_s: tuple[float, float] | None = None  # least and largest
+    cells: Sequence[Sequence[float]] = ()  # rows are temperatures; empty where the paper has none
 
 
 #: By concurrency: 64 is Experiment 4a, 128 is 4b.
@@ -241,7 +223,6 @@ def throughput_itl(
     it is negative, a constant is all that the column supports.
 
     Args:
-        rows: of Table 4.
         slots: requests in flight at most.
         first: seconds to the first token that a request has besides.
         min_users: users from which rates have enough digits.

@@ -49,35 +49,20 @@ _ASSESS_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class PlannedRun:
-    """A planner on prefill and decode workers.
-
-    Attributes:
-        fleet: of the paper, whose workers serve.
-        planner: its name.
-        schedule: requests a second.
-        seconds: in which requests are sent.
-        start: prefill and decode workers at the beginning.
-        max_workers: at once.
-        lag_s: that a start takes, and a change of role.
-        assumed_lag_s: that the planner reckons with.
-        params: of the planner.
-        policy: of the router.
-        templates: different prompts; 0 for all different.
-        caching: whether prefixes are cached.
-    """
+    """A planner on prefill and decode workers."""
 
     fleet: PaperFleet
     planner: str
-    schedule: RateSchedule
+    schedule: RateSchedule  # requests a second
     seconds: float
-    start: tuple[int, int]
+    start: tuple[int, int]  # prefill and decode workers at the beginning
     max_workers: int
     lag_s: float = START_UP_S
     assumed_lag_s: float = START_UP_S
     params: Mapping[str, Any] = field(default_factory=dict)
     policy: str = "least-loaded"
-    templates: int = 0
-    caching: bool = True
+    templates: int = 0  # different prompts; 0 for all different
+    caching: bool = True  # whether prefixes are cached
 
     @property
     def prompt_s(self) -> float:

@@ -32,27 +32,16 @@ Summary: TypeAlias = Callable[[Sequence[Row], PaperFleet, Reading], Mapping[str,
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """An experiment.
-
-    Attributes:
-        about: what it is, in a line.
-        rows: makes its rows.
-        summary: of the rows.
-        runs: default number of seeds.
-        levels: default levels of concurrency.
-        columns: of the rows, that are shown besides the compared ones.
-        fixed: whether its levels cannot be chosen, only given in that number.
-        reads: whether the reading matters to it.
-    """
+    """An experiment."""
 
     about: str
-    rows: Run
+    rows: Run  # makes its rows
     summary: Summary
-    runs: int
-    levels: Sequence[int]
-    columns: Sequence[str] = ()
-    fixed: bool = False
-    reads: bool = True
+    runs: int  # default number of seeds
+    levels: Sequence[int]  # default levels of concurrency
+    columns: Sequence[str] = ()  # of the rows, that are shown besides the compared ones
+    fixed: bool = False  # whether its levels cannot be chosen, only given in that number
+    reads: bool = True  # whether the reading matters to it
 
 
 #: In the order of `all`.

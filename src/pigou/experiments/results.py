@@ -29,11 +29,6 @@ def make_row(
     """Return a row: each figure is the mean over the runs, as in the paper's Experiment 3.
 
     Args:
-        experiment: its name.
-        users: concurrency.
-        runs: figures of each.
-        seeds: of each.
-        paper: its figures for the same.
         rest: further columns.
     """
     columns = [asdict(figures) for figures in runs]

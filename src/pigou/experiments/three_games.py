@@ -95,7 +95,6 @@ class BlindPlanner:
     """A planner that is not told of the cache, or not of the router.
 
     Args:
-        inner: decides.
         cache: hides hits and cached tokens, else the Price of Anarchy and the better split.
     """
 

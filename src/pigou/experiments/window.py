@@ -22,15 +22,10 @@ _MARK = -90
 
 @dataclass
 class Marks:
-    """Snapshots of the gaps between tokens at the ends of windows, taken while the run goes on.
+    """Snapshots of the gaps between tokens at the ends of windows, taken while the run goes on."""
 
-    Attributes:
-        at: seconds from the beginning, rising.
-        taken: the gaps until then.
-    """
-
-    at: Sequence[float]
-    taken: list[ITLHistogram] = field(default_factory=list)
+    at: Sequence[float]  # seconds from the beginning, rising
+    taken: list[ITLHistogram] = field(default_factory=list)  # the gaps until then
 
     def follow(self, simulation: Simulation) -> None:
         """Take a snapshot at each time; call it before the run."""
@@ -54,35 +49,20 @@ class Marks:
 
 @dataclass(frozen=True, slots=True)
 class WindowFigures:
-    """Figures of a window, in seconds; a latency counts from the intention to send.
-
-    Attributes:
-        ttft_p99_s: of the requests that completed in the window.
-        ttft_drained_p99_s: the same with those that completed after it.
-        server_ttft_p99_s: from sending.
-        wait_p99_s: from the intention to sending.
-        e2e_mean_s: until the last token.
-        itl_p99_s: between tokens.
-        rps: completions a second in the window.
-        poa_legacy: the paper's index of the last 200 completions, drained ones included.
-        poa_window: the same without drained ones.
-        inflight: mean requests in the fleet.
-        requests: completed requests.
-        unsent: requests that the client meant to send before the end, and had not.
-    """
+    """Figures of a window, in seconds; a latency counts from the intention to send."""
 
     ttft_p99_s: float
-    ttft_drained_p99_s: float
+    ttft_drained_p99_s: float  # the same with those that completed after it
     server_ttft_p99_s: float
     wait_p99_s: float
-    e2e_mean_s: float
-    itl_p99_s: float
-    rps: float
-    poa_legacy: float
-    poa_window: float
-    inflight: float
+    e2e_mean_s: float  # until the last token
+    itl_p99_s: float  # between tokens
+    rps: float  # completions a second in the window
+    poa_legacy: float  # the paper's index of the last 200 completions, drained ones included
+    poa_window: float  # the same without drained ones
+    inflight: float  # mean requests in the fleet
     requests: int
-    unsent: int
+    unsent: int  # requests that the client meant to send before the end, and had not
 
 
 def clock_ns(seconds: float) -> int:
@@ -100,9 +80,7 @@ def measure(
     the window are those that did not wait.
 
     Args:
-        runs: of the run.
         begin: of the window, in seconds from the beginning.
-        end: of it.
         gaps: between tokens in it.
         workers: columns of the index: decode workers.
         meant: count only those that were also meant to be sent in it, as for a phase whose

@@ -21,22 +21,11 @@ _GROUP = "Model and workers"
 
 
 class WatchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How closely workers are watched; all in seconds.
+    """How closely workers are watched; all in seconds."""
 
-    Attributes:
-        every: between two looks at a worker.
-        timeout: that a look waits for `/health`.
-        failures: looks in a row that may be refused before a worker counts as down.
-        hang: that an engine with work may make no progress, by its own account, or that a worker
-            may answer nothing; 10 ms more for each token that it computes. 0 for ever.
-        start: that a worker may take to become ready.
-        min_backoff_s: before the first restart; doubled by each further one.
-        max_backoff_s: at which the doubling ends.
-    """
-
-    every: float = 1.0
-    timeout: float = 3.0
-    failures: int = 3
+    every: float = 1.0  # between two looks at a worker
+    timeout: float = 3.0  # that a look waits for `/health`
+    failures: int = 3  # looks in a row that may be refused before a worker counts as down
     hang: Annotated[
         float,
         option(
@@ -50,7 +39,7 @@ class WatchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     drain: Annotated[
         float, option("Seconds that requests under way are given at the end.", "Gateway")
     ] = 30.0
-    min_backoff_s: float = 0.25
+    min_backoff_s: float = 0.25  # before the first restart; doubled by each further one
     max_backoff_s: float = 30.0
 
     def __post_init__(self) -> None:
@@ -73,11 +62,6 @@ class WorkersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Which workers a fleet has: local ones to start, and running servers to attach.
 
     The model, its name, dtype, threads, KV transfer and timing go to every local worker.
-
-    Attributes:
-        prefill: None starts one where nothing else is asked for.
-        decode: None starts two where nothing else is asked for.
-        attach: each as `AttachedWorker.parse` reads it.
     """
 
     model: Annotated[str, option("Folder, Hugging Face hub id, or 'bundled'.", _GROUP)] = "bundled"
@@ -313,21 +297,13 @@ class WorkersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class LocalWorker(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker process to start.
+    """A worker process to start."""
 
-    Attributes:
-        id: name in the fleet.
-        role: what it is asked to do.
-        arguments: of `pigou worker`, besides role, address and port.
-        device: that it computes on, which is among the arguments too.
-        model: that it serves, of several; empty where there is one.
-    """
-
-    id: str
+    id: str  # name in the fleet
     role: Role
-    arguments: tuple[str, ...] = ()
-    device: str = "cpu"
-    model: str = ""
+    arguments: tuple[str, ...] = ()  # of `pigou worker`, besides role, address and port
+    device: str = "cpu"  # that it computes on, which is among the arguments too
+    model: str = ""  # that it serves, of several; empty where there is one
 
 
 _ATTACH_OPTIONS = ("role", "events", "replay", "topic", "key", "pin", *Location._fields)
@@ -337,24 +313,17 @@ class AttachedWorker(msgspec.Struct, frozen=True, kw_only=True):
     """A server that somebody else runs.
 
     Attributes:
-        id: name in the fleet.
-        url: base address, without a trailing slash.
-        role: what it is asked to do.
-        events: ZMQ address of its KV events; empty asks the server.
-        replay: ZMQ address where past events can be asked for; empty asks the server.
-        topic: of the events; every topic when empty.
-        key: sent as bearer key.
-        pin: of a frontend of NVIDIA Dynamo, the id of the one worker behind it that is meant.
         host, rack, zone: labels of its node; empty for what the server says itself.
     """
 
-    id: str
-    url: str
+    id: str  # name in the fleet
+    url: str  # base address, without a trailing slash
     role: Role = Role.BOTH
-    events: str = ""
-    replay: str = ""
-    topic: str = ""
-    key: str = ""
+    events: str = ""  # ZMQ address of its KV events; empty asks the server
+    replay: str = ""  # ZMQ address where past events can be asked for; empty asks the server
+    topic: str = ""  # of the events; every topic when empty
+    key: str = ""  # sent as bearer key
+    # of a frontend of NVIDIA Dynamo, the id of the one worker behind it that is meant.
     pin: str = ""
     host: str = ""
     rack: str = ""

@@ -38,10 +38,8 @@ class Drain:
         """Prepare the drain of a worker that the control plane knows as draining.
 
         Args:
-            plane_driver: of the fleet.
             worker: its id.
             limit_s: seconds that its requests are given.
-            stops: as the attribute.
         """
         self.stops = stops
         self._plane_driver = plane_driver

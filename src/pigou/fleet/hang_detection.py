@@ -21,16 +21,10 @@ PATIENCE = 5.0
 
 @dataclass(frozen=True, slots=True)
 class EngineProgress:
-    """What a worker reports of its engine.
-
-    Attributes:
-        busy: it has work.
-        mark: differs from the mark before if the engine made progress in between.
-        planned_tokens: of the step or prompts that it computes now.
-    """
+    """What a worker reports of its engine."""
 
     busy: bool
-    mark: Hashable
+    mark: Hashable  # differs from the mark before if the engine made progress in between
     planned_tokens: int = 0
 
 
@@ -82,7 +76,6 @@ class HangDetector:
     watcher no time, nobody gets older.
 
     Attributes:
-        still_s: that the engine has been busy without progress.
         silent_s: without any answer.
         silent_looks: looks in a row without any answer.
     """

@@ -41,13 +41,9 @@ Lose = Callable[[], None]
 
 @dataclass(slots=True)
 class EventCursor:
-    """Position in one publisher's sequence of batches.
+    """Position in one publisher's sequence of batches."""
 
-    Attributes:
-        next: number of the batch that is to come; None before the first.
-    """
-
-    next: int | None = None
+    next: int | None = None  # number of the batch that is to come; None before the first
 
     def judge(self, number: int) -> str:
         """Say what to do with a batch of this number: apply, replay, restart or skip.
@@ -72,7 +68,6 @@ class EventSubscriber:
         """Prepare.
 
         Args:
-            source: where the events come from.
             apply: called with the events of each batch, in order.
             lose: called when batches are missing for good, or the publisher started anew.
         """

@@ -29,7 +29,6 @@ class LocalProvider:
 
         Args:
             setup: what members share.
-            templates: of further workers, one for each model.
         """
         self._setup = setup
         self._templates = {template.model: template for template in templates}

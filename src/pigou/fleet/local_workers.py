@@ -21,22 +21,15 @@ OWN = ("--disk-path", "--bucket-url")
 
 
 class WorkerTemplate(msgspec.Struct, frozen=True, kw_only=True):
-    """What further workers of a local fleet are made from.
+    """What further workers of a local fleet are made from."""
 
-    Attributes:
-        arguments: of `pigou worker`, the same for all; but where one worker alone may keep its
-            cache (`OWN`), each gets a part that is named after it.
-        devices: that workers are given, in turn.
-        model: that they serve, of several; empty where there is one.
-        prefill_queue: that those for prefill pull from; empty for none.
-        ray: the Ray cluster that they run on; None for this machine.
-    """
-
+    # of `pigou worker`, the same for all; but where one worker alone may keep its cache (`OWN`),
+    # each gets a part that is named after it.
     arguments: tuple[str, ...] = ()
     devices: tuple[str, ...] = ("cpu",)
-    model: str = ""
-    prefill_queue: str = ""
-    ray: RayConfig | None = None
+    model: str = ""  # that they serve, of several; empty where there is one
+    prefill_queue: str = ""  # that those for prefill pull from; empty for none
+    ray: RayConfig | None = None  # the Ray cluster that they run on; None for this machine
 
     @classmethod
     def of(
@@ -48,9 +41,7 @@ class WorkerTemplate(msgspec.Struct, frozen=True, kw_only=True):
         """Return the template of a fleet, or of one of its models.
 
         Args:
-            config: of the fleet.
             arguments: further ones for all workers.
-            pool: the model; None where there is one.
         """
         device = config.device if pool is None else pool.device or config.device
         return cls(
@@ -96,7 +87,6 @@ def local_workers(
     """Return the workers of a local fleet, named by role and number.
 
     Args:
-        prefill, decode, both: how many of each role.
         arguments, devices: as `WorkerTemplate` has them.
     """
     template = WorkerTemplate(arguments=tuple(arguments), devices=tuple(devices))
@@ -109,7 +99,6 @@ def start_workers(
     """Return the local workers that a fleet begins with; no two have one id.
 
     Args:
-        templates: of its models.
         counts: workers for prefill, for decode and for both, by model.
     """
     numbers, workers = Counter[Role](), list[LocalWorker]()

@@ -39,20 +39,14 @@ _EXIT_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class MemberSetup:
-    """What the members of one fleet share.
-
-    Attributes:
-        plane_driver: of the fleet.
-        config: how closely they are watched.
-        arbiter: of hangs.
-        secret: of the fleet; None leaves local workers open to this machine.
-        models: plane drivers of several models, by name; none where there is one.
-    """
+    """What the members of one fleet share."""
 
     plane_driver: PlaneDriver
-    config: WatchConfig
+    config: WatchConfig  # how closely they are watched
     arbiter: HangArbiter
+    # of the fleet; None leaves local workers open to this machine.
     secret: FleetSecret | None = None
+    # plane drivers of several models, by name; none where there is one.
     models: Mapping[str, PlaneDriver] = field(default_factory=dict)
 
     def driver_of(self, model: str) -> PlaneDriver:
@@ -74,16 +68,13 @@ class FleetMember(ABC):
 
     Attributes:
         id: name in the fleet, never used again.
-        role: what it is asked to do.
         pool: name of the pool that it is in.
         model: that it serves, of several; empty where there is one, or it is not known yet.
-        plane_driver: of its model.
         epoch: how often its role has changed.
         location: labels of its node, in place of what the worker says; unknown for those.
         ready: set once the worker was up for the first time, or failed for good.
         failed: why it never came up; empty otherwise.
         may_fail: a first start that fails is tried again, and ends nothing.
-        leaving: it is not started again.
         next_role: that it drains for: its own where it starts again; None where it does not.
         failed_starts: in a row.
         start_up_s: seconds that its last start took; None before one.
@@ -184,11 +175,7 @@ class FleetMember(ABC):
         """Put the worker to use until it is down; return why.
 
         Args:
-            url: of its server.
-            probed: what a probe read of it.
             key: sent as bearer key.
-            sources: of its KV events.
-            process: that it runs in, where it was started here.
 
         Raises:
             FleetError: it does not fit the workers that are there.

@@ -25,8 +25,6 @@ def samples(
     """Yield name, labels and value of the first samples of these metrics.
 
     Args:
-        page: of its metrics.
-        names: of the metrics.
         max_lines: that are looked at, of those that begin with a name.
     """
     for line in lines(page, names)[:max_lines]:

@@ -20,27 +20,21 @@ class ModelPoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     """One of several models behind a gateway, and the local workers of it.
 
     Attributes:
-        name: that requests use, and that its workers report.
-        model: folder, hub id or 'bundled'; empty for one that attached servers alone serve.
         prefill, decode, both: local workers to start; one for both where nobody says.
-        device: of its workers; empty for that of all.
-        tokenizer: folder or hub id; by default where the workers say that the model is.
-        overflow: another model pool, or the base URL of another fleet, for requests that find no
-            worker free; empty for none.
-        overflow_price_s: what one of them is worth there, in seconds of waiting here.
-        overflow_key: bearer key of the other fleet.
     """
 
     name: str
-    model: str = ""
+    model: str = ""  # folder, hub id or 'bundled'; empty for one that attached servers alone serve
     prefill: int = 0
     decode: int = 0
     both: int = 0
-    device: str = ""
-    tokenizer: str = ""
+    device: str = ""  # of its workers; empty for that of all
+    tokenizer: str = ""  # folder or hub id; by default where the workers say that the model is
+    # another model pool, or the base URL of another fleet, for requests that find no worker free;
+    # empty for none.
     overflow: str = ""
-    overflow_price_s: float = 1.0
-    overflow_key: str = ""
+    overflow_price_s: float = 1.0  # what one of them is worth there, in seconds of waiting here
+    overflow_key: str = ""  # bearer key of the other fleet
 
     def __post_init__(self) -> None:
         """Refuse names that no request could use, and workers without a model."""
@@ -74,16 +68,9 @@ class ModelPoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
 
 class DeclaredModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A model that a gateway serves.
+    """A model that a gateway serves."""
 
-    Attributes:
-        name: that its workers report; empty where they may report any, all of them the same.
-        aliases: further names that requests may use.
-        tokenizer: folder or hub id; empty asks the workers.
-        overflow: where requests go that it cannot serve now; None for nowhere.
-    """
-
-    name: str = ""
-    aliases: tuple[str, ...] = ()
-    tokenizer: str = ""
-    overflow: Overflow | None = None
+    name: str = ""  # that its workers report; empty where they may report any, all of them the same
+    aliases: tuple[str, ...] = ()  # further names that requests may use
+    tokenizer: str = ""  # folder or hub id; empty asks the workers
+    overflow: Overflow | None = None  # where requests go that it cannot serve now; None for nowhere

@@ -16,9 +16,7 @@ class NatsAddress(msgspec.Struct, frozen=True, kw_only=True):
     """Servers of one NATS system: `nats://[USER:PASSWORD@|TOKEN@]HOST:PORT`, or `tls://`.
 
     Attributes:
-        urls: of the servers, without logins and parameters.
         user, password: of the login; a user alone is a token.
-        tls: files of TLS.
     """
 
     urls: tuple[str, ...]

@@ -31,9 +31,7 @@ async def connect_nats(
     A server's error, such as too many connections, closes the client: its owner makes another.
 
     Args:
-        address: of the servers.
         retry_s: seconds between two tries; None for a connection that is not made again.
-        reconnected: called when a lost connection is there again.
         closed: called when the connection is closed, or lost and not made again.
         echo: whether the connection gets messages that it published itself.
 

@@ -33,7 +33,6 @@ class Placer:
         """Begin without nodes.
 
         Args:
-            gpus: of each worker.
             pack: how near to each other the workers must be.
         """
         self._gpus, self._pack = gpus, pack

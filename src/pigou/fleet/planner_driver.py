@@ -59,11 +59,8 @@ class PlannerDriver:
         """Prepare.
 
         Args:
-            config: with a planner.
-            live_fleet: that is changed.
             plane_driver: of its gateway, and of its first model where there are several; its
                 journal gets the planner's entries.
-            status: takes what is shown.
             drain_s: that requests on a worker which leaves are given, in seconds.
             others: plane drivers of its other models; workers of all share `max_workers`.
 

@@ -48,7 +48,6 @@ class PlannerWindows:
         """Begin a window now; requests are remembered from now on.
 
         Args:
-            live_fleet: whose workers are looked at.
             plane_drivers: one for each of its models.
         """
         self._live_fleet = live_fleet

@@ -59,29 +59,19 @@ class EventSource:
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """What a probe read of a worker.
-
-    Attributes:
-        engine: what it runs.
-        block_size: tokens in a block.
-        blocks: KV blocks, 0 when it did not say.
-        max_seqs: maximum of sequences at once, 0 when it did not say.
-        sources: of KV events, one a data parallel rank.
-        layout: of its cache, for others that may read it; empty where others may not read it.
-        startup_profile: its own speed, as measured at startup; empty where unknown.
-        version: of its deployment; empty where it has none.
-        location: labels of its node; unknown where it does not say.
-    """
+    """What a probe read of a worker."""
 
     engine: Engine
-    block_size: int
-    blocks: int
-    max_seqs: int
+    block_size: int  # tokens in a block
+    blocks: int  # KV blocks, 0 when it did not say
+    max_seqs: int  # maximum of sequences at once, 0 when it did not say
     sources: tuple[EventSource, ...]
+    # of its cache, for others that may read it; empty where others may not read it.
     layout: str = ""
+    # its own speed, as measured at startup; empty where unknown.
     startup_profile: tuple[Rehearsed, ...] = ()
-    version: str = ""
-    location: Location = UNKNOWN_LOCATION
+    version: str = ""  # of its deployment; empty where it has none
+    location: Location = UNKNOWN_LOCATION  # labels of its node; unknown where it does not say
 
 
 class _ModelCard(msgspec.Struct):
@@ -221,7 +211,6 @@ def metrics_progress(
     under way that comes in one piece, and owes no stream, its standing still says nothing.
 
     Args:
-        page: of its metrics.
         owed: requests from here whose next bytes it owes.
         planned_tokens: of prompts that it was sent, and has not answered yet.
         unstreamed: requests from here whose reply comes in one piece.

@@ -12,22 +12,14 @@ from pigou.request import Role
 
 
 class ProvidedPool(msgspec.Struct, frozen=True, kw_only=True):
-    """Workers of one role that run on the same.
+    """Workers of one role that run on the same."""
 
-    Attributes:
-        name: unique over all providers: `decode` for local workers, `decode.attached`.
-        role: of its workers.
-        gpus: of each worker, at least 1.
-        start_up_s: seconds from the order of a worker until it serves, as seen; None where none
-            was started yet.
-        model: of its workers, of several; empty where there is one, or it is not known.
-    """
-
-    name: str
+    name: str  # unique over all providers: `decode` for local workers, `decode.attached`
     role: Role
-    gpus: int = 1
+    gpus: int = 1  # of each worker, at least 1
+    # seconds from the order of a worker until it serves, as seen; None where none was started yet.
     start_up_s: float | None = None
-    model: str = ""
+    model: str = ""  # of its workers, of several; empty where there is one, or it is not known
 
 
 class Provider(Protocol):
@@ -35,12 +27,9 @@ class Provider(Protocol):
 
     The supervisor runs the members that a provider makes, drains them and lets them go. A member
     says what its start, its end and a change of its role take (`FleetMember`).
-
-    Attributes:
-        kind: of its members, as `/workers` shows it: local, attached.
     """
 
-    kind: ClassVar[str]
+    kind: ClassVar[str]  # of its members, as `/workers` shows it: local, attached
 
     @property
     def room(self) -> int | None:

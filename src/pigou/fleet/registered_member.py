@@ -22,7 +22,6 @@ class RegisteredMember(AttachedMember):
     """Uses one worker of a registry, for as long as it is that incarnation.
 
     Attributes:
-        entry: as it is registered.
         suspected: why it gets nothing new; empty while it is trusted.
     """
 

@@ -69,7 +69,6 @@ class RegistryProvider(ServerProvider):
         """Begin without workers.
 
         Args:
-            registry: where they are.
             setup: of the fleet's members.
         """
         self._registry = registry

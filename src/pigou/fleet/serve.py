@@ -53,9 +53,7 @@ class Serving:
     Attributes:
         plane_driver: drives the control plane.
         supervisor: runs the workers.
-        live_fleet: changes them.
         startup: how far the start is.
-        plan_status: what the planner decided.
         peers: tells other gateways what this one sends; None where there are none.
     """
 
@@ -77,9 +75,6 @@ class Serving:
         """Put the parts together; within a running event loop.
 
         Args:
-            gateway: its limits.
-            control: of the control plane.
-            workers: of the fleet.
             watch: how closely they are watched.
             tokenizer: folder or hub id of the model's tokenizer; empty asks the workers.
             on_stage: gets the stages of the start, of the gateway and of each worker.
@@ -319,7 +314,6 @@ def workers_of(
     """Return the workers of a fleet: those to start, then those to attach.
 
     Args:
-        config: which ones.
         arguments: of `pigou worker`, further ones for all that are started.
 
     Raises:

@@ -11,16 +11,11 @@ from pigou.request import Role
 
 
 class ServerProvider:
-    """Names the pools of servers that run already, starts none, and flips those of Pigou.
-
-    Attributes:
-        not_started: why no further server can be started.
-        not_flipped: what is said of a server that is not Pigou's.
-    """
+    """Names the pools of servers that run already, starts none, and flips those of Pigou."""
 
     kind: ClassVar[str]
-    not_started: ClassVar[str]
-    not_flipped: ClassVar[str]
+    not_started: ClassVar[str]  # why no further server can be started
+    not_flipped: ClassVar[str]  # what is said of a server that is not Pigou's
 
     @property
     def room(self) -> int | None:

@@ -58,8 +58,6 @@ class Supervisor:
         """Prepare the members; within the event loop. They begin with `start`.
 
         Args:
-            plane_driver: of the fleet.
-            workers: that it begins with.
             config: how closely they are watched.
             secret: given to local workers; None leaves them open to this machine.
             templates: of further local workers, one for each model; none adds none.
@@ -219,9 +217,6 @@ class Supervisor:
         """Let a ready member drain, then serve in another pool.
 
         Args:
-            member: that serves.
-            role: that it has then.
-            pool: that it is in then.
             limit_s: as `drain` has it.
         """
 
@@ -236,7 +231,6 @@ class Supervisor:
         """Let a ready local member drain; its process then ends, and another takes its place.
 
         Args:
-            member: that serves.
             limit_s: as `drain` has it.
         """
 

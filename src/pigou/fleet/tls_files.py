@@ -14,11 +14,10 @@ class TlsFiles(msgspec.Struct, frozen=True, kw_only=True):
     """Paths of PEM files; empty for none.
 
     Attributes:
-        ca: certificates that are trusted, in place of the system's.
         cert, key: certificate of the client, and its key.
     """
 
-    ca: str = ""
+    ca: str = ""  # certificates that are trusted, in place of the system's
     cert: str = ""
     key: str = ""
 

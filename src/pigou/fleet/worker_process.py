@@ -110,7 +110,6 @@ class WorkerProcess:
     """`pigou worker` as a child, in a session of its own: the terminal's Ctrl-C is ours alone.
 
     Attributes:
-        pid: of the process.
         heartbeat: the last that it printed; None before the first.
     """
 

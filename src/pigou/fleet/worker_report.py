@@ -27,7 +27,6 @@ def read_report(page: bytes, now: int) -> WorkerReport:
     """Return what a metrics page says of a worker; None for what it does not say.
 
     Args:
-        page: of its metrics.
         now: nanoseconds.
     """
     sums = metrics_page.totals(page, _NAMES, _MAX_LINES)

@@ -52,7 +52,6 @@ class WorkerWatch:
     Attributes:
         gaps: times that KV events were missed for good.
         hung: the reason that `until_down` returned is a hang.
-        stopped: its process was stopped from outside then.
     """
 
     def __init__(
@@ -67,7 +66,6 @@ class WorkerWatch:
         """Prepare.
 
         Args:
-            plane_driver, upstream: of the worker.
             config: how closely it is watched.
             arbiter: of the fleet; None for a fleet of one.
             process_state: of its process, by `/proc`; None where it runs elsewhere.

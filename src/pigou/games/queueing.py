@@ -323,7 +323,6 @@ def min_servers(
 
     Args:
         erlangs: arrival rate times mean service.
-        limit: of wait and service together, in mean services.
         quantile: share that stays within it, 0 to under 1.
         scv, arrival_scv: squared coefficients of variation of service times and arrivals.
 

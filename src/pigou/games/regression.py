@@ -122,13 +122,8 @@ def add(
     """Add one observation to the sums of every pole; those before count `keep` times as much.
 
     Args:
-        poles: of the fit.
         n: requests on the worker.
-        held: by those.
-        seconds: that it took.
-        weight: of this observation.
         keep: factor of the sums.
-        fit: takes it.
     """
     n_sat, beta, floor = poles
     gram, moment, cross, _, _ = fit
@@ -253,8 +248,6 @@ def is_pole_better(line: float, best: float, count: int) -> bool:
 
     Args:
         line: weighted squared error of the straight line.
-        best: that of the pole.
-        count: observations.
     """
     gain = count * math.log(max(line, 1e-300) / max(best, 1e-300))
     return gain > 3.0 * math.log(max(count, 2))
@@ -286,7 +279,6 @@ def pick(prior: float, fit: FitArrays) -> int:
     Args:
         prior: what would double the seconds by being held, at one deviation of a normal prior about
             0, times the relative deviation of an observation.
-        fit: the sums.
     """
     gram, moment, cross, sums, scratch = fit
     poles, count = gram.shape[0], max(2, int(sums[WEIGHT]))

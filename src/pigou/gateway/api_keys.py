@@ -25,18 +25,13 @@ _RETRY_AFTER_S = 1
 
 
 class KeyLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Limits of a key; 0 for none. A sequence is one choice (`n`) of one prompt.
+    """Limits of a key; 0 for none. A sequence is one choice (`n`) of one prompt."""
 
-    Attributes:
-        sequences: most of them at the workers at once; further ones wait.
-        queued: most of them that wait, those of a request that has just come included; beyond,
-            a request is answered 429.
-        queued_tokens: the same for the tokens that they ask for, prompt and `max_tokens`.
-    """
-
-    sequences: int = 0
+    sequences: int = 0  # most of them at the workers at once; further ones wait
+    # most of them that wait, those of a request that has just come included; beyond, a request is
+    # answered 429.
     queued: int = 0
-    queued_tokens: int = 0
+    queued_tokens: int = 0  # the same for the tokens that they ask for, prompt and `max_tokens`
 
     def check(self, where: str) -> None:
         """Raise `ConfigError`, which begins with `where`, for a negative limit."""
@@ -54,7 +49,6 @@ class KeyLoad:
     Attributes:
         running: sequences at workers.
         waiting: sequences that were accepted and are not at a worker.
-        tokens: that these ask for.
     """
 
     def __init__(self, limits: KeyLimits) -> None:
@@ -289,10 +283,6 @@ class Keys:
 
 def make_key(tenant: str, *, admin: bool = False) -> tuple[str, str]:
     """Return a new random key, and the line for the keys file.
-
-    Args:
-        tenant: whose it is.
-        admin: it sees the whole fleet.
 
     Raises:
         ConfigError: the tenant's name has other characters than letters, digits, `_`, `-`.

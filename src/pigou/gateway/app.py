@@ -62,37 +62,23 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Gateway:
-    """What the routes work with.
-
-    Attributes:
-        config: limits.
-        plane_driver: drives the control plane.
-        metrics: counters.
-        fleet_status: the fleet's table.
-        keys: accepted API keys; None lets everybody in.
-        created: Unix time in seconds, which the model card shows.
-        shutdown: knows who is under way, and ends that.
-        startup: knows whether the fleet is still starting.
-        changes: changes the fleet; None where that cannot be.
-        plan_status: what a planner decided; None where there cannot be one.
-        registry: returns the state of the registry; None without one.
-        models: that are served, where they are declared; None for the one of `plane_driver`.
-        tracer: of requests; None where they are not traced.
-    """
+    """What the routes work with."""
 
     config: GatewayConfig
-    plane_driver: PlaneDriver
+    plane_driver: PlaneDriver  # drives the control plane
     metrics: Metrics
-    fleet_status: FleetStatus
-    keys: Keys | None
-    created: int
-    shutdown: Shutdown = field(default_factory=Shutdown)
-    startup: Startup = field(default_factory=Startup)
-    changes: FleetChanges | None = None
-    plan_status: PlanStatus | None = None
+    fleet_status: FleetStatus  # the fleet's table
+    keys: Keys | None  # accepted API keys; None lets everybody in
+    created: int  # Unix time in seconds, which the model card shows
+    shutdown: Shutdown = field(default_factory=Shutdown)  # knows who is under way, and ends that
+    startup: Startup = field(default_factory=Startup)  # knows whether the fleet is still starting
+    changes: FleetChanges | None = None  # changes the fleet; None where that cannot be
+    plan_status: PlanStatus | None = None  # what a planner decided; None where there cannot be one
+    # returns the state of the registry; None without one.
     registry: Callable[[], RegistryStatus] | None = None
+    # that are served, where they are declared; None for the one of `plane_driver`.
     models: ModelRouting | None = None
-    tracer: Tracer | None = None
+    tracer: Tracer | None = None  # of requests; None where they are not traced
 
 
 def build(gateway: Gateway) -> web.Application:

@@ -26,16 +26,11 @@ class Overflow(msgspec.Struct, frozen=True, kw_only=True):
     A request that is refused for want of capacity goes at once. Another one waits for as long as
     the fallback is worth, and goes then: so it costs at most twice the better of the two
     (ski rental: Karlin, Manasse, Rudolph, Sleator 1988).
-
-    Attributes:
-        to: name of another model here, or base URL of another fleet.
-        price_s: what a request is worth that the fallback serves, in seconds of waiting.
-        key: bearer key of the other fleet.
     """
 
-    to: str
-    price_s: float = 1.0
-    key: str = ""
+    to: str  # name of another model here, or base URL of another fleet
+    price_s: float = 1.0  # what a request is worth that the fallback serves, in seconds of waiting
+    key: str = ""  # bearer key of the other fleet
 
     @property
     def is_url(self) -> bool:
@@ -44,46 +39,22 @@ class Overflow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Limits of one gateway.
-
-    Attributes:
-        max_line: most bytes of the request line; more is answered 431.
-        max_header: most bytes of one header; more is answered 431.
-        max_headers: most headers; more is answered 431.
-        max_connections: client connections at once; 0 takes what the limit of open files allows.
-            A new one takes the place of one that has no request under way.
-        head_timeout: seconds in which a request's head must have come.
-        keepalive: seconds for which an idle connection is kept.
-        allowed_hosts: names by which a gateway on a loopback address may be called, besides
-            loopback ones; elsewhere, the only ones, if there are any.
-        api_keys_file: hashed keys; without it, every client is served.
-        journal: file to which all that decisions depend on is appended, plain; None writes none.
-        release: manifest of what is released together with the fleet (prompts, policies,
-            applications): another one voids all that is cached; empty for none.
-        strict: judge the fields of request bodies here; off in front of stock workers, which
-            know fields that Pigou does not.
-        prices: of GPUs, as `pigou.cost.price_list` reads them; without, costs are not metered.
-        gpu: that a worker has, `NAME[:GPUS]`, by role where they differ.
-        priced_model: whose sizes marginal dollars and energy need; empty asks the workers.
-        unknown_fields: what is done with unknown fields where they are judged here: "warn", once
-            in the log and in a header of each reply, or "refuse".
-        tracing: where traces of requests go, and which.
-    """
+    """Limits of one gateway."""
 
     host: Annotated[str, option("Address of the gateway.", "Gateway")] = "127.0.0.1"
     port: Annotated[int, option("Its port; 0 takes a free one.", "Gateway")] = 8000
     max_body: Annotated[int, option("Most bytes of a request's body.", "Gateway")] = (
         16 * 1024 * 1024
     )
-    max_line: int = 8190
-    max_header: int = 8190
-    max_headers: int = 100
+    max_line: int = 8190  # most bytes of the request line; more is answered 431
+    max_header: int = 8190  # most bytes of one header; more is answered 431
+    max_headers: int = 100  # most headers; more is answered 431
     max_connections: Annotated[
         int, option("Client connections at once; 0 takes what the limit of files allows.")
     ] = 0
     max_peer_connections: Annotated[int, option("The same for one address; 0 for no limit.")] = 0
-    head_timeout: float = 15.0
-    keepalive: float = 120.0
+    head_timeout: float = 15.0  # seconds in which a request's head must have come
+    keepalive: float = 120.0  # seconds for which an idle connection is kept
     cors_origins: Annotated[
         tuple[str, ...],
         option(
@@ -157,6 +128,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             "Gateway",
         ),
     ] = 60.0
+    # judge the fields of request bodies here; off in front of stock workers, which know fields that
+    # Pigou does not.
     strict: bool = True
     allow_special_tokens: Annotated[
         bool,
@@ -173,7 +146,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             "Gateway",
         ),
     ] = "warn"
-    tracing: TracingConfig = TracingConfig()
+    tracing: TracingConfig = TracingConfig()  # where traces of requests go, and which
 
     def __post_init__(self) -> None:
         """Refuse values that are out of range, and an open door that nobody asked for."""

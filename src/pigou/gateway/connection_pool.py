@@ -39,7 +39,6 @@ class HTTPConnectionPool:
 
         Args:
             path: of the worker's own URL.
-            body: as JSON.
             request_id: of the client's request.
             tenant: mark of whose it is; empty to tell none.
             trace: header lines of the trace that it belongs to, each with its line break.

@@ -26,19 +26,12 @@ _WORK = ("/v1/completions", "/v1/chat/completions", "other")
 
 
 class Event(msgspec.Struct, frozen=True):
-    """Something that happened to a worker.
+    """Something that happened to a worker."""
 
-    Attributes:
-        time: Unix time in seconds.
-        worker: its id.
-        kind: up, draining, down or restart.
-        text: why, in words; may be empty.
-    """
-
-    time: float
-    worker: str
-    kind: str
-    text: str
+    time: float  # Unix time in seconds
+    worker: str  # its id
+    kind: str  # up, draining, down or restart
+    text: str  # why, in words; may be empty
 
 
 class History:

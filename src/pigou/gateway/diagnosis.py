@@ -33,7 +33,6 @@ class GatewayDiagnosis:
         """Begin.
 
         Args:
-            page: of all metrics.
             table: as `/workers` shows it.
             clock: Unix time.
         """

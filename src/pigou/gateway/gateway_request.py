@@ -92,21 +92,14 @@ _MILLISECOND = 1_000_000
 
 @dataclass(slots=True)
 class RequestStats:
-    """Tokens, times and worker of a request so far, all its sequences together.
+    """Tokens, times and worker of a request so far, all its sequences together."""
 
-    Attributes:
-        first_token: when the first token was passed on, in nanoseconds of the gateway's clock;
-            0 before.
-        prompt_tokens: of its prompts; 0 while unknown.
-        completion_tokens: that were generated.
-        worker: id of the last worker that decoded it.
-        finish_reasons: of the sequences that have ended; only of a request that is traced.
-    """
-
+    # when the first token was passed on, in nanoseconds of the gateway's clock; 0 before.
     first_token: int = 0
-    prompt_tokens: int = 0
+    prompt_tokens: int = 0  # of its prompts; 0 while unknown
     completion_tokens: int = 0
-    worker: str | None = None
+    worker: str | None = None  # id of the last worker that decoded it
+    # of the sequences that have ended; only of a request that is traced.
     finish_reasons: tuple[str, ...] = ()
 
     def add(self, prompt_tokens: int, completion_tokens: int) -> None:
@@ -117,90 +110,60 @@ class RequestStats:
 
 @dataclass(slots=True)
 class GatewayRequest:
-    """One request of a client.
+    """One request of a client."""
 
-    Attributes:
-        id: unique among the gateway's requests.
-        wire_id: `X-Request-Id` of both legs, from which workers make the reply's id.
-        chat: whether it came to the chat route.
-        stream: whether the client wants a stream.
-        body: what is sent to workers.
-        prompt: tokens of the prompt; a guess from the text's length until they are known.
-        max_tokens: most tokens to generate, a guess where the client did not say.
-        single: one prompt and one choice: can be split in two legs, and go on elsewhere.
-        splits: the prompt may be computed on another worker.
-        portable: can go on where only prompt and tokens so far are understood (a stock vLLM).
-        seeded: the client gave a seed.
-        wants_ids: the client wants token ids.
-        wants_usage: the client wants a last chunk with the usage.
-        tenant: who asks; empty without keys.
-        priority: lower goes first.
-        deadline_ms: milliseconds after the arrival by which the first token is wanted.
-        arrival: nanoseconds of the gateway's clock.
-        salt: the cache salt that workers are sent; empty for none.
-        expiry: when what is cached under it becomes void, in nanoseconds since 1970.
-        fields: the body's fields that the gateway reads.
-        keys: the router's keys of the prompt's blocks, by block size; none while unknown.
-        overrides: parameters of the routing policy, for this request.
-        unknown: names of fields that no worker knows, left out of the body.
-        cached: tokens of the prompt that the worker of leg 1 had cached; None without one.
-        choice: the workers that it was sent to last; None before.
-        stats: tokens and times so far, shared by its sequences.
-        choices: sequences for each prompt (`n`).
-        prompts: as the client sent them; None for the one of a chat.
-        group: id of the request that it is one sequence of; empty for one that is alone.
-        held: sequences of that request that were not sent when this one was.
-        held_tokens: of the prompts of those.
-        quota: what it has of its key's limits; None without.
-        on_route: told of the workers each time that it is sent to some.
-        metered: what it got so far, shared by its sequences; None where nobody counts.
-        overflow: the model that was asked for, where another one serves it; else empty.
-        trace: its spans so far; None where it is not traced.
-        trace_headers: the client's, passed on to workers where tracing is off.
-        advice: on the beginning of its prompt, where its client asked for some; else empty.
-        reply_bytes: budget of the replies, shared by all sequences.
-        adapter: name of the adapter that it asks for; empty for the model itself.
-    """
-
-    id: str
-    wire_id: str
-    chat: bool
-    stream: bool
+    id: str  # unique among the gateway's requests
+    wire_id: str  # `X-Request-Id` of both legs, from which workers make the reply's id
+    chat: bool  # whether it came to the chat route
+    stream: bool  # whether the client wants a stream
     body: Body = field(repr=False)
-    prompt: int
-    max_tokens: int
-    single: bool = True
-    splits: bool = True
+    prompt: int  # tokens of the prompt; a guess from the text's length until they are known
+    max_tokens: int  # most tokens to generate, a guess where the client did not say
+    single: bool = True  # one prompt and one choice: can be split in two legs, and go on elsewhere
+    splits: bool = True  # the prompt may be computed on another worker
+    # can go on where only prompt and tokens so far are understood (a stock vLLM).
     portable: bool = True
-    seeded: bool = False
-    wants_ids: bool = False
-    wants_usage: bool = False
-    tenant: str = ""
-    priority: int = 0
+    seeded: bool = False  # the client gave a seed
+    wants_ids: bool = False  # the client wants token ids
+    wants_usage: bool = False  # the client wants a last chunk with the usage
+    tenant: str = ""  # who asks; empty without keys
+    priority: int = 0  # lower goes first
+    # milliseconds after the arrival by which the first token is wanted.
     deadline_ms: int | None = None
-    arrival: int = 0
-    salt: str = ""
-    expiry: int = NEVER
+    arrival: int = 0  # nanoseconds of the gateway's clock
+    salt: str = ""  # the cache salt that workers are sent; empty for none
+    expiry: int = NEVER  # when what is cached under it becomes void, in nanoseconds since 1970
+    # the body's fields that the gateway reads.
     fields: BodyFields = field(default_factory=BodyFields, repr=False)
+    # the router's keys of the prompt's blocks, by block size; none while unknown.
     keys: Mapping[int, BlockKeys] = field(default_factory=dict, repr=False)
+    # parameters of the routing policy, for this request.
     overrides: Mapping[str, float] = field(default_factory=dict)
-    unknown: Sequence[str] = ()
+    unknown: Sequence[str] = ()  # names of fields that no worker knows, left out of the body
+    # tokens of the prompt that the worker of leg 1 had cached; None without one.
     cached: int | None = None
-    choice: Choice | None = None
+    choice: Choice | None = None  # the workers that it was sent to last; None before
+    # tokens and times so far, shared by its sequences.
     stats: RequestStats = field(default_factory=RequestStats, repr=False)
-    choices: int = 1
-    prompts: Sequence[Any] = (None,)
-    group: str = ""
-    held: int = 0
+    choices: int = 1  # sequences for each prompt (`n`)
+    prompts: Sequence[Any] = (None,)  # as the client sent them; None for the one of a chat
+    group: str = ""  # id of the request that it is one sequence of; empty for one that is alone
+    held: int = 0  # sequences of that request that were not sent when this one was
     held_tokens: int = 0
+    # what it has of its key's limits; None without.
     quota: RequestQuota | None = field(default=None, repr=False)
+    # told of the workers each time that it is sent to some.
     on_route: Callable[[Choice], None] | None = field(default=None, repr=False)
+    # what it got so far, shared by its sequences; None where nobody counts.
     metered: MeteredCall | None = field(default=None, repr=False)
-    overflow: str = ""
+    overflow: str = ""  # the model that was asked for, where another one serves it; else empty
+    # its spans so far; None where it is not traced.
     trace: RequestTrace | None = field(default=None, repr=False)
+    # the client's, passed on to workers where tracing is off.
     trace_headers: Mapping[str, str] = field(default_factory=dict, repr=False)
-    advice: str = ""
-    adapter: str = ""
+    advice: str = ""  # on the beginning of its prompt, where its client asked for some; else empty
+    adapter: str = ""  # name of the adapter that it asks for; empty for the model itself
+    # budget of the replies, shared by all sequences.
     reply_bytes: ByteReservation = field(default_factory=REPLIES.reserve, repr=False)
 
     @property

@@ -24,27 +24,17 @@ _ERROR = "error_type"
 
 @dataclass(frozen=True, slots=True)
 class GenAIRequest:
-    """A request that ended, as the conventions describe it.
+    """A request that ended, as the conventions describe it."""
 
-    Attributes:
-        chat: whether its operation is `chat`, and not `text_completion`.
-        request_model: name that it asked for.
-        response_model: name of the model that served it.
-        error: its `error.type`; empty where it succeeded.
-        duration_s: from its arrival to the end of its reply.
-        first_token_s: from its arrival to its first token; None where there was none, or the reply
-            came in one piece.
-        tokens: generated, of all its sequences.
-        sequences: that it had.
-    """
-
-    chat: bool
-    request_model: str
-    response_model: str
-    error: str
-    duration_s: float
+    chat: bool  # whether its operation is `chat`, and not `text_completion`
+    request_model: str  # name that it asked for
+    response_model: str  # name of the model that served it
+    error: str  # its `error.type`; empty where it succeeded
+    duration_s: float  # from its arrival to the end of its reply
+    # from its arrival to its first token; None where there was none, or the reply came in one
+    # piece.
     first_token_s: float | None
-    tokens: int
+    tokens: int  # generated, of all its sequences
     sequences: int = 1
 
 

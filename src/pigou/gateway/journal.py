@@ -28,7 +28,6 @@ class Journal:
     and never the gateway.
 
     Attributes:
-        path: of the file.
         failed: why it ended early; empty while it goes on.
     """
 
@@ -38,7 +37,6 @@ class Journal:
         Args:
             path: made if it is not there, readable by its owner alone; a run is appended to what
                 is there.
-            config: of the control plane whose calls will be written.
 
         Raises:
             ConfigError: it cannot be opened.

@@ -177,8 +177,6 @@ class Metrics:
         """Count a decision.
 
         Args:
-            why: it was taken.
-            block_size: of the worker that computes the prompt.
             keys: of the prompt's blocks, by size; empty where they are not known, or the request
                 was routed before.
         """

@@ -59,7 +59,6 @@ def guard(keys: Keys | None, metrics: Metrics, shutdown: Shutdown) -> Middleware
 
     Args:
         keys: accepted API keys; None lets everybody in.
-        metrics: counters.
         shutdown: knows who is under way.
     """
 

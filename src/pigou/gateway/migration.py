@@ -25,17 +25,11 @@ DYNAMO_IDS = "completion_token_ids"
 
 @dataclass(frozen=True, slots=True)
 class AttemptBody:
-    """A body and where to send it.
-
-    Attributes:
-        path: route.
-        body: JSON object.
-        mapped: a chat goes on as a completion.
-    """
+    """A body and where to send it."""
 
     path: str
-    body: Body
-    mapped: bool = False
+    body: Body  # JSON object
+    mapped: bool = False  # a chat goes on as a completion
 
 
 def attempt_body(

@@ -44,7 +44,6 @@ class GatewayModel:
         name: that it was declared with; empty where the workers say it.
         aliases: further names of it.
         plane_driver: of its workers; no other model has any of them.
-        metrics: of its requests.
         fleet_status: the table of its workers.
         generator: serves its requests.
         overflow: where requests go that it cannot serve now; None for nowhere.

@@ -32,7 +32,6 @@ async def unless_full(
     Args:
         call: the request; its wait ends with its first route.
         price_s: that it may wait for a worker, in seconds.
-        serve: serves it.
     """
     limit = asyncio.timeout(price_s)
 
@@ -78,10 +77,7 @@ class OtherFleets:
         """Pass a request on, and its answer back.
 
         Args:
-            request: of the client.
-            data: its body, with the name of the model.
             call: the request as it was read here.
-            overflow: with a URL.
 
         Raises:
             APIError: 503, the other fleet cannot be reached; 502, it broke off before it answered.

@@ -36,7 +36,6 @@ class PlanStatus:
     """What `/plan`, the page and the metrics show of the planner.
 
     Attributes:
-        planner: its name; "" without one.
         max_workers: that it may have; 0 for no limit.
         failures: times that it raised.
         moves: actions that were carried out, by kind.

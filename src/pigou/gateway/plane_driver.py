@@ -80,10 +80,7 @@ class PlaneDriver:
         """Prepare.
 
         Args:
-            plane: of one model.
-            prompts: as the attribute.
             journal: of the plane's calls.
-            objectives: of requests.
             model: its name, where that is declared; else the workers say it.
             sibling: driver of another model of this gateway: what runs in the background, and
                 kernels, are the same.

@@ -24,29 +24,21 @@ class Price:
     """Prices of one worker at its present load, in seconds.
 
     Attributes:
-        worker: its id.
-        toll: what one more stream of expected length would cost those that run there.
-        itl: between tokens, as its law says for one more stream.
-        social_ratio: what that stream costs everybody over what it costs itself; 1 when it
-            harms nobody.
-        prefill_token: that an uncached token of a prompt takes.
-        memory: of prefill, that a token of KV there pushes out.
-        busy: share of its time that it computes prompts.
-        poa: observed over best seconds of the requests that it computed a part of, in the last
-            assessment; NaN where it had none.
         poa_low, poa_high: ends of its interval.
-        rho: active blocks over device blocks; NaN where it did not say how many it has.
     """
 
-    worker: str
-    toll: float
-    itl: float
+    worker: str  # its id
+    toll: float  # what one more stream of expected length would cost those that run there
+    itl: float  # between tokens, as its law says for one more stream
+    # what that stream costs everybody over what it costs itself; 1 when it harms nobody.
     social_ratio: float
-    prefill_token: float
-    memory: float
-    busy: float
+    prefill_token: float  # that an uncached token of a prompt takes
+    memory: float  # of prefill, that a token of KV there pushes out
+    busy: float  # share of its time that it computes prompts
+    # observed over best seconds of the requests that it computed a part of, in the last assessment;
+    # NaN where it had none.
     poa: float
-    rho: float
+    rho: float  # active blocks over device blocks; NaN where it did not say how many it has
     poa_low: float = math.nan
     poa_high: float = math.nan
 
@@ -55,7 +47,6 @@ def prices(status: Status, streams: Sequence[int]) -> list[Price]:
     """Return each worker's prices.
 
     Args:
-        status: of the control plane.
         streams: that run on each worker, in the order of `status.workers`.
     """
     known, rows = status.estimates, np.arange(len(status.workers))

@@ -27,7 +27,6 @@ class PromptTokenizer:
     """A tokenizer and its chat template.
 
     Attributes:
-        tokenizer: of the model.
         template: for chats; None where the model has none.
         version: digest of the template; empty where there is none.
         allow_special_tokens: what clients type in chats may become special tokens.

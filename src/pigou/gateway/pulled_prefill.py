@@ -9,23 +9,14 @@ from pigou.request import Request
 
 
 class PrefillLeg(NamedTuple):
-    """What a worker is sent to compute a prompt.
-
-    Attributes:
-        path: of its route.
-        wire_id: id of the request in headers and logs.
-        mark: of its tenant; empty for none.
-        body: JSON of the request.
-        worker: the control plane's choice; workers of the same pool may pull the prompt.
-        traceparent: of the span that waits for it; empty where it is not traced.
-    """
+    """What a worker is sent to compute a prompt."""
 
     path: str
-    wire_id: str
-    mark: str
-    body: Mapping[str, Any]
-    worker: str
-    traceparent: str = ""
+    wire_id: str  # id of the request in headers and logs
+    mark: str  # of its tenant; empty for none
+    body: Mapping[str, Any]  # JSON of the request
+    worker: str  # the control plane's choice; workers of the same pool may pull the prompt
+    traceparent: str = ""  # of the span that waits for it; empty where it is not traced
 
 
 class PulledPrefill(NamedTuple):
@@ -75,8 +66,6 @@ class GatewayPrefillQueue(Protocol):
         """Have a prompt computed by the worker that claims it, unless it stays local.
 
         Args:
-            request: as the control plane routed it.
-            leg: what the worker is sent.
             on_claim: called with the worker's id, and the tokens that it has cached.
 
         Raises:

@@ -11,25 +11,15 @@ from prometheus_client.registry import Collector
 
 
 class RegistryStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a registry, as a gateway sees it.
+    """The state of a registry, as a gateway sees it."""
 
-    Attributes:
-        stale: whether it does not answer; the last view is served then.
-        why: the reason that it does not answer; empty while it does.
-        age_s: of the last snapshot, in seconds; None before one.
-        entries: workers of the view, suspects too.
-        suspects: workers that are not registered any more, and get nothing new.
-        ignored: records that are no entries of this fleet.
-        outages: times that it stopped answering.
-    """
-
-    stale: bool
-    why: str
-    age_s: float | None
-    entries: int
-    suspects: list[str]
-    ignored: int
-    outages: int
+    stale: bool  # whether it does not answer; the last view is served then
+    why: str  # the reason that it does not answer; empty while it does
+    age_s: float | None  # of the last snapshot, in seconds; None before one
+    entries: int  # workers of the view, suspects too
+    suspects: list[str]  # workers that are not registered any more, and get nothing new
+    ignored: int  # records that are no entries of this fleet
+    outages: int  # times that it stopped answering
 
     def health(self) -> dict[str, Any]:
         """Return what `/health` says of it: no names."""

@@ -64,9 +64,7 @@ class RequestDriver(ABC):
     plane about a routed request (`interrupt`) break the step off that is awaited.
 
     Attributes:
-        call: the request.
         relay: the stream to its client.
-        life: what comes next for it.
     """
 
     def __init__(self, plane_driver: PlaneDriver, metrics: Metrics, relay: Relay) -> None:

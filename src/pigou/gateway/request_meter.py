@@ -36,8 +36,6 @@ class MeteredCall:
         computed_ns: when the prefill worker had computed its prompt; 0 before, or without one.
         computed: its prompt, once that was computed; None where that is not known.
         moves: attempts that failed.
-        relays: of its streams, one for each sequence.
-        error: that its stream ended with.
     """
 
     __slots__ = (
@@ -158,8 +156,6 @@ class RequestMeter:
     got nothing, it counts as outside once the objective of TTFT has passed, and else not at all.
 
     Attributes:
-        objectives: of the requests.
-        attainment: of all requests since the start.
         model: returns the name of the served model.
         is_windowed: whether requests are remembered for `take`.
     """
@@ -252,7 +248,6 @@ class RequestMeter:
 
         Args:
             call: the request, or one sequence of it.
-            worker: that computed its prompt.
             uncached: tokens of it that were computed; None where not known.
         """
         metered = call.metered

@@ -56,12 +56,9 @@ def read(
     """Read a body; a large one is to be read on a thread (`pigou.wire.json_limits.SMALL`).
 
     Args:
-        data: as the client sent it.
         chat: whether it came to the chat route.
         strict: refuse what Pigou's own workers would refuse, and leave out fields that they do
             not know; otherwise the workers judge.
-        tenure: of its key and headers.
-        scope: that the gateway adds to it.
         request_id: the client's `X-Request-Id`.
         overrides: of the routing policy's parameters, for this request.
         context: tokens that the model can hold; 0 where that is not known.

@@ -135,7 +135,6 @@ class TracedRequest:
     """A request with its trace, from before its body is read.
 
     Attributes:
-        trace: of the request.
         call: the request; None before it was read.
     """
 
@@ -158,10 +157,6 @@ def end_request(
     """End the trace of a request.
 
     Args:
-        tracer: that began it.
-        traced: the request.
-        path: of its route.
-        status: of the reply.
         address: host and port of this gateway.
     """
     trace, call = traced.trace, traced.call

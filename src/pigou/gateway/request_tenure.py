@@ -128,21 +128,13 @@ _list = msgspec.json.Decoder(list[msgspec.Raw] | None)
 
 @dataclass(frozen=True, slots=True)
 class ServerScope:
-    """What the gateway knows, whatever a request says.
-
-    Attributes:
-        model: that is served.
-        release: that the gateway was given; empty for none.
-        releases: that the workers report, of weights or engines.
-        template: digest of the model's chat template; empty where it is not known here.
-        aliases: all names of that model.
-    """
+    """What the gateway knows, whatever a request says."""
 
     model: str = ""
-    release: str = ""
+    release: str = ""  # that the gateway was given; empty for none
     releases: frozenset[str] = frozenset()
-    template: str = ""
-    aliases: frozenset[str] = frozenset()
+    template: str = ""  # digest of the model's chat template; empty where it is not known here
+    aliases: frozenset[str] = frozenset()  # all names of that model
 
     def extend(self, tenure: Tenure, fields: BodyFields, body: Body, *, chat: bool) -> Tenure:
         """Return a request's whole tenure.
@@ -153,7 +145,6 @@ class ServerScope:
         they know themselves, model and release.
 
         Args:
-            tenure: by key and headers.
             fields: the body as the gateway reads it.
             body: the same, `tools` still encoded.
             chat: whether it came to the chat route.

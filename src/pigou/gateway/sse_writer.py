@@ -48,7 +48,6 @@ class SSEWriter:
         """Answer a request.
 
         Args:
-            request: of the client.
             headers: returns further ones once the head is sent.
             client_timeout_s: that the client may take nothing of what waits for it; 0 for ever.
             on_blocked: told the nanoseconds of each pause in which bytes waited for the client.

@@ -29,42 +29,27 @@ class WorkerRow(msgspec.Struct, kw_only=True):
     """A worker's row, as the supervisor of the fleet knows it.
 
     Attributes:
-        id: name in the fleet.
-        url: base address; empty while it has none.
-        role: prefill, decode or both.
-        state: starting, up, draining, down, backoff or stopped.
-        kind: local (started here) or attached.
-        pool: of workers of one role that run on the same; planners go by it.
-        epoch: how often its role has changed.
-        unplaceable: it fails its start again and again.
-        pid: of its process, 0 when it is not ours.
-        restarts: times that it was started anew.
-        out_of_memory: times that it ended for want of memory.
-        note: why it is not up.
-        last_end: why it went down the last time; empty while it never has.
-        gaps: times that KV events were missed for good.
         host, rack, zone: labels of its node; empty where they are not known.
-        model: that it serves; empty while that is not known.
     """
 
-    id: str
-    url: str
-    role: str
-    state: str
-    kind: str
-    pool: str = ""
-    epoch: int = 0
+    id: str  # name in the fleet
+    url: str  # base address; empty while it has none
+    role: str  # prefill, decode or both
+    state: str  # starting, up, draining, down, backoff or stopped
+    kind: str  # local (started here) or attached
+    pool: str = ""  # of workers of one role that run on the same; planners go by it
+    epoch: int = 0  # how often its role has changed
     unplaceable: bool = False
-    pid: int = 0
-    restarts: int = 0
-    out_of_memory: int = 0
-    note: str = ""
-    last_end: str = ""
-    gaps: int = 0
+    pid: int = 0  # of its process, 0 when it is not ours
+    restarts: int = 0  # times that it was started anew
+    out_of_memory: int = 0  # times that it ended for want of memory
+    note: str = ""  # why it is not up
+    last_end: str = ""  # why it went down the last time; empty while it never has
+    gaps: int = 0  # times that KV events were missed for good
     host: str = ""
     rack: str = ""
     zone: str = ""
-    model: str = ""
+    model: str = ""  # that it serves; empty while that is not known
 
     @property
     def away(self) -> bool:
@@ -187,11 +172,7 @@ _SUMS = ("queued", "held_sequences", "shed")
 
 
 class ModelsStatus:
-    """The tables of all models as one: rows of workers, sums, and the figures of each model.
-
-    Attributes:
-        tables: by model, with its aliases.
-    """
+    """The tables of all models as one: rows of workers, sums, and the figures of each model."""
 
     def __init__(self, tables: Mapping[str, tuple[FleetStatus, Sequence[str]]]) -> None:
         """Take the tables; at least one."""
@@ -256,7 +237,6 @@ class Decisions:
         """Return a decision, with each candidate's cost, part by part.
 
         Args:
-            id: of the decision.
             tenant: who asks, to whom the decisions of others do not exist; None knows all.
 
         Raises:

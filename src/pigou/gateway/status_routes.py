@@ -64,12 +64,7 @@ class StatusRoutes:
     """
 
     def __init__(self, gateway: Gateway, models: ModelRouting) -> None:
-        """Register the gauges.
-
-        Args:
-            gateway: whose state is shown.
-            models: that it serves.
-        """
+        """Register the gauges."""
         self._gateway = gateway
         self._models = models
         drivers = [model.plane_driver for model in models]

@@ -51,14 +51,10 @@ class ServedName:
 
 @dataclass(frozen=True, slots=True)
 class ServedNames:
-    """The names that requests may use at a server, besides the first one of its model.
+    """The names that requests may use at a server, besides the first one of its model."""
 
-    Attributes:
-        aliases: further names of its model: those with the same root.
-        adapters: all others: LoRA adapters, and models of other roots.
-    """
-
-    aliases: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()  # further names of its model: those with the same root
+    # all others: LoRA adapters, and models of other roots.
     adapters: Mapping[str, ServedName] = field(default_factory=dict)
 
     @classmethod
@@ -73,35 +69,21 @@ class ServedNames:
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """What a worker runs.
+    """What a worker runs."""
 
-    Attributes:
-        stock: it is not Pigou's own, and knows no `resume_tokens`.
-        model: first name of its model.
-        max_model_len: context in tokens, 0 when it did not say.
-        version: as `GET /version` says.
-        root: where its model is, as it says: a folder or a hub id.
-        dynamo: it is a frontend of NVIDIA Dynamo.
-        ranks: it honours `priority`, and a lower one overtakes what was begun.
-        deadlines: it honours `deadline_ms`.
-        pin: id of the one worker behind that frontend that is meant; its router chooses when
-            empty.
-        release: what it reports of its weights, or its engine; empty for nothing.
-        incarnation: id of the process; empty for stock servers.
-        served: further names that requests may use.
-    """
-
-    stock: bool = False
-    model: str = ""
-    max_model_len: int = 0
-    version: str = ""
-    root: str = ""
+    stock: bool = False  # it is not Pigou's own, and knows no `resume_tokens`
+    model: str = ""  # first name of its model
+    max_model_len: int = 0  # context in tokens, 0 when it did not say
+    version: str = ""  # as `GET /version` says
+    root: str = ""  # where its model is, as it says: a folder or a hub id
     dynamo: bool = False
-    ranks: bool = False
-    deadlines: bool = False
+    ranks: bool = False  # it honours `priority`, and a lower one overtakes what was begun
+    deadlines: bool = False  # it honours `deadline_ms`
+    # id of the one worker behind that frontend that is meant; its router chooses when empty.
     pin: str = ""
-    release: str = ""
-    incarnation: str = ""
+    release: str = ""  # what it reports of its weights, or its engine; empty for nothing
+    incarnation: str = ""  # id of the process; empty for stock servers
+    # further names that requests may use.
     served: ServedNames = field(default=ServedNames(), hash=False)
 
     @property
@@ -144,13 +126,10 @@ class Upstream:
     """A worker's HTTP client, without a connection limit.
 
     Attributes:
-        worker: whom it speaks to.
-        engine: what that runs.
         inflight: requests under way.
         paused: of those, requests whose client is slow, so that nothing is read from the worker.
         unstreamed: requests among those whose reply comes in one piece.
         bytes_read: bytes of the worker's streams so far.
-        tokens: that it streamed so far.
         report: what it said last of itself; None before.
         knows_secret: whether it is a worker of Pigou that asks for the fleet's secret.
     """
@@ -466,11 +445,7 @@ async def fetch_kv(
     "late", or a reason of `WorkerFailed`.
 
     Args:
-        source: who is asked.
         body: of the request, as the worker that computes it gets it.
-        request_id: as its legs have it.
-        fetch: what is expected of it.
-        tenant: whose request it is.
         trace: header lines of the trace that it belongs to.
     """
     try:

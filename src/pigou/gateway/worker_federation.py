@@ -32,15 +32,10 @@ _SUFFIXES = {
 
 @dataclass(frozen=True, slots=True)
 class WorkerPage:
-    """A worker's page.
+    """A worker's page."""
 
-    Attributes:
-        labels: that each of its samples gets: worker, role, pool, model_name.
-        text: of the page; None where the worker gave none in time.
-    """
-
-    labels: Mapping[str, str]
-    text: str | None
+    labels: Mapping[str, str]  # that each of its samples gets: worker, role, pool, model_name
+    text: str | None  # of the page; None where the worker gave none in time
 
 
 @dataclass(slots=True)

@@ -23,9 +23,7 @@ class Side:
     """An engine that is stepped by hand.
 
     Attributes:
-        core: that plans.
         cache: its KV blocks.
-        tokens: generated.
     """
 
     def __init__(self, model: LoadedModel, max_tokens: int) -> None:

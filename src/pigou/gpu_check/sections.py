@@ -42,7 +42,6 @@ class Check:
         """Prepare.
 
         Args:
-            device: as torch names it.
             small: use a tiny model.
             deadline: of `time.monotonic`; no section begins after it.
         """

@@ -23,19 +23,12 @@ _MODEL = "gpu-check"
 
 @dataclass(frozen=True, slots=True)
 class ServingSpeed:
-    """How fast completions were streamed over HTTP.
-
-    Attributes:
-        streams: that ran together.
-        ttft_s: median seconds from sending a request to its first token.
-        itl_s: mean seconds between two tokens of a stream.
-        tokens_per_s: output tokens of all streams, from the first request to the last token.
-    """
+    """How fast completions were streamed over HTTP."""
 
     streams: int
-    ttft_s: float
-    itl_s: float
-    tokens_per_s: float
+    ttft_s: float  # median seconds from sending a request to its first token
+    itl_s: float  # mean seconds between two tokens of a stream
+    tokens_per_s: float  # output tokens of all streams, from the first request to the last token
 
 
 def measure_serving(
@@ -51,9 +44,7 @@ def measure_serving(
 
     Args:
         model: folder of the checkpoint.
-        device: of the worker, as torch names it.
         streams: how many run together, for each measurement.
-        timeout_s: of the start and all requests together.
         prompt: tokens of a prompt.
         output: tokens of a completion.
 

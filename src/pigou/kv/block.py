@@ -19,21 +19,13 @@ ROOT = b""
 
 
 class Block(NamedTuple):
-    """A block of KV that a tier is offered, or has given up.
+    """A block of KV that a tier is offered, or has given up."""
 
-    Attributes:
-        key: its hash, 16 bytes, most significant first (`keys_of`).
-        parent: key of the block before it in its chain; `ROOT` for the first.
-        depth: its index in the chain, from 0.
-        size: bytes that it takes in the tier.
-        expiry: when its tenure ends, in nanoseconds of the epoch.
-    """
-
-    key: bytes
-    parent: bytes
-    depth: int
-    size: int
-    expiry: int = NEVER
+    key: bytes  # its hash, 16 bytes, most significant first (`keys_of`)
+    parent: bytes  # key of the block before it in its chain; `ROOT` for the first
+    depth: int  # its index in the chain, from 0
+    size: int  # bytes that it takes in the tier
+    expiry: int = NEVER  # when its tenure ends, in nanoseconds of the epoch
 
 
 class Entry:
@@ -43,7 +35,6 @@ class Entry:
     parent. So those of a block without children are all of its uses, and a hit is O(1).
 
     Attributes:
-        block: which block.
         last: when it was used last, or admitted; nanoseconds.
         uses: hits since it was admitted.
         pins: readers and writers at present.
@@ -117,27 +108,16 @@ Bytes: TypeAlias = NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """How one KV block lies in memory.
-
-    Attributes:
-        model: name of the model.
-        digest: of the weights or of what identifies them (hexadecimal).
-        dtype: of keys and values, by torch's name without `torch.` (`float32`, `bfloat16`).
-        block_size: tokens in a block.
-        layers: layers that have a KV cache.
-        kv_heads: key-value heads of a layer.
-        head_dim: numbers in a key or a value of one head.
-        block_bytes: bytes of a block, keys and values of all layers.
-    """
+    """How one KV block lies in memory."""
 
     model: str
-    digest: str
-    dtype: str
-    block_size: int
-    layers: int
-    kv_heads: int
-    head_dim: int
-    block_bytes: int
+    digest: str  # of the weights or of what identifies them (hexadecimal)
+    dtype: str  # of keys and values, by torch's name without `torch.` (`float32`, `bfloat16`)
+    block_size: int  # tokens in a block
+    layers: int  # layers that have a KV cache
+    kv_heads: int  # key-value heads of a layer
+    head_dim: int  # numbers in a key or a value of one head
+    block_bytes: int  # bytes of a block, keys and values of all layers
 
     def __post_init__(self) -> None:
         """Refuse sizes that no block has."""

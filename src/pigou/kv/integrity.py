@@ -145,12 +145,9 @@ def check_tier(
     at most its cap and its staging.
 
     Args:
-        number: of the tier.
         tier: its blocks.
         incoming: keys that have not arrived.
         leaving: keys that the tier evicted, and that are still read; it may hold them again.
-        staging: how many those may be.
-        under: moves that are under way.
 
     Raises:
         IntegrityError: names the first law that does not hold.

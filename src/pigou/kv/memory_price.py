@@ -71,7 +71,6 @@ def excess(returns: Floats, variances: Floats, risk: float, price: float) -> Flo
         returns: expected, any shape.
         variances: of the returns, the same shape.
         risk: lambda; negative where uncertainty is worth keeping (eviction is for good).
-        price: of keeping one of them.
     """
     excess_returns: Floats = returns - risk * variances - price
     return excess_returns
@@ -156,7 +155,6 @@ class MemoryPrice:
 
         Args:
             used: blocks in use, and those that were wanted beyond.
-            steps: how many.
             ahead: blocks that requests will grow by until curves are renewed.
         """
         cut, self._before = self._before is not None, None
@@ -178,7 +176,6 @@ def utility(
         variances: of the returns, (T, n).
         in_cache: tokens in the cache, (T, n).
         exists: tokens that exist, (T, n).
-        risk: lambda.
         penalty: delta, of computing a token again.
 
     Returns:

@@ -20,27 +20,17 @@ from pigou.request import Ints
 
 
 class EvictionCurve(NamedTuple):
-    """What one request can give up.
+    """What one request can give up."""
 
-    Attributes:
-        lost_returns: return that is lost with each further block, ascending, shape (blocks,).
-        tenant: whose it is.
-    """
-
-    lost_returns: Floats
+    lost_returns: Floats  # return that is lost with each further block, ascending, shape (blocks,)
     tenant: str = ""
 
 
 class EvictionChoice(NamedTuple):
-    """How many blocks each request gives up.
+    """How many blocks each request gives up."""
 
-    Attributes:
-        counts: blocks of each offer, shape (offers,).
-        marginal: return of the dearest block among them; -inf for none.
-    """
-
-    counts: Ints
-    marginal: float
+    counts: Ints  # blocks of each offer, shape (offers,)
+    marginal: float  # return of the dearest block among them; -inf for none
 
     @property
     def blocks(self) -> int:
@@ -62,7 +52,6 @@ def cheapest_evictions(
     many blocks loses less.
 
     Args:
-        offers: one for each request.
         min_blocks: blocks that are needed.
         max_blocks: blocks that are taken where there are so many, at least `min_blocks`.
         ceiling: highest loss of a block that is accepted.

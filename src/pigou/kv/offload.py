@@ -24,35 +24,22 @@ NO_BLOCKS: Ints = np.empty(0, dtype=np.int32)
 
 
 class TierSpeed(NamedTuple):
-    """How fast blocks come back from a tier.
+    """How fast blocks come back from a tier."""
 
-    Attributes:
-        latency: seconds before the first byte.
-        block: seconds for each block.
-    """
-
-    latency: float = 0.0
-    block: float = 0.0
+    latency: float = 0.0  # seconds before the first byte
+    block: float = 0.0  # seconds for each block
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Blocks to be copied from one tier to another, or to be deleted.
+    """Blocks to be copied from one tier to another, or to be deleted."""
 
-    Attributes:
-        number: under which it is answered; -1 for deletions, which are not.
-        source: tier to read from, or `DEVICE`.
-        target: tier to write to, or `NOWHERE`: the blocks are deleted from `source`.
-        keys: of the blocks, each after those that it stands on.
-        blocks: what they are, in the same order; empty for deletions.
-        device: device blocks to read, shape (n,); empty for another source.
-    """
-
-    number: int
-    source: int
-    target: int
-    keys: Sequence[bytes]
-    blocks: Sequence[Block] = ()
+    number: int  # under which it is answered; -1 for deletions, which are not
+    source: int  # tier to read from, or `DEVICE`
+    target: int  # tier to write to, or `NOWHERE`: the blocks are deleted from `source`
+    keys: Sequence[bytes]  # of the blocks, each after those that it stands on
+    blocks: Sequence[Block] = ()  # what they are, in the same order; empty for deletions
+    # device blocks to read, shape (n,); empty for another source.
     device: Ints = field(default_factory=lambda: NO_BLOCKS)
 
 
@@ -103,19 +90,11 @@ class MoveQueue:
 
 @dataclass(slots=True)
 class TierCounts:
-    """Blocks of one tier, since the start.
-
-    Attributes:
-        stored: that were written to it.
-        restored: that were read from it for a request.
-        recalled: that were read from it for a session that was expected back.
-        evicted: that it gave up for others.
-        lost: that could not be written or read.
-    """
+    """Blocks of one tier, since the start."""
 
     stored: int = 0
     restored: int = 0
-    recalled: int = 0
+    recalled: int = 0  # that were read from it for a session that was expected back
     evicted: int = 0
     lost: int = 0
 
@@ -165,16 +144,11 @@ class RecomputeCost:
     having to: a linear part, and attention over what comes before it. From a tier it comes back
     in `restore * size` seconds, its link's time. What a whole read costs once (a seek, a round
     trip) is no block's own, and left to who decides whether to read.
-
-    Attributes:
-        base: seconds to compute a block at the beginning of a prompt.
-        slope: seconds more for each block before it.
-        restore: seconds for each byte that is read back.
     """
 
-    base: float = 1.0
-    slope: float = 0.0
-    restore: float = 0.0
+    base: float = 1.0  # seconds to compute a block at the beginning of a prompt
+    slope: float = 0.0  # seconds more for each block before it
+    restore: float = 0.0  # seconds for each byte that is read back
 
     def __post_init__(self) -> None:
         """Refuse negative seconds."""
@@ -202,7 +176,6 @@ def path_down(
         source: the tier that has the block.
         target: the one that it goes to.
         incoming: keys that have not arrived in `source`.
-        block: which.
         gone: by key, blocks that `source` does not hold any more, though their bytes are there.
 
     Returns:

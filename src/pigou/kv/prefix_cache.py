@@ -13,29 +13,18 @@ from pigou.request import BlockHashes, Ints
 
 
 class PrefixMatch(NamedTuple):
-    """A cached prefix.
+    """A cached prefix."""
 
-    Attributes:
-        blocks: in order, shape (n,); valid until the next `match`.
-        idle: how many of them nobody refers to at present.
-    """
-
-    blocks: Ints
-    idle: int
+    blocks: Ints  # in order, shape (n,); valid until the next `match`
+    idle: int  # how many of them nobody refers to at present
 
 
 class NewlyCached(NamedTuple):
-    """What `PrefixCache.cache_full_blocks` did.
+    """What `PrefixCache.cache_full_blocks` did."""
 
-    Attributes:
-        first: index of the first block that is newly cached.
-        new: how many are.
-        duplicates: whether a block of the range has its hash cached elsewhere.
-    """
-
-    first: int
+    first: int  # index of the first block that is newly cached
     new: int
-    duplicates: bool
+    duplicates: bool  # whether a block of the range has its hash cached elsewhere
 
 
 class PrefixCache:

@@ -9,34 +9,21 @@ from typing import NamedTuple
 
 
 class HeadSlice(NamedTuple):
-    """Consecutive KV heads that one rank sends to another: one message.
+    """Consecutive KV heads that one rank sends to another: one message."""
 
-    Attributes:
-        source: rank of the sending worker.
-        target: rank of the receiving worker.
-        first: first head, of those of the whole model.
-        heads: their number.
-    """
-
-    source: int
-    target: int
-    first: int
-    heads: int
+    source: int  # rank of the sending worker
+    target: int  # rank of the receiving worker
+    first: int  # first head, of those of the whole model
+    heads: int  # their number
 
 
 @dataclass(frozen=True, slots=True)
 class TransferSplit:
-    """How a transfer is split over the ranks of both workers.
+    """How a transfer is split over the ranks of both workers."""
 
-    Attributes:
-        source_share: part of the KV's bytes that the busiest source rank sends.
-        target_share: part of them that the busiest target rank receives.
-        messages: of the rank that has to handle the largest number of them.
-    """
-
-    source_share: float = 1.0
-    target_share: float = 1.0
-    messages: int = 1
+    source_share: float = 1.0  # part of the KV's bytes that the busiest source rank sends
+    target_share: float = 1.0  # part of them that the busiest target rank receives
+    messages: int = 1  # of the rank that has to handle the largest number of them
 
 
 def heads_of_rank(kv_heads: int, tp: int, rank: int) -> range:
@@ -46,7 +33,6 @@ def heads_of_rank(kv_heads: int, tp: int, rank: int) -> range:
     head. A latent cache (MLA) is not divided: it counts as one head.
 
     Args:
-        kv_heads: of the model.
         tp: ranks of the worker.
         rank: 0 to tp - 1.
 

@@ -26,17 +26,11 @@ _FADE = 0.99
 
 @dataclass(slots=True)
 class SessionPause:
-    """A session that is away.
+    """A session that is away."""
 
-    Attributes:
-        hashes: of the blocks that it left, shape (n, 2).
-        expiry: until when these are valid, nanoseconds.
-        since: when it left, nanoseconds.
-    """
-
-    hashes: BlockHashes
-    expiry: int
-    since: int
+    hashes: BlockHashes  # of the blocks that it left, shape (n, 2)
+    expiry: int  # until when these are valid, nanoseconds
+    since: int  # when it left, nanoseconds
 
 
 class SessionReturns:
@@ -51,7 +45,6 @@ class SessionReturns:
             early: a session is due when this share of pauses is over, 0 to 1.
             late: and no more when this share is.
             likely: share of sessions that must come back at all, for any to be due.
-            min_pauses: that must have been seen before anything is predicted.
         """
         self.min_pauses = min_pauses
         self._early, self._late, self._likely = early, late, likely
@@ -123,7 +116,6 @@ class SessionReturns:
         """Return an edge of the bin in which this share of pauses is over, nanoseconds.
 
         Args:
-            share: 0 to 1.
             edge: 0 for the lower one, 1 for the upper.
         """
         total = float(self._bins.sum())

@@ -41,32 +41,19 @@ class Tenure:
     Example:
         alice, bob = Tenure(tenant="alice"), Tenure(tenant="bob")
         assert alice.encode() != bob.encode()  # no block of one is ever a hit of the other
-
-    Attributes:
-        tenant: whose request it is.
-        cache_salt: the request's own `cache_salt`.
-        model: name of the model, or version of the embedding.
-        principal: on whose behalf within the tenant (user, group, service).
-        permissions: what the principal may see, in any order.
-        release: release manifest (weights, quantization, engine and application versions).
-        template: version of the prompt template.
-        corpus: snapshot of the retrieved documents.
-        tools: versions of the tools' schemas, in any order.
-        safety: version of the safety policy.
-        expiry: when the artifact becomes void, in nanoseconds since 1970; `NEVER` for never.
-        purpose: which cache it is for.
     """
 
     tenant: str = ""
-    cache_salt: str = ""
-    model: str = ""
-    principal: str = ""
-    permissions: frozenset[str] = frozenset()
-    release: str = ""
-    template: str = ""
-    corpus: str = ""
-    tools: frozenset[str] = frozenset()
-    safety: str = ""
+    cache_salt: str = ""  # the request's own `cache_salt`
+    model: str = ""  # name of the model, or version of the embedding
+    principal: str = ""  # on whose behalf within the tenant (user, group, service)
+    permissions: frozenset[str] = frozenset()  # what the principal may see, in any order
+    release: str = ""  # release manifest (weights, quantization, engine and application versions)
+    template: str = ""  # version of the prompt template
+    corpus: str = ""  # snapshot of the retrieved documents
+    tools: frozenset[str] = frozenset()  # versions of the tools' schemas, in any order
+    safety: str = ""  # version of the safety policy
+    # when the artifact becomes void, in nanoseconds since 1970; `NEVER` for never.
     expiry: int = NEVER
     purpose: Purpose = Purpose.PREFIX
 
@@ -138,14 +125,10 @@ class Tenured(Generic[T]):
 
     For caches above the engine (answers, tool results, retrieved passages). A match of tokens,
     or of meaning, finds an entry; whether it may be used is the tenure's to say.
-
-    Attributes:
-        tenure: under which it was made.
-        key: of the artifact in its cache (`Tenure.key`).
     """
 
-    tenure: Tenure
-    key: bytes
+    tenure: Tenure  # under which it was made
+    key: bytes  # of the artifact in its cache (`Tenure.key`)
     _artifact: T = field(repr=False)
 
     @classmethod

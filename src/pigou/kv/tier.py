@@ -13,15 +13,10 @@ from pigou.request import NEVER
 
 
 class Admission(NamedTuple):
-    """What `Tier.admit` did.
+    """What `Tier.admit` did."""
 
-    Attributes:
-        admitted: keys that are newly held, in the order of the chain.
-        evicted: blocks that went to make room, in that order; a child before its parent.
-    """
-
-    admitted: list[bytes]
-    evicted: list[Block]
+    admitted: list[bytes]  # keys that are newly held, in the order of the chain
+    evicted: list[Block]  # blocks that went to make room, in that order; a child before its parent
 
 
 class Tier:
@@ -148,7 +143,6 @@ class Tier:
         the new ones fit, but never one of those that were given.
 
         Args:
-            blocks: which.
             now: nanoseconds.
             used: whether this is a use of them; if not, `use` has noted the last one.
         """

@@ -29,9 +29,6 @@ class TierEvents:
 
     Neighbours of one kind and medium are one event: blocks that stand on one another are stored
     together, and what is removed in a row is removed together.
-
-    Attributes:
-        media: what each tier is called.
     """
 
     def __init__(
@@ -44,7 +41,6 @@ class TierEvents:
         """Begin without events.
 
         Args:
-            tiers: from the nearest on.
             incoming: of each, keys that it counts, and that have not arrived.
             leaving: of each, keys that it gave up, and that lie there until they have been copied.
             media: what events call each; the first is the host, the rest storage, unless said

@@ -48,7 +48,6 @@ class Tiers:
         tiers: the blocks of each.
         speeds: of reading from each, as measured; set by the driver.
         recompute_cost: of a block, as measured (`learn`); while None, every load pays.
-        counts: of each tier.
         copies: device blocks that may be copied at once.
         recall: whether blocks of sessions that may return are loaded before a request asks.
         events: KV events, for their publisher.
@@ -64,11 +63,8 @@ class Tiers:
         """Begin with these tiers, empty.
 
         Args:
-            tiers: from the nearest on.
-            block_bytes: bytes of a block.
             staging: of each tier, blocks beyond its cap that may lie there while they are copied
                 to the next. Without any, evicted blocks are dropped.
-            speeds: of each tier.
             copies: device blocks that may be under copy at once.
             media: of each tier, in events; by default the first is the host, the rest storage.
         """
@@ -335,8 +331,6 @@ class Tiers:
         What was refused as a part of a chain is not offered again without its end.
 
         Args:
-            tier: that has them.
-            blocks: to be offered.
             gone: those that this tier does not hold any more, though their bytes are there.
             room: how many may go; of those in `gone`, if there are any.
             now: nanoseconds.

@@ -82,20 +82,13 @@ class StreamFinished(msgspec.Struct, frozen=True):
 
 
 class LegFailed(msgspec.Struct, frozen=True):
-    """A worker failed the request; another may serve it.
+    """A worker failed the request; another may serve it."""
 
-    Attributes:
-        leg: that failed; the number of `RequestLifecycle.leg` where none had begun.
-        workers: ids of those that are not to be asked again.
-        reason: in a word.
-        end: how they ended, if they did; None where nobody can tell.
-        complete: the last token and the finish reason had come; the stream's end alone is missing.
-    """
-
-    leg: int
-    workers: frozenset[str]
+    leg: int  # that failed; the number of `RequestLifecycle.leg` where none had begun
+    workers: frozenset[str]  # ids of those that are not to be asked again
     reason: str
-    end: WorkerEnd | None = None
+    end: WorkerEnd | None = None  # how they ended, if they did; None where nobody can tell
+    # the last token and the finish reason had come; the stream's end alone is missing.
     complete: bool = False
 
 
@@ -135,19 +128,12 @@ LifecycleEvent: TypeAlias = (
 
 
 class SubmitRequest(msgspec.Struct, frozen=True):
-    """Submit the request to the control plane; answer with its decision.
+    """Submit the request to the control plane; answer with its decision."""
 
-    Attributes:
-        leg: number of the attempt, until it has a leg.
-        tokens: output tokens that came so far: they join the prompt.
-        exclude: ids of workers that are not to be chosen.
-        cause: why it goes elsewhere, in a word; empty the first time.
-    """
-
-    leg: int
-    tokens: int
-    exclude: frozenset[str] = frozenset()
-    cause: str = ""
+    leg: int  # number of the attempt, until it has a leg
+    tokens: int  # output tokens that came so far: they join the prompt
+    exclude: frozenset[str] = frozenset()  # ids of workers that are not to be chosen
+    cause: str = ""  # why it goes elsewhere, in a word; empty the first time
 
 
 class FetchKV(msgspec.Struct, frozen=True):
@@ -214,17 +200,11 @@ _DONE = RequestOutcome.DONE  # members of an Enum are slow to find
 
 
 class EndRequest(msgspec.Struct, frozen=True):
-    """The request is over: tell the control plane (`Ended`), then the client.
-
-    Attributes:
-        outcome: how it ended.
-        reason: of a failure, in a word or a sentence.
-        shed: the control plane's refusal.
-    """
+    """The request is over: tell the control plane (`Ended`), then the client."""
 
     outcome: RequestOutcome
     reason: str = ""
-    shed: Shed | None = None
+    shed: Shed | None = None  # the control plane's refusal
 
     @property
     def finish(self) -> FinishReason:

@@ -20,27 +20,19 @@ class ReplyHead(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class StreamState:
-    """What a client has been told by one stream: all that is needed to go on elsewhere.
+    """What a client has been told by one stream: all that is needed to go on elsewhere."""
 
-    Attributes:
-        head: id, time of creation and model, as the first chunk had them; None before it.
-        prompt: token ids of the prompt, still as JSON; empty while no worker has said them.
-        tokens: generated token ids, as many as workers have reported.
-        shown: tokens whose text was shown entirely; later ones may be half a character.
-        untold: text was shown whose token ids no worker has said.
-        finish: why the sequence ended; None while it runs.
-        usage: whether the final usage was sent.
-        done: whether the stream is complete.
-    """
-
+    # id, time of creation and model, as the first chunk had them; None before it.
     head: ReplyHead | None = None
+    # token ids of the prompt, still as JSON; empty while no worker has said them.
     prompt: bytes = b""
+    # generated token ids, as many as workers have reported.
     tokens: list[int] = field(default_factory=list)
-    shown: int = 0
-    untold: bool = False
-    finish: str | None = None
-    usage: bool = False
-    done: bool = False
+    shown: int = 0  # tokens whose text was shown entirely; later ones may be half a character
+    untold: bool = False  # text was shown whose token ids no worker has said
+    finish: str | None = None  # why the sequence ended; None while it runs
+    usage: bool = False  # whether the final usage was sent
+    done: bool = False  # whether the stream is complete
 
     @property
     def begun(self) -> bool:
@@ -77,7 +69,6 @@ def can_migrate(state: StreamState, *, single: bool, portable: bool, stock: bool
 
     Args:
         state: of the client's stream.
-        single: it is one sequence.
         portable: the rest of the reply depends on nothing but the tokens so far.
         stock: the next worker knows nothing of `resume_tokens`.
     """
@@ -93,17 +84,11 @@ def can_migrate(state: StreamState, *, single: bool, portable: bool, stock: bool
 
 
 class Continuation(NamedTuple):
-    """What is left of a request once some output tokens have joined its prompt.
+    """What is left of a request once some output tokens have joined its prompt."""
 
-    Attributes:
-        prompt_tokens: tokens of the prompt, those so far included.
-        max_tokens: most tokens that are still to come.
-        min_tokens: fewest tokens that are still to come.
-    """
-
-    prompt_tokens: int
-    max_tokens: int
-    min_tokens: int = 0
+    prompt_tokens: int  # tokens of the prompt, those so far included
+    max_tokens: int  # most tokens that are still to come
+    min_tokens: int = 0  # fewest tokens that are still to come
 
     @classmethod
     def after(
@@ -113,8 +98,5 @@ class Continuation(NamedTuple):
 
         Args:
             tokens: output tokens so far.
-            prompt_tokens: of the request as its client sent it.
-            max_tokens: that its client asked for.
-            min_tokens: that its client asked for.
         """
         return cls(prompt_tokens + tokens, max_tokens - tokens, max(0, min_tokens - tokens))

@@ -89,36 +89,22 @@ class RequestLifecycle(msgspec.Struct, eq=False):
         life.take(TokensReceived(start.leg, 5), now_ns=1)
         (end,) = life.take(StreamFinished(start.leg), now_ns=2)
         assert end.outcome is RequestOutcome.DONE
-
-    Attributes:
-        id: of the request, before the control plane.
-        state: what it waits for.
-        leg: number of what is under way; each step has its own.
-        choice: the workers that the control plane chose last; None before.
-        tokens: output tokens that count: they join the prompt of the next attempt.
-        generated: output tokens that came in all, dropped ones included.
-        received: output tokens of the present attempt.
-        begun: whether the client's stream has begun.
-        first_token_reported: whether the control plane knows of the first token.
-        excluded: ids of the workers that failed it since its last token, or that it was taken from.
-        failures: in a row, without a token between them.
-        moves: times that it left its workers.
-        suspicion: deaths of workers under it.
     """
 
     id: str
     state: RequestState = RequestState.NEW
-    leg: int = 0
-    choice: Choice | None = None
-    tokens: int = 0
-    generated: int = 0
-    received: int = 0
-    begun: bool = False
-    first_token_reported: bool = False
+    leg: int = 0  # number of what is under way; each step has its own
+    choice: Choice | None = None  # the workers that the control plane chose last; None before
+    tokens: int = 0  # output tokens that count: they join the prompt of the next attempt
+    generated: int = 0  # output tokens that came in all, dropped ones included
+    received: int = 0  # output tokens of the present attempt
+    begun: bool = False  # whether the client's stream has begun
+    first_token_reported: bool = False  # whether the control plane knows of the first token
+    # ids of the workers that failed it since its last token, or that it was taken from.
     excluded: frozenset[str] = frozenset()
-    failures: int = 0
-    moves: int = 0
-    suspicion: Suspicion = msgspec.field(default_factory=Suspicion)
+    failures: int = 0  # in a row, without a token between them
+    moves: int = 0  # times that it left its workers
+    suspicion: Suspicion = msgspec.field(default_factory=Suspicion)  # deaths of workers under it
 
     @property
     def ended(self) -> bool:

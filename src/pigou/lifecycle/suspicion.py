@@ -39,14 +39,10 @@ class Suspicion(msgspec.Struct, eq=False):
         suspicion.count(frozenset({"a"}), WorkerEnd.CRASHED, progressed=False, now_ns=0)
         suspicion.count(frozenset({"b"}), WorkerEnd.CRASHED, progressed=False, now_ns=5)
         assert suspicion.suspect
-
-    Attributes:
-        deaths: ids of the workers that died with the request under way.
-        killed_ns: when the last of them was killed from outside.
     """
 
-    deaths: tuple[str, ...] = ()
-    killed_ns: int = _LONG_AGO_NS
+    deaths: tuple[str, ...] = ()  # ids of the workers that died with the request under way
+    killed_ns: int = _LONG_AGO_NS  # when the last of them was killed from outside
 
     @property
     def suspect(self) -> bool:
@@ -60,7 +56,6 @@ class Suspicion(msgspec.Struct, eq=False):
 
         Args:
             workers: ids of those that failed.
-            end: how they ended.
             progressed: whether tokens came from them.
             now_ns: when they failed.
         """

@@ -90,8 +90,6 @@ def grouped(
     """Add grouped-query attention.
 
     Args:
-        layer: takes it.
-        heads: query heads.
         kv_heads: key and value heads.
         head_dim: width of queries and keys.
         window: tokens that are seen at most; 0 for all.

@@ -46,8 +46,6 @@ def page(
             apart (a strategy, a fleet): each kind has a line of its own. A row may bring what the
             paper found for it, as `paper`: {figure: value}. Rows of several experiments (their
             `experiment`) have a section each.
-        title: of the page.
-        subtitle: of the page.
         against: the level; concurrency where it changes, else a setting that does.
         paper: the paper's figures, rows of the same form, joined by the level.
         figures: columns to draw; the known ones, unless given.

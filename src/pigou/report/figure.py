@@ -15,62 +15,34 @@ Stroke = Literal["solid", "dash", "dot"]
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One axis.
-
-    Attributes:
-        title: with its unit.
-        unit: of its values.
-        log: whether distances are ratios; values of 0 and less are not drawn then.
-        ticks: (value, label) in place of numbers.
-        zero: whether it begins at 0.
-    """
+    """One axis."""
 
     title: str
     unit: Unit = ""
-    log: bool = False
-    ticks: tuple[tuple[float, str], ...] = ()
-    zero: bool = False
+    log: bool = False  # whether distances are ratios; values of 0 and less are not drawn then
+    ticks: tuple[tuple[float, str], ...] = ()  # (value, label) in place of numbers
+    zero: bool = False  # whether it begins at 0
 
 
 @dataclass(frozen=True, slots=True)
 class ChartLine:
-    """One line; None is a gap.
-
-    Attributes:
-        name: in the legend.
-        x: values, (points,).
-        y: values, (points,).
-        colour: index in the palette; -1 for the muted colour of the paper's figures.
-        stroke: how it is drawn.
-        step: whether it stays until the next point.
-        marks: whether points are shown.
-        bare: whether there are only points, and no line.
-    """
+    """One line; None is a gap."""
 
     name: str
-    x: Values
-    y: Values
-    colour: int = 0
+    x: Values  # values, (points,)
+    y: Values  # values, (points,)
+    colour: int = 0  # index in the palette; -1 for the muted colour of the paper's figures
     stroke: Stroke = "solid"
-    step: bool = False
-    marks: bool = False
-    bare: bool = False
+    step: bool = False  # whether it stays until the next point
+    marks: bool = False  # whether points are shown
+    bare: bool = False  # whether there are only points, and no line
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Lines over one axis.
+    """Lines over one axis."""
 
-    Attributes:
-        id: unique on its page, and the name of the picture.
-        title: what it shows.
-        note: how to read it.
-        x: horizontal.
-        y: vertical.
-        lines: what is drawn.
-    """
-
-    id: str
+    id: str  # unique on its page, and the name of the picture
     title: str
     note: str
     x: Axis
@@ -85,23 +57,14 @@ class Chart:
 
 @dataclass(frozen=True, slots=True)
 class Bars:
-    """Stacked bars, one a row, from left to right.
+    """Stacked bars, one a row, from left to right."""
 
-    Attributes:
-        id: unique on its page, and the name of the picture.
-        title: what it shows.
-        note: how to read it.
-        x: what the lengths are.
-        rows: names, from top to bottom.
-        parts: (name, lengths by row), stacked in this order.
-    """
-
-    id: str
+    id: str  # unique on its page, and the name of the picture
     title: str
     note: str
     x: Axis
-    rows: tuple[str, ...]
-    parts: tuple[tuple[str, Values], ...]
+    rows: tuple[str, ...]  # names, from top to bottom
+    parts: tuple[tuple[str, Values], ...]  # (name, lengths by row), stacked in this order
 
     @property
     def empty(self) -> bool:
@@ -111,26 +74,15 @@ class Bars:
 
 @dataclass(frozen=True, slots=True)
 class Heat:
-    """A map of many rows over time.
+    """A map of many rows over time."""
 
-    Attributes:
-        id: unique on its page, and the name of the picture.
-        title: what it shows.
-        note: how to read it.
-        x: horizontal.
-        xs: values of the columns.
-        rows: names, from top to bottom.
-        z: what is shown by colour, (rows, columns).
-        unit: of that.
-    """
-
-    id: str
+    id: str  # unique on its page, and the name of the picture
     title: str
     note: str
     x: Axis
-    xs: Values
-    rows: tuple[str, ...]
-    z: tuple[Values, ...]
+    xs: Values  # values of the columns
+    rows: tuple[str, ...]  # names, from top to bottom
+    z: tuple[Values, ...]  # what is shown by colour, (rows, columns)
     unit: Axis = field(default=Axis(""))
 
     @property

@@ -29,55 +29,33 @@ _MAX_PAGE = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A figure at the top of a page.
-
-    Attributes:
-        label: what it is.
-        cell: the figure.
-        more: a second line, "" for none.
-    """
+    """A figure at the top of a page."""
 
     label: str
     cell: Cell
-    more: str = ""
+    more: str = ""  # a second line, "" for none
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A part of a page.
+    """A part of a page."""
 
-    Attributes:
-        id: unique on its page.
-        title: heading.
-        items: figures and tables, from top to bottom.
-        note: under the heading.
-    """
-
-    id: str
+    id: str  # unique on its page
     title: str
-    items: tuple[Figure | ReportTable, ...]
-    note: str = ""
+    items: tuple[Figure | ReportTable, ...]  # figures and tables, from top to bottom
+    note: str = ""  # under the heading
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A page.
+    """A page."""
 
-    Attributes:
-        title: heading, and title of the window.
-        subtitle: under it.
-        sections: from top to bottom.
-        tiles: before them.
-        notices: warnings, such as that nothing was served.
-        verdict: shown above all else; None where there is none.
-    """
-
-    title: str
+    title: str  # heading, and title of the window
     subtitle: str
     sections: tuple[Section, ...]
     tiles: tuple[Tile, ...] = ()
-    notices: tuple[str, ...] = field(default=())
-    verdict: PageVerdict | None = None
+    notices: tuple[str, ...] = field(default=())  # warnings, such as that nothing was served
+    verdict: PageVerdict | None = None  # shown above all else; None where there is none
 
     @property
     def figures(self) -> list[Figure]:
@@ -170,8 +148,6 @@ def write(
     Pictures of the page that was there before are removed.
 
     Args:
-        page: to write.
-        folder: that exists.
         data: what the page shows; None writes none.
         on_file: called with the name of a file before it is made.
 

@@ -48,8 +48,6 @@ def record(
     """Return the record of a run.
 
     Args:
-        result: of the run.
-        timeline: of the run, if there is one.
         document: `result.document()`.
         title: name of the run.
         config: all settings, by group.

@@ -22,94 +22,55 @@ class Distribution(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Attainment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Shares of all offered requests that were served within limits.
+    """Shares of all offered requests that were served within limits."""
 
-    Attributes:
-        offered_requests: requests meant to be sent, failed and unfinished ones too.
-        curves: share by limit, of time to first token, time per token, and all; by name.
-        ttft_s: limits of the grid's rows.
-        tpot_s: limits of the grid's columns.
-        grid: share that keeps both limits, (ttft_s, tpot_s).
-    """
-
+    # requests meant to be sent, failed and unfinished ones too.
     offered_requests: int = msgspec.field(name="offered")
+    # share by limit, of time to first token, time per token, and all; by name.
     curves: dict[str, Distribution]
-    ttft_s: list[float]
-    tpot_s: list[float]
-    grid: list[list[float]]
+    ttft_s: list[float]  # limits of the grid's rows
+    tpot_s: list[float]  # limits of the grid's columns
+    grid: list[list[float]]  # share that keeps both limits, (ttft_s, tpot_s)
 
 
 class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Mean seconds of a group of served requests in each stage.
+    """Mean seconds of a group of served requests in each stage."""
 
-    Attributes:
-        group: name of the group, by end-to-end time.
-        requests: how many.
-        client_s: until the last attempt was sent.
-        queue_s: from there to its route.
-        first_s: from there to the first token.
-        stream_s: from the first to the last token.
-    """
-
-    group: str
+    group: str  # name of the group, by end-to-end time
     requests: int
-    client_s: float
+    client_s: float  # until the last attempt was sent
     queue_s: float
-    first_s: float
-    stream_s: float
+    first_s: float  # from there to the first token
+    stream_s: float  # from the first to the last token
 
 
 class LoadPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Latency of served requests at about the same load.
+    """Latency of served requests at about the same load."""
 
-    Attributes:
-        inflight: mean requests in flight when they were meant to be sent, themselves included.
-        requests: how many.
-        ttft_s: p50 and p99.
-        tpot_s: p50 and p99; None where no request had two tokens.
-        e2e_s: p50 and p99.
-    """
-
-    inflight: float
+    inflight: float  # mean requests in flight when they were meant to be sent, themselves included
     requests: int
-    ttft_s: tuple[float, float]
-    tpot_s: tuple[float, float] | None
-    e2e_s: tuple[float, float]
+    ttft_s: tuple[float, float]  # p50 and p99
+    tpot_s: tuple[float, float] | None  # p50 and p99; None where no request had two tokens
+    e2e_s: tuple[float, float]  # p50 and p99
 
 
 class Course(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The run by windows of equal length; latencies by when a request was meant to be sent.
+    """The run by windows of equal length; latencies by when a request was meant to be sent."""
 
-    Attributes:
-        time_s: middles of the windows.
-        offered_rps: requests meant to be sent.
-        completed_rps: requests served.
-        ttft_p50_s: of those meant in this window; None where none was served.
-        ttft_p99_s: the same.
-    """
-
-    time_s: list[float]
-    offered_rps: list[float]
-    completed_rps: list[float]
-    ttft_p50_s: list[float | None]
+    time_s: list[float]  # middles of the windows
+    offered_rps: list[float]  # requests meant to be sent
+    completed_rps: list[float]  # requests served
+    ttft_p50_s: list[float | None]  # of those meant in this window; None where none was served
     ttft_p99_s: list[float | None]
 
 
 class Samples(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A timeline (`pigou.sim.timeline`).
+    """A timeline (`pigou.sim.timeline`)."""
 
-    Attributes:
-        period_s: between two samples of the fleet.
-        time_s: of these.
-        fleet: by name.
-        worker_time_s: of the samples of the workers, which may be fewer.
-        workers: by worker, by name.
-    """
-
-    period_s: float
+    period_s: float  # between two samples of the fleet
     time_s: list[float]
     fleet: dict[str, list[float | None]]
-    worker_time_s: list[float]
+    worker_time_s: list[float]  # of the samples of the workers, which may be fewer
     workers: dict[str, dict[str, list[float | None]]]
 
 
@@ -122,35 +83,21 @@ class OutcomeCount(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RunRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One run.
-
-    Attributes:
-        kind: what this file is.
-        pigou: version that wrote it.
-        title: name of the run.
-        config: all settings, with the seed; by group.
-        figures: as `pigou simulate --json` writes them.
-        outcomes: how requests ended.
-        curves: distributions over served requests, in seconds, by the name of the figure.
-        attainment: of all offered requests.
-        stages: mean seconds by stage.
-        load: latency against load, in the order of the load.
-        course: rates and latencies over time.
-        samples: queues, prices and workers over time; None without a timeline.
-    """
+    """One run."""
 
     kind: str = "pigou simulation"
-    pigou: str
-    title: str
-    config: dict[str, dict[str, Any]]
-    figures: dict[str, Any]
-    outcomes: list[OutcomeCount]
+    pigou: str  # version that wrote it
+    title: str  # name of the run
+    config: dict[str, dict[str, Any]]  # all settings, with the seed; by group
+    figures: dict[str, Any]  # as `pigou simulate --json` writes them
+    outcomes: list[OutcomeCount]  # how requests ended
+    # distributions over served requests, in seconds, by the name of the figure.
     curves: dict[str, Distribution]
     attainment: Attainment | None
-    stages: list[Stage]
-    load: list[LoadPoint]
-    course: Course | None
-    samples: Samples | None
+    stages: list[Stage]  # mean seconds by stage
+    load: list[LoadPoint]  # latency against load, in the order of the load
+    course: Course | None  # rates and latencies over time
+    samples: Samples | None  # queues, prices and workers over time; None without a timeline
 
     @property
     def seed(self) -> Any:

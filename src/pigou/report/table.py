@@ -23,17 +23,11 @@ _FORMS: dict[Form, Callable[[float], str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One value.
+    """One value."""
 
-    Attributes:
-        value: exact; None where there is none.
-        form: how it reads.
-        tint: 0 to 1, how much it is coloured; None for not at all.
-    """
-
-    value: Value
+    value: Value  # exact; None where there is none
     form: Form = ""
-    tint: float | None = None
+    tint: float | None = None  # 0 to 1, how much it is coloured; None for not at all
 
     @property
     def number(self) -> bool:
@@ -67,23 +61,14 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class ReportTable:
-    """Rows under headings.
+    """Rows under headings."""
 
-    Attributes:
-        id: unique on its page.
-        title: what it shows.
-        columns: headings; the first column names the rows.
-        rows: cells, (rows, columns).
-        note: how to read it.
-        folded: whether it is shown only when asked for.
-    """
-
-    id: str
+    id: str  # unique on its page
     title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[Cell, ...], ...]
+    columns: tuple[str, ...]  # headings; the first column names the rows
+    rows: tuple[tuple[Cell, ...], ...]  # cells, (rows, columns)
     note: str = ""
-    folded: bool = False
+    folded: bool = False  # whether it is shown only when asked for
 
     def compact(self) -> ReportTable:
         """Return the table without columns that no row has a value in; the first one stays."""

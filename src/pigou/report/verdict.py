@@ -36,17 +36,11 @@ _JUDGED = (
 
 @dataclass(frozen=True, slots=True)
 class PageVerdict:
-    """The conclusion of a page.
+    """The conclusion of a page."""
 
-    Attributes:
-        level: `good`, `fair` (to be looked at) or `bad`.
-        text: the sentence.
-        reasons: one a line, the weightiest first.
-    """
-
-    level: Literal["good", "fair", "bad"]
+    level: Literal["good", "fair", "bad"]  # `good`, `fair` (to be looked at) or `bad`
     text: str
-    reasons: tuple[str, ...] = ()
+    reasons: tuple[str, ...] = ()  # one a line, the weightiest first
 
 
 def of_run(run: RunRecord) -> PageVerdict:
@@ -184,7 +178,6 @@ def of_rows(rows: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> Page
 
     Args:
         rows: with `relative_error`, where the paper has figures.
-        names: of the figures, by key.
     """
     errors: dict[str, list[float]] = {}
     for row in rows:

@@ -31,38 +31,26 @@ class HeadNorm:
 
 @dataclass(slots=True)
 class Past:
-    """Where the cache entries of some sequences are, the same for every layer.
+    """Where the cache entries of some sequences are, the same for every layer."""
 
-    Attributes:
-        blocks: ids of their blocks, shape (sequences * blocks,), int64.
-        sequences: how many.
-        mask: entries that a query may see; broadcasts to (sequences, heads, queries, entries).
-    """
-
-    blocks: Tensor
+    blocks: Tensor  # ids of their blocks, shape (sequences * blocks,), int64
     sequences: int
-    mask: Tensor
+    mask: Tensor  # entries that a query may see; broadcasts to (sequences, heads, queries, entries)
 
 
 class PagedAttention:
     """Rotates, stores and attends, layer by layer.
 
     Validity goes by slot, not by position, so that entries may be missing from a sequence.
-
-    Attributes:
-        watch: is told of the probabilities, when it is not None.
-        beat: called before each layer: a long step is no hung one.
     """
 
-    watch: AttentionMassTracker | None = None
-    beat: Callable[[], None] | None = None
+    watch: AttentionMassTracker | None = None  # is told of the probabilities, when it is not None
+    beat: Callable[[], None] | None = None  # called before each layer: a long step is no hung one
 
     def __init__(self, config: ModelConfig, cache: KVCache, tables: Ints, context: int) -> None:
         """Bind a cache.
 
         Args:
-            config: of the model.
-            cache: that keys and values are kept in.
             tables: block ids by row of the batch; read at each step.
             context: positions that can occur.
         """

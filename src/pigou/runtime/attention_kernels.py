@@ -116,7 +116,6 @@ def attention_probabilities(
         query: already scaled, shape (rows, head_dim); rows is 1, 2, 4, or a multiple of 8.
         kv: a layer of the cache.
         table: block ids of the sequence.
-        head: the KV head.
         entries: that the first query sees, at least 1.
         max_entries: upper bound of what a query sees; each sees one more than the one before.
         block_size: tokens in a block.
@@ -187,13 +186,9 @@ def add_mass(
     """Add the probabilities of one head's queries to the mass of a sequence's own entries.
 
     Args:
-        scores: of `attention_probabilities`.
         counted: queries, the first ones, that count.
-        target: where the mass is.
-        head: the KV head.
         table: block ids of the sequence.
         own: its first entry that it need not share.
-        entries: that it has.
         block_size: tokens in a block.
     """
     numbers, layer, _ = target
@@ -221,8 +216,6 @@ def decode(
     Args:
         tasks: range of token * kv_heads + KV head.
         qkv: queries, keys and values, shape (at least tokens, heads + 2 kv_heads, head_dim).
-        rotation: of the heads.
-        layer: of the cache.
         queries: of a KV head, rounded up to 1, 2, 4 or a multiple of 8.
         out: shape (at least tokens, heads, head_dim).
         mass: a `MassTarget`, or None (another specialisation) where nobody asks.
@@ -267,8 +260,6 @@ def rotate_and_store(
     Args:
         tokens: range of the step's tokens.
         qkv: as for `decode`.
-        rotation: of the heads.
-        layer: of the cache.
     """
     norms, eps, turns = rotation
     locations, tables, kv, block_size = layer
@@ -300,7 +291,6 @@ def prefill(
         qkv: rotated queries, shape (at least tokens, heads + 2 kv_heads, head_dim).
         tiles: of up to `TILE` successive tokens: first token, how many, slot of the first, and row
             of the batch, shape (tiles, 4).
-        layer: of the cache.
         out: shape (at least tokens, heads, head_dim).
         sums: is set to each entry's probabilities, summed over the tile's queries, shape
             (tiles, heads, at least the slots of its blocks); None (another specialisation) where

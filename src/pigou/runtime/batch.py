@@ -19,44 +19,27 @@ POSITION, SLOT, ROW = 0, 1, 2
 
 @dataclass(frozen=True, slots=True)
 class PromptChunk:
-    """Several tokens of one sequence in a step.
-
-    Attributes:
-        entry: of the plan.
-        row: of the batch, whose block table it uses.
-        first: its first token among the step's tokens.
-        count: its tokens, at least 2.
-        past: cache entries of the sequence before it.
-    """
+    """Several tokens of one sequence in a step."""
 
     entry: int
-    row: int
-    first: int
-    count: int
-    past: int
+    row: int  # of the batch, whose block table it uses
+    first: int  # its first token among the step's tokens
+    count: int  # its tokens, at least 2
+    past: int  # cache entries of the sequence before it
 
 
 @dataclass(slots=True)
 class StepBatch:
-    """The tokens of one step: first the entries of a single token, then the chunks.
+    """The tokens of one step: first the entries of a single token, then the chunks."""
 
-    Attributes:
-        tokens: ids, shape (tokens,), int32, on the device.
-        locations: three rows, shape (3, tokens): rotary positions; slots, the index of each token's
-            cache entry within its sequence, up to and with which it attends; and rows of the
-            batch.
-        singles: entries of a single token; theirs are the first tokens.
-        chunks: the others.
-        last: last token of each plan entry, shape (entries,).
-        entries: plan entries that sample, shape (samples,).
-    """
-
-    tokens: Tensor
+    tokens: Tensor  # ids, shape (tokens,), int32, on the device
+    # three rows, shape (3, tokens): rotary positions; slots, the index of each token's cache entry
+    # within its sequence, up to and with which it attends; and rows of the batch.
     locations: Ints
-    singles: int
+    singles: int  # entries of a single token; theirs are the first tokens
     chunks: list[PromptChunk]
-    last: NDArray[np.int64]
-    entries: NDArray[np.int64]
+    last: NDArray[np.int64]  # last token of each plan entry, shape (entries,)
+    entries: NDArray[np.int64]  # plan entries that sample, shape (samples,)
 
     @property
     def size(self) -> int:
@@ -97,7 +80,6 @@ def make_batch(plan: Plan, tokens: list[Ints], device: torch.device) -> StepBatc
     Args:
         plan: not empty.
         tokens: ids to compute, by plan entry, each of shape (counts[i],).
-        device: of the model.
 
     Returns:
         The batch; its arrays are its own.

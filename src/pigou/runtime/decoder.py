@@ -23,23 +23,14 @@ _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 @dataclass(slots=True)
 class Decoder:
-    """A model's weights, and how tokens pass through them.
+    """A model's weights, and how tokens pass through them."""
 
-    Attributes:
-        config: sizes and switches.
-        embedding: shape (vocab, hidden).
-        layers: in order.
-        norm: weight of the last norm, shape (hidden,).
-        head: from hidden states to logits.
-        ops: element-wise operations.
-    """
-
-    config: ModelConfig
-    embedding: Tensor
-    layers: list[Layer]
-    norm: Tensor
+    config: ModelConfig  # sizes and switches
+    embedding: Tensor  # shape (vocab, hidden)
+    layers: list[Layer]  # in order
+    norm: Tensor  # weight of the last norm, shape (hidden,)
     head: Linear
-    ops: Ops
+    ops: Ops  # element-wise operations
 
     def hidden(self, tokens: Tensor, attention: PagedAttention, wanted: Tensor | None) -> Tensor:
         """Compute hidden states.
@@ -124,29 +115,17 @@ def _embedding_and_head(config: ModelConfig, weights: Weights) -> tuple[Tensor, 
 
 @dataclass(slots=True)
 class Layer:
-    """One layer's weights.
-
-    Attributes:
-        index: of the layer.
-        eps: of its norms.
-        before_attention: weight of the first norm, shape (hidden,).
-        before_mlp: weight of the second.
-        qkv: queries, keys and values in one product.
-        head_norm: norm of query and key heads, or None.
-        output: back to the residual stream.
-        gate_up: both inputs of the gated layer in one product.
-        down: back to the residual stream.
-    """
+    """One layer's weights."""
 
     index: int
     eps: float
-    before_attention: Tensor
-    before_mlp: Tensor
-    qkv: Linear
-    head_norm: HeadNorm | None
-    output: Linear
-    gate_up: Linear
-    down: Linear
+    before_attention: Tensor  # weight of the first norm, shape (hidden,)
+    before_mlp: Tensor  # weight of the second
+    qkv: Linear  # queries, keys and values in one product
+    head_norm: HeadNorm | None  # norm of query and key heads, or None
+    output: Linear  # back to the residual stream
+    gate_up: Linear  # both inputs of the gated layer in one product
+    down: Linear  # back to the residual stream
 
     def __call__(self, x: Tensor, residual: Tensor, attention: PagedAttention, ops: Ops) -> Tensor:
         """Apply the layer.

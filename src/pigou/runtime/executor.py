@@ -58,12 +58,10 @@ class TorchExecutor:
         """Bind a model to a cache and a core.
 
         Args:
-            model: that computes.
             cache: its KV blocks.
             tables: `EngineCore.tables`.
             attention: over this cache and these tables.
             grammars: makes the grammars of the model's tokenizer; called at the first need.
-            end_tokens: of the model.
             evictor: of cache entries, over this cache and these tables; None where none go.
             clock: of the plans' horizons, and of the durations, in nanoseconds.
         """

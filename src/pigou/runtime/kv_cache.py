@@ -64,9 +64,7 @@ class KVCache:
         """Make an empty cache.
 
         Args:
-            layout: of a block.
             blocks: blocks on the device.
-            device: where they are.
             host_blocks: blocks of host memory.
             memory: of at least blocks * block_bytes bytes to put the blocks in, writable; only
                 for a CPU.

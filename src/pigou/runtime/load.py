@@ -33,22 +33,12 @@ from pigou.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model in memory.
-
-    Attributes:
-        name: as it was asked for.
-        folder: of its files.
-        digest: that tells its weights from others.
-        config: sizes and switches.
-        decoder: the weights.
-        dtype: of weights and cache.
-        device: where they are.
-    """
+    """A model in memory."""
 
     name: str
     folder: Path
     digest: str
-    config: ModelConfig
+    config: ModelConfig  # sizes and switches
     decoder: Decoder
     dtype: torch.dtype
     device: torch.device
@@ -83,7 +73,6 @@ class LoadedModel:
         """Make an executor over an empty cache.
 
         Args:
-            cache: from `cache`.
             tables: `EngineCore.tables`.
             max_model_len: most tokens of a sequence.
             eviction: of cache entries; None for none.

@@ -26,35 +26,24 @@ _SEED = b"local"
 
 @dataclass(slots=True)
 class Output:
-    """What came of one prompt.
+    """What came of one prompt."""
 
-    Attributes:
-        request: its id.
-        tokens: generated.
-        reason: why it ended; None while it runs.
-        logprobs: of the generated tokens, when asked for.
-        prompt_logprobs: of the prompt's tokens, when asked for.
-        cached: tokens of the prompt that were in the cache.
-        preemptions: times that it lost its row.
-    """
-
-    request: str
+    request: str  # its id
     tokens: list[int] = field(default_factory=list)
-    reason: FinishReason | None = None
+    reason: FinishReason | None = None  # why it ended; None while it runs
+    # of the generated tokens, when asked for.
     logprobs: list[RankedLogprobs] = field(default_factory=list)
+    # of the prompt's tokens, when asked for.
     prompt_logprobs: list[RankedLogprobs | None] = field(default_factory=list)
-    cached: int = 0
-    preemptions: int = 0
+    cached: int = 0  # tokens of the prompt that were in the cache
+    preemptions: int = 0  # times that it lost its row
 
 
 class LocalEngine:
     """Runs prompts to their end, batched as a worker would.
 
     Attributes:
-        core: that plans.
         cache: KV blocks.
-        executor: that computes.
-        on_plan: called with each plan before it is executed.
     """
 
     def __init__(self, model: LoadedModel, config: EngineConfig) -> None:
@@ -82,7 +71,6 @@ class LocalEngine:
 
         Args:
             prompts: token ids.
-            params: for all, or one for each.
 
         Returns:
             What came of each, in the prompts' order.
@@ -102,7 +90,6 @@ class LocalEngine:
             prompt: token ids.
             params: how tokens are chosen; `max_tokens` counts those still to come.
             resume: how many of the last tokens of `prompt` were generated before.
-            tenant: whose it is.
         """
         request = f"local-{self._number}"
         self._number += 1

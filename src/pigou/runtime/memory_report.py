@@ -18,28 +18,16 @@ _CLEAR_PEAK = "5"
 
 
 class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes of one device.
+    """Bytes of one device."""
 
-    Attributes:
-        device: "cpu" or "cuda:N".
-        memory: that the driver, or the system, reports.
-        weights: tensors of the model.
-        cache: KV blocks.
-        activations: peak of the steps that it computed before it was ready, above what stays.
-        adapters: LoRA weights; it holds none.
-        runtime: libraries and context, as far as the process has them in memory.
-        graphs: CUDA graphs; it captures none.
-        scratch: what the allocator holds besides.
-    """
-
-    device: str
+    device: str  # "cpu" or "cuda:N"
     memory: int
-    weights: int
-    cache: int
-    activations: int
-    adapters: int
-    runtime: int
-    graphs: int
+    weights: int  # tensors of the model
+    cache: int  # KV blocks
+    activations: int  # peak of the steps that it computed before it was ready, above what stays
+    adapters: int  # LoRA weights; it holds none
+    runtime: int  # libraries and context, as far as the process has them in memory
+    graphs: int  # CUDA graphs; it captures none
     scratch: int
 
 
@@ -49,8 +37,6 @@ def measured(
     """Run the loads of a start; return their result, and the memory that was seen.
 
     Args:
-        run: computes them.
-        device: on which they run.
         weights: bytes of the model.
         cache: bytes of the KV blocks.
     """

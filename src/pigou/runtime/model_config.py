@@ -20,47 +20,28 @@ from pigou.text.end_tokens import read_end_tokens
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder-only transformer with grouped attention, RMS norm and a gated SiLU layer.
+    """A decoder-only transformer with grouped attention, RMS norm and a gated SiLU layer."""
 
-    Attributes:
-        family: "llama", "mistral", "qwen2" or "qwen3".
-        layers: decoder layers.
-        hidden: width of the residual stream.
-        heads: query heads.
-        kv_heads: key and value heads; divides `heads`.
-        head_dim: width of a head.
-        ffn: width of the gated layer.
-        vocab: rows of the embedding.
-        context: most tokens of a sequence; where the model slides a window over its past, the
-            window, within which that changes nothing.
-        norm_eps: epsilon of the RMS norms.
-        rope: rotary embedding.
-        tied: the output layer is the embedding.
-        qkv_bias: biases on queries, keys and values.
-        output_bias: bias on the attention's output.
-        mlp_bias: biases on the gated layer.
-        qk_norm: RMS norm over each query head and key head, before the rotation.
-        dtype: that the weights were published in ("float32", "bfloat16", ...).
-        eos: ids of the end tokens, from generation_config.json when there is one.
-    """
-
-    family: str
+    family: str  # "llama", "mistral", "qwen2" or "qwen3"
     layers: int
-    hidden: int
+    hidden: int  # width of the residual stream
     heads: int
-    kv_heads: int
+    kv_heads: int  # key and value heads; divides `heads`
     head_dim: int
-    ffn: int
-    vocab: int
+    ffn: int  # width of the gated layer
+    vocab: int  # rows of the embedding
+    # most tokens of a sequence; where the model slides a window over its past, the window, within
+    # which that changes nothing.
     context: int
-    norm_eps: float
-    rope: Rope
-    tied: bool = False
-    qkv_bias: bool = False
-    output_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    dtype: str = "bfloat16"
+    norm_eps: float  # epsilon of the RMS norms
+    rope: Rope  # rotary embedding
+    tied: bool = False  # the output layer is the embedding
+    qkv_bias: bool = False  # biases on queries, keys and values
+    output_bias: bool = False  # bias on the attention's output
+    mlp_bias: bool = False  # biases on the gated layer
+    qk_norm: bool = False  # RMS norm over each query head and key head, before the rotation
+    dtype: str = "bfloat16"  # that the weights were published in ("float32", "bfloat16", ...)
+    # ids of the end tokens, from generation_config.json when there is one.
     eos: frozenset[int] = frozenset()
 
     @property

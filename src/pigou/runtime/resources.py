@@ -52,7 +52,6 @@ def kv_room(
 
     Args:
         free: bytes that are free with the weights loaded.
-        config: of the model.
         itemsize: bytes of a number.
         max_seqs: sequences of a step at most.
         max_batched_tokens: tokens of a step at most.

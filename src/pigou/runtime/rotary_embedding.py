@@ -31,21 +31,15 @@ _BASE = 10_000.0
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Frequencies of a rotary embedding.
+    """Frequencies of a rotary embedding."""
 
-    Attributes:
-        frequencies: radians per position, shape (head_dim / 2,), float32.
-        amplitude: that cosines and sines are multiplied by (1 except for YaRN and LongRoPE).
-        long: frequencies of an engine for more than `trained` positions (LongRoPE), or None.
-        trained: positions up to which nothing is scaled (dynamic, LongRoPE).
-        growth: base and factor of dynamic scaling, or None.
-    """
-
-    frequencies: Frequencies
+    frequencies: Frequencies  # radians per position, shape (head_dim / 2,), float32
+    # that cosines and sines are multiplied by (1 except for YaRN and LongRoPE).
     amplitude: float = 1.0
+    # frequencies of an engine for more than `trained` positions (LongRoPE), or None.
     long: Frequencies | None = None
-    trained: int = 0
-    growth: tuple[float, float] | None = None
+    trained: int = 0  # positions up to which nothing is scaled (dynamic, LongRoPE)
+    growth: tuple[float, float] | None = None  # base and factor of dynamic scaling, or None
 
     def angles(self, positions: int) -> Frequencies:
         """Return the angle of each position, shape (positions, head_dim / 2).

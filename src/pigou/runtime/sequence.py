@@ -20,36 +20,23 @@ _NO_TOKENS = np.empty(0, dtype=np.int64)
 
 @dataclass(slots=True)
 class TokenSequence:
-    """Token ids of a request, prompt and output, and the state of its sampling.
+    """Token ids of a request, prompt and output, and the state of its sampling."""
 
-    Attributes:
-        request: its id.
-        params: how its tokens are chosen.
-        buffer: token ids; only the first `length` are known.
-        length: tokens known.
-        prompt: of those, tokens of the prompt; what follows was generated, here or elsewhere.
-        end_tokens: tokens that end the sequence.
-        seed: key of the block hashes; empty to seal nothing.
-        sealed: full blocks whose hashes the core knows.
-        last: hash of the last sealed block, shape (1, 2), or (0, 2); None: not computed yet.
-        grammar: state of the grammar, or None.
-        prompt_logprobs: of the prompt's tokens, filled as they are computed; empty when not
-            asked for or already reported.
-        failure: why it cannot go on; None while it can.
-    """
-
-    request: str
-    params: SamplingParams
-    buffer: Ints
-    length: int
-    prompt: int
-    end_tokens: frozenset[int]
-    seed: bytes
-    sealed: int
+    request: str  # its id
+    params: SamplingParams  # how its tokens are chosen
+    buffer: Ints  # token ids; only the first `length` are known
+    length: int  # tokens known
+    prompt: int  # of those, tokens of the prompt; what follows was generated, here or elsewhere
+    end_tokens: frozenset[int]  # tokens that end the sequence
+    seed: bytes  # key of the block hashes; empty to seal nothing
+    sealed: int  # full blocks whose hashes the core knows
+    # hash of the last sealed block, shape (1, 2), or (0, 2); None: not computed yet.
     last: BlockHashes | None = None
     grammar: GrammarState | None = None
+    # of the prompt's tokens, filled as they are computed; empty when not asked for or already
+    # reported.
     prompt_logprobs: list[RankedLogprobs | None] = field(default_factory=list)
-    failure: str | None = None
+    failure: str | None = None  # why it cannot go on; None while it can
     _output_counts: TokenCounts | None = None
     _all_counts: TokenCounts | None = None
     _bias: tuple[NDArray[np.int64], NDArray[np.float32]] | None = None

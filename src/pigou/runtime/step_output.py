@@ -12,44 +12,32 @@ from pigou.request import Ints
 
 @dataclass(frozen=True, slots=True)
 class RankedLogprobs:
-    """How probable a token was: log-softmax of the raw logits, before temperature and penalties.
+    """How probable a token was: log-softmax of the raw logits, before temperature and penalties."""
 
-    Attributes:
-        token: the token chosen (or, in a prompt, given).
-        logprob: its log probability, natural.
-        rank: its place by probability, from 1.
-        top: ids of the most probable tokens, most probable first, shape (k,).
-        logprobs: their log probabilities, shape (k,).
-    """
-
-    token: int
+    token: int  # the token chosen (or, in a prompt, given)
     logprob: float
-    rank: int
-    top: NDArray[np.int64]
-    logprobs: NDArray[np.float32]
+    rank: int  # its place by probability, from 1
+    top: NDArray[np.int64]  # ids of the most probable tokens, most probable first, shape (k,)
+    logprobs: NDArray[np.float32]  # their log probabilities, shape (k,)
 
 
 @dataclass(slots=True)
 class StepOutput:
-    """What one step yielded, by entry of the plan.
+    """What one step yielded, by entry of the plan."""
 
-    Attributes:
-        tokens: sampled, shape (n,); -1 where none was.
-        finished: whether the sequence ended with this token (an end token, a stop token, or a
-            grammar that allows nothing more), or failed; the length limit is the core's affair.
-        failed: why a sequence cannot go on, by entry; it has no token in this step.
-        logprobs: of the sampled token, for entries that asked.
-        prompt_logprobs: of a prompt that was finished in this step, for entries that asked: one
-            for each of its tokens; None for the first, and for those whose KV was not computed
-            here but found in the cache.
-        broken: what was raised for one entry alone; it has no token, and finished with this step.
-    """
-
-    tokens: Ints
+    tokens: Ints  # sampled, shape (n,); -1 where none was
+    # whether the sequence ended with this token (an end token, a stop token, or a grammar that
+    # allows nothing more), or failed; the length limit is the core's affair.
     finished: NDArray[np.bool_]
+    # why a sequence cannot go on, by entry; it has no token in this step.
     failed: dict[int, str] = field(default_factory=dict)
+    # of the sampled token, for entries that asked.
     logprobs: dict[int, RankedLogprobs] = field(default_factory=dict)
+    # of a prompt that was finished in this step, for entries that asked: one for each of its
+    # tokens; None for the first, and for those whose KV was not computed here but found in the
+    # cache.
     prompt_logprobs: dict[int, list[RankedLogprobs | None]] = field(default_factory=dict)
+    # what was raised for one entry alone; it has no token, and finished with this step.
     broken: dict[int, str] = field(default_factory=dict)
 
 

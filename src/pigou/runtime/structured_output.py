@@ -79,7 +79,6 @@ class GrammarState:
         """Start at the beginning.
 
         Args:
-            matcher: fresh.
             vocab: logits of the model.
             budget: of the CPU time that it takes of the engine's steps; None for no bound.
             cpu_ns: reads the CPU time of the calling thread.
@@ -164,7 +163,6 @@ class Grammars:
             tokenizer: text of a Hugging Face tokenizer.json.
             vocab: logits of the model.
             end_tokens: the model's end tokens; one at least is needed to end an output.
-            cache_bytes: of compiled grammars that are kept, estimated.
 
         Raises:
             GrammarError: there is no end token, or the tokenizer cannot be used.
@@ -198,7 +196,6 @@ class Grammars:
         """Compile a grammar, or take the compiled one, and stand behind an output.
 
         Args:
-            grammar: to follow.
             output: tokens generated so far.
 
         Raises:
@@ -331,15 +328,10 @@ LIMITS = LLParserLimits(
 
 @dataclass(slots=True)
 class Debt:
-    """What one sequence's grammar took, in CPU nanoseconds.
+    """What one sequence's grammar took, in CPU nanoseconds."""
 
-    Attributes:
-        ns: beyond its share of the steps so far.
-        last_ns: for its last token.
-    """
-
-    ns: int = 0
-    last_ns: int = 0
+    ns: int = 0  # beyond its share of the steps so far
+    last_ns: int = 0  # for its last token
 
 
 class WorkBudget:
@@ -386,7 +378,6 @@ class WorkBudget:
         """Charge the work for one token.
 
         Args:
-            debt: of the sequence.
             cost_ns: CPU nanoseconds.
 
         Raises:

@@ -54,15 +54,10 @@ def openmp_entry() -> int:
 
 @dataclass(frozen=True, slots=True)
 class ParallelKernel:
-    """A kernel that runs in the calling thread, or on several threads where that pays.
+    """A kernel that runs in the calling thread, or on several threads where that pays."""
 
-    Attributes:
-        kernel: its first argument is the range of rows that a call works on.
-        parallel: the same on several threads: `run_parallel`'s first three arguments, then the
-            kernel's.
-    """
-
-    kernel: Callable[..., None]
+    kernel: Callable[..., None]  # its first argument is the range of rows that a call works on
+    # the same on several threads: `run_parallel`'s first three arguments, then the kernel's.
     parallel: Callable[..., None]
 
     def __call__(self, work_ns: float, rows: RowRange, *arguments: object) -> None:
@@ -70,8 +65,6 @@ class ParallelKernel:
 
         Args:
             work_ns: about how long it takes one thread.
-            rows: its first argument.
-            arguments: the others.
         """
         threads = torch.get_num_threads() if work_ns >= _min_parallel_ns else 1
         count = rows[1] - rows[0]

@@ -41,17 +41,12 @@ STRAYS = (
 
 @dataclass(frozen=True, slots=True)
 class WeightFiles:
-    """Files of a model's weights, those that win first.
-
-    Attributes:
-        paths: files that are there.
-        index: tensor name -> file name, from the index; empty where there is none.
-        missing: files that the index names and that are not there.
-    """
+    """Files of a model's weights, those that win first."""
 
     paths: list[Path]
+    # tensor name -> file name, from the index; empty where there is none.
     index: dict[str, str] = field(default_factory=dict)
-    missing: frozenset[str] = frozenset()
+    missing: frozenset[str] = frozenset()  # files that the index names and that are not there
 
 
 def find_weight_files(folder: Path) -> WeightFiles:
@@ -218,11 +213,6 @@ class Weights:
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
         """Open the files.
-
-        Args:
-            folder: of the model.
-            dtype: that tensors are converted to.
-            device: that they are put on.
 
         Raises:
             ModelError: a file is damaged, or there is none.

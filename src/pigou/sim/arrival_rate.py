@@ -30,15 +30,10 @@ _FORMS = "requests a second (5), RATE@SECOND/... (5@0/15@120), or FILE.csv with 
 
 
 class RateSchedule(msgspec.Struct, frozen=True, kw_only=True):
-    """An arrival rate that is constant in pieces; it is 0 before the first.
+    """An arrival rate that is constant in pieces; it is 0 before the first."""
 
-    Attributes:
-        seconds: from the beginning, at which each piece starts; ascending.
-        rates: requests a second in each piece; the last one lasts for ever.
-    """
-
-    seconds: tuple[float, ...]
-    rates: tuple[float, ...]
+    seconds: tuple[float, ...]  # from the beginning, at which each piece starts; ascending
+    rates: tuple[float, ...]  # requests a second in each piece; the last one lasts for ever
 
     def __post_init__(self) -> None:
         """Refuse times that do not ascend, and rates that no client has."""

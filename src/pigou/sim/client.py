@@ -26,23 +26,16 @@ _DOUBLINGS = 100
 
 
 class ClientConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How a client sends.
+    """How a client sends."""
 
-    Attributes:
-        pool: connections, and so requests at once; 0 for no limit.
-        take: which waiting request takes a freed one: `fifo`, `random` or `lifo`.
-        barging: probability that the user who freed it takes it again before all of them.
-        timeout: seconds after which an attempt is given up; 0 for never.
-        retries: further attempts after one that failed.
-        backoff: seconds before the first further attempt, doubled for each one more; half to all
-            of it, at random.
-    """
-
-    pool: int = 0
+    pool: int = 0  # connections, and so requests at once; 0 for no limit
+    # which waiting request takes a freed one: `fifo`, `random` or `lifo`.
     take: Literal["fifo", "random", "lifo"] = "fifo"
-    barging: float = 0.0
-    timeout: float = 0.0
-    retries: int = 0
+    barging: float = 0.0  # probability that the user who freed it takes it again before all of them
+    timeout: float = 0.0  # seconds after which an attempt is given up; 0 for never
+    retries: int = 0  # further attempts after one that failed
+    # seconds before the first further attempt, doubled for each one more; half to all of it, at
+    # random.
     backoff: float = 0.5
 
     def __post_init__(self) -> None:

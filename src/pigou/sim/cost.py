@@ -35,9 +35,6 @@ def gpu_rate(
     """Return what a worker costs.
 
     Args:
-        prices: to use.
-        gpu: name of each GPU.
-        gpus: of the worker.
         model: that it serves; None where that is not known.
         tiers: bytes of its tiers beyond the device, by name.
 
@@ -69,8 +66,6 @@ def simulated_cost_meter(setup: Setup, fleet: FleetConfig, objectives: Objective
 
     Args:
         setup: with prices, and what workers run on by default.
-        fleet: its workers, by group.
-        objectives: of requests, which say their class.
 
     Raises:
         ConfigError: the prices are not understood, or a worker's GPU is not known.

@@ -69,9 +69,7 @@ class Dispatcher:
         shed: attempts that the control plane refused.
         inflight: attempts under way, queued ones included.
         leases: blocks that workers hold for others.
-        kv_fetches: remote KV fetches.
         pull: the prefill queue; None where prompts are pushed.
-        tokens: of streams, on their way to the control plane.
     """
 
     def __init__(
@@ -85,8 +83,6 @@ class Dispatcher:
         Args:
             plane: the control plane, or all of several gateways.
             clock, network: virtual; between the workers.
-            workers: of the fleet, by name.
-            overhead_ns: from the client to the fleet.
             lease_ns: time for which blocks are held for a worker that does not ask.
             assess: called when the control plane asks for the Price of Anarchy.
             leg_ns: time that each leg takes to its worker.

@@ -55,11 +55,8 @@ class SimulatedFleet:
     Attributes:
         plane: the control plane; of several gateways, the first one's.
         gateways: all of them; None for one.
-        dispatcher: takes requests to workers.
         network: between the workers.
-        workers: by number.
         itl: gaps between the tokens of all streams.
-        assessments: of the Price of Anarchy.
         placements: solved caching games.
     """
 
@@ -72,10 +69,7 @@ class SimulatedFleet:
         """Start the workers and the control plane's ticks.
 
         Args:
-            config: of the fleet.
             specs: what its workers run on, in the order of `config.workers`.
-            control: of the control plane.
-            clock: virtual.
             policy: used instead of the one that `control` names.
             seed: of lost signals, and of the random variation of steps.
             stepwise: plan one step at a time; the results are the same, and take longer.

@@ -66,41 +66,24 @@ def _check_times(start: float, end: float) -> None:
 
 
 class WorkerGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Workers that are alike.
-
-    Attributes:
-        role: what they are asked to do.
-        count: how many.
-        gpu: in place of `--gpu`; "" for that.
-        tp: in place of `--tp`; 0 for that.
-        timing: in place of `--timing`; "" for that.
-        blocks: KV blocks of each, in place of `--blocks`; 0 for that.
-        block_size: tokens in a block.
-        max_seqs: in place of `--max-seqs`; 0 for that.
-        max_batched_tokens: in place of `--max-batched-tokens`; 0 for that.
-        prefix_caching: whether prefixes are kept.
-        tiers: beyond the device, from the nearest on; in place of `--tier`.
-        events: whether they publish KV events; if not, what they hold is predicted.
-        starts: seconds after which they are up.
-        slow: when they are slower than they should be.
-        fails: when they are dead.
-    """
+    """Workers that are alike."""
 
     role: Role = Role.BOTH
     count: int = 1
-    gpu: str = ""
-    tp: int = 0
-    timing: str = ""
-    blocks: int = 0
-    block_size: int = 16
-    max_seqs: int = 0
-    max_batched_tokens: int = 0
-    prefix_caching: bool = True
+    gpu: str = ""  # in place of `--gpu`; "" for that
+    tp: int = 0  # in place of `--tp`; 0 for that
+    timing: str = ""  # in place of `--timing`; "" for that
+    blocks: int = 0  # KV blocks of each, in place of `--blocks`; 0 for that
+    block_size: int = 16  # tokens in a block
+    max_seqs: int = 0  # in place of `--max-seqs`; 0 for that
+    max_batched_tokens: int = 0  # in place of `--max-batched-tokens`; 0 for that
+    prefix_caching: bool = True  # whether prefixes are kept
+    # beyond the device, from the nearest on; in place of `--tier`.
     tiers: tuple[TierConfig, ...] = ()
-    events: bool = True
-    starts: float = 0.0
-    slow: tuple[Slow, ...] = ()
-    fails: tuple[Outage, ...] = ()
+    events: bool = True  # whether they publish KV events; if not, what they hold is predicted
+    starts: float = 0.0  # seconds after which they are up
+    slow: tuple[Slow, ...] = ()  # when they are slower than they should be
+    fails: tuple[Outage, ...] = ()  # when they are dead
 
     def __post_init__(self) -> None:
         """Refuse workers that could not work."""
@@ -116,24 +99,16 @@ class WorkerGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class Signals(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How late, and how completely, the control plane hears from workers.
+    """How late, and how completely, the control plane hears from workers."""
 
-    Attributes:
-        event_delay_ms: milliseconds that KV events take.
-        event_loss: part of the batches of KV events that are lost.
-        replay: whether lost batches are sent again when the next arrives; if not, all that was
-            known of the worker's cache is forgotten then.
-        report_every_ms: between two load reports of a worker; 0 for none.
-        report_delay_ms: milliseconds that they take.
-        report_loss: part of them that are lost; the control plane goes by the one before.
-    """
-
-    event_delay_ms: float = 0.0
-    event_loss: float = 0.0
+    event_delay_ms: float = 0.0  # milliseconds that KV events take
+    event_loss: float = 0.0  # part of the batches of KV events that are lost
+    # whether lost batches are sent again when the next arrives; if not, all that was known of the
+    # worker's cache is forgotten then.
     replay: bool = True
-    report_every_ms: float = 1000.0
-    report_delay_ms: float = 0.0
-    report_loss: float = 0.0
+    report_every_ms: float = 1000.0  # between two load reports of a worker; 0 for none
+    report_delay_ms: float = 0.0  # milliseconds that they take
+    report_loss: float = 0.0  # part of them that are lost; the control plane goes by the one before
 
     def __post_init__(self) -> None:
         """Refuse delays and shares that there are none of."""
@@ -149,38 +124,27 @@ class Signals(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class FleetConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A fleet.
-
-    Attributes:
-        workers: of what kinds.
-        link: between them.
-        signals: from them to the control plane.
-        overhead_ms: latency from the client to a worker, milliseconds; left out, that of the timing
-            law (0 for other timings).
-        leg_ms: milliseconds that each leg takes besides: the gateway's request until the worker's
-            engine knows of it, and its first token's way back. A prompt that is computed remotely
-            has two legs.
-        detect_ms: milliseconds after which the control plane knows that a worker died. Until
-            then requests are sent there, fail at once, and go elsewhere.
-        lease_s: seconds for which a prompt's blocks are kept for a worker that does not ask.
-        start_up: of workers that a planner adds.
-        flip: of a worker that changes its role.
-        drain_s: seconds after which streams of a draining worker migrate; 0 for never.
-        gateways: in front of it.
-        topology: hosts that the workers are placed on; None where all are equally far apart.
-    """
+    """A fleet."""
 
     workers: tuple[WorkerGroup, ...]
     link: LinkConfig = LinkConfig()
     signals: Signals = Signals()
+    # latency from the client to a worker, milliseconds; left out, that of the timing law (0 for
+    # other timings).
     overhead_ms: float | None = None
+    # milliseconds that each leg takes besides: the gateway's request until the worker's engine
+    # knows of it, and its first token's way back. A prompt that is computed remotely has two legs.
     leg_ms: float = 0.0
+    # milliseconds after which the control plane knows that a worker died. Until then requests are
+    # sent there, fail at once, and go elsewhere.
     detect_ms: float = 0.0
+    # seconds for which a prompt's blocks are kept for a worker that does not ask.
     lease_s: float = 30.0
     start_up: StartUpConfig = StartUpConfig()
     flip: RoleFlipConfig = RoleFlipConfig()
-    drain_s: float = 0.0
+    drain_s: float = 0.0  # seconds after which streams of a draining worker migrate; 0 for never
     gateways: GatewaysConfig = GatewaysConfig()
+    # hosts that the workers are placed on; None where all are equally far apart.
     topology: TopologyConfig | None = None
 
     def __post_init__(self) -> None:

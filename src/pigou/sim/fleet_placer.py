@@ -17,11 +17,7 @@ _GANG = "fleet"
 
 
 class FleetPlacer:
-    """Hosts of the workers, by cost as one gang or at random.
-
-    Attributes:
-        nodes: by host.
-    """
+    """Hosts of the workers, by cost as one gang or at random."""
 
     def __init__(
         self, config: TopologyConfig, wanted: Sequence[tuple[Role, int]], seed: int
@@ -29,9 +25,7 @@ class FleetPlacer:
         """Place the workers that a fleet begins with.
 
         Args:
-            config: of the hosts.
             wanted: role and GPUs of each worker.
-            seed: of random placement.
 
         Raises:
             ConfigError: there is no room for them, or workers of a role differ in their GPUs.

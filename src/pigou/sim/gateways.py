@@ -63,10 +63,7 @@ class SimulatedGateways:
     others after the lag, by the messages that live gateways send.
 
     Attributes:
-        planes: of the gateways.
         queue: requests that wait at any of them.
-        requests: that each took.
-        messages: that they sent one another.
     """
 
     def __init__(
@@ -77,10 +74,7 @@ class SimulatedGateways:
 
         Args:
             config: how many, and how they hear of one another.
-            control: of each control plane.
-            clock: virtual.
             policy: makes the one that is used instead of the named one; None for that.
-            seed: of the split, and of lost messages.
         """
         count = config.count
         self.planes = [
@@ -263,10 +257,7 @@ def make_gateways(
 
     Args:
         config: how many there are, and how they hear of one another.
-        control: of each control plane.
-        clock: virtual.
         policy: a copy of it is used instead of the one that `control` names.
-        seed: of the split, and of lost messages.
         pulls: whether workers pull prompts from a queue.
 
     Raises:

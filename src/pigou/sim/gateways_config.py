@@ -14,15 +14,7 @@ _MAX_GATEWAYS = 64
 
 
 class GatewaysConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Gateways in front of a simulated fleet.
-
-    Attributes:
-        count: how many; each has a control plane of its own.
-        lag_s: seconds that what one tells the others takes.
-        loss: part of these messages that are lost.
-        split: how clients are split over them: `random`, by request; `tenant`, by tenant.
-        exchanges: whether they tell one another anything.
-    """
+    """Gateways in front of a simulated fleet."""
 
     count: Annotated[
         int, option("Gateways, each with a control plane of its own.", "Gateways", name="gateways")

@@ -16,38 +16,22 @@ TERA, GIGA, GIB = 1e12, 1e9, 2**30
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One device.
-
-    Attributes:
-        name: of the device.
-        flops: FLOP/s at most, by number format.
-        bandwidth: bytes a second from its memory at most.
-        memory: bytes of its memory, as the driver reports them.
-        link_bandwidth: bytes a second to another device of its node, one way.
-        link_latency: seconds until the first byte arrives there, software included.
-        link_gpus: devices that such links join: an NVLink domain, or the PCIe slots of a host.
-        compute: part of `flops` that large matrix products reach.
-        streaming: part of `bandwidth` that reading weights reaches.
-        cache: part of `bandwidth` that reading the KV cache of many short sequences reaches.
-        attention: part of `flops` that attention over prompts reaches.
-        launch: seconds that a kernel adds to its work, within a CUDA graph.
-        step: seconds that a step adds besides.
-        source: where the efficiencies are from.
-    """
+    """One device."""
 
     name: str
-    flops: Mapping[str, float] = field(hash=False)
-    bandwidth: float
-    memory: int
-    link_bandwidth: float
-    link_latency: float
-    compute: float
-    streaming: float
-    cache: float
-    attention: float
-    launch: float = 2e-6
-    step: float = 0.0
+    flops: Mapping[str, float] = field(hash=False)  # FLOP/s at most, by number format
+    bandwidth: float  # bytes a second from its memory at most
+    memory: int  # bytes of its memory, as the driver reports them
+    link_bandwidth: float  # bytes a second to another device of its node, one way
+    link_latency: float  # seconds until the first byte arrives there, software included
+    compute: float  # part of `flops` that large matrix products reach
+    streaming: float  # part of `bandwidth` that reading weights reaches
+    cache: float  # part of `bandwidth` that reading the KV cache of many short sequences reaches
+    attention: float  # part of `flops` that attention over prompts reaches
+    launch: float = 2e-6  # seconds that a kernel adds to its work, within a CUDA graph
+    step: float = 0.0  # seconds that a step adds besides
     source: str = ""
+    # devices that such links join: an NVLink domain, or the PCIe slots of a host.
     link_gpus: int = 8
 
     def all_reduce(self, size: float, devices: int) -> float:

@@ -43,8 +43,6 @@ def kv_blocks(
     """Return the blocks of one worker: `tp` GPUs that share weights and KV heads.
 
     Args:
-        model: its architecture.
-        device: each of its GPUs.
         tp: GPUs of the worker. Where it is more than the KV heads, these are held several times.
         block_size: tokens in a block.
         utilization: part of the memory that the engine may take, 0 to 1.

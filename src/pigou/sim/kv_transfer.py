@@ -30,9 +30,6 @@ class KVLeases:
         """Begin without any.
 
         Args:
-            clock: virtual.
-            workers: of the fleet, by name.
-            network: between them.
             lease_ns: time for which blocks are held for a worker that does not ask.
         """
         self._clock, self._workers, self._network = clock, workers, network
@@ -95,11 +92,8 @@ class RemoteKVFetches:
         """Prepare to ask.
 
         Args:
-            clock: virtual.
-            workers: of the fleet, by name.
             delay_ns: time until a question reaches its worker; the reply's time is part of it.
             on_fetched: called when blocks are held.
-            on_failed: called when none are.
         """
         self.count = self.tokens = self.failed = 0
         self._clock, self._workers, self._delay_ns = clock, workers, delay_ns

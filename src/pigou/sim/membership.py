@@ -32,18 +32,12 @@ _DEFAULTS = {"count": 1, "starts": 0.0, "slow": (), "fails": ()}
 
 @dataclass(frozen=True, slots=True)
 class WorkerPool:
-    """Workers of one role that run on the same.
+    """Workers of one role that run on the same."""
 
-    Attributes:
-        name: the role, with a number where several pools have it.
-        role: of its workers.
-        spec: of those that are added: they neither fail nor are slow at set times.
-        make: all of the group's configuration but its role; pools that share it can exchange.
-    """
-
-    name: str
+    name: str  # the role, with a number where several pools have it
     role: Role
-    spec: WorkerSpec
+    spec: WorkerSpec  # of those that are added: they neither fail nor are slow at set times
+    # all of the group's configuration but its role; pools that share it can exchange.
     make: WorkerGroup
 
 
@@ -74,7 +68,6 @@ class Membership:
 
     Attributes:
         pools: by name, in the order of the configuration.
-        changes: of workers, in order.
     """
 
     def __init__(
@@ -84,11 +77,7 @@ class Membership:
         """Take charge of a fleet that has not run yet.
 
         Args:
-            fleet: to be changed.
-            config: of the fleet, with its times.
             specs: of its groups, in order.
-            clock: virtual.
-            seed: of the times of starts, and of their failures.
         """
         self.pools: dict[str, WorkerPool] = {}
         self.changes: list[MembershipChange] = []

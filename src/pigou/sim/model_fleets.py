@@ -41,7 +41,6 @@ class ModelFleets:
 
     Attributes:
         simulations: by model, in order.
-        scaling: what the planner does.
     """
 
     def __init__(
@@ -51,10 +50,7 @@ class ModelFleets:
         """Make the fleets and their planner.
 
         Args:
-            models: with fleets of their own.
-            control: of each control plane.
             scaling: objective, planner and limit.
-            seed: of clients and networks.
             planner: used instead of the one that `scaling` names.
 
         Raises:

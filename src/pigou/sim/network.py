@@ -18,25 +18,21 @@ _MIN_GBPS, _MAX_LATENCY_US = 1e-6, 3.6e9
 
 
 class LinkConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The link of each worker to the others, both ways at once.
+    """The link of each worker to the others, both ways at once."""
 
-    Attributes:
-        gbps: gigabits a second, each way; 0 for a link that takes no time but its latency.
-        latency_us: microseconds until the first byte arrives, set-up included.
-        sharing: `fair` gives each transfer an equal part of its sender's link and of its
-            receiver's, whichever is less, at all times; `fifo` sends them one after another.
-        ends: whose links transfers share: `both`, or the `receiver`'s alone, where a sender has
-            more than all its receivers take.
-        per: whose a link is: a `worker`'s, or a `gpu`'s. Then ranks send the KV heads that
-            the other worker's ranks hold, and the slowest rank decides.
-        message_us: microseconds of each message that a rank handles after its first; for `gpu`.
-    """
-
+    # gigabits a second, each way; 0 for a link that takes no time but its latency.
     gbps: float = 400.0
-    latency_us: float = 200.0
+    latency_us: float = 200.0  # microseconds until the first byte arrives, set-up included
+    # `fair` gives each transfer an equal part of its sender's link and of its receiver's, whichever
+    # is less, at all times; `fifo` sends them one after another.
     sharing: Literal["fair", "fifo"] = "fair"
+    # whose links transfers share: `both`, or the `receiver`'s alone, where a sender has more than
+    # all its receivers take.
     ends: Literal["both", "receiver"] = "both"
+    # whose a link is: a `worker`'s, or a `gpu`'s. Then ranks send the KV heads that the other
+    # worker's ranks hold, and the slowest rank decides.
     per: Literal["worker", "gpu"] = "worker"
+    # microseconds of each message that a rank handles after its first; for `gpu`.
     message_us: float = 20.0
 
     def __post_init__(self) -> None:
@@ -57,17 +53,11 @@ class LinkConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """What lies between two workers beside their own links.
+    """What lies between two workers beside their own links."""
 
-    Attributes:
-        nanos_per_byte: that a transfer takes at least.
-        latency_ns: until the first byte arrives, in place of the link's.
-        own_links: whether it goes over the links of the workers, too.
-    """
-
-    nanos_per_byte: float
-    latency_ns: int
-    own_links: bool = True
+    nanos_per_byte: float  # that a transfer takes at least
+    latency_ns: int  # until the first byte arrives, in place of the link's
+    own_links: bool = True  # whether it goes over the links of the workers, too
 
 
 @dataclass(slots=True, eq=False)
@@ -94,8 +84,6 @@ class Network:
         """Start with idle links.
 
         Args:
-            config: of the links.
-            clock: virtual.
             ways: what lies between two workers beside their links.
             splits: how transfers between two workers are split over their ranks; None where
                 workers have one link each.

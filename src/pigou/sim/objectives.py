@@ -19,13 +19,7 @@ def class_name(objectives: Objectives, run: RequestRun) -> str:
 
 
 def is_attained(objectives: Objectives, run: RequestRun, since_ns: int) -> bool:
-    """Whether a request is done, and inside its objective.
-
-    Args:
-        objectives: of the requests.
-        run: the request.
-        since_ns: from which TTFT counts.
-    """
+    """Whether a request is done, and inside its objective."""
     if run.outcome is not RunOutcome.DONE:
         return False
     itl_ns = request_itl_ns(run)

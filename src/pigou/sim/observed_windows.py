@@ -48,9 +48,6 @@ class WindowObserver:
     """Observes a simulation: samples every second, a window every ten.
 
     It only reads: results are the same with and without. The last hour is remembered.
-
-    Attributes:
-        windows: that are over.
     """
 
     def __init__(self, simulation: Simulation, *, window_s: int = 10) -> None:

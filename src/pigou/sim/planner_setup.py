@@ -24,13 +24,7 @@ _DRAIN_S = 10.0
 
 
 class PlannedFleet(NamedTuple):
-    """A fleet as a planner is told of it.
-
-    Attributes:
-        prefix: of the names of its pools.
-        config: of the fleet.
-        membership: with its pools.
-    """
+    """A fleet as a planner is told of it."""
 
     prefix: str
     config: FleetConfig

@@ -24,11 +24,6 @@ def measure_performance(spec: WorkerSpec, role: Role, fleet: FleetConfig) -> Per
 
     Prompts are measured alone, streams without prompts. What a request takes besides (legs, the
     transfer of its KV, the first step of its decode worker) is added to TTFT.
-
-    Args:
-        spec: of its workers.
-        role: of its workers.
-        fleet: with the link and the latencies.
     """
     engine, timing = spec.engine, spec.timing
     max_tokens = max(engine.max_model_len, _MIN_TOKENS + 1)

@@ -49,7 +49,6 @@ class PrefillPull:
     Idle workers pull once in a moment, those that are idle for longest first.
 
     Attributes:
-        queue: of the prompts.
         batches: prompts of each claim, in their order.
     """
 

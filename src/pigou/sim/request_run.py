@@ -39,50 +39,28 @@ class RequestRun(msgspec.Struct, eq=False):
     """One request as its client knows it, from the intention to send to the end.
 
     Times are nanoseconds of the virtual clock, 0 where nothing happened.
-
-    Attributes:
-        number: unique, in the order of the intentions.
-        spec: what is asked for.
-        intended_ns: when the client meant to send it.
-        on_end: called at the end of each attempt.
-        sent_ns: when its last attempt was sent.
-        retry_after_ns: a duration; a refused request may be sent again after it.
-        routed_ns: when its last route was chosen.
-        began_ns: when a worker first began to compute it, in its last attempt.
-        first_token_ns: when its first token was received.
-        last_token_ns: when its last token was received.
-        ended_ns: when it ended.
-        output_tokens: tokens received.
-        cached_tokens: prompt tokens found in a prefix cache.
-        prefill_worker: computed the prompt; "" for the decode worker.
-        decode_worker: streamed the tokens.
-        attempts: times that it was sent.
-        moves: times that it was routed again because its worker failed.
-        preemptions: times that it was preempted.
-        outcome: how it ended.
-        reason: why it failed.
     """
 
-    number: int
+    number: int  # unique, in the order of the intentions
     spec: RequestSpec
-    intended_ns: int
+    intended_ns: int  # when the client meant to send it
     on_end: Callable[[RequestRun, int], None]
-    sent_ns: int = 0
-    retry_after_ns: int = 0
-    routed_ns: int = 0
-    began_ns: int = 0
-    first_token_ns: int = 0
-    last_token_ns: int = 0
+    sent_ns: int = 0  # when its last attempt was sent
+    retry_after_ns: int = 0  # a duration; a refused request may be sent again after it
+    routed_ns: int = 0  # when its last route was chosen
+    began_ns: int = 0  # when a worker first began to compute it, in its last attempt
+    first_token_ns: int = 0  # when its first token was received
+    last_token_ns: int = 0  # when its last token was received
     ended_ns: int = 0
-    output_tokens: int = 0
-    cached_tokens: int = 0
-    prefill_worker: str = ""
-    decode_worker: str = ""
-    attempts: int = 0
-    moves: int = 0
-    preemptions: int = 0
+    output_tokens: int = 0  # tokens received
+    cached_tokens: int = 0  # prompt tokens found in a prefix cache
+    prefill_worker: str = ""  # computed the prompt; "" for the decode worker
+    decode_worker: str = ""  # streamed the tokens
+    attempts: int = 0  # times that it was sent
+    moves: int = 0  # times that it was routed again because its worker failed
+    preemptions: int = 0  # times that it was preempted
     outcome: RunOutcome = RunOutcome.PENDING
-    reason: str = ""
+    reason: str = ""  # why it failed
 
     @property
     def attempt_id(self) -> str:
@@ -96,46 +74,27 @@ class RequestRun(msgspec.Struct, eq=False):
 
 
 class KVSource(NamedTuple):
-    """The worker that a leg reads the beginning of its prompt from; none by default.
+    """The worker that a leg reads the beginning of its prompt from; none by default."""
 
-    Attributes:
-        worker: holds the blocks; "" for none.
-        hold_id: request id under which it holds them.
-        tokens: tokens of these blocks.
-    """
-
-    worker: str = ""
-    hold_id: str = ""
-    tokens: int = 0
+    worker: str = ""  # holds the blocks; "" for none
+    hold_id: str = ""  # request id under which it holds them
+    tokens: int = 0  # tokens of these blocks
 
 
 NO_SOURCE = KVSource()
 
 
 class Attempt(msgspec.Struct, eq=False):
-    """One attempt of a client to have a request served, over as many workers as it takes.
-
-    Attributes:
-        run: the request.
-        lifecycle: decides its next step.
-        hashes: of the prompt's blocks.
-        block_size: tokens in each of these.
-        arrival_ns: when it reached the fleet.
-        leg: running on a worker, if any.
-        source: of its next leg.
-        priority: sent to its workers.
-        request: as last submitted.
-        slot: its stream slot in the control plane.
-    """
+    """One attempt of a client to have a request served, over as many workers as it takes."""
 
     run: RequestRun
-    lifecycle: RequestLifecycle
-    hashes: BlockHashes
-    block_size: int
-    arrival_ns: int
-    leg: Leg | None = None
+    lifecycle: RequestLifecycle  # decides its next step
+    hashes: BlockHashes  # of the prompt's blocks
+    block_size: int  # tokens in each of these
+    arrival_ns: int  # when it reached the fleet
+    leg: Leg | None = None  # running on a worker, if any
     source: KVSource = NO_SOURCE
-    priority: int = 0
+    priority: int = 0  # sent to its workers
     request: Request | None = None
     slot: int = -1
 
@@ -172,33 +131,19 @@ class Attempt(msgspec.Struct, eq=False):
 
 
 class Leg(msgspec.Struct, eq=False):
-    """What one worker does for an attempt.
-
-    Attributes:
-        attempt: whose leg it is.
-        worker: its name.
-        request: as the worker's core knows it.
-        number: as the lifecycle counts legs.
-        source: of prompt blocks that need not be computed.
-        streams: whether the client receives its tokens.
-        first: whether its first token has not been generated yet.
-        row: in the batch; -1 while it has none.
-        produced: tokens generated; current only while it has no row.
-        published: tokens of these that the control plane knows of.
-        last_token_ns: when its last token was generated.
-    """
+    """What one worker does for an attempt."""
 
     attempt: Attempt
     worker: str
-    request: Request
+    request: Request  # as the worker's core knows it
     number: int = 0
-    source: KVSource = NO_SOURCE
-    streams: bool = True
-    first: bool = True
-    row: int = -1
-    produced: int = 0
-    published: int = 0
-    last_token_ns: int = 0
+    source: KVSource = NO_SOURCE  # of prompt blocks that need not be computed
+    streams: bool = True  # whether the client receives its tokens
+    first: bool = True  # whether its first token has not been generated yet
+    row: int = -1  # in the batch; -1 while it has none
+    produced: int = 0  # tokens generated; current only while it has no row
+    published: int = 0  # tokens of these that the control plane knows of
+    last_token_ns: int = 0  # when its last token was generated
 
 
 class Listener(Protocol):

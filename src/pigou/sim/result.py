@@ -27,43 +27,25 @@ _PARTS = ("whole", "queueing", "routing", "prefill_decode")
 
 @dataclass(frozen=True)
 class SimulationResult:
-    """A finished run.
+    """A finished run."""
 
-    Attributes:
-        runs: requests in the order of the client's intentions.
-        itl: gaps between the tokens of streams.
-        begin_ns: of the run, on the virtual clock.
-        end_ns: of the run, on the virtual clock.
-        wall_s: seconds that it took to compute.
-        assessments: estimates of the Price of Anarchy.
-        placements: solved caching games.
-        caching: use of the workers' memory (`CacheMonitor.summary`).
-        workers: figures of each worker.
-        shed: attempts that the control plane refused.
-        transfers: (number, bytes) of KV between workers.
-        reads: remote KV fetches: how many brought blocks, their tokens, and how many failed.
-        objectives: of the requests.
-        planner: what it did; None without one.
-        gateways: how several of them went; None for one.
-        bill: what the fleet costs; None without prices.
-    """
-
-    runs: Sequence[RequestRun]
-    itl: ITLHistogram
+    runs: Sequence[RequestRun]  # requests in the order of the client's intentions
+    itl: ITLHistogram  # gaps between the tokens of streams
     begin_ns: int
     end_ns: int
-    wall_s: float
-    assessments: Sequence[PoAEstimate]
-    placements: Sequence[Placement]
-    caching: dict[str, float | int | None]
+    wall_s: float  # seconds that it took to compute
+    assessments: Sequence[PoAEstimate]  # estimates of the Price of Anarchy
+    placements: Sequence[Placement]  # solved caching games
+    caching: dict[str, float | int | None]  # use of the workers' memory (`CacheMonitor.summary`)
     workers: Sequence[dict[str, Any]]
-    shed: int
-    transfers: tuple[int, int]
+    shed: int  # attempts that the control plane refused
+    transfers: tuple[int, int]  # (number, bytes) of KV between workers
+    # remote KV fetches: how many brought blocks, their tokens, and how many failed.
     reads: tuple[int, int, int] = (0, 0, 0)
     objectives: Objectives = NO_OBJECTIVES
-    planner: dict[str, Any] | None = None
-    gateways: dict[str, Any] | None = None
-    bill: FleetBill | None = None
+    planner: dict[str, Any] | None = None  # what it did; None without one
+    gateways: dict[str, Any] | None = None  # how several of them went; None for one
+    bill: FleetBill | None = None  # what the fleet costs; None without prices
 
     @property
     def done(self) -> list[RequestRun]:

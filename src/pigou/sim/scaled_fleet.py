@@ -15,21 +15,13 @@ from pigou.sim.worker_spec import FleetWorker
 
 @dataclass(frozen=True, slots=True)
 class ScaledFleet:
-    """A fleet of one model that a planner changes.
+    """A fleet of one model that a planner changes."""
 
-    Attributes:
-        prefix: of the names of its pools and workers before the planner; "" where it is alone.
-        membership: of the fleet.
-        meter: makes its windows.
-        arrivals: the arrival rate, by which moves are judged.
-        moves: of its workers, in order.
-    """
-
-    prefix: str
+    prefix: str  # of the names of its pools and workers before the planner; "" where it is alone
     membership: Membership
     meter: WindowMeter
-    arrivals: OfferedRate
-    moves: list[ScalingMove] = field(default_factory=list)
+    arrivals: OfferedRate  # the arrival rate, by which moves are judged
+    moves: list[ScalingMove] = field(default_factory=list)  # of its workers, in order
 
     def own_name(self, name: str) -> str | None:
         """Return a name without the prefix; None for one of another fleet."""

@@ -39,9 +39,6 @@ class Scaling:
         """Begin to plan when the clock runs.
 
         Args:
-            planner: decides.
-            fleets: that it changes, one of each model.
-            clock: virtual.
             config: interval and limit.
 
         Raises:

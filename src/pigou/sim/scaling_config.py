@@ -14,23 +14,15 @@ _MAX_FACTOR = 1e6
 
 
 class StartUpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The start of a worker that joins while the fleet runs.
+    """The start of a worker that joins while the fleet runs."""
 
-    Attributes:
-        seconds: mean time from the order to a worker that is ready.
-        cv: standard deviation of that time over its mean, lognormal; 0 for a constant.
-        failures: share of starts that fail, at their end; the next follows at once.
-        warm_up_s: seconds after the start in which steps take `warm_up_factor` times as long.
-        warm_up_factor: at least 1.
-        losses_per_hour: of one such worker, as of spot machines: it dies for good.
-    """
-
-    seconds: float = 100.0
-    cv: float = 0.0
-    failures: float = 0.0
+    seconds: float = 100.0  # mean time from the order to a worker that is ready
+    cv: float = 0.0  # standard deviation of that time over its mean, lognormal; 0 for a constant
+    failures: float = 0.0  # share of starts that fail, at their end; the next follows at once
+    # seconds after the start in which steps take `warm_up_factor` times as long.
     warm_up_s: float = 0.0
-    warm_up_factor: float = 1.0
-    losses_per_hour: float = 0.0
+    warm_up_factor: float = 1.0  # at least 1
+    losses_per_hour: float = 0.0  # of one such worker, as of spot machines: it dies for good
 
     def __post_init__(self) -> None:
         """Refuse starts that never end."""
@@ -57,17 +49,12 @@ class StartUpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class RoleFlipConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A change of role.
+    """A change of role."""
 
-    Attributes:
-        drains: whether the worker ends its streams first; else the role is a label, at once.
-        seconds: that it takes after the drain.
-        keeps_cache: whether the prefix cache survives.
-    """
-
+    # whether the worker ends its streams first; else the role is a label, at once.
     drains: bool = True
     seconds: float = 0.0
-    keeps_cache: bool = True
+    keeps_cache: bool = True  # whether the prefix cache survives
 
     def __post_init__(self) -> None:
         """Refuse flips that never end."""
@@ -75,14 +62,7 @@ class RoleFlipConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
 
 class ScalingConfig(PlannerConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The objective of a simulated fleet, and the planner that changes the fleet for it.
-
-    Attributes:
-        classes: as of `PlannerConfig`; simulated requests have no headers, and ask for the model
-            of their fleet.
-        start_up: seconds, in place of the fleet's `start_up.seconds`; None for that.
-        performance: file of `pigou sweep` that the planner is given; "" measures the timing model.
-    """
+    """The objective of a simulated fleet, and the planner that changes the fleet for it."""
 
     classes: Annotated[
         tuple[RequestClassConfig, ...],

@@ -99,9 +99,7 @@ def settle_seconds(
 
     Args:
         moves: in order.
-        changes: of the workers.
         load_ns: times at which the load changed, ascending.
-        end_ns: of the run.
     """
     final = (WorkerState.READY, None)
     settled_ns = {

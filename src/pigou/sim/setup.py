@@ -12,22 +12,13 @@ from pigou.config_option import option
 
 
 class TierConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A tier of a worker, and its link to the one above.
+    """A tier of a worker, and its link to the one above."""
 
-    Attributes:
-        name: that reports give it; `host` is memory, what has another name outlives its worker.
-        gib: of KV blocks, 2^30 bytes each.
-        gbps: gigabits a second, each way; moves take their turns.
-        latency_us: microseconds until the first byte.
-        policy: of its eviction, as registered under `pigou.eviction`.
-        params: of the policy.
-    """
-
-    name: str
-    gib: float
-    gbps: float = 200.0
-    latency_us: float = 20.0
-    policy: str = "price"
+    name: str  # that reports give it; `host` is memory, what has another name outlives its worker
+    gib: float  # of KV blocks, 2^30 bytes each
+    gbps: float = 200.0  # gigabits a second, each way; moves take their turns
+    latency_us: float = 20.0  # microseconds until the first byte
+    policy: str = "price"  # of its eviction, as registered under `pigou.eviction`
     params: dict[str, float] = {}
 
     def __post_init__(self) -> None:
@@ -45,24 +36,7 @@ class TierConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What workers run on, where their own configuration does not say.
-
-    Attributes:
-        kv_dtype: "" for the model's own.
-        blocks: KV blocks of a worker; 0 takes those of the measured worker, or computes them from
-            the GPU's memory.
-        engine: which engine the workers imitate. `vllm`: a step is planned when the one before it
-            begins (asynchronous scheduling), and a request is admitted as soon as its blocks are
-            free. `pigou`: a step is planned when the one before it ended, and a block is left for
-            each running sequence.
-        peer_reads: workers of one tp read from each other's caches where that is cheaper; None
-            for the engine's: `pigou` does, `vllm` cannot.
-        rehearses: workers measure their speed before they are ready, and tell the control plane;
-            None for the engine's: `pigou` does, `vllm` does not.
-        prefill_queue: how prompts get to prefill workers: `mode` is `push`, or `pull` with fields
-            of `pigou.control.pull_queue.config.PullQueueConfig`.
-        prices: of GPUs and storage, as `pigou.cost.price_list` reads them; "" for no costs.
-    """
+    """What workers run on, where their own configuration does not say."""
 
     model: Annotated[str, option("llama-3.1-8b ..., or a config.json.", "Fleet")] = ""
     gpu: Annotated[str, option("A100, H100, H200, B200, RTX4090 ..., or cpu.", "Fleet")] = ""

@@ -59,13 +59,7 @@ class Simulation:
         print(simulation.run().document()["ttft_s"])
 
     Attributes:
-        fleet: that serves.
         membership: changes the fleet.
-        client: that sends.
-        clock: of both.
-        objectives: of the requests.
-        config, model: of the fleet.
-        arrivals: the arrival rate.
         scaling: what the planner does; None without one.
         cost_meter: of the fleet; None without prices.
     """
@@ -80,12 +74,8 @@ class Simulation:
         """Make the fleet, its client and its planner.
 
         Args:
-            workload: what is asked for.
-            fleet: its workers.
-            setup: what the workers run on.
             control: of the control plane; its seed counts, not `seed`.
             client: how the workload is sent.
-            seed: of client and network.
             policy: used instead of the one that `control` names.
             stepwise: plan one step at a time; the results are the same, and take longer.
             assess_every: seconds between two computations of the Price of Anarchy.

@@ -14,13 +14,13 @@ class StepMeter:
     Attributes:
         prefill_steps, prefill_ns, prefill_tokens: steps with chunks of prompts, their time, and
             the tokens of these chunks.
-        decode_stall_ns: the longest step without a prompt since `take_stall`; of steps that were
-            planned together, the mean.
     """
 
     prefill_steps: int = 0
     prefill_ns: int = 0
     prefill_tokens: int = 0
+    # the longest step without a prompt since `take_stall`; of steps that were planned together, the
+    # mean.
     decode_stall_ns: int = 0
 
     def count(self, plan: Plan, steps: int, ns: int) -> None:

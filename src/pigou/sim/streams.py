@@ -24,7 +24,6 @@ class Streams:
         """Start with empty rows.
 
         Args:
-            rows: of the batch.
             itl: counts the gaps between the tokens of streams.
         """
         self.owner: list[Leg | None] = [None] * rows
@@ -82,7 +81,6 @@ class Streams:
         Args:
             rows: have generated one token more at each of `end_times` that has passed.
             end_times: ascending, nanoseconds, (steps,) or more.
-            steps: of those that count.
             now: nanoseconds.
             inclusive: whether an end at `now` has passed.
             slots, counts: take stream slots and their tokens, from index `size` on.

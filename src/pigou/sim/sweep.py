@@ -52,8 +52,6 @@ def sweep(
     A decode cell that a worker cannot hold (blocks, `max_seqs`) is left out.
 
     Args:
-        config: cells.
-        setup: what the workers run on.
         watch: told cells that are done, all cells, and the next one.
 
     Raises:

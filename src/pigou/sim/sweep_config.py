@@ -16,12 +16,7 @@ _MAX_CELLS = 10_000
 
 
 class SweepConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Cells of the tables, each a simulation. Lists are numbers with commas.
-
-    Attributes:
-        requests: of each cell of the prefill table.
-        seed: of arrivals.
-    """
+    """Cells of the tables, each a simulation. Lists are numbers with commas."""
 
     isl: Annotated[str, option("Prompt tokens, as 512,2048.", _GROUP)] = "256,1024,4096"
     workers: Annotated[str, option("Sizes of the prefill pool.", _GROUP)] = "1,2,4"
@@ -83,7 +78,6 @@ class SweepConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
         Args:
             max_seqs: most streams of the worker.
-            kv_tokens: that it can hold.
         """
         return [
             (users, context)

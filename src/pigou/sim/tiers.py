@@ -40,9 +40,6 @@ def build_tiers(
     """Make a worker's tiers.
 
     Args:
-        configs: from the nearest on.
-        block_bytes: bytes of a block.
-        blocks: that the device has.
         recompute_cost: what computing a block takes.
 
     Raises:
@@ -86,7 +83,6 @@ class TierLinks:
     """The links of one worker's tiers: one queue each way, first come, first served.
 
     Attributes:
-        tiers: of the core.
         reads: of each restore, its tokens and nanoseconds, until somebody takes them out.
         up_ns: time of each tier's link that reads take, so far.
     """
@@ -97,10 +93,7 @@ class TierLinks:
         """Begin idle.
 
         Args:
-            core: of the worker.
-            tiers: of the core.
             number: the worker's index in the fleet.
-            clock: virtual.
             call_core: calls the core between two steps.
         """
         self.tiers = tiers

@@ -43,7 +43,6 @@ class Timeline:
         """Follow a simulation that has not run yet.
 
         Args:
-            simulation: to follow.
             period: nanoseconds between the first samples.
             max_samples: samples to keep, even.
 

@@ -15,18 +15,12 @@ from pigou.request import Ints, Nanos
 
 
 class StepShape(msgspec.Struct):
-    """What one step computes; entry i is one sequence.
+    """What one step computes; entry i is one sequence."""
 
-    Attributes:
-        counts: tokens that it computes, shape (n,); 1 for a decode.
-        kv_lens: its cache entries before the step, shape (n,).
-        samples: whether it yields a token, shape (n,).
-        step_key: key of the random variation of the (first) step; None for the mean time.
-    """
-
-    counts: Ints
-    kv_lens: Ints
-    samples: np.ndarray
+    counts: Ints  # tokens that it computes, shape (n,); 1 for a decode
+    kv_lens: Ints  # its cache entries before the step, shape (n,)
+    samples: np.ndarray  # whether it yields a token, shape (n,)
+    # key of the random variation of the (first) step; None for the mean time.
     step_key: StepKey | None = None
 
     @property
@@ -64,17 +58,11 @@ _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 class StepKey(NamedTuple):
-    """Key of the random variation of a worker's step, and of the steps after it.
-
-    Attributes:
-        key: of the worker.
-        step: steps that it computed before.
-        age: decode-only steps of the same sequences right before.
-    """
+    """Key of the random variation of a worker's step, and of the steps after it."""
 
     key: int
-    step: int
-    age: int
+    step: int  # steps that it computed before
+    age: int  # decode-only steps of the same sequences right before
 
     def uniforms(self, repeat: int) -> NDArray[np.float64]:
         """Return a number in [0, 1) for each of `repeat` steps, shape (repeat,).
@@ -94,12 +82,7 @@ class StepKeys:
     """Makes the keys of one worker's plans, however many steps a plan has."""
 
     def __init__(self, seed: int, number: int) -> None:
-        """Start with a worker that has done nothing.
-
-        Args:
-            seed: of the run.
-            number: of the worker, in the fleet.
-        """
+        """Start with a worker that has done nothing."""
         self._key = _mix(_mix(seed & _MASK) + number)
         self._rows: Ints | None = None
         self._since = 0
@@ -155,9 +138,7 @@ def step_end_times(
     Args:
         timing: of the worker's steps.
         now: when the plan begins, nanoseconds.
-        plan: what they compute.
         repeat: steps, at least 1.
-        step_key: of the first step.
     """
     end_times = timing.durations(
         StepShape(plan.counts, plan.kv_lens, plan.samples, step_key), repeat

@@ -18,28 +18,19 @@ _HOUR_S = 3600
 class Law(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Seconds of a step with n sequences that decode, k prompts begun, and t prompt tokens.
 
-        (itl_a + itl_b n, if n > 0) + (prefill k + prefill_token t)
-
-    Attributes:
-        itl_a: of a step that decodes.
-        itl_b: more for each sequence that decodes.
-        few: sequences up to which a step takes `itl_few` instead of both; 0 for none.
-        itl_few: of a step with so few: engines run those by other kernels.
-        prefill: of each prompt whose first token is computed in the step.
-        prefill_token: of each token of a prompt.
-        mixed: `prefill` of a step that decodes as well, where given: what a prompt in chunks adds
-            to the streams' steps.
-        overhead: latency from the client to the worker; no other request waits for it.
+    (itl_a + itl_b n, if n > 0) + (prefill k + prefill_token t)
     """
 
     itl_a: float
-    itl_b: float = 0.0
-    few: int = 0
-    itl_few: float = 0.0
-    prefill: float = 0.0
-    prefill_token: float = 0.0
+    itl_b: float = 0.0  # more for each sequence that decodes
+    few: int = 0  # sequences up to which a step takes `itl_few` instead of both; 0 for none
+    itl_few: float = 0.0  # of a step with so few: engines run those by other kernels
+    prefill: float = 0.0  # of each prompt whose first token is computed in the step
+    prefill_token: float = 0.0  # of each token of a prompt
+    # `prefill` of a step that decodes as well, where given: what a prompt in chunks adds to the
+    # streams' steps.
     mixed: float | None = None
-    overhead: float = 0.0
+    overhead: float = 0.0  # latency from the client to the worker; no other request waits for it
 
     def __post_init__(self) -> None:
         """Refuse steps of no time, or less."""

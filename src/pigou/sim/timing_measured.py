@@ -42,38 +42,28 @@ class WorkerProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     begins anew where the sequences change, and every few steps (`rhythm`). That is multiplied by a
     factor drawn for each step (`scatter`). Both lie on straight lines between the numbers of
     sequences that are given, and stay beyond.
-
-    Attributes:
-        decodes: points (sequences, seconds), the first at 1.
-        cache: points (cache entries, seconds), the first at 0: what decodes take for reading them,
-            which is more an entry where they fill the caches of the processor.
-        alone: of a step without decodes, besides its prompts.
-        prompts: points (tokens, seconds), the first at 0: what tokens of prompts add to a step.
-        context: of each cache entry that a token of a prompt reads.
-        prompt: of each prompt that ends in the step.
-        overhead: from the client's send to its first token, besides steps, for a request alone. It
-            is latency: no other request waits for it.
-        rhythm: (sequences, seconds more for each step of a plan); a plan's add up to 0.
-        scatter: (sequences, factors that are equally likely, rising); their mean is 1.
-        blocks: of the worker's KV cache; 0 where it did not say.
-        block_size: tokens in each; 0 where it did not say.
-        format: of the file.
-        about: what was measured, and how well these figures fit: not read.
     """
 
-    decodes: TimeCurve
+    decodes: TimeCurve  # points (sequences, seconds), the first at 1
+    # points (tokens, seconds), the first at 0: what tokens of prompts add to a step.
     prompts: TimeCurve
+    # points (cache entries, seconds), the first at 0: what decodes take for reading them, which is
+    # more an entry where they fill the caches of the processor.
     cache: TimeCurve = ((0, 0.0),)
     alone: float = 0.0
-    context: float = 0.0
+    context: float = 0.0  # of each cache entry that a token of a prompt reads
     prompt: float = 0.0
+    # from the client's send to its first token, besides steps, for a request alone. It is latency:
+    # no other request waits for it.
     overhead: float = 0.0
+    # (sequences, seconds more for each step of a plan); a plan's add up to 0.
     rhythm: VariationTable = ()
+    # (sequences, factors that are equally likely, rising); their mean is 1.
     scatter: VariationTable = ()
-    blocks: int = 0
-    block_size: int = 0
+    blocks: int = 0  # of the worker's KV cache; 0 where it did not say
+    block_size: int = 0  # tokens in each; 0 where it did not say
     format: int = FORMAT
-    about: dict[str, Any] = {}
+    about: dict[str, Any] = {}  # what was measured, and how well these figures fit: not read
 
     def __post_init__(self) -> None:
         """Refuse figures by which time runs backwards."""

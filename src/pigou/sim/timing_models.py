@@ -22,18 +22,12 @@ from pigou.struct_values import read_struct
 
 @dataclass(frozen=True, slots=True)
 class BuiltTiming:
-    """A timing model, and what it says of its worker.
-
-    Attributes:
-        timing: of the steps.
-        overhead_s: seconds from the client to a worker.
-        kv_tokens: of the KV cache of the worker that was measured; 0 where not known.
-        worker: model, GPU and GPUs of the worker that a preset is of.
-    """
+    """A timing model, and what it says of its worker."""
 
     timing: Timing
-    overhead_s: float = 0.0
-    kv_tokens: int = 0
+    overhead_s: float = 0.0  # seconds from the client to a worker
+    kv_tokens: int = 0  # of the KV cache of the worker that was measured; 0 where not known
+    # model, GPU and GPUs of the worker that a preset is of.
     worker: tuple[str, str, int] | None = None
 
 
@@ -45,7 +39,6 @@ def build_timing(text: str, model: str, gpu: str, tp: int, kv_dtype: str = "") -
             a preset, whose values can be changed: `law:340b,prefill=0.05`; or a file of
             `pigou profile`, whose name ends in `.json`.
         model: name of the model, or its `config.json`.
-        gpu: name of the GPU.
         tp: GPUs that share the model.
         kv_dtype: number format of the KV cache; "" for the model's own.
 

@@ -52,7 +52,6 @@ class ProfileTiming:
         """Sum the tables of layers that depend on the same number.
 
         Args:
-            tables: as read.
             architecture: of the model; its number of layers multiplies the tables.
             gpu: whose links carry the sums of tensor parallelism.
             tp: GPUs that share the model.
@@ -82,8 +81,6 @@ def profile(folder: Path, architecture: Architecture, gpu: Gpu, tp: int = 1) -> 
 
     Args:
         folder: with the tables, or above them (`find_tables`).
-        architecture: of the model.
-        gpu: that it was profiled on.
         tp: GPUs that share the model.
 
     Raises:
@@ -296,7 +293,6 @@ def profile_durations(
         repeat: steps; in each, entries have as many more cached tokens as they computed before.
         dense: time of all layers but attention, by tokens of the step.
         heads: time of the output layer and the sampler, by entries of the step.
-        layers: attention layers.
         skew: weight of the longest decode against the mean one, 0 to 1.
         chunks: axis 0 of `grid`, and so on.
         keys: axis 1.

@@ -34,15 +34,10 @@ _VARIANTS = {
 
 @dataclass(frozen=True, slots=True)
 class LayerCurve:
-    """A time against a whole number, linear between the points that were measured.
+    """A time against a whole number, linear between the points that were measured."""
 
-    Attributes:
-        numbers: the numbers, rising, shape (n,).
-        ns: nanoseconds, shape (n,).
-    """
-
-    numbers: Floats
-    ns: Floats
+    numbers: Floats  # the numbers, rising, shape (n,)
+    ns: Floats  # nanoseconds, shape (n,)
 
     def table(self, max_number: int) -> Floats:
         """Return the times of 0 to `max_number`, shape (most + 1,).
@@ -62,45 +57,30 @@ class LayerCurve:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """One layer's attention kernels against what they read, on a grid without holes.
+    """One layer's attention kernels against what they read, on a grid without holes."""
 
-    Attributes:
-        chunks: tokens of prompts, rising, first 0, shape (c,).
-        keys: cached tokens before a chunk, rising, first 0, shape (k,).
-        decodes: sequences that decode, rising, first 0, shape (n,).
-        kvs: cached tokens of each, rising, shape (v,).
-        ns: nanoseconds, shape (c, k, n, v). Without prompts only [0, 0] is filled, without
-            decodes only [:, :, 0, 0].
-    """
-
-    chunks: Floats
-    keys: Floats
-    decodes: Floats
-    kvs: Floats
+    chunks: Floats  # tokens of prompts, rising, first 0, shape (c,)
+    keys: Floats  # cached tokens before a chunk, rising, first 0, shape (k,)
+    decodes: Floats  # sequences that decode, rising, first 0, shape (n,)
+    kvs: Floats  # cached tokens of each, rising, shape (v,)
+    # nanoseconds, shape (c, k, n, v). Without prompts only [0, 0] is filled, without decodes only
+    # [:, :, 0, 0].
     ns: Floats
 
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """All tables of one model on one kind of GPU at one degree of tensor parallelism.
-
-    Attributes:
-        folder: where they are from.
-        dense: layers against tokens of the step, by name.
-        sequences: `lm_head` and `sampler` against sequences of the step.
-        attention: attention kernels.
-        moe: time of the experts against tokens (axis 0) and activated experts, or None.
-        shards: GPUs that share the experts of `moe`: 1 where it was measured at this degree.
-        skew: how much of the way from the mean to the longest decode's time a batch of uneven
-            lengths takes, 0 to 1, as the profiler measured it (`alpha_default`).
-    """
+    """All tables of one model on one kind of GPU at one degree of tensor parallelism."""
 
     folder: Path
-    dense: Mapping[str, LayerCurve]
-    sequences: Mapping[str, LayerCurve]
+    dense: Mapping[str, LayerCurve]  # layers against tokens of the step, by name
+    sequences: Mapping[str, LayerCurve]  # `lm_head` and `sampler` against sequences of the step
     attention: Attention
+    # time of the experts against tokens (axis 0) and activated experts, or None.
     moe: tuple[Floats, list[LayerCurve]] | None
-    shards: int
+    shards: int  # GPUs that share the experts of `moe`: 1 where it was measured at this degree
+    # how much of the way from the mean to the longest decode's time a batch of uneven lengths
+    # takes, 0 to 1, as the profiler measured it (`alpha_default`).
     skew: float
 
 
@@ -110,7 +90,6 @@ def find_tables(folder: Path, model: str, gpu: str, tp: int, dtype: str) -> Path
     Args:
         folder: that folder itself, or any above it in GPU/owner/model/dtype/tpN.
         model: name of the model; the folder's may differ by a variant of equal shape.
-        gpu: name of the GPU.
         tp: GPUs that share the model.
         dtype: number format of the weights; a folder that names another is refused.
 

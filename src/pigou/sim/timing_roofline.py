@@ -79,8 +79,6 @@ def roofline(model: Architecture, device: Gpu, tp: int = 1) -> Timing:
     """Make a timing out of a model's shapes and a GPU's specification.
 
     Args:
-        model: its architecture.
-        device: each GPU.
         tp: GPUs that share each layer.
     """
     return RooflineTiming(model, device, tp)
@@ -218,7 +216,6 @@ def roofline_durations(
         kinds: kinds of layer, with the columns `COUNT` to `SCAN_FLOPS`.
         caches: kinds of cache, with the columns `LAYERS` to `WINDOW`.
         rates: with the indices `FLOP` to `CACHE_BYTE`.
-        durations: takes the result.
     """
     tokens, sampled, decodes, decode_reads = 0, 0, 0, 0
     prompt, squares, twice, prompt_kv = 0, 0, 0, 0

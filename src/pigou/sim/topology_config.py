@@ -15,15 +15,10 @@ _MAX_HOSTS = 10_000
 
 
 class DistanceLink(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The way between two workers of a distance class.
+    """The way between two workers of a distance class."""
 
-    Attributes:
-        gbps: gigabits a second that one transfer gets at most.
-        latency_us: microseconds until the first byte arrives.
-    """
-
-    gbps: float
-    latency_us: float
+    gbps: float  # gigabits a second that one transfer gets at most
+    latency_us: float  # microseconds until the first byte arrives
 
     def __post_init__(self) -> None:
         """Refuse links that never deliver."""
@@ -58,15 +53,13 @@ class TopologyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     class, whichever takes longer. Within a host it does not use the workers' links.
 
     Attributes:
-        hosts: by group.
-        placement: `cost` places all workers as one gang, `random` each on any host with room.
-        pack: how near to each other the workers must be.
         host, rack, zone, remote: links by distance class.
     """
 
     hosts: tuple[HostGroup, ...]
+    # `cost` places all workers as one gang, `random` each on any host with room.
     placement: Literal["cost", "random"] = "cost"
-    pack: Pack | None = None
+    pack: Pack | None = None  # how near to each other the workers must be
     host: DistanceLink = DistanceLink(gbps=1600.0, latency_us=10.0)
     rack: DistanceLink = DistanceLink(gbps=400.0, latency_us=200.0)
     zone: DistanceLink = DistanceLink(gbps=100.0, latency_us=300.0)

@@ -49,7 +49,6 @@ class Clock:
     Attributes:
         now: the present, in nanoseconds.
         position: (phase, key) of the event that runs.
-        events: that have run.
     """
 
     def __init__(self) -> None:
@@ -127,7 +126,6 @@ class Inbox:
         """Do what had to wait until now, or everything once there is nothing to wait for.
 
         Args:
-            steps: that were computed.
             now: nanoseconds.
             idle: whether nothing is computed, so that no step will end.
         """

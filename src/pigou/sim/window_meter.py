@@ -58,11 +58,7 @@ class WindowMeter:
         """Watch a simulation that has not run yet.
 
         Args:
-            fleet: that serves.
-            membership: of the fleet.
-            client: that sends.
             objectives: of requests; each class is a load of its own.
-            model: that the fleet serves.
         """
         self._fleet, self._membership, self._client = fleet, membership, client
         self._objectives, self._model = objectives, model

@@ -59,8 +59,6 @@ class SimWorker:
 
         Args:
             number, name: its index and its id in the fleet.
-            config, timing: of its core, and of its steps.
-            clock: virtual.
             listener: receives what happens here.
             itl: counts the gaps between the tokens of streams.
             ahead: a step is planned when the one before it begins, as by vLLM's asynchronous
@@ -69,7 +67,6 @@ class SimWorker:
             lagging: where it registers while it has events to publish (`catch_up`); with None
                 chunks of prompts are single steps.
             tiers: beyond its device; None for none.
-            seed: of the random variation of steps.
         """
         self.number, self.name = number, name
         self.core = EngineCore(config, tiers=tiers)

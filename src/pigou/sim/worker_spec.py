@@ -31,35 +31,21 @@ from pigou.sim.worker import SimWorker
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """What the workers of a group run on.
+    """What the workers of a group run on."""
 
-    Attributes:
-        group: of the fleet's configuration.
-        engine: limits of their cores.
-        timing: of their steps.
-        kv_bytes: of one token's KV.
-        tiers: beyond the device.
-        recompute_cost: seconds to compute a block.
-        recall: whether blocks are brought back before a session is expected.
-        ahead: whether a step is planned when the one before begins.
-        layout: of its cache, for workers that may read it; "" for none.
-        rehearsed: speeds that it measures before it is ready.
-        gpus: of each worker.
-        kv_heads: of its model; 0 where that is not known.
-    """
-
-    group: WorkerGroup
-    engine: EngineConfig
+    group: WorkerGroup  # of the fleet's configuration
+    engine: EngineConfig  # limits of their cores
     timing: Timing
-    kv_bytes: int
-    ahead: bool = False
-    tiers: tuple[TierConfig, ...] = ()
+    kv_bytes: int  # of one token's KV
+    ahead: bool = False  # whether a step is planned when the one before begins
+    tiers: tuple[TierConfig, ...] = ()  # beyond the device
+    # seconds to compute a block.
     recompute_cost: RecomputeCost = field(default_factory=RecomputeCost)
-    recall: bool = True
-    layout: str = ""
-    rehearsed: tuple[Rehearsed, ...] = ()
+    recall: bool = True  # whether blocks are brought back before a session is expected
+    layout: str = ""  # of its cache, for workers that may read it; "" for none
+    rehearsed: tuple[Rehearsed, ...] = ()  # speeds that it measures before it is ready
     gpus: int = 1
-    kv_heads: int = 0
+    kv_heads: int = 0  # of its model; 0 where that is not known
 
     def make_tiers(self) -> Tiers | None:
         """Return new, empty tiers of one worker; None where it has none."""
@@ -77,38 +63,24 @@ class FleetWorker:
     """One worker over its lives: after each death it starts again with an empty cache.
 
     Times before `since_ns` are counted in `gpu_ns`.
-
-    Attributes:
-        number: its index in the fleet.
-        info: as the control plane knows it.
-        spec: what it runs on.
-        sim: the live worker; None while it is dead.
-        registered: whether the control plane takes it for alive.
-        missed_events: KV events that were lost since the last that arrived.
-        past_totals: `totals` of its earlier lives.
-        held_ids: ids under which it holds blocks for others.
-        pool: name of the pool that it is in.
-        state: of its life; None once it is gone for good.
-        since_ns: when that state began.
-        gpu_ns: nanoseconds of its GPUs by role and state, added up over them.
-        failed_starts: in a row.
-        epoch: how often its role has changed.
     """
 
-    number: int
+    number: int  # its index in the fleet
     info: Worker
     spec: WorkerSpec
-    sim: SimWorker | None = None
-    registered: bool = False
+    sim: SimWorker | None = None  # the live worker; None while it is dead
+    registered: bool = False  # whether the control plane takes it for alive
+    # KV events that were lost since the last that arrived.
     missed_events: list[KVEvent] = field(default_factory=list)
-    past_totals: tuple[int, int, int, int] = (0, 0, 0, 0)
-    held_ids: set[str] = field(default_factory=set)
-    pool: str = ""
-    state: WorkerState | None = WorkerState.STARTING
-    since_ns: int = EPOCH
+    past_totals: tuple[int, int, int, int] = (0, 0, 0, 0)  # `totals` of its earlier lives
+    held_ids: set[str] = field(default_factory=set)  # ids under which it holds blocks for others
+    pool: str = ""  # name of the pool that it is in
+    state: WorkerState | None = WorkerState.STARTING  # of its life; None once it is gone for good
+    since_ns: int = EPOCH  # when that state began
+    # nanoseconds of its GPUs by role and state, added up over them.
     gpu_ns: Counter[tuple[Role, WorkerState]] = field(default_factory=Counter)
-    failed_starts: int = 0
-    epoch: int = 0
+    failed_starts: int = 0  # in a row
+    epoch: int = 0  # how often its role has changed
 
     def enter(self, state: WorkerState | None, now: int) -> None:
         """Count the time of its state until now, and begin another one."""
@@ -145,7 +117,6 @@ def rank_splits(
 
     Args:
         config: of the fleet; None is returned where its workers have one link each.
-        specs: of its groups.
         workers: that transfers name by number; looked up when one begins.
 
     Raises:
@@ -191,7 +162,6 @@ def step_nanos(
     """Return the nanoseconds of a step: some streams, and a chunk of a prompt if there is any.
 
     Args:
-        timing: of the worker.
         chunk: tokens of the prompt that are computed; 0 for none.
         done: tokens of it that are computed already.
         last: whether its first output token is sampled.

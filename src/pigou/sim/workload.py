@@ -26,24 +26,15 @@ _MAX_USERS = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class RequestSpec:
-    """One request.
+    """One request."""
 
-    Attributes:
-        prompt_tokens: tokens of the prompt, at least 1.
-        output_tokens: tokens to generate, at least 1.
-        block_ids: ids of the prompt's blocks; empty for a prompt that shares none.
-        hash_scope: of these ids.
-        block_tokens: tokens in each of these blocks.
-        think_ns: from the end of the session's last request to this one.
-        tenant: whose it is.
-    """
-
-    prompt_tokens: int
-    output_tokens: int
+    prompt_tokens: int  # tokens of the prompt, at least 1
+    output_tokens: int  # tokens to generate, at least 1
+    # ids of the prompt's blocks; empty for a prompt that shares none.
     block_ids: tuple[int, ...] = ()
     hash_scope: int = 0
     block_tokens: float = 1.0
-    think_ns: int = 0
+    think_ns: int = 0  # from the end of the session's last request to this one
     tenant: str = ""
 
 
@@ -71,16 +62,11 @@ class Workload(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OpenLoop:
-    """Sessions that begin at their own times, however fast they are served.
+    """Sessions that begin at their own times, however fast they are served."""
 
-    Attributes:
-        sessions: in the order of their starts.
-        concurrency: sessions at once, where starts do not count; 0 where they do.
-        rates: that the starts were drawn from, of each part; empty where some were not drawn.
-    """
-
-    sessions: Sequence[RequestSession]
-    concurrency: int = 0
+    sessions: Sequence[RequestSession]  # in the order of their starts
+    concurrency: int = 0  # sessions at once, where starts do not count; 0 where they do
+    # that the starts were drawn from, of each part; empty where some were not drawn.
     rates: tuple[RateSchedule, ...] = ()
 
     def __post_init__(self) -> None:
@@ -115,17 +101,11 @@ class OpenLoop:
 
 
 class RequestLengths(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Random requests by the ranges of their lengths.
+    """Random requests by the ranges of their lengths."""
 
-    Attributes:
-        input: tokens of a prompt, drawn evenly from (minimum, maximum).
-        output: tokens of an answer, likewise.
-        templates: number of different prompts; 0 makes all prompts different.
-    """
-
-    input: tuple[int, int] = (512, 512)
-    output: tuple[int, int] = (128, 128)
-    templates: int = 0
+    input: tuple[int, int] = (512, 512)  # tokens of a prompt, drawn evenly from (minimum, maximum)
+    output: tuple[int, int] = (128, 128)  # tokens of an answer, likewise
+    templates: int = 0  # number of different prompts; 0 makes all prompts different
 
     def __post_init__(self) -> None:
         """Refuse lengths that no request has."""
@@ -157,25 +137,17 @@ class RequestLengths(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
 
 class ClosedLoop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Users who each send their next request when the one before has ended.
-
-    Attributes:
-        lengths: of what they ask for.
-        phases: (users, seconds) one after another; the number holds for so long.
-        ramp: seconds in which the users of the first phase start, evenly, before it.
-        drain: whether requests under way at the end are waited for; else they do not count.
-        barrier: seconds of a chunk, after which all wait for all; 0 for none.
-        think: seconds between two requests of a user.
-        requests: that are sent at most; 0 for no limit.
-    """
+    """Users who each send their next request when the one before has ended."""
 
     lengths: RequestLengths
+    # (users, seconds) one after another; the number holds for so long.
     phases: tuple[tuple[int, float], ...]
-    ramp: float = 0.0
+    ramp: float = 0.0  # seconds in which the users of the first phase start, evenly, before it
+    # whether requests under way at the end are waited for; else they do not count.
     drain: bool = True
-    barrier: float = 0.0
-    think: float = 0.0
-    requests: int = 0
+    barrier: float = 0.0  # seconds of a chunk, after which all wait for all; 0 for none
+    think: float = 0.0  # seconds between two requests of a user
+    requests: int = 0  # that are sent at most; 0 for no limit
 
     def __post_init__(self) -> None:
         """Refuse loops that ask for nothing."""
@@ -227,13 +199,11 @@ def renewal(
     """Return requests whose gaps are independent and Gamma distributed (`renewal_times`).
 
     Args:
-        lengths: of what is asked for.
         rate: requests a second, above 0, or a schedule of them.
         cv: standard deviation of a gap over its mean; 1 is Poisson, 0 a metronome.
         count: requests at most; 0 takes all those of `seconds`.
         seconds: in which they are sent; 0 takes `count` of them. A schedule that ends needs
             neither.
-        seed: of lengths and gaps.
 
     Raises:
         ConfigError: a value is out of its range.

@@ -136,7 +136,6 @@ class ChatTemplate:
 
     Attributes:
         source: Jinja2 text.
-        needs: what it expects of messages.
     """
 
     def __init__(
@@ -355,17 +354,11 @@ _KEEP = {"list", "reverse", "default", "d"}
 
 @dataclass(frozen=True, slots=True)
 class TemplateNeeds:
-    """How a template reads messages.
-
-    Attributes:
-        parts: it loops over the parts of a content.
-        strings: it reads a content that is a string.
-        arguments: whether it reads a tool call's arguments as an object, as text of JSON, or as
-            either.
-    """
+    """How a template reads messages."""
 
     parts: bool
     strings: bool
+    # whether it reads a tool call's arguments as an object, as text of JSON, or as either.
     arguments: Literal["object", "text", "either"]
 
 

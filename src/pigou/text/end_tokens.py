@@ -58,10 +58,6 @@ def end_tokens(
 def read_end_tokens(folder: Path, rows: int) -> frozenset[int]:
     """Return the end tokens of a model's folder that have a row in the logits.
 
-    Args:
-        folder: of the model; missing files name nothing.
-        rows: of the logits.
-
     Raises:
         ValueError: a file is not a JSON object, or an `eos_token_id` is no id.
     """

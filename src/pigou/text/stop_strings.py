@@ -8,14 +8,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StopMatch:
-    """A stop string was completed.
+    """A stop string was completed."""
 
-    Attributes:
-        text: what may still be shown: up to the stop string, or with it where it is included.
-        stop: the stop string.
-    """
-
-    text: str
+    text: str  # what may still be shown: up to the stop string, or with it where it is included
     stop: str
 
 

@@ -23,25 +23,18 @@ class TokenizerError(ValueError):
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Encodes and decodes text.
+    """Encodes and decodes text."""
 
-    Attributes:
-        backend: the `tokenizers` object; may be used from several threads.
-        vocabulary: bytes of every token.
-        eos: ids of the tokens that end a sequence: all that a file of the folder names, also
-            those that the model's logits have no row for.
-        names: special tokens by role (`bos_token`, `eos_token`, ...), for chat templates.
-        templates: chat templates by name; `default` is the usual one.
-        generation: contents of `generation_config.json`.
-        control: keeps what clients type in chats from becoming special tokens.
-    """
-
-    backend: Backend
-    vocabulary: Vocabulary
+    backend: Backend  # the `tokenizers` object; may be used from several threads
+    vocabulary: Vocabulary  # bytes of every token
+    # ids of the tokens that end a sequence: all that a file of the folder names, also those that
+    # the model's logits have no row for.
     eos: frozenset[int]
+    # special tokens by role (`bos_token`, `eos_token`, ...), for chat templates.
     names: dict[str, str]
-    templates: dict[str, str]
-    generation: dict[str, Any]
+    templates: dict[str, str]  # chat templates by name; `default` is the usual one
+    generation: dict[str, Any]  # contents of `generation_config.json`
+    # keeps what clients type in chats from becoming special tokens.
     control: ControlTokens | None = None
 
     @staticmethod

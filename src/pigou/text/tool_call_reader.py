@@ -23,12 +23,7 @@ _SCALAR_ENDS = ",]} \t\r\n"
 
 @dataclass(frozen=True, slots=True)
 class CallStart:
-    """A call of a function begins.
-
-    Attributes:
-        index: of the call within the reply.
-        name: of the function.
-    """
+    """A call of a function begins."""
 
     index: int
     name: str
@@ -36,12 +31,7 @@ class CallStart:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """A further piece of a call's arguments, JSON text.
-
-    Attributes:
-        index: of the call within the reply.
-        text: of the piece.
-    """
+    """A further piece of a call's arguments, JSON text."""
 
     index: int
     text: str
@@ -110,7 +100,6 @@ class CallReader:
         """Begin before an object.
 
         Args:
-            index: of the call.
             names: of functions; an object that names another is no call. None for any name.
         """
         self._index = index

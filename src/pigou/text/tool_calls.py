@@ -36,9 +36,6 @@ class ToolParser:
     content and arguments are cut. So a stream that goes on elsewhere feeds the text so far, drops
     the events, and goes on. White space, a bracket and a code fence around calls are no content.
     Reasoning is content, and nothing in it is a call.
-
-    Attributes:
-        calls: that have begun.
     """
 
     def __init__(self) -> None:
@@ -346,7 +343,6 @@ def open_reasoning(prompt: str, final: str | None) -> str:
     """Return what opened the reasoning that a reply begins within; "" where it begins with none.
 
     Args:
-        prompt: its end.
         final: the message that the reply continues; None where it continues none.
     """
     if final is None:

@@ -15,20 +15,14 @@ class VocabularyError(ValueError):
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Bytes of the tokens.
+    """Bytes of the tokens."""
 
-    Attributes:
-        tokens: bytes by token id; None where the id has no token.
-        special: ids of control tokens (begin, end, roles), which text does not show.
-        starts: bytes of tokens that differ at the beginning of a text.
-        strip: bytes that the beginning of a text loses, each once, in this order.
-        whole: decodes a list of ids where tokens do not stand for bytes one by one; else None.
-    """
-
-    tokens: tuple[bytes | None, ...]
-    special: frozenset[int]
+    tokens: tuple[bytes | None, ...]  # bytes by token id; None where the id has no token
+    special: frozenset[int]  # ids of control tokens (begin, end, roles), which text does not show
+    # bytes of tokens that differ at the beginning of a text.
     starts: Mapping[int, bytes] = field(default_factory=dict)
-    strip: bytes = b""
+    strip: bytes = b""  # bytes that the beginning of a text loses, each once, in this order
+    # decodes a list of ids where tokens do not stand for bytes one by one; else None.
     whole: Callable[[list[int]], str] | None = None
 
     @cached_property
@@ -110,15 +104,10 @@ class _NotByTokenError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Decoders that can be applied to one token after the other.
+    """Decoders that can be applied to one token after the other."""
 
-    Attributes:
-        steps: in order.
-        strip: what the beginning of the whole text loses (see `Vocabulary.strip`).
-    """
-
-    steps: tuple[Step, ...]
-    strip: bytes = b""
+    steps: tuple[Step, ...]  # in order
+    strip: bytes = b""  # what the beginning of the whole text loses (see `Vocabulary.strip`)
 
     def decode(self, name: str, first: bool) -> bytes:
         """Return a token's bytes, at the beginning of a text or later."""
@@ -141,12 +130,7 @@ def read_chain(decoder: Any) -> Chain | None:
 
 
 class _Builder:
-    """Collects the steps of nested sequences.
-
-    Attributes:
-        steps: so far.
-        strip: of the whole text.
-    """
+    """Collects the steps of nested sequences."""
 
     def __init__(self) -> None:
         self.steps: list[Step] = []

@@ -81,21 +81,13 @@ class TracingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class ExportTarget(msgspec.Struct, frozen=True, kw_only=True):
-    """Where spans are sent, and how.
+    """Where spans are sent, and how."""
 
-    Attributes:
-        url: of the receiver; empty where nothing is sent.
-        headers: of each request.
-        timeout_s: seconds that it may take.
-        compress: bodies are packed with gzip.
-        certificate: file of the authority that the receiver's is checked by; empty for the
-            system's.
-    """
-
-    url: str = ""
+    url: str = ""  # of the receiver; empty where nothing is sent
     headers: dict[str, str] = {}
-    timeout_s: float = 10.0
-    compress: bool = False
+    timeout_s: float = 10.0  # seconds that it may take
+    compress: bool = False  # bodies are packed with gzip
+    # file of the authority that the receiver's is checked by; empty for the system's.
     certificate: str = ""
 
 
@@ -166,12 +158,7 @@ def sampled_share(config: TracingConfig, environ: Mapping[str, str] = os.environ
 
 
 def resource(service: str, environ: Mapping[str, str] = os.environ) -> dict[str, str | int]:
-    """Return the attributes of this process, which all its spans have in common.
-
-    Args:
-        service: its name, where the environment has none.
-        environ: variables.
-    """
+    """Return the attributes of this process, which all its spans have in common."""
     given = _pairs(environ.get("OTEL_RESOURCE_ATTRIBUTES", ""))
     host = socket.gethostname()
     own: dict[str, str | int] = {

@@ -67,7 +67,6 @@ class SpanExporter:
         """Prepare; nothing is sent before `start`.
 
         Args:
-            target: of the spans.
             resource: attributes that they have in common.
             post: sends a body; by default over a connection to the target.
             interval_s: seconds that spans wait at most.

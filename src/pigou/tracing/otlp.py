@@ -23,16 +23,12 @@ _ERROR = 2  # of a span's status
 
 
 class _Template(NamedTuple):
-    """JSON of attributes, with slots for their values.
-
-    Attributes:
-        json: with a slot for each value.
-        texts: index of each value that is put in as a text, and what makes that.
-        floats: returns the values that are floats; None where there are none.
-    """
+    """JSON of attributes, with slots for their values."""
 
     json: str
+    # index of each value that is put in as a text, and what makes that.
     texts: tuple[tuple[int, Callable[[Any], str]], ...]
+    # returns the values that are floats; None where there are none.
     floats: Callable[[tuple[AttributeValue, ...]], Any] | None
 
     @classmethod

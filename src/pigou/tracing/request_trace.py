@@ -49,8 +49,6 @@ class RequestTrace:
     to the root.
 
     Attributes:
-        context: of the request.
-        span_id: of the root, or of what stands for it.
         start_ns: when the request came, in monotonic nanoseconds.
         epoch_ns: nanoseconds since 1970 at time 0 of that clock.
         collected: spans that have ended.
@@ -58,9 +56,7 @@ class RequestTrace:
         leg_id: of the span of the server that was asked last, or of the phase that the sequences
             are in; 0 before.
         mark_ns: when the last phase ended.
-        is_failed: a server failed it.
         request_id: by which it is asked for, besides its trace's id.
-        tenant: whose it is.
         workers: that served it, by id.
     """
 
@@ -98,8 +94,6 @@ class RequestTrace:
         """End a phase of the request.
 
         Args:
-            name: of the span.
-            attributes: of the span.
             end_ns: when it ended, in monotonic nanoseconds; 0 for now.
             error: why it failed; empty where it did not.
         """

@@ -29,19 +29,12 @@ class Headers(Protocol):
 
 
 class TraceContext(NamedTuple):
-    """Where a span belongs.
+    """Where a span belongs."""
 
-    Attributes:
-        trace_id: 32 hexadecimal digits.
-        parent_id: of the span above, 64 bits; 0 for none.
-        is_sampled: whether the service that began the trace records it.
-        state: of other vendors, as it came; empty for none.
-    """
-
-    trace_id: str
-    parent_id: int
-    is_sampled: bool
-    state: str = ""
+    trace_id: str  # 32 hexadecimal digits
+    parent_id: int  # of the span above, 64 bits; 0 for none
+    is_sampled: bool  # whether the service that began the trace records it
+    state: str = ""  # of other vendors, as it came; empty for none
 
     def header(self, span_id: int) -> str:
         """Return the `traceparent` by which what is asked for joins as a child of a span."""

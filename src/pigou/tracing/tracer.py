@@ -78,7 +78,6 @@ class Tracer:
             service: name of this process in traces.
             share: of traces that are sampled where the client does not say, 0 to 1.
             slow_s: seconds from which on a request is kept; 0 for no such limit.
-            max_traces: that are remembered.
             exporter: of spans; None sends none.
         """
         self.service = service
@@ -128,7 +127,6 @@ def open_tracer(config: TracingConfig, service: str) -> Tracer | None:
     """Return a tracer by options and environment; None where requests are not traced.
 
     Args:
-        config: options.
         service: name of this process in traces, where the environment has none.
 
     Raises:

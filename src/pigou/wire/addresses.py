@@ -15,7 +15,6 @@ def advertised(listens: str, given: str = "") -> str:
     """Return the host at which others reach a server.
 
     Args:
-        listens: host that it listens on.
         given: by the operator; empty for the host that it listens on, or for this machine's own
             address by its name where that is all of them; loopback where it has none.
     """

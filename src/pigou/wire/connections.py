@@ -35,27 +35,17 @@ _COMMENT = b"3\r\n:\n\n\r\n"
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """Limits of a server's connections; times in seconds.
+    """Limits of a server's connections; times in seconds."""
 
-    Attributes:
-        max_connections: connections at once; 0 takes what the descriptors allow.
-        max_peer_connections: connections at once from one address; 0 for no limit.
-        head_timeout_s: from a connection, or a request's first byte, to the end of its head.
-        keepalive_s: how long an idle connection is kept.
-        max_line: bytes of the request line.
-        max_header: bytes of one header.
-        max_headers: headers.
-        read_buffer: bytes that are read before the handler has taken them.
-    """
-
-    max_connections: int = 0
-    max_peer_connections: int = 0
+    max_connections: int = 0  # connections at once; 0 takes what the descriptors allow
+    max_peer_connections: int = 0  # connections at once from one address; 0 for no limit
+    # from a connection, or a request's first byte, to the end of its head.
     head_timeout_s: float = 15.0
-    keepalive_s: float = 120.0
-    max_line: int = 8190
-    max_header: int = 8190
+    keepalive_s: float = 120.0  # how long an idle connection is kept
+    max_line: int = 8190  # bytes of the request line
+    max_header: int = 8190  # bytes of one header
     max_headers: int = 100
-    read_buffer: int = 256 * 1024
+    read_buffer: int = 256 * 1024  # bytes that are read before the handler has taken them
 
 
 def raise_descriptor_limit() -> int:

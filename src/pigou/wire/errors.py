@@ -96,11 +96,9 @@ class APIError(Exception):
     """A refusal or failure, as the client gets it.
 
     Attributes:
-        status: HTTP status.
         message: names the field, its value and the remedy where there is one.
         param: the field at fault, or None.
         type: class of the error, by default that of the status.
-        code: as vLLM, the status.
         retry_after: seconds after which trying again makes sense; sent as `Retry-After`.
         final: trying again changes nothing; sent as `X-Should-Retry`, which SDKs go by.
     """
@@ -195,7 +193,6 @@ def decode_error(error: Exception, body: bytes) -> APIError:
     Args:
         error: from `msgspec.json.decode` (`DecodeError`, `ValidationError`) or a
             `UnicodeDecodeError`.
-        body: what was decoded.
     """
     text = str(error)
     if isinstance(error, msgspec.ValidationError):

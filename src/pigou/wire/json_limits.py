@@ -54,15 +54,9 @@ _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 @dataclass(frozen=True, slots=True)
 class JsonSize:
-    """Counts of a JSON text.
+    """Counts of a JSON text."""
 
-    Attributes:
-        values: members and items of all its objects and lists, as far as commas tell.
-        items: those of the outermost one.
-        depth: of nesting.
-    """
-
-    values: int
+    values: int  # members and items of all its objects and lists, as far as commas tell
     items: int
     depth: int
 

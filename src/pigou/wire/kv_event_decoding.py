@@ -33,25 +33,17 @@ class EventError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Blocks that can be hit from now on.
+    """Blocks that can be hit from now on."""
 
-    Attributes:
-        hashes: of these consecutive blocks, by the sender's own function.
-        parent: hash of the block before them; None at the beginning of a sequence.
-        token_ids: of all these blocks together; fewer (or none) where the sender hides them.
-        block_size: tokens in a block.
-        medium: tier, as the sender names it; None means the device.
-        salt: cache salt of the sequence; known only where its first block is among these.
-        lora: name of the adapter that computed them; None for the base model.
-    """
-
-    hashes: WireHashes
-    parent: WireHash | None
+    hashes: WireHashes  # of these consecutive blocks, by the sender's own function
+    parent: WireHash | None  # hash of the block before them; None at the beginning of a sequence
+    # of all these blocks together; fewer (or none) where the sender hides them.
     token_ids: Sequence[int] | NDArray[np.integer]
-    block_size: int
-    medium: str | None = None
+    block_size: int  # tokens in a block
+    medium: str | None = None  # tier, as the sender names it; None means the device
+    # cache salt of the sequence; known only where its first block is among these.
     salt: str | None = None
-    lora: str | None = None
+    lora: str | None = None  # name of the adapter that computed them; None for the base model
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,17 +64,11 @@ WireEvent: TypeAlias = Stored | Removed | Cleared
 
 @dataclass(frozen=True, slots=True)
 class KVEventBatch:
-    """Events that one engine step caused.
+    """Events that one engine step caused."""
 
-    Attributes:
-        ts: Unix time in seconds at the sender.
-        events: in order.
-        rank: data parallel rank; None when not said.
-    """
-
-    ts: float
-    events: tuple[WireEvent, ...] = field(default_factory=tuple)
-    rank: int | None = None
+    ts: float  # Unix time in seconds at the sender
+    events: tuple[WireEvent, ...] = field(default_factory=tuple)  # in order
+    rank: int | None = None  # data parallel rank; None when not said
 
 
 #: Bounds of one event: blocks, tokens in a block, bytes of a hash, characters of a name.
@@ -115,7 +101,6 @@ def stored_map(
     """Return the map of a core event.
 
     Args:
-        event: from the EngineCore.
         token_ids: of all blocks of the event, `blocks * block_size` of them; none for a tier,
             whose blocks are known by their hashes from the device.
         block_size: tokens in a block.

@@ -195,18 +195,11 @@ def _spans(walk: Walk, at: int) -> Generator[None, None, dict[str, _Span]]:
 
 @dataclass(slots=True)
 class _Items:
-    """The items of an array that are still to be decoded.
+    """The items of an array that are still to be decoded."""
 
-    Attributes:
-        walk: over the payload.
-        name: of the field.
-        at: where the next item begins.
-        left: how many there are.
-    """
-
-    walk: Walk
+    walk: Walk  # over the payload
     name: str
-    at: int
+    at: int  # where the next item begins
     left: int
 
     @classmethod

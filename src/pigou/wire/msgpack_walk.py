@@ -92,11 +92,7 @@ def _skip(
 
 
 class Walk:
-    """Finds where the values of a payload begin and end.
-
-    Attributes:
-        payload: that is walked over.
-    """
+    """Finds where the values of a payload begin and end."""
 
     def __init__(self, payload: bytes) -> None:
         """Prepare."""

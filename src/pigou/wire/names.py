@@ -88,7 +88,6 @@ class PullPool(NamedTuple):
         """Return the pool of a worker.
 
         Args:
-            queue: name of the queue.
             model: name that requests use.
             version: as `deployment_version`.
             secret: fleet secret that the worker proves; None without one.

@@ -40,35 +40,21 @@ def usage(prompt: int, completion: int, cached: int | None = None) -> UsageInfo:
 
 
 class Logprob(msgspec.Struct, frozen=True):
-    """One token and its log-probability.
-
-    Attributes:
-        id: of the token.
-        token: the text that it added; "" while a character is incomplete.
-        logprob: natural logarithm of its probability.
-        rank: 1 for the most probable.
-        bytes: of the text.
-    """
+    """One token and its log-probability."""
 
     id: int
-    token: str
-    logprob: float
-    rank: int = 0
+    token: str  # the text that it added; "" while a character is incomplete
+    logprob: float  # natural logarithm of its probability
+    rank: int = 0  # 1 for the most probable
     bytes: list[int] = msgspec.field(default_factory=list)
 
 
 class LogprobsEntry(msgspec.Struct, frozen=True):
-    """A token that was sampled (or is in the prompt), and the most probable ones in its place.
+    """A token that was sampled (or is in the prompt), and the most probable ones in its place."""
 
-    Attributes:
-        chosen: None for the first token of a prompt, which nothing predicts.
-        top: most probable first.
-        text: the chosen token's.
-    """
-
-    chosen: Logprob | None
-    top: list[Logprob]
-    text: str
+    chosen: Logprob | None  # None for the first token of a prompt, which nothing predicts
+    top: list[Logprob]  # most probable first
+    text: str  # the chosen token's
 
 
 def completion_logprobs(tokens: list[LogprobsEntry], offset: int) -> Json:
@@ -237,27 +223,16 @@ def chat_completion(
 
 
 class ReplyChunk(msgspec.Struct):
-    """What changes from chunk to chunk of one choice.
+    """What changes from chunk to chunk of one choice."""
 
-    Attributes:
-        text: new text, may be empty.
-        delta: what a chat's chunk adds, in place of text.
-        finish: why the choice ended, on its last chunk.
-        stop: the stop string or token id that ended it.
-        token_ids: new token ids, where the client wants them.
-        logprobs: of the new tokens, already in the shape of the API.
-        prompt_token_ids: on the first chunk, where the client wants them.
-        usage: running usage, where the client wants it.
-    """
-
-    text: str
-    delta: Json | None = None
-    finish: str | None = None
-    stop: str | int | None = None
-    token_ids: list[int] | None = None
-    logprobs: Json | None = None
-    prompt_token_ids: list[int] | None = None
-    usage: UsageInfo | None = None
+    text: str  # new text, may be empty
+    delta: Json | None = None  # what a chat's chunk adds, in place of text
+    finish: str | None = None  # why the choice ended, on its last chunk
+    stop: str | int | None = None  # the stop string or token id that ended it
+    token_ids: list[int] | None = None  # new token ids, where the client wants them
+    logprobs: Json | None = None  # of the new tokens, already in the shape of the API
+    prompt_token_ids: list[int] | None = None  # on the first chunk, where the client wants them
+    usage: UsageInfo | None = None  # running usage, where the client wants it
 
 
 class StreamEncoder:

@@ -52,13 +52,7 @@ class ResponseFormat(_OpenAIBody):
 
 
 class StructuredOutputs(_OpenAIBody):
-    """vLLM's way to ask for structured output: exactly one of the first five.
-
-    Attributes:
-        disable_any_whitespace: write JSON compactly; false allows white space between its parts.
-        disable_additional_properties: objects have the properties that the schema names only.
-        whitespace_pattern: regular expression of the white space between JSON's parts.
-    """
+    """vLLM's way to ask for structured output: exactly one of the first five."""
 
     json: dict[str, Any] | str | None = None
     regex: str | None = None
@@ -66,8 +60,11 @@ class StructuredOutputs(_OpenAIBody):
     grammar: str | None = None
     json_object: bool | None = None
     # How JSON is written; these may also stand beside `response_format`.
+    # write JSON compactly; false allows white space between its parts.
     disable_any_whitespace: bool | None = None
+    # objects have the properties that the schema names only.
     disable_additional_properties: bool | None = None
+    # regular expression of the white space between JSON's parts.
     whitespace_pattern: str | None = None
 
 
@@ -128,14 +125,9 @@ class CompletionRequest(GenerationRequest, kw_only=True):
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
-    """Body of `POST /v1/chat/completions`.
+    """Body of `POST /v1/chat/completions`."""
 
-    Attributes:
-        messages: as in the OpenAI API; further keys of a message reach the chat template.
-        prompt_token_ids: the rendered and tokenized messages; a gateway that sends them spares
-            the worker both.
-    """
-
+    # as in the OpenAI API; further keys of a message reach the chat template.
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -146,6 +138,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    # the rendered and tokenized messages; a gateway that sends them spares the worker both.
     prompt_token_ids: TokenIds | None = None
     verbosity: str | None = None  # without meaning here, as those of every request
     parallel_tool_calls: bool | None = None
@@ -203,17 +196,11 @@ _detokenize = msgspec.json.Decoder(DetokenizeRequest, strict=False)
 
 
 class Known(NamedTuple, Generic[_B]):
-    """A decoded request.
-
-    Attributes:
-        request: what is honoured of the body.
-        body: the JSON of that.
-        unknown: names of the body's other fields, nested ones with a path.
-    """
+    """A decoded request."""
 
     request: _B
     body: bytes
-    unknown: list[str]
+    unknown: list[str]  # names of the body's other fields, nested ones with a path
 
 
 def decode_completion(body: bytes) -> CompletionRequest:

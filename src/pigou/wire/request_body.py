@@ -28,7 +28,6 @@ async def read_json(request: web.Request, max_bytes: int) -> bytes:
     """Return a request's body, which must be declared as JSON.
 
     Args:
-        request: whose body was not read yet.
         max_bytes: bytes of the body.
 
     Raises:

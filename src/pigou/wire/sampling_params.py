@@ -21,15 +21,10 @@ MIN_TEMPERATURE = 0.01
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What the model allows.
+    """What the model allows."""
 
-    Attributes:
-        max_model_len: most tokens of a sequence, prompt and output.
-        vocab_size: token ids are below this.
-    """
-
-    max_model_len: int
-    vocab_size: int
+    max_model_len: int  # most tokens of a sequence, prompt and output
+    vocab_size: int  # token ids are below this
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +55,6 @@ def sampling_params(
     Args:
         request: already through `pigou.wire.request_validation.check`.
         prompt_tokens: of the original prompt, that is without resumed tokens.
-        limits: of the model.
-        defaults: of the model.
         seed: of this sequence; choices of one request have seeds of their own.
         grammar: of the output (`pigou.wire.structured_output.grammar`, or of a tool call).
 

@@ -31,7 +31,6 @@ def grammar(request: GenerationRequest, flexible: bool = False) -> Grammar | Non
     """Return what the output must match.
 
     Args:
-        request: of a client.
         flexible: JSON may have white space between its parts, where the request does not say.
 
     Raises:
@@ -221,18 +220,11 @@ _TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """How a request uses tools.
+    """How a request uses tools."""
 
-    Attributes:
-        mode: what the model may or must do.
-        functions: names of the functions.
-        named: the function that must be called, of mode "named".
-        grammar: of the output, where a call is demanded.
-    """
-
-    mode: Literal["auto", "required", "named"]
+    mode: Literal["auto", "required", "named"]  # what the model may or must do
     functions: tuple[str, ...]
-    named: str = ""
+    named: str = ""  # the function that must be called, of mode "named"
     grammar: Grammar | None = None
 
 

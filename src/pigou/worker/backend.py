@@ -39,8 +39,6 @@ class Backend(Protocol):
 
         Args:
             request: its id.
-            tokens: of its prompt, and those that were generated elsewhere.
-            params: how it is sampled.
             seed: of its block hashes (`Tenure.digest`).
             resume: how many of the last `tokens` were generated elsewhere.
             hashes: that the core was told; None stands for all full blocks of `tokens`.

@@ -60,39 +60,27 @@ _SLEEP_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class WorkerParts:
-    """What a worker is made of.
-
-    Attributes:
-        model: as the HTTP side knows it.
-        core: with nothing in it.
-        backend: that computes.
-        store: the KV blocks, for transfers.
-        memory: shared memory that they lie in; None where they do not.
-        meter: of speeds, where requests can be swapped.
-        grammars: of requests.
-        rest: is told when there is nothing to compute; None where nobody wants to know.
-        link: over which blocks come, where it takes time as a timing model says.
-        tiers: names of the tiers beyond the device, and what moves blocks there; None for none.
-        rehearsed: what was measured of its speed; empty where nothing was.
-        work: estimates what steps take of the GPUs; None where the model's shape is not known.
-        measure: runs the loads of its start, and measures its memory; None where nothing computes.
-        memory_report: what it measured; None where nothing did.
-    """
+    """What a worker is made of."""
 
     model: ServedModel
     core: EngineCore
     backend: Backend
-    store: BlockStore
-    memory: SharedMemory | None
+    store: BlockStore  # the KV blocks, for transfers
+    memory: SharedMemory | None  # shared memory that they lie in; None where they do not
     meter: RateMeter | None
     grammars: GrammarSource
+    # is told when there is nothing to compute; None where nobody wants to know.
     rest: Callable[[], None] | None = None
+    # over which blocks come, where it takes time as a timing model says.
     link: SimulatedLink | None = None
+    # names of the tiers beyond the device, and what moves blocks there; None for none.
     tiers: tuple[list[str], KVOffloader] | None = None
-    rehearsed: tuple[Rehearsed, ...] = ()
+    rehearsed: tuple[Rehearsed, ...] = ()  # what was measured of its speed; empty where nothing was
+    # estimates what steps take of the GPUs; None where the model's shape is not known.
     work: WorkEstimate | None = None
+    # runs the loads of its start, and measures its memory; None where nothing computes.
     measure: Callable[..., tuple[tuple[Rehearsed, ...], MemoryReport]] | None = None
-    memory_report: MemoryReport | None = None
+    memory_report: MemoryReport | None = None  # what it measured; None where nothing did
 
 
 def build(config: WorkerConfig) -> WorkerParts:

@@ -19,31 +19,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """Compute a request.
+    """Compute a request."""
 
-    Attributes:
-        request: for the core; `remote` is set where `ticket` is.
-        tokens: of its prompt, and those generated elsewhere.
-        params: how it is sampled.
-        generated: how many of the last `tokens` were generated elsewhere.
-        seed: of its block hashes; empty where none of it is cached.
-        tenure: seed of the hashes that tickets name, whether or not anything is cached.
-        salt: its cache salt, for its KV events.
-        ticket: `kv_transfer_params` of the worker that has its blocks.
-        grammar: state of `params.grammar` behind the generated tokens; None without one.
-        trace_id: of its trace; empty where it is not traced.
-    """
-
-    request: Request
+    request: Request  # for the core; `remote` is set where `ticket` is
     tokens: list[int]
     params: SamplingParams
-    generated: int
-    seed: bytes
+    generated: int  # how many of the last `tokens` were generated elsewhere
+    seed: bytes  # of its block hashes; empty where none of it is cached
     salt: str | None = None
-    ticket: dict[str, Any] | None = None
+    ticket: dict[str, Any] | None = None  # `kv_transfer_params` of the worker that has its blocks
+    # state of `params.grammar` behind the generated tokens; None without one.
     grammar: GrammarState | None = None
-    tenure: bytes = b""
-    trace_id: str = ""
+    tenure: bytes = b""  # seed of the hashes that tickets name, whether or not anything is cached
+    trace_id: str = ""  # of its trace; empty where it is not traced
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,15 +131,11 @@ class Gauges:
 
     The engine thread alone writes them: all of them when a plan is made, load when it is done.
     Other threads read them at any time.
-
-    Attributes:
-        added_total: requests that the engine took up or refused, as of `waiting`.
-        work: what the steps took of the GPUs; None where the model's shape is not known.
     """
 
     running: int = 0
     waiting: int = 0
-    added_total: int = 0
+    added_total: int = 0  # requests that the engine took up or refused, as of `waiting`
     loading: int = 0
     held: int = 0
     free: int = 0
@@ -174,6 +158,7 @@ class Gauges:
     blocks_received_total: int = 0
     bytes_received_total: int = 0
     blocks_leased_total: int = 0
+    # what the steps took of the GPUs; None where the model's shape is not known.
     work: WorkEstimate | None = None
 
     def count_steps(self, plan: Plan, result: Result) -> None:
@@ -213,19 +198,12 @@ class Gauges:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A request was refused by the engine, or failed in it.
+    """A request was refused by the engine, or failed in it."""
 
-    Attributes:
-        request: its id.
-        status: HTTP status that says so.
-        message: for the client.
-        type: of the error body; empty for that of the status.
-    """
-
-    request: str
-    status: int
+    request: str  # its id
+    status: int  # HTTP status that says so
     message: str
-    type: str = ""
+    type: str = ""  # of the error body; empty for that of the status
 
 
 def failed_alone(why: str) -> str:
@@ -235,53 +213,36 @@ def failed_alone(why: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A request took a row: for the first time, or again after a preemption.
+    """A request took a row: for the first time, or again after a preemption."""
 
-    Attributes:
-        request: its id.
-        computed: tokens that need not be computed.
-        loaded: of those, tokens that another worker's blocks brought.
-        now: when, in monotonic nanoseconds.
-        loading: when the transfer of its blocks began; 0 where it is not traced, or without one.
-    """
-
-    request: str
-    computed: int
-    loaded: int
-    now: int
+    request: str  # its id
+    computed: int  # tokens that need not be computed
+    loaded: int  # of those, tokens that another worker's blocks brought
+    now: int  # when, in monotonic nanoseconds
+    # when the transfer of its blocks began; 0 where it is not traced, or without one.
     loading: int = 0
 
 
 @dataclass(slots=True)
 class Report:
-    """All that one step did, in one message.
+    """All that one step did, in one message."""
 
-    Attributes:
-        now: when it ended, monotonic nanoseconds.
-        begun: requests that took a row.
-        tokens: (request, token, log-probabilities where asked for), in order.
-        prompts: (request, log-probabilities of its prompt), in order.
-        finished: requests that left the engine.
-        tickets: by request, `kv_transfer_params` of the blocks held.
-        leases: the same of cached blocks that were asked for; None where there are none.
-        failed: requests that were refused.
-        events: KV events, as maps of the wire.
-        computed: tokens computed in each step of the plan; 0 in reports between its steps.
-        steps: that the plan had.
-        chunks: of prompts of traced requests: (request, begin, end, tokens), times as `now`.
-    """
-
-    now: int = 0
-    begun: list[Begun] = field(default_factory=list)
+    now: int = 0  # when it ended, monotonic nanoseconds
+    begun: list[Begun] = field(default_factory=list)  # requests that took a row
+    # (request, token, log-probabilities where asked for), in order.
     tokens: list[tuple[str, int, RankedLogprobs | None]] = field(default_factory=list)
+    # (request, log-probabilities of its prompt), in order.
     prompts: list[tuple[str, list[RankedLogprobs | None]]] = field(default_factory=list)
-    finished: list[Finished] = field(default_factory=list)
+    finished: list[Finished] = field(default_factory=list)  # requests that left the engine
+    # by request, `kv_transfer_params` of the blocks held.
     tickets: dict[str, dict[str, Any]] = field(default_factory=dict)
+    # the same of cached blocks that were asked for; None where there are none.
     leases: dict[str, dict[str, Any] | None] = field(default_factory=dict)
-    failed: list[Failed] = field(default_factory=list)
-    events: list[dict[str, Any]] = field(default_factory=list)
-    computed: int = 0
+    failed: list[Failed] = field(default_factory=list)  # requests that were refused
+    events: list[dict[str, Any]] = field(default_factory=list)  # KV events, as maps of the wire
+    computed: int = 0  # tokens computed in each step of the plan; 0 in reports between its steps
     steps: int = 0
+    # of prompts of traced requests: (request, begin, end, tokens), times as `now`.
     chunks: list[tuple[str, int, int, int]] = field(default_factory=list)
 
     def __bool__(self) -> bool:

@@ -28,12 +28,7 @@ _EVICTION_FIELDS = tuple(name for name in EvictionConfig.__struct_fields__ if na
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One worker process.
-
-    Attributes:
-        tracing: where traces of requests go, and which.
-        tier_params: parameters of `tier_policy`, by name.
-    """
+    """One worker process."""
 
     model: Annotated[str, option("Folder, Hugging Face hub id, or 'bundled'.", "Model")] = "bundled"
     served_model_name: Annotated[
@@ -264,7 +259,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     log_format: LogFormatOption = "text"
     log_level: LogLevelOption = "info"
     access_log: AccessLogOption = False
-    tracing: TracingConfig = TracingConfig()
+    tracing: TracingConfig = TracingConfig()  # where traces of requests go, and which
     tool_call_parser: Annotated[
         ToolCallParser,
         option(
@@ -289,7 +284,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     allow_open: Annotated[
         bool, option("Listen beyond loopback although there is no fleet secret.")
     ] = False
-    tier_params: dict[str, Any] = {}
+    tier_params: dict[str, Any] = {}  # parameters of `tier_policy`, by name
 
     def __post_init__(self) -> None:
         """Refuse values that no worker could work with."""

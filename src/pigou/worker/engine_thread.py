@@ -63,7 +63,6 @@ class EngineThread:
         """Prepare the thread; `transfers` must be set before `start`.
 
         Args:
-            core: with nothing in it.
             backend: of the same block size.
             report: takes each step's report; called from the thread.
             crashed: told when the thread dies of an error; called from the thread.

@@ -33,19 +33,13 @@ _MILLISECOND = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class _Inputs:
-    """What the sequences of one request have in common.
-
-    Attributes:
-        request: of the client, checked.
-        shape: what its output must match.
-        ticket: checked `kv_transfer_params` of a worker that has the prompt's blocks; or None.
-        trace: of the request; None where it is not traced.
-    """
+    """What the sequences of one request have in common."""
 
     request: GenerationRequest
     shape: OutputConstraint
+    # checked `kv_transfer_params` of a worker that has the prompt's blocks; or None.
     ticket: TransferParams | None
-    trace: RequestTrace | None = None
+    trace: RequestTrace | None = None  # of the request; None where it is not traced
 
 
 class InputProcessor:
@@ -62,10 +56,6 @@ class InputProcessor:
         """Take requests in for these.
 
         Args:
-            model: that is served.
-            config: of the worker.
-            service: that computes.
-            grammars: of requests.
             key: of the fleet, by which tickets of other workers are signed; empty takes any.
         """
         self._key = key

@@ -140,7 +140,6 @@ def event_map(
     """Return the wire's map of a core event.
 
     Args:
-        event: from the EngineCore.
         block_size: tokens in a block.
         token_ids: of all blocks of a BlockStored; none for a tier's.
         salt: cache salt of its request.

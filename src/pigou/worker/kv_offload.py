@@ -51,9 +51,7 @@ class OffloadConnector:
         """Work for a core.
 
         Args:
-            tiers: of the core.
             names: of their stores, in the same order.
-            offloader: that has the stores.
             put: sends a command to the engine thread; called from any thread.
         """
         self.tiers = tiers
@@ -181,17 +179,11 @@ _TOKEN, _BACK = 1e-4, 1e9
 
 @dataclass(frozen=True, slots=True)
 class HostMemoryPlan:
-    """How large everything is, in blocks.
-
-    Attributes:
-        rows: of host memory, all of them.
-        copies: of those, for copies from the device under way.
-        host: blocks of the host's store; 0 for no such tier.
-    """
+    """How large everything is, in blocks."""
 
     rows: int
     copies: int
-    host: int
+    host: int  # blocks of the host's store; 0 for no such tier
 
 
 @dataclass(frozen=True, slots=True)

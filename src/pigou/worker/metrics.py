@@ -103,7 +103,6 @@ class WorkerMetrics:
         """Make the metrics of one model.
 
         Args:
-            model: its name, a label of everything.
             max_model_len: the largest bucket of token counts.
             cache: labels of `vllm:cache_config_info`.
             blocks: KV blocks on the device.

@@ -38,17 +38,11 @@ _BEAT_NS = SECOND // 2
 
 @dataclass(frozen=True, slots=True)
 class TimingLaw:
-    """How long a step takes: `base + per_sequence * sampling entries + prompt tokens / rate`.
+    """How long a step takes: `base + per_sequence * sampling entries + prompt tokens / rate`."""
 
-    Attributes:
-        base: nanoseconds of any step.
-        per_sequence: nanoseconds more for every sequence that decodes.
-        prefill_rate: prompt tokens computed in a second.
-    """
-
-    base: int = 2_000_000
-    per_sequence: int = 100_000
-    prefill_rate: float = 100_000.0
+    base: int = 2_000_000  # nanoseconds of any step
+    per_sequence: int = 100_000  # nanoseconds more for every sequence that decodes
+    prefill_rate: float = 100_000.0  # prompt tokens computed in a second
 
     def __post_init__(self) -> None:
         """Refuse laws by which time runs backwards."""
@@ -92,7 +86,6 @@ class MockBackend:
         """Make a backend.
 
         Args:
-            timing: of the steps.
             block_size: tokens in a block, as in the core.
             vocab: tokens are below this.
             eos: end tokens; they are never made up, nor is any token below `first`.
@@ -241,14 +234,10 @@ def _ignore() -> None:
 
 @dataclass(frozen=True, slots=True)
 class MockTimes:
-    """Times of a worker.
-
-    Attributes:
-        timing: of its steps.
-        link: over which blocks come to it; None for one that takes no time of its own.
-    """
+    """Times of a worker."""
 
     timing: Timing
+    # over which blocks come to it; None for one that takes no time of its own.
     link: SimulatedLink | None = None
 
 

@@ -67,8 +67,6 @@ class WorkerServer:
         """Put the process together; within a running event loop.
 
         Args:
-            config: of the worker.
-            parts: built for it.
             secret: of the fleet, which clients must show; None lets every client in.
             registrar: makes the worker known to the fleet; None where others know it.
             advertise: host at which others reach it; empty for the one that it listens on.
@@ -306,7 +304,6 @@ def run(
     """Run a worker until it ends; return the process's exit status.
 
     Args:
-        config: of the worker.
         make_registrar: makes what registers it; None registers it nowhere.
         advertise: host at which others reach it; empty for the one that it listens on.
 

@@ -29,19 +29,12 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class TokenizedPrompt:
-    """Tokens of one prompt; the last `resumed` of them were generated elsewhere.
+    """Tokens of one prompt; the last `resumed` of them were generated elsewhere."""
 
-    Attributes:
-        tokens: token ids, resumed ones included.
-        resumed: how many of the last tokens were generated elsewhere.
-        text: what was tokenized; None for token ids and for a truncated prompt.
-        hashes: of its full blocks, shape (n, 2); empty where it must not hit the cache.
-    """
-
-    tokens: list[int]
-    resumed: int
-    text: str | None
-    hashes: BlockHashes
+    tokens: list[int]  # token ids, resumed ones included
+    resumed: int  # how many of the last tokens were generated elsewhere
+    text: str | None  # what was tokenized; None for token ids and for a truncated prompt
+    hashes: BlockHashes  # of its full blocks, shape (n, 2); empty where it must not hit the cache
 
     @property
     def original(self) -> list[int]:

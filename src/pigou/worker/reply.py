@@ -17,50 +17,32 @@ from pigou.worker.sequence_output import Explainer, SequenceOutput, ToolStream
 
 @dataclass(slots=True)
 class ReplySequence:
-    """One engine request, as the event loop sees it.
-
-    Attributes:
-        id: of the engine request.
-        index: of its choice within the reply.
-        prompt: token ids of the original prompt.
-        choice: its text so far.
-        arrival: when it was submitted; all times in monotonic nanoseconds.
-        begun: when it first took a row; 0 before.
-        first: when its first token came; 0 before.
-        last: when its last token came.
-        cached: tokens of the prompt that were not computed here, those of other workers included.
-        loaded: of those, tokens that came from another worker.
-        preemptions: times that it lost its row.
-        explainer: puts log-probabilities into words; None where nobody asked.
-        logprobs: of the tokens so far (and of the prompt's, with echo).
-        prompt_logprobs: of the prompt, where asked for.
-        text: all text so far, of a reply that is not streamed.
-        offset: length of the text of the tokens whose log-probabilities were sent.
-        opened: whether a chunk was sent.
-        tools: its tool calls; None where it may make none.
-        loading: when the transfer of its blocks began; 0 without one, or where it is not traced.
-        chunks: of its prompt, where it is traced: begin, end, tokens.
-    """
+    """One engine request, as the event loop sees it."""
 
     id: str
     index: int
-    prompt: list[int]
+    prompt: list[int]  # token ids of the original prompt
     choice: SequenceOutput
-    arrival: int
-    begun: int = 0
-    first: int = 0
-    last: int = 0
+    arrival: int  # when it was submitted; all times in monotonic nanoseconds
+    begun: int = 0  # when it first took a row; 0 before
+    first: int = 0  # when its first token came; 0 before
+    last: int = 0  # when its last token came
+    # tokens of the prompt that were not computed here, those of other workers included.
     cached: int = 0
-    loaded: int = 0
-    preemptions: int = 0
-    explainer: Explainer | None = None
+    loaded: int = 0  # of those, tokens that came from another worker
+    preemptions: int = 0  # times that it lost its row
+    explainer: Explainer | None = None  # puts log-probabilities into words; None where nobody asked
+    # of the tokens so far (and of the prompt's, with echo).
     logprobs: list[LogprobsEntry] = field(default_factory=list)
     prompt_logprobs: list[LogprobsEntry] | None = None
+    # all text so far, of a reply that is not streamed.
     text: list[str] = field(default_factory=list)
-    offset: int = 0
-    opened: bool = False
-    tools: ToolStream | None = None
+    offset: int = 0  # length of the text of the tokens whose log-probabilities were sent
+    opened: bool = False  # whether a chunk was sent
+    tools: ToolStream | None = None  # its tool calls; None where it may make none
+    # when the transfer of its blocks began; 0 without one, or where it is not traced.
     loading: int = 0
+    # of its prompt, where it is traced: begin, end, tokens.
     chunks: Sequence[tuple[int, int, int]] = ()
 
     @property
@@ -75,33 +57,20 @@ class ReplySequence:
 
 @dataclass(frozen=True, slots=True)
 class ReplyOptions:
-    """What a reply holds besides text.
-
-    Attributes:
-        chat: it answers a chat request.
-        stream: it is sent in chunks.
-        token_ids: it has token ids.
-        usage: a stream ends with its usage.
-        running_usage: every chunk of a stream has the usage so far.
-        logprobs: it has log-probabilities.
-        echo: text of each prompt, shown before the output; None for no echo.
-        resumed: tokens that were generated and sent elsewhere.
-        keep_blocks: blocks are kept for another worker, and the reply carries their ticket.
-        per_prompt: choices of one prompt.
-        scores_only: the prompt is scored, and nothing is generated.
-    """
+    """What a reply holds besides text."""
 
     chat: bool
     stream: bool = False
-    token_ids: bool = False
-    usage: bool = False
-    running_usage: bool = False
+    token_ids: bool = False  # it has token ids
+    usage: bool = False  # a stream ends with its usage
+    running_usage: bool = False  # every chunk of a stream has the usage so far
     logprobs: bool = False
-    echo: list[str] | None = None
-    resumed: int = 0
+    echo: list[str] | None = None  # text of each prompt, shown before the output; None for no echo
+    resumed: int = 0  # tokens that were generated and sent elsewhere
+    # blocks are kept for another worker, and the reply carries their ticket.
     keep_blocks: bool = False
     per_prompt: int = 1
-    scores_only: bool = False
+    scores_only: bool = False  # the prompt is scored, and nothing is generated
 
     @property
     def bare(self) -> bool:

@@ -22,8 +22,6 @@ def end_reply(tracer: Tracer, trace: RequestTrace, reply: Reply | None, error: s
     """End the trace of a request.
 
     Args:
-        tracer: that began it.
-        trace: of the request.
         reply: to it; None where it was refused before one began.
         error: why it failed; empty where it did not.
     """

@@ -29,19 +29,12 @@ from pigou.wire.structured_output import ToolUse, tool_use
 
 @dataclass(frozen=True, slots=True)
 class TextOptions:
-    """How tokens become text.
-
-    Attributes:
-        stops: stop strings.
-        include_stop: what stops the text is shown.
-        skip_special: control tokens are not shown.
-        shown: control tokens that are shown all the same.
-    """
+    """How tokens become text."""
 
     stops: tuple[str, ...] = ()
     include_stop: bool = False
-    skip_special: bool = True
-    shown: frozenset[int] = frozenset()
+    skip_special: bool = True  # control tokens are not shown
+    shown: frozenset[int] = frozenset()  # control tokens that are shown all the same
 
 
 class SequenceOutput:
@@ -82,7 +75,6 @@ class SequenceOutput:
         """Begin after `resumed`, tokens whose text was sent before.
 
         Args:
-            tokenizer: of the model.
             eos: the model's end tokens.
             params: of the sequence; `max_tokens` counts the resumed ones.
             options: how tokens become text.
@@ -178,17 +170,11 @@ class Explainer:
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """The tools of one request, and how the model's calls are read.
-
-    Attributes:
-        use: what the request wants.
-        format: of the model's own calls; None where it has none.
-        single: at most one call is passed on.
-    """
+    """The tools of one request, and how the model's calls are read."""
 
     use: ToolUse
-    format: ParserName | None
-    single: bool = False
+    format: ParserName | None  # of the model's own calls; None where it has none
+    single: bool = False  # at most one call is passed on
 
     def parser(self, reasoning: str) -> ToolParser:
         """Return a fresh parser of a reply, which may begin within reasoning."""
@@ -212,7 +198,6 @@ def request_tools(request: ChatRequest, format: ParserName | None) -> Tools | No
     """Return a request's tools; None where it may call none.
 
     Args:
-        request: of a client.
         format: of the model's own calls; None where it has none.
 
     Raises:
@@ -243,7 +228,6 @@ class ToolStream:
         """Begin before the text.
 
         Args:
-            tools: of the request.
             key: tells this choice from all others; the ids of calls are made from it, so that a
                 stream that goes on elsewhere keeps them.
             replayed: text that was told elsewhere.
@@ -308,8 +292,6 @@ def call_id(key: str, index: int, *, short: bool) -> str:
     """Return the id of a call; the same for the same key and index.
 
     Args:
-        key: of the choice.
-        index: of the call.
         short: nine letters and digits, which Mistral's templates demand.
     """
     digest = hashlib.blake2b(f"{key}/{index}".encode(), digest_size=12).hexdigest()

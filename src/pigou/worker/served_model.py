@@ -19,42 +19,24 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model, by the name that requests use.
-
-    Attributes:
-        name: that requests use.
-        root: where its files are, or what it was asked for as.
-        created: Unix time in seconds at which it was loaded.
-        tokenizer: of the model.
-        template: for chats; None where the model has none.
-        eos: tokens that end a sequence.
-        limits: of context and vocabulary.
-        defaults: sampling that holds where a request says nothing.
-        seed: from a cache salt to the seed of block hashes.
-        release: digest of its weights, which is in all seeds.
-        tool_format: in which it calls tools of its own accord; None where it is not known.
-    """
+    """A model, by the name that requests use."""
 
     name: str
-    root: str
-    created: int
+    root: str  # where its files are, or what it was asked for as
+    created: int  # Unix time in seconds at which it was loaded
     tokenizer: Tokenizer
-    template: ChatTemplate | None
-    eos: frozenset[int]
+    template: ChatTemplate | None  # for chats; None where the model has none
+    eos: frozenset[int]  # tokens that end a sequence
     limits: ModelLimits
-    defaults: Defaults
-    seed: Callable[[str], bytes]
-    release: str
+    defaults: Defaults  # sampling that holds where a request says nothing
+    seed: Callable[[str], bytes]  # from a cache salt to the seed of block hashes
+    release: str  # digest of its weights, which is in all seeds
+    # in which it calls tools of its own accord; None where it is not known.
     tool_format: ParserName | None = None
 
 
 def seeds(name: str, digest: str) -> Callable[[str], bytes]:
-    """Return the function from a cache salt to the seed of block hashes.
-
-    Args:
-        name: of the model.
-        digest: of its weights.
-    """
+    """Return the function from a cache salt to the seed of block hashes."""
 
     @lru_cache(maxsize=4096)
     def seed(salt: str) -> bytes:
@@ -73,7 +55,6 @@ def tool_format(template: ChatTemplate | None, option: str) -> ParserName | None
     """Return the format of a model's tool calls.
 
     Args:
-        template: of the model.
         option: "auto" for what the template asks for, "none", or a format.
     """
     if option == "auto":

@@ -51,7 +51,6 @@ def profile_at_startup(
     and broken off after a step where it does.
 
     Args:
-        core: with nothing in it.
         backend: of the same block size.
         budget_s: seconds that all may take; 0 for none.
         rest: is called before each take, for a backend that makes up for time lost between steps:

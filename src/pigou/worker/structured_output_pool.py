@@ -139,7 +139,6 @@ class GrammarCompilePool:
         Args:
             grammars: makes the grammars of the model's tokenizer; called from a thread.
             trials: makes a place for trials, for each thread.
-            threads: that compile at once.
         """
         self._make = grammars
         self._grammars: Grammars | None = None
@@ -303,17 +302,12 @@ def _compile(grammars: Grammars, job: _Job, trials: Trials) -> list[GrammarState
 
 @dataclass(frozen=True, slots=True)
 class OutputConstraint:
-    """What the output must match.
+    """What the output must match."""
 
-    Attributes:
-        grammar: that it follows; None where it is free.
-        states: of the grammar, for each sequence of the request; None without a grammar.
-        tools: that it may call; None for none.
-    """
-
-    grammar: Grammar | None
+    grammar: Grammar | None  # that it follows; None where it is free
+    # of the grammar, for each sequence of the request; None without a grammar.
     states: list[GrammarState | None]
-    tools: Tools | None = None
+    tools: Tools | None = None  # that it may call; None for none
 
 
 class OutputConstraints:
@@ -323,8 +317,6 @@ class OutputConstraints:
         """Make shapes.
 
         Args:
-            source: compiles grammars.
-            model: that is served.
             flexible: JSON may have white space between its parts, where a request does not say.
         """
         self._source = source
@@ -348,11 +340,8 @@ class OutputConstraints:
         """Return a request's shape.
 
         Args:
-            request: of a client, checked.
-            count: of its sequences.
             output: tokens of its first sequence that were generated elsewhere.
             tenant: whose it is, as the fleet's gateway told; else its salt tells.
-            tools: from `tools`.
 
         Raises:
             APIError: 400, the grammar cannot be honoured; 503, too many wait to be compiled.

@@ -26,7 +26,6 @@ class GrammarSandbox:
         """Prepare; the process starts at the first trial.
 
         Args:
-            tokenizer: path of a tokenizer.json.
             vocab: logits of the model.
             end_tokens: the model's end tokens.
         """

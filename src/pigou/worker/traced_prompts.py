@@ -45,7 +45,6 @@ class TracedPrompts:
         """Return the chunks of traced prompts in a plan, which are its last entries.
 
         Args:
-            plan: that was computed.
             entries: id of the request of each entry.
             start_ns: when its first step began, in monotonic nanoseconds.
             end_ns: when its last one ended.

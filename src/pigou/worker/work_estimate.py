@@ -22,7 +22,6 @@ class WorkEstimate:
     the entries of each computed token. Activations are left out.
 
     Attributes:
-        flops, read_bytes, write_bytes: for each GPU, since the start.
         peak_flops, peak_bytes_per_second: of a GPU's data sheet; 0 where they are not known.
 
     Example:
@@ -34,7 +33,6 @@ class WorkEstimate:
         """Begin at 0.
 
         Args:
-            model: that is computed.
             tp: GPUs that share it.
             device: each of them; None where that is not known.
         """

@@ -10,21 +10,13 @@ from pigou.workload.prompts import PromptJob
 
 @dataclass(frozen=True)
 class ApiFlavour:
-    """Fields that a body has beyond model, prompt and stream.
+    """Fields that a body has beyond model, prompt and stream."""
 
-    Attributes:
-        continuous: usage on every chunk, which tells its tokens (vLLM, SGLang, Pigou).
-        ignore_eos: go on past the end token (the same).
-        temperature: 0, for greedy output.
-        usage: usage at the end of the stream.
-        limit: name of the field for the most output tokens.
-    """
-
-    continuous: bool = True
-    ignore_eos: bool = True
-    temperature: bool = True
-    usage: bool = True
-    limit: str = "max_tokens"
+    continuous: bool = True  # usage on every chunk, which tells its tokens (vLLM, SGLang, Pigou)
+    ignore_eos: bool = True  # go on past the end token (the same)
+    temperature: bool = True  # 0, for greedy output
+    usage: bool = True  # usage at the end of the stream
+    limit: str = "max_tokens"  # name of the field for the most output tokens
 
     def body(self, model: str, job: PromptJob, *, chat: bool) -> dict[str, Any]:
         """Return the body of a streamed request for the job."""

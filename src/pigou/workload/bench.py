@@ -43,23 +43,14 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class BenchResult:
-    """What `bench` saw.
-
-    Attributes:
-        model: that was asked for.
-        prompts: "token ids" or "text".
-        flavour: the fields that were sent.
-        interrupted: whether `stop` ended the run.
-        summary: counts, rates and latencies.
-        notes: what the reader of the figures must know.
-    """
+    """What `bench` saw."""
 
     model: str
-    prompts: str
-    flavour: ApiFlavour
-    interrupted: bool
-    summary: Summary
-    notes: list[str] = field(default_factory=list)
+    prompts: str  # "token ids" or "text"
+    flavour: ApiFlavour  # the fields that were sent
+    interrupted: bool  # whether `stop` ended the run
+    summary: Summary  # counts, rates and latencies
+    notes: list[str] = field(default_factory=list)  # what the reader of the figures must know
 
 
 @dataclass(frozen=True)
@@ -78,7 +69,6 @@ async def bench(
     """Load an endpoint as configured; return what was measured, None when stopped before that.
 
     Args:
-        config: what to do.
         stop: ends the run when set; what was measured by then is returned.
         watch: called with the state of the run after each request that ended.
 

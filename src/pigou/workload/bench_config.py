@@ -51,21 +51,7 @@ class LengthRange:
 
 
 class BenchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One run of the load client.
-
-    Attributes:
-        url: of the endpoint, with or without `/v1`; kept without.
-        model: name to ask for; "" for the first that the endpoint lists.
-        concurrency: requests always in flight (closed loop); 1 when `rate` is not given either.
-        rate: requests a second of an open loop, or their schedule as text (`read_rate`).
-        cv: coefficient of variation of the gaps between arrivals (default 1: Poisson).
-        duration: seconds in which requests are sent; those under way then are waited for.
-        ignore_eos: go on past the end token; None asks for it where the endpoint knows it.
-        text: file whose passages are the prompts; "" makes them from common words.
-        trace: file with recorded sessions, which give prompts, lengths and times; "" for none.
-        timeout: seconds after which a request that was sent has failed.
-        slo: objective, as `Slo.parse` reads it; "" for none.
-    """
+    """One run of the load client."""
 
     url: Annotated[str, option("The endpoint, like http://127.0.0.1:8000.", argument=True)]
     model: Annotated[str, option("Name; by default the first that it lists.", "Endpoint")] = ""

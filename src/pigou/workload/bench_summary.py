@@ -42,52 +42,36 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True, rename={"offered_reques
     """What a run came to. Latencies are of completed requests only; None where there are none.
 
     Attributes:
-        seconds: from the start to the last end.
         offered: requests that were meant to be sent.
-        completed: of those, streams that ended well.
-        failed: of those, the others that ended.
-        cancelled: of those, cut off by the user.
-        failures: the failed by reason, the commonest first.
-        output_tokens_per_second: output tokens of completed requests over `seconds`.
-        requests_per_second: completed requests over `seconds`.
-        output_tokens: of completed requests.
-        output_tokens_asked: what the same requests asked for.
-        prompt_tokens: of completed requests, as the endpoint counted; None when it did not.
-        cached_tokens: of those, not computed anew; None when it did not say.
-        tokens_per_chunk: output tokens over chunks that brought some.
-        counted_by: how tokens of a chunk were told: "usage", "token_ids", "chunks" or "mixed".
-        ttft: first token, from the intended time.
-        itl: between consecutive tokens.
-        tpot: (e2e - ttft) / (tokens - 1) of each request with two tokens or more.
-        e2e: last token, from the intended time.
-        queue_wait: sent, from the intended time: what the client itself added.
-        server_ttft: first token, from sending.
-        server_e2e: last token, from sending.
-        attained: of the requests that ended, failed ones among them, the share inside the
-            objective: TTFT from the intended time, mean ITL. None without an objective.
     """
 
-    seconds: float
+    seconds: float  # from the start to the last end
     offered_requests: int
     completed: int
     failed: int
     cancelled: int
-    failures: list[FailureCount]
-    output_tokens_per_second: float
-    requests_per_second: float
+    failures: list[FailureCount]  # the failed by reason, the commonest first
+    output_tokens_per_second: float  # output tokens of completed requests over `seconds`
+    requests_per_second: float  # completed requests over `seconds`
     output_tokens: int
     output_tokens_asked: int
+    # of completed requests, as the endpoint counted; None when it did not.
     prompt_tokens: int | None
-    cached_tokens: int | None
-    tokens_per_chunk: float | None
+    cached_tokens: int | None  # of those, not computed anew; None when it did not say
+    tokens_per_chunk: float | None  # output tokens over chunks that brought some
+    # how tokens of a chunk were told: "usage", "token_ids", "chunks" or "mixed".
     counted_by: str | None
-    ttft: LatencyDistribution | None
-    itl: LatencyDistribution | None
+    ttft: LatencyDistribution | None  # first token, from the intended time
+    itl: LatencyDistribution | None  # between consecutive tokens
+    # (e2e - ttft) / (tokens - 1) of each request with two tokens or more.
     tpot: LatencyDistribution | None
-    e2e: LatencyDistribution | None
+    e2e: LatencyDistribution | None  # last token, from the intended time
+    # sent, from the intended time: what the client itself added.
     queue_wait: LatencyDistribution | None
-    server_ttft: LatencyDistribution | None
-    server_e2e: LatencyDistribution | None
+    server_ttft: LatencyDistribution | None  # first token, from sending
+    server_e2e: LatencyDistribution | None  # last token, from sending
+    # of the requests that ended, failed ones among them, the share inside the objective: TTFT from
+    # the intended time, mean ITL. None without an objective.
     attained: float | None = None
 
 
@@ -110,9 +94,6 @@ def summarize(
     """Return the summary of a run.
 
     Args:
-        outcomes: of the requests that ended.
-        offered_requests: that were meant to be sent.
-        nanoseconds: that it took.
         slo: of the requests; None for none.
     """
     done = [(o, o.result) for o in outcomes if isinstance(o.result, Stream)]

@@ -40,27 +40,16 @@ _UNSTATED = "not stated by the owner"
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """One public trace.
-
-    Attributes:
-        name: by which it is asked for.
-        what: a few words.
-        address: of the file; empty where it is no single file.
-        page: of its owner.
-        licence: as its owner says.
-        kind: format, as `pigou.workload.trace_formats` reads it; empty where it does not.
-        sha256: of the file; empty where it is not known.
-        size: bytes; 0 where it is not known.
-    """
+    """One public trace."""
 
     name: str
-    what: str
-    address: str
+    what: str  # a few words
+    address: str  # of the file; empty where it is no single file
     page: str
     licence: str
-    kind: str
-    sha256: str = ""
-    size: int = 0
+    kind: str  # format, as `pigou.workload.trace_formats` reads it; empty where it does not
+    sha256: str = ""  # of the file; empty where it is not known
+    size: int = 0  # bytes; 0 where it is not known
 
     @property
     def file(self) -> str:
@@ -198,10 +187,8 @@ def download(
     if the server can, and says that the file is still the same.
 
     Args:
-        trace: what to download.
         folder: where to; it must exist.
         address: of another copy; empty for the owner's.
-        watch: told how far it is.
 
     Raises:
         DownloadError: it cannot be reached or written, or is not what it should be.

@@ -22,20 +22,13 @@ from pigou.request import Request
 
 @dataclass(frozen=True, slots=True)
 class Rival:
-    """How the other one routes; None keeps what the journal's run had.
-
-    Attributes:
-        policy: its name.
-        params: its parameters; without a name they replace those of the run's policy.
-        temperature: of its choice.
-        softmax: form of the choice.
-        seed: of its ties.
-    """
+    """How the other one routes; None keeps what the journal's run had."""
 
     policy: str | None = None
+    # its parameters; without a name they replace those of the run's policy.
     params: Mapping[str, Any] = field(default_factory=dict)
     temperature: float | None = None
-    softmax: Softmax | None = None
+    softmax: Softmax | None = None  # form of the choice
     seed: int | None = None
 
 
@@ -45,19 +38,15 @@ class PolicyComparison:
 
     Those of requests that ended in an error before a token (a worker refused the prompt, say) do
     not count: what they would have cost was never paid.
-
-    Attributes:
-        choices: that were compared.
-        other: those where the rival's was another one.
-        moved: those of them where the prompt would have been computed on the other side:
-            remotely for locally, or the other way round.
-        seconds: sum of the differences in price, the rival's less the recorded one's. A price is
-            what a choice costs its request and all others (`pigou.control.routing.toll.policy`).
     """
 
     choices: int = 0
-    other: int = 0
+    other: int = 0  # those where the rival's was another one
+    # those of them where the prompt would have been computed on the other side: remotely for
+    # locally, or the other way round.
     moved: int = 0
+    # sum of the differences in price, the rival's less the recorded one's. A price is what a choice
+    # costs its request and all others (`pigou.control.routing.toll.policy`).
     seconds: float = 0.0
     _open: dict[str, list[_Compared]] = field(default_factory=dict, repr=False)
 

@@ -25,17 +25,12 @@ class EndpointError(Exception):
 
 @dataclass(frozen=True)
 class ModelCard:
-    """A served model.
-
-    Attributes:
-        id: its name.
-        max_model_len: most tokens of a prompt and its output; None when the endpoint does not say.
-        parent: the model that an adapter belongs to; None for a model.
-    """
+    """A served model."""
 
     id: str
+    # most tokens of a prompt and its output; None when the endpoint does not say.
     max_model_len: int | None = None
-    parent: str | None = None
+    parent: str | None = None  # the model that an adapter belongs to; None for a model
 
 
 class _ModelList(msgspec.Struct):
@@ -82,8 +77,6 @@ async def find_flavour(
     """Return the richest flavour that the endpoint takes, found by sending `probe`.
 
     Args:
-        client: its own flavour is not looked at.
-        probe: a small job.
         ignore_eos: True insists on it, None takes it where it is known, False leaves it out.
 
     Raises:

@@ -34,29 +34,19 @@ def open_session(api_key: str = "") -> aiohttp.ClientSession:
 
 @dataclass(frozen=True)
 class EndpointClient:
-    """Sends completions to one endpoint.
+    """Sends completions to one endpoint."""
 
-    Attributes:
-        session: what `open_session` gave.
-        base: URL of the endpoint without `/v1`.
-        model: name to ask for.
-        flavour: fields that the endpoint takes.
-        chat: chat completions, not completions.
-        timeout: seconds from sending to the end of the stream.
-    """
-
-    session: aiohttp.ClientSession
-    base: str
-    model: str
-    flavour: ApiFlavour
-    chat: bool = False
-    timeout: float = 600.0
+    session: aiohttp.ClientSession  # what `open_session` gave
+    base: str  # URL of the endpoint without `/v1`
+    model: str  # name to ask for
+    flavour: ApiFlavour  # fields that the endpoint takes
+    chat: bool = False  # chat completions, not completions
+    timeout: float = 600.0  # seconds from sending to the end of the stream
 
     async def send(self, job: PromptJob, intended: int) -> SentRequest:
         """Send one request now and follow its stream to the end; failures are returned.
 
         Args:
-            job: what to ask for.
             intended: when it was meant to be sent, on the clock of `time.monotonic_ns`.
         """
         body = msgspec.json.encode(self.flavour.body(self.model, job, chat=self.chat))
@@ -125,7 +115,6 @@ async def read_answer(reply: aiohttp.ClientResponse, max_bytes: int | None = Non
     """Return an answer's body.
 
     Args:
-        reply: whose body was not read yet.
         max_bytes: bytes of it; `MAX_ANSWER` by default.
 
     Raises:

@@ -121,7 +121,6 @@ async def scraped_windows(
     """Scrape a fleet for so many seconds; return twelve windows.
 
     Args:
-        url: of a gateway or a worker.
         key: an administrator's API key; "" for none.
         seconds: to scrape, from 6 to a day.
         watch: called with the seconds so far.

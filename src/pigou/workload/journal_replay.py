@@ -19,50 +19,30 @@ from pigou.workload.journal_file import JournalLine
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where a replay went another way, at the entry of this line.
-
-    Attributes:
-        line: its number.
-        entry: the call.
-        recorded: decisions, or the error, of the journal.
-        now: those of the replay.
-    """
+    """Where a replay went another way, at the entry of this line."""
 
     line: int
     entry: JournalEntry
-    recorded: Any
+    recorded: Any  # decisions, or the error, of the journal
     now: Any
 
 
 @dataclass(slots=True)
 class JournalReplay:
-    """What came of a journal.
+    """What came of a journal."""
 
-    Attributes:
-        runs: times that the gateway was started.
-        versions: that wrote it.
-        entries: calls.
-        requests: that were submitted, each attempt counted.
-        decisions: that were compared.
-        windows: that a planner decided of.
-        seconds: between the first and the last call of each run, in all.
-        took: seconds of the replay.
-        cut: lines that were cut off, when the gateway was killed.
-        difference: the first; None where all is the same.
-        comparison: with another policy; None where none was asked for.
-    """
-
-    runs: int = 0
+    runs: int = 0  # times that the gateway was started
     versions: set[str] = field(default_factory=set)
     entries: int = 0
     requests: int = 0
     decisions: int = 0
     windows: int = 0
-    seconds: float = 0.0
-    took: float = 0.0
+    seconds: float = 0.0  # between the first and the last call of each run, in all
+    took: float = 0.0  # seconds of the replay
+    # lines that were cut off, when the gateway was killed.
     cut: list[int] = field(default_factory=list)
-    difference: Difference | None = None
-    comparison: PolicyComparison | None = None
+    difference: Difference | None = None  # the first; None where all is the same
+    comparison: PolicyComparison | None = None  # with another policy; None where none was asked for
 
 
 def replay_journal(
@@ -74,9 +54,7 @@ def replay_journal(
     """Make the calls of a journal again, up to the first difference.
 
     Args:
-        lines: of the journal.
         other: a policy that is asked what it would have done each time.
-        watch: called after every thousandth entry.
         make_plane: makes the control plane of a run.
 
     Raises:

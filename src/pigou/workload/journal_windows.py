@@ -213,7 +213,6 @@ def journal_windows(
     """Return windows of ten seconds of a gateway's journal.
 
     Args:
-        path: of the journal.
         on_cut: called with the number of each line that was cut off, and is left out.
 
     Load reports are what the gateway was sent; gaps between tokens, preemptions and the memory of

@@ -22,15 +22,11 @@ _SCOPE = 2
 
 
 class LengthMix(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests of a few lengths.
+    """Requests of a few lengths."""
 
-    Attributes:
-        parts: share (they add up to 1), prompt tokens and output tokens of each kind.
-        prefix: tokens at the beginning of each prompt that all have in common.
-    """
-
+    # share (they add up to 1), prompt tokens and output tokens of each kind.
     parts: tuple[tuple[float, int, int], ...]
-    prefix: int = 0
+    prefix: int = 0  # tokens at the beginning of each prompt that all have in common
 
     @classmethod
     def parse(cls, text: str) -> tuple[Self, str]:
@@ -71,7 +67,6 @@ class LengthMix(msgspec.Struct, frozen=True, kw_only=True):
             cv: standard deviation of a gap over its mean; 1 is Poisson.
             requests: at most; 0 takes all those of `seconds`.
             seconds: in which they are sent; 0 takes `requests` of them.
-            seed: of kinds and gaps.
 
         Raises:
             ConfigError: a value is out of its range, or nothing ends them.

@@ -28,17 +28,11 @@ _BLOCK_TOKENS = 16
 
 @dataclass(frozen=True)
 class SweepTarget:
-    """A live fleet to be swept, which does nothing else.
-
-    Attributes:
-        url: of its gateway.
-        api_key: sent as bearer token.
-        decode_workers: among which its streams are divided.
-    """
+    """A live fleet to be swept, which does nothing else."""
 
     url: str
-    api_key: str = ""
-    decode_workers: int = 1
+    api_key: str = ""  # sent as bearer token
+    decode_workers: int = 1  # among which its streams are divided
 
 
 def check_live(config: SweepConfig, setup: Setup) -> None:
@@ -73,7 +67,6 @@ async def live_sweep(
     Args:
         config: cells; `workers` is one number, that of the fleet.
         setup: limits of a worker.
-        target: that is measured.
         watch: told cells that are done, all cells, and the next one.
         stop: ends it when set.
 

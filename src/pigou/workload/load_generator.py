@@ -23,9 +23,6 @@ class LoadGenerator:
 
     Attributes:
         offered_requests: requests that were meant to be sent by now.
-        inflight: of those, how many are on their way.
-        failed: how many failed.
-        outcomes: of those that ended.
         began: nanoseconds of the monotonic clock.
     """
 

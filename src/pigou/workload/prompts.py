@@ -40,18 +40,14 @@ _PIECE = re.compile(r"\s*\S+")
 
 @dataclass(frozen=True)
 class PromptSource:
-    """What prompts are cut from.
+    """What prompts are cut from."""
 
-    Attributes:
-        units: token ids, or pieces of text (a word with the white space before it).
-        running: a prompt is a passage of `units`, begun anywhere and going round at the end;
-            otherwise every unit of a prompt is drawn by itself, so that prompts share no prefix.
-        tokens_per_unit: tokens that a unit makes on average; 1 for token ids.
-    """
-
+    # token ids, or pieces of text (a word with the white space before it).
     units: Sequence[int] | Sequence[str]
+    # a prompt is a passage of `units`, begun anywhere and going round at the end; otherwise every
+    # unit of a prompt is drawn by itself, so that prompts share no prefix.
     running: bool
-    tokens_per_unit: float = 1.0
+    tokens_per_unit: float = 1.0  # tokens that a unit makes on average; 1 for token ids
 
     def __post_init__(self) -> None:
         """Refuse an empty source, with ValueError."""
@@ -71,18 +67,11 @@ class PromptSource:
 
 @dataclass(frozen=True)
 class Shape:
-    """Lengths of prompts and outputs, in tokens, and the prefixes that prompts share.
+    """Lengths of prompts and outputs, in tokens, and the prefixes that prompts share."""
 
-    Attributes:
-        input: of the part that is a prompt's own.
-        output: asked for.
-        prefixes: how many shared prefixes there are; 0 for none.
-        prefix_length: of each.
-    """
-
-    input: LengthRange
+    input: LengthRange  # of the part that is a prompt's own
     output: LengthRange
-    prefixes: int = 0
+    prefixes: int = 0  # how many shared prefixes there are; 0 for none
     prefix_length: int = 0
 
     @property
@@ -93,17 +82,11 @@ class Shape:
 
 @dataclass(frozen=True)
 class PromptJob:
-    """One request to send.
+    """One request to send."""
 
-    Attributes:
-        prompt: token ids or text.
-        output: tokens to ask for.
-        prefix: which shared prefix it begins with, None for none.
-    """
-
-    prompt: Prompt
-    output: int
-    prefix: int | None = None
+    prompt: Prompt  # token ids or text
+    output: int  # tokens to ask for
+    prefix: int | None = None  # which shared prefix it begins with, None for none
 
 
 def pieces(text: str) -> list[str]:

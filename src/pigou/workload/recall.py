@@ -43,19 +43,12 @@ VALUES = tuple(
 
 @dataclass(frozen=True)
 class RecallItem:
-    """A question about a pair told far behind.
+    """A question about a pair told far behind."""
 
-    Attributes:
-        prompt: text that ends in the open line `@key`.
-        answer: the word that must follow, without its leading space.
-        key: the key asked for.
-        pairs: all (key, value) pairs of the prompt, in the order told.
-    """
-
-    prompt: str
-    answer: str
+    prompt: str  # text that ends in the open line `@key`
+    answer: str  # the word that must follow, without its leading space
     key: str
-    pairs: tuple[tuple[str, str], ...]
+    pairs: tuple[tuple[str, str], ...]  # all (key, value) pairs of the prompt, in the order told
 
 
 def is_held_out(key: str, value: str) -> bool:
@@ -106,7 +99,6 @@ def recall_items(
         pairs: told in each prompt, 1 to 64.
         distance: least tokens between the last pair and the question.
         count: items to yield.
-        seed: of the choice of text, pairs and question.
 
     Raises:
         ValueError: `pairs` is out of range, or no stretch of the text is long enough.

@@ -21,39 +21,26 @@ _IDS = 2**63
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One request of a session.
+    """One request of a session."""
 
-    Attributes:
-        input: tokens of the prompt, at least 1.
-        output: tokens generated, at least 1.
-        blocks: ids of the prompt's blocks, the last of which may be filled in part; equal ids are
-            equal blocks within their scope. Empty where the trace has none.
-        think: seconds from the end of the turn before (closed loop).
-    """
-
-    input: int
-    output: int
+    input: int  # tokens of the prompt, at least 1
+    output: int  # tokens generated, at least 1
+    # ids of the prompt's blocks, the last of which may be filled in part; equal ids are equal
+    # blocks within their scope. Empty where the trace has none.
     blocks: tuple[int, ...] = ()
-    think: float = 0.0
+    think: float = 0.0  # seconds from the end of the turn before (closed loop)
 
 
 @dataclass(frozen=True, slots=True)
 class TraceSession:
-    """Turns that follow one another: each is sent when the one before has ended.
+    """Turns that follow one another: each is sent when the one before has ended."""
 
-    Attributes:
-        start: of the first turn, in seconds from the trace's beginning.
-        scope: in which block ids mean the same; sessions of one scope share blocks.
-        turns: at least one.
-        tenant: whose it is; empty where the trace does not say.
-        name: that the trace gives it; empty where it gives none. Sessions that were recorded turn
-            by turn, each with its own arrival, are as many with one name.
-    """
-
-    start: float
-    scope: str
-    turns: tuple[Turn, ...]
-    tenant: str = ""
+    start: float  # of the first turn, in seconds from the trace's beginning
+    scope: str  # in which block ids mean the same; sessions of one scope share blocks
+    turns: tuple[Turn, ...]  # at least one
+    tenant: str = ""  # whose it is; empty where the trace does not say
+    # that the trace gives it; empty where it gives none. Sessions that were recorded turn by turn,
+    # each with its own arrival, are as many with one name.
     name: str = ""
 
 
@@ -226,15 +213,10 @@ def some(trace: Trace, sessions: int, rng: np.random.Generator) -> Trace:
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """Blocks of a trace.
+    """Blocks of a trace."""
 
-    Attributes:
-        references: blocks of all prompts.
-        distinct: different ones.
-    """
-
-    references: int
-    distinct: int
+    references: int  # blocks of all prompts
+    distinct: int  # different ones
 
     @property
     def reuse(self) -> float:
@@ -276,7 +258,6 @@ def hit_ratio(trace: Trace, tokens: float) -> float:
 
     Args:
         trace: with blocks.
-        tokens: that the cache holds; infinite for no limit.
     """
     room = tokens / trace.block
     cache: OrderedDict[tuple[str, int], None] = OrderedDict()

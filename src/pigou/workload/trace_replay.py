@@ -20,15 +20,10 @@ from pigou.workload.trace_formats import read_trace
 
 @dataclass(frozen=True)
 class TraceReplay:
-    """Sessions to send, and how.
+    """Sessions to send, and how."""
 
-    Attributes:
-        trace: as it is replayed, scaled and cut.
-        dropped: turns that were left out since they do not fit the model.
-    """
-
-    trace: Trace
-    dropped: int
+    trace: Trace  # as it is replayed, scaled and cut
+    dropped: int  # turns that were left out since they do not fit the model
 
     @property
     def turns(self) -> int:

@@ -19,29 +19,21 @@ _BLOCK = 16.0
 class TraceRow(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True
 ):
-    """A request of Pigou's own trace format, one a line.
+    """A request of Pigou's own trace format, one a line."""
 
-    Attributes:
-        arrival_s: when it is sent, in seconds.
-        think_s: in place of `arrival_s`: seconds from the end of the request before it of the
-            same `session` (closed loop).
-        input: tokens of the prompt.
-        output: tokens generated.
-        hash_ids: of the prompt's blocks, the last of which may be filled in part; equal ids are
-            equal blocks, in the whole file.
-        block: tokens in a block, the same in all rows; left out, 16 or what all rows fit.
-        tenant: whose it is.
-        session: name of the conversation that it belongs to.
-    """
-
-    input: int
-    output: int
-    arrival_s: float | None = None
+    input: int  # tokens of the prompt
+    output: int  # tokens generated
+    arrival_s: float | None = None  # when it is sent, in seconds
+    # in place of `arrival_s`: seconds from the end of the request before it of the same `session`
+    # (closed loop).
     think_s: float | None = None
+    # of the prompt's blocks, the last of which may be filled in part; equal ids are equal blocks,
+    # in the whole file.
     hash_ids: list[int] = []
+    # tokens in a block, the same in all rows; left out, 16 or what all rows fit.
     block: float | None = None
     tenant: str | int = ""
-    session: str | int = ""
+    session: str | int = ""  # name of the conversation that it belongs to
 
 
 class VllmRow(msgspec.Struct, frozen=True):

@@ -137,7 +137,6 @@ def _read_part(text: str, seed: int) -> WorkloadSpec:
             `mix=0.7:512/128,0.3:4096/256,rate=5,n=1000`, as `LengthMix.parse` reads it;
             or a trace, alone or with keys: `trace.jsonl.zst,speed=2,block=16,unit=ms`. The client's
             keys can stand in all of them: `pool=100,barging=0.9`.
-        seed: of lengths, gaps and templates.
 
     Raises:
         ConfigError: it is not understood, or a value is refused.

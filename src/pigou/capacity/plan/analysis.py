@@ -49,8 +49,6 @@ class Analysis:
     """What configurations do under one workload and one objective.
 
     Attributes:
-        demand: the workload.
-        slo: the objective.
         usd_per_hour: price of a GPU of each kind; empty without prices.
     """
 
@@ -132,9 +130,6 @@ class Analysis:
         """Return the most requests a second that a pool holds inside its part of the objective.
 
         Args:
-            role: of the pool.
-            kind: of its workers.
-            workers: of the pool.
             joining_s: seconds that first tokens take in the decode pool besides; taken in steps
                 of a fiftieth of the objective.
         """
@@ -262,7 +257,6 @@ class Analysis:
         """Return figures with throughput and cost.
 
         Args:
-            configuration: of the fleet.
             rate_rps: requests a second.
             latencies: TTFT and ITL at the percentile, mean end to end, in seconds.
             attained: share of the requests inside the objective.

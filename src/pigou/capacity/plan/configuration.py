@@ -12,21 +12,13 @@ from pigou.sim.network import LinkConfig
 
 
 class WorkerKind(msgspec.Struct, frozen=True, kw_only=True):
-    """Workers that are alike.
-
-    Attributes:
-        gpu: name of each GPU.
-        tp: GPUs of a worker.
-        kv_dtype: number format of the KV cache; "" for the model's own.
-        max_seqs: sequences of a step at most: the batch.
-        chunk: tokens of a step at most.
-    """
+    """Workers that are alike."""
 
     gpu: str
-    tp: int
-    kv_dtype: str
-    max_seqs: int
-    chunk: int
+    tp: int  # GPUs of a worker
+    kv_dtype: str  # number format of the KV cache; "" for the model's own
+    max_seqs: int  # sequences of a step at most: the batch
+    chunk: int  # tokens of a step at most
 
 
 class PlannedPool(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,23 +93,13 @@ class Configuration(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class LoadFigures:
-    """What a configuration does at a load.
+    """What a configuration does at a load."""
 
-    Attributes:
-        rate_rps: requests a second.
-        ttft_s: at the percentile of the objective.
-        itl_s: at the percentile.
-        e2e_s: mean seconds of a request.
-        attained: share of the offered requests inside the objective; None where only the
-            percentiles are known.
-        output_tok_s_per_gpu: output tokens a second.
-        usd_per_million_output: of GPU time; None without prices.
-    """
-
-    rate_rps: float
+    rate_rps: float  # requests a second
     ttft_s: float
     itl_s: float
-    e2e_s: float
+    e2e_s: float  # mean seconds of a request
+    # share of the offered requests inside the objective; None where only the percentiles are known.
     attained: float | None
-    output_tok_s_per_gpu: float
-    usd_per_million_output: float | None
+    output_tok_s_per_gpu: float  # output tokens a second
+    usd_per_million_output: float | None  # of GPU time; None without prices

@@ -27,21 +27,13 @@ _WINDOW = 4000
 
 @dataclass(frozen=True)
 class Demand:
-    """A workload as a plan is made for it.
+    """A workload as a plan is made for it."""
 
-    Attributes:
-        mix: means and variances of its requests.
-        classes: of its requests by length.
-        rate_rps: requests a second; 0.0 where the plan shall find the most.
-        loop: the requests themselves; of a mix without a rate, at one a second.
-        max_tokens: prompt and output of the longest request.
-    """
-
-    mix: RequestMix
+    mix: RequestMix  # means and variances of its requests
     classes: LengthClasses
-    rate_rps: float
-    loop: OpenLoop
-    max_tokens: int
+    rate_rps: float  # requests a second; 0.0 where the plan shall find the most
+    loop: OpenLoop  # the requests themselves; of a mix without a rate, at one a second
+    max_tokens: int  # prompt and output of the longest request
 
     def with_hit_rate(self, hit_rate: float) -> Demand:
         """Return the same requests with another share of cached prompt tokens."""
@@ -72,7 +64,6 @@ def read_demand(text: str, seed: int) -> Demand:
 
     Args:
         text: as `read_workload_spec` reads it; a `mix=` may leave its rate out.
-        seed: of lengths and gaps.
 
     Raises:
         ConfigError: it is not understood, or its requests wait for one another.
@@ -114,7 +105,6 @@ def describe(loop: OpenLoop, *, known_rate: bool) -> Demand:
     """Return the demand of a workload.
 
     Args:
-        loop: its requests.
         known_rate: whether their times mean anything.
     """
     requests = [spec for session in loop.sessions for spec in session.requests]

@@ -15,14 +15,7 @@ from pigou.sim.gpus import gpu as gpu_named
 def plan_joules_per_token(
     made: Configuration, figures: LoadFigures, mix: RequestMix, model: Architecture
 ) -> float | None:
-    """Return the joules of all GPUs for an output token; None where a GPU's power is not known.
-
-    Args:
-        made: the configuration.
-        figures: of it, at the load.
-        mix: of the requests.
-        model: that it serves.
-    """
+    """Return the joules of all GPUs for an output token; None where a GPU's power is not known."""
     tok_s = figures.rate_rps * mix.osl
     if tok_s <= 0.0 or any(name not in MAX_WATTS for name in made.gpus):
         return None

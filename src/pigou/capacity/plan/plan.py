@@ -46,42 +46,26 @@ _RATES = 3
 
 
 class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a plan is made for.
+    """What a plan is made for."""
 
-    Attributes:
-        model: name of the model, as `pigou.models.read.architecture` reads it.
-        gpus: how many there are of each kind.
-        slo: the objective.
-        usd_per_hour: price of a GPU of each kind; empty without prices.
-        kv_dtypes: number formats of the KV cache to try; "" is the model's own.
-        top: configurations to simulate at length.
-        seed: of lengths, gaps and ties.
-        tiers: of each worker that keeps prefixes, beyond its device.
-    """
-
-    model: str
-    gpus: dict[str, int]
+    model: str  # name of the model, as `pigou.models.read.architecture` reads it
+    gpus: dict[str, int]  # how many there are of each kind
     slo: Slo
-    usd_per_hour: dict[str, float] = {}
+    usd_per_hour: dict[str, float] = {}  # price of a GPU of each kind; empty without prices
+    # number formats of the KV cache to try; "" is the model's own.
     kv_dtypes: tuple[str, ...] = ("", "fp8")
-    top: int = 5
+    top: int = 5  # configurations to simulate at length
     seed: int = 0
     tiers: tuple[TierConfig, ...] = ()
 
 
 @dataclass(frozen=True)
 class PlannedConfiguration:
-    """A configuration of a plan.
-
-    Attributes:
-        configuration: of the fleet.
-        analysed: by the analysis, at the simulated rate.
-        simulated: by the simulator; None where it was not simulated.
-    """
+    """A configuration of a plan."""
 
     configuration: Configuration
-    analysed: LoadFigures
-    simulated: LoadFigures | None = None
+    analysed: LoadFigures  # by the analysis, at the simulated rate
+    simulated: LoadFigures | None = None  # by the simulator; None where it was not simulated
 
     @property
     def figures(self) -> LoadFigures:
@@ -102,30 +86,20 @@ class PlannedConfiguration:
 
 @dataclass(frozen=True)
 class CapacityPlan:
-    """A plan.
-
-    Attributes:
-        demand: the workload.
-        configurations: that were analysed.
-        best: the recommended one.
-        pareto: not dominated in TTFT, ITL, throughput of a GPU and cost, best first.
-        dominated: simulated ones that others dominate.
-        duals: what a little more of each scarce thing is worth, by name.
-        seconds: that the plan took.
-        analytic_seconds: that the analysis took.
-        meets: whether the best one keeps the objective in simulation.
-        tiers: what the tiers hold of the workload in the best one; None without tiers.
-    """
+    """A plan."""
 
     demand: Demand
     configurations: int
     best: PlannedConfiguration
+    # not dominated in TTFT, ITL, throughput of a GPU and cost, best first.
     pareto: Sequence[PlannedConfiguration]
-    dominated: Sequence[PlannedConfiguration]
+    dominated: Sequence[PlannedConfiguration]  # simulated ones that others dominate
+    # what a little more of each scarce thing is worth, by name.
     duals: Mapping[str, Mapping[str, float]]
     seconds: float
     analytic_seconds: float
-    meets: bool
+    meets: bool  # whether the best one keeps the objective in simulation
+    # what the tiers hold of the workload in the best one; None without tiers.
     tiers: TierUse | None = None
 
 
@@ -139,9 +113,6 @@ def make_plan(
     """Make a plan.
 
     Args:
-        request: what it is for.
-        demand: the workload.
-        model: its architecture.
         pool: of processes that simulate; None for this one.
         watch: called with the stage, and how many of its simulations are done.
 

@@ -96,14 +96,10 @@ class PoolLoad:
     """A pool of workers of one kind and role, under a mix of lengths.
 
     Attributes:
-        classes: of the requests.
         arrival_scv: variance of gaps between arrivals over their squared mean.
         prompt_s: seconds of each class's prompt on one worker; shape (classes,).
-        filling_s: of what fits behind its last chunk.
         chunks: of each class's prompt.
         stalls_s: that each class's prompt takes from the streams of its worker.
-        max_streams: that one worker can hold.
-        overheads_s: of TTFT apart from queue, prompt and streams.
     """
 
     def __init__(
@@ -113,9 +109,6 @@ class PoolLoad:
         """Work out the seconds of each class's prompt.
 
         Args:
-            performance: of one worker.
-            role: of the pool.
-            classes: of the requests.
             arrival_scv: variance of gaps between arrivals over their squared mean.
         """
         self._performance, self._role, self.classes = performance, role, classes
@@ -163,8 +156,6 @@ class PoolLoad:
 
         Args:
             rate_rps: requests a second.
-            workers: of the pool.
-            prompts: that a decode pool computes besides.
         """
         rho = self._prompts(rate_rps, prompts).busy / workers
         key = (rate_rps, workers, rho)
@@ -273,7 +264,6 @@ class PoolLoad:
 
         Args:
             rate_rps: requests a second.
-            workers: of the pool.
             ttft_s: seconds to the first token.
             more_s: seconds that it takes elsewhere.
         """
@@ -331,9 +321,6 @@ class PoolLoad:
         """Return the most requests a second of which a share is inside the pool's objectives.
 
         Args:
-            workers: of the pool.
-            slo: the objective.
-            share: of the requests.
             more_s: seconds that first tokens take elsewhere.
         """
 

@@ -27,21 +27,13 @@ _IN_TURN = 1.0 / 6.0
 
 @dataclass(frozen=True, slots=True)
 class PromptWork:
-    """Prompts that a pool computes beside its streams.
+    """Prompts that a pool computes beside its streams."""
 
-    Attributes:
-        rate_rps: a second.
-        mean_s: seconds that one takes from the streams of its worker.
-        square_s2: mean of their squares.
-        arrival_scv: variance of the gaps between them over their squared mean.
-        cluster_s2: what those that come together add to the squares; one, or of each class of
-            streams.
-    """
-
-    rate_rps: float = 0.0
-    mean_s: float = 0.0
-    square_s2: float = 0.0
-    arrival_scv: float = 1.0
+    rate_rps: float = 0.0  # a second
+    mean_s: float = 0.0  # seconds that one takes from the streams of its worker
+    square_s2: float = 0.0  # mean of their squares
+    arrival_scv: float = 1.0  # variance of the gaps between them over their squared mean
+    # what those that come together add to the squares; one, or of each class of streams.
     cluster_s2: float | np.ndarray = 0.0
 
     @property

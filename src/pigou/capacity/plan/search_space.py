@@ -71,8 +71,6 @@ def candidates(
     all GPUs.
 
     Args:
-        analysis: of one workload and objective.
-        model: its architecture.
         gpus: how many there are of each kind.
         kv_dtypes: number formats of the KV cache to try.
         enough: fleets whose decode workers' prompts are counted at least.

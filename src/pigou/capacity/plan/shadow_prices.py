@@ -29,8 +29,6 @@ def shadow_prices(
 
     Args:
         gpus: how many there are of each kind.
-        analysis: of the workload.
-        model: its architecture.
         kv_dtype: number format of the KV cache; "" for the model's own.
         use: of tiers; None without tiers.
         pool: of processes; None for this one.

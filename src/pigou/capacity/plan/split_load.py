@@ -78,35 +78,21 @@ _NEVER = -1.0
 
 @dataclass(frozen=True)
 class SplitState:
-    """What a prefill and a decode pool do at a rate.
+    """What a prefill and a decode pool do at a rate."""
 
-    Attributes:
-        rate_rps: requests a second.
-        waits_s: points of Q; shape (points,).
-        below: probability that Q is up to each of them.
-        until_s: seconds of Q up to each of them: its mean, where the last one is infinity.
-        limits_s: tau of each class, at several numbers of streams; shape (levels, classes).
-        local: share of each class's prompts that decode workers compute.
-        work: of these.
-        services_s: of each class's prompt at a decode worker, first token included.
-        joining_s: by which first tokens of other prompts wait for a decode step.
-        mean_s: to the first token.
-        busy: probability that all decode workers compute prompts.
-        delay_s: mean seconds that requests wait there behind prompts, then.
-    """
-
-    rate_rps: float
-    waits_s: np.ndarray
-    below: np.ndarray
-    until_s: np.ndarray
+    rate_rps: float  # requests a second
+    waits_s: np.ndarray  # points of Q; shape (points,)
+    below: np.ndarray  # probability that Q is up to each of them
+    until_s: np.ndarray  # seconds of Q up to each of them: its mean, where the last one is infinity
+    # tau of each class, at several numbers of streams; shape (levels, classes).
     limits_s: np.ndarray
-    local: np.ndarray
+    local: np.ndarray  # share of each class's prompts that decode workers compute
     work: PromptWork
-    services_s: np.ndarray
-    joining_s: float
-    mean_s: float
-    busy: float = 0.0
-    delay_s: float = 0.0
+    services_s: np.ndarray  # of each class's prompt at a decode worker, first token included
+    joining_s: float  # by which first tokens of other prompts wait for a decode step
+    mean_s: float  # to the first token
+    busy: float = 0.0  # probability that all decode workers compute prompts
+    delay_s: float = 0.0  # mean seconds that requests wait there behind prompts, then
 
 
 class SplitLoad:
@@ -334,8 +320,6 @@ class SplitLoad:
         """Return the most requests a second of which a share is inside either objective.
 
         Args:
-            slo: the objective.
-            share: of the requests.
             near: a rate that is tried first.
             high: one that the pools do not exceed.
             floor: `near` is returned where the limit is above it, but below this.

@@ -24,19 +24,12 @@ _BURST, _BURST_PERCENTILE = 100, 99.0
 
 @dataclass(frozen=True)
 class StressResult:
-    """What a fleet does under stress.
-
-    Attributes:
-        name: of the test.
-        rate_rps: requests a second.
-        attained: share of the offered requests inside the objective.
-        reason: what exceeds the objective at its percentile; empty where nothing does.
-    """
+    """What a fleet does under stress."""
 
     name: str
-    rate_rps: float
-    attained: float
-    reason: str
+    rate_rps: float  # requests a second
+    attained: float  # share of the offered requests inside the objective
+    reason: str  # what exceeds the objective at its percentile; empty where nothing does
 
     @property
     def healthy(self) -> bool:
@@ -48,11 +41,6 @@ def stress(plan: CapacityPlan, request: PlanRequest, model: Architecture) -> lis
     """Simulate the recommended fleet under 1.3 times its load, and in a burst.
 
     The burst goes on at a pace that 99% of all 100 requests in a row do not exceed.
-
-    Args:
-        plan: as it was made.
-        request: what it was made for.
-        model: its architecture.
     """
     rate_rps = plan.best.figures.rate_rps
     analysis = Analysis(model, plan.demand, request.slo, LinkConfig(), request.usd_per_hour)
@@ -67,7 +55,6 @@ def burst_rps(demand: Demand, rate_rps: float) -> float:
     """Return the requests a second that 99% of the stretches of 100 requests do not exceed.
 
     Args:
-        demand: the workload.
         rate_rps: to which it is stretched; at least so many are returned.
     """
     sessions = demand.loop.sessions

@@ -21,13 +21,7 @@ from pigou.config import ConfigError
 
 
 class StorageTier(msgspec.Struct, frozen=True, kw_only=True):
-    """A tier.
-
-    Attributes:
-        name: of the tier.
-        capacity_gb: that it holds; infinity for a tier without bounds.
-        bandwidth_gb_s: at which it is read.
-    """
+    """A tier."""
 
     name: str
     capacity_gb: float
@@ -35,16 +29,11 @@ class StorageTier(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TierSplit(msgspec.Struct, frozen=True, kw_only=True):
-    """Data on tiers.
-
-    Attributes:
-        gb: on each tier, by name.
-        seconds: until all is read.
-        saved_s_per_gb: seconds that one more GB of a tier's capacity would save; the dual of it.
-    """
+    """Data on tiers."""
 
     gb: dict[str, float]
-    seconds: float
+    seconds: float  # until all is read
+    # seconds that one more GB of a tier's capacity would save; the dual of it.
     saved_s_per_gb: dict[str, float] = {}
 
 

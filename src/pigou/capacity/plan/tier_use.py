@@ -20,17 +20,15 @@ class TierUse(msgspec.Struct, frozen=True, kw_only=True):
     """Tiers of all workers that compute prompts, taken together.
 
     Attributes:
-        recurring_gb: KV of the workload's blocks that are asked for at least twice, once each.
-        split: of it over device and tiers, read at once, by the linear programme; what exceeds
-            them is left out.
-        greedy: the same, fastest tier first.
         hit_rate, half_hit_rate: share of prompt tokens in a cache of device and tiers with the
             oldest block evicted, and with half of the tiers.
     """
 
-    recurring_gb: float
+    recurring_gb: float  # KV of the workload's blocks that are asked for at least twice, once each
+    # of it over device and tiers, read at once, by the linear programme; what exceeds them is left
+    # out.
     split: TierSplit
-    greedy: TierSplit
+    greedy: TierSplit  # the same, fastest tier first
     hit_rate: float
     half_hit_rate: float
 
@@ -42,9 +40,7 @@ def tier_use(
 
     Args:
         made: the fleet; each of its workers that compute prompts has the tiers.
-        analysis: of the workload.
         kv_bytes: of a token, over all layers.
-        tiers: of one worker.
     """
     requests = [spec for one in analysis.demand.loop.sessions for spec in one.requests]
     device_bytes = device_bandwidth = 0.0

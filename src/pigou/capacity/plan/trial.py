@@ -24,18 +24,7 @@ from pigou.sim.workload import OpenLoop, RequestSession, RequestSpec
 
 @dataclass(frozen=True)
 class Trial:
-    """One simulation to run.
-
-    Attributes:
-        configuration: of the fleet.
-        loop: the requests.
-        rate_rps: at which they come.
-        setup: what workers run on.
-        link: between them.
-        seed: of the run.
-        warm_up_s: seconds at the beginning whose requests are not measured: the fleet fills.
-        tail_s: seconds at the end whose requests are not measured: it empties.
-    """
+    """One simulation to run."""
 
     configuration: Configuration
     loop: OpenLoop
@@ -43,25 +32,19 @@ class Trial:
     setup: Setup
     link: LinkConfig
     seed: int
+    # seconds at the beginning whose requests are not measured: the fleet fills.
     warm_up_s: float = 0.0
-    tail_s: float = 0.0
+    tail_s: float = 0.0  # seconds at the end whose requests are not measured: it empties
 
 
 @dataclass(frozen=True)
 class TrialFigures:
-    """What a simulation saw.
+    """What a simulation saw."""
 
-    Attributes:
-        ttft_s: seconds to the first token of each served request.
-        itl_s: mean seconds between tokens of each that had several.
-        e2e_s: mean seconds of a request.
-        attained: share of the offered requests inside the objective.
-    """
-
-    ttft_s: np.ndarray
-    itl_s: np.ndarray
-    e2e_s: float
-    attained: float
+    ttft_s: np.ndarray  # seconds to the first token of each served request
+    itl_s: np.ndarray  # mean seconds between tokens of each that had several
+    e2e_s: float  # mean seconds of a request
+    attained: float  # share of the offered requests inside the objective
 
 
 def warm_up() -> None:

@@ -33,16 +33,11 @@ EXCLUDED_FOR = SECOND
 
 
 class QueueEntry(NamedTuple):
-    """How a request entered the admission queue, and whether it may stay there.
+    """How a request entered the admission queue, and whether it may stay there."""
 
-    Attributes:
-        ahead: requests that may go before it.
-        refusal: why the queue cannot keep it; None where it can.
-        late: why its deadline cannot be met; None where it can, or where the order does not ask.
-    """
-
-    ahead: int
-    refusal: Refusal | None
+    ahead: int  # requests that may go before it
+    refusal: Refusal | None  # why the queue cannot keep it; None where it can
+    # why its deadline cannot be met; None where it can, or where the order does not ask.
     late: str | None
 
 
@@ -59,7 +54,6 @@ class AdmissionController:
     Attributes:
         activity: which tenants share the fleet.
         queue: requests that wait.
-        capacity: what workers can take now.
         drain_rate: how fast requests leave.
         counts_tokens: whether the order counts the tokens that each tenant is served.
         fair: the order, where it shares between tenants without bands; else None.
@@ -110,7 +104,6 @@ class AdmissionController:
         """Another gateway's part of a tenant changed by so much.
 
         Args:
-            change: of each number.
             active: whether it has requests of the tenant now.
             now: nanoseconds.
         """
@@ -128,7 +121,6 @@ class AdmissionController:
         """Compute this gateway's part of the places, where that is due.
 
         Args:
-            state: of the workers.
             others: what each other gateway does for its tenants.
             now: nanoseconds.
         """
@@ -221,8 +213,6 @@ class AdmissionController:
 
         Args:
             own: sequences of that request which are submitted, and have not ended; at least 1.
-            tokens: that the next one asks for, prompt and output.
-            state: of the workers.
             known: their speeds.
         """
         if own >= max_per_request(state, known, self.capacity, self._max_per_request):
@@ -296,8 +286,6 @@ class AdmissionController:
         """Count output tokens of routed requests; only where the order `counts_tokens`.
 
         Args:
-            streams: whose slots these are.
-            slots: of the requests, (n,).
             counts: tokens of each, (n,).
         """
         served = self.queue.order.served

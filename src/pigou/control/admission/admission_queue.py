@@ -29,7 +29,6 @@ class AdmissionQueue:
 
     Attributes:
         order: which of the new ones goes next.
-        quota: which newcomers may wait.
     """
 
     def __init__(self, order: QueueOrder, quota: TenantQuota) -> None:

@@ -61,8 +61,6 @@ class DrainRate:
         The slower of the two decides. With nothing measured, 1 second.
 
         Args:
-            requests: that are to leave.
-            tokens: that are to leave.
             now: nanoseconds.
             part: share of what leaves that counts, above 0.
         """

@@ -26,23 +26,16 @@ _WITHIN: dict[str, Callable[[QueuedRequest], Any]] = {
 
 
 class FairParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Parameters of `Fair`.
+    """Parameters of `Fair`."""
 
-    Attributes:
-        input_weight: service that an uncached prompt token counts as (w_p).
-        output_weight: service that an output token counts as (w_q).
-        within: order of one tenant's own requests.
-        reserve: share of each worker's streams and tokens that tenants may not take who have
-            more than their part of the fleet, while others share it.
-        credit: unused service that a tenant keeps, for each unit of weight. 0 is the published
-            rule: a tenant that asks for less than its share still waits for its turn after each
-            small burst.
-    """
-
-    input_weight: float = 1.0
-    output_weight: float = 2.0
-    within: Within = "fcfs"
+    input_weight: float = 1.0  # service that an uncached prompt token counts as (w_p)
+    output_weight: float = 2.0  # service that an output token counts as (w_q)
+    within: Within = "fcfs"  # order of one tenant's own requests
+    # share of each worker's streams and tokens that tenants may not take who have more than their
+    # part of the fleet, while others share it.
     reserve: float = 0.0625
+    # unused service that a tenant keeps, for each unit of weight. 0 is the published rule: a tenant
+    # that asks for less than its share still waits for its turn after each small burst.
     credit: float = 16384.0
 
     def __post_init__(self) -> None:
@@ -143,12 +136,7 @@ class Fair:
         return None if tenant is None else tenant.queue.first()
 
     def peer_service(self, change: TenantService, weight: float) -> None:
-        """Another gateway served a tenant, and has more or fewer of its requests waiting.
-
-        Args:
-            change: of each number.
-            weight: of the tenant.
-        """
+        """Another gateway served a tenant, and has more or fewer of its requests waiting."""
         name, params = change.tenant, self.params
         if change.waiting:
             waiting = self._elsewhere.pop(name, 0) + change.waiting

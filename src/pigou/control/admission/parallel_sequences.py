@@ -52,7 +52,6 @@ def max_per_request(
     """Return how many sequences of one request may run at once on the fleet.
 
     Args:
-        state: of the workers.
         known: their speeds.
         capacity: their limits.
         limit: that the operator sets; 0 for `max_per_worker` of each worker.
@@ -71,8 +70,6 @@ def has_capacity(
     The first sequence of a request waits in the queue as any other request does.
 
     Args:
-        tokens: that the next one asks for, prompt and output.
-        state: of the workers.
         known: their speeds.
         capacity: their limits.
     """

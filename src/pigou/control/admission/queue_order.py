@@ -26,14 +26,14 @@ class QueueOrder(Protocol):
     Every request goes through it, also one that is routed at once: `add`, `first`, `taken`.
 
     Attributes:
-        Params: parameters, a frozen `msgspec.Struct`; the class is called with one.
-        holds_back: whether the order needs queues in the workers that are all but empty.
         reserve: share of each worker that is closed to tenants above their part of the fleet.
-        refuses_late: whether a newcomer is refused whose deadline cannot be met any more.
     """
 
+    # parameters, a frozen `msgspec.Struct`; the class is called with one.
     Params: ClassVar[type[msgspec.Struct]]
+    # whether the order needs queues in the workers that are all but empty.
     holds_back: ClassVar[bool]
+    # whether a newcomer is refused whose deadline cannot be met any more.
     refuses_late: ClassVar[bool]
 
     @property
@@ -189,12 +189,9 @@ class Priority(KeyedOrder):
 
 
 class ShortestParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Parameters of `Shortest`.
+    """Parameters of `Shortest`."""
 
-    Attributes:
-        ageing: tokens that a request is taken to be shorter by for each second that it waits.
-    """
-
+    # tokens that a request is taken to be shorter by for each second that it waits.
     ageing: int = 1000
 
     def __post_init__(self) -> None:
@@ -219,13 +216,10 @@ class Shortest(KeyedOrder):
 
 
 class EdfParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Parameters of `Edf`.
+    """Parameters of `Edf`."""
 
-    Attributes:
-        patience_ms: a request without a deadline, or that has missed it, is treated as if it
-            wanted its first token so many milliseconds after it was queued.
-    """
-
+    # a request without a deadline, or that has missed it, is treated as if it wanted its first
+    # token so many milliseconds after it was queued.
     patience_ms: int = 10_000
 
     def __post_init__(self) -> None:
@@ -271,33 +265,20 @@ WorkerLimits: TypeAlias = tuple[frozenset[str], frozenset[str]]
 
 
 class QueuedRequest(msgspec.Struct, eq=False):
-    """A queued request.
-
-    Attributes:
-        request: the request.
-        since: when it was queued, in nanoseconds.
-        uncached: tokens of its prompt that the worker which holds most of them lacks.
-        output: tokens that it is expected to generate.
-        weight: of its tenant.
-        exclude: workers that just failed it.
-        returned: it ran before, and its worker failed; it goes first, and is not shed for space.
-        serial: rises with each request that is queued.
-        late: it missed its deadline while it waited (`edf`).
-        accepted: with the first sequence of its group, so it is not shed any more.
-        aside: it lets others pass until a worker that it may use can take it.
-    """
+    """A queued request."""
 
     request: Request
-    since: int
-    uncached: int
-    output: int = 1
+    since: int  # when it was queued, in nanoseconds
+    uncached: int  # tokens of its prompt that the worker which holds most of them lacks
+    output: int = 1  # tokens that it is expected to generate
     weight: float = 1.0
-    exclude: frozenset[str] = frozenset()
+    exclude: frozenset[str] = frozenset()  # workers that just failed it
+    # it ran before, and its worker failed; it goes first, and is not shed for space.
     returned: bool = False
-    serial: int = 0
-    late: bool = False
-    accepted: bool = False
-    aside: bool = False
+    serial: int = 0  # rises with each request that is queued
+    late: bool = False  # it missed its deadline while it waited (`edf`)
+    accepted: bool = False  # with the first sequence of its group, so it is not shed any more
+    aside: bool = False  # it lets others pass until a worker that it may use can take it
 
     @property
     def limits(self) -> WorkerLimits:

@@ -45,7 +45,6 @@ class WorkerCapacity:
         """Start without workers.
 
         Args:
-            config: the limits.
             holds_back: whether next to nothing should wait inside the workers.
             reserve: share of streams and tokens that is closed to tenants above their part.
         """

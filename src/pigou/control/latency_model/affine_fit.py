@@ -36,9 +36,6 @@ class AffineFit:
         fit = AffineFit()
         fit.observe(1000.0, 0.12)  # 1,000 tokens took 0.12 s
         fit(500.0)                 # seconds of 500 tokens
-
-    Attributes:
-        observed: observations.
     """
 
     def __init__(self, half_life: float = 128.0) -> None:
@@ -92,7 +89,6 @@ def add_observation(
             by the names above (6,); scratch (24, 3).
         keep: factor of the sums.
         first: nothing was observed before.
-        size, seconds, pairs: of what was observed.
     """
     gram, moment, sums, scratch = arrays
     expected = sums[BASE] + sums[SLOPE] * size + sums[PAIR] * pairs

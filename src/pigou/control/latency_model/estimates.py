@@ -81,8 +81,6 @@ class Estimates:
     """Speeds of the workers; each name below is a view of shape (workers,).
 
     Attributes:
-        table: all of them, by the names in `ROWS`, shape (24, workers).
-        links: between the hosts of the workers; None where they are not known.
         prefill_base: seconds that a prompt takes apart from its tokens.
         prefill_token: seconds that each uncached token of a prompt takes.
         transfer_base: seconds from a remote prefill's end to the first token, apart from tokens.
@@ -106,7 +104,8 @@ class Estimates:
         mean_context: tokens that a stream of the fleet holds in the mean, prompt and output.
     """
 
-    table: Numbers
+    table: Numbers  # all of them, by the names in `ROWS`, shape (24, workers)
+    # between the hosts of the workers; None where they are not known.
     links: LinkTable | None = None
 
     prefill_base = _row("prefill_base")
@@ -191,9 +190,7 @@ class Estimates:
         """Return the seconds that all prompts of each worker take, (workers,).
 
         Args:
-            prompts: of each worker, (workers,).
             tokens: uncached ones of these prompts, (workers,).
-            pairs: of these prompts, (workers,).
         """
         work: Numbers = self.prefill_base * prompts + self.prefill_token * tokens
         work += self.prefill_pair * pairs
@@ -309,7 +306,6 @@ def fill(
     """Write all rows of `Estimates.table`, shape (24, workers).
 
     Args:
-        table: to write.
         column: of a worker whose factors are 1, (24,).
         prefill, transfer, itl: own factors of each worker, (workers,).
         common: factors of all workers together, in this order.

@@ -89,7 +89,6 @@ def learn_from_samples(
         context_token: seconds that each token that they hold adds.
         now: nanoseconds.
         evidence: of the factors of ITL (`WorkerFactors.arrays`).
-        sums, keep: of `PrefillInterference`.
     """
     for i in range(samples.shape[1]):
         w = int(samples[WORKER, i])

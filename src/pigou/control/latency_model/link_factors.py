@@ -33,17 +33,11 @@ _RENEW_NS = 10 * SECOND
 
 
 class LinkTable(NamedTuple):
-    """Factors as kernels see them.
+    """Factors as kernels see them."""
 
-    Attributes:
-        hosts: number of each worker's host; 0 where it is not known, (workers,).
-        racks: number of its rack, in the same way, (workers,).
-        factors: times as long as within a rack, from host to host, (hosts, hosts).
-    """
-
-    hosts: Rows
-    racks: Rows
-    factors: Numbers
+    hosts: Rows  # number of each worker's host; 0 where it is not known, (workers,)
+    racks: Rows  # number of its rack, in the same way, (workers,)
+    factors: Numbers  # times as long as within a rack, from host to host, (hosts, hosts)
 
 
 def unlabelled(workers: int) -> LinkTable:

@@ -14,7 +14,6 @@ class MedianWorker:
     """What the worker of median speed takes for one request at a time.
 
     Attributes:
-        known: the estimates that it is of.
         itl: seconds between tokens of a single stream.
     """
 

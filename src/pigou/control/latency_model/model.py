@@ -98,9 +98,6 @@ class LatencyModel:
         model.estimates(now).prefill_token  # seconds a token, of each worker
 
     Rows are those of `FleetState`; `add_worker` and `remove_worker` keep them in step.
-
-    Attributes:
-        sampler: of throughput; its owner advances it.
     """
 
     def __init__(self) -> None:

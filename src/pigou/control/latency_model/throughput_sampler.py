@@ -19,27 +19,16 @@ _MAX_PENDING = 1024
 
 @dataclass(slots=True)
 class ThroughputSample:
-    """What a worker did in some time.
-
-    Attributes:
-        row: of the worker.
-        streams: that ran on it, a mean over the time in which any had tokens.
-        context: tokens that they held, prompts and outputs; likewise.
-        itl: seconds between two tokens of one stream.
-        steps: that it took.
-        prompts: that it computed beside the streams.
-        prompt_tokens: of those that were uncached, pairs counted as tokens.
-        mixed_s: seconds of it that belong to a prompt that has not ended.
-    """
+    """What a worker did in some time."""
 
     row: int
-    streams: float
-    context: float
-    itl: float
+    streams: float  # that ran on it, a mean over the time in which any had tokens
+    context: float  # tokens that they held, prompts and outputs; likewise
+    itl: float  # seconds between two tokens of one stream
     steps: float = 1.0
     prompts: float = 0.0
-    prompt_tokens: float = 0.0
-    mixed_s: float = 0.0
+    prompt_tokens: float = 0.0  # of those that were uncached, pairs counted as tokens
+    mixed_s: float = 0.0  # seconds of it that belong to a prompt that has not ended
 
 
 @dataclass(slots=True)
@@ -47,17 +36,13 @@ class _Sums:
     """Integrals over the time since the last sample; `ThroughputSampler.tokens` has the tokens.
 
     Attributes:
-        seconds: in which any stream decoded.
-        decoding_s: of those streams whose tokens are seen, summed over them.
-        stream_s: of all streams.
-        context_s: of the tokens that they held.
         prompts, prompt_tokens, mixed_s: as of `ThroughputSample`.
     """
 
     seconds: float = 0.0
-    decoding_s: float = 0.0
+    decoding_s: float = 0.0  # of those streams whose tokens are seen, summed over them
     stream_s: float = 0.0
-    context_s: float = 0.0
+    context_s: float = 0.0  # of the tokens that they held
     prompts: float = 0.0
     prompt_tokens: float = 0.0
     mixed_s: float = 0.0
@@ -117,10 +102,7 @@ class ThroughputSampler:
         """Let time pass on worker `row`; call before a change of what it does.
 
         Args:
-            row: of the worker.
-            streams: that it had.
             context: tokens that these held.
-            prompts: that it had to compute.
             now: nanoseconds.
         """
         decoding = self._decoding[row]

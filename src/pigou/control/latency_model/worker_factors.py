@@ -34,19 +34,12 @@ _SAME_PROFILE = 0.25
 
 
 class Evidence(NamedTuple):
-    """Evidence of each worker, as kernels see it.
+    """Evidence of each worker, as kernels see it."""
 
-    Attributes:
-        weight: observations that it counts for, as of `updated_at`, (workers,).
-        mean: of the logarithms of observed over expected seconds, (workers,).
-        variance: of those, (workers,).
-        updated_at: when it was last added to, in nanoseconds, (workers,).
-    """
-
-    weight: Numbers
-    mean: Numbers
+    weight: Numbers  # observations that it counts for, as of `updated_at`, (workers,)
+    mean: Numbers  # of the logarithms of observed over expected seconds, (workers,)
     variance: Numbers
-    updated_at: Nanos
+    updated_at: Nanos  # when it was last added to, in nanoseconds, (workers,)
 
 
 class WorkerFactors:

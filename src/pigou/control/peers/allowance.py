@@ -28,24 +28,15 @@ _NO_WEIGHTS: Mapping[str, float] = MappingProxyType({})
 
 
 class TenantDemand(msgspec.Struct):
-    """What a tenant asks for.
+    """What a tenant asks for."""
 
-    Attributes:
-        own: streams and waiting requests here.
-        all: here and at other gateways.
-        streams: that it has, of all gateways.
-        prompt_tokens, output_tokens: that it was ever served, by all gateways.
-        weight: of the tenant.
-        rate: service for each second of a stream, over the mean of the tenants.
-    """
-
-    own: int = 0
-    all: int = 0
+    own: int = 0  # streams and waiting requests here
+    all: int = 0  # here and at other gateways
     streams: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
     weight: float = 1.0
-    rate: float = 1.0
+    rate: float = 1.0  # service for each second of a stream, over the mean of the tenants
 
     def add(self, service: TenantService, own: bool) -> None:
         """Count what a gateway does for the tenant; `own`: it is this gateway."""
@@ -66,7 +57,6 @@ def stream_allowance(places: float, demands: Iterable[TenantDemand]) -> float:
 
     Args:
         places: streams that the fleet runs at once.
-        demands: of all tenants.
     """
     known = [demand for demand in demands if demand.all > 0]
     if sum(demand.all for demand in known) <= places:
@@ -139,7 +129,6 @@ class StreamAllowance:
             now: nanoseconds.
             places: streams that workers take at most.
             own: what this gateway does for each tenant.
-            others: what each other gateway does.
             weights: of tenants; 1 for those that are not named.
             charges: service of tokens; None where the order does not share between tenants.
         """

@@ -15,13 +15,9 @@ class WorkerBookings(msgspec.Struct, frozen=True, omit_defaults=True):
     """What one gateway has sent to a worker and has not seen end.
 
     Attributes:
-        worker: its name.
         prefill_requests, prefill_tokens, prefill_pairs: as of `FleetView`.
-        background_requests, background_tokens, background_pairs: those that others overtake.
         decode_requests, decode_tokens: as of `FleetView`.
         over_expected_tokens, pending_prefill_tokens, decoding: as of `Columns`.
-        expected_tokens: that its requests were expected to hold there.
-        sent_prompts: prompts that it ever sent there to be computed; only grows.
     """
 
     worker: str
@@ -37,7 +33,7 @@ class WorkerBookings(msgspec.Struct, frozen=True, omit_defaults=True):
     pending_prefill_tokens: int = 0
     decoding: int = 0
     expected_tokens: int = 0
-    sent_prompts: int = 0
+    sent_prompts: int = 0  # prompts that it ever sent there to be computed; only grows
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -72,21 +68,13 @@ _BOOKED_KEEP = 1.0 / 64.0
 
 
 class TenantService(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What one gateway did for a tenant.
-
-    Attributes:
-        tenant: its name.
-        prompt_tokens: uncached ones that it ever sent to workers; only grows (a G-counter).
-        output_tokens: that ever came; only grows.
-        streams: sequences that workers have now.
-        waiting: requests that wait for a worker now.
-    """
+    """What one gateway did for a tenant."""
 
     tenant: str
-    prompt_tokens: int = 0
+    prompt_tokens: int = 0  # uncached ones that it ever sent to workers; only grows (a G-counter)
     output_tokens: int = 0
-    streams: int = 0
-    waiting: int = 0
+    streams: int = 0  # sequences that workers have now
+    waiting: int = 0  # requests that wait for a worker now
 
 
 class PredictedPrompt(msgspec.Struct, frozen=True, eq=False):
@@ -119,7 +107,6 @@ class PeerLedger:
 
     Attributes:
         total: that is in the columns of the fleet's state, (numbers of `BOOKED`, workers).
-        streams: of all other gateways on workers that are up.
         weights: w of each number.
     """
 
@@ -158,8 +145,6 @@ class PeerLedger:
         """Take in what a gateway has on a worker; return the prompts that it sent there since.
 
         Args:
-            gateway: its name.
-            bookings: its numbers now.
             row: of the worker; None while it is not up here.
             now: nanoseconds.
         """
@@ -215,7 +200,6 @@ class PeerLedger:
             lag_s: seconds that messages take.
             unseen: prompts that others sent in that time.
             prefill_s: for which a prompt stays booked; 0 where that is not known.
-            stream_s: the same for a stream.
         """
         last_s = np.where(_OF_PROMPTS, prefill_s, stream_s)
         left = np.exp(-lag_s / np.where(last_s > 0.0, last_s, np.inf))

@@ -36,7 +36,6 @@ class PeerPublisher:
 
     Attributes:
         gateway: name, which must be another one after each start.
-        seq: of the last message.
         began_at: when the first went out, in nanoseconds; 0 before.
     """
 

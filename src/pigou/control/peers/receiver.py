@@ -22,31 +22,20 @@ MAX_PEERS = 64
 
 @dataclass(slots=True)
 class PeerFeed:
-    """What is known of another gateway.
+    """What is known of another gateway."""
 
-    Attributes:
-        met_at: when its first message came, in nanoseconds.
-        seen_at: when its last one came.
-        seq: all messages up to this number are known.
-        ahead: numbers of later ones that are.
-        newest: number of the last message that came.
-        newest_at: when that came.
-        lag_ns: that messages take: half of the time there and back.
-        workers: what it has on each worker, with the number of the message that said so.
-        tenants: what it did for each tenant, likewise.
-        asked_at: when missing messages were asked for last; 0 where none are missing.
-    """
-
-    met_at: int
-    seen_at: int
-    seq: int = 0
-    ahead: set[int] = field(default_factory=set)
-    newest: int = 0
-    newest_at: int = 0
-    lag_ns: int = 0
+    met_at: int  # when its first message came, in nanoseconds
+    seen_at: int  # when its last one came
+    seq: int = 0  # all messages up to this number are known
+    ahead: set[int] = field(default_factory=set)  # numbers of later ones that are
+    newest: int = 0  # number of the last message that came
+    newest_at: int = 0  # when that came
+    lag_ns: int = 0  # that messages take: half of the time there and back
+    # what it has on each worker, with the number of the message that said so.
     workers: dict[str, tuple[int, WorkerBookings]] = field(default_factory=dict)
+    # what it did for each tenant, likewise.
     tenants: dict[str, tuple[int, TenantService]] = field(default_factory=dict)
-    asked_at: int = 0
+    asked_at: int = 0  # when missing messages were asked for last; 0 where none are missing
 
 
 class PeerReceiver:
@@ -56,11 +45,6 @@ class PeerReceiver:
     order, repetition and loss do not matter in the end: a gateway with the last messages, or with a
     snapshot, knows the sender's state. A gap is asked for once, and then a snapshot is: so is what
     the sender does not have any more.
-
-    Attributes:
-        peers: by name.
-        gaps: in the sequences, so far.
-        snapshots: that came, so far.
     """
 
     def __init__(self, publisher: PeerPublisher, lease_ns: int = LEASE_NS) -> None:

@@ -10,35 +10,24 @@ from pigou.control.peers.bookings import PredictedPrompt, TenantService, WorkerB
 
 
 class PeerState(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind", tag="state"):
-    """What changed at a gateway since its message before, or all of it (`snapshot`).
-
-    Attributes:
-        gateway: its name, another one after each start.
-        seq: number of the message, from 1; a snapshot has that of the last one before.
-        workers: what it has on workers; in a snapshot, those that are left out have nothing.
-        tenants: what it did for tenants, and has of them.
-        prompts: that workers without KV events are expected to hold.
-        heard: last message of each other gateway, by name, and nanoseconds since that came.
-        snapshot: whether it has all of its state.
-        leaves: whether it is the last.
-    """
+    """What changed at a gateway since its message before, or all of it (`snapshot`)."""
 
     gateway: str
-    seq: int
+    seq: int  # number of the message, from 1; a snapshot has that of the last one before
+    # what it has on workers; in a snapshot, those that are left out have nothing.
     workers: tuple[WorkerBookings, ...] = ()
-    tenants: tuple[TenantService, ...] = ()
+    tenants: tuple[TenantService, ...] = ()  # what it did for tenants, and has of them
     prompts: tuple[PredictedPrompt, ...] = ()
+    # last message of each other gateway, by name, and nanoseconds since that came.
     heard: dict[str, tuple[int, int]] = {}
-    snapshot: bool = False
-    leaves: bool = False
+    snapshot: bool = False  # whether it has all of its state
+    leaves: bool = False  # whether it is the last
 
 
 class ResendRequest(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind", tag="ask"):
     """A gateway asks another for messages that it missed, or for a snapshot.
 
     Attributes:
-        gateway: that asks.
-        to: that is asked; "" for all.
         first, last: numbers of the messages; 0 for a snapshot.
     """
 

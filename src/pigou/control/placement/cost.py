@@ -72,8 +72,6 @@ def removal_costs(
     The mean is over all pairs of one that stays and a worker of the other role; 0 where none stays.
 
     Args:
-        own: of the workers of the role that shrinks.
-        others: of those that they exchange KV with.
         costs: seconds a byte by distance.
     """
     sums = [sum(costs.seconds(one, other) for other in others) for one in own]

@@ -14,35 +14,22 @@ from pigou.request import Role
 
 
 class Pack(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How near to each other the workers of a gang must be.
+    """How near to each other the workers of a gang must be."""
 
-    Attributes:
-        level: whose domain is to have them all.
-        required: whether a gang that fits no such domain is refused; where it is not, the cheapest
-            placement counts, and says whether one domain has it.
-    """
-
-    level: TopologyLevel
+    level: TopologyLevel  # whose domain is to have them all
+    # whether a gang that fits no such domain is refused; where it is not, the cheapest placement
+    # counts, and says whether one domain has it.
     required: bool = False
 
 
 class RoleDemand(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Workers of one role in a gang. A replica is on one node.
-
-    Attributes:
-        role: of the workers.
-        replicas: that are wanted.
-        gpus: of each replica.
-        min_available: replicas without which the gang is not placed; None for all.
-        kind: of GPU; empty for any.
-        labels: that a node must have.
-    """
+    """Workers of one role in a gang. A replica is on one node."""
 
     role: Role
     replicas: int
     gpus: int = 1
-    min_available: int | None = None
-    kind: str = ""
+    min_available: int | None = None  # replicas without which the gang is not placed; None for all
+    kind: str = ""  # of GPU; empty for any
     labels: Mapping[str, str] = {}
 
     def __post_init__(self) -> None:
@@ -70,19 +57,12 @@ class RoleDemand(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class Gang(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Workers that are placed together.
-
-    Attributes:
-        name: unique.
-        roles: each once.
-        pack: how near to each other they must be; None for the cheapest placement.
-        kv_bytes_per_s: that flow from its prefill workers to its decode workers, in equal parts
-            over all pairs.
-    """
+    """Workers that are placed together."""
 
     name: str
     roles: tuple[RoleDemand, ...]
-    pack: Pack | None = None
+    pack: Pack | None = None  # how near to each other they must be; None for the cheapest placement
+    # that flow from its prefill workers to its decode workers, in equal parts over all pairs.
     kv_bytes_per_s: float = 1e9
 
     def __post_init__(self) -> None:
@@ -111,13 +91,7 @@ class Gang(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
 
 class Replica(NamedTuple):
-    """One worker of a gang on its node.
-
-    Attributes:
-        role: of the worker.
-        host: of the node.
-        gpus: that it takes there.
-    """
+    """One worker of a gang on its node."""
 
     role: Role
     host: str
@@ -125,22 +99,15 @@ class Replica(NamedTuple):
 
 
 class GangPlacement(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the workers of a gang are, or are to be.
-
-    Attributes:
-        replicas: all of them.
-        cost: of its KV transfers: the sum over pairs of KV bytes a second times seconds a byte, so
-            the transfers that are under way in the mean.
-        distance: of the pair that is farthest apart.
-        packed: whether one domain of the level that the gang asks for has them all.
-        optimal: whether it is proven that nothing is cheaper.
-    """
+    """Where the workers of a gang are, or are to be."""
 
     replicas: tuple[Replica, ...]
+    # of its KV transfers: the sum over pairs of KV bytes a second times seconds a byte, so the
+    # transfers that are under way in the mean.
     cost: float = 0.0
     distance: Distance = Distance.HOST
-    packed: bool = True
-    optimal: bool = True
+    packed: bool = True  # whether one domain of the level that the gang asks for has them all
+    optimal: bool = True  # whether it is proven that nothing is cheaper
 
 
 class PlacementRefusal(msgspec.Struct, frozen=True, kw_only=True):

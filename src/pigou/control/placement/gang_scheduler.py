@@ -74,10 +74,8 @@ class GangScheduler:
         """Begin without gangs.
 
         Args:
-            nodes: of the cluster.
             costs: seconds a byte by distance.
             max_passed: fresh gangs that may go before one that waits.
-            max_steps: of each search.
         """
         self.costs = costs or DistanceCosts()
         self._nodes = {node.host: node for node in nodes}

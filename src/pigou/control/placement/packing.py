@@ -46,13 +46,10 @@ def pack_gang(
     """Return the cheapest nodes for the workers that a gang lacks, or why there are none.
 
     Args:
-        gang: to place.
-        nodes: of the cluster.
         free: GPUs of each host that nobody has.
         wanted: replicas of each role in all, those that are placed included.
         costs: seconds a byte by distance.
         placed: replicas that stay where they are.
-        max_steps: of the search.
     """
     counts = count_roles(placed)
     lacking = [(d, wanted[d.role] - counts.get(d.role, 0)) for d in gang.roles]
@@ -280,10 +277,8 @@ class _Packing:
         """Try all counts on host `h`, given those on the hosts before it.
 
         Args:
-            h: the host.
             left: replicas of each role that are still to be placed.
             sums: seconds a byte from a replica of each role on each host to all placed ones.
-            cost: of the pairs that are placed.
             taken: counts on the hosts before.
         """
         if not any(left):

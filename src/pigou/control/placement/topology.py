@@ -119,11 +119,7 @@ class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     """A machine that workers can be placed on.
 
     Attributes:
-        host: its name, unique.
         rack, zone: its labels; empty where it has none.
-        gpus: that it has.
-        kind: of its GPUs.
-        labels: further ones.
     """
 
     host: str
@@ -131,7 +127,7 @@ class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     zone: str = ""
     gpus: int = 0
     kind: str = ""
-    labels: Mapping[str, str] = {}
+    labels: Mapping[str, str] = {}  # further ones
 
     def __post_init__(self) -> None:
         """Refuse nodes without a name or with less than no GPUs."""

@@ -24,15 +24,9 @@ UNPLACEABLE = 3
 
 @dataclass(frozen=True, slots=True)
 class ManagedWorker:
-    """A worker of a fleet that changes.
+    """A worker of a fleet that changes."""
 
-    Attributes:
-        id: unique in the fleet.
-        pool: that it is in.
-        state: of its life.
-    """
-
-    id: str
+    id: str  # unique in the fleet
     pool: str
     state: WorkerState
 
@@ -108,8 +102,6 @@ def carry_out(action: Action, fleet: ManagedFleet, now: int, max_workers: int = 
     """Carry out an action of a planner; return why not, empty where it was.
 
     Args:
-        action: of a decision.
-        fleet: that is changed.
         now: nanoseconds.
         max_workers: of the fleet, in all states; 0 for no limit.
     """

@@ -15,14 +15,10 @@ _NO_HEADERS: Mapping[str, str] = {}
 
 @dataclass(frozen=True, slots=True)
 class Objectives:
-    """What requests are to attain.
+    """What requests are to attain."""
 
-    Attributes:
-        slo: of requests that belong to no class; None where they have no objective.
-        classes: with objectives of their own; a request belongs to the first that fits.
-    """
-
-    slo: Slo | None = None
+    slo: Slo | None = None  # of requests that belong to no class; None where they have no objective
+    # with objectives of their own; a request belongs to the first that fits.
     classes: tuple[WorkloadClass, ...] = ()
 
     @property
@@ -40,14 +36,7 @@ class Objectives:
         self, key: str, prompt_tokens: int, headers: Mapping[str, str] = _NO_HEADERS,
         model: str = "",
     ) -> WorkloadClass | None:  # fmt: skip
-        """Return the class of a request; None for one that belongs to none.
-
-        Args:
-            key: its tenant.
-            prompt_tokens: of its prompt.
-            headers: that it came with, their names in small letters.
-            model: that it asks for.
-        """
+        """Return the class of a request; None for one that belongs to none."""
         for entry in self.classes:
             if entry.matches(headers, key, model, prompt_tokens):
                 return entry
@@ -72,7 +61,6 @@ class Objectives:
         """Whether a request that is done is inside the objective of its class.
 
         Args:
-            name: of the class.
             ttft_s: its seconds to the first token.
             itl_s: its mean seconds between tokens; None where it has one token only.
         """
@@ -86,11 +74,7 @@ def class_label(name: str) -> str:
 
 
 class AttainmentCounter:
-    """Counts offered requests, and those of them that attained their objective, by class.
-
-    Args:
-        objectives: of the requests.
-    """
+    """Counts offered requests, and those of them that attained their objective, by class."""
 
     def __init__(self, objectives: Objectives) -> None:
         self.objectives = objectives

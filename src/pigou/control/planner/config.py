@@ -23,13 +23,7 @@ class RequestClassConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     """A class of requests, and its objective.
 
     Attributes:
-        name: of the class.
         ttft, itl: latencies as `latency_s` reads them; `tpot` is another name of `itl`.
-        percentile: per cent of its requests that shall be inside both.
-        weight: what a second of its delay counts for.
-        header: `name=value` of an HTTP header of its requests; "" for any.
-        key: tenant of its requests; "" for any.
-        model: that its requests ask for; "" for any.
         min_prompt_tokens, max_prompt_tokens: range of its prompts, both ends counted.
     """
 
@@ -37,10 +31,10 @@ class RequestClassConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     ttft: float | str = math.inf
     itl: float | str = math.inf
     tpot: float | str = math.inf
-    percentile: float = 95.0
-    weight: float = 1.0
-    header: str = ""
-    key: str = ""
+    percentile: float = 95.0  # per cent of its requests that shall be inside both
+    weight: float = 1.0  # what a second of its delay counts for
+    header: str = ""  # `name=value` of an HTTP header of its requests; "" for any
+    key: str = ""  # tenant of its requests; "" for any
     model: str = ""
     min_prompt_tokens: int = 0
     max_prompt_tokens: int = 2**62
@@ -74,18 +68,7 @@ class RequestClassConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
 
 class PlannerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The objective of a fleet, and the planner that changes the fleet for it.
-
-    Attributes:
-        slo: as `Slo.parse` reads it; "" for none.
-        classes: of requests with objectives of their own; one belongs to the first that fits.
-        planner: name under `planner`, as registered under `pigou.planner`, and parameters.
-        max_workers: starting and draining ones included; 0 for no limit. None: as many as
-            each provider has room for; no limit in simulation.
-        start_up: seconds until a new worker serves; None where that is not said.
-        interval_s: between two looks of the planner.
-        performance: file of `pigou sweep` with the speeds of workers; "" for what is seen of them.
-    """
+    """The objective of a fleet, and the planner that changes the fleet for it."""
 
     slo: Annotated[
         str,

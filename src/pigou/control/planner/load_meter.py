@@ -30,32 +30,20 @@ class ComputedPrompt(NamedTuple):
 
 
 class MeteredRequest(NamedTuple):
-    """A request as the gateway saw it, at the end of a window.
+    """A request as the gateway saw it, at the end of a window."""
 
-    Attributes:
-        workload: name of its class.
-        prompt_tokens: of its prompt.
-        intended_ns: when its client meant to send it.
-        arrival_ns: when it came; latencies count from it.
-        first_token_ns: of its first token; 0 where it is not known.
-        ended_ns: when it ended.
-        output_tokens: that it has; 0 where its server does not tell.
-        itl_ns: mean nanoseconds between its tokens; None where it has fewer than two.
-        is_done: whether it ended well.
-        is_attained: whether it did, and is inside its objective.
-        computed: its prompt, once that was computed; None where that is not known.
-    """
-
-    workload: str
+    workload: str  # name of its class
     prompt_tokens: int
-    intended_ns: int
-    arrival_ns: int
-    first_token_ns: int = 0
+    intended_ns: int  # when its client meant to send it
+    arrival_ns: int  # when it came; latencies count from it
+    first_token_ns: int = 0  # of its first token; 0 where it is not known
     ended_ns: int = 0
-    output_tokens: int = 0
+    output_tokens: int = 0  # that it has; 0 where its server does not tell
+    # mean nanoseconds between its tokens; None where it has fewer than two.
     itl_ns: float | None = None
-    is_done: bool = False
-    is_attained: bool = False
+    is_done: bool = False  # whether it ended well
+    is_attained: bool = False  # whether it did, and is inside its objective
+    # its prompt, once that was computed; None where that is not known.
     computed: ComputedPrompt | None = None
 
     @property
@@ -69,16 +57,14 @@ class MeteredWindow(NamedTuple):
 
     Attributes:
         arrived, first, ended: those that came, that had their first token, that ended in it.
-        generated: tokens that were generated in it, by class.
-        in_flight: requests that are not ended, by class.
-        queued: prompt tokens of requests that wait at the gateway, by class.
     """
 
     arrived: Sequence[MeteredRequest]
     first: Sequence[MeteredRequest]
     ended: Sequence[MeteredRequest]
-    generated: Mapping[str, int]
-    in_flight: Mapping[str, int]
+    generated: Mapping[str, int]  # tokens that were generated in it, by class
+    in_flight: Mapping[str, int]  # requests that are not ended, by class
+    # prompt tokens of requests that wait at the gateway, by class.
     queued: Mapping[str, Sequence[int]]
 
 
@@ -90,7 +76,6 @@ class LoadMeter:
 
         Args:
             objectives: of requests; each class is a load of its own.
-            model: that the requests ask for.
         """
         self.objectives, self.model = objectives, model
         self._last_arrival_ns: dict[str, int] = {}

@@ -21,16 +21,12 @@ _MAX_BARE_S = {"ttft": 100.0, "itl": 10.0}
 
 
 class Slo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A service level objective: a share of *offered* requests is inside both latencies.
+    """A service level objective: a share of *offered* requests is inside both latencies."""
 
-    Attributes:
-        ttft_s: seconds to the first token, above 0; infinity for no objective.
-        itl_s: seconds between tokens, the mean of a request, above 0; infinity for no objective.
-        percentile: per cent of the offered requests that shall be inside both, 0 to under 100.
-    """
-
-    ttft_s: float = _INF
+    ttft_s: float = _INF  # seconds to the first token, above 0; infinity for no objective
+    # seconds between tokens, the mean of a request, above 0; infinity for no objective.
     itl_s: float = _INF
+    # per cent of the offered requests that shall be inside both, 0 to under 100.
     percentile: float = 95.0
 
     def __post_init__(self) -> None:
@@ -103,20 +99,14 @@ class WorkloadClass(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     A request belongs to the first class of which it fits all that are given.
 
     Attributes:
-        name: of the class; "" for the class of everybody else.
-        slo: of its requests.
-        weight: what a second of its delay counts for, above 0.
-        header: `name=value` of an HTTP header, the name in small letters; "" for any.
-        key: id of the API key; "" for any.
-        model: that is asked for; "" for any.
         min_prompt_tokens, max_prompt_tokens: range of prompts, both ends counted.
     """
 
     name: str = ""
     slo: Slo = msgspec.field(default_factory=Slo)
-    weight: float = 1.0
-    header: str = ""
-    key: str = ""
+    weight: float = 1.0  # what a second of its delay counts for, above 0
+    header: str = ""  # `name=value` of an HTTP header, the name in small letters; "" for any
+    key: str = ""  # id of the API key; "" for any
     model: str = ""
     min_prompt_tokens: int = 0
     max_prompt_tokens: int = 2**62
@@ -141,21 +131,13 @@ class WorkloadClass(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class Budget(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Limits of the fleet. GPUs of starting and of draining workers count.
+    """Limits of the fleet. GPUs of starting and of draining workers count."""
 
-    Attributes:
-        max_gpus: of all pools together; None for no limit.
-        pool_gpus: most of one pool, by its name.
-        model_gpus: most of one model's pools together, by the model.
-        min_workers: fewest that a pool keeps, starting ones counted.
-        pool_min_workers: the same by the pool's name; others have `min_workers`.
-    """
-
-    max_gpus: int | None = None
-    pool_gpus: dict[str, int] = {}
-    model_gpus: dict[str, int] = {}
-    min_workers: int = 1
-    pool_min_workers: dict[str, int] = {}
+    max_gpus: int | None = None  # of all pools together; None for no limit
+    pool_gpus: dict[str, int] = {}  # most of one pool, by its name
+    model_gpus: dict[str, int] = {}  # most of one model's pools together, by the model
+    min_workers: int = 1  # fewest that a pool keeps, starting ones counted
+    pool_min_workers: dict[str, int] = {}  # the same by the pool's name; others have `min_workers`
 
     def __post_init__(self) -> None:
         limits = {"max_gpus": self.max_gpus, "min_workers": self.min_workers}
@@ -172,21 +154,14 @@ class Budget(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class ProvisioningTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Seconds that changes of a fleet take; at least 0.
+    """Seconds that changes of a fleet take; at least 0."""
 
-    Attributes:
-        start_up_s: from an order to a worker that is ready.
-        warm_up_s: after that, in which its speed is not representative.
-        drain_s: that a worker takes to end its streams.
-        flip_s: that a change of role takes, its drain counted; infinity where none can.
-        give_up_s: after an order, when a worker that did not start counts as one that cannot;
-            None for three times `start_up_s`, at least 30.
-    """
-
-    start_up_s: float = 100.0
-    warm_up_s: float = 10.0
+    start_up_s: float = 100.0  # from an order to a worker that is ready
+    warm_up_s: float = 10.0  # after that, in which its speed is not representative
     drain_s: float = 10.0
-    flip_s: float = _INF
+    flip_s: float = _INF  # that a change of role takes, its drain counted; infinity where none can
+    # after an order, when a worker that did not start counts as one that cannot; None for three
+    # times `start_up_s`, at least 30.
     give_up_s: float | None = None
 
     def __post_init__(self) -> None:

@@ -19,24 +19,16 @@ GROUP = "pigou.planner"
 
 @dataclass(frozen=True, slots=True)
 class PlannerSetup:
-    """What every planner is given.
-
-    Attributes:
-        slo: of requests that belong to no class.
-        classes: with objectives of their own.
-        budget: limits of the fleet.
-        times: that changes take.
-        performance: of each pool by its name, as measured; a planner that needs one learns it
-            where it is absent, or refuses.
-        seed: of the planner's random draws, for one that has any.
-    """
+    """What every planner is given."""
 
     slo: Slo = field(default_factory=Slo)
     classes: tuple[WorkloadClass, ...] = ()
-    budget: Budget = field(default_factory=Budget)
+    budget: Budget = field(default_factory=Budget)  # limits of the fleet
     times: ProvisioningTimes = field(default_factory=ProvisioningTimes)
+    # of each pool by its name, as measured; a planner that needs one learns it where it is absent,
+    # or refuses.
     performance: Mapping[str, PerformanceModel] = field(default_factory=dict)
-    seed: int = 0
+    seed: int = 0  # of the planner's random draws, for one that has any
 
     def class_of(self, workload: str, model: str = "") -> WorkloadClass:
         """Return the class of this name; the one of everybody else where there is none."""
@@ -74,8 +66,6 @@ def load(
     """Return a new planner by its name in the entry point group `pigou.planner`.
 
     Args:
-        name: of the planner.
-        setup: what it is given.
         params: its parameters by name; those left out keep their defaults.
 
     Raises:

@@ -17,19 +17,13 @@ from pigou.request import Role
 
 
 class PoolProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a worker of a pool measured of itself.
+    """What a worker of a pool measured of itself."""
 
-    Attributes:
-        prefill: (prompt tokens, seconds alone), at least one.
-        decode: (streams, tokens that each holds, seconds between tokens), at least one.
-        kv_tokens: that it can hold; infinity where it did not say.
-        max_seqs: most streams of it.
-    """
-
-    prefill: tuple[tuple[float, float], ...]
+    prefill: tuple[tuple[float, float], ...]  # (prompt tokens, seconds alone), at least one
+    # (streams, tokens that each holds, seconds between tokens), at least one.
     decode: tuple[tuple[float, float, float], ...]
-    kv_tokens: float = math.inf
-    max_seqs: int = 256
+    kv_tokens: float = math.inf  # that it can hold; infinity where it did not say
+    max_seqs: int = 256  # most streams of it
 
     @property
     def performance(self) -> PerformanceModel:
@@ -43,25 +37,18 @@ class PlannerStarted(Message, frozen=True, kw_only=True):
     """All that a planner is made of: `make` makes the same one again.
 
     Attributes:
-        planner: its name under `pigou.planner`.
-        params: its parameters, those left out at their defaults.
-        slo: of requests that belong to no class.
-        classes: with objectives of their own.
         budget, times: as of `PlannerSetup`.
-        profiles: of pools, by name; speeds of the others are learned.
-        tables: of `pigou sweep`; they go before profiles.
-        roles: of the pools that tables are for, by name.
-        seed: of its random draws.
     """
 
-    planner: str
+    planner: str  # its name under `pigou.planner`
     params: dict[str, Any] = msgspec.field(default_factory=dict)
     slo: Slo = msgspec.field(default_factory=Slo)
     classes: tuple[WorkloadClass, ...] = ()
     budget: Budget = msgspec.field(default_factory=Budget)
     times: ProvisioningTimes = msgspec.field(default_factory=ProvisioningTimes)
+    # of pools, by name; speeds of the others are learned.
     profiles: dict[str, PoolProfile] = msgspec.field(default_factory=dict)
-    tables: SweepTables | None = None
+    tables: SweepTables | None = None  # of `pigou sweep`; they go before profiles
     roles: dict[str, Role] = msgspec.field(default_factory=dict)
     seed: int = 0
 

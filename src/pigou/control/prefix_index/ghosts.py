@@ -25,17 +25,13 @@ _WORKERS = 8
 
 
 class GhostArrays(NamedTuple):
-    """Arrays of ghosts, as kernels see them.
+    """Arrays of ghosts, as kernels see them."""
 
-    Attributes:
-        blocks: uint64, shape (a power of two, 2): a key, at the upper bits of its spread, and the
-            number of the worker that evicted it; 0 where empty. A new ghost replaces another, and
-            so the oldest are forgotten, by chance. Of no rows until something is evicted.
-        counts: float64, shape (2, workers), by the rows above.
-    """
-
+    # uint64, shape (a power of two, 2): a key, at the upper bits of its spread, and the number of
+    # the worker that evicted it; 0 where empty. A new ghost replaces another, and so the oldest are
+    # forgotten, by chance. Of no rows until something is evicted.
     blocks: Words
-    counts: Rates
+    counts: Rates  # float64, shape (2, workers), by the rows above
 
 
 class Ghosts:
@@ -120,9 +116,7 @@ def count_stored(ghosts: GhostArrays, keys: Words, worker: int, held: int, new: 
     """Count stored blocks, those that were ghosts for who evicted them; these are forgotten.
 
     Args:
-        ghosts: to look into.
         keys: of the blocks, in the last column, shape (blocks, any).
-        worker: that stored them.
         held: blocks that it has.
         new: how many of those stored it had not held.
     """

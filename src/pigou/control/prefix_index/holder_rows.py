@@ -44,24 +44,19 @@ TOTALS = 5
 
 
 class TableArrays(NamedTuple):
-    """Arrays of the holder table, as kernels see them.
+    """Arrays of the holder table, as kernels see them."""
 
-    Attributes:
-        rows: uint64, shape (rows + 1, 1 + tiers words). A row has a key (0 where it is free) and,
-            for each tier, one bit a worker, in words of 64, of which there are a power of two.
-            There are three tiers, or, with two words or more, the device's alone: most fleets have
-            no other, and memory for rows is what takes the time. Row 0 is the sentinel of the list
-            of free rows, whose neighbours are in columns NEXT and PREV.
-        slots: from a key to its row (`pigou.control.prefix_index.hash_slots`).
-        duplicates: uint64, shape (a power of two, 3): key, holder (3 worker + tier) and how often,
-            beyond the first time, this worker holds this key in this tier (0 where empty).
-        totals: int64, shape (5,), by the names above.
-    """
-
+    # uint64, shape (rows + 1, 1 + tiers words). A row has a key (0 where it is free) and, for each
+    # tier, one bit a worker, in words of 64, of which there are a power of two. There are three
+    # tiers, or, with two words or more, the device's alone: most fleets have no other, and memory
+    # for rows is what takes the time. Row 0 is the sentinel of the list of free rows, whose
+    # neighbours are in columns NEXT and PREV.
     rows: Words
-    slots: Words
+    slots: Words  # from a key to its row (`pigou.control.prefix_index.hash_slots`)
+    # uint64, shape (a power of two, 3): key, holder (3 worker + tier) and how often, beyond the
+    # first time, this worker holds this key in this tier (0 where empty).
     duplicates: Words
-    totals: Counts
+    totals: Counts  # int64, shape (5,), by the names above
 
 
 # --- rows -----------------------------------------------------------------------------------

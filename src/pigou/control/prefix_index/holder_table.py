@@ -190,8 +190,6 @@ def change_holders(arrays: TableTuple, worker: int, gained: Words, lost: Words) 
     """Add what a worker holds once more, and then drop what it holds once less.
 
     Args:
-        arrays: the table.
-        worker: its number.
         gained, lost: keys and tiers (bits), shape (any, 2).
     """
     table = TableArrays(*arrays)
@@ -263,8 +261,6 @@ def walk(
     """Walk down a chain until none of some workers holds the next block.
 
     Args:
-        rows, slots: of the table.
-        keys: of the chain.
         workers: numbers of those workers, shape (n,); `UNKNOWN_WORKER` holds nothing.
         planes, runs: scratch, shapes (3, 32, words) and (64 words,); planes are zeros, before
             and after.

@@ -29,19 +29,12 @@ WORD = np.dtype(np.uint64)
 
 
 class KeyedStored(msgspec.Struct, frozen=True, eq=False, tag_field="kind", tag="stored"):
-    """Blocks that can be hit from now on.
+    """Blocks that can be hit from now on."""
 
-    Attributes:
-        hashes: the engine's own, as 64-bit names, shape (blocks,).
-        keys: the router's, shape (blocks,); 0 where unknown.
-        parent: name of the block before them; None at the beginning of a sequence.
-        medium: tier, as the sender names it; None means the device.
-    """
-
-    hashes: Words
-    keys: Words
-    parent: int | None
-    medium: str | None = None
+    hashes: Words  # the engine's own, as 64-bit names, shape (blocks,)
+    keys: Words  # the router's, shape (blocks,); 0 where unknown
+    parent: int | None  # name of the block before them; None at the beginning of a sequence
+    medium: str | None = None  # tier, as the sender names it; None means the device
 
 
 class KeyedRemoved(msgspec.Struct, frozen=True, eq=False, tag_field="kind", tag="removed"):

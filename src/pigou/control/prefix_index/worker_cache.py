@@ -76,23 +76,15 @@ NO_ROOM = -(2**62)
 
 @dataclass(frozen=True, slots=True)
 class WorkerCacheStats:
-    """What the index knows of one worker's cache.
-
-    Attributes:
-        blocks: that it holds, as its events say.
-        held: those of them that can be matched; the tokens or the parent of others are unknown.
-        predicted: blocks that it is expected to hold.
-        events: that were applied.
-        event_gaps: times that all was forgotten, because events were missed.
-        evicted: blocks that were dropped to stay within limits.
-    """
+    """What the index knows of one worker's cache."""
 
     blocks: int = 0
+    # those of them that can be matched; the tokens or the parent of others are unknown.
     held: int = 0
-    predicted: int = 0
+    predicted: int = 0  # blocks that it is expected to hold
     events: int = 0
-    event_gaps: int = 0
-    evicted: int = 0
+    event_gaps: int = 0  # times that all was forgotten, because events were missed
+    evicted: int = 0  # blocks that were dropped to stay within limits
 
 
 class WorkerCache:
@@ -148,8 +140,6 @@ class WorkerCache:
         """Store consecutive blocks in one tier, here and in the table; return how many are new.
 
         Args:
-            table: of all workers.
-            ghosts: of all workers.
             hashes: of the engine, in the last column, shape (blocks, any).
             keys: in the last column, 0 where unknown, shape (blocks, any).
             parent: the engine's hash of the block before; None at the beginning.

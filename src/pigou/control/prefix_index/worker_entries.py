@@ -43,35 +43,23 @@ _NO_CHANGES: Words = np.zeros((0, 2), dtype=np.uint64)
 
 
 class EntryArrays(NamedTuple):
-    """Arrays of one worker's entries, as kernels see them.
+    """Arrays of one worker's entries, as kernels see them."""
 
-    Attributes:
-        links: uint32, shape (8 (entries + 1),), eight of each entry by the names above. Entry 0 is
-            the sentinel of the list. (Two dimensions would be slower: the compiler makes more of a
-            number of columns that it knows.)
-        names: uint64, shape (entries + 1,), 0 for a free entry.
-        values: uint64, shape (entries + 1,), 0 for a free entry.
-        slots: from a name to its entry (`pigou.control.prefix_index.hash_slots`).
-        counts: int64, shape (6,), by the names above.
-    """
-
+    # uint32, shape (8 (entries + 1),), eight of each entry by the names above. Entry 0 is the
+    # sentinel of the list. (Two dimensions would be slower: the compiler makes more of a number of
+    # columns that it knows.)
     links: Links
-    names: Words
-    values: Words
-    slots: Words
-    counts: Counts
+    names: Words  # uint64, shape (entries + 1,), 0 for a free entry
+    values: Words  # uint64, shape (entries + 1,), 0 for a free entry
+    slots: Words  # from a name to its entry (`pigou.control.prefix_index.hash_slots`)
+    counts: Counts  # int64, shape (6,), by the names above
 
 
 @dataclass(frozen=True, slots=True)
 class BlockChanges:
-    """Blocks that a worker gained and lost.
+    """Blocks that a worker gained and lost."""
 
-    Attributes:
-        gained: keys and tiers (bits), shape (n, 2).
-        lost: likewise.
-    """
-
-    gained: Words
+    gained: Words  # keys and tiers (bits), shape (n, 2)
     lost: Words
 
 

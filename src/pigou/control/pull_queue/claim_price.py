@@ -18,19 +18,13 @@ _MEMORY = 32
 
 
 class ClaimLoad(NamedTuple):
-    """What a claim is priced in.
+    """What a claim is priced in."""
 
-    Attributes:
-        free_s: seconds until each worker has computed what it holds, (workers,).
-        arrivals: prompts a second that come to the queue.
-        rise: extra weight of a second, for each second before it (urgency over mean time).
-        toll: weight of what later arrivals lose.
-    """
-
-    free_s: Seconds
-    arrivals: float = 0.0
+    free_s: Seconds  # seconds until each worker has computed what it holds, (workers,)
+    arrivals: float = 0.0  # prompts a second that come to the queue
+    # extra weight of a second, for each second before it (urgency over mean time).
     rise: float = 0.0
-    toll: float = 1.0
+    toll: float = 1.0  # weight of what later arrivals lose
 
 
 def claim_values(service_s: Seconds, age_s: Seconds, own: int, load: ClaimLoad) -> Seconds:
@@ -55,7 +49,6 @@ def claim_values(service_s: Seconds, age_s: Seconds, own: int, load: ClaimLoad) 
         service_s: seconds of each prompt on each worker, (prompts, workers).
         age_s: seconds since each prompt arrived, (prompts,).
         own: index of the worker that claims.
-        load: of the workers and the queue.
     """
     values, busy = np.empty(len(service_s)), load.free_s.copy()
     workers = len(busy)

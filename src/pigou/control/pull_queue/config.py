@@ -19,43 +19,32 @@ PUSH, PULL = "push", "pull"
 
 
 class PullQueueConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Limits and the order of a prefill queue.
+    """Limits and the order of a prefill queue."""
 
-    Attributes:
-        order: `price` takes the prompt whose claim is worth most; `fifo` the head.
-        batch_tokens: a claim ends once it has so many tokens to compute: the smallest batch that
-            saturates a worker. 1 takes one prompt at a time, as Dynamo's first design.
-        batch_wait_ms: a worker that could not fill its batch waits so long for more.
-        max_bypass: times that others go before a prompt; then it goes next.
-        max_bypass_s: age of a prompt in seconds at which nobody goes before it any more, and no
-            worker leaves it to another one.
-        window: prompts at the head of the queue that are priced.
-        toll: weight of what a claim costs those who come later.
-        urgency: weight of T^2 / (2 M) beside a prompt's time T to its end, M the mean of T.
-        lease_s: a claim that is neither acked nor extended for so long is delivered again.
-        max_deliveries: deliveries after which a prompt is a dead letter.
-        duplicate_window_s: the same prompt is not taken twice in this time.
-        local: what keeps a prompt at its decode worker: the price of the routing policy's local
-            candidate beside the queue's wait, or the thresholds of Dynamo's first disaggregated
-            router (ai-dynamo/dynamo PRs 183 and 303), which follow.
-        max_prefill_queue_size: prompts in the queue from which on they stay.
-        max_local_prefill_length: tokens of a prompt, those left out that its decode worker has
-            cached, up to which it stays.
-    """
-
+    # `price` takes the prompt whose claim is worth most; `fifo` the head.
     order: ClaimOrder = "price"
+    # a claim ends once it has so many tokens to compute: the smallest batch that saturates a
+    # worker. 1 takes one prompt at a time, as Dynamo's first design.
     batch_tokens: int = 512
-    batch_wait_ms: float = 2.0
-    max_bypass: int = 8
+    batch_wait_ms: float = 2.0  # a worker that could not fill its batch waits so long for more
+    max_bypass: int = 8  # times that others go before a prompt; then it goes next
+    # age of a prompt in seconds at which nobody goes before it any more, and no worker leaves it to
+    # another one.
     max_bypass_s: float = 2.0
-    window: int = 16
-    toll: float = 1.0
+    window: int = 16  # prompts at the head of the queue that are priced
+    toll: float = 1.0  # weight of what a claim costs those who come later
+    # weight of T^2 / (2 M) beside a prompt's time T to its end, M the mean of T.
     urgency: float = 2.0
+    # a claim that is neither acked nor extended for so long is delivered again.
     lease_s: float = 30.0
-    max_deliveries: int = 3
-    duplicate_window_s: float = 120.0
+    max_deliveries: int = 3  # deliveries after which a prompt is a dead letter
+    duplicate_window_s: float = 120.0  # the same prompt is not taken twice in this time
+    # what keeps a prompt at its decode worker: the price of the routing policy's local candidate
+    # beside the queue's wait, or the thresholds of Dynamo's first disaggregated router
+    # (ai-dynamo/dynamo PRs 183 and 303), which follow.
     local: LocalPrefill = "price"
-    max_prefill_queue_size: int = 2
+    max_prefill_queue_size: int = 2  # prompts in the queue from which on they stay
+    # tokens of a prompt, those left out that its decode worker has cached, up to which it stays.
     max_local_prefill_length: int = 1000
 
     def __post_init__(self) -> None:

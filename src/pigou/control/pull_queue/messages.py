@@ -14,39 +14,23 @@ from pigou.request import NEVER
 
 
 class PrefillItem(msgspec.Struct, frozen=True):
-    """A prompt that waits for a prefill worker.
+    """A prompt that waits for a prefill worker."""
 
-    Attributes:
-        request: its id.
-        tokens: of the prompt.
-        arrival_ns: when the request arrived; waits and the order are counted from it.
-        incarnation: rises when the same request is queued again; an older one has no effect.
-        deadline_ns: when it is answered with an error if nobody has claimed it.
-        priority: a lower one goes first.
-    """
-
-    request: str
+    request: str  # its id
     tokens: int
-    arrival_ns: int
-    incarnation: int = 0
-    deadline_ns: int = NEVER
-    priority: int = 0
+    arrival_ns: int  # when the request arrived; waits and the order are counted from it
+    incarnation: int = 0  # rises when the same request is queued again; an older one has no effect
+    deadline_ns: int = NEVER  # when it is answered with an error if nobody has claimed it
+    priority: int = 0  # a lower one goes first
 
 
 class PrefillClaim(msgspec.Struct, frozen=True):
-    """A prompt that a worker has pulled, until it is acked or its lease ends.
-
-    Attributes:
-        item: the prompt.
-        worker: who computes it.
-        delivery: 1 for the first time.
-        lease_end_ns: when it is delivered again, unless it is extended before.
-    """
+    """A prompt that a worker has pulled, until it is acked or its lease ends."""
 
     item: PrefillItem
     worker: str
-    delivery: int
-    lease_end_ns: int
+    delivery: int  # 1 for the first time
+    lease_end_ns: int  # when it is delivered again, unless it is extended before
 
 
 class PrefillExpired(msgspec.Struct, frozen=True):
@@ -66,15 +50,10 @@ QueueEffect: TypeAlias = PrefillExpired | PrefillDeadLetter
 
 
 class ServiceTable(NamedTuple):
-    """What prompts take on the workers of a queue, in their order.
+    """What prompts take on the workers of a queue, in their order."""
 
-    Attributes:
-        seconds: (prompts, workers).
-        tokens: of the prompts that are to be computed there, (prompts, workers).
-    """
-
-    seconds: Seconds
-    tokens: NDArray[np.int64]
+    seconds: Seconds  # (prompts, workers)
+    tokens: NDArray[np.int64]  # of the prompts that are to be computed there, (prompts, workers)
 
 
 ServiceLaw: TypeAlias = Callable[[Sequence[PrefillItem]], ServiceTable]
@@ -85,20 +64,15 @@ class QueueCounts(msgspec.Struct):
 
     Attributes:
         queued, claimed, acked: prompts; redelivered ones are claimed several times.
-        redelivered: claims that ended without an ack.
-        bypasses: times that a later prompt went first.
-        left: times that a worker left the queue to another one.
-        duplicates: prompts, and acks, that had no effect.
-        expired, dead, cancelled: prompts.
     """
 
     queued: int = 0
     claimed: int = 0
     acked: int = 0
-    redelivered: int = 0
-    bypasses: int = 0
-    left: int = 0
-    duplicates: int = 0
+    redelivered: int = 0  # claims that ended without an ack
+    bypasses: int = 0  # times that a later prompt went first
+    left: int = 0  # times that a worker left the queue to another one
+    duplicates: int = 0  # prompts, and acks, that had no effect
     expired: int = 0
     dead: int = 0
     cancelled: int = 0

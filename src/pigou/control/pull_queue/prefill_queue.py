@@ -67,9 +67,7 @@ class PrefillQueue:
         assert queue.ack("r1", 0, 5)
 
     Attributes:
-        config: its limits.
         workers: that pull, in the order of a service law's columns.
-        counts: what became of the prompts.
     """
 
     def __init__(self, config: PullQueueConfig) -> None:
@@ -164,7 +162,6 @@ class PrefillQueue:
         """Give a worker the smallest batch that saturates it; empty where nothing is worth it.
 
         Args:
-            worker: that has nothing to compute.
             now_ns: nanoseconds.
             service: of prompts on the workers; None where that is unknown: the head goes.
         """

@@ -12,15 +12,11 @@ from pigou.config import ConfigError
 
 
 class RoutingSetting(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Parameters of the choice among candidates.
+    """Parameters of the choice among candidates."""
 
-    Attributes:
-        temperature: of the softmax over costs; 0 takes the cheapest.
-        overlap_weight: omega of Eq. 1 (Georgiou 2026): weight of the blocks that a worker would
-            have to prefill, net of cached ones, against the blocks that it has in use.
-    """
-
-    temperature: float = 0.0
+    temperature: float = 0.0  # of the softmax over costs; 0 takes the cheapest
+    # omega of Eq. 1 (Georgiou 2026): weight of the blocks that a worker would have to prefill, net
+    # of cached ones, against the blocks that it has in use.
     overlap_weight: float = 1.0
 
     def __post_init__(self) -> None:
@@ -33,17 +29,12 @@ class RoutingSetting(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """What a request is routed under.
-
-    Attributes:
-        temperature: of the softmax over costs.
-        overlap_weight: of the blocks to prefill, net of cached ones.
-        setting: index of this choice of the controller's; the outcome of the request carries it
-            back (`TTFTSample.setting`, `E2ESample.setting`).
-    """
+    """What a request is routed under."""
 
     temperature: float = 0.0
-    overlap_weight: float = 1.0
+    overlap_weight: float = 1.0  # of the blocks to prefill, net of cached ones
+    # index of this choice of the controller's; the outcome of the request carries it back
+    # (`TTFTSample.setting`, `E2ESample.setting`).
     setting: int = 0
 
     @classmethod
@@ -53,15 +44,10 @@ class Parameters:
 
 
 class E2ESample(msgspec.Struct, frozen=True):
-    """The end of a request.
+    """The end of a request."""
 
-    Attributes:
-        seconds: from its arrival to its last token.
-        unloaded: seconds that it would take with the fleet to itself, as far as known: what its
-            latency is compared with.
-        setting: index of the parameters that it was routed under.
-    """
-
-    seconds: float
+    seconds: float  # from its arrival to its last token
+    # seconds that it would take with the fleet to itself, as far as known: what its latency is
+    # compared with.
     unloaded: float = 1.0
-    setting: int = 0
+    setting: int = 0  # index of the parameters that it was routed under

@@ -38,15 +38,13 @@ class RegimeTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     Below exploits cached prefixes, Transition spreads by chance, Saturated spreads and all but
     ignores prefixes. The last row fired in no experiment of the paper.
-
-    Attributes:
-        below: while the fleet does not queue.
-        transition: once it begins to.
-        saturated: when it has more than it can do.
     """
 
+    # while the fleet does not queue.
     below: RoutingSetting = RoutingSetting(temperature=0.0, overlap_weight=1.0)
+    # once it begins to.
     transition: RoutingSetting = RoutingSetting(temperature=0.7, overlap_weight=1.0)
+    # when it has more than it can do.
     saturated: RoutingSetting = RoutingSetting(temperature=0.8, overlap_weight=0.1)
 
     def setting(self, regime: Regime) -> RoutingSetting:
@@ -58,11 +56,7 @@ class StaticConfig(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True,
     tag_field="controller", tag="static",
 ):  # fmt: skip
-    """Parameters of `Static`.
-
-    Attributes:
-        setting: what all requests are routed under.
-    """
+    """Parameters of `Static`."""
 
     setting: RoutingSetting = RoutingSetting()
 
@@ -71,24 +65,16 @@ class RegimeConfig(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True,
     tag_field="controller", tag="regime",
 ):  # fmt: skip
-    """Parameters of `RegimeController`.
+    """Parameters of `RegimeController`."""
 
-    Attributes:
-        table: a row a regime.
-    """
-
-    table: RegimeTable = RegimeTable()
+    table: RegimeTable = RegimeTable()  # a row a regime
 
 
 class InterpolatedConfig(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True,
     tag_field="controller", tag="interpolated",
 ):  # fmt: skip
-    """Parameters of `Interpolated`.
-
-    Attributes:
-        table: what is interpolated.
-    """
+    """Parameters of `Interpolated`."""
 
     table: RegimeTable = RegimeTable()
 
@@ -168,22 +154,15 @@ class BanditConfig(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True,
     tag_field="controller", tag="bandit",
 ):  # fmt: skip
-    """Parameters of `Bandit`.
-
-    Attributes:
-        temperatures: of the grid.
-        overlap_weights: of the grid.
-        epoch: nanoseconds that all requests are routed under one setting.
-        discount: weight of an epoch's rewards one epoch later.
-        exploration: width of the confidence bound, in mean latencies; 2 B sqrt(xi) of the source.
-        reward: what is to be short: `latency` to the last token, or `ttft`.
-    """
+    """Parameters of `Bandit`."""
 
     temperatures: tuple[float, ...] = (0.0, 0.7)
     overlap_weights: tuple[float, ...] = (0.1, 1.0, 4.0, 16.0)
-    epoch: int = 2 * SECOND
-    discount: float = 0.99
+    epoch: int = 2 * SECOND  # nanoseconds that all requests are routed under one setting
+    discount: float = 0.99  # weight of an epoch's rewards one epoch later
+    # width of the confidence bound, in mean latencies; 2 B sqrt(xi) of the source.
     exploration: float = 0.1
+    # what is to be short: `latency` to the last token, or `ttft`.
     reward: Literal["latency", "ttft"] = "latency"
 
     def __post_init__(self) -> None:
@@ -334,7 +313,6 @@ def controller(
     """Return a new controller.
 
     Args:
-        config: its parameters.
         detector: that `regime` and `interpolated` follow; its owner feeds it.
         generator: that `bandit` breaks ties with.
     """

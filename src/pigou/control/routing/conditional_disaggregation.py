@@ -23,13 +23,9 @@ from pigou.control.routing.view import Candidates, Flags, FleetView
 class ConditionalDisaggregationParams(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 ):
-    """Parameters of every threshold; those of the policy inside may be given beside them.
+    """Parameters of every threshold; those of the policy inside may be given beside them."""
 
-    Attributes:
-        inner: name of the policy that chooses among the candidates that are left.
-    """
-
-    inner: str
+    inner: str  # name of the policy that chooses among the candidates that are left
 
 
 class ConditionalDisaggregation:

@@ -48,7 +48,6 @@ class CostTable(Mapping[str, Costs]):
     It reads as parts by name, each of shape (candidates,).
 
     Attributes:
-        names: of the parts.
         rows: the parts in that order, and last their sum, shape (parts + 1, candidates).
     """
 

@@ -34,23 +34,14 @@ FetchArrays: TypeAlias = tuple[Counts, Counts, Counts, Counts, Seconds, Seconds]
 
 
 class RemoteFetches(msgspec.Struct, eq=False):
-    """One entry a worker, (workers,): what it would do if it computed the prompt.
+    """One entry a worker, (workers,): what it would do if it computed the prompt."""
 
-    Attributes:
-        source: row of the worker that it fetches from; -1 where it does better without.
-        ready: leading tokens that it would not compute: fetched, or its own in any tier.
-        host: blocks of its own that it would bring back from host memory.
-        storage: the same from disk and object storage.
-        seconds: that fetching takes, 0 where it does not.
-        saves: seconds that fetching saves, its own taken off; 0 where it does not.
-    """
-
-    source: Counts
-    ready: Counts
-    host: Counts
-    storage: Counts
-    seconds: Seconds
-    saves: Seconds
+    source: Counts  # row of the worker that it fetches from; -1 where it does better without
+    ready: Counts  # leading tokens that it would not compute: fetched, or its own in any tier
+    host: Counts  # blocks of its own that it would bring back from host memory
+    storage: Counts  # the same from disk and object storage
+    seconds: Seconds  # that fetching takes, 0 where it does not
+    saves: Seconds  # seconds that fetching saves, its own taken off; 0 where it does not
 
 
 @bare_kernel_over("control/routing", "control/latency_model")
@@ -96,7 +87,6 @@ def choose_fetches(
 
     Args:
         table: `Estimates.table`.
-        layout: of the workers, (workers,).
         best: who would be fetched from, by layout (`best_sources`).
         device: leading blocks of the prompt on each one's device, (workers,).
         cached: tokens of the prompt that each holds in any tier, (workers,).
@@ -149,7 +139,6 @@ def price_fetches(
     the tolls. Copies in the lower tiers of j are left out: they would have to come up first.
 
     Args:
-        fleet: as the request sees it.
         prompt: tokens.
         open_: workers that may be used, (workers,).
         restore: shares of a token's seconds that one from host and one from storage takes.

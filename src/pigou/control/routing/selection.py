@@ -63,7 +63,6 @@ def select(
 
     Args:
         costs: shape (candidates,); infinity forbids.
-        generator: of the draws.
         temperature: in the unit of the costs, or of their range; at least 0.
         softmax: form of the exponent.
 

@@ -18,9 +18,6 @@ class PowerOfTwo(PoolPolicy):
 
     Mitzenmacher, "The power of two choices in randomized load balancing" (2001); the default of
     Ray Serve, and `power_of_two` of SGLang's gateway. Two workers are drawn for each pool.
-
-    Args:
-        seed: of the draws.
     """
 
     name: ClassVar[str] = "power-of-two"

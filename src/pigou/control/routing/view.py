@@ -28,62 +28,38 @@ class FleetView(msgspec.Struct, eq=False):
     """Load of each worker, shape (workers,); index by `Candidates.decode` or `.prefill`.
 
     Made anew for each decision, of the control plane's own arrays: not to be changed or kept.
-
-    Attributes:
-        ids: names of the workers, in order.
-        prefills: whether prompts may be sent here for another worker to decode.
-        decodes: whether streams may run here.
-        prefill_requests: prompts that are to be computed, or are being computed.
-        prefill_tokens: their tokens that are not cached there.
-        prefill_pairs: pairs of those with the tokens before them.
-        decode_requests: streams that run, or are about to.
-        decode_tokens: their tokens, prompt and output.
-        served: requests that were ever sent here to decode.
-        running: requests that the worker says it runs.
-        waiting: requests that the worker says wait there.
-        kv_usage: share of its KV blocks in use, 0 to 1, as the worker says.
-        overlap: leading blocks of this request's prompt that the worker holds, in any tier.
-        device: those of them that are in device memory.
-        host: those that are only in host memory, or below.
-        storage: those that are only on disk, or in an object store.
-        recomputed_share: blocks evicted there and computed again, for each that is stored.
-        block_size: tokens in a block.
-        blocks: KV blocks that it has, 0 when unknown.
-        estimates: what was learned of each worker's speed.
-        output: tokens that this request is expected to generate.
-        layout: number of its cache's layout; workers of one may fetch from each other, 0 from none.
-        version: number of its deployment's version; KV moves between workers of one alone.
-        fetches: what each worker would fetch from another's cache; None where nobody does.
-        backlog: which of each worker's prompts is under way, and since when; None where unknown.
-        now: nanoseconds.
     """
 
-    ids: tuple[str, ...]
-    prefills: Flags
-    decodes: Flags
-    prefill_requests: Counts
-    prefill_tokens: Counts
-    prefill_pairs: Counts
-    decode_requests: Counts
-    decode_tokens: Counts
-    served: Counts
-    running: Shares
-    waiting: Shares
-    kv_usage: Shares
-    overlap: Counts
-    device: Counts
-    host: Counts
-    storage: Counts
-    recomputed_share: Shares
-    block_size: Counts
-    blocks: Counts
-    estimates: Estimates
-    output: float
+    ids: tuple[str, ...]  # names of the workers, in order
+    prefills: Flags  # whether prompts may be sent here for another worker to decode
+    decodes: Flags  # whether streams may run here
+    prefill_requests: Counts  # prompts that are to be computed, or are being computed
+    prefill_tokens: Counts  # their tokens that are not cached there
+    prefill_pairs: Counts  # pairs of those with the tokens before them
+    decode_requests: Counts  # streams that run, or are about to
+    decode_tokens: Counts  # their tokens, prompt and output
+    served: Counts  # requests that were ever sent here to decode
+    running: Shares  # requests that the worker says it runs
+    waiting: Shares  # requests that the worker says wait there
+    kv_usage: Shares  # share of its KV blocks in use, 0 to 1, as the worker says
+    overlap: Counts  # leading blocks of this request's prompt that the worker holds, in any tier
+    device: Counts  # those of them that are in device memory
+    host: Counts  # those that are only in host memory, or below
+    storage: Counts  # those that are only on disk, or in an object store
+    recomputed_share: Shares  # blocks evicted there and computed again, for each that is stored
+    block_size: Counts  # tokens in a block
+    blocks: Counts  # KV blocks that it has, 0 when unknown
+    estimates: Estimates  # what was learned of each worker's speed
+    output: float  # tokens that this request is expected to generate
+    # number of its cache's layout; workers of one may fetch from each other, 0 from none.
     layout: Counts = _NOTHING
+    # number of its deployment's version; KV moves between workers of one alone.
     version: Counts = _NOTHING
+    # what each worker would fetch from another's cache; None where nobody does.
     fetches: RemoteFetches | None = None
+    # which of each worker's prompts is under way, and since when; None where unknown.
     backlog: PrefillBacklog | None = None
-    now: int = 0
+    now: int = 0  # nanoseconds
     _counted: Counts | None = None
     _prompt: int = 0
     _cached: Counts = _NOTHING
@@ -169,15 +145,10 @@ def cached_tokens(
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Pairs to choose from, both of shape (candidates,); shared by many decisions.
+    """Pairs to choose from, both of shape (candidates,); shared by many decisions."""
 
-    Attributes:
-        prefill: index of the worker that computes the prompt; -1 where `decode` does.
-        decode: index of the worker that streams.
-    """
-
-    prefill: Ints
-    decode: Ints
+    prefill: Ints  # index of the worker that computes the prompt; -1 where `decode` does
+    decode: Ints  # index of the worker that streams
 
     def __len__(self) -> int:
         return int(self.decode.size)

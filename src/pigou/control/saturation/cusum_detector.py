@@ -32,30 +32,23 @@ class CusumConfig(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True,
     tag_field="detector", tag="cusum",
 ):  # fmt: skip
-    """Parameters of `CusumDetector`; none depends on model or hardware.
+    """Parameters of `CusumDetector`; none depends on model or hardware."""
 
-    Attributes:
-        knee: times the mean no-queue latency at which Transition begins; 2 is where a request
-            waits as long as it is served.
-        full: times the mean no-queue latency at which Saturated begins.
-        zone: factor on either side of a threshold that a change must reach to be worth finding
-            (and must keep under for `arl0` to hold).
-        arl0: mean nanoseconds between false alarms of a fleet at the inner edge of the zone.
-        span: mean no-queue latencies that one observation is gathered over; queues come and go
-            by themselves within a few of them.
-        least_scale: least long-run standard deviation of an observation that is believed.
-        half_life: requests after which the no-queue law has half forgotten one.
-        idle: nanoseconds without work after which the regime is Below.
-    """
-
+    # times the mean no-queue latency at which Transition begins; 2 is where a request waits as long
+    # as it is served.
     knee: float = 2.0
-    full: float = 8.0
+    full: float = 8.0  # times the mean no-queue latency at which Saturated begins
+    # factor on either side of a threshold that a change must reach to be worth finding (and must
+    # keep under for `arl0` to hold).
     zone: float = 1.5
+    # mean nanoseconds between false alarms of a fleet at the inner edge of the zone.
     arl0: int = 4 * 3600 * SECOND
+    # mean no-queue latencies that one observation is gathered over; queues come and go by
+    # themselves within a few of them.
     span: float = 4.0
-    least_scale: float = 0.6
-    half_life: float = 256.0
-    idle: int = 30 * SECOND
+    least_scale: float = 0.6  # least long-run standard deviation of an observation that is believed
+    half_life: float = 256.0  # requests after which the no-queue law has half forgotten one
+    idle: int = 30 * SECOND  # nanoseconds without work after which the regime is Below
 
     def __post_init__(self) -> None:
         """Refuse values that separate no regimes."""
@@ -283,12 +276,10 @@ class Cusum:
         """Take in a value; return whether the switch is on.
 
         Args:
-            value: in the unit of the reference.
             scale: square root of the long-run variance of the values: that of their sum over
                 their number, which serial correlation makes larger than their own (Bagshaw and
                 Johnson, "The effect of serial correlation on the performance of CUSUM tests II",
                 1975).
-            height: of the alarm, in nats.
         """
         gain = self.shift * (value - self.reference) / (scale * scale)
         limit = height / self._min_observations

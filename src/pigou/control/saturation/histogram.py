@@ -16,14 +16,11 @@ DYNAMO_TTFT = "dynamo_frontend_time_to_first_token_seconds"
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """Cumulative counts of observations at or below each bound.
+    """Cumulative counts of observations at or below each bound."""
 
-    Attributes:
-        bounds: upper bounds in rising order, the last one infinite; shape (buckets,).
-        counts: observations at or below each bound, since the process began; shape (buckets,).
-    """
-
+    # upper bounds in rising order, the last one infinite; shape (buckets,).
     bounds: tuple[float, ...]
+    # observations at or below each bound, since the process began; shape (buckets,).
     counts: tuple[float, ...]
 
     def __post_init__(self) -> None:

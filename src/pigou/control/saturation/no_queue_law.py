@@ -46,7 +46,6 @@ class UnloadedLaw:
         """Take in a first token.
 
         Args:
-            tokens: of the prompt that had to be computed.
             seconds: from arrival to first token, above 0.
             nobody_ahead: whether no prompt was ahead of it; None where that is not known.
             steady: whether the fleet is believed not to queue. While it does, prompts with none

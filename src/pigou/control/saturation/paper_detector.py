@@ -33,16 +33,11 @@ class PaperConfig(PolledConfig, frozen=True, kw_only=True, tag_field="detector",
 
     The paper leaves `consecutive` and `margin` open. Three polls of 5 s agree with the 15 s that
     it reports.
-
-    Attributes:
-        theta1: seconds of smoothed P99 at which Transition begins.
-        theta2: seconds at which Saturated begins.
-        alpha: weight of the newest P99.
     """
 
-    theta1: float = 0.3
-    theta2: float = 2.0
-    alpha: float = 0.3
+    theta1: float = 0.3  # seconds of smoothed P99 at which Transition begins
+    theta2: float = 2.0  # seconds at which Saturated begins
+    alpha: float = 0.3  # weight of the newest P99
     consecutive: int = 3
     margin: float = 0.03
 

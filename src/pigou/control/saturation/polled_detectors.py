@@ -13,23 +13,14 @@ from pigou.request import SECOND
 
 
 class PolledConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Parameters of `Polled`; a detector may give them defaults of its own.
+    """Parameters of `Polled`; a detector may give them defaults of its own."""
 
-    Attributes:
-        theta1: of the signal, in its unit, at which Transition begins.
-        theta2: the same for Saturated.
-        interval: nanoseconds between polls.
-        consecutive: polls in a row that cross a threshold.
-        margin: below a threshold that the way back asks for.
-        idle: nanoseconds without work after which the regime is Below.
-    """
-
-    theta1: float
-    theta2: float
-    interval: int = 5 * SECOND
-    consecutive: int = 1
-    margin: float = 0.0
-    idle: int = 30 * SECOND
+    theta1: float  # of the signal, in its unit, at which Transition begins
+    theta2: float  # the same for Saturated
+    interval: int = 5 * SECOND  # nanoseconds between polls
+    consecutive: int = 1  # polls in a row that cross a threshold
+    margin: float = 0.0  # below a threshold that the way back asks for
+    idle: int = 30 * SECOND  # nanoseconds without work after which the regime is Below
 
     def __post_init__(self) -> None:
         """Refuse thresholds that do not rise, margins that reach 0, and polls of no length."""
@@ -145,10 +136,9 @@ class SecondDifferenceConfig(
     Attributes:
         theta1: seconds per squared request in flight at which Transition begins.
         theta2: the same for Saturated.
-        apart: least difference of load, in requests, between polls that are compared.
     """
 
-    apart: float = 1.0
+    apart: float = 1.0  # least difference of load, in requests, between polls that are compared
 
     def __post_init__(self) -> None:
         """Refuse values that separate no regimes."""
@@ -165,10 +155,9 @@ class ConfigVarianceConfig(
     Attributes:
         theta1: squared seconds at which Transition begins.
         theta2: the same for Saturated.
-        window: polls that a setting's mean is taken over.
     """
 
-    window: int = 6
+    window: int = 6  # polls that a setting's mean is taken over
 
     def __post_init__(self) -> None:
         """Refuse values that separate no regimes."""

@@ -25,22 +25,15 @@ LEVELS = (Regime.BELOW, Regime.TRANSITION, Regime.SATURATED)
 
 
 class TTFTSample(msgspec.Struct, frozen=True):
-    """The first token of a request.
+    """The first token of a request."""
 
-    Attributes:
-        ttft: seconds from its arrival to now.
-        tokens: of its prompt that had to be computed.
-        load: requests in flight in the fleet when it came, itself counted.
-        ahead: prompts that were queued or being computed where its own was sent; None where that
-            is not known.
-        setting: index of the routing parameters that it was routed under.
-    """
-
-    ttft: float
+    ttft: float  # seconds from its arrival to now
     tokens: int = 0
-    load: int = 1
+    load: int = 1  # requests in flight in the fleet when it came, itself counted
+    # prompts that were queued or being computed where its own was sent; None where that is not
+    # known.
     ahead: int | None = None
-    setting: int = 0
+    setting: int = 0  # index of the routing parameters that it was routed under
 
 
 class Detector(Protocol):

@@ -23,18 +23,7 @@ _TRIES = 5
 
 
 class ScaledPool(msgspec.Struct, frozen=True, kw_only=True):
-    """A pool that is scaled through its `PigouPool`.
-
-    Attributes:
-        name: of the object.
-        model: that its workers serve.
-        role: of its workers.
-        replicas: that it is to have, within its range.
-        lowest, highest: its range.
-        gpus: of each worker.
-        unschedulable: pods for which no node has room.
-        pods: uids of its pods that are not terminating, by name.
-    """
+    """A pool that is scaled through its `PigouPool`."""
 
     name: str
     model: str
@@ -43,8 +32,8 @@ class ScaledPool(msgspec.Struct, frozen=True, kw_only=True):
     lowest: int
     highest: int
     gpus: int = 1
-    unschedulable: int = 0
-    pods: dict[str, str] = {}
+    unschedulable: int = 0  # pods for which no node has room
+    pods: dict[str, str] = {}  # uids of its pods that are not terminating, by name
 
 
 class FleetScales:

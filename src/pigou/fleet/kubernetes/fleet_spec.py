@@ -55,34 +55,23 @@ class TopologySpec(Typed, frozen=True):
 
 
 class PoolSpec(PodFields, frozen=True, kw_only=True):
-    """Workers of one role.
-
-    Attributes:
-        replicas: fixed number; otherwise a `PigouPool` is scaled from `min_replicas` to
-            `max_replicas`.
-        engine: what a worker runs.
-        image: of its container.
-        args: further ones of the engine.
-        gpus_per_replica: of a worker, over all its hosts; 0 computes on the CPU.
-        hosts_per_replica: pods of one worker, which start and end as one (a gang).
-        memory: that a worker asks for.
-        shm_size: of /dev/shm, through which ranks and workers on one host exchange data.
-        load_seconds: that a model may take to load before the worker counts as failed.
-        drain_seconds: that requests get to end in.
-    """
+    """Workers of one role."""
 
     role: PoolRole
+    # fixed number; otherwise a `PigouPool` is scaled from `min_replicas` to `max_replicas`.
     replicas: Count | None = None
     min_replicas: Count | None = None
     max_replicas: Count | None = None
     engine: Literal["pigou", "vllm"] = "pigou"
     image: str = ""
-    args: tuple[str, ...] = ()
+    args: tuple[str, ...] = ()  # further ones of the engine
     parallelism: Parallelism = Parallelism()
-    gpus_per_replica: Count = 1
-    hosts_per_replica: Positive = 1
+    gpus_per_replica: Count = 1  # of a worker, over all its hosts; 0 computes on the CPU
+    hosts_per_replica: Positive = 1  # pods of one worker, which start and end as one (a gang)
     memory: Quantity = "16Gi"
+    # of /dev/shm, through which ranks and workers on one host exchange data.
     shm_size: Quantity = "8Gi"
+    # that a model may take to load before the worker counts as failed.
     load_seconds: Positive = 3600
     drain_seconds: Positive = 120
     topology: TopologySpec | None = None
@@ -101,15 +90,10 @@ class UpdateSpec(Typed, frozen=True):
 
 
 class ModelSpec(Typed, frozen=True, kw_only=True):
-    """A model, and the pools that serve it: `both`, or `prefill` and `decode`.
-
-    Attributes:
-        name: that requests use.
-        model: folder or hub id.
-    """
+    """A model, and the pools that serve it: `both`, or `prefill` and `decode`."""
 
     name: ModelName
-    model: str = "bundled"
+    model: str = "bundled"  # folder or hub id
     pools: Annotated[tuple[PoolSpec, ...], Meta(min_length=1, max_length=3)]
     update: UpdateSpec = UpdateSpec()
 
@@ -153,23 +137,17 @@ class GatewaySpec(PodFields, frozen=True):
 
 
 class FleetSpec(Typed, frozen=True):
-    """What a `PigouFleet` asks for.
-
-    Attributes:
-        image: of Pigou's containers that name no other.
-        fleet_secret: name of the Secret whose key `secret` the processes of the fleet share.
-        model_cache: PersistentVolumeClaim of the hub's cache; empty downloads into each pod.
-        gpu_resource: name under which nodes have GPUs.
-    """
+    """What a `PigouFleet` asks for."""
 
     models: Annotated[tuple[ModelSpec, ...], Meta(min_length=1)]
-    image: str = "pigou-worker:0.1.0"
+    image: str = "pigou-worker:0.1.0"  # of Pigou's containers that name no other
     slo: SloSpec | None = None
     budget: BudgetSpec | None = None
     gateway: GatewaySpec = GatewaySpec()
+    # name of the Secret whose key `secret` the processes of the fleet share.
     fleet_secret: str = "pigou-fleet"
-    model_cache: str = ""
-    gpu_resource: str = "nvidia.com/gpu"
+    model_cache: str = ""  # PersistentVolumeClaim of the hub's cache; empty downloads into each pod
+    gpu_resource: str = "nvidia.com/gpu"  # name under which nodes have GPUs
 
 
 class PoolScale(Typed, frozen=True):

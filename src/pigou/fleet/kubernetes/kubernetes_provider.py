@@ -67,9 +67,7 @@ class KubernetesProvider(RegistryProvider):
         """Begin without workers.
 
         Args:
-            registry: in which the pods' workers are.
             setup: of the fleet's members.
-            scales: of the fleet.
         """
         super().__init__(registry, setup)
         self._scales = scales

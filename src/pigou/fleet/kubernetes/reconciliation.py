@@ -32,29 +32,17 @@ _ENDED = ("Succeeded", "Failed")
 
 
 class Observation(msgspec.Struct, frozen=True, kw_only=True):
-    """What an operator read of the cluster.
+    """What an operator read of the cluster."""
 
-    Attributes:
-        fleet: the `PigouFleet`.
-        workloads: Deployments and gangs of all fleets, gateways among them.
-        services: of this fleet.
-        pools: its `PigouPool`s.
-        nodes: of the cluster; None where they could not be read.
-        pods: of the cluster; None where they could not be read.
-        gangs: whether LeaderWorkerSets can be made.
-        grove: whether PodCliqueSets can be made, which are where those cannot.
-        now: time of conditions, in RFC 3339.
-    """
-
-    fleet: Manifest
-    workloads: Sequence[Manifest] = ()
+    fleet: Manifest  # the `PigouFleet`
+    workloads: Sequence[Manifest] = ()  # Deployments and gangs of all fleets, gateways among them
     services: Sequence[Manifest] = ()
-    pools: Sequence[Manifest] = ()
-    nodes: Sequence[Manifest] | None = None
-    pods: Sequence[Manifest] | None = None
-    gangs: bool = False
-    grove: bool = False
-    now: str = ""
+    pools: Sequence[Manifest] = ()  # its `PigouPool`s
+    nodes: Sequence[Manifest] | None = None  # of the cluster; None where they could not be read
+    pods: Sequence[Manifest] | None = None  # of the cluster; None where they could not be read
+    gangs: bool = False  # whether LeaderWorkerSets can be made
+    grove: bool = False  # whether PodCliqueSets can be made, which are where those cannot
+    now: str = ""  # time of conditions, in RFC 3339
 
 
 class Write(msgspec.Struct, frozen=True):

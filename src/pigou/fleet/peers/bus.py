@@ -38,10 +38,6 @@ class PeerBus(Protocol):
     async def connect(self, take: Callable[[bytes], None], again: Callable[[], None]) -> None:
         """Connect; then reconnect by itself after failures.
 
-        Args:
-            take: called with each message.
-            again: called when the connection is there again.
-
         Raises:
             BusError: it cannot be reached.
         """
@@ -63,7 +59,6 @@ class NatsBus:
         """Prepare.
 
         Args:
-            address: of the servers.
             subject: first part of the subjects.
 
         Raises:

@@ -16,12 +16,7 @@ _GROUP = "Peers"
 
 
 class PeersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Where gateways tell one another what they send, and by which subjects.
-
-    Attributes:
-        peers: addresses of a NATS server, with commas between them; empty for no peers.
-        subject: that the subjects of the fleet begin with.
-    """
+    """Where gateways tell one another what they send, and by which subjects."""
 
     peers: Annotated[
         str,

@@ -46,7 +46,6 @@ class PeerEnvelope:
         """Return the message.
 
         Args:
-            data: as it came.
             unix_ms: milliseconds since 1970.
 
         Raises:

@@ -43,7 +43,6 @@ class PeerExchange:
     The fleet serves without it: a bus that is down is logged once and tried again.
 
     Attributes:
-        name: of this gateway, another one after each start.
         rejected: messages that did not count.
     """
 

@@ -52,7 +52,6 @@ class PrefillBroker:
     """A connection to a queue. Its stream is made by the first who connects.
 
     Attributes:
-        address: of the queue.
         client: the connection, for questions and answers beside the queue.
     """
 

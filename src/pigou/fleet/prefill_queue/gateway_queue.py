@@ -48,10 +48,7 @@ class NatsPrefillQueue:
         """Prepare for `run`.
 
         Args:
-            address: of the queue.
             plane_driver: whose control plane knows the workers, and their prefixes.
-            secret: of the fleet, which messages are proved with.
-            config: of the claims.
             takes_unsigned: workers need not know the secret, as this gateway made it.
         """
         self._plane_driver = plane_driver

@@ -19,20 +19,14 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 class QueueAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A queue of a NATS server: `nats://[USER:PASSWORD@]HOST:PORT/NAME[?storage=memory]`.
-
-    Attributes:
-        nats: address of the server.
-        name: the queue's, as in the URL.
-        storage: of the prompts; those in memory are gone when the server ends.
-        lease_s: seconds after which a prompt is delivered again whose worker is silent.
-        max_age_s: seconds after which the broker forgets a prompt, whose gateway is gone then.
-    """
+    """A queue of a NATS server: `nats://[USER:PASSWORD@]HOST:PORT/NAME[?storage=memory]`."""
 
     nats: NatsAddress
-    name: str
+    name: str  # the queue's, as in the URL
+    # of the prompts; those in memory are gone when the server ends.
     storage: Literal["file", "memory"] = "file"
-    lease_s: float = 10.0
+    lease_s: float = 10.0  # seconds after which a prompt is delivered again whose worker is silent
+    # seconds after which the broker forgets a prompt, whose gateway is gone then.
     max_age_s: float = 600.0
 
     def __post_init__(self) -> None:
@@ -71,28 +65,17 @@ class QueueAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class QueuedPrefill(msgspec.Struct, frozen=True):
-    """A prompt on its way to whichever worker pulls it.
-
-    Attributes:
-        request, incarnation: of the prompt.
-        gateway: subject on which its gateway answers.
-        path: of the worker's route.
-        wire_id: id of the request in headers and logs.
-        mark: of its tenant; empty for none.
-        tokens: of the prompt.
-        body: of the leg that computes it, JSON.
-        traceparent: of the span that waits for it; empty where it is not traced.
-    """
+    """A prompt on its way to whichever worker pulls it."""
 
     request: str
     incarnation: int
-    gateway: str
-    path: str
-    wire_id: str
-    mark: str
+    gateway: str  # subject on which its gateway answers
+    path: str  # of the worker's route
+    wire_id: str  # id of the request in headers and logs
+    mark: str  # of its tenant; empty for none
     tokens: int
     body: bytes
-    traceparent: str = ""
+    traceparent: str = ""  # of the span that waits for it; empty where it is not traced
 
 
 class ClaimQuestion(msgspec.Struct, frozen=True):

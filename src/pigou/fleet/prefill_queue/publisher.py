@@ -114,9 +114,7 @@ class PrefillPublisher:
         """Prepare for `run`.
 
         Args:
-            broker: of the queue.
             config: of claims; leases are the broker's.
-            service: what prompts take.
             workers: prefill workers of this gateway, by their incarnations.
             signer: of the fleet's messages.
         """

@@ -50,11 +50,8 @@ class PrefillPuller:
         """Prepare for `run`.
 
         Args:
-            broker: of the queue.
             worker: incarnation of the worker, by which gateways know it.
-            compute: computes a prompt.
             pool: the worker's, by model, version and secret.
-            batch_tokens: of prompts under way that saturate the worker.
             signer: of the fleet's messages.
         """
         self._signer = signer or MessageSigner()

@@ -33,7 +33,6 @@ class PullingWorker:
         """Prepare.
 
         Args:
-            address: of the queue.
             secret: of the fleet, which the worker's own server asks for.
             other: what makes the worker known besides; None for nothing.
         """

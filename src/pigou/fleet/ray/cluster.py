@@ -26,19 +26,12 @@ _NODE_ID, _ZONE, _KIND = "ray.io/node-id", "ray.io/availability-zone", "ray.io/a
 
 @dataclass(slots=True, eq=False)
 class Bundle:
-    """One worker's part of a placement group, and its actor.
-
-    Attributes:
-        host: of the node.
-        group: handle of the placement group.
-        index: within the group.
-        actor: handle; None before it was started.
-    """
+    """One worker's part of a placement group, and its actor."""
 
     host: str
-    group: Any = field(repr=False)
-    index: int
-    actor: Any = field(default=None, repr=False)
+    group: Any = field(repr=False)  # handle of the placement group
+    index: int  # within the group
+    actor: Any = field(default=None, repr=False)  # handle; None before it was started
 
 
 class ActorGone(FleetError):
@@ -57,7 +50,6 @@ class RayCluster:
 
         Args:
             address: of the cluster's head, or `auto`.
-            resources: of each worker, as Ray names them: CPU, GPU.
 
         Raises:
             ConfigError: Ray is not installed.

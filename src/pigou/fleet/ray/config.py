@@ -10,16 +10,10 @@ from pigou.control.placement.topology import TopologyLevel
 
 
 class RayConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The Ray cluster that workers run on.
+    """The Ray cluster that workers run on."""
 
-    Attributes:
-        address: of its head, or `auto`.
-        pack: how near to each other the workers must be; None for the cheapest nodes.
-        cpus: of each worker.
-        gpus: of each worker.
-    """
-
-    address: str = "auto"
+    address: str = "auto"  # of its head, or `auto`
+    # how near to each other the workers must be; None for the cheapest nodes.
     pack: Pack | None = None
     cpus: int = 1
     gpus: int = 0

@@ -25,13 +25,11 @@ class RayProcess:
     Its health, load and progress come by HTTP, as those of an attached server do.
 
     Attributes:
-        pid: 0, as it is no process of this machine.
-        heartbeat: None, for the same reason.
         code: exit status; None while it runs, or where its node is gone.
     """
 
-    pid: int = 0
-    heartbeat: EngineProgress | None = None
+    pid: int = 0  # 0, as it is no process of this machine
+    heartbeat: EngineProgress | None = None  # None, for the same reason
     process_state: ProcessState | None = None
 
     def __init__(

@@ -46,9 +46,6 @@ class RayProvider(LocalProvider):
     The workers of the start are a gang: all of them get nodes, or the fleet does not start. They
     are in one placement group; a worker that is added, or moves off a lost node, has its own. The
     gateway learns from its own watch by HTTP that a worker is gone, seconds before Ray does.
-
-    Attributes:
-        cluster: that they run on.
     """
 
     kind: ClassVar[str] = RayMember.kind

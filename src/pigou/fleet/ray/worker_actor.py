@@ -23,7 +23,6 @@ class WorkerActor:
         """Start the process; return the line that says where it listens.
 
         Args:
-            name: of the worker.
             arguments: of `pigou worker`, besides its addresses.
             secret: of the fleet; empty for none.
             timeout_s: seconds that it may take.

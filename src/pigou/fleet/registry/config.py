@@ -18,11 +18,7 @@ _FIELDS = ("host", "rack", "zone")
 
 
 class RegistrationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Where a worker registers itself, and as what; without `registry` it does not.
-
-    Attributes:
-        label: each as `NAME=VALUE`; host, rack, zone and gpus are known to placement.
-    """
+    """Where a worker registers itself, and as what; without `registry` it does not."""
 
     registry: Annotated[
         str,
@@ -63,8 +59,6 @@ class RegistrationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True
         """Return where the worker runs, by its labels, else by the arguments.
 
         Args:
-            host: its name.
-            gpus: of the worker.
             location: host, rack and zone, as far as `--location` says.
 
         Raises:

@@ -25,7 +25,6 @@ class Discovery:
     """Reads the registry, and tells what follows for the fleet.
 
     Attributes:
-        view: that is read into.
         seen: set once the registry was read for the first time, or failed to answer.
     """
 
@@ -40,10 +39,8 @@ class Discovery:
         """Prepare; `run` reads.
 
         Args:
-            registry: to read.
             apply: gets the effects of the view, in order, but for probes.
             probe: says whether a worker lives, as that incarnation.
-            view: that is read into.
             background: runs the watch.
         """
         self.view = view or RegistryView()

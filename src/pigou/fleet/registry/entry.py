@@ -38,68 +38,43 @@ class Identity(NamedTuple):
 
 
 class Topology(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a worker runs; empty where unknown.
+    """Where a worker runs; empty where unknown."""
 
-    Attributes:
-        host: name of the machine.
-        rack, zone: that the machine is in.
-        gpus: of the worker.
-        labels: further ones, by name.
-    """
-
-    host: Text = ""
+    host: Text = ""  # name of the machine
     rack: Text = ""
     zone: Text = ""
     gpus: Count = 0
-    labels: dict[Text, Text] = {}
+    labels: dict[Text, Text] = {}  # further ones, by name
 
 
 class KVShape(msgspec.Struct, frozen=True, kw_only=True):
-    """What the caches of two workers must have in common for blocks to move between them.
+    """What the caches of two workers must have in common for blocks to move between them."""
 
-    Attributes:
-        tp: GPUs that the model's heads are split over.
-        kv_layout: fingerprint of the blocks; empty where others may not read them.
-    """
-
-    tp: Count = 1
-    kv_layout: Text = ""
+    tp: Count = 1  # GPUs that the model's heads are split over
+    kv_layout: Text = ""  # fingerprint of the blocks; empty where others may not read them
 
 
 class WorkerEntry(msgspec.Struct, frozen=True, kw_only=True):
     """A worker, as it is registered.
 
     Attributes:
-        worker: name in the fleet.
-        incarnation: of its process, a UUID: a restarted worker has another one.
-        epoch: rises with each change of role or state of one incarnation.
-        role: what it does.
-        model: that it serves.
-        version: hash of what must be equal for two workers to exchange KV.
-        shape: of its cache.
-        url: base address of its HTTP server.
         kv_events, kv_replay: ZMQ addresses of its KV events; empty where it publishes none.
-        transfer: how blocks move: shm, tcp, none; empty where unknown.
-        kv_address: host that its blocks are pulled from; empty for that of `url`.
-        topology: where it runs.
-        ttl_s: seconds that its lease lasts without a renewal.
-        draining: it gets nothing new, and ends.
     """
 
-    worker: str
-    incarnation: str
-    epoch: Count = 0
+    worker: str  # name in the fleet
+    incarnation: str  # of its process, a UUID: a restarted worker has another one
+    epoch: Count = 0  # rises with each change of role or state of one incarnation
     role: Role = Role.BOTH
     model: Text = ""
-    version: Text = ""
+    version: Text = ""  # hash of what must be equal for two workers to exchange KV
     shape: KVShape = KVShape()
-    url: Text
+    url: Text  # base address of its HTTP server
     kv_events: Text = ""
     kv_replay: Text = ""
-    transfer: Text = ""
-    kv_address: Text = ""
+    transfer: Text = ""  # how blocks move: shm, tcp, none; empty where unknown
+    kv_address: Text = ""  # host that its blocks are pulled from; empty for that of `url`
     topology: Topology = Topology()
-    ttl_s: LeaseSeconds = 15.0
+    ttl_s: LeaseSeconds = 15.0  # seconds that its lease lasts without a renewal
     draining: bool = False
 
     def __post_init__(self) -> None:

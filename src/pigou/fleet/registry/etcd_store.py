@@ -37,8 +37,6 @@ class EtcdStore:
         """Use a server; the connection is made by the first call.
 
         Args:
-            host, port: of the server.
-            prefix: of the keys, with its last slash.
             user, password: None for a server that asks for none.
         """
         self._client = aetcd.Client(

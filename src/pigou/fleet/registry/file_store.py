@@ -55,7 +55,6 @@ class FileStore:
         """Use a folder, which is made where it is missing.
 
         Args:
-            folder: of the records, and of nothing else.
             clock: monotonic, in nanoseconds.
         """
         self._folder = folder

@@ -58,8 +58,6 @@ class KubernetesStore:
         """Use an API server; nothing is connected yet.
 
         Args:
-            api: its base URL.
-            namespace: of the pods.
             selector: of their labels; empty for all.
             port: of the HTTP server of pods that do not register themselves.
         """

@@ -19,15 +19,10 @@ class LeaseAction(Enum):
 
 
 class LeaseStep(msgspec.Struct, frozen=True):
-    """The next call to the registry.
-
-    Attributes:
-        action: to take.
-        at_ns: when, by the clock that the keeper is told.
-    """
+    """The next call to the registry."""
 
     action: LeaseAction
-    at_ns: int
+    at_ns: int  # when, by the clock that the keeper is told
 
 
 class LeaseKeeper:
@@ -49,7 +44,6 @@ class LeaseKeeper:
 
         Args:
             ttl_s: seconds that the lease lasts.
-            seed: of the jitter.
             backoff: between tries.
         """
         self._ttl_ns = round(ttl_s * SECOND)

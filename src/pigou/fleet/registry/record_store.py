@@ -9,18 +9,12 @@ import msgspec
 
 
 class Record(msgspec.Struct, frozen=True):
-    """One record of a store.
-
-    Attributes:
-        value: its bytes.
-        revision: another one after each write.
-        lease: that it hangs on, where the store has leases of its own.
-        vouched: the store itself made it of what it knows, so that it needs no signature.
-    """
+    """One record of a store."""
 
     value: bytes
-    revision: str
-    lease: int = 0
+    revision: str  # another one after each write
+    lease: int = 0  # that it hangs on, where the store has leases of its own
+    # the store itself made it of what it knows, so that it needs no signature.
     vouched: bool = False
 
 
@@ -55,8 +49,6 @@ class RecordStore(Protocol):
         """Write a record that lives for `ttl_s` seconds more.
 
         Args:
-            key: of the record.
-            value: its bytes.
             ttl_s: of its lease, in seconds; an existing lease stays as it is where the store has
                 leases of its own.
             replaces: what is there, as it was read; None for nothing.

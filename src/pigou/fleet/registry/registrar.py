@@ -40,9 +40,6 @@ class WorkerRegistrar:
         """Prepare.
 
         Args:
-            config: where, and as what.
-            secret: of the fleet, which signs the entry.
-            gpus: of the worker.
             tp: GPUs that the model's heads are split over.
 
         Raises:
@@ -124,7 +121,6 @@ def default_id(host: str, incarnation: str = "") -> str:
     """Return a worker's name: the host's, and the beginning of its incarnation.
 
     Args:
-        host: where it runs.
         incarnation: of its process; empty in a pod of Kubernetes, whose name is the worker's.
     """
     if not incarnation:

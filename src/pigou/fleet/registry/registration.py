@@ -40,8 +40,6 @@ class Registration:
         """Prepare; `run` registers.
 
         Args:
-            registry: where.
-            entry: of the worker.
             on_change: gets the entry when somebody else has changed its role or state.
             keeper: of its lease; by default one of the entry's time to live.
         """

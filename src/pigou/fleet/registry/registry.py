@@ -41,14 +41,10 @@ class LeaseLost(RuntimeError):
 
 
 class RegistrySnapshot(msgspec.Struct, frozen=True):
-    """All entries of a registry at one time.
+    """All entries of a registry at one time."""
 
-    Attributes:
-        entries: in the order of their workers' names.
-        ignored: records that are no entries or not signed by this fleet, and what is no record.
-    """
-
-    entries: tuple[WorkerEntry, ...]
+    entries: tuple[WorkerEntry, ...]  # in the order of their workers' names
+    # records that are no entries or not signed by this fleet, and what is no record.
     ignored: int = 0
 
 
@@ -66,7 +62,6 @@ class Registry:
         """Use a store.
 
         Args:
-            store: that holds the records.
             secret: of the fleet, which signs entries; None takes unsigned ones.
         """
         self._store = store

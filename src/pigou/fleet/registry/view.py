@@ -13,18 +13,12 @@ from pigou.request import SECOND
 
 
 class ViewConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How a gateway reads the registry; all in seconds.
+    """How a gateway reads the registry; all in seconds."""
 
-    Attributes:
-        relist_s: between two full snapshots, whatever events say.
-        coalesce_s: between two snapshots that events ask for, at least.
-        probe_s: between two direct probes of a suspect.
-        backoff: between tries while the registry does not answer.
-    """
-
-    relist_s: float = 30.0
-    coalesce_s: float = 0.5
-    probe_s: float = 5.0
+    relist_s: float = 30.0  # between two full snapshots, whatever events say
+    coalesce_s: float = 0.5  # between two snapshots that events ask for, at least
+    probe_s: float = 5.0  # between two direct probes of a suspect
+    # between tries while the registry does not answer.
     backoff: ReconnectBackoff = ReconnectBackoff()
 
 
@@ -72,17 +66,11 @@ ViewEffect = (
 
 
 class _Known(msgspec.Struct):
-    """A worker of the view.
-
-    Attributes:
-        entry: its newest one.
-        why: it is suspect; empty while it is not.
-        probe_ns: when it is to be probed next; None while a probe is under way.
-    """
+    """A worker of the view."""
 
     entry: WorkerEntry
-    why: str = ""
-    probe_ns: int | None = 0
+    why: str = ""  # it is suspect; empty while it is not
+    probe_ns: int | None = 0  # when it is to be probed next; None while a probe is under way
 
 
 class RegistryView:
@@ -171,7 +159,6 @@ class RegistryView:
 
         Args:
             now: when it was read.
-            entries: all of the registry.
             ignored: records that were left out.
         """
         listed = {entry.identity: entry for entry in entries}

@@ -30,8 +30,6 @@ def check_cost(name: str, cost: Cost, demand: float) -> None:
     """Refuse a cost that no link can have, as far as three flows tell.
 
     Args:
-        name: of the cost, for the message.
-        cost: of a link, by its flow.
         demand: most flow that the link may carry.
 
     Raises:

@@ -22,24 +22,16 @@ def request_id(reply_id: str) -> str:
 
 @dataclass(slots=True)
 class Served:
-    """Who served a request, as far as is known.
+    """Who served a request, as far as is known."""
 
-    Attributes:
-        request: Dynamo's id of it.
-        workers: that it was ever on, in order; several where it migrated, or where the prompt
-            was computed on another worker than its output.
-        ranks: data-parallel rank on each.
-        own: whether the last of these workers said so itself; routers did otherwise.
-        prefilled: whether its prompt is computed.
-        freed: whether it is over.
-    """
-
-    request: str
+    request: str  # Dynamo's id of it
+    # that it was ever on, in order; several where it migrated, or where the prompt was computed on
+    # another worker than its output.
     workers: list[int] = field(default_factory=list)
-    ranks: list[int] = field(default_factory=list)
-    own: bool = False
-    prefilled: bool = False
-    freed: bool = False
+    ranks: list[int] = field(default_factory=list)  # data-parallel rank on each
+    own: bool = False  # whether the last of these workers said so itself; routers did otherwise
+    prefilled: bool = False  # whether its prompt is computed
+    freed: bool = False  # whether it is over
 
     @property
     def worker(self) -> int:
@@ -49,15 +41,9 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class AttributionShare:
-    """How many of a set of requests are attributed.
+    """How many of a set of requests are attributed."""
 
-    Attributes:
-        requests: asked about.
-        matched: of them, attributed.
-        missing: those that are not.
-    """
-
-    requests: int
+    requests: int  # asked about
     matched: int
     missing: tuple[str, ...]
 

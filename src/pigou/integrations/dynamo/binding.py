@@ -95,7 +95,6 @@ async def router(runtime: Any, endpoint: str, block_size: int, **config: Any) ->
     """Return Dynamo's router over the workers of an endpoint, once there is one.
 
     Args:
-        runtime: of `runtime`.
         endpoint: `namespace.component.endpoint`.
         block_size: tokens in a KV block, as the workers have it.
         config: of `KvRouterConfig`, such as `router_temperature`.

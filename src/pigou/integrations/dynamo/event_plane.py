@@ -53,21 +53,13 @@ class Life(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SequenceEvent:
-    """One fact about one request.
+    """One fact about one request."""
 
-    Attributes:
-        request: Dynamo's id of it.
-        worker: id of the worker that it is on.
-        rank: data-parallel rank there.
-        life: what happened.
-        teller: id of the router that says so; the worker's own id where the worker does.
-    """
-
-    request: str
-    worker: int
-    rank: int
+    request: str  # Dynamo's id of it
+    worker: int  # id of the worker that it is on
+    rank: int  # data-parallel rank there
     life: Life
-    teller: int
+    teller: int  # id of the router that says so; the worker's own id where the worker does
 
     @property
     def own(self) -> bool:
@@ -76,19 +68,11 @@ class SequenceEvent:
 
 
 class Envelope(msgspec.Struct, frozen=True):
-    """What surrounds a payload.
+    """What surrounds a payload."""
 
-    Attributes:
-        publisher_id: whose numbers `sequence` are.
-        sequence: rises by one with each message of the publisher.
-        published_at: milliseconds since 1970.
-        topic: of the payload.
-        payload: MessagePack.
-    """
-
-    publisher_id: int
-    sequence: int
-    published_at: int
+    publisher_id: int  # whose numbers `sequence` are
+    sequence: int  # rises by one with each message of the publisher
+    published_at: int  # milliseconds since 1970
     topic: str
     payload: bytes
 
@@ -214,9 +198,7 @@ class EventPlane:
 
         Args:
             sink: called with each message; raises `WireError` for one that it cannot read.
-            folder: of file discovery.
             endpoints: ZMQ addresses, where discovery is not by files.
-            topic: to subscribe to.
 
         Raises:
             ValueError: neither a folder nor an endpoint is given.

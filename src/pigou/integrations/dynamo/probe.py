@@ -46,23 +46,15 @@ class Honoured(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A controlled test of one override.
-
-    Attributes:
-        verdict: what it says.
-        override: that was given.
-        reference: what it was compared with: another override, or none.
-        control: calls with the reference, by worker.
-        treated: calls with the override, by worker.
-        why: the verdict in words.
-    """
+    """A controlled test of one override."""
 
     verdict: Honoured
     override: dict[str, float] = field(default_factory=dict)
+    # what it was compared with: another override, or none.
     reference: dict[str, float] = field(default_factory=dict)
-    control: dict[int, int] = field(default_factory=dict)
-    treated: dict[int, int] = field(default_factory=dict)
-    why: str = ""
+    control: dict[int, int] = field(default_factory=dict)  # calls with the reference, by worker
+    treated: dict[int, int] = field(default_factory=dict)  # calls with the override, by worker
+    why: str = ""  # the verdict in words
 
     def __str__(self) -> str:
         counts = (
@@ -74,21 +66,13 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class ProbeVerdict:
-    """What the probe found, with its evidence.
+    """What the probe found, with its evidence."""
 
-    Attributes:
-        version: of Dynamo; empty when unknown.
-        workers: that the router can choose from.
-        overlap: blocks of the test's prompt that its holder had cached.
-        temperature: the test of the temperature.
-        weight: the test of the overlap weight.
-    """
-
-    version: str
+    version: str  # of Dynamo; empty when unknown
     workers: int
-    overlap: int
+    overlap: int  # blocks of the test's prompt that its holder had cached
     temperature: Finding
-    weight: Finding
+    weight: Finding  # the test of the overlap weight
 
     @property
     def honoured(self) -> bool:
@@ -165,7 +149,6 @@ def judge(
     Args:
         control: calls by worker, with the reference.
         treated: the same with the override, which should spread them.
-        override: its value.
         reference: another override, which should gather the calls; empty for none at all, where
             the router gathers them by itself.
     """

@@ -23,11 +23,7 @@ _OVERRIDE = "router_config_override"
 
 
 class OverridesIgnored(RuntimeError):
-    """The installed Dynamo takes per-request parameters and does not apply them.
-
-    Attributes:
-        verdict: what the probe saw.
-    """
+    """The installed Dynamo takes per-request parameters and does not apply them."""
 
     def __init__(self, verdict: ProbeVerdict) -> None:
         super().__init__(
@@ -44,10 +40,6 @@ class AdaptiveRouter:
     Georgiou 2026, Algorithm 1: read the regime, look its parameters up, hand them to the router
     with the request. A caller's own override goes before the regime's. What is not defined here
     (`free`, `mark_prefill_complete`, `get_potential_loads`, ...) is Dynamo's.
-
-    Attributes:
-        verdict: what the probe found.
-        meters: for Prometheus.
     """
 
     def __init__(
@@ -65,7 +57,6 @@ class AdaptiveRouter:
         Args:
             router: Dynamo's.
             steering: says the parameters.
-            verdict: of the probe.
             startup: that the router was made with; in force where overrides are not.
             pretend: go on where overrides are ignored. Nothing is overridden then, and `status`
                 and the metrics say so.
@@ -117,7 +108,6 @@ class AdaptiveRouter:
         """Choose a worker for a prompt: (worker, data-parallel rank, cached blocks).
 
         Args:
-            token_ids: of the prompt.
             router_config_override: goes before the regime's parameters.
             options: Dynamo's own.
         """

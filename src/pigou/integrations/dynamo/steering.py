@@ -50,7 +50,6 @@ class Steering:
         Args:
             controlled: `controller` is the name (`regime`, `bandit`, ...), the rest its own.
             detected: `detector` is the name (`paper`, `cusum`, ...), the rest its own.
-            seed: of what the controller draws.
 
         Raises:
             ConfigError: a name or a parameter is not known, or does not fit.
@@ -96,11 +95,7 @@ class Steering:
 
 
 class SteeredRequest:
-    """One request, from its arrival to its end; each is told once, whatever the caller repeats.
-
-    Attributes:
-        parameters: that hold for it.
-    """
+    """One request, from its arrival to its end; each is told once, whatever the caller repeats."""
 
     def __init__(self, steering: Steering, parameters: Parameters, began: int, load: int) -> None:
         self.parameters = parameters

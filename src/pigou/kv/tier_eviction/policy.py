@@ -17,15 +17,10 @@ GROUP = "pigou.eviction"
 
 @dataclass(frozen=True, slots=True)
 class TierSetting:
-    """What a policy knows of its tier.
+    """What a policy knows of its tier."""
 
-    Attributes:
-        cap_bytes: bytes that the tier may hold.
-        recompute_cost: seconds that a hit of a block saves.
-        seed: of whatever it draws.
-    """
-
-    cap_bytes: int
+    cap_bytes: int  # bytes that the tier may hold
+    # seconds that a hit of a block saves.
     recompute_cost: RecomputeCost = field(default_factory=RecomputeCost)
     seed: int = 0
 

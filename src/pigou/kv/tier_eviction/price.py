@@ -18,25 +18,15 @@ from pigou.request import SECOND
 
 
 class PriceParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Parameters of `Price`.
+    """Parameters of `Price`."""
 
-    Attributes:
-        eta: step of the price.
-        margin: how many times the value of what would go a newcomer must have.
-        sample: one block of so many is followed to learn reuse, a power of 2.
-        prior: lifetimes that a class's neighbour counts for in its hazards.
-        decay: what a lifetime counts for after each refresh of the hazards.
-        followed: most blocks that are followed.
-        remembered: most blocks whose uses are remembered while they are not held.
-    """
-
-    eta: float = 0.5
-    margin: float = 1.2
-    sample: int = 4
-    prior: float = 20.0
-    decay: float = 0.98
-    followed: int = 32_768
-    remembered: int = 262_144
+    eta: float = 0.5  # step of the price
+    margin: float = 1.2  # how many times the value of what would go a newcomer must have
+    sample: int = 4  # one block of so many is followed to learn reuse, a power of 2
+    prior: float = 20.0  # lifetimes that a class's neighbour counts for in its hazards
+    decay: float = 0.98  # what a lifetime counts for after each refresh of the hazards
+    followed: int = 32_768  # most blocks that are followed
+    remembered: int = 262_144  # most blocks whose uses are remembered while they are not held
 
 
 class PriceEviction(BaseEviction):
@@ -59,9 +49,6 @@ class PriceEviction(BaseEviction):
 
     A block that the tier above holds as well, and will offer again before it gives it up (`above`),
     earns nothing here until then: it is served from there, and can come back.
-
-    Attributes:
-        price: mu.
     """
 
     Params = PriceParams

@@ -14,20 +14,12 @@ from pigou.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class DeviceComparison:
-    """How greedy outputs of two devices compare, up to the first token that differs.
-
-    Attributes:
-        tokens: compared.
-        divergences: outputs that differ where the best two tokens were no near tie.
-        ties: outputs that differ where they were.
-        difference: root mean square of the log-probabilities' differences.
-        largest: of these differences.
-    """
+    """How greedy outputs of two devices compare, up to the first token that differs."""
 
     tokens: int
-    divergences: int
-    ties: int
-    difference: float
+    divergences: int  # outputs that differ where the best two tokens were no near tie
+    ties: int  # outputs that differ where they were
+    difference: float  # root mean square of the log-probabilities' differences
     largest: float
 
 
@@ -37,7 +29,6 @@ def compare(
     """Decode the same prompts greedily with both.
 
     Args:
-        first: a model.
         second: the same weights elsewhere.
         gap: nats between the best two tokens below which either may be chosen.
         prompts: how many, of 1 to 100 tokens.

@@ -20,14 +20,10 @@ from pigou.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class KernelProfile:
-    """What a plan ran.
-
-    Attributes:
-        steps: of the plan.
-        kernels: name -> (microseconds, launches), those that take longest first.
-    """
+    """What a plan ran."""
 
     steps: int
+    # name -> (microseconds, launches), those that take longest first.
     kernels: dict[str, tuple[float, int]]
 
     @property

@@ -75,9 +75,6 @@ def random_model(
     """Make a model.
 
     Args:
-        shape: its config.json.
-        device: where it is.
-        dtype: of weights and cache.
         source: where the random numbers are drawn; models with an equal one are equal.
     """
     config, torch_device = parse_config(shape), torch.device(device)
@@ -114,9 +111,6 @@ def write_checkpoint(
     Its tokenizer has a token for each byte and an end token.
 
     Args:
-        folder: that takes the files.
-        shape: its config.json.
-        dtype: of the weights.
         source: where the random numbers are drawn.
     """
     cpu = torch.device("cpu")

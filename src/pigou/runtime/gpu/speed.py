@@ -21,21 +21,13 @@ BLOCK = 16
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """How fast streams were decoded.
+    """How fast streams were decoded."""
 
-    Attributes:
-        streams: decoded together.
-        tokens_per_s: of all streams.
-        step_s: seconds of a step, scheduling included.
-        mbu: share of the measured copy bandwidth that weights and KV cache take.
-        mfu: share of the measured product's operations that the model takes.
-    """
-
-    streams: int
+    streams: int  # decoded together
     tokens_per_s: float
-    step_s: float
-    mbu: float
-    mfu: float
+    step_s: float  # seconds of a step, scheduling included
+    mbu: float  # share of the measured copy bandwidth that weights and KV cache take
+    mfu: float  # share of the measured product's operations that the model takes
 
 
 def parameters(config: ModelConfig) -> int:
@@ -67,9 +59,6 @@ def measure_speed(
     """Decode streams together; only plans in which all of them decode are counted.
 
     Args:
-        model: to decode with.
-        peaks: of its device.
-        streams: at once.
         prompt: tokens of each prompt.
         output: tokens of each output.
     """
@@ -108,15 +97,10 @@ _REPEATS = 10
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """What simple operations reach on this device.
+    """What simple operations reach on this device."""
 
-    Attributes:
-        bandwidth: bytes a second, read and written, of a large copy.
-        flops: floating-point operations a second of a large product in bf16.
-    """
-
-    bandwidth: float
-    flops: float
+    bandwidth: float  # bytes a second, read and written, of a large copy
+    flops: float  # floating-point operations a second of a large product in bf16
 
 
 def describe(name: str) -> str | None:
@@ -141,13 +125,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def measure_peaks(device: torch.device, copy_bytes: int = 2**30, width: int = 8192) -> Peaks:
-    """Time a large copy and a large product.
-
-    Args:
-        device: to measure.
-        copy_bytes: of the copy.
-        width: of the square matrices.
-    """
+    """Time a large copy and a large product."""
     with torch.inference_mode():
         both = torch.zeros((2, copy_bytes), dtype=torch.uint8, device=device)
         copy_s = _seconds(device, lambda: both[0].copy_(both[1]))

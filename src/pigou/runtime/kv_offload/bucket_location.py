@@ -17,28 +17,20 @@ from pigou.runtime.kv_offload.store import StoreError
 class BucketLocation:
     """An object storage.
 
-    Attributes:
-        url: `s3://bucket/prefix`, `gs://...`, `az://...`, `file:///directory`, `memory://`.
-        endpoint: of an S3-compatible server, like `http://127.0.0.1:9000`; empty for what the
-            environment says (`AWS_ENDPOINT_URL`), or Amazon's own. Only with `s3://`.
-        region: of an S3 bucket; empty for what the environment says.
-        timeout: seconds that a batch of blocks may take, and so any request of it.
-        connect_timeout: seconds for a connection.
-        retries: of a request that failed on the way or with a status of 500 and above.
-        requests: at the same time.
-        look_up: objects whose headers are read when the store is asked for its entries, at most.
-
     Credentials come from the environment, as the provider's own tools find them
     (`AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY`, roles of the machine): never from here.
     """
 
-    url: str
+    url: str  # `s3://bucket/prefix`, `gs://...`, `az://...`, `file:///directory`, `memory://`
+    # of an S3-compatible server, like `http://127.0.0.1:9000`; empty for what the environment says
+    # (`AWS_ENDPOINT_URL`), or Amazon's own. Only with `s3://`.
     endpoint: str = ""
-    region: str = ""
-    timeout: float = 5.0
-    connect_timeout: float = 2.0
-    retries: int = 2
+    region: str = ""  # of an S3 bucket; empty for what the environment says
+    timeout: float = 5.0  # seconds that a batch of blocks may take, and so any request of it
+    connect_timeout: float = 2.0  # seconds for a connection
+    retries: int = 2  # of a request that failed on the way or with a status of 500 and above
     requests: int = 16
+    # objects whose headers are read when the store is asked for its entries, at most.
     look_up: int = 10_000
 
     def __post_init__(self) -> None:

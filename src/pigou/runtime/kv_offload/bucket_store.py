@@ -67,9 +67,7 @@ class BucketStore:
         """Make a client; nothing is sent yet, so the store begins with no known blocks.
 
         Args:
-            location: of the storage.
             namespace: the layout's fingerprint, 16 bytes.
-            block_bytes: bytes of a block.
             cap_bytes: of the objects that this store has put or found.
             clock: nanoseconds since 1970.
 

@@ -25,7 +25,6 @@ class CircuitBreaker:
         Args:
             failures: in a row, that open it; at least 1.
             pause: before the first trial.
-            max_pause: pause.
         """
         self.state = BreakerState.CLOSED
         self.reason = ""

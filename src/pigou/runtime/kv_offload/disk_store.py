@@ -58,7 +58,6 @@ class DiskStore:
         Args:
             path: of the directory; its files of the name `*.pigou-kv` are the store's own.
             namespace: the layout's fingerprint, 16 bytes.
-            block_bytes: bytes of a block.
             cap_bytes: of all segment files together; what is over it is deleted.
             clock: nanoseconds since 1970.
 

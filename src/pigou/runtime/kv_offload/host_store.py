@@ -107,7 +107,6 @@ class HostStore:
         """Make staged rows blocks of the store; what is refused is dropped.
 
         Args:
-            entries: of the blocks.
             rows: staged rows that hold them, shape (n,); they are no longer the caller's.
             sums: checksums of the rows, shape (n,).
 

@@ -83,10 +83,8 @@ class KVOffloader:
         """Start the threads. The stores are the mover's from here on: `close` closes them.
 
         Args:
-            device: blocks of the device.
             host: the host store; what its arena has beyond its capacity is for staging.
             stores: the other stores, by names other than `device` and `host`.
-            settings: bounds.
             clock: monotonic nanoseconds.
 
         Raises:
@@ -135,9 +133,7 @@ class KVOffloader:
         Args:
             copy: of the blocks; refused ones stay in it.
             index: which of its blocks, shape (n,).
-            entries: of these.
             target: name of the store.
-            done: told which are there.
         """
         rows, sums = copy.take(index)
 
@@ -155,9 +151,7 @@ class KVOffloader:
 
         Args:
             blocks: ids of the device blocks, shape (n,).
-            entries: of these.
             target: name of the store.
-            done: told which are there.
         """
 
         def copied(copy: StagedCopy) -> None:
@@ -181,7 +175,6 @@ class KVOffloader:
             entries: of the blocks, shape (n,).
             source: name of the store that has them.
             target: name of another one.
-            done: told which are at the target.
         """
         if source == target:
             raise ValueError(f"the blocks are to be moved from {source} to {target}")
@@ -208,7 +201,6 @@ class KVOffloader:
             keys: shape (n, 2).
             source: name of the store.
             blocks: ids of the device blocks, shape (n,).
-            done: told which were read, and are right.
         """
         if source != HOST:
             return self._reads[source].offer(
@@ -291,26 +283,18 @@ class KVOffloader:
 
 @dataclass(frozen=True, slots=True)
 class OffloaderSettings:
-    """Bounds of a mover.
+    """Bounds of a mover."""
 
-    Attributes:
-        queue_blocks: blocks that wait on a link at most, those under way included; but an idle link
-            takes a job of any size.
-        batch: blocks that a store is given at once.
-        failures: in a row, that take a link down.
-        pause: nanoseconds until a link that is down is probed; doubled each time,
-        longest_pause: up to this.
-        close_seconds: that `close` waits for what is queued.
-        guesses: latency in seconds and bytes per second of a link before it was measured, by the
-            name of the store; `other` for names that are not here.
-    """
-
+    # blocks that wait on a link at most, those under way included; but an idle link takes a job of
+    # any size.
     queue_blocks: int = 4096
-    batch: int = 64
-    failures: int = 3
-    pause: int = SECOND
+    batch: int = 64  # blocks that a store is given at once
+    failures: int = 3  # in a row, that take a link down
+    pause: int = SECOND  # nanoseconds until a link that is down is probed; doubled each time,
     longest_pause: int = 60 * SECOND
-    close_seconds: float = 5.0
+    close_seconds: float = 5.0  # that `close` waits for what is queued
+    # latency in seconds and bytes per second of a link before it was measured, by the name of the
+    # store; `other` for names that are not here.
     guesses: Mapping[str, tuple[float, float]] = field(
         default_factory=lambda: {
             "host": (1e-4, 5e9),
@@ -328,24 +312,13 @@ class OffloaderSettings:
 
 @dataclass(frozen=True, slots=True)
 class StoreStatus:
-    """A store and its links, to be shown.
+    """A store and its links, to be shown."""
 
-    Attributes:
-        up: whether both directions take work.
-        reason: why not.
-        used_bytes: bytes taken.
-        cap_bytes: that are never exceeded.
-        capacity: blocks that have room.
-        counts: what the store has seen.
-        reads: the link from it.
-        writes: the link to it.
-    """
-
-    up: bool
-    reason: str
-    used_bytes: int
+    up: bool  # whether both directions take work
+    reason: str  # why not
+    used_bytes: int  # bytes taken
     cap_bytes: int
-    capacity: int
+    capacity: int  # blocks that have room
     counts: StoreCounts
     reads: TransferQueueStatus
     writes: TransferQueueStatus

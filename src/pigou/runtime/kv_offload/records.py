@@ -24,21 +24,16 @@ TENURE_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class BlockRecords:
-    """Blocks by their keys, each with where it stands in its sequence and how long it is valid.
+    """Blocks by their keys, each with where it stands in its sequence and how long it is valid."""
 
-    Attributes:
-        keys: keyed hashes of the blocks, shape (n, 2); the tenure is in the key.
-        parents: keys of the blocks before, shape (n, 2); (0, 0) for the first of a sequence.
-        depths: blocks before it in its sequence, shape (n,), int32.
-        expiries: when a block becomes void, nanoseconds since 1970, shape (n,); `NEVER` is never.
-        tenures: digests of the tenures, shape (n, 32), for inspection of a store; zeros where they
-            are not known.
-    """
-
-    keys: BlockHashes
+    keys: BlockHashes  # keyed hashes of the blocks, shape (n, 2); the tenure is in the key
+    # keys of the blocks before, shape (n, 2); (0, 0) for the first of a sequence.
     parents: BlockHashes
-    depths: Ints
+    depths: Ints  # blocks before it in its sequence, shape (n,), int32
+    # when a block becomes void, nanoseconds since 1970, shape (n,); `NEVER` is never.
     expiries: Nanos
+    # digests of the tenures, shape (n, 32), for inspection of a store; zeros where they are not
+    # known.
     tenures: Digests
 
     def __post_init__(self) -> None:
@@ -184,7 +179,6 @@ def encode(namespace: bytes, entries: BlockRecords, payloads: Checksums, size: i
 
     Args:
         namespace: the layout's fingerprint, 16 bytes.
-        entries: of the blocks.
         payloads: xxh3 of the blocks, shape (n,).
         size: bytes of a block.
     """

@@ -32,25 +32,15 @@ class StoreError(Exception):
 
 @dataclass(slots=True)
 class StoreCounts:
-    """What a store has seen since it was opened, in blocks.
+    """What a store has seen since it was opened, in blocks."""
 
-    Attributes:
-        hits: blocks that `get` returned.
-        misses: blocks that `get` did not return, for whatever reason.
-        corrupt: of the misses and of what was found at opening: torn or altered.
-        expired: blocks dropped because they were void.
-        written: blocks that `put` stored, without those that were there already.
-        refused: blocks that `put` had no room for.
-        deleted: blocks that `delete` removed.
-    """
-
-    hits: int = 0
-    misses: int = 0
-    corrupt: int = 0
-    expired: int = 0
-    written: int = 0
-    refused: int = 0
-    deleted: int = 0
+    hits: int = 0  # blocks that `get` returned
+    misses: int = 0  # blocks that `get` did not return, for whatever reason
+    corrupt: int = 0  # of the misses and of what was found at opening: torn or altered
+    expired: int = 0  # blocks dropped because they were void
+    written: int = 0  # blocks that `put` stored, without those that were there already
+    refused: int = 0  # blocks that `put` had no room for
+    deleted: int = 0  # blocks that `delete` removed
 
 
 class Store(Protocol):
@@ -89,7 +79,6 @@ class Store(Protocol):
         """Store blocks.
 
         Args:
-            entries: of the blocks.
             data: where their bytes are, C-contiguous, shape (any, block_bytes).
             rows: rows of `data` that hold them, shape (n,).
             sums: their checksums where the caller has them, shape (n,); a later reader of the

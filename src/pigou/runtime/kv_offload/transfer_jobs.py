@@ -212,7 +212,6 @@ class StagedCopy:
 
         Args:
             index: which of the copy's blocks, shape (n,); they leave it.
-            entries: of these.
 
         Returns:
             Which are in the store now, shape (n,); False: no room, or void.

@@ -24,75 +24,45 @@ _LIVES = 5
 
 @dataclass(frozen=True, slots=True)
 class OffloadResult:
-    """How a job ended.
+    """How a job ended."""
 
-    Attributes:
-        good: which of its blocks arrived, whole, shape (n,).
-        reason: empty, or why there was nothing more to be had: the store is down, an error, closed.
-            Blocks that were missing, or had no room, have no reason.
-        nanos: it took, without its time in the queue.
-    """
-
-    good: Bools
+    good: Bools  # which of its blocks arrived, whole, shape (n,)
+    # empty, or why there was nothing more to be had: the store is down, an error, closed. Blocks
+    # that were missing, or had no room, have no reason.
     reason: str
     nanos: int
 
 
 @dataclass(slots=True)
 class TransferJob:
-    """Work for a link.
+    """Work for a link."""
 
-    Attributes:
-        good: which blocks have arrived; `run` fills it in as it goes.
-        run: does the work; raises StoreError when the medium fails.
-        release: gives back what the job holds; called once, whether it ran or not.
-        done: told once how it ended, after `release`, on the link's thread.
-        reason: `run` may say why blocks did not arrive though nothing failed.
-        patient: runs even while the store is down, and takes no room in the queue.
-    """
-
-    good: Bools
-    run: Callable[[], None]
-    release: Callable[[], None]
+    good: Bools  # which blocks have arrived; `run` fills it in as it goes
+    run: Callable[[], None]  # does the work; raises StoreError when the medium fails
+    release: Callable[[], None]  # gives back what the job holds; called once, whether it ran or not
+    # told once how it ended, after `release`, on the link's thread.
     done: Callable[[OffloadResult], None]
-    patient: bool = False
-    reason: str = ""
+    patient: bool = False  # runs even while the store is down, and takes no room in the queue
+    reason: str = ""  # `run` may say why blocks did not arrive though nothing failed
 
 
 @dataclass(frozen=True, slots=True)
 class TransferQueueStatus:
-    """A link, to be shown.
+    """A link, to be shown."""
 
-    Attributes:
-        up: whether it takes work.
-        reason: why not.
-        jobs: in the queue or under way.
-        blocks: of these.
-        moved: blocks that arrived.
-        missed: blocks that did not: absent, without room, void, torn.
-        failed: blocks of jobs that ended in an error.
-        refused: blocks of jobs that were not taken.
-        errors: jobs that ended in an error.
-        restarts: times that its loop failed and was begun again.
-        bytes: of the blocks that arrived.
-        seconds: that jobs took.
-        latency: seconds of a job besides those of its blocks, as measured.
-        bytes_per_second: as measured.
-    """
-
-    up: bool
-    reason: str
+    up: bool  # whether it takes work
+    reason: str  # why not
     jobs: int
     blocks: int
-    moved: int
-    missed: int
-    failed: int
-    refused: int
-    errors: int
-    restarts: int
-    bytes: int
+    moved: int  # blocks that arrived
+    missed: int  # blocks that did not: absent, without room, void, torn
+    failed: int  # blocks of jobs that ended in an error
+    refused: int  # blocks of jobs that were not taken
+    errors: int  # jobs that ended in an error
+    restarts: int  # times that its loop failed and was begun again
+    bytes: int  # of the blocks that arrived
     seconds: float
-    latency: float
+    latency: float  # seconds of a job besides those of its blocks, as measured
     bytes_per_second: float
 
 
@@ -140,9 +110,7 @@ class TransferQueue:
         Args:
             name: of the link, like `host->disk`.
             breaker: whether to try.
-            rate: of this link.
             probe: finds out whether the store is there; raises StoreError.
-            block_bytes: bytes of a block.
             limit: blocks in the queue and under way; an idle link takes any job.
             clock: monotonic nanoseconds.
         """

@@ -38,10 +38,7 @@ class EntryStats:
         """Make side data of nothing.
 
         Args:
-            layout: of a block.
             fields: float32 numbers kept for each entry.
-            blocks: on the device.
-            device: where they are.
             host_blocks: blocks of host memory.
         """
         shape = (layout.layers, layout.kv_heads, 1 + fields, layout.block_size)
@@ -140,7 +137,6 @@ class EntryStats:
         """Add to the mass of several rows' entries.
 
         Args:
-            layer: of the model.
             blocks: ids of as many blocks of each row, shape (rows * n,), int64.
             sums: what is added, shape (rows, kv_heads, n * size).
         """

@@ -136,9 +136,7 @@ def absorb(
 
     Args:
         sums: as `attention_kernels.prefill` set them, shape (tiles, heads, slots).
-        tiles: of `prefill`, shape (tiles, 4).
         folds: whether a tile's row is folded before it, shape (tiles,).
-        layer: of the model.
         numbers: see above.
         tables: block ids by row of the batch.
         owns: by row of the batch, see `fold`.
@@ -273,7 +271,6 @@ def pool(mass: Floats, positions: Ints, length: int, width: int, out: Floats) ->
         mass: shape (layers, heads, n).
         positions: shape (layers, heads, n).
         length: above all positions.
-        width: odd.
         out: shape of `mass`.
     """
     layers, heads, count = mass.shape

@@ -56,7 +56,6 @@ class Evictor:
     """Carries out what plans ask of cache entries.
 
     Attributes:
-        policy: that tells what entries return.
         stats: side data.
         watch: of attention, and of rows.
         entries: cache entries of each row after the last plan, shape (max_seqs,).
@@ -75,9 +74,6 @@ class Evictor:
         """Bind a cache; nothing is in it.
 
         Args:
-            policy: that tells what entries return.
-            config: of eviction.
-            cache: whose entries they are.
             tables: block ids by row of the batch; read at each step.
             group: query heads of a KV head.
         """

@@ -42,17 +42,13 @@ MAX_ORDER = 6.0
 
 
 class PigouParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Parameters of `pigou`.
+    """Parameters of `pigou`."""
 
-    Attributes:
-        order: of the power mean that an entry is worth, (E R^order)^(1/order): 0 is the median of
-            its return, 1 the expectation, 2 the root mean square. The higher, the more doubt
-            speaks for keeping an entry, which can be given up later but never had back; below 0
-            it speaks against. None: 2 in the first half of the layers, whose errors all others
-            take in, and 3 in the rest; where the predictor is the generic one, whose doubt says
-            less, 0.75 in all. From -6 to 6.
-    """
-
+    # of the power mean that an entry is worth, (E R^order)^(1/order): 0 is the median of its
+    # return, 1 the expectation, 2 the root mean square. The higher, the more doubt speaks for
+    # keeping an entry, which can be given up later but never had back; below 0 it speaks against.
+    # None: 2 in the first half of the layers, whose errors all others take in, and 3 in the rest;
+    # where the predictor is the generic one, whose doubt says less, 0.75 in all. From -6 to 6.
     order: float | None = None
 
     def __post_init__(self) -> None:
@@ -144,22 +140,16 @@ class Pigou(TokenPolicy):
 
 
 class LossyParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Parameters of `paper-lossy`.
+    """Parameters of `paper-lossy`."""
 
-    Attributes:
-        risk: `lambda`, of Token-PD's Eq. 4, which the variance of the return is weighted with.
-    """
-
+    # `lambda`, of Token-PD's Eq. 4, which the variance of the return is weighted with.
     risk: float = msgspec.field(default=0.1, name="lambda")
 
 
 class PaperParams(LossyParams, frozen=True, forbid_unknown_fields=True):
-    """Parameters of `paper`.
+    """Parameters of `paper`."""
 
-    Attributes:
-        delta: of Token-PD's Eq. 2, return that it costs to compute a token again, 0 or above.
-    """
-
+    # of Token-PD's Eq. 2, return that it costs to compute a token again, 0 or above.
     delta: float = 0.001
 
     def __post_init__(self) -> None:
@@ -227,7 +217,6 @@ class CompiledReturns:
         """Lay out weights along the entries.
 
         Args:
-            model: whose weights they are.
             turns: rotary table by position, of any amplitude.
         """
         amplitude = turns[0].square().sum() / (turns.shape[1] // 2)
@@ -246,7 +235,6 @@ class CompiledReturns:
         """Score a row's entries, at a power mean.
 
         Args:
-            row: whose entries they are.
             order: of the power mean, shape (layers, kv_heads).
         """
         numbers = row.numbers

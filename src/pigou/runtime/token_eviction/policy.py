@@ -30,19 +30,12 @@ class NoTokenPolicyParams(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
 
 @dataclass(frozen=True, slots=True)
 class EvictionContext:
-    """What a policy knows of where it works.
-
-    Attributes:
-        config: of eviction.
-        model: whose entries they are.
-        folder: of the model's files.
-        turns: rotary table by position (`pigou.runtime.rotary_embedding.rotary_table`).
-    """
+    """What a policy knows of where it works."""
 
     config: EvictionConfig
     model: ModelConfig
-    folder: Path
-    turns: Tensor
+    folder: Path  # of the model's files
+    turns: Tensor  # rotary table by position (`pigou.runtime.rotary_embedding.rotary_table`)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,38 +44,26 @@ class Folding:
 
     It happens before the query at each position that differs from the prompt's length by a
     multiple of `interval`, in prompts as in what follows.
-
-    Attributes:
-        interval: queries from one time to the next, at least 1.
-        decays: field k behind the mass becomes `decays[k]` times itself, plus the mass.
-        notable: where above 0, the field behind the mass becomes the clock instead, if the mass
-            is at least this multiple of an even share.
     """
 
-    interval: int
+    interval: int  # queries from one time to the next, at least 1
+    # field k behind the mass becomes `decays[k]` times itself, plus the mass.
     decays: tuple[float, ...] = ()
+    # where above 0, the field behind the mass becomes the clock instead, if the mass is at least
+    # this multiple of an even share.
     notable: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class CacheEntries:
-    """The cache entries of one row, as a policy sees them.
+    """The cache entries of one row, as a policy sees them."""
 
-    Attributes:
-        data: positions (as int32 bits), then fields, shape (layers, kv_heads, 1 + fields, n).
-        names: of the fields.
-        next: position of the row's next token.
-        since: queries since the last fold.
-        clock: steps that the executor has done.
-        request: id of the row's request.
-    """
-
-    data: Floats
+    data: Floats  # positions (as int32 bits), then fields, shape (layers, kv_heads, 1 + fields, n)
     names: tuple[str, ...]
-    next: int
-    since: int
-    clock: int
-    request: str
+    next: int  # position of the row's next token
+    since: int  # queries since the last fold
+    clock: int  # steps that the executor has done
+    request: str  # id of the row's request
 
     @property
     def positions(self) -> Ints:
@@ -101,37 +82,23 @@ class CacheEntries:
 
 
 class RowEntries(NamedTuple):
-    """The cache entries of one row, where they lie in a CPU's memory.
+    """The cache entries of one row, where they lie in a CPU's memory."""
 
-    Attributes:
-        kv: the cache, shape (blocks, layers, 2, kv_heads, head_dim * size), bfloat16 as uint16.
-        numbers: side data (`EntryStats.numbers`).
-        table: block ids of the row.
-        entries: that it has.
-        following: position of its next token.
-        since: queries since the last fold.
-        stop: position from which on entries may not go yet.
-    """
-
+    # the cache, shape (blocks, layers, 2, kv_heads, head_dim * size), bfloat16 as uint16.
     kv: NDArray[Any]
-    numbers: Floats
-    table: Ints
+    numbers: Floats  # side data (`EntryStats.numbers`)
+    table: Ints  # block ids of the row
     entries: int
-    following: int
-    since: int
-    stop: int
+    following: int  # position of its next token
+    since: int  # queries since the last fold
+    stop: int  # position from which on entries may not go yet
 
 
 class PredictedReturns(NamedTuple):
-    """What a row's entries will return.
+    """What a row's entries will return."""
 
-    Attributes:
-        scores: as `TokenPolicy.score` has them; layers and KV heads may be one axis.
-        positions: of the entries in each layer and KV head, whose axes may be one, too.
-    """
-
-    scores: Returns
-    positions: Ints
+    scores: Returns  # as `TokenPolicy.score` has them; layers and KV heads may be one axis
+    positions: Ints  # of the entries in each layer and KV head, whose axes may be one, too
 
 
 class TokenPolicy:
@@ -167,9 +134,6 @@ class TokenPolicy:
 
     def score(self, entries: CacheEntries) -> Returns:
         """Return what each entry will return, finite.
-
-        Args:
-            entries: of one row.
 
         Returns:
             Shape (layers, kv_heads, n); or (n,), if tokens go whole, in all layers and heads.

@@ -69,31 +69,21 @@ class ReturnModel:
     `POWER`; and the squared error that it spares where others are dropped. Both are summed over
     the queries to come, discounted (docs/internals/token-eviction.md). Its logarithm is taken as
     normal.
-
-    Attributes:
-        birth_in: shape (Z, 2 * head_dim, hidden).
-        birth_bias: shape (Z, 1, hidden).
-        birth_out: shape (Z, hidden, CONTENT).
-        value_in: shape (Z, CONTENT + scales + 1, hidden).
-        value_bias: shape (Z, 1, hidden).
-        value_out: to mean and log sigma, shape (Z, hidden, 2).
-        value_last: shape (Z, 1, 2).
     """
 
-    birth_in: Tensor
-    birth_bias: Tensor
-    birth_out: Tensor
-    value_in: Tensor
-    value_bias: Tensor
-    value_out: Tensor
-    value_last: Tensor
+    birth_in: Tensor  # shape (Z, 2 * head_dim, hidden)
+    birth_bias: Tensor  # shape (Z, 1, hidden)
+    birth_out: Tensor  # shape (Z, hidden, CONTENT)
+    value_in: Tensor  # shape (Z, CONTENT + scales + 1, hidden)
+    value_bias: Tensor  # shape (Z, 1, hidden)
+    value_out: Tensor  # to mean and log sigma, shape (Z, hidden, 2)
+    value_last: Tensor  # shape (Z, 1, 2)
 
     def birth(self, keys: Tensor, values: Tensor) -> Tensor:
         """Sum up entries by their own key and value, each of shape (layers, kv_heads, n, head_dim).
 
         Args:
             keys: before rotation.
-            values: as they are cached.
 
         Returns:
             Shape (layers, kv_heads, n, CONTENT), float32.
@@ -139,18 +129,12 @@ class PaperModel:
     of the attention of the queries to come that will land on the token before its request ends,
     the mean over layers and heads. The paper does not say where its variance comes from: here it
     is a second output.
-
-    Attributes:
-        into: shape (vocab, 256).
-        bias: shape (256,).
-        out: to the logit of R and to log sigma^2, shape (256, 2).
-        last: shape (2,).
     """
 
-    into: Tensor
-    bias: Tensor
-    out: Tensor
-    last: Tensor
+    into: Tensor  # shape (vocab, 256)
+    bias: Tensor  # shape (256,)
+    out: Tensor  # to the logit of R and to log sigma^2, shape (256, 2)
+    last: Tensor  # shape (2,)
 
     def birth(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Predict R, in [0, 1], and sigma^2, each of shape (n,), from logits of shape (n, vocab).
@@ -212,18 +196,12 @@ class GenericReturns:
     It knows an entry by the norms of its key and value and by the attention that it received, all
     in relation to the entries beside it. The return's unit is the norm of a value, to the power
     of `POWER`: the output product is not looked at. Methods are those of `ReturnModel`.
-
-    Attributes:
-        value_in: shape (2 + scales + 1, hidden).
-        value_bias: shape (hidden,).
-        value_out: to mean and log sigma, shape (hidden, 2).
-        value_last: shape (2,).
     """
 
-    value_in: Tensor
-    value_bias: Tensor
-    value_out: Tensor
-    value_last: Tensor
+    value_in: Tensor  # shape (2 + scales + 1, hidden)
+    value_bias: Tensor  # shape (hidden,)
+    value_out: Tensor  # to mean and log sigma, shape (hidden, 2)
+    value_last: Tensor  # shape (2,)
 
     @staticmethod
     def birth(keys: Tensor, values: Tensor) -> Tensor:

@@ -36,35 +36,21 @@ _MEAN, _LOG_SIGMA = 0, 1
 
 
 class RowStats(NamedTuple):
-    """Side data of one row's entries, where it lies.
+    """Side data of one row's entries, where it lies."""
 
-    Attributes:
-        numbers: `EntryStats.numbers`.
-        ids: the same memory as int32.
-        table: block ids of the row.
-        entries: that it has.
-        following: position of its next token.
-    """
-
-    numbers: Floats
-    ids: Ints
-    table: Ints
+    numbers: Floats  # `EntryStats.numbers`
+    ids: Ints  # the same memory as int32
+    table: Ints  # block ids of the row
     entries: int
-    following: int
+    following: int  # position of its next token
 
 
 class NetworkWeights(NamedTuple):
-    """Weights of a network with one hidden layer, by layer * kv_heads + KV head.
+    """Weights of a network with one hidden layer, by layer * kv_heads + KV head."""
 
-    Attributes:
-        into: shape (layers * kv_heads, units, inputs).
-        bias: shape (layers * kv_heads, units).
-        out: shape (layers * kv_heads, outputs, units).
-    """
-
-    into: Floats
-    bias: Floats
-    out: Floats
+    into: Floats  # shape (layers * kv_heads, units, inputs)
+    bias: Floats  # shape (layers * kv_heads, units)
+    out: Floats  # shape (layers * kv_heads, outputs, units)
 
 
 @fast
@@ -147,7 +133,6 @@ def summarize(
         stop: position before which they must be; others go with them, or once they are LANES.
         line: of `row.numbers`, the first that takes results.
         turns: cosines and sines by position, shape (positions, head_dim).
-        scale: that gives them length 1.
         weights: from keys and values to `CONTENT` numbers.
     """
     numbers, ids, table, entries, _ = row
@@ -230,7 +215,6 @@ def predict(
     its content.
 
     Args:
-        row: whose entries they are.
         fades: what is left of each sum by now, shape (scales,).
         weights: from CONTENT + scales + 1 features to mean and log sigma.
         last: bias of these two, shape (layers * kv_heads, 2).

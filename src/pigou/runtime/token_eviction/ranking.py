@@ -15,19 +15,15 @@ from pigou.runtime.token_eviction.policy import PredictedReturns, Returns
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """The entries of a row that would go first.
+    """The entries of a row that would go first."""
 
-    Attributes:
-        first: slot from which on they were sought.
-        slots: of each head, those of the least return first, shape (layers * kv_heads, depth); or
-            (1, depth) for whole tokens.
-        lost_returns: lost with each further block of them, shape (depth // block size,).
-        returns: of whole tokens, by slot, shape (n,); None where heads choose for themselves.
-    """
-
-    first: int
+    first: int  # slot from which on they were sought
+    # of each head, those of the least return first, shape (layers * kv_heads, depth); or (1, depth)
+    # for whole tokens.
     slots: Ints
+    # lost with each further block of them, shape (depth // block size,).
     lost_returns: NDArray[np.float64]
+    # of whole tokens, by slot, shape (n,); None where heads choose for themselves.
     returns: Returns | None
 
     def victims(self, first: int, drop: int) -> Ints | None:
@@ -56,8 +52,6 @@ def rank(
     Sinks and recent tokens are none of them, nor what comes before `first`.
 
     Args:
-        config: of eviction.
-        predicted: its entries' scores, by the policy, and positions.
         following: position of the row's next token.
         first: slot from which on entries may go.
         max_entries: entries that may go.

@@ -65,7 +65,6 @@ class TokenRecomputation:
         """Compute tokens of some rows again, at once.
 
         Args:
-            recomputations: of a plan.
             tokens: ids by row.
 
         Raises:
@@ -110,16 +109,13 @@ def _no_returns() -> NDArray[np.float64]:
 
 @dataclass(slots=True)
 class Dropped:
-    """Whole tokens that a request gave up, those of the highest return first.
+    """Whole tokens that a request gave up, those of the highest return first."""
 
-    Attributes:
-        positions: shape (n,), int32.
-        returns: that they were given up at, shape (n,).
-        data: their side data, of one head, shape (1 + fields, n).
-    """
-
+    # shape (n,), int32.
     positions: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int32))
+    # that they were given up at, shape (n,).
     returns: NDArray[np.float64] = field(default_factory=_no_returns)
+    # their side data, of one head, shape (1 + fields, n).
     data: Floats = field(default_factory=lambda: np.empty((0, 0), dtype=np.float32))
 
     def add(self, positions: Ints, returns: NDArray[np.floating], data: Floats) -> None:

@@ -98,7 +98,6 @@ class ReceiveBackend(Protocol):
 
         Args:
             link: connection to the sender, after the Grant.
-            granted: what the sender said.
             landing: where the blocks go.
             renew: to be called at least once a chunk where the sender's end does not push.
 

@@ -78,28 +78,18 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False, slots=True)
 class LeasedBlocks:
-    """Blocks of one request that a receiver may take.
-
-    Attributes:
-        number: of the offer, unique in this book.
-        request: id of the request.
-        blocks: device blocks in prompt order, shape (n,).
-        tokens: tokens whose KV is in them.
-        last_hash: of the prompt's block that is the last of them; empty where nobody said.
-        secret: what a receiver must show.
-        checksums: of the blocks, valid once `ready` is set and `error` is empty.
-        error: why there are no checksums.
-        ready: set when the checksums are there, or never will be.
-    """
+    """Blocks of one request that a receiver may take."""
 
     number: int
-    request: str
-    blocks: Ints
-    tokens: int
-    last_hash: str = ""
+    request: str  # id of the request
+    blocks: Ints  # device blocks in prompt order, shape (n,)
+    tokens: int  # tokens whose KV is in them
+    last_hash: str = ""  # of the prompt's block that is the last of them; empty where nobody said
     secret: str = field(default_factory=lambda: secrets.token_hex(16))
+    # of the blocks, valid once `ready` is set and `error` is empty.
     checksums: Checksums | None = None
-    error: str = ""
+    error: str = ""  # why there are no checksums
+    # set when the checksums are there, or never will be.
     ready: threading.Event = field(default_factory=threading.Event)
 
 

@@ -136,7 +136,6 @@ class NixlAgent:
         """Begin to read memory of a peer; return a handle.
 
         Args:
-            peer: its name.
             local: address, bytes and device of each piece, shape (n, 3), uint64.
             remote: the same at the peer.
         """

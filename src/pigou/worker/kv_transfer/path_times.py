@@ -78,7 +78,6 @@ class PathTimes:
         `EXPLORED_SHARE` of the seconds of all pulls of the host. Those that just failed are last.
 
         Args:
-            host: of the sender.
             names: backends that may reach it, the preferred one first.
             size: bytes of the pull.
         """

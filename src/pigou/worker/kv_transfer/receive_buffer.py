@@ -29,7 +29,6 @@ class ReceiveBuffer:
 
     Attributes:
         good: leading blocks that arrived and are verified.
-        block_bytes: bytes of a block.
     """
 
     def __init__(

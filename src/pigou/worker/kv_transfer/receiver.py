@@ -70,7 +70,6 @@ class Receiver:
 
         Args:
             store: where pulled blocks are written.
-            config: limits.
             background: runs the threads.
             key: of the fleet, by which tickets and senders are known; empty trusts all.
 

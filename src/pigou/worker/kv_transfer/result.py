@@ -41,45 +41,27 @@ class TransferError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class TransferResult:
-    """What a pull brought.
+    """What a pull brought."""
 
-    Attributes:
-        request: id of the request at the sender; empty when the ticket could not be read.
-        blocks: leading destination blocks that hold verified bytes.
-        tokens: tokens in those blocks (the last block of a prompt may be part full).
-        reason: why it ended there.
-        detail: for the log; empty when all went well.
-        backend: which moved the bytes; empty when none did.
-        bytes: bytes in `blocks`.
-        seconds: from the beginning of the pull (not counting its wait for a thread).
-    """
-
-    request: str
-    blocks: int
-    tokens: int
-    reason: TransferReason
-    detail: str = ""
-    backend: str = ""
-    bytes: int = 0
-    seconds: float = 0.0
+    request: str  # id of the request at the sender; empty when the ticket could not be read
+    blocks: int  # leading destination blocks that hold verified bytes
+    tokens: int  # tokens in those blocks (the last block of a prompt may be part full)
+    reason: TransferReason  # why it ended there
+    detail: str = ""  # for the log; empty when all went well
+    backend: str = ""  # which moved the bytes; empty when none did
+    bytes: int = 0  # bytes in `blocks`
+    seconds: float = 0.0  # from the beginning of the pull (not counting its wait for a thread)
 
 
 @dataclass(frozen=True, slots=True)
 class TransferStats:
-    """Counters since the start.
+    """Counters since the start."""
 
-    Attributes:
-        transfers: transfers that ended, well or not.
-        blocks: blocks that arrived verified (Receiver) or were taken and confirmed (Sender).
-        bytes: bytes in them.
-        seconds: sum of the transfers' durations.
-        failures: transfers that did not bring everything, by reason.
-    """
-
-    transfers: int = 0
-    blocks: int = 0
+    transfers: int = 0  # transfers that ended, well or not
+    blocks: int = 0  # blocks that arrived verified (Receiver) or were taken and confirmed (Sender)
     bytes: int = 0
-    seconds: float = 0.0
+    seconds: float = 0.0  # sum of the transfers' durations
+    # transfers that did not bring everything, by reason.
     failures: dict[str, int] = field(default_factory=dict)
 
 

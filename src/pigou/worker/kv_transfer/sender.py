@@ -29,7 +29,6 @@ class Sender:
 
     Attributes:
         engine_id: new at each start; a receiver's ticket for another is refused.
-        port: of the side channel.
     """
 
     def __init__(
@@ -47,7 +46,6 @@ class Sender:
             store: the worker's KV blocks; offered blocks must not change while they are held.
             on_release: called from a thread of the sender, exactly once for each offer, with the
                 request's id, when its blocks were taken, declined, released, or have expired.
-            config: limits.
             memory: the shared memory that the blocks lie in; without it `shm` is not offered.
             background: runs the threads.
             key: of the fleet: receivers must prove that they know it, and tickets are signed with

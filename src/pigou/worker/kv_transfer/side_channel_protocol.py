@@ -99,15 +99,10 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
 
 
 class GrantFrame(msgspec.Struct, frozen=True, tag="grant"):
-    """Gives the blocks.
+    """Gives the blocks."""
 
-    Attributes:
-        details: what the backend's receiving end needs to know.
-        patience: seconds that the sender waits for a sign of life.
-    """
-
-    details: dict[str, bytes | int]
-    patience: float
+    details: dict[str, bytes | int]  # what the backend's receiving end needs to know
+    patience: float  # seconds that the sender waits for a sign of life
 
 
 class ChecksumsFrame(msgspec.Struct, frozen=True, tag="checksums"):

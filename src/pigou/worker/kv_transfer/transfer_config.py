@@ -15,33 +15,20 @@ ALL_BACKENDS = ("nixl", *BACKENDS)
 
 
 class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Limits of one worker's Sender and Receiver; all times in nanoseconds.
+    """Limits of one worker's Sender and Receiver; all times in nanoseconds."""
 
-    Attributes:
-        host: address that the side channel binds to.
-        port: its port; 0 takes a free one.
-        advertise: address that receivers are told; empty for `host`.
-        backends: those allowed, the preferred one first.
-        lease: how long offered blocks are kept for a receiver that shows no sign of life.
-        max_hold: longest time that blocks are kept, whatever a receiver does.
-        timeout: longest silence of a peer during a pull or a handshake.
-        threads: pulls that a Receiver runs at once.
-        copy_threads: threads that copy one large pull from shared memory.
-        max_pending: pulls that may wait for a thread; one more is refused.
-        max_connections: receivers that a Sender serves at once; one more is turned away.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 0
-    advertise: str = ""
+    host: str = "127.0.0.1"  # address that the side channel binds to
+    port: int = 0  # its port; 0 takes a free one
+    advertise: str = ""  # address that receivers are told; empty for `host`
     backends: tuple[str, ...] = BACKENDS
+    # how long offered blocks are kept for a receiver that shows no sign of life.
     lease: int = 30 * SECOND
-    max_hold: int = 300 * SECOND
-    timeout: int = 5 * SECOND
-    threads: int = 2
-    copy_threads: int = 2
-    max_pending: int = 1024
-    max_connections: int = 128
+    max_hold: int = 300 * SECOND  # longest time that blocks are kept, whatever a receiver does
+    timeout: int = 5 * SECOND  # longest silence of a peer during a pull or a handshake
+    threads: int = 2  # pulls that a Receiver runs at once
+    copy_threads: int = 2  # threads that copy one large pull from shared memory
+    max_pending: int = 1024  # pulls that may wait for a thread; one more is refused
+    max_connections: int = 128  # receivers that a Sender serves at once; one more is turned away
 
     def __post_init__(self) -> None:
         """Refuse values that no transfer could work with."""

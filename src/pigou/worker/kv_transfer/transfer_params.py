@@ -18,37 +18,25 @@ _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 
 
 class TransferParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """An offer of blocks, as the receiver is told of it.
+    """An offer of blocks, as the receiver is told of it."""
 
-    Attributes:
-        remote_engine_id: the sender; a new one at each start of its process.
-        remote_request_id: the offer.
-        remote_host: address of the sender's side channel.
-        remote_port: its port.
-        remote_host_id: the sender's machine and shared-memory file system.
-        remote_num_tokens: tokens whose KV is offered.
-        remote_block_size: tokens in a block.
-        remote_layout: fingerprint of the sender's layout.
-        remote_secret: what a receiver must show to get the blocks.
-        remote_backends: how the blocks can be had.
-        remote_last_hash: of the last block offered, in the chain of the prompt's blocks under its
-            tenure: 32 hexadecimal digits; empty where the sender did not say.
-        remote_mac: HMAC-SHA256 of all other fields under the fleet's key; empty without one.
-        remote_lease_seconds: how long they are kept for a receiver that does not call.
-    """
-
-    remote_engine_id: _Name
+    remote_engine_id: _Name  # the sender; a new one at each start of its process
     remote_request_id: _Name
+    # address of the sender's side channel.
     remote_host: Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
     remote_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
-    remote_host_id: _Name
-    remote_num_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**40)]
-    remote_block_size: Annotated[int, msgspec.Meta(ge=1, le=2**20)]
-    remote_layout: _Name
-    remote_secret: _Name
+    remote_host_id: _Name  # the sender's machine and shared-memory file system
+    remote_num_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**40)]  # tokens whose KV is offered
+    remote_block_size: Annotated[int, msgspec.Meta(ge=1, le=2**20)]  # tokens in a block
+    remote_layout: _Name  # fingerprint of the sender's layout
+    remote_secret: _Name  # what a receiver must show to get the blocks
+    # how the blocks can be had.
     remote_backends: Annotated[list[str], msgspec.Meta(min_length=1, max_length=16)]
-    remote_lease_seconds: float
+    remote_lease_seconds: float  # how long they are kept for a receiver that does not call
+    # of the last block offered, in the chain of the prompt's blocks under its tenure: 32
+    # hexadecimal digits; empty where the sender did not say.
     remote_last_hash: Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{32})?$")] = ""
+    # HMAC-SHA256 of all other fields under the fleet's key; empty without one.
     remote_mac: Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{64})?$")] = ""
     do_remote_prefill: bool = True
     do_remote_decode: bool = False
@@ -83,7 +71,6 @@ def read_transfer_params(params: object, key: bytes = b"") -> TransferParams:
     """Return the ticket in `kv_transfer_params`.
 
     Args:
-        params: as they came.
         key: of the fleet, by which the ticket must be signed; empty takes any.
 
     Raises:
@@ -124,9 +111,7 @@ def checked_transfer_params(
     """Return the ticket of `kv_transfer_params` if it is for this prompt; None, and a log, if not.
 
     Args:
-        params: as they came.
         key: of the fleet, by which tickets are signed; empty takes unsigned ones.
-        tokens: of the prompt.
         hashes: of its blocks, as far as they are known already; shape (n, 2).
         seed: of the chain of its blocks, from its own tenure.
 

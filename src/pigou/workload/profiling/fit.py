@@ -21,16 +21,9 @@ _Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class FitError:
-    """How far a fit is from what was seen, as shares of that.
+    """How far a fit is from what was seen, as shares of that."""
 
-    Attributes:
-        what: was seen.
-        count: of measurements.
-        median: of the errors' sizes.
-        largest: of them.
-    """
-
-    what: str
+    what: str  # was seen
     count: int
     median: float
     largest: float

@@ -25,55 +25,37 @@ class Decodes:
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """What `prompts` of `tokens` tokens altogether take.
-
-    Attributes:
-        tokens: that were computed.
-        reads: cache entries that each token reads, itself included, summed over the tokens.
-        prompts: how many ended; a part of one, where steps hold less than a prompt.
-        seconds: that it took.
-    """
+    """What `prompts` of `tokens` tokens altogether take."""
 
     tokens: int
-    reads: float
-    prompts: float
+    reads: float  # cache entries that each token reads, itself included, summed over the tokens
+    prompts: float  # how many ended; a part of one, where steps hold less than a prompt
     seconds: float
 
 
 @dataclass(slots=True)
 class Measurements:
-    """All that a profile has seen; each a median of repeated measurements.
+    """All that a profile has seen; each a median of repeated measurements."""
 
-    Attributes:
-        decodes: steps in which nothing else is done.
-        prefill_mixed: what prompts add to the steps of a running stream.
-        prefill_alone: steps of prompts in which nobody decodes.
-        first: from the send of a request to its first token, where there is no other.
-        rhythm: by how many decode, seconds that each step of a plan takes more than their mean.
-        scatter: by how many decode, equally likely factors of a step's time.
-    """
-
-    decodes: list[Decodes] = field(default_factory=list)
+    decodes: list[Decodes] = field(default_factory=list)  # steps in which nothing else is done
+    # what prompts add to the steps of a running stream.
     prefill_mixed: list[Prompts] = field(default_factory=list)
+    # steps of prompts in which nobody decodes.
     prefill_alone: list[Prompts] = field(default_factory=list)
+    # from the send of a request to its first token, where there is no other.
     first: list[Prompts] = field(default_factory=list)
+    # by how many decode, seconds that each step of a plan takes more than their mean.
     rhythm: VariationTable = ()
-    scatter: VariationTable = ()
+    scatter: VariationTable = ()  # by how many decode, equally likely factors of a step's time
 
 
 @dataclass(frozen=True)
 class Window:
-    """Steps in which all of several streams decode.
-
-    Attributes:
-        steps: of the stream that has the fewest.
-        seconds: of one.
-        generated: tokens that all together had at the middle.
-    """
+    """Steps in which all of several streams decode."""
 
     steps: int
     seconds: float
-    generated: int
+    generated: int  # tokens that all together had at the middle
 
 
 def arrivals(stream: Stream) -> NDArray[np.int64]:
@@ -141,16 +123,11 @@ CLASSES = 50
 
 @dataclass(frozen=True)
 class StreamGaps:
-    """Seconds between tokens while `n` streams, and nobody else, decode.
-
-    Attributes:
-        n: streams.
-        seconds: of each gap, shape (gaps,).
-        ages: steps that these streams had decoded together before each, shape (gaps,).
-    """
+    """Seconds between tokens while `n` streams, and nobody else, decode."""
 
     n: int
-    seconds: NDArray[np.float64]
+    seconds: NDArray[np.float64]  # of each gap, shape (gaps,)
+    # steps that these streams had decoded together before each, shape (gaps,).
     ages: NDArray[np.int64]
 
 
@@ -174,7 +151,6 @@ def spreads(
     Args:
         seen: of each shape the gaps of all its runs; their median tells what a step takes.
         decodes: of each shape that median.
-        steps: of a plan.
     """
     rows, factors = [], []
     for n in sorted({entry.n for entry in decodes}):
@@ -191,7 +167,6 @@ def rhythm(seen: Sequence[StreamGaps], steps: int) -> tuple[float, ...]:
 
     Args:
         seen: all of as many streams; a median over them leaves slow moments out.
-        steps: of a plan.
 
     Returns:
         Of each place in a plan; they add up to 0. Nothing for plans of one step, or where no run

@@ -17,7 +17,6 @@ class Pace:
         Args:
             budget_s: seconds that all may take; 0 for no limit.
             round_steps: steps of the worker that a round takes, by a guess.
-            rounds: that are wanted.
         """
         self._budget_s = budget_s
         self._began = time.monotonic()

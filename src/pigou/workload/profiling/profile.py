@@ -21,15 +21,7 @@ from pigou.workload.profiling.target import find_target
 
 @dataclass(frozen=True)
 class ProfileReport:
-    """What was measured.
-
-    Attributes:
-        model: that was asked for.
-        measured: the timing.
-        errors: how well it fits.
-        seen: what it was fitted to.
-        notes: what was left out, and why.
-    """
+    """What was measured."""
 
     model: str
     measured: WorkerProfile
@@ -44,7 +36,6 @@ async def profile(
     """Measure a live worker.
 
     Args:
-        config: what to measure.
         watch: told of each measurement: how many are done, of how many, what is measured, and the
             seconds that the rest takes.
         stop: breaks it off once it is set; what was measured counts, if a round was whole.

@@ -12,13 +12,7 @@ from pigou.config_option import option
 
 
 class ProfileConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One profile of one worker.
-
-    Attributes:
-        url: of the worker, with or without `/v1`; kept without.
-        seed: of the prompts; None for others each time, as a worker's cache may still hold the
-            last ones.
-    """
+    """One profile of one worker."""
 
     url: Annotated[str, option("The worker, like http://127.0.0.1:8100.", argument=True)]
     model: Annotated[str, option("Name; by default the first that it lists.")] = ""

@@ -23,41 +23,24 @@ _TOKENS, _SEQS, _MAX_REQUEST_TOKENS = 2048, 64, 2048
 
 @dataclass(frozen=True)
 class Limits:
-    """What a worker can hold.
+    """What a worker can hold."""
 
-    Attributes:
-        tokens: that it computes in a step, at most.
-        seqs: that it runs at once, at most.
-        max_request_tokens: prompt and output of a request.
-        room: tokens that its KV cache holds.
-        block: tokens in a block of it.
-        repeat: steps that it plans at once, as long as its sequences do not change.
-        blocks: of its KV cache; 0 where it does not say.
-    """
-
-    tokens: int
-    seqs: int
-    max_request_tokens: int
-    room: int
-    block: int
-    repeat: int = 1
-    blocks: int = 0
+    tokens: int  # that it computes in a step, at most
+    seqs: int  # that it runs at once, at most
+    max_request_tokens: int  # prompt and output of a request
+    room: int  # tokens that its KV cache holds
+    block: int  # tokens in a block of it
+    repeat: int = 1  # steps that it plans at once, as long as its sequences do not change
+    blocks: int = 0  # of its KV cache; 0 where it does not say
 
 
 @dataclass(frozen=True)
 class Target:
-    """A worker, and how it is asked.
-
-    Attributes:
-        client: that sends.
-        limits: of the worker.
-        vocabulary: token ids that prompts are made of.
-        rng: of the prompts.
-    """
+    """A worker, and how it is asked."""
 
     client: EndpointClient
     limits: Limits
-    vocabulary: list[int]
+    vocabulary: list[int]  # token ids that prompts are made of
     rng: np.random.Generator
 
     def prompt(self, tokens: int) -> list[int]:

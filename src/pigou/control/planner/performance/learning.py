@@ -71,7 +71,6 @@ class SpeedLearner:
         """Add what one window showed of the pool; workers that are not warm are left out.
 
         Args:
-            window, pool: the observation.
             siblings: pools of the same model and GPUs, whose prompts teach a prefill pool to which
                 none is sent.
         """
@@ -149,17 +148,12 @@ class SpeedLearner:
 
 @dataclass(frozen=True, slots=True)
 class TtftCauses:
-    """Observed over expected mean TTFT, as a product of three causes.
+    """Observed over expected mean TTFT, as a product of three causes."""
 
-    Attributes:
-        hits: seconds of prefill with the hits that there were, over those that were expected.
-        speed: observed over predicted seconds of the same tokens.
-        queueing: observed over predicted waits.
-    """
-
+    # seconds of prefill with the hits that there were, over those that were expected.
     hits: float = 1.0
-    speed: float = 1.0
-    queueing: float = 1.0
+    speed: float = 1.0  # observed over predicted seconds of the same tokens
+    queueing: float = 1.0  # observed over predicted waits
 
 
 class Corrections:
@@ -215,7 +209,6 @@ class Corrections:
         """Compare one window with the model.
 
         Args:
-            window, pool: the observation.
             model: without corrections.
             mix: what the requests of the window were like, hits counted.
             rps: requests a second to the pool; None where not known.

@@ -36,18 +36,12 @@ _FULL = 1.0 - 1e-6
 
 @dataclass(frozen=True, slots=True)
 class PoolLatency:
-    """What a pool does at a load.
-
-    Attributes:
-        ttft_s: at the percentile; infinity in overload.
-        itl_s: at the percentile; infinity in overload.
-        utilisation: share of time that its prefill, or share of the streams that its decode can
-            hold, is in use: the larger.
-        mean_ttft_s: in the mean; infinity in overload.
-    """
+    """What a pool does at a load."""
 
     ttft_s: float
     itl_s: float
+    # share of time that its prefill, or share of the streams that its decode can hold, is in use:
+    # the larger.
     utilisation: float
     mean_ttft_s: float = 0.0
 
@@ -73,28 +67,22 @@ class PerformanceModel:
     by 1 / (1 - lambda D / c), and a prompt of k chunks takes D + k ITL(n).
 
     Attributes:
-        prefill: seconds of prompts.
-        decode: seconds between tokens.
-        kv_tokens: that one worker can hold.
-        max_seqs: most streams of one worker.
-        chunk_tokens: most prompt tokens of one step, of a worker that does both.
-        overhead_s: of TTFT apart from queue and prefill: KV transfer, network, first decode step.
-        transfer_token_s: of TTFT for each token of the prompt that is sent to a decode worker.
         prefill_factor, decode_factor: observed over predicted seconds.
-        wait_factor: observed over predicted waits.
-        pooled: False where the router sends prompts anywhere: c queues of one server each.
     """
 
-    prefill: PrefillSpeed
-    decode: DecodeSpeed
+    prefill: PrefillSpeed  # seconds of prompts
+    decode: DecodeSpeed  # seconds between tokens
     kv_tokens: float = math.inf
-    max_seqs: int = 256
-    chunk_tokens: int = 2048
+    max_seqs: int = 256  # most streams of one worker
+    chunk_tokens: int = 2048  # most prompt tokens of one step, of a worker that does both
+    # of TTFT apart from queue and prefill: KV transfer, network, first decode step.
     overhead_s: float = 0.0
+    # of TTFT for each token of the prompt that is sent to a decode worker.
     transfer_token_s: float = 0.0
     prefill_factor: float = 1.0
     decode_factor: float = 1.0
-    wait_factor: float = 1.0
+    wait_factor: float = 1.0  # observed over predicted waits
+    # False where the router sends prompts anywhere: c queues of one server each.
     pooled: bool = True
 
     @classmethod

@@ -21,20 +21,14 @@ _ABSCISSA = itemgetter(0)
 
 @dataclass(frozen=True, slots=True)
 class RequestMix:
-    """What the requests of a model are like.
+    """What the requests of a model are like."""
 
-    Attributes:
-        isl: mean prompt tokens, above 0.
-        osl: mean output tokens, at least 1.
-        hit_rate: share of prompt tokens that is cached; it shortens prefill, not what decode holds.
-        isl_scv: variance of prompt tokens over the squared mean.
-        arrival_scv: variance of gaps between arrivals over the squared mean; 1 for Poisson.
-    """
-
-    isl: float
-    osl: float
+    isl: float  # mean prompt tokens, above 0
+    osl: float  # mean output tokens, at least 1
+    # share of prompt tokens that is cached; it shortens prefill, not what decode holds.
     hit_rate: float = 0.0
-    isl_scv: float = 0.0
+    isl_scv: float = 0.0  # variance of prompt tokens over the squared mean
+    # variance of gaps between arrivals over the squared mean; 1 for Poisson.
     arrival_scv: float = 1.0
 
     @property
@@ -97,17 +91,12 @@ class PrefillTable:
 
 @dataclass(frozen=True, slots=True)
 class DecodeLaw:
-    """law(n) + context_token_s n (context - mean_context).
+    """law(n) + context_token_s n (context - mean_context)."""
 
-    Attributes:
-        law: seconds between tokens of n streams that hold `mean_context` tokens each.
-        context_token_s: seconds by which each token that streams hold makes a step longer.
-        mean_context: tokens that a stream held where the law was learned.
-    """
-
-    law: LatencyLaw
+    law: LatencyLaw  # seconds between tokens of n streams that hold `mean_context` tokens each
+    # seconds by which each token that streams hold makes a step longer.
     context_token_s: float = 0.0
-    mean_context: float = 0.0
+    mean_context: float = 0.0  # tokens that a stream held where the law was learned
 
     def itl_s(self, streams: float, context: float) -> float:
         """Return the seconds between tokens, at least a tenth of the law's."""

@@ -23,18 +23,13 @@ class PrefillPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """A prefill pool at a load.
 
     Attributes:
-        workers: of the pool.
-        isl_tokens: of each prompt, none of it cached.
-        utilisation: rate over what the pool computes at most, 0 to 1.
-        rate_rps: Poisson arrivals a second.
-        requests: that were measured.
         ttft_mean_s, ttft_p50_s, ttft_p90_s, ttft_p95_s, ttft_p99_s: from sending to first token.
     """
 
     workers: int
     isl_tokens: int
-    utilisation: float
-    rate_rps: float
+    utilisation: float  # rate over what the pool computes at most, 0 to 1
+    rate_rps: float  # Poisson arrivals a second
     requests: int
     ttft_mean_s: float
     ttft_p50_s: float
@@ -44,38 +39,26 @@ class PrefillPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class DecodePoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One decode worker with so many users.
+    """One decode worker with so many users."""
 
-    Attributes:
-        concurrency: users, each of whom has one request at a time.
-        streams: that the worker decoded, in the mean; the others wait or are being computed.
-        context_tokens: prompt and half of the output, that each held in the mean.
-        itl_mean_s: busy seconds over steps.
-        itl_p95_s: of requests, their mean seconds between tokens.
-        output_tok_s: tokens a second.
-    """
-
-    concurrency: int
-    streams: float
-    context_tokens: float
-    itl_mean_s: float
-    itl_p95_s: float
-    output_tok_s: float
+    concurrency: int  # users, each of whom has one request at a time
+    streams: float  # that the worker decoded, in the mean; the others wait or are being computed
+    context_tokens: float  # prompt and half of the output, that each held in the mean
+    itl_mean_s: float  # busy seconds over steps
+    itl_p95_s: float  # of requests, their mean seconds between tokens
+    output_tok_s: float  # tokens a second
 
 
 class SweepTables(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What `pigou sweep` writes.
 
     Attributes:
-        source: where it was measured: `simulator` or `live`.
-        model, gpu, tp, timing: what the workers ran on.
         kv_tokens, max_seqs, max_batched_tokens: limits of one worker.
         overhead_s, transfer_token_s: of TTFT besides the prompt: for each request, and for each
             of its tokens.
-        prompts, prefill, decode: the tables.
     """
 
-    source: str
+    source: str  # where it was measured: `simulator` or `live`
     model: str
     gpu: str
     tp: int

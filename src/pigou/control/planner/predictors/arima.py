@@ -54,19 +54,12 @@ class AutoArima(FittedPredictor):
 
 
 class DynamoArimaParams(FittedParams, frozen=True, kw_only=True):
-    """Parameters of `DynamoArima`, as in `dynamo.planner` 1.6.1.
+    """Parameters of `DynamoArima`, as in `dynamo.planner` 1.6.1."""
 
-    Attributes:
-        min_points: values before which the last one is the forecast.
-        history: last values that the model is fitted to.
-        refit: intervals after which it is fitted anew; Dynamo never does.
-        log1p: whether the model is one of log(1 + load) from the start.
-    """
-
-    min_points: int = 5
-    history: int = 1_000_000
-    refit: int = 0
-    log1p: bool = False
+    min_points: int = 5  # values before which the last one is the forecast
+    history: int = 1_000_000  # last values that the model is fitted to
+    refit: int = 0  # intervals after which it is fitted anew; Dynamo never does
+    log1p: bool = False  # whether the model is one of log(1 + load) from the start
 
 
 class DynamoArima(AutoArima):

@@ -23,19 +23,14 @@ _MIN_BIN_S, _MAX_BIN_S = 0.001, 86_400.0
 
 
 class ArrivalParams(PredictorParams, frozen=True, kw_only=True):
-    """Parameters of `ArrivalRate`.
+    """Parameters of `ArrivalRate`."""
 
-    Attributes:
-        bin_s: seconds of one bin, the interval of `observe` and `forecast`; best from 1 to 5.
-        bins: last bins that a change is looked for in.
-        half_life_s: seconds after which a bin counts half in the mean.
-        false_alarm_s: seconds between false alarms on Poisson arrivals of any constant rate; their
-            mean is at least this.
-    """
-
+    # seconds of one bin, the interval of `observe` and `forecast`; best from 1 to 5.
     bin_s: float = 5.0
-    bins: int = 36
-    half_life_s: float = 30.0
+    bins: int = 36  # last bins that a change is looked for in
+    half_life_s: float = 30.0  # seconds after which a bin counts half in the mean
+    # seconds between false alarms on Poisson arrivals of any constant rate; their mean is at least
+    # this.
     false_alarm_s: float = 3600.0
 
     def __post_init__(self) -> None:

@@ -16,17 +16,11 @@ _FAILURES = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 class FittedParams(PredictorParams, frozen=True, kw_only=True):
-    """Parameters of predictors with a fitted model.
+    """Parameters of predictors with a fitted model."""
 
-    Attributes:
-        min_points: values before which the last one is the forecast.
-        history: last values that a model is fitted to.
-        refit: intervals after which it is fitted anew; 0 for never.
-    """
-
-    min_points: int = 12
-    history: int = 240
-    refit: int = 24
+    min_points: int = 12  # values before which the last one is the forecast
+    history: int = 240  # last values that a model is fitted to
+    refit: int = 24  # intervals after which it is fitted anew; 0 for never
 
     def __post_init__(self) -> None:
         """Refuse histories that no model fits."""

@@ -16,13 +16,10 @@ _SEASONS = 2
 
 
 class HoltWintersParams(FittedParams, frozen=True, kw_only=True):
-    """Parameters of `HoltWinters`.
+    """Parameters of `HoltWinters`."""
 
-    Attributes:
-        season: intervals of a season, at least 2; 0 for a model without one. The history must
-            hold two seasons.
-    """
-
+    # intervals of a season, at least 2; 0 for a model without one. The history must hold two
+    # seasons.
     season: int = 0
 
     def __post_init__(self) -> None:

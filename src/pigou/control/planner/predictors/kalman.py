@@ -15,19 +15,12 @@ from pigou.control.planner.predictors.predictor import (
 
 
 class KalmanParams(PredictorParams, frozen=True, kw_only=True):
-    """Parameters of `Kalman`; the defaults are Dynamo's.
+    """Parameters of `Kalman`; the defaults are Dynamo's."""
 
-    Attributes:
-        level_variance: of the level's step in an interval, in squared units of the load.
-        trend_variance: of the trend's step.
-        load_variance: of a load about the level.
-        floor: whether forecasts below 0 are 0; Dynamo's were not before its issue 14493.
-    """
-
-    level_variance: float = 1.0
-    trend_variance: float = 0.1
+    level_variance: float = 1.0  # of the level's step in an interval, in squared units of the load
+    trend_variance: float = 0.1  # of the trend's step
     load_variance: float = 10.0
-    floor: bool = True
+    floor: bool = True  # whether forecasts below 0 are 0; Dynamo's were not before its issue 14493
 
     def __post_init__(self) -> None:
         """Refuse variances that are none."""
@@ -117,15 +110,10 @@ class Kalman(CalibratedPredictor):
 
 
 class DynamoKalmanParams(KalmanParams, frozen=True, kw_only=True):
-    """Parameters of `DynamoKalman`, as in `dynamo.planner` 1.6.1.
+    """Parameters of `DynamoKalman`, as in `dynamo.planner` 1.6.1."""
 
-    Attributes:
-        min_points: values before which the last one is the forecast.
-        log1p: whether the filter works on log(1 + load).
-    """
-
-    min_points: int = 5
-    log1p: bool = False
+    min_points: int = 5  # values before which the last one is the forecast
+    log1p: bool = False  # whether the filter works on log(1 + load)
 
     def __post_init__(self) -> None:
         """Refuse a negative count."""

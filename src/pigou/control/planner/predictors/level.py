@@ -23,13 +23,9 @@ class LastValue(CalibratedPredictor):
 
 
 class EwmaParams(PredictorParams, frozen=True, kw_only=True):
-    """Parameters of `Ewma`.
+    """Parameters of `Ewma`."""
 
-    Attributes:
-        half_life: intervals after which a value counts half.
-    """
-
-    half_life: float = 1.0
+    half_life: float = 1.0  # intervals after which a value counts half
 
     def __post_init__(self) -> None:
         """Refuse what forgets nothing, or everything."""

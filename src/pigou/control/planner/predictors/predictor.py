@@ -17,28 +17,20 @@ MAX_LOAD = 1e15
 
 
 class Forecast(msgspec.Struct, frozen=True):
-    """A load to come, in the unit of the values observed.
+    """A load to come, in the unit of the values observed."""
 
-    Attributes:
-        mean: expected load of the interval.
-        low: lower bound of its interval, at least 0.
-        high: upper bound, at least `mean`.
-    """
-
-    mean: float
-    low: float
-    high: float
+    mean: float  # expected load of the interval
+    low: float  # lower bound of its interval, at least 0
+    high: float  # upper bound, at least `mean`
 
 
 class LoadPredictor(Protocol):
     """Forecasts one series of loads: requests of an interval, or their mean length in tokens.
 
     It is pure: no clock, no randomness, and equal histories give equal forecasts.
-
-    Attributes:
-        Params: its parameters, a frozen `msgspec.Struct`; the class is called with one.
     """
 
+    # its parameters, a frozen `msgspec.Struct`; the class is called with one.
     Params: ClassVar[type[msgspec.Struct]]
 
     @property
@@ -64,15 +56,10 @@ class LoadPredictor(Protocol):
 
 
 class PredictorParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Parameters of every predictor.
+    """Parameters of every predictor."""
 
-    Attributes:
-        coverage: share of intervals whose load is to be inside the forecast's bounds.
-        errors: last errors of the predictor itself that the bounds come from.
-    """
-
-    coverage: float = 0.9
-    errors: int = 64
+    coverage: float = 0.9  # share of intervals whose load is to be inside the forecast's bounds
+    errors: int = 64  # last errors of the predictor itself that the bounds come from
 
     def __post_init__(self) -> None:
         """Refuse bounds that cannot be told."""

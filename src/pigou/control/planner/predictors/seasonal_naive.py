@@ -9,13 +9,9 @@ from pigou.control.planner.predictors.predictor import PredictorParams, check_co
 
 
 class SeasonalParams(PredictorParams, frozen=True, kw_only=True):
-    """Parameters of `SeasonalNaive`.
+    """Parameters of `SeasonalNaive`."""
 
-    Attributes:
-        season: intervals of a season; 480 of 180 s are a day.
-    """
-
-    season: int = 480
+    season: int = 480  # intervals of a season; 480 of 180 s are a day
 
     def __post_init__(self) -> None:
         """Refuse a season of no length."""

@@ -23,11 +23,6 @@ class PoolOption:
     """A pool that a model's plan may use.
 
     Attributes:
-        name, role, gpus: of the pool.
-        performance: of its workers.
-        min_workers: fewest that it keeps.
-        max_workers: most that it can have.
-        supply: workers that serve or are on their way.
         start_cost, removal_cost: weighted seconds of delay that one start, or one removal, costs.
     """
 
@@ -35,9 +30,9 @@ class PoolOption:
     role: Role
     gpus: int
     performance: PerformanceModel
-    min_workers: int
-    max_workers: int
-    supply: int
+    min_workers: int  # fewest that it keeps
+    max_workers: int  # most that it can have
+    supply: int  # workers that serve or are on their way
     start_cost: float = 0.0
     removal_cost: float = 0.0
 
@@ -47,11 +42,6 @@ class CapacityCurve:
 
     With several classes it is the least over their objectives: they share the queue. Computed at
     `KNOTS` when asked for; capacity a worker rises with n, because a larger pool waits less.
-
-    Args:
-        performance, role: of the pool.
-        mix: of the requests.
-        slos: of the classes.
     """
 
     def __init__(

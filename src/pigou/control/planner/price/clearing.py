@@ -16,17 +16,11 @@ _TOLERANCE, _ROUNDS = 1e-3, 200
 
 @dataclass(frozen=True, slots=True)
 class Clearing:
-    """What each model is given.
+    """What each model is given."""
 
-    Attributes:
-        points: of the models' frontiers, in their order.
-        price: of a GPU at which the models' demands fit the budget; 0 where it is slack.
-        is_feasible: whether the minimum of all models fits.
-    """
-
-    points: tuple[FrontierPoint, ...]
-    price: float
-    is_feasible: bool
+    points: tuple[FrontierPoint, ...]  # of the models' frontiers, in their order
+    price: float  # of a GPU at which the models' demands fit the budget; 0 where it is slack
+    is_feasible: bool  # whether the minimum of all models fits
 
 
 def clear_budget(

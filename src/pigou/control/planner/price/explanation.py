@@ -43,11 +43,7 @@ class Explained:
 
 
 class DecisionExplanation:
-    """Explains decisions; predicted latencies are computed once a plan.
-
-    Args:
-        setup, params: of the planner.
-    """
+    """Explains decisions; predicted latencies are computed once a plan."""
 
     def __init__(self, setup: PlannerSetup, params: PricePlannerParams) -> None:
         self._setup, self._params = setup, params

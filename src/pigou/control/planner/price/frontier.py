@@ -21,21 +21,13 @@ _ADMITTED = 0.5
 
 @dataclass(frozen=True, slots=True)
 class FrontierPoint:
-    """One split of a model's GPUs.
-
-    Attributes:
-        gpus: in all.
-        rps: that it serves inside the objective, at most the planned load.
-        value: weighted seconds of delay a second that it saves against serving nothing.
-        cost: the same unit: what the moves from the present to it cost.
-        counts: workers by pool.
-    """
+    """One split of a model's GPUs."""
 
     gpus: int
-    rps: float
-    value: float
-    cost: float
-    counts: dict[str, int]
+    rps: float  # that it serves inside the objective, at most the planned load
+    value: float  # weighted seconds of delay a second that it saves against serving nothing
+    cost: float  # the same unit: what the moves from the present to it cost
+    counts: dict[str, int]  # workers by pool
 
 
 class ModelPlan:
@@ -53,13 +45,6 @@ class ModelPlan:
     so the delay saved is w late_s g a second (`_effective_rps` where g < lambda). At the levels
     of g where one more worker is needed, the cheapest counts make the frontier; pools B that do
     both serve a part of the load, or all.
-
-    Args:
-        params: of the planner.
-        load_rps, mix: planned.
-        pools: that it may use.
-        slos: of its classes.
-        weight: w.
     """
 
     def __init__(

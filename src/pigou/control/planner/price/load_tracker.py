@@ -41,15 +41,12 @@ class PlannedLoad:
     """The load of one model that the plan is made for.
 
     Attributes:
-        rps: requests a second that are planned for.
-        mix: what they are like.
-        observed_rps: estimate of now.
         low_rps, high_rps: interval of the estimate.
     """
 
-    rps: float
+    rps: float  # requests a second that are planned for
     mix: RequestMix
-    observed_rps: float
+    observed_rps: float  # estimate of now
     low_rps: float
     high_rps: float
 
@@ -72,9 +69,7 @@ class LoadTracker:
     the estimate (`begin`).
 
     Args:
-        params: of the planner.
         times: the lag is its start-up time.
-        seconds: of a window.
     """
 
     def __init__(
@@ -136,7 +131,6 @@ class LoadTracker:
 
         Args:
             arrivals: requests of the window; None for a hole, which changes nothing.
-            seconds: of the window.
             load: their lengths; None for a hole.
             backlog_rps: requests a second that a backlog adds.
         """
@@ -208,7 +202,6 @@ class LoadTracker:
 
         Args:
             old: mean so far.
-            new: of a window.
             count: requests that came in it, of which the prompts are.
             ended: those that ended in it, of which the outputs are.
         """

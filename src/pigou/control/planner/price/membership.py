@@ -24,21 +24,14 @@ _CREDIT_WINDOWS = 3
 
 @dataclass(slots=True)
 class PoolMembers:
-    """What is known of one pool beyond its window.
+    """What is known of one pool beyond its window."""
 
-    Attributes:
-        ordered: workers that were ordered, and in how many windows they did not show.
-        seen_ns: when it was first seen.
-        grown_ns: when it last grew since; 0 where it did not.
-        blocked_ns: until when nothing is started, because starts failed.
-        foreign: workers that somebody else added (above 0) or drained (below 0) since the last
-            window.
-    """
-
+    # workers that were ordered, and in how many windows they did not show.
     ordered: list[int] = field(default_factory=list)
-    seen_ns: int = 0
-    grown_ns: int = 0
-    blocked_ns: int = 0
+    seen_ns: int = 0  # when it was first seen
+    grown_ns: int = 0  # when it last grew since; 0 where it did not
+    blocked_ns: int = 0  # until when nothing is started, because starts failed
+    # workers that somebody else added (above 0) or drained (below 0) since the last window.
     foreign: int = 0
 
 

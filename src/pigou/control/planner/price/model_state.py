@@ -29,12 +29,7 @@ _MIN_ATTAINED = 50.0
 
 
 class PoolSpeed:
-    """The performance model of one pool: measured and corrected, or learned.
-
-    Args:
-        setup: of the planner.
-        pool: as it was first seen.
-    """
+    """The performance model of one pool: measured and corrected, or learned."""
 
     def __init__(self, setup: PlannerSetup, pool: PoolWindow) -> None:
         self._measured = setup.performance.get(pool.name)
@@ -98,9 +93,7 @@ class ModelState:
     """Load, speeds, objectives and plan of one model.
 
     Attributes:
-        tracker: of its load.
         plan: the last one; None before the first.
-        frontier: of the plan.
         is_stale: whether load, speeds or objectives left the plan's.
     """
 
@@ -124,7 +117,6 @@ class ModelState:
         """Take in one window.
 
         Args:
-            window: of all models.
             is_settled: whether no pool of this model changes, so that attainment is the plan's.
             lacks: whether workers are wanted that do not serve yet.
         """

@@ -8,38 +8,28 @@ import msgspec
 
 
 class PricePlannerParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Parameters of `PricePlanner`. Values and prices are weighted seconds of delay a second.
-
-    Attributes:
-        gpu_price: of a GPU, above 0.
-        late_s: seconds of delay that a request outside its objective counts for, above 0.
-        horizon_s: for which a move is expected to last: the price of a move is spread over it.
-        up: share of load beyond the estimate that is planned for; a plan holds until the estimate
-            leaves it.
-        down: share by which load must have fallen below the plan before it is made smaller.
-        hold_s: for which it must have fallen, half of it for half of the surplus; None for three
-            start-ups, at least 60: load that
-            comes back costs a start, and requests that are late until then.
-        mix: relative change of prompt or output lengths, or of speeds, that makes a new plan.
-        recovery_s: in which a backlog is to be worked off, at least two start-ups.
-        predictor: that widens the plan, by its name (`pigou.predictor`); "" for none.
-        trend: whether growing load is planned for as it will be when a start is ready.
-        flips: whether roles may change.
-        operating_points: whether `max_seqs` is set to what the objective of ITL allows.
-    """
+    """Parameters of `PricePlanner`. Values and prices are weighted seconds of delay a second."""
 
     gpu_price: float = 1.0
+    # seconds of delay that a request outside its objective counts for, above 0.
     late_s: float = 60.0
+    # for which a move is expected to last: the price of a move is spread over it.
     horizon_s: float = 600.0
+    # share of load beyond the estimate that is planned for; a plan holds until the estimate leaves
+    # it.
     up: float = 0.05
+    # share by which load must have fallen below the plan before it is made smaller.
     down: float = 0.15
+    # for which it must have fallen, half of it for half of the surplus; None for three start-ups,
+    # at least 60: load that comes back costs a start, and requests that are late until then.
     hold_s: float | None = None
+    # relative change of prompt or output lengths, or of speeds, that makes a new plan.
     mix: float = 0.1
-    recovery_s: float = 60.0
-    predictor: str = ""
-    trend: bool = True
-    flips: bool = True
-    operating_points: bool = False
+    recovery_s: float = 60.0  # in which a backlog is to be worked off, at least two start-ups
+    predictor: str = ""  # that widens the plan, by its name (`pigou.predictor`); "" for none
+    trend: bool = True  # whether growing load is planned for as it will be when a start is ready
+    flips: bool = True  # whether roles may change
+    operating_points: bool = False  # whether `max_seqs` is set to what the objective of ITL allows
 
     def hold_seconds(self, start_up_s: float) -> float:
         """Return for how long load must have fallen, and a pool does not shrink after it grew."""

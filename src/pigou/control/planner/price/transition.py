@@ -25,14 +25,10 @@ from pigou.request import SECOND, Role
 
 @dataclass(frozen=True, slots=True)
 class MoveRates:
-    """What moves cost and bring.
+    """What moves cost and bring."""
 
-    Attributes:
-        loss_s: weighted seconds of delay that the removal of a worker costs once, by its pool: the
-            prefix cache that is computed again, and what its streams wait.
-        value: of one more worker of a pool, by name.
-    """
-
+    # weighted seconds of delay that the removal of a worker costs once, by its pool: the prefix
+    # cache that is computed again, and what its streams wait.
     loss_s: Mapping[str, Callable[[WorkerWindow], float]]
     value: Mapping[str, float]
 
@@ -53,10 +49,7 @@ class Transition:
        a pool gives that did not grow for so long: its first sight is no reason to starve others.
 
     Args:
-        window: pools as they are.
         wanted: workers by pool.
-        members: who is on the way.
-        budget, times: limits.
         hold_s: after growth, in which a pool does not shrink.
         flips: whether roles may change.
     """

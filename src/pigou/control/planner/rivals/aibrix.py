@@ -25,21 +25,18 @@ class ApaParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """Parameters of `AibrixApa`, with its defaults; the target is that of its examples.
 
     Attributes:
-        metric: share of KV blocks in use, or requests that run or wait, of one worker.
-        target: of the metric, above 0.
-        up_tolerance, down_tolerance: of use over target, within which nothing is done.
         max_scale_up_rate, max_scale_down_rate: largest factors of one step, above 1.
-        window_s: over which the metric is averaged.
         up_cooldown_s, down_cooldown_s: after a step, until one up, or down, may follow.
     """
 
+    # share of KV blocks in use, or requests that run or wait, of one worker.
     metric: Metric = "kv-usage"
     target: float = 0.5
     up_tolerance: float = 0.1
     down_tolerance: float = 0.1
     max_scale_up_rate: float = 2.0
     max_scale_down_rate: float = 2.0
-    window_s: float = 180.0
+    window_s: float = 180.0  # over which the metric is averaged
     up_cooldown_s: float = 0.0
     down_cooldown_s: float = 300.0
 
@@ -55,22 +52,19 @@ class KpaParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """Parameters of `AibrixKpa`, with its defaults; the target is that of its examples.
 
     Attributes:
-        metric: as of `ApaParams`.
-        target: of the metric, above 0.
         stable_window_s, panic_window_s: over which the metric is averaged.
-        panic_threshold: factor over the stable value, or over the ready workers, that is panic.
         max_scale_up_rate, max_scale_down_rate: largest factors of one step, above 1.
-        down_delay_s: the largest recommendation of so many seconds is taken.
     """
 
-    metric: Metric = "kv-usage"
+    metric: Metric = "kv-usage"  # as of `ApaParams`
     target: float = 0.5
     stable_window_s: float = 180.0
     panic_window_s: float = 60.0
+    # factor over the stable value, or over the ready workers, that is panic.
     panic_threshold: float = 2.0
     max_scale_up_rate: float = 2.0
     max_scale_down_rate: float = 2.0
-    down_delay_s: float = 300.0
+    down_delay_s: float = 300.0  # the largest recommendation of so many seconds is taken
 
     def __post_init__(self) -> None:
         _check_above(self, 0, "target", "stable_window_s", "panic_window_s")

@@ -26,25 +26,17 @@ from pigou.request import SECOND, Role
 
 
 class DynamoPlannerParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Parameters of `DynamoPlanner`, with its defaults but for the predictor.
+    """Parameters of `DynamoPlanner`, with its defaults but for the predictor."""
 
-    Attributes:
-        predictive_interval_s: between two forecasts; 0 without that loop.
-        reactive_interval_s: between two decisions; 0 without that loop.
-        predictor: of requests, isl and osl; Dynamo's is `dynamo-arima` (extra `forecast`).
-        sensitivity: share of the objective that survivors of a removal must stay below.
-        consolidation: whether the load of a removed worker is counted on the survivors; it was not
-            before pull request 9294.
-        max_step: workers by which a forecast changes one pool at once.
-        min_gpus: of both pools together.
-    """
-
-    predictive_interval_s: float = 180.0
-    reactive_interval_s: float = 5.0
+    predictive_interval_s: float = 180.0  # between two forecasts; 0 without that loop
+    reactive_interval_s: float = 5.0  # between two decisions; 0 without that loop
+    # of requests, isl and osl; Dynamo's is `dynamo-arima` (extra `forecast`).
     predictor: str = "dynamo-kalman"
-    sensitivity: float = 0.8
+    sensitivity: float = 0.8  # share of the objective that survivors of a removal must stay below
+    # whether the load of a removed worker is counted on the survivors; it was not before pull
+    # request 9294.
     consolidation: bool = True
-    max_step: int = 8
+    max_step: int = 8  # workers by which a forecast changes one pool at once
     min_gpus: int = 0
 
     def __post_init__(self) -> None:
@@ -74,20 +66,13 @@ class _Side:
 
 @dataclass(slots=True)
 class _ModelState:
-    """What is remembered of one model.
-
-    Attributes:
-        forecasts: of its load.
-        engines: by role.
-        floors: of workers, by pool.
-        hit_rate: as last observed.
-        reduction: targets that would interrupt a start-up, and since when they are proposed.
-    """
+    """What is remembered of one model."""
 
     forecasts: LoadForecasts
     engines: dict[str, EngineModel] = field(default_factory=dict)
     floors: dict[str, int] = field(default_factory=dict)
     hit_rate: float | None = None
+    # targets that would interrupt a start-up, and since when they are proposed.
     reduction: tuple[dict[str, int], tuple[int, ...], int] | None = None
 
 

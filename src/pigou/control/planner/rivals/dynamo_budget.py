@@ -25,10 +25,8 @@ def clamp_to_budget(
 
     Args:
         prefill, decode: workers that are asked for.
-        gpus: of one prefill worker and of one decode worker.
         budget: least and most GPUs together; None for no limit. The tolerance is the larger of
             `gpus`, and 0 without a limit.
-        min_workers: of each pool.
     """
     gpus_p, gpus_d = gpus
     low, high = budget
@@ -69,7 +67,6 @@ def fit_to_budget(
 
     Args:
         current: workers that there are, prefill and decode.
-        proposed: that are asked for.
         gpus, budget, min_workers: as of `clamp_to_budget`.
     """
     low, high = budget

@@ -128,7 +128,6 @@ class EngineModel:
 
     Args:
         performance: as measured; its limits are the engine's.
-        role: of the engine.
         is_profiled: whether the regression begins with `profile_passes`.
     """
 
@@ -166,7 +165,6 @@ class EngineModel:
         """Return the seconds until the next request's prompt is computed.
 
         Args:
-            seen: what waits.
             hit_rate: share of the tokens that is not computed.
             queue: factor of what waits; 0 for the request alone.
             streams: factor of the streams, of an engine that does both.
@@ -189,7 +187,6 @@ class EngineModel:
 
         Args:
             seen: streams that decode and wait.
-            streams: factor of these.
             queued_prompts: whether prompts that wait count as streams.
         """
         factor = int(queued_prompts)

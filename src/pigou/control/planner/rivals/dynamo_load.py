@@ -21,20 +21,18 @@ class DynamoLoadParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     """Parameters of `DynamoLoad`, with its defaults.
 
     Attributes:
-        adjustment_interval_s: between two decisions.
         decode_up, decode_down: share of KV blocks in use, the pool's mean.
         prefill_up, prefill_down: requests that wait for each prefill worker.
-        decode_grace_intervals: after an addition, in which no decode worker is removed.
-        prefill_buffer_intervals: a trend that takes the queue below its threshold within so many
-            intervals holds an addition back.
     """
 
-    adjustment_interval_s: float = 30.0
+    adjustment_interval_s: float = 30.0  # between two decisions
     decode_up: float = 0.9
     decode_down: float = 0.5
     prefill_up: float = 0.5
     prefill_down: float = 0.2
-    decode_grace_intervals: int = 3
+    decode_grace_intervals: int = 3  # after an addition, in which no decode worker is removed
+    # a trend that takes the queue below its threshold within so many intervals holds an addition
+    # back.
     prefill_buffer_intervals: int = 3
 
     def __post_init__(self) -> None:

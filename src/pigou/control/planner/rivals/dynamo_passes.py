@@ -25,26 +25,23 @@ class ForwardPass(msgspec.Struct, frozen=True, kw_only=True):
     """One step of an engine, and what waits there. `ForwardPassMetrics` of Dynamo 1.6.1.
 
     Attributes:
-        worker: id.
         prompts, prompt_tokens: that are computed in the step, uncached tokens.
-        prompt_kv_tokens: cached tokens that these read.
         streams, stream_tokens: that decode in it, and the tokens that they hold.
         queued_prompts, queued_prompt_tokens: that wait, cached tokens counted.
         queued_streams, queued_stream_tokens: streams that wait for memory.
-        seconds: of the step; 0 for an idle engine.
     """
 
-    worker: str = ""
+    worker: str = ""  # id
     prompts: int = 0
     prompt_tokens: int = 0
-    prompt_kv_tokens: int = 0
+    prompt_kv_tokens: int = 0  # cached tokens that these read
     streams: int = 0
     stream_tokens: int = 0
     queued_prompts: int = 0
     queued_prompt_tokens: int = 0
     queued_streams: int = 0
     queued_stream_tokens: int = 0
-    seconds: float = 0.0
+    seconds: float = 0.0  # of the step; 0 for an idle engine
 
     @property
     def tokens(self) -> float:
@@ -76,9 +73,6 @@ def forward_pass(
     """Return a step as the window's means have it, and what waits at its end.
 
     Args:
-        worker: ready.
-        role: of its pool.
-        seconds: of the window.
         chunk_tokens: most tokens of one step.
         context: tokens of a stream that waits.
         hit_rate: of the window; tokens that wait are given uncached, and Dynamo discounts them.

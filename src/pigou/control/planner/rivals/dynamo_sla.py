@@ -24,18 +24,13 @@ from pigou.control.planner.rivals.target_planner import (
 
 
 class DynamoSlaParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Parameters of `DynamoSla`, with its defaults but for the predictor.
+    """Parameters of `DynamoSla`, with its defaults but for the predictor."""
 
-    Attributes:
-        adjustment_interval_s: between two decisions.
-        predictor: of requests, isl and osl, each by itself; Dynamo's is `dynamo-arima`, which
-            needs the extra `forecast`.
-        correction: whether correction factors are used.
-    """
-
-    adjustment_interval_s: float = 180.0
+    adjustment_interval_s: float = 180.0  # between two decisions
+    # of requests, isl and osl, each by itself; Dynamo's is `dynamo-arima`, which needs the extra
+    # `forecast`.
     predictor: str = "dynamo-kalman"
-    correction: bool = True
+    correction: bool = True  # whether correction factors are used
 
     def __post_init__(self) -> None:
         if not 0 < self.adjustment_interval_s < math.inf:

@@ -25,19 +25,16 @@ class HeteroScaleParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     """Parameters of `HeteroScale`.
 
     Attributes:
-        target: decode tokens a second of one decode worker; 0 for what it serves inside the
-            objective by its performance model.
-        ratio: prefill workers of one decode worker; 0 for that of the fleet at first.
-        up_tolerance, down_tolerance: of signal over target, within which nothing is done.
-        window_s: over which the signal is averaged.
         up_cooldown_s, down_cooldown_s: after a change, until one up, or down, may follow.
     """
 
+    # decode tokens a second of one decode worker; 0 for what it serves inside the objective by its
+    # performance model.
     target: float = 0.0
-    ratio: float = 0.0
+    ratio: float = 0.0  # prefill workers of one decode worker; 0 for that of the fleet at first
     up_tolerance: float = 0.1
     down_tolerance: float = 0.1
-    window_s: float = 60.0
+    window_s: float = 60.0  # over which the signal is averaged
     up_cooldown_s: float = 0.0
     down_cooldown_s: float = 300.0
 

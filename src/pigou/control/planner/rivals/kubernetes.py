@@ -18,15 +18,13 @@ class HpaParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """Parameters that both have, with the controller's defaults.
 
     Attributes:
-        tolerance: of the ratio of metric to target, within which nothing is done.
-        period_s: between two decisions.
-        down_window_s: the largest recommendation of so many seconds is taken on the way down.
         up_pods, up_share: on the way up, at most so many workers, or so large a share of them, come
             in a period: the larger of the two.
     """
 
-    tolerance: float = 0.1
-    period_s: float = 15.0
+    tolerance: float = 0.1  # of the ratio of metric to target, within which nothing is done
+    period_s: float = 15.0  # between two decisions
+    # the largest recommendation of so many seconds is taken on the way down.
     down_window_s: float = 300.0
     up_pods: int = 4
     up_share: float = 1.0
@@ -38,13 +36,9 @@ class HpaParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 class HpaQpsParams(HpaParams, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Parameters of `HpaQps`.
+    """Parameters of `HpaQps`."""
 
-    Attributes:
-        target: requests a second of one worker, above 0.
-    """
-
-    target: float = 1.0
+    target: float = 1.0  # requests a second of one worker, above 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -53,13 +47,9 @@ class HpaQpsParams(HpaParams, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class HpaCpuParams(HpaParams, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Parameters of `HpaCpu`.
+    """Parameters of `HpaCpu`."""
 
-    Attributes:
-        target: share of a worker's CPU in use, above 0.
-    """
-
-    target: float = 0.8
+    target: float = 0.8  # share of a worker's CPU in use, above 0
 
     def __post_init__(self) -> None:
         super().__post_init__()

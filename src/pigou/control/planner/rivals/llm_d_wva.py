@@ -18,21 +18,13 @@ OUTPUT_BUCKETS = (100.0, 500.0, math.inf)
 
 
 class WvaParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Parameters of `LlmDWva`, with its defaults.
+    """Parameters of `LlmDWva`, with its defaults."""
 
-    Attributes:
-        kv_threshold: share of the KV cache that counts as capacity.
-        queue_threshold: requests that wait on a worker from which on it counts as full.
-        up: utilisation above which workers are added.
-        down: utilisation below which they are removed, at most `up`.
-        samples: capacities of full workers that are averaged.
-    """
-
-    kv_threshold: float = 0.8
-    queue_threshold: int = 5
-    up: float = 0.85
-    down: float = 0.7
-    samples: int = 10
+    kv_threshold: float = 0.8  # share of the KV cache that counts as capacity
+    queue_threshold: int = 5  # requests that wait on a worker from which on it counts as full
+    up: float = 0.85  # utilisation above which workers are added
+    down: float = 0.7  # utilisation below which they are removed, at most `up`
+    samples: int = 10  # capacities of full workers that are averaged
 
     def __post_init__(self) -> None:
         if not 0 < self.down <= self.up <= 1 or not 0 < self.kv_threshold <= 1:

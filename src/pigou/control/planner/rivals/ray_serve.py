@@ -21,16 +21,13 @@ class RayServeParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Parameters of `RayServe`, with its defaults (`AutoscalingConfig`).
 
     Attributes:
-        target_ongoing_requests: of one replica, above 0.
-        metrics_interval_s: between two decisions.
-        look_back_period_s: over which ongoing requests are averaged.
         upscale_delay_s, downscale_delay_s: for which a direction must last before it is acted on.
         upscaling_factor, downscaling_factor: parts of the error that are made up for.
     """
 
     target_ongoing_requests: float = 2.0
-    metrics_interval_s: float = 10.0
-    look_back_period_s: float = 30.0
+    metrics_interval_s: float = 10.0  # between two decisions
+    look_back_period_s: float = 30.0  # over which ongoing requests are averaged
     upscale_delay_s: float = 30.0
     downscale_delay_s: float = 600.0
     upscaling_factor: float = 1.0

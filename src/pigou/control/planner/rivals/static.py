@@ -12,15 +12,10 @@ from pigou.control.planner.rivals.target_planner import TargetPlanner, supply
 
 
 class StaticParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Parameters of `StaticPlanner`.
+    """Parameters of `StaticPlanner`."""
 
-    Attributes:
-        workers: of each pool; 0 for as many as it had at first.
-        repair: start workers anew for those that fail.
-    """
-
-    workers: int = 0
-    repair: bool = True
+    workers: int = 0  # of each pool; 0 for as many as it had at first
+    repair: bool = True  # start workers anew for those that fail
 
     def __post_init__(self) -> None:
         if self.workers < 0:

@@ -69,16 +69,12 @@ class TargetPlanner:
     draining workers count. A subclass says `_targets`.
 
     Args:
-        setup: what every planner is given.
         history_s: seconds of windows that it remembers.
-
-    Attributes:
-        interval_s: seconds between two decisions; ticks between them return nothing.
     """
 
     name: ClassVar[str]
     Params: ClassVar[type[msgspec.Struct]]
-    interval_s: float = 0.0
+    interval_s: float = 0.0  # seconds between two decisions; ticks between them return nothing
 
     def __init__(self, setup: PlannerSetup, history_s: float = 0.0) -> None:
         self.setup = setup
@@ -138,7 +134,6 @@ def carry_out(
     """Return the actions that bring pools to their targets, and what the budget refused.
 
     Args:
-        window: pools as they are.
         targets: workers by pool; a pool that is not there stays as it is.
         budget: never exceeded, and nothing is removed below its minimum.
     """
@@ -179,10 +174,7 @@ def free_gpus(
     """Return the GPUs that a pool may still take, by the budget of all, its model and its own.
 
     Args:
-        pools: all of them.
         used: GPUs of each, by name, in all states.
-        pool: that wants more.
-        budget: limits.
     """
     limits = [2**31]
     if budget.max_gpus is not None:

@@ -13,18 +13,12 @@ from pigou.control.routing.view import Counts, Flags, FleetView
 
 
 class AibrixPrefixParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Parameters of `AibrixPrefix`, with its defaults.
+    """Parameters of `AibrixPrefix`, with its defaults."""
 
-    Attributes:
-        standard_deviation_factor: standard deviations above the mean load that a worker with a
-            prefix may have.
-        load_imbalance_factor: times the mean of the others that the busiest must exceed.
-        load_imbalance_min_gap: requests between the busiest and the idlest.
-    """
-
+    # standard deviations above the mean load that a worker with a prefix may have.
     standard_deviation_factor: float = 1.0
-    load_imbalance_factor: float = 2.0
-    load_imbalance_min_gap: int = 8
+    load_imbalance_factor: float = 2.0  # times the mean of the others that the busiest must exceed
+    load_imbalance_min_gap: int = 8  # requests between the busiest and the idlest
 
     def __post_init__(self) -> None:
         check_finite(self, *self.__struct_fields__)

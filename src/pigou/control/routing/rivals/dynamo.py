@@ -51,7 +51,6 @@ def aggregated_costs(
         roles: which workers prefill and which decode, (workers,) each.
         splits: whether another worker may compute the prompt.
         candidates: their workers that prefill (-1 for local) and that decode, (candidates,) each.
-        block_size: of the workers, (workers,).
         load: `prefill_tokens`, `decode_tokens`, `decode_requests` of `FleetView`, (workers,) each.
         tiers: cached blocks on the device, in host memory, in storage, (workers,) each.
         prompt: tokens.
@@ -91,25 +90,17 @@ def aggregated_costs(
 
 
 class DynamoParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Parameters of `Dynamo`, with its names and defaults; all from 0.
+    """Parameters of `Dynamo`, with its names and defaults; all from 0."""
 
-    Attributes:
-        prefill_load_scale: weight of the blocks to compute.
-        overlap_score_credit: credit for a cached block in device memory.
-        overlap_score_credit_decay: how fast a backlog of prompts takes that credit away.
-        host_cache_hit_weight: credit for a block in host memory.
-        disk_cache_hit_weight: credit for a block on disk or in an object store.
-        decode_active_request_weight: blocks that each request in flight counts for besides.
-        decode_overlap_score_credit: credit when a decode worker is chosen apart from the prefill
-            worker; Dynamo sets it to 0, or leaves the credit where disaggregation is conditional.
-    """
-
-    prefill_load_scale: float = 1.0
-    overlap_score_credit: float = 1.0
-    overlap_score_credit_decay: float = 0.0
-    host_cache_hit_weight: float = 0.75
-    disk_cache_hit_weight: float = 0.25
+    prefill_load_scale: float = 1.0  # weight of the blocks to compute
+    overlap_score_credit: float = 1.0  # credit for a cached block in device memory
+    overlap_score_credit_decay: float = 0.0  # how fast a backlog of prompts takes that credit away
+    host_cache_hit_weight: float = 0.75  # credit for a block in host memory
+    disk_cache_hit_weight: float = 0.25  # credit for a block on disk or in an object store
+    # blocks that each request in flight counts for besides.
     decode_active_request_weight: float = 0.0
+    # credit when a decode worker is chosen apart from the prefill worker; Dynamo sets it to 0, or
+    # leaves the credit where disaggregation is conditional.
     decode_overlap_score_credit: float = 0.0
 
     def __post_init__(self) -> None:
@@ -209,26 +200,18 @@ class Dynamo(PoolPolicy):
 class DynamoConditionalParams(
     ConditionalDisaggregationParams, frozen=True, forbid_unknown_fields=True, kw_only=True
 ):
-    """Parameters of `DynamoConditional`, with Dynamo's names and defaults.
+    """Parameters of `DynamoConditional`, with Dynamo's names and defaults."""
 
-    Attributes:
-        inner: policy that chooses among what is left.
-        policy: which condition.
-        eff_isl_threshold: uncached tokens from which a prompt is computed remotely.
-        eff_isl_ratio_threshold: share of the prompt that is uncached from which it is.
-        prefill_busy_threshold: batches of waiting tokens above which a prefill worker is busy;
-            infinity never. Dynamo leaves it unset, with the same effect.
-        max_num_batched_tokens: tokens of such a batch; Dynamo asks the worker for it.
-        decode_busy_threshold: share of its blocks above which a decode worker takes no prompt;
-            infinity never. A worker that did not say how many it has then takes none.
-    """
-
-    inner: str = "dynamo"
+    inner: str = "dynamo"  # policy that chooses among what is left
     policy: Literal["isl_bounding", "prefill_load", "isl_or_load"] = "isl_bounding"
-    eff_isl_threshold: int = 2048
-    eff_isl_ratio_threshold: float = 0.7
+    eff_isl_threshold: int = 2048  # uncached tokens from which a prompt is computed remotely
+    eff_isl_ratio_threshold: float = 0.7  # share of the prompt that is uncached from which it is
+    # batches of waiting tokens above which a prefill worker is busy; infinity never. Dynamo leaves
+    # it unset, with the same effect.
     prefill_busy_threshold: float = float("inf")
-    max_num_batched_tokens: int = 8192
+    max_num_batched_tokens: int = 8192  # tokens of such a batch; Dynamo asks the worker for it
+    # share of its blocks above which a decode worker takes no prompt; infinity never. A worker that
+    # did not say how many it has then takes none.
     decode_busy_threshold: float = float("inf")
 
     def __post_init__(self) -> None:
@@ -298,13 +281,9 @@ class DynamoConditional(ConditionalDisaggregation):
 
 
 class DynamoPaperParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Parameters of `DynamoPaper`.
+    """Parameters of `DynamoPaper`."""
 
-    Attributes:
-        overlap_weight: omega, blocks in use that a block of prefill is worth; from 0.
-    """
-
-    overlap_weight: float = 1.0
+    overlap_weight: float = 1.0  # omega, blocks in use that a block of prefill is worth; from 0
 
     def __post_init__(self) -> None:
         check_finite(self, "overlap_weight")

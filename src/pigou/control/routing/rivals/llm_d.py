@@ -31,22 +31,16 @@ from pigou.control.routing.view import Candidates, Flags, FleetView
 
 
 class LlmDParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Parameters of `LlmD`, with its defaults.
+    """Parameters of `LlmD`, with its defaults."""
 
-    Attributes:
-        affinity_threshold: share of the prompt's blocks that makes a worker sticky.
-        max_ttft_penalty: seconds that the best sticky worker may be behind the best other one;
-            0 sticks always.
-        peak_prefill_throughput: tokens a second of a prompt; llm-d's default was measured for a
-            32B model on 2 H100, and is to be measured anew for anything else.
-        exploration_probability: chance that a request is not held to the sticky workers.
-        bound: what a whole request is scored by: `prefill` tokens, or `decode` requests.
-    """
-
-    affinity_threshold: float = 0.8
+    affinity_threshold: float = 0.8  # share of the prompt's blocks that makes a worker sticky
+    # seconds that the best sticky worker may be behind the best other one; 0 sticks always.
     max_ttft_penalty: float = 18.0
+    # tokens a second of a prompt; llm-d's default was measured for a 32B model on 2 H100, and is to
+    # be measured anew for anything else.
     peak_prefill_throughput: float = 15928.0
-    exploration_probability: float = 0.0
+    exploration_probability: float = 0.0  # chance that a request is not held to the sticky workers
+    # what a whole request is scored by: `prefill` tokens, or `decode` requests.
     bound: Literal["prefill", "decode"] = "prefill"
 
     def __post_init__(self) -> None:
@@ -71,10 +65,6 @@ class LlmD(PoolPolicy):
     `active-request-scorer`; llm-d.ai/blog, "Sticky Until Saturated".
 
     Pairs: prefill workers by tokens, decode workers by requests, each behind the filter.
-
-    Args:
-        params: parameters.
-        seed: of the draws for exploration.
     """
 
     name: ClassVar[str] = "llm-d"
@@ -117,23 +107,14 @@ class LlmD(PoolPolicy):
 
 
 class LlmDBlendParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Parameters of `LlmDBlend`, with its defaults.
+    """Parameters of `LlmDBlend`, with its defaults."""
 
-    Attributes:
-        prefix: weight of the prefix score.
-        queue: weight of the queue score.
-        kv: weight of the score of free KV memory.
-        no_hit_lru: weight of the score that spreads cold prompts.
-        prefix_length_weight: share of the prefix score that goes by length, 0 to 1.
-        max_model_len: tokens that count as a full length.
-    """
-
-    prefix: float = 3.0
-    queue: float = 2.0
-    kv: float = 2.0
-    no_hit_lru: float = 2.0
-    prefix_length_weight: float = 0.0
-    max_model_len: int = 8192
+    prefix: float = 3.0  # weight of the prefix score
+    queue: float = 2.0  # weight of the queue score
+    kv: float = 2.0  # weight of the score of free KV memory
+    no_hit_lru: float = 2.0  # weight of the score that spreads cold prompts
+    prefix_length_weight: float = 0.0  # share of the prefix score that goes by length, 0 to 1
+    max_model_len: int = 8192  # tokens that count as a full length
 
     def __post_init__(self) -> None:
         check_finite(self, "prefix", "queue", "kv", "no_hit_lru")
@@ -214,18 +195,13 @@ class LlmDBlend(PoolPolicy):
 class LlmDConditionalParams(
     ConditionalDisaggregationParams, frozen=True, forbid_unknown_fields=True, kw_only=True
 ):
-    """Parameters of `LlmDConditional`.
+    """Parameters of `LlmDConditional`."""
 
-    Attributes:
-        inner: policy that chooses among what is left.
-        non_cached_tokens: uncached tokens from which a prompt is computed remotely; 0 never is
-            (llm-d's default; its examples have the 512 that is the default here).
-        prompt_tokens: length of the prompt from which it is; 0 sets no limit.
-    """
-
-    inner: str = "llm-d"
+    inner: str = "llm-d"  # policy that chooses among what is left
+    # uncached tokens from which a prompt is computed remotely; 0 never is (llm-d's default; its
+    # examples have the 512 that is the default here).
     non_cached_tokens: int = 512
-    prompt_tokens: int = 0
+    prompt_tokens: int = 0  # length of the prompt from which it is; 0 sets no limit
 
     def __post_init__(self) -> None:
         check_finite(self, "non_cached_tokens", "prompt_tokens")

@@ -13,12 +13,9 @@ from pigou.control.routing.view import FleetView
 
 
 class LMetricParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Parameters of `LMetric`.
+    """Parameters of `LMetric`."""
 
-    Attributes:
-        port: which published port; `sglang` (llm-d's is the same but for ties) or `dynamo`.
-    """
-
+    # which published port; `sglang` (llm-d's is the same but for ties) or `dynamo`.
     port: Literal["sglang", "dynamo"] = "sglang"
 
 

@@ -13,18 +13,13 @@ from pigou.control.routing.view import FleetView
 
 
 class MooncakeParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Parameters of `Mooncake`.
+    """Parameters of `Mooncake`."""
 
-    Attributes:
-        balancing_threshold: ratio of the longest prefix to the worker's own from which the rest
-            is fetched; infinity where workers cannot fetch prefixes from one another.
-        ttft_slo: seconds of TTFT above which a candidate is forbidden.
-        tbt_slo: seconds between tokens above which a candidate is forbidden.
-    """
-
+    # ratio of the longest prefix to the worker's own from which the rest is fetched; infinity where
+    # workers cannot fetch prefixes from one another.
     balancing_threshold: float = float("inf")
-    ttft_slo: float = float("inf")
-    tbt_slo: float = float("inf")
+    ttft_slo: float = float("inf")  # seconds of TTFT above which a candidate is forbidden
+    tbt_slo: float = float("inf")  # seconds between tokens above which a candidate is forbidden
 
     def __post_init__(self) -> None:
         check_minimum(self, 1, "balancing_threshold")

@@ -14,15 +14,10 @@ from pigou.control.routing.view import FleetView
 
 
 class RayPrefixParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Parameters of `RayPrefix`, with its defaults.
+    """Parameters of `RayPrefix`, with its defaults."""
 
-    Attributes:
-        imbalanced_threshold: requests between the longest and the shortest queue.
-        match_rate_threshold: share of the prompt that must be held for affinity to count.
-    """
-
-    imbalanced_threshold: float = 10.0
-    match_rate_threshold: float = 0.1
+    imbalanced_threshold: float = 10.0  # requests between the longest and the shortest queue
+    match_rate_threshold: float = 0.1  # share of the prompt that must be held for affinity to count
 
     def __post_init__(self) -> None:
         check_minimum(self, 0, "imbalanced_threshold")
@@ -40,10 +35,6 @@ class RayPrefix(PoolPolicy):
     grows with what a worker was sent; where none was sent anything, ties are random.
 
     Pairs: each pool by the same rule with its own L_i.
-
-    Args:
-        params: parameters.
-        seed: of the two choices.
     """
 
     name: ClassVar[str] = "ray-prefix"

@@ -13,17 +13,11 @@ from pigou.control.routing.view import FleetView
 
 
 class SglangCacheAwareParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Parameters of `SglangCacheAware`, with the defaults of sglang-router 0.3.2.
+    """Parameters of `SglangCacheAware`, with the defaults of sglang-router 0.3.2."""
 
-    Attributes:
-        cache_threshold: share of the prompt that must be held for affinity to count.
-        balance_abs_threshold: requests between the busiest and the idlest worker.
-        balance_rel_threshold: ratio between them.
-    """
-
-    cache_threshold: float = 0.3
-    balance_abs_threshold: int = 64
-    balance_rel_threshold: float = 1.5
+    cache_threshold: float = 0.3  # share of the prompt that must be held for affinity to count
+    balance_abs_threshold: int = 64  # requests between the busiest and the idlest worker
+    balance_rel_threshold: float = 1.5  # ratio between them
 
     def __post_init__(self) -> None:
         check_share(self, "cache_threshold")

@@ -72,36 +72,26 @@ class WorkerLoad(NamedTuple):
 
 
 class PromptsUnderWay(NamedTuple):
-    """The prompt that each worker computes now, (workers,) each; empty where unknown.
-
-    Attributes:
-        tokens: that are uncached.
-        pairs: of those with the ones before them.
-        since_ns: when it began.
-    """
+    """The prompt that each worker computes now, (workers,) each; empty where unknown."""
 
     tokens: Counts
     pairs: Counts
-    since_ns: Counts
+    since_ns: Counts  # when it began
 
 
 class PromptCaches(NamedTuple):
     """What each worker has of the prompt, (workers,) each.
 
     Attributes:
-        cached: tokens that it holds.
-        ready: tokens that it would not compute.
         host, storage: blocks of those that it would bring back to its device.
-        fetch_s: seconds until it has fetched the others from another worker; or empty.
-        block_size: tokens in a block.
     """
 
-    cached: Counts
-    ready: Counts
+    cached: Counts  # tokens that it holds
+    ready: Counts  # tokens that it would not compute
     host: Counts
     storage: Counts
-    fetch_s: Numbers
-    block_size: Counts
+    fetch_s: Numbers  # seconds until it has fetched the others from another worker; or empty
+    block_size: Counts  # tokens in a block
 
 
 class TollSetting(NamedTuple):
@@ -129,8 +119,6 @@ def cost_rows(
     """Return the parts of each candidate's cost in the order of `PARTS`, and last their sum.
 
     Args:
-        request: the request.
-        fleet: as it sees it.
         candidates: pairs of workers.
         setting: fields of `TollSetting`.
 
@@ -290,7 +278,6 @@ def prospect_of(
         prompt: tokens.
         output: tokens expected.
         restore: seconds of a token from host memory, and from storage, as shares of computing it.
-        around: of `way_round`.
         links: hosts of the workers, and factors of the links between them.
     """
     load, caches = WorkerLoad(*load_arrays), PromptCaches(*cache_arrays)

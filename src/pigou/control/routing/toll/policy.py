@@ -16,21 +16,16 @@ _MEMORY = 128.0
 
 
 class TollParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Parameters of `Toll`.
+    """Parameters of `Toll`."""
 
-    Attributes:
-        toll: share of the tolls that is charged; 0 is the selfish choice.
-        urgency: weight of a second to the first token beyond 1, where the request has waited for
-            the fleet's mean TTFT; 0 is the least mean time, however long the tail.
-        host_restore: seconds that a token from host memory takes, as a share of those to compute
-            it; workers tell no rates. Above 1 makes no sense: they compute what is quicker so.
-        storage_restore: the same for disk and object storage.
-    """
-
-    toll: float = 1.0
+    toll: float = 1.0  # share of the tolls that is charged; 0 is the selfish choice
+    # weight of a second to the first token beyond 1, where the request has waited for the fleet's
+    # mean TTFT; 0 is the least mean time, however long the tail.
     urgency: float = 2.0
+    # seconds that a token from host memory takes, as a share of those to compute it; workers tell
+    # no rates. Above 1 makes no sense: they compute what is quicker so.
     host_restore: float = 0.1
-    storage_restore: float = 0.5
+    storage_restore: float = 0.5  # the same for disk and object storage
 
     def __post_init__(self) -> None:
         check_finite(self, "toll", "urgency")

@@ -21,54 +21,34 @@ PARTS = (
 
 
 class Prospect(NamedTuple):
-    """What is expected of each candidate, (candidates,); seconds where a name ends in `_s`.
+    """What is expected of each candidate, (candidates,); seconds where a name ends in `_s`."""
 
-    Attributes:
-        wait_s: until the computing worker has computed the prompts before this one.
-        prefill_s: to compute its uncached tokens, and to bring others back from lower tiers.
-        transfer_s: to bring KV to the worker that computes, and on to the one that decodes.
-        decode_s: of all output tokens, with prompts that wait on the decode worker.
-        streams: that decode there now (n).
-        growth_s: by which this stream makes each of them longer: N (f(n+1) - f(n)).
-        stall_s: by which its prompt makes each of them longer (z); 0 where prefill is remote.
-        delay_s: by which it delays each prompt behind it.
-        arrivals: prompts a second that come to the computing worker (l).
-        elsewhere_s: that the next of them loses by going elsewhere (e); infinity where it cannot.
-        prefill_stored_s: to compute again what a remote prefill worker stores of it; else 0.
-        decode_stored_s: to compute again what the decode worker stores of it, output included.
-    """
-
-    wait_s: Numbers
-    prefill_s: Numbers
-    transfer_s: Numbers
-    decode_s: Numbers
-    streams: Numbers
-    growth_s: Numbers
-    stall_s: Numbers
-    delay_s: Numbers
-    arrivals: Numbers
+    wait_s: Numbers  # until the computing worker has computed the prompts before this one
+    prefill_s: Numbers  # to compute its uncached tokens, and to bring others back from lower tiers
+    transfer_s: Numbers  # to bring KV to the worker that computes, and on to the one that decodes
+    decode_s: Numbers  # of all output tokens, with prompts that wait on the decode worker
+    streams: Numbers  # that decode there now (n)
+    growth_s: Numbers  # by which this stream makes each of them longer: N (f(n+1) - f(n))
+    stall_s: Numbers  # by which its prompt makes each of them longer (z); 0 where prefill is remote
+    delay_s: Numbers  # by which it delays each prompt behind it
+    arrivals: Numbers  # prompts a second that come to the computing worker (l)
+    # that the next of them loses by going elsewhere (e); infinity where it cannot.
     elsewhere_s: Numbers
-    prefill_stored_s: Numbers
+    prefill_stored_s: Numbers  # to compute again what a remote prefill worker stores of it; else 0
+    # to compute again what the decode worker stores of it, output included.
     decode_stored_s: Numbers
 
 
 class TollWeights(NamedTuple):
-    """What the terms are weighed with, the same for all candidates.
+    """What the terms are weighed with, the same for all candidates."""
 
-    Attributes:
-        toll: share of the tolls that is charged.
-        rise: extra weight of a second to the first token, for each second before it.
-        stalled: seconds that streams of a decode worker lose for each second of prefill.
-        prefill_displaced: blocks computed again for each that the prefill pool stores: r / (1 - r),
-            where r of the stored blocks displace one that returns, and that one displaces others.
-        decode_displaced: the same of the decode pool.
-    """
-
-    toll: float
-    rise: float
-    stalled: float
+    toll: float  # share of the tolls that is charged
+    rise: float  # extra weight of a second to the first token, for each second before it
+    stalled: float  # seconds that streams of a decode worker lose for each second of prefill
+    # blocks computed again for each that the prefill pool stores: r / (1 - r), where r of the
+    # stored blocks displace one that returns, and that one displaces others.
     prefill_displaced: float
-    decode_displaced: float
+    decode_displaced: float  # the same of the decode pool
 
 
 def private(p: Prospect) -> Numbers:

@@ -67,17 +67,11 @@ class SieveEviction(BaseEviction):
 
 
 class S3FifoParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Parameters of `S3Fifo`.
+    """Parameters of `S3Fifo`."""
 
-    Attributes:
-        small: part of the tier for blocks on probation.
-        ghost: bytes of forgotten blocks that are remembered, as a part of the tier.
-        promote: uses on probation that lead to the main queue.
-    """
-
-    small: float = 0.1
-    ghost: float = 0.9
-    promote: int = 2
+    small: float = 0.1  # part of the tier for blocks on probation
+    ghost: float = 0.9  # bytes of forgotten blocks that are remembered, as a part of the tier
+    promote: int = 2  # uses on probation that lead to the main queue
 
 
 class S3FifoEviction(BaseEviction):

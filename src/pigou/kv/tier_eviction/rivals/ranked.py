@@ -36,13 +36,10 @@ class LfuEviction(RankedEviction):
 
 
 class GdsfParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Parameters of `Gdsf`.
+    """Parameters of `Gdsf`."""
 
-    Attributes:
-        cost: what a miss costs: `unit` (aged LFU), `bytes` (so that size does not matter), or
-            `seconds` (what the tier's `Worth` says).
-    """
-
+    # what a miss costs: `unit` (aged LFU), `bytes` (so that size does not matter), or `seconds`
+    # (what the tier's `Worth` says).
     cost: Literal["unit", "bytes", "seconds"] = "bytes"
 
 
@@ -90,13 +87,9 @@ class GdsfEviction(RankedEviction):
 
 
 class FrequencyParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Parameters of `Frequency`.
+    """Parameters of `Frequency`."""
 
-    Attributes:
-        step_s: seconds of a decay step.
-    """
-
-    step_s: float = 600.0
+    step_s: float = 600.0  # seconds of a decay step
 
 
 class FrequencyEviction(RankedEviction):
@@ -142,17 +135,11 @@ class FrequencyEviction(RankedEviction):
 
 
 class KvbmParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Parameters of `Kvbm`.
+    """Parameters of `Kvbm`."""
 
-    Attributes:
-        step_s: seconds of a decay step.
-        entries: counts that are kept at most.
-        least: count from which on a block may come in.
-    """
-
-    step_s: float = 600.0
-    entries: int = 1_000_000
-    least: int = 2
+    step_s: float = 600.0  # seconds of a decay step
+    entries: int = 1_000_000  # counts that are kept at most
+    least: int = 2  # count from which on a block may come in
 
 
 class KvbmEviction(LruEviction):

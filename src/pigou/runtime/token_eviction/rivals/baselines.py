@@ -52,15 +52,11 @@ class Streaming(TokenPolicy):
 
 
 class LruParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Parameters of `Lru`.
+    """Parameters of `Lru`."""
 
-    Attributes:
-        notable: attention, as a multiple of an even share over all entries, that counts as use.
-        interval: queries over which it is taken.
-    """
-
+    # attention, as a multiple of an even share over all entries, that counts as use.
     notable: float = 1.0
-    interval: int = 8
+    interval: int = 8  # queries over which it is taken
 
     def __post_init__(self) -> None:
         """Refuse values under which nothing would ever be used."""
@@ -104,15 +100,10 @@ class H2O(TokenPolicy):
 
 
 class SnapKVParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Parameters of `SnapKV`.
+    """Parameters of `SnapKV`."""
 
-    Attributes:
-        window: last queries whose attention counts.
-        pool: width of the average over neighbouring positions, odd.
-    """
-
-    window: int = 32
-    pool: int = 5
+    window: int = 32  # last queries whose attention counts
+    pool: int = 5  # width of the average over neighbouring positions, odd
 
     def __post_init__(self) -> None:
         """Refuse a window without queries, and an average around nothing."""
@@ -148,11 +139,7 @@ class SnapKV(TokenPolicy):
 
 
 class RandomParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Parameters of `Random`.
-
-    Attributes:
-        seed: of the draws.
-    """
+    """Parameters of `Random`."""
 
     seed: int = 0
 
