@@ -167,7 +167,6 @@ class Judge:
     """Simulates choices under a workload, with a seed of its own."""
 
     def __init__(self, case: Case, demand: Demand, shape: Architecture) -> None:
-        """Take the workload and its objective."""
         self._request = PlanRequest(
             model=_MODEL, gpus={_GPU: _GPUS}, slo=case.slo, usd_per_hour={_GPU: _USD}, seed=_SEED
         )

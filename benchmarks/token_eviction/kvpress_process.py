@@ -47,7 +47,6 @@ class Peer:
     """
 
     def __init__(self) -> None:
-        """Begin without a model."""
         self._models: dict[tuple[str, str], Any] = {}
         self._task: Path | None = None
         self._prompts: dict[int, list[Layer]] = {}

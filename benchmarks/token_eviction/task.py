@@ -132,7 +132,6 @@ class Meter:
     """Collects what a method shows of some rows of a task."""
 
     def __init__(self, prepared: Prepared, rows: slice) -> None:
-        """Begin."""
         self._prepared, self._rows = prepared, rows
         task = prepared.task
         self._tokens = prepared.tokens[rows]

@@ -111,7 +111,6 @@ class EvictionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     floors: dict[str, int] = {}  # blocks that a tenant's requests keep together, by tenant
 
     def __post_init__(self) -> None:
-        """Refuse values under which nothing could be given up, or too much."""
         _check_minimum("eviction.sinks", self.sinks, 0)
         _check_minimum("eviction.recent", self.recent, 1)
         _check_minimum("eviction.least", self.least, self.sinks + self.recent)
@@ -157,7 +156,6 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     eviction: EvictionConfig | None = None  # of cache entries of running requests; None for none
 
     def __post_init__(self) -> None:
-        """Refuse values that no engine could work with."""
         for name in ("blocks", "block_size", "max_seqs", "max_batched_tokens", "max_model_len"):
             _check_minimum(name, getattr(self, name), 1)
         _check_minimum("max_repeat", self.max_repeat, 1)
@@ -196,7 +194,6 @@ class IndexConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     ] = 120_000_000_000
 
     def __post_init__(self) -> None:
-        """Refuse an index that could hold nothing."""
         for name in ("max_blocks", "max_total", "ttl"):
             _check_minimum(f"index.{name}", getattr(self, name), 1)
 
@@ -309,7 +306,6 @@ class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse values that no control plane could work with."""
         for name in (
             "max_queued", "max_queued_tokens", "max_inflight", "max_inflight_tokens",
             "max_request_inflight", "prefill_ahead_ms", "queue_timeout", "seed", "max_decisions"

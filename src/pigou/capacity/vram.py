@@ -49,7 +49,6 @@ class VramConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     ] = ("q", "k", "v", "o")
 
     def __post_init__(self) -> None:
-        """Refuse values that make no sense."""
         for name in ("tp", "block_size", "max_batched_tokens", "max_seqs", "adapter_rank"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")

@@ -56,7 +56,6 @@ class TrialOptions(msgspec.Struct, frozen=True, kw_only=True):
     ] = ()
 
     def __post_init__(self) -> None:
-        """Refuse counts that make no sense."""
         for name, value, lowest in (
             ("top", self.top, 1),
             ("jobs", self.jobs, 0),

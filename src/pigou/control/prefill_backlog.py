@@ -20,7 +20,6 @@ class PrefillBacklog:
     """
 
     def __init__(self) -> None:
-        """Start without workers."""
         self.tokens: Counts = np.zeros(0, dtype=np.int64)
         self.pairs, self.since = self.tokens.copy(), self.tokens.copy()
         self._prompts: list[dict[str, tuple[int, int]]] = []

@@ -79,7 +79,6 @@ class StreamSlots:
     """
 
     def __init__(self) -> None:
-        """Start empty."""
         self.requests: list[RoutedRequest | None] = []
         self._free: list[int] = []
         self.row: Counts = np.zeros(0, dtype=np.int64)

@@ -55,7 +55,6 @@ class WorkerAssigner:
         self, config: ControlConfig, admission: AdmissionController, tracker: RequestTracker,
         index: PrefixIndex, cache_monitor: CacheMonitor, returning: ReturningWorkers,
     ) -> None:  # fmt: skip
-        """Take the parts that a choice reads and charges."""
         self._remote_kv_fetch = config.peer_reads
         self._admission = admission
         self._tracker = tracker

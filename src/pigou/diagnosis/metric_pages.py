@@ -30,7 +30,6 @@ class MetricPage:
     """
 
     def __init__(self, samples: Iterable[MetricSample] = ()) -> None:
-        """Take samples."""
         self._samples: dict[str, list[tuple[Mapping[str, str], float]]] = defaultdict(list)
         for name, labels, value in samples:
             self._samples[name].append((labels, value))

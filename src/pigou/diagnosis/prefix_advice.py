@@ -19,7 +19,6 @@ class PrefixAdvisor:
     """
 
     def __init__(self) -> None:
-        """Begin without prompts."""
         self._prompts: OrderedDict[str, deque[Sequence[Hashable]]] = OrderedDict()
 
     def advise(self, tenant: str, pieces: Sequence[Hashable]) -> str:

@@ -27,7 +27,6 @@ class PromptLengths:
     """The lengths of the last thousand prompts."""
 
     def __init__(self) -> None:
-        """Begin without prompts."""
         self._order: deque[int] = deque()
         self._ascending: list[int] = []
 

@@ -27,7 +27,6 @@ class RepeatedPrompts:
     """
 
     def __init__(self) -> None:
-        """Begin without prompts."""
         self.count = 0
         self._open: dict[str, Hashable] = {}
         self._unserved: OrderedDict[Hashable, float] = OrderedDict()

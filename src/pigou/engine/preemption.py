@@ -22,7 +22,6 @@ class Rates:
     block_bytes: int
 
     def __post_init__(self) -> None:
-        """Refuse rates that no machine has."""
         for name in ("prefill", "swap", "block_bytes"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")

@@ -28,7 +28,6 @@ class AttachedProvider(ServerProvider):
     )
 
     def __init__(self, setup: MemberSetup) -> None:
-        """Begin without servers."""
         self._setup = setup
         self._members: dict[str, AttachedMember] = {}
         self._number = 0

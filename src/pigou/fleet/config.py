@@ -43,7 +43,6 @@ class WatchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     max_backoff_s: float = 30.0
 
     def __post_init__(self) -> None:
-        """Refuse values that would watch nobody."""
         for name in ("every", "timeout", "start", "min_backoff_s", "max_backoff_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0 seconds")
@@ -171,7 +170,6 @@ class WorkersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     ] = ""
 
     def __post_init__(self) -> None:
-        """Refuse a fleet that has nobody to decode, and models that are not told apart."""
         if self.ray is None and (self.pack or self.ray_address != "auto"):
             raise ConfigError("pack and ray_address are for --on ray; leave them out")
         if self.ray is not None and any(pool.device for pool in self.model_pool):

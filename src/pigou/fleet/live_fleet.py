@@ -21,7 +21,6 @@ class LiveFleet:
     """
 
     def __init__(self, supervisor: Supervisor) -> None:
-        """Take charge of the members of a supervisor."""
         self.supervisor = supervisor
 
     @property

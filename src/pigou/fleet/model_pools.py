@@ -37,7 +37,6 @@ class ModelPoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     overflow_key: str = ""  # bearer key of the other fleet
 
     def __post_init__(self) -> None:
-        """Refuse names that no request could use, and workers without a model."""
         if not 0 <= self.overflow_price_s <= _MAX_PRICE_S:
             raise ConfigError(
                 f"model_pool {self.name!r} has overflow_price_s={self.overflow_price_s}; it must "

@@ -26,7 +26,6 @@ class OperatorChanges:
     """
 
     def __init__(self, live_fleet: LiveFleet) -> None:
-        """Take the fleet that is changed."""
         self._fleet = live_fleet
         self._supervisor = live_fleet.supervisor
 

@@ -149,7 +149,6 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     tracing: TracingConfig = TracingConfig()  # where traces of requests go, and which
 
     def __post_init__(self) -> None:
-        """Refuse values that are out of range, and an open door that nobody asked for."""
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port is {self.port}; it must be in [0, 65535]")
         for name in ("max_body", "max_line", "max_header", "max_headers"):

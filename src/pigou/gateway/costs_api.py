@@ -45,7 +45,6 @@ class Costs:
     """What `/costs` shows."""
 
     def __init__(self, drivers: Iterable[PlaneDriver]) -> None:
-        """Take the drivers of all models."""
         self._drivers = list(drivers)
 
     @property

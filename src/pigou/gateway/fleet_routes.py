@@ -64,7 +64,6 @@ class FleetRoutes:
     """Handlers of the routes that change the fleet; an administrator's key is needed."""
 
     def __init__(self, gateway: Gateway) -> None:
-        """Take the gateway whose fleet is changed."""
         self._gateway = gateway
 
     def add_to(self, router: web.UrlDispatcher) -> None:

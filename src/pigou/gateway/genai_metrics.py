@@ -42,7 +42,6 @@ class GenAIMetrics:
     """The three histograms `gen_ai_server_*`."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        """Register them."""
         self._duration = Histogram(
             "gen_ai_server_request_duration_seconds", "From arrival to the end of the reply.",
             [*_LABELS, _ERROR], buckets=_DURATION, registry=registry,

@@ -32,7 +32,6 @@ class LoopWatch:
     def __init__(
         self, registry: CollectorRegistry, collect_every_s: float = COLLECT_EVERY_S
     ) -> None:
-        """Register the metrics."""
         self._lag = Histogram(
             "pigou_event_loop_lag_seconds",
             "How late the gateway's event loop came to a timer, by ten looks a second.",

@@ -63,7 +63,6 @@ class OtherFleets:
     """Passes requests to other fleets, over connections that stay."""
 
     def __init__(self) -> None:
-        """Begin without connections."""
         self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:

@@ -18,7 +18,6 @@ class RequestAdvisor:
     """Advises on the prompts of requests that ask for it."""
 
     def __init__(self) -> None:
-        """Begin without prompts."""
         self._advisor = PrefixAdvisor()
 
     def advise(self, call: GatewayRequest) -> str:

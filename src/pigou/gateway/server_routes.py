@@ -35,7 +35,6 @@ class ServerRoutes:
     """Learns the routes of each attached server, and forgets them with the server."""
 
     def __init__(self) -> None:
-        """Begin without knowledge."""
         self._routes: WeakKeyDictionary[Upstream, list[Route] | None]
         self._routes = WeakKeyDictionary()
         self._lacks: WeakKeyDictionary[Upstream, set[tuple[str, str]]] = WeakKeyDictionary()

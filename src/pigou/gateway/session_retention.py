@@ -24,7 +24,6 @@ class SessionRetention:
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        """Register the counters."""
         self._returned = Counter(
             "pigou_session_blocks_returned",
             "KV blocks of earlier prompts that a session's next prompt begins with.",

@@ -325,7 +325,6 @@ class SSEFastPath:
     __slots__ = ("_end", "_head", "_size", "_tail", "_text_end")
 
     def __init__(self, head: bytes, text_end: bytes, tail: bytes) -> None:
-        """Keep what comes before the text, from its end to the ids, and after them."""
         self._head = head
         self._size = len(head)
         self._text_end = text_end

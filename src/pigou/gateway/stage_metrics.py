@@ -31,8 +31,6 @@ class StageMetrics:
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        """Register the metrics."""
-
         def histogram(name: str, help: str) -> Histogram:
             return Histogram(f"pigou_{name}_seconds", help, buckets=_SECONDS, registry=registry)
 

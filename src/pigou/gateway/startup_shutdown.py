@@ -71,7 +71,6 @@ class Shutdown:
     """
 
     def __init__(self) -> None:
-        """Begin with nothing under way."""
         self.begun = False
         self._over = False
         self._tasks: dict[asyncio.Task[object], int] = {}

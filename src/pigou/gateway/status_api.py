@@ -230,7 +230,6 @@ class Decisions:
     """The last decisions of control planes, one a model."""
 
     def __init__(self, *planes: ControlPlane) -> None:
-        """Take the planes, at least one."""
         self._planes = planes
 
     def one(self, id: str, tenant: str | None = None) -> dict[str, Any]:

@@ -64,7 +64,6 @@ class StatusRoutes:
     """
 
     def __init__(self, gateway: Gateway, models: ModelRouting) -> None:
-        """Register the gauges."""
         self._gateway = gateway
         self._models = models
         drivers = [model.plane_driver for model in models]

@@ -120,7 +120,6 @@ class KVLayout:
     block_bytes: int  # bytes of a block, keys and values of all layers
 
     def __post_init__(self) -> None:
-        """Refuse sizes that no block has."""
         for name in ("block_size", "layers", "kv_heads", "head_dim", "block_bytes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")

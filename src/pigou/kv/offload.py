@@ -51,7 +51,6 @@ class MoveQueue:
     """
 
     def __init__(self) -> None:
-        """Begin empty."""
         self.under_way: dict[int, Move] = {}
         self._decided: list[Move] = []
         self._number = 0
@@ -151,7 +150,6 @@ class RecomputeCost:
     restore: float = 0.0  # seconds for each byte that is read back
 
     def __post_init__(self) -> None:
-        """Refuse negative seconds."""
         for name in ("base", "slope", "restore"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0")

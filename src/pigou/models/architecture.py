@@ -116,7 +116,6 @@ class Architecture:
     context: int = 131_072
 
     def __post_init__(self) -> None:
-        """Refuse shapes that no model has, and a cache format that this one cannot have."""
         if self.kv_dtype not in KV_DTYPES:
             raise ConfigError(
                 f"kv_dtype is {self.kv_dtype!r}; it must be one of {', '.join(KV_DTYPES)}"

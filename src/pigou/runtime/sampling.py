@@ -27,7 +27,6 @@ class Sampler:
     """
 
     def __init__(self, sequences: list[TokenSequence], ops: Ops, device: torch.device) -> None:
-        """Prepare for these sequences, in the order of the logits' rows."""
         self._sequences = sequences
         self._ops = ops
         params = [sequence.params for sequence in sequences]
@@ -236,7 +235,6 @@ class IsolatedSampler:
     def __init__(
         self, make: MakeSampler, sequences: list[TokenSequence], ops: Ops, device: torch.device
     ) -> None:
-        """Prepare for these sequences, in the order of the logits' rows."""
         self._make, self._ops, self._device = make, ops, device
         self._sequences = sequences
         self._together: Sampler | None = None

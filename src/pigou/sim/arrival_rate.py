@@ -36,7 +36,6 @@ class RateSchedule(msgspec.Struct, frozen=True, kw_only=True):
     rates: tuple[float, ...]  # requests a second in each piece; the last one lasts for ever
 
     def __post_init__(self) -> None:
-        """Refuse times that do not ascend, and rates that no client has."""
         for before, after in pairwise(self.seconds):
             if not before < after:
                 raise ConfigError(

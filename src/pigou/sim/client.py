@@ -39,7 +39,6 @@ class ClientConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     backoff: float = 0.5
 
     def __post_init__(self) -> None:
-        """Refuse clients that never send, or wait without end."""
         for name in ("pool", "retries"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 0")

@@ -38,7 +38,6 @@ class Slow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     end: float = math.inf
 
     def __post_init__(self) -> None:
-        """Refuse speeds that no worker has."""
         if not 0.0 < self.factor <= _MAX_FACTOR:
             raise ConfigError(
                 f"factor is {self.factor}; it must be above 0, at most {_MAX_FACTOR:g}"
@@ -53,7 +52,6 @@ class Outage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     end: float = math.inf
 
     def __post_init__(self) -> None:
-        """Refuse outages that end before they begin."""
         _check_times(self.start, self.end)
 
 
@@ -86,7 +84,6 @@ class WorkerGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     fails: tuple[Outage, ...] = ()  # when they are dead
 
     def __post_init__(self) -> None:
-        """Refuse workers that could not work."""
         for name, minimum in (
             ("count", 1), ("block_size", 1), ("blocks", 0), ("max_seqs", 0),
             ("max_batched_tokens", 0), ("tp", 0),
@@ -111,7 +108,6 @@ class Signals(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     report_loss: float = 0.0  # part of them that are lost; the control plane goes by the one before
 
     def __post_init__(self) -> None:
-        """Refuse delays and shares that there are none of."""
         for name in ("event_delay_ms", "report_every_ms", "report_delay_ms"):
             check_wait(name, getattr(self, name), 1000)
         if 0.0 < self.report_every_ms < 1.0:
@@ -148,7 +144,6 @@ class FleetConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     topology: TopologyConfig | None = None
 
     def __post_init__(self) -> None:
-        """Refuse fleets that cannot decode, or that no memory holds."""
         if not any(group.role.decodes for group in self.workers):
             raise ConfigError("fleet: nobody decodes; add a worker of role decode or both")
         count = sum(group.count for group in self.workers)

@@ -40,7 +40,6 @@ class GatewaysConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     ] = True  # fmt: skip
 
     def __post_init__(self) -> None:
-        """Refuse what no fleet has."""
         if not 1 <= self.count <= _MAX_GATEWAYS:
             raise ConfigError(f"count is {self.count}; it must be 1 to {_MAX_GATEWAYS}")
         check_wait("lag_s", self.lag_s, 1)

@@ -36,7 +36,6 @@ class LinkConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     message_us: float = 20.0
 
     def __post_init__(self) -> None:
-        """Refuse links that never deliver."""
         if self.gbps and not _MIN_GBPS <= self.gbps < math.inf:
             raise ConfigError(f"gbps is {self.gbps}; it must be 0, or at least {_MIN_GBPS:g}")
         for name in ("latency_us", "message_us"):

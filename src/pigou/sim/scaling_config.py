@@ -25,7 +25,6 @@ class StartUpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     losses_per_hour: float = 0.0  # of one such worker, as of spot machines: it dies for good
 
     def __post_init__(self) -> None:
-        """Refuse starts that never end."""
         for name in ("seconds", "warm_up_s"):
             check_wait(f"start_up.{name}", getattr(self, name))
         if not 0.0 <= self.cv <= 10.0:
@@ -57,7 +56,6 @@ class RoleFlipConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     keeps_cache: bool = True  # whether the prefix cache survives
 
     def __post_init__(self) -> None:
-        """Refuse flips that never end."""
         check_wait("flip.seconds", self.seconds)
 
 
@@ -87,7 +85,6 @@ class ScalingConfig(PlannerConfig, frozen=True, forbid_unknown_fields=True, kw_o
     ] = ""
 
     def __post_init__(self) -> None:
-        """Refuse classes that no simulated request belongs to."""
         PlannerConfig.__post_init__(self)
         for config in self.classes:
             for name in ("header", "model"):

@@ -22,7 +22,6 @@ class TierConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     params: dict[str, float] = {}
 
     def __post_init__(self) -> None:
-        """Refuse tiers that nothing fits in, and links that never deliver."""
         for name in ("gib", "gbps"):
             if not 0.0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"tier {self.name}: {name} is {getattr(self, name)}; it must be "

@@ -34,7 +34,6 @@ class SweepConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     seed: Annotated[int, option("Of arrivals.", _GROUP)] = 0
 
     def __post_init__(self) -> None:
-        """Refuse lists that are none."""
         cells = len(self.isls) * len(self.pool_sizes) * len(self.utilisations)
         cells += len(self.user_counts) * len(self.context_tokens)
         if cells > _MAX_CELLS:

@@ -82,7 +82,6 @@ class StepKeys:
     """Makes the keys of one worker's plans, however many steps a plan has."""
 
     def __init__(self, seed: int, number: int) -> None:
-        """Start with a worker that has done nothing."""
         self._key = _mix(_mix(seed & _MASK) + number)
         self._rows: Ints | None = None
         self._since = 0

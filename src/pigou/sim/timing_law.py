@@ -33,7 +33,6 @@ class Law(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     overhead: float = 0.0  # latency from the client to the worker; no other request waits for it
 
     def __post_init__(self) -> None:
-        """Refuse steps of no time, or less."""
         for name in ("itl_b", "prefill", "prefill_token", "mixed", "overhead"):
             value = getattr(self, name)
             if value is not None and not 0.0 <= value <= _HOUR_S:

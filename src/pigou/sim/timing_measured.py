@@ -66,7 +66,6 @@ class WorkerProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     about: dict[str, Any] = {}  # what was measured, and how well these figures fit: not read
 
     def __post_init__(self) -> None:
-        """Refuse figures by which time runs backwards."""
         if self.format != FORMAT:
             raise ConfigError(f"format is {self.format}; this version reads {FORMAT}: profile anew")
         if self.blocks < 0 or self.block_size < 0 or bool(self.blocks) != bool(self.block_size):

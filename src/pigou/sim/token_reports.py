@@ -15,7 +15,6 @@ class TokenReports:
     """Tells the control plane of tokens by arrays that are made once."""
 
     def __init__(self, plane: AnyPlane) -> None:
-        """Start with room for no stream."""
         self._plane = plane
         self._slots: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         self._counts = self._slots.copy()

@@ -21,7 +21,6 @@ class DistanceLink(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     latency_us: float  # microseconds until the first byte arrives
 
     def __post_init__(self) -> None:
-        """Refuse links that never deliver."""
         if not 0.0 < self.gbps < math.inf or not 0.0 <= self.latency_us < math.inf:
             raise ConfigError(
                 f"topology: gbps is {self.gbps} and latency_us {self.latency_us}; give above 0, "
@@ -38,7 +37,6 @@ class HostGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     zone: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse groups without hosts or GPUs."""
         if not 1 <= self.count <= _MAX_HOSTS or self.gpus < 1:
             raise ConfigError(
                 f"topology: count is {self.count} and gpus {self.gpus}; give 1 to {_MAX_HOSTS}, "

@@ -106,7 +106,6 @@ class Inbox:
     """
 
     def __init__(self) -> None:
-        """Start empty."""
         self.waiting: deque[tuple[int, Event]] = deque()
 
     @property

@@ -70,7 +70,6 @@ class OpenLoop:
     rates: tuple[RateSchedule, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse a workload without requests, or with what would never end."""
         if not any(session.requests for session in self.sessions):
             raise ConfigError("workload: it has no requests")
         if self.max_tokens > 2 * MAX_TOKENS:
@@ -108,7 +107,6 @@ class RequestLengths(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     templates: int = 0  # number of different prompts; 0 makes all prompts different
 
     def __post_init__(self) -> None:
-        """Refuse lengths that no request has."""
         for name, (low, high) in (("in", self.input), ("out", self.output)):
             if not 1 <= low <= high <= MAX_TOKENS:
                 raise ConfigError(
@@ -150,7 +148,6 @@ class ClosedLoop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     requests: int = 0  # that are sent at most; 0 for no limit
 
     def __post_init__(self) -> None:
-        """Refuse loops that ask for nothing."""
         for users, seconds in self.phases:
             if users > _MAX_USERS:
                 raise ConfigError(f"C is {users:,}; give at most {_MAX_USERS:,} users")

@@ -106,7 +106,6 @@ class _Window:
     __slots__ = ("_context", "_decode", "_shown", "_tokens")
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
-        """Begin at no text."""
         self._decode = decode
         self._tokens: list[int] = []
         self._context = 0

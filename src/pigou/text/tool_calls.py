@@ -39,7 +39,6 @@ class ToolParser:
     """
 
     def __init__(self) -> None:
-        """Begin before the text."""
         self.calls = 0
         self._rest = ""
         self._state: State = self._content
@@ -289,7 +288,6 @@ class RequiredParser(MistralParser):
     """A list of calls and nothing else, as a grammar makes it."""
 
     def __init__(self) -> None:
-        """Begin before the list."""
         super().__init__()
         self._state = self._open
 
@@ -298,7 +296,6 @@ class NamedParser(ToolParser):
     """The arguments of one call and nothing else, as a grammar makes them."""
 
     def __init__(self, name: str) -> None:
-        """Begin before the arguments of this function."""
         super().__init__()
         self._name = name
 

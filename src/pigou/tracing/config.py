@@ -58,7 +58,6 @@ class TracingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     ] = 256
 
     def __post_init__(self) -> None:
-        """Refuse what is out of range."""
         url = self.otlp_traces_endpoint
         if url and url != MEMORY:
             check_endpoint("tracing.otlp_traces_endpoint", url)

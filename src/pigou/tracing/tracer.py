@@ -27,7 +27,6 @@ class TraceMemory:
     """The last traces, by id; an agent's trace may have several requests."""
 
     def __init__(self, max_traces: int) -> None:
-        """Remember nothing yet."""
         self._max_traces = max_traces
         self._traces: OrderedDict[str, list[RequestTrace]] = OrderedDict()
 

@@ -95,7 +95,6 @@ class Walk:
     """Finds where the values of a payload begin and end."""
 
     def __init__(self, payload: bytes) -> None:
-        """Prepare."""
         self.payload = payload
         self._data = np.frombuffer(payload, dtype=np.uint8)
         self._state = np.zeros(2, dtype=np.int64)

@@ -287,7 +287,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     tier_params: dict[str, Any] = {}  # parameters of `tier_policy`, by name
 
     def __post_init__(self) -> None:
-        """Refuse values that no worker could work with."""
         read_location(self.location)
         for name in ("threads", "block_size", "max_seqs", "max_batched_tokens", "repeat",
                      "max_body"):  # fmt: skip

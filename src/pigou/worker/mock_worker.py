@@ -45,7 +45,6 @@ class TimingLaw:
     prefill_rate: float = 100_000.0  # prompt tokens computed in a second
 
     def __post_init__(self) -> None:
-        """Refuse laws by which time runs backwards."""
         if self.base < 0 or self.per_sequence < 0 or self.prefill_rate <= 0:
             raise ConfigError(
                 f"timing law is {self}; base and per_sequence must be at least 0, the rate above 0"

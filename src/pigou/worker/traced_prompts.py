@@ -15,7 +15,6 @@ class TracedPrompts:
     """The traced requests in the engine; false while there are none."""
 
     def __init__(self) -> None:
-        """Begin without requests."""
         self._loading: dict[str, int] = {}
 
     def __bool__(self) -> bool:

@@ -127,7 +127,6 @@ class BenchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     ] = ""
 
     def __post_init__(self) -> None:
-        """Refuse what contradicts itself, and values out of range."""
         self._check_conflicts()
         for name in ("concurrency", "max_inflight", "requests", "sessions"):
             _check_minimum(name, getattr(self, name), 1)

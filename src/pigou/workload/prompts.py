@@ -50,7 +50,6 @@ class PromptSource:
     tokens_per_unit: float = 1.0  # tokens that a unit makes on average; 1 for token ids
 
     def __post_init__(self) -> None:
-        """Refuse an empty source, with ValueError."""
         if not len(self.units):
             raise ValueError("the text has no words")
 

@@ -45,7 +45,6 @@ class VllmRow(msgspec.Struct, frozen=True):
     arrival_time: float | None = None
 
     def __post_init__(self) -> None:
-        """Refuse a row without its time, or with two."""
         if (self.arrival_time_ns is None) == (self.arrival_time is None):
             raise ValueError("it needs arrival_time_ns or arrival_time, and not both")
 

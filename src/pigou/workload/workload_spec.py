@@ -78,7 +78,6 @@ class _Trace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     cv: float = 1.0
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be."""
         for name in ("speed", "scale"):
             if not 0.0 < getattr(self, name) < float("inf"):
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0")

@@ -60,7 +60,6 @@ class Analysis:
         link: LinkConfig,
         usd_per_hour: Mapping[str, float],
     ) -> None:
-        """Begin with nothing known of any kind of workers."""
         self.demand, self.slo, self.usd_per_hour = demand, slo, usd_per_hour
         self._model, self._link = model, link
         self._measured: dict[tuple[Role, WorkerKind], PerformanceModel] = {}

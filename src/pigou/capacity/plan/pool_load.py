@@ -73,7 +73,6 @@ class LengthClasses:
     def __init__(
         self, prompts: np.ndarray, computed: np.ndarray, outputs: np.ndarray, shares: np.ndarray
     ) -> None:
-        """Take the classes."""
         self.prompts, self.computed, self.outputs, self.shares = prompts, computed, outputs, shares
         self.osl = float(shares @ outputs)
         held = outputs * (prompts + 0.5 * outputs)

@@ -101,7 +101,6 @@ class SplitLoad:
     def __init__(
         self, prefill: PoolLoad, decode: PoolLoad, prefill_workers: int, decode_workers: int
     ) -> None:
-        """Take the pools."""
         self._prefill, self._decode = prefill, decode
         self._servers, self._decoders = prefill_workers, decode_workers
         self._last: SplitState | None = None

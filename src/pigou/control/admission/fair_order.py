@@ -39,7 +39,6 @@ class FairParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     credit: float = 16384.0
 
     def __post_init__(self) -> None:
-        """Refuse weights that would count backwards, or nothing."""
         for name in ("input_weight", "output_weight", "credit"):
             value = getattr(self, name)
             if not 0.0 <= value < float("inf"):

@@ -195,7 +195,6 @@ class ShortestParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     ageing: int = 1000
 
     def __post_init__(self) -> None:
-        """Refuse what would let long requests starve."""
         if self.ageing < 1:
             raise ConfigError(f"ageing is {self.ageing}; it must be at least 1 token a second")
 
@@ -223,7 +222,6 @@ class EdfParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     patience_ms: int = 10_000
 
     def __post_init__(self) -> None:
-        """Refuse negative times."""
         if self.patience_ms < 0:
             raise ConfigError(f"patience_ms is {self.patience_ms}; it must be at least 0")
 

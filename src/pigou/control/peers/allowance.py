@@ -93,7 +93,6 @@ class StreamAllowance:
     """
 
     def __init__(self) -> None:
-        """Start without a limit."""
         self.limit = math.inf
         self._updated_at = self._wait_ns = 0
         self._lacked_at = -SECOND

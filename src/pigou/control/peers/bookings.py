@@ -111,7 +111,6 @@ class PeerLedger:
     """
 
     def __init__(self) -> None:
-        """Start without gateways and workers."""
         self.total: Counts = np.zeros((len(BOOKED), 0), dtype=np.int64)
         self.streams = 0
         self.weights: NDArray[np.float64] = np.ones(len(BOOKED))

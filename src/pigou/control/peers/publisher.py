@@ -40,7 +40,6 @@ class PeerPublisher:
     """
 
     def __init__(self, gateway: str, plane: ControlPlane) -> None:
-        """Start with nothing published."""
         self.gateway, self.seq, self.began_at = gateway, 0, 0
         self._plane = plane
         self._ids: tuple[str, ...] = ()

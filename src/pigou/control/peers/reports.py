@@ -29,7 +29,6 @@ class PeerReports:
     def __init__(
         self, admission: AdmissionController, tracker: RequestTracker, index: PrefixIndex
     ) -> None:
-        """Take the control plane's parts."""
         self._admission, self._tracker, self._index = admission, tracker, index
         self._tenants: dict[str, dict[str, TenantService]] = {}
         self._past: deque[tuple[int, int]] = deque()

@@ -33,7 +33,6 @@ class RoleDemand(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     labels: Mapping[str, str] = {}
 
     def __post_init__(self) -> None:
-        """Refuse demands that no gang has."""
         if self.replicas < 1 or self.gpus < 1:
             raise ConfigError(
                 f"role {self.role.value}: replicas is {self.replicas} and gpus {self.gpus}; both "
@@ -66,7 +65,6 @@ class Gang(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     kv_bytes_per_s: float = 1e9
 
     def __post_init__(self) -> None:
-        """Refuse gangs of nobody, and roles that occur twice."""
         names = [demand.role for demand in self.roles]
         if not names or len(set(names)) < len(names):
             raise ConfigError(f"gang {self.name}: give each of its roles once, at least one")

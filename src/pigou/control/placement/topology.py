@@ -97,7 +97,6 @@ class DistanceCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     remote: float = 8e-10
 
     def __post_init__(self) -> None:
-        """Refuse costs that do not grow with the distance."""
         costs = self.by_class
         if not (costs[0] > 0.0 and costs[-1] < math.inf and list(costs) == sorted(costs)):
             raise ConfigError(
@@ -130,7 +129,6 @@ class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     labels: Mapping[str, str] = {}  # further ones
 
     def __post_init__(self) -> None:
-        """Refuse nodes without a name or with less than no GPUs."""
         if not self.host or self.gpus < 0:
             raise ConfigError(
                 f"node: host is {self.host!r} and gpus {self.gpus}; give a name, and at least 0"

@@ -40,7 +40,6 @@ class RequestClassConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     max_prompt_tokens: int = 2**62
 
     def __post_init__(self) -> None:
-        """Refuse what no objective is."""
         _ = self.workload_class
 
     @property
@@ -122,7 +121,6 @@ class PlannerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     ] = ""
 
     def __post_init__(self) -> None:
-        """Refuse limits of no planner, and what no fleet is."""
         names = [config.name for config in self.classes]
         if len(set(names)) < len(names):
             raise ConfigError(f"classes are named {', '.join(names)}; give each a name of its own")

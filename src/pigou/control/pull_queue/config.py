@@ -48,7 +48,6 @@ class PullQueueConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     max_local_prefill_length: int = 1000
 
     def __post_init__(self) -> None:
-        """Refuse limits under which nothing could be claimed, or nothing would end."""
         for name, minimum in (
             ("batch_tokens", 1), ("max_bypass", 0), ("window", 1), ("max_deliveries", 1),
             ("max_prefill_queue_size", 0), ("max_local_prefill_length", 0),

@@ -71,7 +71,6 @@ class PrefillQueue:
     """
 
     def __init__(self, config: PullQueueConfig) -> None:
-        """Start empty, without workers."""
         self.config = config
         self.workers: tuple[str, ...] = ()
         self.counts = QueueCounts()

@@ -20,7 +20,6 @@ class RoutingSetting(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     overlap_weight: float = 1.0
 
     def __post_init__(self) -> None:
-        """Refuse what no router can use."""
         for name in ("temperature", "overlap_weight"):
             value = getattr(self, name)
             if not 0 <= value < math.inf:

@@ -166,7 +166,6 @@ class BanditConfig(
     reward: Literal["latency", "ttft"] = "latency"
 
     def __post_init__(self) -> None:
-        """Refuse an empty grid, and values outside their ranges."""
         for name in ("temperatures", "overlap_weights"):
             values = getattr(self, name)
             if not values or len(set(values)) < len(values):

@@ -51,7 +51,6 @@ class CusumConfig(
     idle: int = 30 * SECOND  # nanoseconds without work after which the regime is Below
 
     def __post_init__(self) -> None:
-        """Refuse values that separate no regimes."""
         if not 1.0 < self.zone < math.inf:
             raise ConfigError(f"zone is {self.zone}; it must be a factor above 1")
         if not self.knee > 1.0:

@@ -42,7 +42,6 @@ class PaperConfig(PolledConfig, frozen=True, kw_only=True, tag_field="detector",
     margin: float = 0.03
 
     def __post_init__(self) -> None:
-        """Refuse values that separate no regimes."""
         super().__post_init__()
         if not 0 < self.alpha <= 1:
             raise ConfigError(f"alpha is {self.alpha}; it must be above 0, and at most 1")

@@ -23,7 +23,6 @@ class PolledConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     idle: int = 30 * SECOND  # nanoseconds without work after which the regime is Below
 
     def __post_init__(self) -> None:
-        """Refuse thresholds that do not rise, margins that reach 0, and polls of no length."""
         if not 0 < self.theta1 < math.inf:
             raise ConfigError(f"theta1 is {self.theta1}; it must be above 0")
         if not self.theta1 < self.theta2 < math.inf:
@@ -141,7 +140,6 @@ class SecondDifferenceConfig(
     apart: float = 1.0  # least difference of load, in requests, between polls that are compared
 
     def __post_init__(self) -> None:
-        """Refuse values that separate no regimes."""
         super().__post_init__()
         if not 0 < self.apart < math.inf:
             raise ConfigError(f"apart is {self.apart}; it must be above 0 requests")
@@ -160,7 +158,6 @@ class ConfigVarianceConfig(
     window: int = 6  # polls that a setting's mean is taken over
 
     def __post_init__(self) -> None:
-        """Refuse values that separate no regimes."""
         super().__post_init__()
         if self.window < 1:
             raise ConfigError(f"window is {self.window} polls; it must be at least 1")

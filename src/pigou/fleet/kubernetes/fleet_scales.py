@@ -40,7 +40,6 @@ class FleetScales:
     """Reads and scales the pools of one fleet; `async with` opens and closes the connection."""
 
     def __init__(self, api: KubernetesApi, namespace: str, fleet: str) -> None:
-        """Take a client, which is not open yet, and the fleet's name."""
         self._api, self._namespace, self._fleet = api, namespace, fleet
 
     @classmethod

@@ -43,7 +43,6 @@ class KubernetesError(Exception):
     """
 
     def __init__(self, code: int, message: str) -> None:
-        """Take the status and what the server says."""
         super().__init__(f"Kubernetes answered {code}: {message}" if code else message)
         self.code = code
 

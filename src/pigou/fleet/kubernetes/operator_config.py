@@ -30,6 +30,5 @@ class OperatorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     log_level: LogLevelOption = "info"
 
     def __post_init__(self) -> None:
-        """Refuse an interval without a pause."""
         if not 0 < self.interval <= 3600:
             raise ConfigError(f"interval is {self.interval}; it must be above 0, up to 3600 s")

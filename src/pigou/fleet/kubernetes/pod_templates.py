@@ -64,7 +64,6 @@ class PodTemplates:
     """Makes the templates of one fleet's pods."""
 
     def __init__(self, fleet: str, registry: str, spec: FleetSpec) -> None:
-        """Take the fleet's name, the URL of its registry and its specification."""
         self._fleet, self._registry, self._spec = fleet, registry, spec
 
     def worker_labels(self, model: ModelSpec, pool: PoolSpec, version: str) -> dict[str, str]:

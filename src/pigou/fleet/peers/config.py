@@ -32,7 +32,6 @@ class PeersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     ] = "pigou"
 
     def __post_init__(self) -> None:
-        """Refuse addresses that are none of a known bus, and subjects with wildcards."""
         if self.peers:
             self.address()
         if not _SUBJECT.fullmatch(self.subject):

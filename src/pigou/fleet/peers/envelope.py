@@ -30,7 +30,6 @@ class PeerEnvelope:
     """
 
     def __init__(self, secret: FleetSecret) -> None:
-        """Take the fleet secret."""
         self._secret = secret
         self._encoder = msgspec.msgpack.Encoder(enc_hook=_words)
         self._decoder: msgspec.msgpack.Decoder[SyncMessage] = msgspec.msgpack.Decoder(

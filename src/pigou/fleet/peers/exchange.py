@@ -202,7 +202,6 @@ class PeerMetrics(Collector):
     """Metrics of the exchange."""
 
     def __init__(self, exchange: PeerExchange) -> None:
-        """Take whose they are."""
         self._exchange = exchange
 
     def collect(self) -> Iterator[Metric]:

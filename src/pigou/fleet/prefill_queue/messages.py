@@ -30,7 +30,6 @@ class QueueAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     max_age_s: float = 600.0
 
     def __post_init__(self) -> None:
-        """Refuse times that are none."""
         for name, value in (("lease_s", self.lease_s), ("max_age_s", self.max_age_s)):
             if not 0.1 <= value <= 86_400:
                 raise ConfigError(f"prefill queue: {name} is {value}; it must be 0.1 to 86400")

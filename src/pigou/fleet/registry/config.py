@@ -43,7 +43,6 @@ class RegistrationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     ] = 15.0
 
     def __post_init__(self) -> None:
-        """Refuse options that would change nothing, and leases that end at once."""
         for name in ("worker_id", "label", "advertise"):
             if getattr(self, name) and not self.registry:
                 raise ConfigError(f"{name} is given, and registry is not; give it")

@@ -34,7 +34,6 @@ class BucketLocation:
     look_up: int = 10_000
 
     def __post_init__(self) -> None:
-        """Refuse what no storage is reached with."""
         scheme = urlsplit(self.url).scheme
         if not scheme:
             raise ValueError(f"url is {self.url!r}; give one like s3://bucket/prefix")

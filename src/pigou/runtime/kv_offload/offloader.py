@@ -304,7 +304,6 @@ class OffloaderSettings:
     )
 
     def __post_init__(self) -> None:
-        """Refuse bounds that let nothing through."""
         for name in ("queue_blocks", "batch", "failures", "pause", "longest_pause"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")

@@ -37,7 +37,6 @@ class BlockRecords:
     tenures: Digests
 
     def __post_init__(self) -> None:
-        """Refuse columns of different lengths."""
         n = len(self.keys)
         wanted = {
             "keys": (n, 2),

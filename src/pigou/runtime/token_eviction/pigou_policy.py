@@ -52,7 +52,6 @@ class PigouParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     order: float | None = None
 
     def __post_init__(self) -> None:
-        """Refuse an order whose power means no float holds."""
         if self.order is not None and not abs(self.order) <= MAX_ORDER:
             raise ValueError(
                 f"order is {self.order}; it must be from -{MAX_ORDER:g} to {MAX_ORDER:g}"
@@ -153,7 +152,6 @@ class PaperParams(LossyParams, frozen=True, forbid_unknown_fields=True):
     delta: float = 0.001
 
     def __post_init__(self) -> None:
-        """Refuse a reward for computing again."""
         if self.delta < 0:
             raise ValueError(f"delta is {self.delta}; it must be 0 or above")
 

@@ -67,7 +67,6 @@ class PathTimes:
     """Learns seconds by host and backend. It has no clock and no randomness."""
 
     def __init__(self) -> None:
-        """Begin without any pull."""
         self._hosts: OrderedDict[str, _HostPaths] = OrderedDict()
 
     def order(self, host: str, names: Sequence[str], size: int) -> list[str]:

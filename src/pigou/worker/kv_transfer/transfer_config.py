@@ -31,7 +31,6 @@ class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     max_connections: int = 128  # receivers that a Sender serves at once; one more is turned away
 
     def __post_init__(self) -> None:
-        """Refuse values that no transfer could work with."""
         for name in _POSITIVE:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")

@@ -49,7 +49,6 @@ class Measuring:
     """
 
     def __init__(self, target: Target, config: ProfileConfig, watch: Watch) -> None:
-        """Plan the measurements."""
         self._target, self._config, self._watch = target, config, watch
         limits = target.limits
         self._batches = list(batches(limits, config.steps))

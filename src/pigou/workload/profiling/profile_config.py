@@ -48,7 +48,6 @@ class ProfileConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     ] = 240.0
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be measured."""
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"URL is {self.url!r}; write for example http://127.0.0.1:8100")

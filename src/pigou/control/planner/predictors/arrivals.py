@@ -34,7 +34,6 @@ class ArrivalParams(PredictorParams, frozen=True, kw_only=True):
     false_alarm_s: float = 3600.0
 
     def __post_init__(self) -> None:
-        """Refuse a test that would always, or never, find a change."""
         super().__post_init__()
         check_positive(self, "half_life_s", "false_alarm_s")
         check_counts(self, 2, "bins")

@@ -23,7 +23,6 @@ class FittedParams(PredictorParams, frozen=True, kw_only=True):
     refit: int = 24  # intervals after which it is fitted anew; 0 for never
 
     def __post_init__(self) -> None:
-        """Refuse histories that no model fits."""
         super().__post_init__()
         check_counts(self, 5, "min_points", "history")
         check_counts(self, 0, "refit")

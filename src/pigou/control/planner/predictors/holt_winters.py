@@ -23,7 +23,6 @@ class HoltWintersParams(FittedParams, frozen=True, kw_only=True):
     season: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse a season that the history cannot show, and histories without a first state."""
         super().__post_init__()
         check_counts(self, 10, "min_points", "history")
         if self.season and not 2 <= self.season <= self.history // _SEASONS:

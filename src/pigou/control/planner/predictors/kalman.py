@@ -23,7 +23,6 @@ class KalmanParams(PredictorParams, frozen=True, kw_only=True):
     floor: bool = True  # whether forecasts below 0 are 0; Dynamo's were not before its issue 14493
 
     def __post_init__(self) -> None:
-        """Refuse variances that are none."""
         super().__post_init__()
         check_positive(self, "level_variance", "trend_variance", "load_variance")
 
@@ -116,7 +115,6 @@ class DynamoKalmanParams(KalmanParams, frozen=True, kw_only=True):
     log1p: bool = False  # whether the filter works on log(1 + load)
 
     def __post_init__(self) -> None:
-        """Refuse a negative count."""
         super().__post_init__()
         check_counts(self, 0, "min_points")
 

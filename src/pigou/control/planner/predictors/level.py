@@ -28,7 +28,6 @@ class EwmaParams(PredictorParams, frozen=True, kw_only=True):
     half_life: float = 1.0  # intervals after which a value counts half
 
     def __post_init__(self) -> None:
-        """Refuse what forgets nothing, or everything."""
         super().__post_init__()
         check_positive(self, "half_life")
 

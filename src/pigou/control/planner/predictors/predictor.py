@@ -62,7 +62,6 @@ class PredictorParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     errors: int = 64  # last errors of the predictor itself that the bounds come from
 
     def __post_init__(self) -> None:
-        """Refuse bounds that cannot be told."""
         if not 0.0 < self.coverage < 1.0:
             raise ConfigError(f"coverage is {self.coverage}; it must be above 0 and below 1")
         check_counts(self, 2, "errors")

@@ -14,7 +14,6 @@ class SeasonalParams(PredictorParams, frozen=True, kw_only=True):
     season: int = 480  # intervals of a season; 480 of 180 s are a day
 
     def __post_init__(self) -> None:
-        """Refuse a season of no length."""
         super().__post_init__()
         check_counts(self, 1, "season")
 

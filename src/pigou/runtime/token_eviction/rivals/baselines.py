@@ -59,7 +59,6 @@ class LruParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     interval: int = 8  # queries over which it is taken
 
     def __post_init__(self) -> None:
-        """Refuse values under which nothing would ever be used."""
         _above("notable", self.notable)
         _above("interval", self.interval)
 
@@ -106,7 +105,6 @@ class SnapKVParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pool: int = 5  # width of the average over neighbouring positions, odd
 
     def __post_init__(self) -> None:
-        """Refuse a window without queries, and an average around nothing."""
         _above("window", self.window)
         if self.pool < 1 or self.pool % 2 == 0:
             raise ValueError(f"pool is {self.pool}; it must be odd, at least 1")
