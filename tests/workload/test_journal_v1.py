@@ -27,7 +27,7 @@ from pigou.control.messages import (
     WorkerDown,
     WorkerUp,
 )
-from pigou.control.prefix_index.keyed_events import KeyedCleared, KeyedRemoved, KeyedStored
+from pigou.control.prefix_index.index import KeyedCleared, KeyedRemoved, KeyedStored
 from pigou.gateway.journal import Journal
 from pigou.request import FinishReason, Role, Worker
 from pigou.workload.journal_file import lines, read_workload

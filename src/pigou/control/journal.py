@@ -48,7 +48,7 @@ from pigou.control.messages import (
 from pigou.control.plane import ControlPlane
 from pigou.control.planner.messages import PlannerDecision, PlannerWindow
 from pigou.control.planner.record import PlannerStarted
-from pigou.control.prefix_index.keyed_events import KeyedEvent
+from pigou.control.prefix_index.index import KeyedEvent
 from pigou.control.price_of_anarchy import PoAEstimate
 from pigou.control.routing.policy import params_of
 from pigou.request import NEVER, Request

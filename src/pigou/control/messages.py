@@ -8,7 +8,7 @@ from typing import TypeAlias
 import msgspec
 
 from pigou.control.peers.bookings import PredictedPrompt, TenantService, WorkerBookings
-from pigou.control.prefix_index.keyed_events import KeyedEvent
+from pigou.control.prefix_index.index import KeyedEvent
 from pigou.control.price_of_anarchy import PoAEstimate, PoASnapshot
 from pigou.events import KVEvent
 from pigou.request import FinishReason, Request, Worker

@@ -2,8 +2,7 @@
 
 from pigou.control.prefix_index.block_keys import chain
 from pigou.control.prefix_index.holder_table import Overlaps
-from pigou.control.prefix_index.index import PrefixIndex, warm_up
-from pigou.control.prefix_index.keyed_events import KeyedEvent
+from pigou.control.prefix_index.index import KeyedEvent, PrefixIndex, warm_up
 from pigou.control.prefix_index.worker_cache import WorkerCacheStats
 
 __all__ = ["KeyedEvent", "Overlaps", "PrefixIndex", "WorkerCacheStats", "chain", "warm_up"]

@@ -44,18 +44,10 @@ _HALF = np.uint64(32)
 def chain(
     tokens: Tokens, block_size: int, salt: str = "", parent: int | None = None, lora: str = ""
 ) -> BlockKeys:
-    """Hash the full blocks of a sequence, each together with all before it.
+    """Hash the full blocks of a sequence, each together with all before it; none is 0 ("no key").
 
-    Args:
-        tokens: token ids in [0, 2^32), from the block after `parent` on; those of the last,
-            partial block are left out. Fastest as a contiguous array of uint32 or int32.
-        block_size: tokens in a block.
-        salt: cache salt of the request; it enters at the beginning, not after a parent.
-        parent: key of the block before; None at the beginning.
-        lora: adapter that computes them; it enters where the salt does.
-
-    Returns:
-        Keys, shape (len(tokens) // block_size,); none is 0, which means "no key".
+    Tokens are those from the block after `parent` (its key) on; None is the beginning, where salt
+    and adapter enter. Fastest as a contiguous array of uint32 or int32.
 
     Raises:
         ValueError: `block_size` is out of range.
@@ -114,7 +106,7 @@ fold = cast("Callable[[np.uint64, np.uint64], np.uint64]", intrinsic(_fold))
 
 
 @kernel
-def tail(tokens: NDArray[np.uint32], start: int, stop: int, w: np.uint64) -> np.uint64:
+def _tail(tokens: NDArray[np.uint32], start: int, stop: int, w: np.uint64) -> np.uint64:
     """Mix the last one to three tokens of a block into its digest."""
     x, y = np.uint64(tokens[start]), np.uint64(0)
     if start + 1 < stop:
@@ -125,7 +117,7 @@ def tail(tokens: NDArray[np.uint32], start: int, stop: int, w: np.uint64) -> np.
 
 
 @kernel
-def digests(tokens: NDArray[np.uint32], size: int, keys: BlockKeys) -> None:
+def _digests(tokens: NDArray[np.uint32], size: int, keys: BlockKeys) -> None:
     """Fill `keys` with the digests of the blocks, each by itself."""
     seed = fold(np.uint64(size) ^ _K0, _K1)
     fours, start = size // 4 * 4, 0
@@ -138,14 +130,14 @@ def digests(tokens: NDArray[np.uint32], size: int, keys: BlockKeys) -> None:
             at += 4
         start += size
         if at < start:
-            w = tail(tokens, at, start, w)
+            w = _tail(tokens, at, start, w)
         keys[i] = w
 
 
 @kernel
 def _chain(tokens: NDArray[np.uint32], size: int, parent: np.uint64, keys: BlockKeys) -> None:
     """Fill `keys` with the chain over blocks of `size` tokens."""
-    digests(tokens, size, keys)
+    _digests(tokens, size, keys)
     h = parent
     for i in range(keys.shape[0]):
         h ^= keys[i]

@@ -39,12 +39,11 @@ TABLE_SLOTS, ENTRY_SLOTS, _FEW = 8, 4, 2**18
 _DENSE = 2
 
 
-def min_slots(rows: int, per_row: int) -> int:
-    """Return the least slots of so many rows; `per_row` of each while rows are few."""
+def _slots_for(rows: int, per_row: int) -> int:
     return rows * (per_row if rows <= _FEW else _DENSE)
 
 
-_min_slots = inlined(min_slots)
+_min_slots = inlined(_slots_for)
 
 
 @inlined
@@ -56,15 +55,15 @@ def crowded(slots: Words, rows: int, per_row: int) -> bool:
 
 def new_slots(rows: int, per_row: int) -> Words:
     """Return empty slots for so many rows, at least 1."""
-    return np.zeros(1 << (min_slots(rows, per_row) - 1).bit_length(), dtype=np.uint64)
+    return np.zeros(1 << (_slots_for(rows, per_row) - 1).bit_length(), dtype=np.uint64)
 
 
 def grow_slots(slots: Words, rows: int, per_row: int) -> Words:
     """Return slots with room for so many rows: these themselves, or a larger copy."""
-    if min_slots(rows, per_row) <= len(slots):
+    if _slots_for(rows, per_row) <= len(slots):
         return slots
     more = new_slots(rows, per_row)
-    rehash(slots, more)
+    _rehash(slots, more)
     return more
 
 
@@ -133,8 +132,7 @@ def erase(slots: Words, name: np.uint64, row: Row) -> None:
 
 
 @bare_kernel
-def rehash(old: Words, slots: Words) -> None:
-    """Copy all slots of `old` into new, empty ones."""
+def _rehash(old: Words, slots: Words) -> None:
     mask = np.uint64(slots.shape[0] - 1)
     for slot in old:
         if slot != 0:

@@ -1,6 +1,12 @@
-"""The holder table: which workers hold which key, in which tiers, and how long their runs are."""
+"""The holder table: which workers hold which key, in which tiers, and how long their runs are.
+
+Keys that are stored one after the other are in rows that follow one another, as far as these are
+free: a walk down a chain looks at the next row first.
+"""
 
 from __future__ import annotations
+
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -12,29 +18,37 @@ from pigou.control.prefix_index.hash_slots import (
     Counts,
     Row,
     Words,
+    erase,
+    find,
     grow_slots,
     new_slots,
+    probe,
+    put,
+    tag_of,
 )
-from pigou.control.prefix_index.holder_rows import (
-    BELOW_DEVICE,
-    BITS,
-    DUP_WIDTH,
-    DUPLICATES,
+from pigou.control.prefix_index.worker_entries import (
+    CHANGED_KEY,
+    CHANGED_MEDIA,
     HOST,
-    ROWS,
     STORAGE,
     TIERS,
-    TOTALS,
-    TableArrays,
-    TableTuple,
-    add_holder,
-    drop_holder,
-    rehash_duplicates,
-    row_of,
-    widen,
+    BlockChanges,
 )
-from pigou.control.prefix_index.worker_entries import CHANGED_KEY, CHANGED_MEDIA, BlockChanges
 from pigou.request import BlockKeys
+
+#: Fields of `TableArrays`: kernels are called with a plain tuple, which costs less to hand over.
+TableTuple: TypeAlias = tuple[Words, Words, Words, Counts]
+
+#: Column of a row's key; first column of its bits; columns of a free row's neighbours in the list.
+KEY, BITS, NEXT, PREV = 0, 1, 1, 2
+#: Columns of duplicates.
+DUP_KEY, DUP_HOLDER, DUP_COUNT = range(3)
+DUP_WIDTH = 3
+#: Entries of `totals`: rows and duplicates in use; the highest row ever used; what `prefetch`
+#: returned last (so that its loads are not optimised away); and not 0 if anybody ever held a block
+#: below the device.
+ROWS, DUPLICATES, TOP, PREFETCHED, BELOW_DEVICE = range(5)
+TOTALS = 5
 
 #: The number of a worker of which nothing is known.
 UNKNOWN_WORKER = -1
@@ -49,11 +63,26 @@ _MIN_DUPLICATES = 64
 _GROWTH = 4
 
 
+class TableArrays(NamedTuple):
+    """Arrays of the holder table, as kernels see them."""
+
+    # uint64, shape (rows + 1, 1 + tiers words). A row has a key (0 where it is free) and, for each
+    # tier, one bit a worker, in words of 64, of which there are a power of two. There are three
+    # tiers, or, with two words or more, the device's alone: most fleets have no other, and memory
+    # for rows is what takes the time. Row 0 is the sentinel of the list of free rows, whose
+    # neighbours are in columns NEXT and PREV.
+    rows: Words
+    slots: Words  # from a key to its row (`pigou.control.prefix_index.hash_slots`)
+    # uint64, shape (a power of two, 3): key, holder (3 worker + tier) and how often, beyond the
+    # first time, this worker holds this key in this tier (0 where empty).
+    duplicates: Words
+    totals: Counts  # int64, shape (5,), by the names above
+
+
 class Overlaps:
     """Leading run of blocks that each worker holds, by the best tier of each block.
 
-    Attributes:
-        rows: its four properties by the names above, shape (4, workers).
+    `rows` has the four properties by the names above, shape (4, workers).
     """
 
     __slots__ = ("rows",)
@@ -87,15 +116,10 @@ class Overlaps:
 
 
 class HolderTable:
-    """Key to workers and tiers, one bit each; workers are small numbers from 0.
-
-    Attributes:
-        words: of a tier in each row.
-        arrays: fields of `TableArrays`, for kernels.
-    """
+    """Key to workers and tiers, one bit each; workers are small numbers from 0."""
 
     def __init__(self) -> None:
-        self.words = 1
+        self.words = 1  # of a tier in each row
         self._totals: Counts = np.zeros(TOTALS, dtype=np.int64)
         self.arrays: TableTuple = (
             np.zeros((_MIN_ROWS + 1, BITS + TIERS), dtype=np.uint64),
@@ -132,17 +156,12 @@ class HolderTable:
         """
         gained, lost = changes.gained, changes.lost
         self.reserve(len(gained), int(np.bitwise_or.reduce(gained[:, CHANGED_MEDIA])))
-        change_holders(self.arrays, worker, gained, lost)
+        _change_holders(self.arrays, worker, gained, lost)
 
     def overlaps(self, workers: Counts, keys: BlockKeys) -> Overlaps:
-        """Return how much of a chain each worker holds.
-
-        Args:
-            workers: their numbers, shape (workers,).
-            keys: of the chain, contiguous, shape (blocks,).
-        """
+        """Return how much of a chain, shape (blocks,), each of these workers holds."""
         out = np.empty((4, len(workers)), dtype=np.int64)
-        walk(self.arrays[0], self.arrays[1], keys, workers, self._planes, self._runs, out)
+        _walk(self.arrays[0], self.arrays[1], keys, workers, self._planes, self._runs, out)
         return Overlaps(out)
 
     def reserve(self, keys: int, media: int) -> None:
@@ -162,7 +181,7 @@ class HolderTable:
             while 2 * (used_duplicates + TIERS * keys) > size:
                 size *= 2
             more = np.zeros((size, DUP_WIDTH), dtype=np.uint64)
-            rehash_duplicates(duplicates, more)
+            _rehash_duplicates(duplicates, more)
             self.arrays = rows, slots, more, totals
 
     def _columns(self, words: int) -> int:
@@ -173,7 +192,7 @@ class HolderTable:
     def _rebuild(self, size: int, words: int) -> None:
         old, slots, duplicates, totals = self.arrays
         rows = np.zeros((size + 1, self._columns(words)), dtype=np.uint64)
-        widen(old, rows)
+        _widen(old, rows)
         self.words = words
         self.arrays = rows, grow_slots(slots, size, TABLE_SLOTS), duplicates, totals
 
@@ -182,16 +201,211 @@ class HolderTable:
         self._runs: Counts = np.zeros(64 * self.words, dtype=np.int64)
 
 
+# --- rows -----------------------------------------------------------------------------------
+
+
+@inlined
+def _allocate_row(rows: Words, totals: Counts, previous: Row) -> Row:
+    """Return a free row: the one right after `previous` where that is possible."""
+    totals[ROWS] += 1
+    row, top = previous + ONE, np.uint64(totals[TOP])
+    if row <= top and rows[row, KEY] != 0:
+        row = top + ONE
+    if row > top:
+        head = rows[0, NEXT]
+        if row < np.uint64(rows.shape[0]) and (previous == top or head == 0):
+            totals[TOP] = row
+            return row
+        row = head
+    before, after = rows[row, PREV], rows[row, NEXT]
+    rows[before, NEXT] = after
+    rows[after, PREV] = before
+    rows[row, NEXT] = 0
+    rows[row, PREV] = 0
+    return row
+
+
+@inlined
+def _free_row(rows: Words, totals: Counts, row: Row) -> None:
+    before = rows[0, PREV]
+    rows[row, KEY] = 0
+    rows[row, PREV] = before
+    rows[before, NEXT] = row
+    rows[0, PREV] = row
+    totals[ROWS] -= 1
+
+
+@inlined
+def _row_of(rows: Words, slots: Words, key: np.uint64, neighbour: Row) -> Row:
+    """Return the row of a key, or 0; the ones beside `neighbour` are looked at first."""
+    after, before = neighbour + ONE, neighbour - ONE
+    if key == 0:
+        return NONE
+    if after < np.uint64(rows.shape[0]) and rows[after, KEY] == key:
+        return after
+    if neighbour > ONE and rows[before, KEY] == key:
+        return before
+    return find(rows[:, KEY], slots, key)
+
+
+@inlined
+def tiers_of(rows: Words) -> int:
+    """How many tiers rows have bits for."""
+    return TIERS if (rows.shape[1] - BITS) % TIERS == 0 else 1
+
+
+@bare_kernel
+def _widen(old: Words, rows: Words) -> None:
+    """Copy all rows into new ones, which may be more, or have more words or tiers."""
+    tiers = tiers_of(old)
+    old_words, words = (old.shape[1] - BITS) // tiers, (rows.shape[1] - BITS) // tiers_of(rows)
+    for i in range(old.shape[0]):
+        if old[i, KEY] == 0:
+            rows[i, NEXT] = old[i, NEXT]
+            rows[i, PREV] = old[i, PREV]
+            continue
+        rows[i, KEY] = old[i, KEY]
+        for tier in range(tiers):
+            for w in range(old_words):
+                rows[i, BITS + tier * words + w] = old[i, BITS + tier * old_words + w]
+
+
+# --- duplicates -----------------------------------------------------------------------------
+
+
+@inlined
+def _first_slot(key: np.uint64, holder: np.uint64, mask: int) -> int:
+    start: int = np.int64(tag_of(key ^ holder)) & mask  # type: ignore[assignment]
+    return start
+
+
+@inlined
+def _find_duplicate(duplicates: Words, key: np.uint64, holder: np.uint64) -> int:
+    """Return the row of a duplicate, or the empty one where it would go."""
+    mask = duplicates.shape[0] - 1
+    i = _first_slot(key, holder, mask)
+    while duplicates[i, DUP_COUNT] != 0 and (
+        duplicates[i, DUP_KEY] != key or duplicates[i, DUP_HOLDER] != holder
+    ):
+        i = (i + 1) & mask
+    return i
+
+
+@inlined
+def _copy_duplicate(old: Words, i: int, duplicates: Words, to: int) -> None:
+    for column in range(DUP_WIDTH):
+        duplicates[to, column] = old[i, column]
+
+
+@bare_kernel
+def _rehash_duplicates(old: Words, duplicates: Words) -> None:
+    for i in range(old.shape[0]):
+        if old[i, DUP_COUNT] != 0:
+            row = _find_duplicate(duplicates, old[i, DUP_KEY], old[i, DUP_HOLDER])
+            _copy_duplicate(old, i, duplicates, row)
+
+
+@inlined
+def _add_duplicate(duplicates: Words, totals: Counts, key: np.uint64, holder: np.uint64) -> None:
+    row = _find_duplicate(duplicates, key, holder)
+    if duplicates[row, DUP_COUNT] == 0:
+        duplicates[row, DUP_KEY] = key
+        duplicates[row, DUP_HOLDER] = holder
+        totals[DUPLICATES] += 1
+    duplicates[row, DUP_COUNT] += ONE
+
+
+@inlined
+def _drop_duplicate(duplicates: Words, totals: Counts, key: np.uint64, holder: np.uint64) -> bool:
+    """Take one off a duplicate's count; return whether there was one."""
+    mask = duplicates.shape[0] - 1
+    gap = _find_duplicate(duplicates, key, holder)
+    if duplicates[gap, DUP_COUNT] == 0:
+        return False
+    duplicates[gap, DUP_COUNT] -= ONE
+    if duplicates[gap, DUP_COUNT] != 0:
+        return True
+    totals[DUPLICATES] -= 1
+    i = gap
+    while True:
+        i = (i + 1) & mask
+        if duplicates[i, DUP_COUNT] == 0:
+            break
+        start = _first_slot(duplicates[i, DUP_KEY], duplicates[i, DUP_HOLDER], mask)
+        if ((i - start) & mask) >= ((i - gap) & mask):
+            _copy_duplicate(duplicates, i, duplicates, gap)
+            gap = i
+    duplicates[gap, :] = 0
+    return True
+
+
+# --- holders --------------------------------------------------------------------------------
+
+
+@inlined
+def _bit_of(rows: Words, worker: int) -> tuple[np.uint64, np.uint64, np.uint64]:
+    """Return the column of a worker's bit in the first tier, the columns of a tier, the bit."""
+    number = np.uint64(worker)
+    words = np.uint64(rows.shape[1] - BITS) // np.uint64(tiers_of(rows))
+    return ONE + number // np.uint64(64), words, ONE << (number % np.uint64(64))
+
+
+@inlined
+def add_holder(table: TableArrays, worker: int, key: np.uint64, media: int, previous: Row) -> Row:
+    """Add that a worker holds a key (once more) in tiers (bits), which rows have; return its row.
+
+    `previous` is the row of the key before it in its chain, or 0.
+    """
+    rows, slots, duplicates, totals = table
+    first, words, bit = _bit_of(rows, worker)
+    row, slot = previous + ONE, NONE
+    if row >= np.uint64(rows.shape[0]) or rows[row, KEY] != key:
+        row, slot = probe(rows[:, KEY], slots, key)
+    if row == 0:
+        row = _allocate_row(rows, totals, previous)
+        rows[row, KEY] = key
+        put(slots, slot, key, row)
+    for tier in range(TIERS):
+        if (media >> tier) & 1 == 0:
+            continue
+        column = first + np.uint64(tier) * words
+        if rows[row, column] & bit == 0:
+            rows[row, column] |= bit
+        else:
+            _add_duplicate(duplicates, totals, key, np.uint64(TIERS * worker + tier))
+    return row
+
+
+@inlined
+def drop_holder(table: TableArrays, worker: int, key: np.uint64, media: int, neighbour: Row) -> Row:
+    """Drop that a worker holds a key, which it held (once less), in tiers (bits); return its row.
+
+    `neighbour` is a row that is likely beside the key's, or 0. The row may be free afterwards.
+    """
+    rows, slots, duplicates, totals = table
+    first, words, bit = _bit_of(rows, worker)
+    row = _row_of(rows, slots, key, neighbour)
+    for tier in range(TIERS):
+        if (media >> tier) & 1 == 0:
+            continue
+        holder = np.uint64(TIERS * worker + tier)
+        if totals[DUPLICATES] == 0 or not _drop_duplicate(duplicates, totals, key, holder):
+            rows[row, first + np.uint64(tier) * words] &= ~bit
+    others = NONE
+    for column in range(BITS, rows.shape[1]):
+        others |= rows[row, column]
+    if others == 0:
+        erase(slots, key, row)
+        _free_row(rows, totals, row)
+    return row
+
+
 # --- changes --------------------------------------------------------------------------------
 
 
 @bare_kernel
-def change_holders(arrays: TableTuple, worker: int, gained: Words, lost: Words) -> None:
-    """Add what a worker holds once more, and then drop what it holds once less.
-
-    Args:
-        gained, lost: keys and tiers (bits), shape (any, 2).
-    """
+def _change_holders(arrays: TableTuple, worker: int, gained: Words, lost: Words) -> None:
+    """Add what a worker holds once more, and then drop what it holds once less; shapes (any, 2)."""
     table = TableArrays(*arrays)
     row = NONE
     for i in range(gained.shape[0]):
@@ -207,7 +421,7 @@ def change_holders(arrays: TableTuple, worker: int, gained: Words, lost: Words) 
 
 
 @inlined
-def count_workers(planes: Words, w: int, mask: np.uint64) -> None:
+def _count_workers(planes: Words, w: int, mask: np.uint64) -> None:
     """Add one to each worker of a mask; bit b of planes[j, w] is bit j of worker b's count."""
     carry, j = mask, 0
     while carry != 0:
@@ -218,8 +432,7 @@ def count_workers(planes: Words, w: int, mask: np.uint64) -> None:
 
 
 @inlined
-def count_of(planes: Words, worker: int) -> int:
-    """Return the count of a worker."""
+def _count_of(planes: Words, worker: int) -> int:
     count, bit = 0, np.uint64(worker % 64)
     for j in range(planes.shape[0]):
         count |= np.int64((planes[j, worker // 64] >> bit) & ONE) << j  # type: ignore[assignment]
@@ -227,8 +440,7 @@ def count_of(planes: Words, worker: int) -> int:
 
 
 @inlined
-def write_run(mask: np.uint64, w: int, length: int, runs: Counts) -> None:
-    """Write the run of each worker of a mask."""
+def _write_run(mask: np.uint64, w: int, length: int, runs: Counts) -> None:
     worker = 64 * w
     while mask != 0:
         if mask & ONE:
@@ -238,7 +450,7 @@ def write_run(mask: np.uint64, w: int, length: int, runs: Counts) -> None:
 
 
 @inlined
-def lower_holders(
+def _lower_holders(
     rows: Words, row: Row, w: int, words: int, mask: np.uint64
 ) -> tuple[np.uint64, np.uint64]:
     """Of the workers of a mask, those that hold a row in host memory, and in storage at best."""
@@ -249,22 +461,13 @@ def lower_holders(
 
 
 @bare_kernel
-def walk(
-    rows: Words,
-    slots: Words,
-    keys: BlockKeys,
-    workers: Counts,
-    planes: Words,
-    runs: Counts,
+def _walk(
+    rows: Words, slots: Words, keys: BlockKeys, workers: Counts, planes: Words, runs: Counts,
     out: Counts,
-) -> None:
+) -> None:  # fmt: skip
     """Walk down a chain until none of some workers holds the next block.
 
-    Args:
-        workers: numbers of those workers, shape (n,); `UNKNOWN_WORKER` holds nothing.
-        planes, runs: scratch, shapes (3, 32, words) and (64 words,); planes are zeros, before
-            and after.
-        out: takes the overlaps by the names of rows above, shape (4, n).
+    Scratch planes, (3, 32, words), are zeros before and after; `out` takes the overlaps.
     """
     words = planes.shape[2]
     depth, row, lower = 0, NONE, False
@@ -273,7 +476,7 @@ def walk(
         if worker != UNKNOWN_WORKER:
             alive[worker // 64] |= ONE << np.uint64(worker % 64)
     for i in range(keys.shape[0]):
-        row = row_of(rows, slots, keys[i], row)
+        row = _row_of(rows, slots, keys[i], row)
         if row == 0:
             break
         any_alive = NONE
@@ -281,11 +484,11 @@ def walk(
             holders = alive[w]
             off_device = holders & ~rows[row, BITS + w]
             if off_device != 0:
-                host, storage = lower_holders(rows, row, w, words, off_device)
+                host, storage = _lower_holders(rows, row, w, words, off_device)
                 ended = off_device & ~host & ~storage
-                write_run(ended, w, i, runs)
-                count_workers(planes[HOST_PLANE], w, host)
-                count_workers(planes[STORAGE_PLANE], w, storage)
+                _write_run(ended, w, i, runs)
+                _count_workers(planes[HOST_PLANE], w, host)
+                _count_workers(planes[STORAGE_PLANE], w, storage)
                 lower = lower or ended != off_device
                 holders &= ~ended
                 alive[w] = holders
@@ -294,7 +497,7 @@ def walk(
             break
         depth = i + 1
     for w in range(words):
-        write_run(alive[w], w, depth, runs)
+        _write_run(alive[w], w, depth, runs)
     for k in range(workers.shape[0]):
         out[ON_DEVICE, k] = out[RUN, k] = runs[workers[k]] if workers[k] != UNKNOWN_WORKER else 0
         out[ON_HOST, k] = 0
@@ -304,7 +507,7 @@ def walk(
         for k in range(workers.shape[0]):
             if workers[k] == UNKNOWN_WORKER:
                 continue
-            out[ON_HOST, k] = count_of(planes[HOST_PLANE], workers[k])
-            out[ON_STORAGE, k] = count_of(planes[STORAGE_PLANE], workers[k])
+            out[ON_HOST, k] = _count_of(planes[HOST_PLANE], workers[k])
+            out[ON_STORAGE, k] = _count_of(planes[STORAGE_PLANE], workers[k])
             out[ON_DEVICE, k] -= out[ON_HOST, k] + out[ON_STORAGE, k]
         planes[:] = 0

@@ -2,38 +2,68 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
+from typing import TypeAlias, cast
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
+from xxhash import xxh3_64_intdigest
 
 from pigou.control.prefix_index.block_keys import chain
-from pigou.control.prefix_index.ghosts import Ghosts
 from pigou.control.prefix_index.hash_slots import Words
-from pigou.control.prefix_index.holder_rows import DEVICE_BIT
 from pigou.control.prefix_index.holder_table import UNKNOWN_WORKER, HolderTable, Overlaps
-from pigou.control.prefix_index.holdings import Holdings
-from pigou.control.prefix_index.keyed_events import (
-    STORAGE_BIT,
-    TIER_BITS,
-    WORD,
-    KeyedCleared,
-    KeyedEvent,
-    KeyedRemoved,
-    KeyedStored,
-    column,
-    name_of,
-    names_of,
+from pigou.control.prefix_index.worker_cache import Ghosts, WorkerCache, WorkerCacheStats
+from pigou.control.prefix_index.worker_entries import (
+    DEVICE_BIT,
+    HOST,
+    STORAGE,
+    BlockChanges,
+    Holdings,
+    Predictions,
+    WorkerEntries,
 )
-from pigou.control.prefix_index.predictions import Predictions
-from pigou.control.prefix_index.worker_cache import WorkerCache, WorkerCacheStats
-from pigou.control.prefix_index.worker_entries import BlockChanges, WorkerEntries
 from pigou.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from pigou.request import SECOND, BlockKeys
-from pigou.wire.kv_event_decoding import Cleared, Removed, Stored, WireEvent
+from pigou.wire.kv_event_decoding import Cleared, Removed, Stored, WireEvent, WireHash
 
+#: Bit of the tier of each medium; None is the device, and any other medium is storage.
+TIER_BITS: dict[str | None, int] = {
+    None: DEVICE_BIT,
+    "GPU": DEVICE_BIT,
+    "CPU": 1 << HOST,
+    "CPU_PINNED": 1 << HOST,
+}
+STORAGE_BIT = 1 << STORAGE
+_MAX_NAME = 2**64
+#: Kernels take contiguous arrays of it.
+WORD = np.dtype(np.uint64)
 #: Most orders of workers that are cached; with one more, all are dropped.
 _MAX_ORDERS = 64
+
+
+class KeyedStored(msgspec.Struct, frozen=True, eq=False, tag_field="kind", tag="stored"):
+    """Blocks that can be hit from now on."""
+
+    hashes: Words  # the engine's own, as 64-bit names, shape (blocks,)
+    keys: Words  # the router's, shape (blocks,); 0 where unknown
+    parent: int | None  # name of the block before them; None at the beginning of a sequence
+    medium: str | None = None  # tier, as the sender names it; None means the device
+
+
+class KeyedRemoved(msgspec.Struct, frozen=True, eq=False, tag_field="kind", tag="removed"):
+    """Blocks that can no longer be hit: names, shape (blocks,), and tier; None means the device."""
+
+    hashes: Words
+    medium: str | None = None
+
+
+class KeyedCleared(msgspec.Struct, frozen=True, tag_field="kind", tag="cleared"):
+    """The whole cache was emptied."""
+
+
+KeyedEvent: TypeAlias = KeyedStored | KeyedRemoved | KeyedCleared
 
 
 class PrefixIndex:
@@ -52,16 +82,10 @@ class PrefixIndex:
     def __init__(
         self, max_blocks: int = 2**20, max_total: int = 2**22, ttl: int = 120 * SECOND
     ) -> None:
-        """Start empty.
+        """Start empty; beyond `max_total` blocks of all workers the one with the most gives up.
 
-        Args:
-            max_blocks: most blocks of one worker by its events, and as many by prediction; the
-                leaf that was stored longest ago goes first.
-            max_total: most blocks of all workers together; the worker with the most gives up.
-            ttl: nanoseconds for which a prediction holds.
-
-        Raises:
-            ValueError: one of them is below 1.
+        A worker has at most `max_blocks` by its events, and as many by prediction: the leaf that
+        was stored longest ago goes first. A prediction holds for `ttl` nanoseconds.
         """
         for name, value in (("max_blocks", max_blocks), ("max_total", max_total), ("ttl", ttl)):
             if value < 1:
@@ -77,7 +101,7 @@ class PrefixIndex:
         self._last_order: NDArray[np.int64] = self._arrange(())
         self._blocks = 0
         self._evicted = 0
-        self._removed = 0
+        self.removed = 0  # blocks that left a device for others, as events told
         self._predicts = False  # whether anything was predicted
         self._free_numbers: list[int] = []
         self._next_number = 0
@@ -96,11 +120,6 @@ class PrefixIndex:
     def evicted(self) -> int:
         """Blocks that were dropped to stay within limits, since the start."""
         return self._evicted + sum(cache.evicted for cache in self._caches.values())
-
-    @property
-    def removed(self) -> int:
-        """Blocks that left a device for others, as events told, since the start."""
-        return self._removed
 
     @property
     def nbytes(self) -> int:
@@ -130,12 +149,12 @@ class PrefixIndex:
             elif isinstance(event, Stored):
                 self._store_wire(cache, event)
             elif isinstance(event, Removed | KeyedRemoved):
-                names = column(names_of(event.hashes))
+                names = _column(_names_of(event.hashes))
                 self._remove(cache, names, event.medium)
             elif isinstance(event, Cleared | AllBlocksCleared | KeyedCleared):
-                self._clear(cache, cache.holdings)
+                self._change(cache, cache.holdings, cache.holdings.clear())
             elif isinstance(event, KeyedStored):
-                names, keys = column(event.hashes), column(event.keys)
+                names, keys = _column(event.hashes), _column(event.keys)
                 self._store(cache, names, keys, event.parent, event.medium)
 
     def keyed(self, worker: str, event: KVEvent | WireEvent | KeyedEvent) -> KeyedEvent:
@@ -145,17 +164,17 @@ class PrefixIndex:
         """
         if isinstance(event, Stored):
             cache = self._caches.get(worker)
-            hashes = names_of(event.hashes)
-            parent = None if event.parent is None else name_of(event.parent)
+            hashes = _names_of(event.hashes)
+            parent = None if event.parent is None else _name_of(event.parent)
             keys = _keys(None if cache is None else cache.holdings, event, parent, len(hashes))
             return KeyedStored(hashes, keys, parent, event.medium)
         if isinstance(event, BlockStored):
-            low, before = names_of(event.hashes[:, 1]), event.parent[:, 1]
+            low, before = _names_of(event.hashes[:, 1]), event.parent[:, 1]
             return KeyedStored(low, low, int(before[-1]) if len(before) else None, event.medium)
         if isinstance(event, Removed):
-            return KeyedRemoved(names_of(event.hashes), event.medium)
+            return KeyedRemoved(_names_of(event.hashes), event.medium)
         if isinstance(event, BlockRemoved):
-            return KeyedRemoved(names_of(event.hashes[:, 1]), event.medium)
+            return KeyedRemoved(_names_of(event.hashes[:, 1]), event.medium)
         return KeyedCleared() if isinstance(event, Cleared | AllBlocksCleared) else event
 
     def expect(self, worker: str, blocks: int) -> None:
@@ -187,15 +206,15 @@ class PrefixIndex:
         """Forget a worker's blocks, because events were missed; they come back one by one."""
         cache = self._cache_of(worker)
         cache.event_gaps += 1
-        self._clear(cache, cache.holdings)
+        self._change(cache, cache.holdings, cache.holdings.clear())
 
     def drop(self, worker: str) -> None:
         """Forget a worker."""
         cache = self._caches.pop(worker, None)
         if cache is None:
             return
-        self._clear(cache, cache.holdings)
-        self._clear(cache, cache.predictions)
+        self._change(cache, cache.holdings, cache.holdings.clear())
+        self._change(cache, cache.predictions, cache.predictions.clear())
         self._evicted += cache.evicted
         self._free_numbers.append(cache.number)
         self._forget_orders()
@@ -212,12 +231,7 @@ class PrefixIndex:
     def overlaps(self, workers: Sequence[str], keys: BlockKeys) -> Overlaps:
         """Return how many leading blocks of a chain each worker holds, and in which tiers.
 
-        Args:
-            workers: their ids; a worker that never spoke holds nothing.
-            keys: of the chain, shape (blocks,); no worker holds a key of 0.
-
-        Returns:
-            Arrays in the order of `workers`.
+        A worker that never spoke holds nothing; nobody holds a key of 0.
         """
         if workers is self._last_ids:  # hashing many names takes longer than a short walk
             order = self._last_order
@@ -266,10 +280,10 @@ class PrefixIndex:
         return cache
 
     def _store_wire(self, cache: WorkerCache, event: Stored) -> None:
-        hashes = names_of(event.hashes)
-        parent = None if event.parent is None else name_of(event.parent)
+        hashes = _names_of(event.hashes)
+        parent = None if event.parent is None else _name_of(event.parent)
         keys = _keys(cache.holdings, event, parent, len(hashes))
-        self._store(cache, column(hashes), column(keys), parent, event.medium)
+        self._store(cache, _column(hashes), _column(keys), parent, event.medium)
 
     def _store(
         self,
@@ -291,14 +305,11 @@ class PrefixIndex:
         """Remove blocks from a tier; hashes are in the last column."""
         media = TIER_BITS.get(medium, STORAGE_BIT)
         if media == DEVICE_BIT:
-            self._removed += len(hashes)
+            self.removed += len(hashes)
         ghosts = self._ghosts
         if self._blocks > ghosts.capacity:
             ghosts.reserve(self._blocks)
         self._blocks += cache.remove(self._table, ghosts, hashes, media)
-
-    def _clear(self, cache: WorkerCache, entries: WorkerEntries) -> None:
-        self._change(cache, entries, entries.clear())
 
     def _change(self, cache: WorkerCache, entries: WorkerEntries, changes: BlockChanges) -> None:
         self._table.change(cache.number, changes)
@@ -322,7 +333,6 @@ class PrefixIndex:
 
 
 def _keys(holdings: Holdings | None, event: Stored, parent: int | None, blocks: int) -> Words:
-    """Return the key of each stored block; zeros where they are not known."""
     before = None
     if parent is not None and holdings is not None:
         before = holdings.key(parent)
@@ -333,6 +343,28 @@ def _keys(holdings: Holdings | None, event: Stored, parent: int | None, blocks: 
         except (OverflowError, TypeError):
             pass  # ids that are no tokens: their blocks cannot be keyed
     return np.zeros(blocks, dtype=np.uint64)
+
+
+def _name_of(value: WireHash) -> int:
+    if isinstance(value, bytes):
+        return xxh3_64_intdigest(value)
+    if 0 <= value < _MAX_NAME:
+        return value
+    return xxh3_64_intdigest(value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
+
+
+def _column(words: Words) -> Words:
+    return np.ascontiguousarray(words, dtype=WORD).reshape(-1, 1)
+
+
+def _names_of(hashes: Sequence[WireHash] | NDArray[np.uint64]) -> Words:
+    """Return hashes as names, shape (blocks,)."""
+    if isinstance(hashes, np.ndarray):
+        return np.ascontiguousarray(hashes, dtype=np.uint64)
+    try:
+        return np.array(array("Q", cast("Sequence[int]", hashes)), dtype=np.uint64)
+    except (OverflowError, TypeError):
+        return np.array([_name_of(value) for value in hashes], dtype=np.uint64)
 
 
 def warm_up() -> None:

@@ -1,21 +1,18 @@
-"""The cache of one worker as the index knows it; each KV event is one compiled call."""
+"""The cache of one worker as the index knows it; each KV event is one compiled call.
+
+Ghosts are blocks that workers evicted recently; how many of them were computed again is counted.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pigou.compiled import bare_kernel, inlined
-from pigou.control.prefix_index.ghosts import (
-    GHOST_WORKER,
-    GhostArrays,
-    Ghosts,
-    Rates,
-    add_ghost,
-    count_stored,
-    ghost_shift,
-)
 from pigou.control.prefix_index.hash_slots import (
     ENTRY_SLOTS,
     HALF,
@@ -30,48 +27,123 @@ from pigou.control.prefix_index.hash_slots import (
     probe,
     put,
 )
-from pigou.control.prefix_index.holder_rows import (
+from pigou.control.prefix_index.holder_table import (
     BELOW_DEVICE,
     DUPLICATES,
-    HOST,
     PREFETCHED,
     ROWS,
-    TIERS,
+    HolderTable,
     TableArrays,
     add_holder,
     drop_holder,
     tiers_of,
 )
-from pigou.control.prefix_index.holder_table import HolderTable
-from pigou.control.prefix_index.holdings import (
-    ZERO_HASH,
-    Holdings,
-    drop_entry,
-    first_leaf,
-    name_of_hash,
-)
-from pigou.control.prefix_index.predictions import Predictions
 from pigou.control.prefix_index.worker_entries import (
     CHILD,
     EVICTED,
+    HOST,
     KNOWN,
     LIMIT,
     MEDIA,
+    TIERS,
     USED,
     WIDTH,
     WORKER,
+    ZERO_HASH,
     Entries,
     EntryArrays,
+    Holdings,
     Links,
+    Predictions,
     add_child,
     allocate_entry,
+    drop_entry,
     entry_of,
+    first_leaf,
     insert_before,
+    name_of_hash,
     unlink,
 )
 
+Rates: TypeAlias = NDArray[np.float64]
+#: Fields of `GhostArrays`: kernels are called with a plain tuple, which costs less to hand over.
+GhostTuple: TypeAlias = tuple[Words, Rates]
+
+#: Columns of `blocks`.
+GHOST_KEY, GHOST_WORKER = range(2)
+#: Rows of `counts`: blocks that were computed again, and blocks that were stored.
+RECOMPUTED, STORED = range(2)
+#: Blocks of a cacheful, at least.
+_MIN_BLOCKS = 1024
+_WORKERS = 8
 #: What `store` returns where an array might be too small: nothing was done.
 NO_ROOM = -(2**62)
+
+
+class GhostArrays(NamedTuple):
+    """Arrays of ghosts, as kernels see them."""
+
+    # uint64, shape (a power of two, 2): a key, at the upper bits of its spread, and the number of
+    # the worker that evicted it; 0 where empty. A new ghost replaces another, and so the oldest are
+    # forgotten, by chance. Of no rows until something is evicted.
+    blocks: Words
+    counts: Rates  # float64, shape (2, workers), by the rows above
+
+
+class Ghosts:
+    """What a block of memory is worth on each worker, in blocks that were computed again.
+
+    A block that a worker evicts, from all tiers, is remembered among about as many as all workers
+    hold. If any worker stores it anew, it had to be computed for want of memory on the worker that
+    evicted it. The price is such blocks for each block that is stored there. With LRU eviction,
+    one block more in a cache of C blocks pushes out those that are used again just beyond C others;
+    what is remembered is a sample of those between C and 2 C. (Lists of "ghosts", as long as the
+    cache, say what more of it would be worth in Megiddo and Modha, "ARC", FAST 2003.)
+
+    Counts halve with every cacheful that is stored on the worker. Blocks of unknown keys, and
+    predictions, are no ghosts.
+    """
+
+    def __init__(self) -> None:
+        blocks: Words = np.zeros((0, 2), dtype=np.uint64)
+        self.arrays: GhostTuple = blocks, np.zeros((2, _WORKERS))
+        self.capacity = 0  # blocks that it has room for
+        self._zeros: Rates = np.zeros(0)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the arrays."""
+        return GhostArrays(*self.arrays).blocks.nbytes
+
+    def admit(self, worker: int) -> None:
+        """Begin to count for a worker, by its number."""
+        blocks, counts = self.arrays
+        while worker >= counts.shape[1]:
+            counts = np.concatenate([counts, np.zeros_like(counts)], axis=1)
+        counts[:, worker] = 0.0
+        blocks[blocks[:, GHOST_WORKER] == worker] = 0
+        self.arrays = blocks, counts
+
+    def reserve(self, held: int) -> None:
+        """Make room before evictions; all workers hold so many blocks."""
+        if held > self.capacity:
+            self.capacity = max(_MIN_BLOCKS, 1 << (held - 1).bit_length())
+            self.arrays = np.zeros((self.capacity, 2), dtype=np.uint64), self.arrays[1]
+
+    def recomputed_share(self, workers: NDArray[np.int64]) -> Rates:
+        """Return blocks computed again for each that was stored, 0 to 1, (workers,).
+
+        A number of -1 stands for a worker that never spoke: 0. Not to be written to.
+        """
+        blocks, counts = self.arrays
+        if not len(blocks) and len(self._zeros) == len(workers):
+            return self._zeros
+        shares: Rates = np.zeros(len(workers))
+        if len(blocks):
+            recomputed_share(counts, workers, shares)
+        else:
+            self._zeros = shares
+        return shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,20 +160,12 @@ class WorkerCacheStats:
 
 
 class WorkerCache:
-    """Blocks of one worker, by its events and by prediction.
-
-    Attributes:
-        number: of the worker, in the holder table and among ghosts.
-        holdings: blocks by its events.
-        predictions: blocks by prediction.
-        events, event_gaps: as of `WorkerCacheStats`.
-    """
+    """Blocks of one worker, by its events and by prediction; at most `limit` of each."""
 
     __slots__ = ("event_gaps", "events", "holdings", "number", "predictions")
 
     def __init__(self, number: int, limit: int) -> None:
-        """Start empty; `limit` is the most blocks by events, and by prediction."""
-        self.number = number
+        self.number = number  # of the worker, in the holder table and among ghosts
         self.holdings = Holdings(limit, number)
         self.predictions = Predictions(limit, number)
         self.events = self.event_gaps = 0
@@ -129,21 +193,12 @@ class WorkerCache:
         )
 
     def store(
-        self,
-        table: HolderTable,
-        ghosts: Ghosts,
-        hashes: Words,
-        keys: Words,
-        parent: int | None,
+        self, table: HolderTable, ghosts: Ghosts, hashes: Words, keys: Words, parent: int | None,
         media: int,
-    ) -> int:
+    ) -> int:  # fmt: skip
         """Store consecutive blocks in one tier, here and in the table; return how many are new.
 
-        Args:
-            hashes: of the engine, in the last column, shape (blocks, any).
-            keys: in the last column, 0 where unknown, shape (blocks, any).
-            parent: the engine's hash of the block before; None at the beginning.
-            media: bit of the tier.
+        Hashes of the engine and keys (0 where unknown) are in the last columns, (blocks, any).
         """
         holdings = self.holdings
         name = NONE if parent is None else np.uint64(parent or ZERO_HASH)
@@ -162,7 +217,7 @@ class WorkerCache:
     def remove(self, table: HolderTable, ghosts: Ghosts, hashes: Words, media: int) -> int:
         """Remove blocks from one tier, here and in the table; return how many are new, 0 or less.
 
-        Blocks that are not there are no error. Arguments are those of `store`.
+        Blocks that are not there are no error.
         """
         holdings = self.holdings
         new = remove(*holdings.arrays, *table.arrays, ghosts.arrays[0], media, hashes)
@@ -171,6 +226,46 @@ class WorkerCache:
 
 
 # --- kernels --------------------------------------------------------------------------------
+
+
+@inlined
+def _ghost_shift(blocks: Words) -> np.uint64:
+    """Return the bits by which a spread key is shifted to its row of `blocks`."""
+    return np.uint64(64 - int(math.log2(blocks.shape[0]) + 0.5))
+
+
+@inlined
+def _add_ghost(blocks: Words, shift: np.uint64, key: np.uint64, worker: int) -> None:
+    """Remember a block that a worker evicted from its last tier; `shift`: of `blocks`."""
+    row = (key * SPREAD) >> shift
+    blocks[row, GHOST_KEY] = key
+    blocks[row, GHOST_WORKER] = worker
+
+
+@inlined
+def _count_stored(ghosts: GhostArrays, keys: Words, worker: int, held: int, new: int) -> None:
+    """Count stored blocks, and those that were ghosts for who evicted them; forget these."""
+    blocks, counts = ghosts
+    keep = 0.5 ** (new / max(_MIN_BLOCKS, held))
+    counts[RECOMPUTED, worker] *= keep
+    counts[STORED, worker] = keep * counts[STORED, worker] + new
+    key_column = keys.shape[1] - 1
+    shift = _ghost_shift(blocks)
+    for i in range(keys.shape[0]):
+        key = keys[i, key_column]
+        row = (key * SPREAD) >> shift
+        if key != 0 and blocks[row, GHOST_KEY] == key:
+            counts[RECOMPUTED, blocks[row, GHOST_WORKER]] += 1.0
+            blocks[row, GHOST_KEY] = 0
+
+
+@bare_kernel
+def recomputed_share(counts: Rates, workers: Counts, shares: Rates) -> None:
+    """Write blocks computed again over blocks stored, at most 1; `shares` has zeros."""
+    for i in range(workers.shape[0]):
+        worker = workers[i]
+        if worker >= 0:
+            shares[i] = min(1.0, counts[RECOMPUTED, worker] / max(counts[STORED, worker], 1.0))
 
 
 @bare_kernel
@@ -188,21 +283,12 @@ def store(
     keys: Words,
     reserved: bool,
 ) -> int:
-    """Store consecutive blocks in one tier.
+    """Store consecutive blocks in one tier; return by how many the holdings grew, or `NO_ROOM`.
 
-    Args:
-        entry_arrays: the holdings, fields of `EntryArrays`.
-        rows, row_slots, duplicates, totals: of the holder table (`TableArrays`). Each tuple that
-            Python hands over costs a tenth of a microsecond, so there is only one.
-        ghosts, ghost_counts: `GhostArrays`.
-        media: bit of the tier.
-        parent: name of the block before; 0 at the beginning.
-        hashes: of the engine, in the last column, shape (blocks, any).
-        keys: in the last column, 0 where unknown, shape (blocks, any).
-        reserved: whether all arrays have room; the holdings need none beyond their limit.
-
-    Returns:
-        By how many entries the holdings grew, or `NO_ROOM`.
+    Fields of `TableArrays` and `GhostArrays` are passed one by one: each tuple that Python hands
+    over costs a tenth of a microsecond. `hashes` of the engine and `keys` (0 where unknown) are in
+    the last columns, (blocks, any); `parent` is a name, 0 at the beginning. Where all arrays are
+    known to have room, it is `reserved`; the holdings need none beyond their limit.
     """
     entries = EntryArrays(*entry_arrays)
     table = TableArrays(rows, row_slots, duplicates, totals)
@@ -256,7 +342,7 @@ def store(
         previous = entry
     new: int = counts[USED] - before
     if ghosts.shape[0] > 0:
-        count_stored(GhostArrays(ghosts, ghost_counts), keys, worker, counts[USED], max(0, new))
+        _count_stored(GhostArrays(ghosts, ghost_counts), keys, worker, counts[USED], max(0, new))
     return new
 
 
@@ -264,11 +350,8 @@ def store(
 def _prefetch_removed(
     slots: Words, row_slots: Words, ghosts: Words, shift: np.uint64, hashes: Words
 ) -> np.uint64:
-    """As `hash_slots.prefetch`, for all arrays that a removal looks into.
-
-    It takes names for keys, as they are where engines' hashes are ours; elsewhere only the first
-    loads are of use.
-    """
+    # As `hash_slots.prefetch`. It takes names for keys, as they are where engines' hashes are ours;
+    # elsewhere only the first loads are of use.
     hash_column, loaded = hashes.shape[1] - 1, NONE
     mask, row_mask = np.uint64(slots.shape[0] - 1), np.uint64(row_slots.shape[0] - 1)
     for i in range(hashes.shape[0]):
@@ -281,26 +364,13 @@ def _prefetch_removed(
 
 @bare_kernel
 def remove(
-    links: Links,
-    names: Words,
-    values: Words,
-    slots: Words,
-    counts: Counts,
-    rows: Words,
-    row_slots: Words,
-    duplicates: Words,
-    totals: Counts,
-    ghosts: Words,
-    media: int,
+    links: Links, names: Words, values: Words, slots: Words, counts: Counts, rows: Words,
+    row_slots: Words, duplicates: Words, totals: Counts, ghosts: Words, media: int,
     hashes: Words,
-) -> int:
-    """Remove blocks from one tier. Blocks that are not there are no error.
+) -> int:  # fmt: skip
+    """Remove blocks from one tier, as `store` adds them; return by how many the holdings grew.
 
-    The first five are fields of `EntryArrays`, the others are as of `store`. A block that leaves
-    its last tier, and whose key is known, becomes a ghost.
-
-    Returns:
-        By how many entries the holdings grew, 0 or less.
+    A block that leaves its last tier, and whose key is known, becomes a ghost.
     """
     entries = EntryArrays(links, names, values, slots, counts)
     table = TableArrays(rows, row_slots, duplicates, totals)
@@ -308,7 +378,7 @@ def remove(
     before, hash_column = counts[USED], hashes.shape[1] - 1
     shift = NONE
     if ghosts.shape[0] > 0:
-        shift = ghost_shift(ghosts)
+        shift = _ghost_shift(ghosts)
         loaded = _prefetch_removed(slots, row_slots, ghosts, shift, hashes)
         totals[PREFETCHED] = np.int64(loaded)
     entry, row = NONE, NONE
@@ -321,7 +391,7 @@ def remove(
         if links[entry * WIDTH + MEDIA] == 0:
             drop_entry(entries, entry)
             if key != 0:
-                add_ghost(ghosts, shift, key, worker)
+                _add_ghost(ghosts, shift, key, worker)
         if key != 0:
             row = drop_holder(table, worker, key, media, row)
     new: int = counts[USED] - before

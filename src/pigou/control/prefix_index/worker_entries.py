@@ -1,4 +1,4 @@
-"""Entries of one worker: growing arrays under names, with a list and a forest; kernels compiled.
+"""Blocks of one worker, by its events and by prediction: arrays with a list and a forest.
 
 Entries are numbered from 1; 0 means "none". `EntryArrays` has their arrays. Blocks that are stored
 one after the other are entries that follow one another, as far as these are free. Free entries are
@@ -16,19 +16,27 @@ from numpy.typing import NDArray
 from pigou.compiled import bare_kernel, inlined
 from pigou.control.prefix_index.hash_slots import (
     ENTRY_SLOTS,
+    NONE,
     ONE,
     Counts,
     Row,
     Words,
+    erase,
     find,
     grow_slots,
+    insert,
     new_slots,
 )
+from pigou.request import BlockKeys
 
 Links: TypeAlias = NDArray[np.uint32]
 #: Fields of `EntryArrays`: kernels are called with a plain tuple, which costs less to hand over.
 Entries: TypeAlias = tuple[Links, Words, Words, Words, Counts]
 
+#: Tiers, the nearest first.
+DEVICE, HOST, STORAGE = range(3)
+TIERS = 3
+DEVICE_BIT = 1 << DEVICE
 #: Of each entry in `links`: neighbours in the list; parent, first child and siblings; tiers (bits).
 PREV, NEXT, PARENT, CHILD, ELDER, YOUNGER, MEDIA = (np.uint64(i) for i in range(7))
 WIDTH = np.uint64(8)
@@ -39,6 +47,11 @@ TOP, USED, KNOWN, EVICTED, LIMIT, WORKER = range(6)
 CHANGED_KEY, CHANGED_MEDIA = range(2)
 
 _MIN_ENTRIES = 64
+#: Most predictions that one call of `expire` drops, so that a call stays short.
+_MAX_EXPIRED = 16384
+_FOREVER = 2**64 - 1
+#: The name of a block whose hash is 0, since 0 names no entry.
+ZERO_HASH = np.uint64(0x9E3779B97F4A7C15)
 _NO_CHANGES: Words = np.zeros((0, 2), dtype=np.uint64)
 
 
@@ -64,24 +77,13 @@ class BlockChanges:
 
 
 class WorkerEntries:
-    """Entries of one worker, whose arrays grow up to a limit.
-
-    Attributes:
-        limit: most entries.
-        expected: entries that the first growth makes room for.
-        arrays: fields of `EntryArrays`, for kernels.
-        counted: entries at the last call of `growth`.
-    """
+    """Entries of one worker, whose arrays grow up to a limit."""
 
     def __init__(self, limit: int, worker: int = 0) -> None:
-        """Start empty, with room for `limit` entries at most, at least 1.
-
-        `worker` is its number in the holder table.
-        """
         self.limit = limit
-        self.expected = 0
+        self.expected = 0  # entries that the first growth makes room for
         self.counts: Counts = np.array([0, 0, 0, 0, limit, worker], dtype=np.int64)
-        self.counted = 0
+        self.counted = 0  # entries at the last call of `growth`
         self.arrays: Entries = self._new_arrays()
 
     def __len__(self) -> int:
@@ -151,6 +153,74 @@ def _zeros(entries: int) -> tuple[Links, Words, Words]:
 def new_changes(count: int) -> Words:
     """Return an uninitialised array for `count` keys and their tiers, (count, 2)."""
     return np.empty((count, 2), dtype=np.uint64) if count else _NO_CHANGES
+
+
+class Holdings(WorkerEntries):
+    """Blocks of one worker by its events; names are its engine's hashes, values our keys (or 0).
+
+    Entries form a forest by the parents that events name. Its leaves are in the list, those stored
+    last at its end; a parent that becomes a leaf again is put at its head: a chain is evicted from
+    its tail to its root. At most `limit`; beyond it the leaf that was stored longest ago goes, and
+    what does not fit even so (a chain longer than the limit) is left out. Both count as evicted.
+    """
+
+    @property
+    def known(self) -> int:
+        """Blocks whose key is known: only those are ever matched."""
+        return int(self.counts[KNOWN])
+
+    def key(self, name: int) -> int | None:
+        """Return the key of a block that is held; None where it is not, or is not known."""
+        arrays = EntryArrays(*self.arrays)
+        entry = look_up(arrays.names, arrays.slots, np.uint64(name))
+        return int(arrays.values[entry]) or None if entry else None
+
+    def count_absent(self, hashes: Words) -> int:
+        """Return how many of these blocks are not held; hashes in the last column."""
+        arrays = EntryArrays(*self.arrays)
+        return count_absent(arrays.names, arrays.slots, hashes)
+
+    def evict(self, count: int) -> BlockChanges:
+        """Drop `count` blocks, or all, the leaves that were stored longest ago first."""
+        count = min(count, len(self))
+        lost = new_changes(count)
+        lost_count = evict(self.arrays, count, lost)
+        return BlockChanges(new_changes(0), lost[:lost_count])
+
+
+class Predictions(WorkerEntries):
+    """Keys that a worker is expected to hold in device memory: names; values are when they expire.
+
+    The list holds all entries, the one that was predicted first at its head. Beyond `limit` the one
+    that was predicted longest ago is evicted, a chain's tail before its root.
+    """
+
+    @property
+    def keys(self) -> Words:
+        """Our keys, (entries + 1,)."""
+        return EntryArrays(*self.arrays).names
+
+    def predict(self, keys: BlockKeys, expires_at: int) -> BlockChanges:
+        """Expect a chain to be held until a time, in nanoseconds, that never falls."""
+        self.reserve(len(keys))
+        gained, lost = new_changes(len(keys)), new_changes(len(keys))
+        gained_count, lost_count = predict(self.arrays, keys, np.uint64(expires_at), gained, lost)
+        return BlockChanges(gained[:gained_count], lost[:lost_count])
+
+    def expire(self, now: int) -> BlockChanges:
+        """Drop what was expected until `now` (nanoseconds) or before, 16,384 at a time."""
+        return self._expire(now, _MAX_EXPIRED)
+
+    def evict(self, count: int) -> BlockChanges:
+        """Drop `count` of them, or all, those that were predicted longest ago first."""
+        change = self._expire(_FOREVER, count)
+        self.counts[EVICTED] += len(change.lost)
+        return change
+
+    def _expire(self, now: int, max_count: int) -> BlockChanges:
+        lost = new_changes(min(len(self), max_count))
+        lost_count = expire(self.arrays, np.uint64(now), lost)
+        return BlockChanges(new_changes(0), lost[:lost_count])
 
 
 # --- entries --------------------------------------------------------------------------------
@@ -295,4 +365,124 @@ def list_keys(links: Links, keys: Words, counts: Counts, changes: Words) -> int:
     for entry in range(1, counts[TOP] + 1):
         if links[entry * WIDTH + MEDIA] != 0:
             count = append_change(changes, count, keys[entry], links[entry * WIDTH + MEDIA])
+    return count
+
+
+# --- holdings -------------------------------------------------------------------------------
+
+
+@inlined
+def name_of_hash(block_hash: np.uint64) -> np.uint64:
+    """Return the name of a block by the engine's hash."""
+    return block_hash if block_hash != 0 else ZERO_HASH
+
+
+@inlined
+def drop_entry(entries: EntryArrays, entry: Row) -> None:
+    """Drop an entry; its children become roots."""
+    links, names, values, slots, counts = entries
+    if values[entry] != 0:
+        counts[KNOWN] -= 1
+    erase(slots, names[entry], entry)
+    detach(links, entry)
+    free_entry(links, names, values, counts, entry)
+
+
+@inlined
+def first_leaf(links: Links, spare: Row) -> Row:
+    """Return the leaf that eviction takes first, other than `spare`; 0 where there is none."""
+    entry = np.uint64(links[NEXT])
+    if entry == spare:
+        entry = np.uint64(links[entry * WIDTH + NEXT])
+    return entry
+
+
+@bare_kernel
+def evict(arrays: Entries, count: int, lost: Words) -> int:
+    """Drop so many entries, which there must be; return how many keys are lost."""
+    entries = EntryArrays(*arrays)
+    lost_count = 0
+    for _ in range(count):
+        entry = first_leaf(entries.links, NONE)
+        media = entries.links[entry * WIDTH + MEDIA]
+        lost_count = append_change(lost, lost_count, entries.values[entry], media)
+        drop_entry(entries, entry)
+        entries.counts[EVICTED] += 1
+    return lost_count
+
+
+@bare_kernel
+def look_up(names: Words, slots: Words, block_hash: np.uint64) -> Row:
+    """Return the entry of a hash, or 0."""
+    return find(names, slots, name_of_hash(block_hash))
+
+
+@bare_kernel
+def count_absent(names: Words, slots: Words, hashes: Words) -> int:
+    """Count the hashes (last column) that are not held."""
+    count = 0
+    for i in range(hashes.shape[0]):
+        if find(names, slots, name_of_hash(hashes[i, hashes.shape[1] - 1])) == 0:
+            count += 1
+    return count
+
+
+# --- predictions ----------------------------------------------------------------------------
+
+
+@inlined
+def drop_first(entries: EntryArrays, lost: Words, count: int) -> int:
+    """Drop the prediction at the head of the list; return the new length of `lost`."""
+    links, names, values, slots, counts = entries
+    entry = np.uint64(links[NEXT])
+    count = append_change(lost, count, names[entry], links[entry * WIDTH + MEDIA])
+    erase(slots, names[entry], entry)
+    unlink(links, entry)
+    free_entry(links, names, values, counts, entry)
+    return count
+
+
+@bare_kernel
+def predict(
+    arrays: Entries, keys: Words, expires_at: np.uint64, gained: Words, lost: Words
+) -> tuple[int, int]:
+    """Expect a chain, up to its first 0, on the device until a time; its root ends the list.
+
+    Returns:
+        How many keys were gained, and lost to make room.
+    """
+    entries = EntryArrays(*arrays)
+    links, names, values, slots, counts = entries
+    gained_count, lost_count, blocks = 0, 0, 0
+    while blocks < keys.shape[0] and keys[blocks] != 0:
+        blocks += 1
+    for i in range(blocks - 1, -1, -1):
+        entry = find(names, slots, keys[i])
+        if entry != 0:
+            unlink(links, entry)
+        else:
+            if counts[USED] >= counts[LIMIT]:
+                lost_count = drop_first(entries, lost, lost_count)
+                counts[EVICTED] += 1
+            entry = allocate_entry(links, counts, NONE)
+            names[entry] = keys[i]
+            links[entry * WIDTH + MEDIA] = DEVICE_BIT
+            insert(slots, names[entry], entry)
+            gained_count = append_change(gained, gained_count, keys[i], DEVICE_BIT)
+        values[entry] = expires_at
+        insert_before(links, NONE, entry)
+    return gained_count, lost_count
+
+
+@bare_kernel
+def expire(arrays: Entries, now: np.uint64, lost: Words) -> int:
+    """Drop what was expected until `now` or before, as far as `lost` has room; return how many."""
+    entries = EntryArrays(*arrays)
+    count = 0
+    while (
+        count < lost.shape[0]
+        and entries.counts[USED] > 0
+        and entries.values[entries.links[NEXT]] <= now
+    ):
+        count = drop_first(entries, lost, count)
     return count
