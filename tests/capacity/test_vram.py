@@ -132,7 +132,7 @@ def test_the_command_writes_bytes_and_says_what_a_batch_needs(
         (["--utilization", "1.5"], "1.5"),
         (["--adapter-targets", "x"], "has 'x'"),
         (["--worker", "http://127.0.0.1:9"], "options of a computed map"),
-        (["--key", "x"], "--key is given"),
+        (["--key", "x"], "--api-key is given"),
         (["--tp", "3"], "has 8 KV heads"),
         (["--margin", "0.2"], "--margin is given"),
         (["--memory-gib", "inf"], "--memory-gib is inf"),

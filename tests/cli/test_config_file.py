@@ -12,6 +12,7 @@ import pytest
 from typer.main import get_command
 
 from pigou.cli import COMMANDS, build, main
+from pigou.cli.config_file import COMMON
 
 #: Sample of a trace, whose options tell where a value came from.
 ARGUMENTS = ["trace", "sample", "FROM", "TO"]
@@ -110,7 +111,7 @@ def parsers() -> dict[str, Any]:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_at_80_columns_the_help_has_every_option_whole(command: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "pigou", command, "--help"],
+        [sys.executable, "-m", "pigou", command, "--help-all" if command in COMMON else "--help"],
         env={**os.environ, "COLUMNS": "80"}, capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert "…" not in done.stdout
@@ -122,7 +123,7 @@ def test_at_80_columns_the_help_has_every_option_whole(command: str) -> None:
 
 def test_the_help_shows_defaults_under_headings() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "pigou", "serve", "--help"],
+        [sys.executable, "-m", "pigou", "serve", "--help-all"],
         env={**os.environ, "COLUMNS": "100"}, capture_output=True, text=True, check=True,
     )  # fmt: skip
     text = " ".join(done.stdout.split())

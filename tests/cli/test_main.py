@@ -15,6 +15,7 @@ from typer.main import get_command
 
 from pigou import __version__
 from pigou.cli import COMMANDS, SUMMARIES, build, main
+from pigou.cli.config_file import COMMON
 from pigou.cli.progress import WorkProgress
 
 
@@ -72,6 +73,32 @@ def test_required_options_are_first_in_the_help(
     sections = re.findall(r"^(\w[\w ]*):$", capsys.readouterr().out, re.M)
     if "Required" in sections:
         assert set(sections[: sections.index("Required")]) <= {"Arguments"}
+
+
+def test_the_help_shows_twenty_options_and_help_all_the_others(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for path, parser in commands(get_command(build())):
+        name = " ".join(path)
+        options = {each.name for each in parser.params if each.param_type_name == "option"}
+        own = options - {"config", "help_all"}
+        if name not in COMMON:
+            assert len(own) <= 20, f"{name}: choose twenty in COMMON"
+            continue
+        common = set(COMMON[name].split())
+        assert common <= own
+        assert len(common) <= 20
+        shown = {}
+        for flag in ("--help", "--help-all"):
+            with pytest.raises(SystemExit) as end:
+                main([name, flag])
+            assert end.value.code == 0
+            shown[flag] = set(re.findall(r"^ +(?:-\w, )?(--[\w-]+)", capsys.readouterr().out, re.M))
+        flags = {each.name: set(each.opts) for each in parser.params}
+        hidden = {option for option in own - common if shown["--help"] & flags[option]}
+        assert not hidden
+        assert all(shown["--help"] & flags[option] for option in common)
+        assert all(shown["--help-all"] & flags[option] for option in options)
 
 
 def test_long_work_tells_how_far_it_is_where_there_is_no_terminal(

@@ -45,7 +45,7 @@ async def test_a_url_is_diagnosed_and_a_key_is_asked_for() -> None:
     keys = Keys([Key("boss", digests[0], admin=True), Key("one", digests[1])])
     async with serving(Stub("d"), keys=keys) as fleet:
         for key in ("", other):
-            with pytest.raises(ConfigError, match="--key"):
+            with pytest.raises(ConfigError, match="--api-key"):
                 await scraped_windows(fleet.url, key, 6.0)
         windows = await scraped_windows(fleet.url, secret, 6.0)
         async with aiohttp.ClientSession() as session:

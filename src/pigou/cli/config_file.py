@@ -21,7 +21,21 @@ from typer.models import OptionInfo
 from pigou.small_file import read_bytes
 from pigou.yaml_file import load_yaml
 
-_OPTION = "config"
+_OPTION, _HELP = "config", "help_all"
+#: Options that `--help` shows of commands with more than twenty; `--help-all` shows the others.
+COMMON = {
+    "serve": "model prefill decode both device attach registry model_pool host port api_keys_file "
+    "journal prices policy admission slo planner max_workers log_level",
+    "worker": "model role device dtype threads host port blocks memory block_size max_seqs "
+    "max_batched_tokens max_model_len kv_transfer timing log_level fleet_secret_file registry "
+    "prefill_queue",
+    "bench": "model api_key chat concurrency rate requests duration warmup input output ignore_eos "
+    "prefixes prefix_length trace sessions seed timeout slo json",
+    "simulate": "workload fleet model gpu tp timing blocks engine tier prefill_queue prices policy "
+    "admission seed slo planner gateways json report",
+    "sweep": "isl workers utilisation requests concurrency contexts osl model gpu tp timing blocks "
+    "max_seqs engine seed out url decode_workers api_key",
+}
 _MARK = "__configured__"
 
 
@@ -38,6 +52,7 @@ def configured(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     @functools.wraps(function)
     def command(**options: Any) -> Any:
         options.pop(_OPTION)
+        options.pop(_HELP, None)
         return function(**options)
 
     prefix = f"PIGOU_{name}_".upper().replace(" ", "_").replace("-", "_")
@@ -62,6 +77,12 @@ def configured(function: Callable[..., Any], name: str) -> Callable[..., Any]:
         )],
     )  # fmt: skip
     parameters = [*options, file]
+    if name in COMMON:
+        text = "Show all options, and exit."
+        every = typer.Option("--help-all", callback=_show_all, is_eager=True, help=text)
+        parameters.append(inspect.Parameter(
+            _HELP, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, every]
+        ))  # fmt: skip
     command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     setattr(command, _MARK, True)
@@ -81,13 +102,27 @@ def _with_variable(
         return parameter
     info = copy.copy(given)
     typed = [name[2:] for name in info.param_decls or () if name.startswith("--")]
-    option = typed[0].split("/")[0] if typed else parameter.name
-    variable = prefix + option.upper().replace("-", "_")
+    names = [option.split("/")[0] for option in typed] or [parameter.name]
+    named = [prefix + option.upper().replace("-", "_") for option in names]
     own = [info.envvar] if isinstance(info.envvar, str) else list(info.envvar or ())
-    info.envvar = [variable, *(name for name in own if name != variable)]
+    info.envvar = [*named, *(variable for variable in own if variable not in named)]
     info.show_envvar = bool(own)
-    variables.add(variable)
+    variables.update(named)
     return parameter.replace(annotation=Annotated[kind, info])
+
+
+def _show_all(context: typer.Context, requested: bool) -> None:
+    if requested:
+        context.meta[_HELP] = True
+        typer.echo(context.get_help())
+        raise typer.Exit
+
+
+def shown_in_help(context: typer.Context, option: str) -> bool:
+    """True if the help of a command shows this option."""
+    name = context.info_name or ""
+    common = f"{COMMON.get(name, option)} {_OPTION} {_HELP} help".split()
+    return option in common or _HELP in context.meta
 
 
 def _warn_of_unknown(name: str, prefix: str, known: set[str]) -> None:
@@ -127,7 +162,7 @@ def _key(context: typer.Context, key: Any, file: str) -> str:
     """Return the parameter that a key of the file names."""
     known = {}
     for parameter in context.command.params:
-        if parameter.name in (None, _OPTION, "help"):
+        if parameter.name in (None, _OPTION, _HELP, "help"):
             continue
         known[parameter.name] = parameter.name
         for option in (*parameter.opts, *parameter.secondary_opts):

@@ -12,12 +12,13 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 import typer
 from typer.core import TyperCommand
 
+from pigou.cli.config_file import shown_in_help
 from pigou.cli.option_values import (
     format_size,
     named,
@@ -30,6 +31,7 @@ from pigou.config import ConfigError, check_all, wrong
 from pigou.config_option import OTHER_OPTIONS, Option, option_of
 from pigou.request import SECOND
 
+Struct = TypeVar("Struct", bound=msgspec.Struct)
 _HEAD = re.compile(r"([\w.]+)(?=:? (?:is|of) | ')")
 
 
@@ -147,19 +149,23 @@ class ConfigOption:
                 values[name], values[self.option.params] = chosen, params
         elif form == "entries":
             kind = get_args(self.kind)[0]
-            values[name] = [_entry(flag, text, kind) for text in typed or ()]
+            values[name] = [read_struct(flag, text, kind) for text in typed or ()]
         elif get_origin(self.kind) is tuple:
             values[name] = typed or (() if self.default is msgspec.NODEFAULT else self.default)
         else:
             values[name] = typed
 
 
-def _entry(flag: str, text: str, kind: type[msgspec.Struct]) -> Any:
-    """Read `NAME,key=value,...`; the keys are the fields of `kind`."""
+def read_struct(flag: str, text: str, kind: type[Struct], first: str = "name") -> Struct:
+    """Read `VALUE,key=value,...`: the value of the field `first`, and those of others.
+
+    Raises:
+        ConfigError: it is not understood, or a value is refused.
+    """
     name, params = named(flag, text)
-    values = {"name": name, **params}
+    values = {first: name, **params}
     try:
-        return msgspec.convert(values, kind)
+        return msgspec.convert(values, kind, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{flag} is {text!r}: {wrong(error, kind, values)}") from error
 
@@ -301,6 +307,8 @@ class GroupedCommand(TyperCommand):
                 group = "Arguments"
             elif parameter.required:
                 group = "Required"
+            elif not shown_in_help(ctx, parameter.name or ""):
+                continue
             else:
                 group = getattr(parameter, "rich_help_panel", None) or OTHER_OPTIONS
             records = others if group == OTHER_OPTIONS else groups.setdefault(group, [])

@@ -42,10 +42,18 @@ def diagnose(
     ] = "",
     seconds: Annotated[
         float | None,
-        typer.Option(help="How long a URL is watched. (default: 60)", show_default=False),
+        typer.Option(
+            "--duration",
+            "--seconds",
+            show_default=False,
+            help="Seconds that a URL is watched for. (default: 60)",
+        ),
     ] = None,
     key: Annotated[
-        str, typer.Option(help="An administrator's API key, where the gateway has keys.")
+        str,
+        typer.Option(
+            "--api-key", "--key", help="An administrator's API key, where the gateway has keys."
+        ),
     ] = "",
     json: Annotated[str, typer.Option(help="File to write the findings to.")] = "",
 ) -> None:
@@ -61,7 +69,8 @@ def diagnose(
             )
         if (key or seconds is not None) and not _is_url(target):
             raise ConfigError(
-                f"{'--key' if key else '--seconds'} is for a URL, and a file is given; leave it out"
+                f"{'--api-key' if key else '--duration'} is for a URL, and a file is given; leave "
+                "it out"
             )
         if prefixes:
             _lint(prefixes, json)

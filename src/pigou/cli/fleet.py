@@ -26,7 +26,10 @@ _COLUMNS = {
 Url = Annotated[str, typer.Argument(help="Of the gateway, as http://HOST:8000.")]
 WorkerId = Annotated[str, typer.Argument(help="As `pigou fleet list` has it.")]
 AdminKey = Annotated[
-    str, typer.Option("--key", help="An administrator's API key, where the gateway has keys.")
+    str,
+    typer.Option(
+        "--api-key", "--key", help="An administrator's API key, where the gateway has keys."
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print what the gateway answered.")]
 LimitS = Annotated[

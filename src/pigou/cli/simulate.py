@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from pigou.cli.config_options import Override, config_command
+from pigou.cli.config_options import Override, config_command, read_struct
 from pigou.cli.option_values import check_json, write_json
 from pigou.cli.progress import WorkProgress
 from pigou.config import ConfigError, ControlConfig
@@ -85,10 +85,17 @@ def simulate(
     setup: Setup,
     control: Annotated[ControlConfig, _CONTROL],
     scaling: ScalingConfig,
-    replicas: GatewaysConfig,
     fleet: Annotated[
         str, typer.Option(help="4xboth, 1p+2d, or a YAML file.", rich_help_panel="Fleet")
     ] = "1xboth",
+    gateways: Annotated[
+        str,
+        typer.Option(
+            help="Gateways, each with a control plane of its own: COUNT[,lag_s=0.1][,loss=0.01]"
+            "[,split=tenant][,exchanges=false].",
+            rich_help_panel="Fleet",
+        ),
+    ] = "1",
     json: Annotated[
         str, typer.Option(help="File to write the figures to.", rich_help_panel="Results")
     ] = "",
@@ -116,7 +123,8 @@ def simulate(
     control = _without_limits(control)
     try:
         what, members = read_workload_spec(workload, seed), read_fleet(fleet)
-        if replicas != GatewaysConfig():
+        if gateways != "1":
+            replicas = read_struct("--gateways", gateways, GatewaysConfig, "count")
             members = msgspec.structs.replace(members, gateways=replicas)
         _check_link(members, setup.model)
         simulation = Simulation(

@@ -49,7 +49,9 @@ def vram(
         typer.Option(help="URL of a worker whose memory, as it was measured at its start, is "
                      "shown in place of a computed one."),
     ] = "",
-    key: Annotated[str, typer.Option(help="Fleet secret that the worker asks for.")] = "",
+    key: Annotated[
+        str, typer.Option("--api-key", "--key", help="Fleet secret that the worker asks for.")
+    ] = "",
     kv_dtype: Annotated[
         str,
         typer.Option(help="Number format of the KV cache: bfloat16, fp8, fp8_ds_mla, ...; by "
@@ -80,7 +82,7 @@ def vram(
             write_json("vram", "--json", json, measured)
         return
     if key:
-        raise ConfigError("--key is given, and is for --worker alone; leave it out")
+        raise ConfigError("--api-key is given, and is for --worker alone; leave it out")
     if not model or not gpu:
         raise ConfigError(f"{'gpu' if model else 'model'} is missing; give both, or --worker")
     shape = architecture(model)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 import msgspec
 
 from pigou.config import ConfigError
-from pigou.config_option import option
 from pigou.control.planner.config import check_wait
 
 _MAX_GATEWAYS = 64
@@ -16,28 +15,11 @@ _MAX_GATEWAYS = 64
 class GatewaysConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Gateways in front of a simulated fleet."""
 
-    count: Annotated[
-        int, option("Gateways, each with a control plane of its own.", "Gateways", name="gateways")
-    ] = 1
-    lag_s: Annotated[
-        float,
-        option("Seconds that what one tells the others takes.", "Gateways", name="gateway_lag"),
-    ] = 0.0
-    loss: Annotated[
-        float, option("Part of these messages that are lost.", "Gateways", name="gateway_loss")
-    ] = 0.0
-    split: Annotated[
-        Literal["random", "tenant"],
-        option("How requests are split over them: random or tenant.", "Gateways",
-               name="gateway_split"),
-    ] = "random"  # fmt: skip
-    exchanges: Annotated[
-        bool,
-        option(
-            "Whether they tell one another what they sent.", "Gateways",
-            flags=("--gateway-exchange/--no-gateway-exchange",),
-        ),
-    ] = True  # fmt: skip
+    count: int = 1  # each with a control plane of its own
+    lag_s: float = 0.0  # seconds until a message reaches the other gateways
+    loss: float = 0.0  # share of these messages that are lost
+    split: Literal["random", "tenant"] = "random"  # how requests are split over them
+    exchanges: bool = True  # whether they send one another what they route
 
     def __post_init__(self) -> None:
         if not 1 <= self.count <= _MAX_GATEWAYS:

@@ -18,7 +18,9 @@ _MAX_CELLS = 10_000
 class SweepConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Cells of the tables, each a simulation. Lists are numbers with commas."""
 
-    isl: Annotated[str, option("Prompt tokens, as 512,2048.", _GROUP)] = "256,1024,4096"
+    isl: Annotated[
+        str, option("Prompt tokens, as 512,2048.", _GROUP, flags=("--input", "--isl"))
+    ] = "256,1024,4096"
     workers: Annotated[str, option("Sizes of the prefill pool.", _GROUP)] = "1,2,4"
     utilisation: Annotated[
         str, option("Loads of it, shares of what it computes at most.", _GROUP)
@@ -30,7 +32,9 @@ class SweepConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     contexts: Annotated[str, option("Tokens that its streams hold in the mean.", _GROUP)] = (
         "512,2048,8192"
     )
-    osl: Annotated[int, option("Output tokens of these requests.", _GROUP)] = 128
+    osl: Annotated[
+        int, option("Output tokens of these requests.", _GROUP, flags=("--output", "--osl"))
+    ] = 128
     seed: Annotated[int, option("Of arrivals.", _GROUP)] = 0
 
     def __post_init__(self) -> None:

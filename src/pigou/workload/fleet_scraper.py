@@ -66,7 +66,8 @@ class FleetScraper:
         status, text = await self._get("/metrics")
         if status in (401, 403):
             raise ConfigError(
-                f"diagnose: {self._url}/metrics answered {status}; give an administrator's --key"
+                f"diagnose: {self._url}/metrics answered {status}; give an "
+                "administrator's --api-key"
             )
         page = MetricPage.read(text)
         if status != 200 or not (
@@ -75,7 +76,7 @@ class FleetScraper:
             raise ConfigError(
                 f"diagnose: {self._url}/metrics answered {status}, and has neither Pigou's nor "
                 "vLLM's metrics of all requests; give the URL of a gateway or a worker, without a "
-                "path, and an administrator's --key where the gateway has keys"
+                "path, and an administrator's --api-key where the gateway has keys"
             )
         if "pigou_requests_inflight" not in page:
             return FleetScrape(time.monotonic(), MetricPage(), {self._name: page})
@@ -91,7 +92,7 @@ class FleetScraper:
         status, text = await self._get(path)
         if status in (401, 403):
             raise ConfigError(
-                f"diagnose: {self._url}{path} answered {status}; give an administrator's --key"
+                f"diagnose: {self._url}{path} answered {status}; give an administrator's --api-key"
             )
         try:
             table = msgspec.json.decode(text, type=dict[str, Any]) if status == 200 else {}
@@ -131,7 +132,7 @@ async def scraped_windows(
     every = seconds / _WINDOWS
     if not _MIN_WINDOW_S <= every <= _MAX_WINDOW_S:
         raise ConfigError(
-            f"--seconds is {seconds:g}; give at least {_WINDOWS * _MIN_WINDOW_S:g}, at most "
+            f"--duration is {seconds:g}; give at least {_WINDOWS * _MIN_WINDOW_S:g}, at most "
             f"{_WINDOWS * _MAX_WINDOW_S:.0f}"
         )
     async with open_session(key) as session:

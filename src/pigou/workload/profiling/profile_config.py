@@ -31,7 +31,12 @@ class ProfileConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         int, option("Most streams at once to measure; 0 asks it. (unknown: 64)")
     ] = 0
     max_request_tokens: Annotated[
-        int, option("Most tokens of a request; 0 asks it. (unknown: 2048)", name="longest")
+        int,
+        option(
+            "Most tokens of a request; 0 asks it. (unknown: 2048)",
+            name="max_model_len",
+            flags=("--max-model-len", "--longest"),
+        ),
     ] = 0
     repeats: Annotated[int, option("Of each measurement; their median counts.")] = 5
     steps: Annotated[int, option("Of each measurement of decodes.")] = 32
