@@ -17,8 +17,8 @@ import aiohttp
 
 from pigou.config import ControlConfig
 from pigou.fleet.config import WatchConfig
-from pigou.fleet.local_workers import local_workers
 from pigou.fleet.serve import Serving
+from pigou.fleet.sources.local import local_workers
 from pigou.gateway import sequences
 from pigou.gateway.config import GatewayConfig
 

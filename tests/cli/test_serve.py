@@ -8,11 +8,16 @@ import pytest
 
 from pigou.cli import main
 from pigou.cli.worker_options import split_model
-from pigou.fleet.config import AttachedWorker, FleetError, LocalWorker, WorkersConfig
-from pigou.fleet.local_workers import local_workers
+from pigou.fleet.config import (
+    AttachedWorker,
+    FleetError,
+    LocalWorker,
+    ModelPoolConfig,
+    WorkersConfig,
+)
 from pigou.fleet.member import check_fit
-from pigou.fleet.model_pools import ModelPoolConfig
 from pigou.fleet.serve import workers_of
+from pigou.fleet.sources.local import local_workers
 from pigou.gateway.api_keys import Keys
 from pigou.gateway.upstream import Engine
 from pigou.request import Role

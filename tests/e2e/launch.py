@@ -17,9 +17,8 @@ import uvloop
 
 from pigou.config import ControlConfig
 from pigou.fleet.config import AttachedWorker, LocalWorker, WatchConfig
-from pigou.fleet.peers.bus import NatsBus
-from pigou.fleet.peers.config import PeersConfig
-from pigou.fleet.registry.stores import open_registry
+from pigou.fleet.peers.bus import NatsBus, PeersConfig
+from pigou.fleet.registry.registry import open_registry
 from pigou.fleet.serve import Serving
 from pigou.gateway.config import GatewayConfig
 from pigou.wire.fleet_secret import FleetSecret

@@ -14,10 +14,9 @@ from tests.gateway.stub import Stub
 
 from pigou.config import ControlConfig
 from pigou.control.planner.config import PlannerConfig
-from pigou.fleet.config import AttachedWorker, LocalWorker, WatchConfig
-from pigou.fleet.local_workers import WorkerTemplate, local_workers
-from pigou.fleet.model_pools import DeclaredModel
+from pigou.fleet.config import AttachedWorker, DeclaredModel, LocalWorker, WatchConfig
 from pigou.fleet.serve import Serving
+from pigou.fleet.sources.local import WorkerTemplate, local_workers
 from pigou.gateway.config import GatewayConfig
 
 #: Looks often, so that tests wait for little.

@@ -12,8 +12,10 @@ from tests.gateway.stub import Script, Stub, whole_text
 
 from pigou.fleet.config import WatchConfig
 from pigou.fleet.member import Backoff
-from pigou.fleet.probe import ProbeFailed, probe, read_cache_info, read_load, read_startup_profile
+from pigou.fleet.probe import ProbeFailed, probe, read_startup_profile
+from pigou.fleet.worker_report import read_load
 from pigou.request import Rehearsed
+from pigou.wire.metrics_text import cache_config
 
 PAGE = b"""# HELP vllm:num_requests_running Running.
 vllm:num_requests_running{engine="0",model_name="m"} 3.0
@@ -32,7 +34,7 @@ def test_a_server_of_several_data_parallel_ranks_has_the_blocks_of_all() -> None
         % (rank, usage, rank)
         for rank, usage in enumerate((0.2, 0.6))
     )
-    assert read_cache_info(ranks) == {"block_size": 16, "num_gpu_blocks": 200}
+    assert cache_config(ranks) == {"block_size": 16, "num_gpu_blocks": 200}
     assert read_load(ranks, "a").kv_usage == pytest.approx(0.4)
 
 
@@ -112,7 +114,7 @@ async def test_who_is_no_worker_is_no_worker() -> None:
 def test_a_metrics_page_tells_load_summed_over_ranks() -> None:
     report = read_load(PAGE, "w")
     assert (report.running, report.waiting, report.kv_usage) == (5, 1, 0.5)
-    assert read_cache_info(PAGE) == {"block_size": 128}
+    assert cache_config(PAGE) == {"block_size": 128}
     assert read_load(b"", "w").running == 0
 
 

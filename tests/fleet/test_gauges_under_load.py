@@ -21,8 +21,9 @@ from pigou.control.state import LOADS
 from pigou.diagnosis import scraped_windows
 from pigou.diagnosis.alert_rules import alert_rules
 from pigou.diagnosis.metric_pages import MetricPage
-from pigou.fleet import metrics_page, probe, worker_report
+from pigou.fleet import probe, worker_report
 from pigou.fleet.planner_windows import PlannerWindows
+from pigou.wire import metrics_text
 
 #: Prompts take 0.3 s, steps 20 ms: a planner looks between the ends of steps, and within them.
 TIMING = "law:itl_a=0.02,itl_b=0.001,prefill=0.02,prefill_token=0.001"
@@ -148,7 +149,7 @@ NOT_OF = {
 
 def read_names() -> set[str]:
     """Return the metrics that the readers of the pages name."""
-    sources: Sequence[object] = (scraped_windows, metrics_page, worker_report, probe)
+    sources: Sequence[object] = (scraped_windows, metrics_text, worker_report, probe)
     text = "\n".join(inspect.getsource(each) for each in sources)  # type: ignore[arg-type]
     text += alert_rules() + " ".join(str(name, "ascii") for name in worker_report._NAMES)
     return set(_NAME.findall(text)) - {

@@ -18,7 +18,7 @@ from pigou.fleet.hang_detection import (
     read_health,
     read_heartbeat,
 )
-from pigou.fleet.probe import metrics_progress
+from pigou.fleet.worker_report import metrics_progress
 
 HANG_S = 10.0
 

@@ -20,18 +20,16 @@ from pigou.background import Background
 from pigou.config import ControlConfig
 from pigou.control.messages import CacheChanged, WorkerUp
 from pigou.control.plane import ControlPlane
-from pigou.fleet import metrics_page
 from pigou.fleet.probe import (
     _json,
     _number,
     _publishes,
     _source,
-    metrics_progress,
-    read_cache_info,
-    read_load,
     read_startup_profile,
 )
+from pigou.fleet.worker_report import metrics_progress, read_load
 from pigou.request import Role, Worker
+from pigou.wire import metrics_text
 from pigou.wire.kv_event_decoding import EventError, decode_batch, sequence_frame
 
 SCALARS = (
@@ -96,7 +94,7 @@ def test_every_metrics_page_is_a_load_within_bounds(
     assert 0 <= load.kv_usage <= 1
     assert math.isfinite(load.kv_usage)
     label = f'vllm:cache_config_info{{block_size="{"9" * 5000}",num_gpu_blocks="7"}} 1\n'.encode()
-    assert read_cache_info(label) == {"num_gpu_blocks": 7}
+    assert metrics_text.cache_config(label) == {"num_gpu_blocks": 7}
 
 
 class Pattern:
@@ -124,14 +122,14 @@ class Pattern:
 def test_of_a_long_metrics_page_only_the_few_lines_that_matter_are_parsed(
     more: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pattern = Pattern(metrics_page._SAMPLE)
-    monkeypatch.setattr(metrics_page, "_SAMPLE", pattern)
+    pattern = Pattern(metrics_text._SAMPLE)
+    monkeypatch.setattr(metrics_text, "_SAMPLE", pattern)
     page = b'vllm:num_requests_running{engine="0"} 3.0\n' + more + b"\n"
     assert read_load(page, "a").running == 3
     sign = metrics_progress(page, owed=0, planned_tokens=0)
     assert sign is not None
     assert sign.busy
-    assert read_cache_info(page) == {}
+    assert metrics_text.cache_config(page) == {}
     assert pattern.read < 100_000
 
 

@@ -11,7 +11,7 @@ from tests.fleet.test_planner_live import plan, until_plan
 
 from pigou.control.planner.config import PlannerConfig
 from pigou.fleet.config import ModelPoolConfig, WorkersConfig
-from pigou.fleet.local_workers import WorkerTemplate, start_workers
+from pigou.fleet.sources.local import WorkerTemplate, start_workers
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 #: A worker computes three prompts of 200 tokens in a second.

@@ -12,14 +12,12 @@ from tests.lib.certificates import Certificates
 from tests.lib.server_process import ServerProcess, nats_server
 
 from pigou.config import ConfigError
-from pigou.fleet.nats_address import NatsAddress
-from pigou.fleet.nats_connection import connect_nats
-from pigou.fleet.peers.bus import BusError, NatsBus
-from pigou.fleet.peers.config import PeersConfig
+from pigou.fleet.nats_connection import NatsAddress, connect_nats
+from pigou.fleet.peers.bus import BusError, NatsBus, PeersConfig
 from pigou.fleet.prefill_queue.broker import BrokerUnavailable, PrefillBroker
 from pigou.fleet.prefill_queue.messages import QueueAddress
 from pigou.fleet.registry.record_store import RegistryUnavailable
-from pigou.fleet.registry.stores import open_store
+from pigou.fleet.registry.registry import open_store
 
 pytest.importorskip("nats")
 

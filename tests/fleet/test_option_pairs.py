@@ -22,7 +22,7 @@ from tests.lib.server_process import nats_server
 from pigou.config import ControlConfig
 from pigou.fleet.config import AttachedWorker
 from pigou.fleet.prefill_queue.messages import QueueAddress
-from pigou.fleet.registry.config import RegistrationConfig
+from pigou.fleet.registry.registration import RegistrationConfig
 from pigou.fleet.serve import Serving
 from pigou.gateway.config import GatewayConfig
 from pigou.request import Role
@@ -58,8 +58,8 @@ async def worker(
     parts = await asyncio.to_thread(prepare, config)
     registrar: Registrar | None = None
     if registry:
-        from pigou.fleet.prefill_queue.pulling_worker import PullingWorker
-        from pigou.fleet.registry.registrar import WorkerRegistrar
+        from pigou.fleet.prefill_queue.puller import PullingWorker
+        from pigou.fleet.registry.registration import WorkerRegistrar
 
         config = msgspec.structs.replace(config, host="0.0.0.0")
         at = RegistrationConfig(registry=registry, lease=30.0, advertise="127.0.0.2")
@@ -82,9 +82,9 @@ async def worker(
 async def gateway(
     made: Deployment, nats: str, *, registered: bool, pulls: bool, bus: bool
 ) -> AsyncIterator[Serving]:
-    from pigou.fleet.nats_address import NatsAddress
+    from pigou.fleet.nats_connection import NatsAddress
     from pigou.fleet.peers.bus import NatsBus
-    from pigou.fleet.registry.stores import open_registry
+    from pigou.fleet.registry.registry import open_registry
 
     roles = [Role.DECODE] if registered else [Role.PREFILL, Role.DECODE]
     serving = Serving(

@@ -9,15 +9,19 @@ from pigou.control.plane import ControlPlane
 from pigou.control.planner.actuation import add_workers, carry_out
 from pigou.control.planner.config import PlannerConfig
 from pigou.control.planner.messages import AddWorkers, FlipRole, WorkerState
-from pigou.fleet.attached_provider import AttachedProvider
 from pigou.fleet.config import AttachedWorker, FleetError, LocalWorker, WatchConfig
 from pigou.fleet.hang_detection import HangArbiter
 from pigou.fleet.live_fleet import LiveFleet
-from pigou.fleet.local_member import LocalMember
-from pigou.fleet.local_provider import LocalProvider
-from pigou.fleet.local_workers import WorkerTemplate, local_workers, start_workers
 from pigou.fleet.member import MemberSetup
 from pigou.fleet.planner_driver import PlannerDriver
+from pigou.fleet.sources.attached import AttachedProvider
+from pigou.fleet.sources.local import (
+    LocalMember,
+    LocalProvider,
+    WorkerTemplate,
+    local_workers,
+    start_workers,
+)
 from pigou.fleet.supervisor import Supervisor
 from pigou.gateway.plan_status import PlanStatus
 from pigou.gateway.plane_driver import PlaneDriver

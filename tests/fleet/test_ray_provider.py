@@ -11,16 +11,14 @@ import pytest
 from pigou.config import ConfigError, ControlConfig
 from pigou.control.placement.topology import Node
 from pigou.control.plane import ControlPlane
-from pigou.fleet.config import FleetError, WatchConfig
+from pigou.fleet.config import FleetError, RayConfig, WatchConfig
 from pigou.fleet.hang_detection import HangArbiter
-from pigou.fleet.local_workers import WorkerTemplate, start_workers
 from pigou.fleet.member import MemberSetup
 from pigou.fleet.ray import cluster as cluster_module
 from pigou.fleet.ray import ray_process, ray_provider
-from pigou.fleet.ray.cluster import ActorGone, Bundle, RayCluster
-from pigou.fleet.ray.config import RayConfig
-from pigou.fleet.ray.ray_process import RayProcess
+from pigou.fleet.ray.cluster import ActorGone, Bundle, RayCluster, RayProcess
 from pigou.fleet.ray.ray_provider import RayProvider
+from pigou.fleet.sources.local import WorkerTemplate, start_workers
 from pigou.gateway.plane_driver import PlaneDriver
 
 

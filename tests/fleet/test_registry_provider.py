@@ -13,12 +13,12 @@ from tests.fleet.registry.entries import entry
 from tests.gateway.stub import Script, Stub
 
 from pigou.config import ControlConfig
+from pigou.fleet.registry.discovery import RegistryView, ViewConfig
 from pigou.fleet.registry.entry import WorkerEntry
-from pigou.fleet.registry.memory_store import MemoryStore
+from pigou.fleet.registry.record_store import MemoryStore
 from pigou.fleet.registry.registry import Registry
-from pigou.fleet.registry.view import RegistryView, ViewConfig
-from pigou.fleet.registry_provider import RegistryProvider
 from pigou.fleet.serve import Serving
+from pigou.fleet.sources.registered import RegistryProvider
 from pigou.gateway.config import GatewayConfig
 from pigou.request import Role
 from pigou.wire.fleet_secret import FleetSecret

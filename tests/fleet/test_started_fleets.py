@@ -17,9 +17,8 @@ from tests.fleet.ray_nodes import RayNodes, ray_nodes
 from pigou.config import ConfigError, ControlConfig
 from pigou.control.placement.gang import Pack
 from pigou.control.placement.topology import TopologyLevel
-from pigou.fleet.config import FleetError, WorkersConfig
-from pigou.fleet.local_workers import WorkerTemplate
-from pigou.fleet.ray.config import RayConfig
+from pigou.fleet.config import FleetError, RayConfig, WorkersConfig
+from pigou.fleet.sources.local import WorkerTemplate
 
 QUICK = (*SLEEP, "--rehearse", "0")
 #: Prompts go to the prefill worker.

@@ -11,8 +11,7 @@ import pytest
 from tests.fleet.harness import PROMPT, Client, attached, text, until
 from tests.gateway.stub import Stub
 
-from pigou.fleet.config import FleetError
-from pigou.fleet.model_pools import DeclaredModel
+from pigou.fleet.config import DeclaredModel, FleetError
 from pigou.fleet.serve import Serving
 
 NAMES = ("ant", "bee", "org/cat-1.5")

@@ -10,8 +10,7 @@ from aiohttp import web
 from tests.fleet.harness import PROMPT, Client, attached, until
 from tests.gateway.stub import Stub
 
-from pigou.fleet.config import FleetError
-from pigou.fleet.model_pools import DeclaredModel
+from pigou.fleet.config import DeclaredModel, FleetError
 
 IDS = list(range(5, 105))
 

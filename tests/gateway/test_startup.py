@@ -12,8 +12,8 @@ from tests.fleet.harness import SLEEP, WATCH
 from pigou.config import ControlConfig
 from pigou.fleet import serve
 from pigou.fleet.config import FleetError
-from pigou.fleet.local_workers import local_workers
 from pigou.fleet.serve import Serving
+from pigou.fleet.sources.local import local_workers
 from pigou.gateway.config import GatewayConfig
 from pigou.gateway.startup_shutdown import STARTING_RETRY_AFTER_S, Startup
 from pigou.wire.errors import APIError

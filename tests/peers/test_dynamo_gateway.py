@@ -133,10 +133,10 @@ def test_a_pin_before_what_is_no_dynamo_is_refused() -> None:
 
     from pigou.config import ControlConfig
     from pigou.control.plane import ControlPlane
-    from pigou.fleet.attached_member import AttachedMember
     from pigou.fleet.config import AttachedWorker, WatchConfig
     from pigou.fleet.hang_detection import HangArbiter
     from pigou.fleet.member import MemberSetup
+    from pigou.fleet.sources.attached import AttachedMember
     from pigou.gateway.plane_driver import PlaneDriver
 
     async def main() -> None:

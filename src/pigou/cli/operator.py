@@ -8,7 +8,7 @@ import typer
 
 from pigou.cli.config_options import config_command
 from pigou.fleet.kubernetes.definitions import definitions_yaml
-from pigou.fleet.kubernetes.operator_config import OperatorConfig
+from pigou.fleet.kubernetes.operator import OperatorConfig
 from pigou.imports import require
 from pigou.logs import configure
 

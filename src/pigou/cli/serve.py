@@ -18,7 +18,7 @@ from pigou.cli.worker_options import check_workers, split_model
 from pigou.config import ConfigError, ControlConfig, check_all
 from pigou.control.planner.config import PlannerConfig
 from pigou.fleet.config import AttachedWorker, FleetError, LocalWorker, WatchConfig, WorkersConfig
-from pigou.fleet.peers.config import PeersConfig
+from pigou.fleet.peers.bus import PeersConfig
 from pigou.gateway.config import GatewayConfig
 from pigou.imports import uncollected
 from pigou.logs import LogConfig
@@ -58,9 +58,9 @@ def serve(
     progress = StageProgress()
     with uncollected():
         from pigou.fleet.costs import make_plane
-        from pigou.fleet.local_workers import WorkerTemplate, threads_each
-        from pigou.fleet.registry.stores import open_registry
+        from pigou.fleet.registry.registry import open_registry
         from pigou.fleet.serve import Serving, workers_of
+        from pigou.fleet.sources.local import WorkerTemplate, threads_each
         from pigou.wire.fleet_secret import FleetSecret
 
     logs.configure(log.log_format, log.level, access=log.access_log, times=False)
@@ -86,7 +86,7 @@ def serve(
         secret = FleetSecret.given(fleet.fleet_secret_file)
         registry = open_registry(fleet.registry, secret) if fleet.registry else None
         if registry is not None and fleet.on == "kubernetes":
-            from pigou.fleet.kubernetes.fleet_scales import FleetScales
+            from pigou.fleet.kubernetes.kubernetes_provider import FleetScales
 
             registry.scales = FleetScales.of(fleet.registry)
         bus = _bus(gateways, secret)

@@ -9,8 +9,8 @@ import typer
 from pigou.cli.config_options import config_command
 from pigou.cli.option_values import check_port
 from pigou.config import ConfigError, EvictionConfig
-from pigou.fleet.prefill_queue.config import PullingConfig
-from pigou.fleet.registry.config import RegistrationConfig
+from pigou.fleet.prefill_queue.messages import PullingConfig
+from pigou.fleet.registry.registration import RegistrationConfig
 from pigou.imports import require, uncollected
 from pigou.worker.config import WorkerConfig
 
@@ -40,19 +40,19 @@ def worker(config: WorkerConfig, registration: RegistrationConfig, pulling: Pull
     def registrar(secret: FleetSecret | None) -> Registrar:
         known: Registrar | None = None
         if registration.registry:
-            from pigou.fleet.registry.registrar import WorkerRegistrar
+            from pigou.fleet.registry.registration import WorkerRegistrar
 
             gpus = config.timing_tp if config.device.startswith("cuda") else 0
             known = WorkerRegistrar(registration, secret, gpus, config.timing_tp)
         if address is not None:
-            from pigou.fleet.prefill_queue.pulling_worker import PullingWorker
+            from pigou.fleet.prefill_queue.puller import PullingWorker
 
             return PullingWorker(address, secret, known)
         assert known is not None
         return known
 
     if registration.registry:
-        from pigou.fleet.registry.stores import open_store
+        from pigou.fleet.registry.registry import open_store
 
         open_store(registration.registry)  # refused before a model is loaded
     try:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Self, TypeAlias
 
 from pigou.control.saturation.histogram import quantile_of
+from pigou.wire.metrics_text import all_samples
 
-_SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)(?: \d+)?")
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _BOUND = re.compile(r"[+-]?(?:\d+\.?\d*(?:[eE][+-]?\d+)?|\.\d+|Inf)")
 #: Bytes of a page that are read.
 _MAX_BYTES = 2**25
@@ -37,7 +36,7 @@ class MetricPage:
     @classmethod
     def read(cls, text: str) -> Self:
         """Read a page of text; lines that are no samples are left out."""
-        return cls(_samples(text))
+        return cls(all_samples(text.encode(errors="replace"), _MAX_BYTES))
 
     def by_label(self, label: str) -> dict[str, Self]:
         """Return a page for each value of a label, with the samples that have it."""
@@ -98,18 +97,6 @@ def quantile(
     """Return a quantile of what a histogram counted between two pages; None without anything."""
     counts = {bound: max(0.0, count - before.get(bound, 0.0)) for bound, count in now.items()}
     return quantile_of(counts, share)
-
-
-def _samples(text: str) -> Iterator[MetricSample]:
-    for line in text[:_MAX_BYTES].splitlines():
-        match = None if line.startswith("#") else _SAMPLE.fullmatch(line)
-        if match is None:
-            continue
-        try:
-            value = float(match[3])
-        except ValueError:
-            continue
-        yield match[1], dict(_LABEL.findall(match[2] or "")), value
 
 
 def summed(values: Iterable[float | None]) -> float:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import time
 
 import aiohttp
 
 from pigou.gateway.plane_driver import PlaneDriver
 from pigou.gateway.upstream import Upstream
+from pigou.wire.metrics_text import totals
 
 _log = logging.getLogger("pigou.fleet")
 
@@ -20,7 +20,7 @@ _LOOK_S = 0.05
 _TIMEOUT_S = 1.0
 #: Seconds in which requests that are sent away must have left.
 _LEAVE_S = 5.0
-_HELD = re.compile(rb"^pigou_kv_requests_held(?:\{[^}\n]*\})? ([0-9.]{1,10})", re.MULTILINE)
+_HELD = b"pigou_kv_requests_held"
 
 
 class Drain:
@@ -92,5 +92,4 @@ class Drain:
             status, page = await upstream.get("/metrics", _TIMEOUT_S)
         except (aiohttp.ClientError, OSError, TimeoutError):
             return True
-        held = _HELD.search(page) if status == 200 else None
-        return held is not None and float(held[1]) > 0
+        return status == 200 and totals(page, (_HELD,)).get(_HELD, 0.0) > 0

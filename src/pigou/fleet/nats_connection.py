@@ -1,16 +1,142 @@
-"""Connections to NATS: over TLS where that is asked for, and made again by themselves."""
+"""NATS servers: their address, login and TLS, and connections that come back by themselves."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import random
+import ssl
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import parse_qsl, unquote, urlsplit
 
-from pigou.fleet.nats_address import NatsAddress
+import msgspec
+
+from pigou.config import ConfigError
+from pigou.request import SECOND
 
 if TYPE_CHECKING:
     from nats.aio.client import Client
+
+
+class TlsFiles(msgspec.Struct, frozen=True, kw_only=True):
+    """Paths of PEM files; empty for none.
+
+    Attributes:
+        cert, key: certificate of the client, and its key.
+    """
+
+    ca: str = ""  # certificates that are trusted, in place of the system's
+    cert: str = ""
+    key: str = ""
+
+    @classmethod
+    def parse(cls, files: Mapping[str, str], what: str) -> TlsFiles:
+        """Read the parameters of a URL.
+
+        Args:
+            files: paths by name.
+            what: option that has the URL, for messages.
+
+        Raises:
+            ConfigError: a name is unknown, the key lacks, or a file cannot be read as such.
+        """
+        unknown = set(files) - set(cls.__struct_fields__)
+        if unknown:
+            names = ", ".join(cls.__struct_fields__)
+            raise ConfigError(
+                f"{what} has the parameter {min(unknown)!r}; of the connection there are {names}"
+            )
+        tls = cls(**files)
+        if bool(tls.cert) != bool(tls.key):
+            raise ConfigError(f"{what} has one of cert and key; give both, or none")
+        try:
+            tls.context()
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(
+                f"{what}: ca, cert or key is no readable PEM file: {error}"
+            ) from error
+        return tls
+
+    def context(self) -> ssl.SSLContext:
+        """Return what checks servers by certificate and host name, and shows the client's."""
+        context = ssl.create_default_context(cafile=self.ca or None)
+        if self.cert:
+            context.load_cert_chain(self.cert, self.key)
+        return context
+
+
+class NatsAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """Servers of one NATS system: `nats://[USER:PASSWORD@|TOKEN@]HOST:PORT`, or `tls://`.
+
+    Attributes:
+        user, password: of the login; a user alone is a token.
+    """
+
+    urls: tuple[str, ...]
+    user: str = ""
+    password: str = ""
+    tls: TlsFiles = TlsFiles()
+
+    @classmethod
+    def parse(cls, urls: Iterable[str], what: str) -> NatsAddress:
+        """Read URLs; a login, and `?ca=FILE&cert=FILE&key=FILE`, of one of them holds for all.
+
+        Args:
+            urls: with `nats://` or `tls://`.
+            what: option that has them, for messages.
+
+        Raises:
+            ConfigError: one is none of NATS, has an unknown parameter, or cannot be honoured.
+        """
+        servers: list[str] = []
+        files: dict[str, str] = {}
+        schemes: set[str] = set()
+        logins: set[tuple[str, str]] = set()
+        for url in urls:
+            parts = urlsplit(url)
+            if parts.scheme not in ("nats", "tls") or not parts.hostname:
+                raise ConfigError(
+                    f"{what} has {public_address(url)!r}; write nats://HOST:PORT, or tls://"
+                )
+            files |= dict(parse_qsl(parts.query, keep_blank_values=True))
+            schemes.add(parts.scheme)
+            servers.append(f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}")
+            if parts.username:
+                logins.add((unquote(parts.username), unquote(parts.password or "")))
+        if len(logins) > 1:
+            raise ConfigError(f"{what} has several logins; give one for all servers")
+        if len(schemes) > 1:
+            raise ConfigError(f"{what} has nats:// and tls://; write tls:// for all servers")
+        tls = TlsFiles.parse(files, what)
+        if tls != TlsFiles() and "tls" not in schemes:
+            raise ConfigError(f"{what} has {', '.join(files)} without TLS; write tls://")
+        user, password = next(iter(logins), ("", ""))
+        return cls(urls=tuple(servers), user=user, password=password, tls=tls)
+
+    @property
+    def is_tls(self) -> bool:
+        """Whether servers that offer no TLS are refused."""
+        return self.urls[0].startswith("tls://")
+
+    def login(self) -> dict[str, Any]:
+        """Return what NATS's client is to prove itself by, as its options."""
+        options: dict[str, Any] = {"tls": self.tls.context()} if self.is_tls else {}
+        if self.password:
+            return options | {"user": self.user, "password": self.password}
+        return options | ({"token": self.user} if self.user else {})
+
+    def __str__(self) -> str:
+        """Return the servers, without passwords."""
+        return ", ".join(self.urls)
+
+
+def public_address(url: str) -> str:
+    """Return an address without user and password, for messages and logs."""
+    address, mark, query = url.partition("?")
+    scheme, separator, rest = address.rpartition("://")
+    return f"{scheme}{separator}{rest.rpartition('@')[2]}{mark}{query}"
+
 
 #: Seconds for a connection, and between two pings, of which two may stay without answer.
 _CONNECT_S, _PING_S, _PINGS = 2, 2, 2
@@ -86,3 +212,19 @@ def _client(address: NatsAddress) -> Client:
 
 async def _ignore(_: Exception) -> None:
     """Lost connections are made again; calls that fail say it themselves."""
+
+
+class ReconnectBackoff(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds between tries, doubled by each failure; a random part of `jitter` is added.
+
+    After an outage, workers come back at different times because of it.
+    """
+
+    min_s: Annotated[float, msgspec.Meta(gt=0)] = 0.5
+    max_s: Annotated[float, msgspec.Meta(gt=0)] = 5.0
+    jitter: Annotated[float, msgspec.Meta(ge=0)] = 0.5
+
+    def wait_ns(self, failures: int, rng: random.Random) -> int:
+        """Return the wait after so many failures in a row, at least 1, in nanoseconds."""
+        wait_s = min(self.min_s * 2.0 ** min(failures - 1, 30), self.max_s)
+        return round(wait_s * (1 + self.jitter * rng.random()) * SECOND)

@@ -12,12 +12,9 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
-from pigou.control.messages import LoadReport
-from pigou.fleet import metrics_page
-from pigou.fleet.hang_detection import EngineProgress
-from pigou.fleet.metrics_page import OLD_USAGE, RUNNING, USAGE, WAITING
 from pigou.gateway.upstream import Engine, ServedName, ServedNames, Upstream
 from pigou.request import UNKNOWN_LOCATION, Location, Rehearsed
+from pigou.wire import metrics_text
 from pigou.wire.addresses import reachable
 from pigou.wire.byte_budget import read_page
 from pigou.wire.fleet_secret import NONCE, PROOF, FleetSecret
@@ -32,11 +29,7 @@ _MAX_COUNT, _MIN_STEP_S, _MAX_PROFILE_S = 2**20, 1e-6, 3600.0
 _MAX_NUMBER, _MAX_SOURCES = 2**31 - 1, 64
 #: Names of `/v1/models` that are used; the rest of a longer list is left out.
 _MAX_SERVED = 1024
-#: Digits that a number of a metrics page has fewer than: any such fits 31 bits.
-_DIGITS = 10
-_LOADS = (RUNNING, WAITING, USAGE, OLD_USAGE)
 _ENDPOINT = re.compile(r"(tcp|ipc)://\S+$")
-_LABEL = re.compile(rb'(\w+)="([^"]*)"')
 
 
 class ProbeFailed(Exception):
@@ -101,7 +94,7 @@ async def probe(url: str, key: str = "", timeout_s: float = 10.0) -> ProbeResult
                 raise ProbeFailed(f"{url}/v1/models answered {status}")
             cards = _cards(url, body)
             version = _json((await _get(session, url + "/version"))[1]).get("version", "")
-            cache = read_cache_info((await _get(session, url + "/metrics"))[1])
+            cache = metrics_text.cache_config((await _get(session, url + "/metrics"))[1])
             sources = _json((await _get(session, url + "/kv_event_sources"))[1])
             about = _json((await _get(session, url + "/server_info"))[1])
     except (
@@ -187,68 +180,6 @@ async def fleet_key(url: str, secret: FleetSecret, timeout_s: float = 10.0) -> s
     except (aiohttp.ClientError, OSError, TimeoutError):
         return ""  # the probe that follows says why
     return secret.token if shown and secret.proves(nonce, shown) else ""
-
-
-def read_load(page: bytes, worker: str) -> LoadReport:
-    """Return what a metrics page says of a worker's load; zero for what it does not say."""
-    sums = metrics_page.totals(page, _LOADS)
-    usage = sums.get(USAGE, sums.get(OLD_USAGE, 0.0))
-    return LoadReport(
-        worker,
-        int(_within(sums.get(RUNNING, 0.0), _MAX_COUNT)),
-        int(_within(sums.get(WAITING, 0.0), _MAX_COUNT)),
-        _within(usage, 1.0),
-    )
-
-
-def metrics_progress(
-    page: bytes, *, owed: int, planned_tokens: int, unstreamed: int = 0, bytes_read: int = 0
-) -> EngineProgress | None:
-    """Return the progress of an engine that reports by metrics alone, as a stock vLLM does.
-
-    Its counters and gauges change with every iteration that computes something, and so do the
-    bytes that it streamed. Some servers count a request at its end alone: while one has a reply
-    under way that comes in one piece, and owes no stream, its standing still says nothing.
-
-    Args:
-        owed: requests from here whose next bytes it owes.
-        planned_tokens: of prompts that it was sent, and has not answered yet.
-        unstreamed: requests from here whose reply comes in one piece.
-        bytes_read: bytes of the worker's streams so far.
-
-    Returns:
-        None where the page does not tell how many requests run.
-    """
-    sums = metrics_page.totals(page, _LOADS)
-    if RUNNING not in sums:
-        return None
-    lines = metrics_page.lines(page, (b"vllm:",))
-    busy = owed > 0 or (sums[RUNNING] > 0 and not unstreamed)
-    return EngineProgress(busy, (bytes_read, hash(tuple(lines))), planned_tokens)
-
-
-def _within(value: float, max_value: float) -> float:
-    """Return a value within 0 and `max_value`; 0 for what is no number."""
-    return min(max(value, 0.0), max_value) if math.isfinite(value) else 0.0
-
-
-def read_cache_info(page: bytes) -> dict[str, int]:
-    """Return `block_size` and `num_gpu_blocks` of a metrics page, as far as it tells them.
-
-    Blocks are those of all engines: a server has one for each data parallel rank.
-    """
-    info: dict[str, int] = {}
-    for _, labels, _ in metrics_page.samples(page, (b"vllm:cache_config_info",)):
-        for key, value in _LABEL.findall(labels):
-            name = key.decode()
-            if (
-                name in ("block_size", "num_gpu_blocks")
-                and value.isdigit()
-                and len(value) < _DIGITS
-            ):
-                adds = name == "num_gpu_blocks"
-                info[name] = int(value) + (info.get(name, 0) if adds else 0)
-    return info
 
 
 def read_startup_profile(entries: Any) -> tuple[Rehearsed, ...]:

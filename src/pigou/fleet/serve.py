@@ -14,17 +14,21 @@ from pigou.config import ConfigError, ControlConfig
 from pigou.control.journal import journal_config
 from pigou.control.planner.config import PlannerConfig
 from pigou.control.warm_up import warm_up
-from pigou.fleet.config import AttachedWorker, LocalWorker, WatchConfig, WorkersConfig
+from pigou.fleet.config import (
+    AttachedWorker,
+    DeclaredModel,
+    LocalWorker,
+    WatchConfig,
+    WorkersConfig,
+)
 from pigou.fleet.costs import follow_driver, make_plane
-from pigou.fleet.live_fleet import LiveFleet
-from pigou.fleet.local_workers import WorkerTemplate, sleeps, start_workers
-from pigou.fleet.model_pools import DeclaredModel
-from pigou.fleet.operator_changes import OperatorChanges
+from pigou.fleet.live_fleet import LiveFleet, OperatorChanges
 from pigou.fleet.peers.bus import PeerBus
 from pigou.fleet.peers.exchange import PeerExchange, PeerMetrics
 from pigou.fleet.planner_driver import PlannerDriver
-from pigou.fleet.prefill_queue.config import queue_address
+from pigou.fleet.prefill_queue.messages import queue_address
 from pigou.fleet.registry.registry import Registry
+from pigou.fleet.sources.local import WorkerTemplate, sleeps, start_workers
 from pigou.fleet.supervisor import Supervisor
 from pigou.gateway.api_keys import Keys
 from pigou.gateway.app import Gateway
@@ -105,7 +109,7 @@ class Serving:
             by_name,
         )  # fmt: skip
         if prefill_queue:
-            from pigou.fleet.prefill_queue.gateway_queue import NatsPrefillQueue
+            from pigou.fleet.prefill_queue.publisher import NatsPrefillQueue
 
             address = queue_address(prefill_queue)
             for driver in drivers.values():

@@ -8,17 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 from pigou.control.planner.messages import WorkerState
-from pigou.fleet.attached_provider import AttachedProvider
 from pigou.fleet.config import AttachedWorker, FleetError, LocalWorker, WatchConfig
 from pigou.fleet.drain import Drain
 from pigou.fleet.hang_detection import HangArbiter
-from pigou.fleet.local_member import LocalMember
-from pigou.fleet.local_provider import LocalProvider
-from pigou.fleet.local_workers import WorkerTemplate
 from pigou.fleet.member import FleetMember, MemberSetup
 from pigou.fleet.provider import Provider
 from pigou.fleet.registry.registry import Registry
-from pigou.fleet.registry_provider import RegistryProvider
+from pigou.fleet.sources.attached import AttachedProvider
+from pigou.fleet.sources.local import LocalMember, LocalProvider, WorkerTemplate
+from pigou.fleet.sources.registered import RegistryProvider
 from pigou.gateway.plane_driver import PlaneDriver
 from pigou.gateway.status_api import WorkerRow
 from pigou.request import Role

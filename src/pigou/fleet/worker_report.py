@@ -1,35 +1,71 @@
-"""What a worker's metrics page says of its load and speed: a planner learns from it."""
+"""What a worker's metrics page says of it: load, progress and speed."""
 
 from __future__ import annotations
 
 import re
 
-from pigou.fleet import metrics_page
-from pigou.fleet.metrics_page import OLD_USAGE, RUNNING, USAGE, WAITING
+from pigou.control.messages import LoadReport
+from pigou.fleet.hang_detection import EngineProgress
 from pigou.gateway.worker_report import WorkerReport
+from pigou.wire import metrics_text
+from pigou.wire.metrics_text import OLD_USAGE, RUNNING, USAGE, WAITING
 
+_LOADS = (RUNNING, WAITING, USAGE, OLD_USAGE)
 _ITL = b"vllm:inter_token_latency_seconds"
 _OLD_ITL = b"vllm:time_per_output_token_seconds"
 _PREFILL = b"vllm:request_prefill_time_seconds_sum"
 _OWN_PREFILL = b"pigou_prefill_seconds_total"
 _OWN_PREFILL_TOKENS = b"pigou_prefill_tokens_total"
 _ENERGY = b"pigou_device_energy_joules_total"
-_TIER, _TIER_LABEL = b"pigou_tier_cap_bytes", re.compile(rb'\btier="(\w{1,32})"')
+_TIER, _TIER_NAME = b"pigou_tier_cap_bytes", re.compile(r"\w{1,32}", re.ASCII)
 _NAMES = (
     _ITL + b"_sum", _ITL + b"_count", _OLD_ITL + b"_sum", _OLD_ITL + b"_count", _PREFILL,
-    _OWN_PREFILL, _OWN_PREFILL_TOKENS, _ENERGY, RUNNING, WAITING, USAGE, OLD_USAGE,
+    _OWN_PREFILL, _OWN_PREFILL_TOKENS, _ENERGY, *_LOADS,
 )  # fmt: skip
-#: Bounds of what is read: requests, lines of a page, tiers.
-_MAX_COUNT, _MAX_LINES, _MAX_TIERS = 2**31 - 1, 4096, 64
+#: Bounds: requests of a load and of a report, lines of a page, tiers.
+_MAX_LOAD, _MAX_COUNT, _MAX_LINES, _MAX_TIERS = 2**20, 2**31 - 1, 4096, 64
+
+
+def read_load(page: bytes, worker: str) -> LoadReport:
+    """Return a worker's load by its metrics page; zero for what it does not say."""
+    sums = metrics_text.totals(page, _LOADS)
+    return LoadReport(
+        worker,
+        int(min(sums.get(RUNNING, 0.0), _MAX_LOAD)),
+        int(min(sums.get(WAITING, 0.0), _MAX_LOAD)),
+        min(sums.get(USAGE, sums.get(OLD_USAGE, 0.0)), 1.0),
+    )
+
+
+def metrics_progress(
+    page: bytes, *, owed: int, planned_tokens: int, unstreamed: int = 0, bytes_read: int = 0
+) -> EngineProgress | None:
+    """Return the progress of an engine that reports by metrics alone, as a stock vLLM does.
+
+    Its counters and gauges change with every iteration that computes, and so do the bytes that it
+    streamed. Some servers count a request at its end alone: while an unstreamed reply is under
+    way and no stream is owed, still counters say nothing.
+
+    Args:
+        owed: requests from here whose next bytes it owes.
+        planned_tokens: of prompts that it was sent, and has not answered yet.
+        unstreamed: requests from here whose reply comes in one piece.
+        bytes_read: bytes of the worker's streams so far.
+
+    Returns:
+        None where the page does not tell how many requests run.
+    """
+    running = metrics_text.totals(page, (RUNNING,)).get(RUNNING)
+    if running is None:
+        return None
+    busy = owed > 0 or (running > 0 and not unstreamed)
+    mark = bytes_read, hash(tuple(metrics_text.lines(page, (b"vllm:",))))
+    return EngineProgress(busy, mark, planned_tokens)
 
 
 def read_report(page: bytes, now: int) -> WorkerReport:
-    """Return what a metrics page says of a worker; None for what it does not say.
-
-    Args:
-        now: nanoseconds.
-    """
-    sums = metrics_page.totals(page, _NAMES, _MAX_LINES)
+    """Return what a page says of a worker at `now` (ns); None for what it does not say."""
+    sums = metrics_text.totals(page, _NAMES, _MAX_LINES)
     itl = _ITL if _ITL + b"_sum" in sums else _OLD_ITL
     return WorkerReport(
         now,
@@ -47,10 +83,10 @@ def read_report(page: bytes, now: int) -> WorkerReport:
 
 def _tiers(page: bytes) -> tuple[tuple[str, float], ...]:
     tiers: dict[str, float] = {}
-    for _, labels, text in metrics_page.samples(page, (_TIER,), _MAX_TIERS):
-        if label := _TIER_LABEL.search(labels):
-            name = label[1].decode()
-            tiers[name] = tiers.get(name, 0.0) + metrics_page.number(text)
+    for _, text, value in metrics_text.samples(page, (_TIER,), _MAX_TIERS):
+        name = metrics_text.labels(text).get("tier", "")
+        if _TIER_NAME.fullmatch(name):
+            tiers[name] = tiers.get(name, 0.0) + metrics_text.number(value)
     return tuple(sorted(tiers.items()))
 
 

@@ -14,9 +14,9 @@ from pigou.control.messages import CacheChanged, CacheLost
 from pigou.fleet.config import WatchConfig
 from pigou.fleet.hang_detection import EngineProgress, HangArbiter, HangDetector, read_health
 from pigou.fleet.kv_event_subscriber import EventSubscriber
-from pigou.fleet.probe import EventSource, metrics_progress, read_load, read_served
+from pigou.fleet.probe import EventSource, read_served
 from pigou.fleet.worker_process import ProcessState
-from pigou.fleet.worker_report import read_report
+from pigou.fleet.worker_report import metrics_progress, read_load, read_report
 from pigou.gateway.costs_api import note_report
 from pigou.gateway.plane_driver import PlaneDriver
 from pigou.gateway.upstream import GONE, Upstream

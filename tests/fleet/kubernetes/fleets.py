@@ -12,9 +12,8 @@ import kopf
 from tests.lib.fake_kubernetes import FakeKubernetes
 
 from pigou.fleet.kubernetes.definitions import API_VERSION, definitions
-from pigou.fleet.kubernetes.operator import FleetOperator
-from pigou.fleet.kubernetes.operator_config import OperatorConfig
-from pigou.fleet.kubernetes.pod_templates import DEPLOYMENT_VERSION, ROLE
+from pigou.fleet.kubernetes.manifests import DEPLOYMENT_VERSION, ROLE
+from pigou.fleet.kubernetes.operator import FleetOperator, OperatorConfig
 
 Manifest = dict[str, Any]
 GPU = "nvidia.com/gpu"

@@ -17,11 +17,11 @@ from tests.gateway.stub import Script, Stub
 from pigou.config import ConfigError, ControlConfig
 from pigou.control.planner.config import PlannerConfig
 from pigou.fleet.config import WorkersConfig
-from pigou.fleet.kubernetes.fleet_scales import DELETION_COST, FleetScales
-from pigou.fleet.kubernetes.pod_templates import DEPLOYMENT_VERSION
+from pigou.fleet.kubernetes.kubernetes_provider import DELETION_COST, FleetScales
+from pigou.fleet.kubernetes.manifests import DEPLOYMENT_VERSION
 from pigou.fleet.registry.entry import write_entry
 from pigou.fleet.registry.kubernetes_store import ENTRY, RESTARTS
-from pigou.fleet.registry.stores import open_registry
+from pigou.fleet.registry.registry import open_registry
 from pigou.fleet.serve import Serving
 from pigou.gateway.config import GatewayConfig
 from pigou.request import Role

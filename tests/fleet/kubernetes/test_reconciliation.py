@@ -12,7 +12,7 @@ from tests.fleet.kubernetes.fleets import GPU, Manifest, fleet, node, pool
 from typer.main import get_command
 
 from pigou.cli import build
-from pigou.fleet.kubernetes.pod_templates import GATEWAY_PORT
+from pigou.fleet.kubernetes.manifests import GATEWAY_PORT
 from pigou.fleet.kubernetes.reconciliation import (
     Observation,
     Reconciliation,

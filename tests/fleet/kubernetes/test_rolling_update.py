@@ -16,7 +16,7 @@ import pytest
 from tests.fleet.kubernetes.fleets import Cluster, Manifest, fleet, operated, pool, until
 from tests.lib.server_process import free_ports
 
-from pigou.fleet.kubernetes.pod_templates import DEPLOYMENT_VERSION
+from pigou.fleet.kubernetes.manifests import DEPLOYMENT_VERSION
 from pigou.wire.fleet_secret import VARIABLE
 
 ENVIRONMENT = {**os.environ, VARIABLE: "s" * 32, "OMP_NUM_THREADS": "1"}

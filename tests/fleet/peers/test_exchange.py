@@ -16,11 +16,15 @@ from pigou.control.messages import WorkerUp
 from pigou.control.peers.bookings import PredictedPrompt, WorkerBookings
 from pigou.control.peers.sync_messages import PeerState, ResendRequest
 from pigou.control.plane import ControlPlane
-from pigou.fleet.nats_address import public_address
-from pigou.fleet.peers.bus import BusError
-from pigou.fleet.peers.config import PeersConfig
-from pigou.fleet.peers.envelope import MAX_SKEW_MS, PeerEnvelope, PeerEnvelopeError
-from pigou.fleet.peers.exchange import PeerExchange, PeerMetrics
+from pigou.fleet.nats_connection import public_address
+from pigou.fleet.peers.bus import BusError, PeersConfig
+from pigou.fleet.peers.exchange import (
+    MAX_SKEW_MS,
+    PeerEnvelope,
+    PeerEnvelopeError,
+    PeerExchange,
+    PeerMetrics,
+)
 from pigou.gateway.plane_driver import PlaneDriver
 from pigou.gateway.upstream import Engine
 from pigou.request import Request, Worker

@@ -4,8 +4,8 @@ import pytest
 
 from pigou.config import ConfigError
 from pigou.fleet.config import WorkersConfig
-from pigou.fleet.local_workers import WorkerTemplate
-from pigou.fleet.prefill_queue.config import PullingConfig
+from pigou.fleet.prefill_queue.messages import PullingConfig
+from pigou.fleet.sources.local import WorkerTemplate
 from pigou.request import Role
 
 URL = "nats://h:4222/chat?lease_s=2"

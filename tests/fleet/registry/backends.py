@@ -13,10 +13,8 @@ from tests.lib.fake_kubernetes import FakeKubernetes
 from tests.lib.server_process import ServerProcess, etcd_server, nats_server
 
 from pigou.fleet.registry.file_store import FileStore
-from pigou.fleet.registry.memory_store import MemoryStore
-from pigou.fleet.registry.record_store import RecordStore
-from pigou.fleet.registry.registry import Registry
-from pigou.fleet.registry.stores import open_store
+from pigou.fleet.registry.record_store import MemoryStore, RecordStore
+from pigou.fleet.registry.registry import Registry, open_store
 from pigou.request import SECOND
 
 Renewal = Callable[[], Awaitable[object]]

@@ -18,8 +18,7 @@ from tests.lib.foreign_files import DEEP, scatter
 
 from pigou.fleet.registry.file_store import FileStore
 from pigou.fleet.registry.record_store import RegistryUnavailable
-from pigou.fleet.registry.registry import Registry
-from pigou.fleet.registry.stores import open_store
+from pigou.fleet.registry.registry import Registry, open_store
 
 
 def test_foreign_files_of_a_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -11,11 +11,9 @@ import msgspec
 import pytest
 
 from pigou.config import ConfigError
-from pigou.fleet.registry.config import RegistrationConfig
 from pigou.fleet.registry.entry import Topology, WorkerEntry
-from pigou.fleet.registry.registrar import WorkerRegistrar, default_id
-from pigou.fleet.registry.registry import Registry
-from pigou.fleet.registry.stores import open_registry
+from pigou.fleet.registry.registration import RegistrationConfig, WorkerRegistrar, default_id
+from pigou.fleet.registry.registry import Registry, open_registry
 from pigou.request import Role
 
 ABOUT = {

@@ -10,17 +10,9 @@ import pytest
 from tests.fleet.registry.backends import Backend, Kubernetes, Served, server
 from tests.fleet.registry.entries import entry
 
-from pigou.fleet.nats_address import NatsAddress
-from pigou.fleet.nats_connection import connect_nats
-from pigou.fleet.reconnect_backoff import ReconnectBackoff
-from pigou.fleet.registry.discovery import Discovery
-from pigou.fleet.registry.entry import WorkerEntry
-from pigou.fleet.registry.lease import LeaseKeeper
-from pigou.fleet.registry.memory_store import MemoryStore
-from pigou.fleet.registry.record_store import RegistryUnavailable
-from pigou.fleet.registry.registration import Registration
-from pigou.fleet.registry.registry import Registry
-from pigou.fleet.registry.view import (
+from pigou.fleet.nats_connection import NatsAddress, ReconnectBackoff, connect_nats
+from pigou.fleet.registry.discovery import (
+    Discovery,
     EntryChanged,
     RegistryView,
     ViewConfig,
@@ -29,6 +21,10 @@ from pigou.fleet.registry.view import (
     WorkerRegistered,
     WorkerSuspected,
 )
+from pigou.fleet.registry.entry import WorkerEntry
+from pigou.fleet.registry.record_store import MemoryStore, RegistryUnavailable
+from pigou.fleet.registry.registration import LeaseKeeper, Registration
+from pigou.fleet.registry.registry import Registry
 from pigou.request import Role
 
 QUICK = ReconnectBackoff(min_s=0.1, max_s=0.3)

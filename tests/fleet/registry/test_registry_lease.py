@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pigou.fleet.reconnect_backoff import ReconnectBackoff
-from pigou.fleet.registry.lease import LeaseAction, LeaseKeeper, LeaseStep
+from pigou.fleet.nats_connection import ReconnectBackoff
+from pigou.fleet.registry.registration import LeaseAction, LeaseKeeper, LeaseStep
 from pigou.request import SECOND
 
 

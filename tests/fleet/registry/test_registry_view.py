@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 
 from tests.fleet.registry.entries import entry
 
-from pigou.fleet.registry.entry import WorkerEntry
-from pigou.fleet.registry.view import (
+from pigou.fleet.registry.discovery import (
     EntryChanged,
     ProbeWanted,
     RegistryView,
@@ -16,6 +15,7 @@ from pigou.fleet.registry.view import (
     WorkerSuspected,
     WorkerTrusted,
 )
+from pigou.fleet.registry.entry import WorkerEntry
 from pigou.request import SECOND, Role
 
 W0, W1, W2 = entry("w0"), entry("w1"), entry("w2")

@@ -12,8 +12,7 @@ from pigou import imports
 from pigou.config import ConfigError
 from pigou.fleet.registry.entry import Topology
 from pigou.fleet.registry.file_store import FileStore
-from pigou.fleet.registry.registry import Registry
-from pigou.fleet.registry.stores import open_registry, open_store
+from pigou.fleet.registry.registry import Registry, open_registry, open_store
 from pigou.request import Role
 from pigou.wire.fleet_secret import FleetSecret
 

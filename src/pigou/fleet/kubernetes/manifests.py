@@ -1,4 +1,4 @@
-"""The objects that a fleet is made of: workloads of workers, the gateway, services."""
+"""Templates of pods: workers on one or several hosts, and the gateway."""
 
 from __future__ import annotations
 
@@ -8,18 +8,264 @@ from typing import Any
 import msgspec
 
 from pigou.fleet.kubernetes.definitions import API_VERSION
-from pigou.fleet.kubernetes.fleet_spec import FleetSpec, ModelSpec, PoolRole, PoolSpec
-from pigou.fleet.kubernetes.pod_templates import (
-    FLEET,
-    GROVE_GANG,
-    LWS_GANG,
-    MODEL,
-    PART,
-    ROLE,
-    WORKER_PORT,
-    Manifest,
-    PodTemplates,
+from pigou.fleet.kubernetes.fleet_spec import (
+    CACHE,
+    KEYS,
+    FleetSpec,
+    KubernetesObject,
+    ModelSpec,
+    PodFields,
+    PoolRole,
+    PoolSpec,
 )
+
+Manifest = KubernetesObject
+#: Labels of all objects of a fleet, and of its pods; pods whose workers do not register themselves
+#: have STOCK_ROLE. The further hosts of a worker are PART `gang-worker`.
+FLEET, MODEL, ROLE, DEPLOYMENT_VERSION, STOCK_ROLE, PART = (
+    "pigou.dev/fleet", "pigou.dev/model", "pigou.dev/role", "pigou.dev/version",
+    "pigou.dev/stock-role", "pigou.dev/part",
+)  # fmt: skip
+#: Annotations of workers' pods: the model's name, which no label can have, and a worker's GPUs.
+MODEL_NAME, GPUS = "pigou.dev/model-name", "pigou.dev/gpus"
+#: Topology level -> label of nodes.
+_LEVELS = {
+    "host": "kubernetes.io/hostname",
+    "rack": "topology.kubernetes.io/rack",
+    "zone": "topology.kubernetes.io/zone",
+}
+GATEWAY_PORT, WORKER_PORT, _MASTER_PORT = 8000, 8100, 29501
+#: Seconds between two probes; those after the drain in which a container may end.
+_PROBE_S, _END_S = 10, 15
+#: vLLM ends at once at SIGTERM. Before that, gateways see that its pod goes, and its requests end.
+#: The further hosts of a worker wait for its leader, which has the metrics.
+_VLLM_DRAIN = """\
+import os, re, time, urllib.request
+time.sleep(5)
+end = time.monotonic() + {drain_s}
+page_url = os.path.expandvars("http://{leader}:{port}/metrics")
+busy = re.compile(r"^vllm:num_requests_(?:running|waiting)\\S* (\\S+)", re.M)
+while time.monotonic() < end:
+    page = urllib.request.urlopen(page_url, timeout=5).read().decode()
+    if not any(float(count) for count in busy.findall(page)):
+        break
+    time.sleep(1)
+"""
+
+
+class GangHost(msgspec.Struct, frozen=True):
+    """One host of a worker that runs on several; names in $(...) are the controller's variables."""
+
+    leader: str  # address of the first host
+    rank: str  # position among the hosts; "0" is the leader
+    shell: bool = False  # whether a shell computes the rank
+
+
+_LWS, _GROVE = (
+    "$(LWS_LEADER_ADDRESS)",
+    "$(GROVE_PCS_NAME)-$(GROVE_PCS_INDEX)-leader-0.$(GROVE_HEADLESS_SERVICE)",
+)
+#: A leader binds sockets to its address, for which ZMQ takes no name.
+_LEADER = GangHost("$(POD_IP)", "0")
+#: Leader and further hosts of a LeaderWorkerSet, and of a PodCliqueSet with cliques of these names.
+LWS_GANG = _LEADER, GangHost(_LWS, "$(LWS_WORKER_INDEX)")
+GROVE_GANG = _LEADER, GangHost(_GROVE, "$((GROVE_PCLQ_POD_INDEX + 1))", shell=True)
+
+
+class PodTemplates:
+    """Makes the templates of one fleet's pods."""
+
+    def __init__(self, fleet: str, registry: str, spec: FleetSpec) -> None:
+        self._fleet, self._registry, self._spec = fleet, registry, spec
+
+    def worker_labels(self, model: ModelSpec, pool: PoolSpec, version: str) -> dict[str, str]:
+        """Return the labels of a pool's workload and of the pods that gateways find."""
+        labels = {FLEET: self._fleet, PART: "worker", MODEL: model.label, ROLE: pool.role}
+        labels[DEPLOYMENT_VERSION] = version
+        if pool.engine == "vllm":
+            labels[STOCK_ROLE] = pool.role
+        return labels
+
+    def worker(
+        self, model: ModelSpec, pool: PoolSpec, version: str, host: GangHost | None = None
+    ) -> Manifest:
+        """Return the pod of a worker, or of one of its hosts."""
+        labels = self.worker_labels(model, pool, version)
+        leads = host is None or host.rank == "0"
+        if not leads:
+            labels = {k: v for k, v in labels.items() if k != STOCK_ROLE} | {PART: "gang-worker"}
+        resources: Manifest = {
+            "requests": {"memory": pool.memory, **pool.resources.requests},
+            "limits": dict(pool.resources.limits),
+        }
+        if pool.gpus_per_replica:
+            gpus = pool.gpus_per_replica // pool.hosts_per_replica
+            resources["limits"][self._spec.gpu_resource] = gpus
+        shm = {"medium": "Memory", "sizeLimit": pool.shm_size}
+        volumes: list[Manifest] = [{"name": "shm", "emptyDir": shm}]
+        mounts = [{"name": "shm", "mountPath": "/dev/shm"}]
+        if self._spec.model_cache:
+            claim = {"claimName": self._spec.model_cache}
+            volumes.append({"name": "models", "persistentVolumeClaim": claim})
+            mounts.append({"name": "models", "mountPath": CACHE})
+        environment = [*self._environment(), {"name": "HF_HOME", "value": CACHE}]
+        if pool.engine == "vllm":
+            command = _vllm(model, pool, host)
+            environment.append({"name": "VLLM_NIXL_SIDE_CHANNEL_HOST", "value": "$(POD_IP)"})
+        else:
+            command = self._pigou(model, pool, version)
+        container: Manifest = {
+            "name": "worker", "image": pool.image or self._spec.image,
+            "command": command[:1], "args": command[1:], "env": environment,
+            "resources": {kind: amounts for kind, amounts in resources.items() if amounts},
+            "volumeMounts": mounts,
+        }  # fmt: skip
+        if leads:
+            container["ports"] = [{"name": "http", "containerPort": WORKER_PORT}]
+            loading = -(-pool.load_seconds // _PROBE_S)
+            for probe, failures in (("startup", loading), ("readiness", 3), ("liveness", 12)):
+                container[f"{probe}Probe"] = _probe("/health", WORKER_PORT, failures)
+        if pool.engine == "vllm":
+            leader = "127.0.0.1" if host is None or leads else host.leader
+            code = _VLLM_DRAIN.format(
+                drain_s=pool.drain_seconds, port=WORKER_PORT,
+                leader=leader.replace("(", "{").replace(")", "}"),
+            )  # fmt: skip
+            container["lifecycle"] = {"preStop": {"exec": {"command": ["python3", "-c", code]}}}
+        spec: Manifest = {
+            "containers": [container], "volumes": volumes,
+            "terminationGracePeriodSeconds": pool.drain_seconds + _END_S,
+        }  # fmt: skip
+        annotations = {MODEL_NAME: model.name, GPUS: str(pool.gpus_per_replica)}
+        template = _with_fields(pool, spec, labels, annotations)
+        if pool.topology is not None:
+            _pack(spec, self._fleet, model.label, pool)
+        return template
+
+    def gateway(self, labels: dict[str, str]) -> Manifest:
+        """Return the pod of a gateway."""
+        spec, gateway = self._spec, self._spec.gateway
+        args = [
+            "serve", "--host", "0.0.0.0", "--port", str(GATEWAY_PORT), "--registry",
+            self._registry, "--log-format", "json",
+        ]  # fmt: skip
+        if spec.slo is not None:
+            slo = spec.slo
+            percentile = f"percentile={slo.percentile:g}"
+            args += ["--slo", f"ttft={slo.ttft_seconds:g},itl={slo.itl_seconds:g},{percentile}"]
+        volumes: list[Manifest] = []
+        mounts: list[Manifest] = []
+        if gateway.api_keys_secret:
+            volumes.append({"name": "keys", "secret": {"secretName": gateway.api_keys_secret}})
+            mounts.append({"name": "keys", "mountPath": KEYS, "readOnly": True})
+            args += ["--api-keys-file", f"{KEYS}/keys"]
+        container: Manifest = {
+            "name": "gateway", "image": gateway.image or spec.image, "command": ["pigou"],
+            "args": [*args, *gateway.args], "env": self._environment(),
+            "ports": [{"name": "http", "containerPort": GATEWAY_PORT}],
+            "resources": {
+                kind: amounts
+                for kind, amounts in msgspec.to_builtins(gateway.resources).items() if amounts
+            },
+            "volumeMounts": mounts,
+            "startupProbe": _probe("/health/live", GATEWAY_PORT, 30),
+            "readinessProbe": _probe("/health/ready", GATEWAY_PORT, 3),
+            "livenessProbe": _probe("/health/live", GATEWAY_PORT, 6),
+        }  # fmt: skip
+        pod: Manifest = {
+            "containers": [container], "volumes": volumes, "terminationGracePeriodSeconds": 60,
+        }  # fmt: skip
+        return _with_fields(gateway, pod, labels, {})
+
+    def _pigou(self, model: ModelSpec, pool: PoolSpec, version: str) -> list[str]:
+        """Return the command of a worker of Pigou, which registers itself in its own pod."""
+        return [
+            "pigou", "worker", "--host", "0.0.0.0", "--port", str(WORKER_PORT),
+            "--model", model.model, "--served-model-name", model.name, "--role", pool.role,
+            "--device", "cuda" if pool.gpus_per_replica else "cpu",
+            "--deployment-version", version, "--registry", self._registry,
+            "--worker-id", "$(POD_NAME)", "--advertise", "$(POD_IP)",
+            "--drain", str(pool.drain_seconds), "--log-format", "json", *pool.args,
+        ]  # fmt: skip
+
+    def _environment(self) -> list[Manifest]:
+        secret = {"name": self._spec.fleet_secret, "key": "secret"}
+        fields = (("POD_NAME", "metadata.name"), ("POD_IP", "status.podIP"))
+        return [
+            {"name": "PIGOU_FLEET_SECRET", "valueFrom": {"secretKeyRef": secret}},
+            *({"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+              for name, path in fields),
+        ]  # fmt: skip
+
+
+def _vllm(model: ModelSpec, pool: PoolSpec, host: GangHost | None) -> list[str]:
+    """Return the command of a vLLM server, or of one of its hosts; with roles KV moves by NIXL."""
+    split = pool.parallelism
+    command = [
+        "vllm", "serve", model.model, "--host", "0.0.0.0", "--port", str(WORKER_PORT),
+        "--served-model-name", model.name, "--tensor-parallel-size", str(split.tp),
+        "--pipeline-parallel-size", str(split.pp), "--data-parallel-size", str(split.dp),
+    ]  # fmt: skip
+    if pool.role != "both":
+        command += ["--kv-transfer-config", '{"kv_connector":"NixlConnector","kv_role":"kv_both"}']
+    if host is None:
+        return [*command, *pool.args]
+    command += [
+        "--distributed-executor-backend", "mp", "--nnodes", str(pool.hosts_per_replica),
+        "--master-addr", host.leader, "--master-port", str(_MASTER_PORT),
+    ]  # fmt: skip
+    if host.rank != "0":
+        command.append("--headless")
+    if host.shell:
+        return ["sh", "-c", f'exec "$@" --node-rank {host.rank}', "sh", *command, *pool.args]
+    return [*command, "--node-rank", host.rank, *pool.args]
+
+
+def _with_fields(
+    fields: PodFields, spec: Manifest, labels: dict[str, str], annotations: dict[str, str]
+) -> Manifest:
+    """Return a template of a pod's spec, to which `fields` are added; ours come first in lists."""
+    container = spec["containers"][0]
+    given = msgspec.json.decode(msgspec.json.encode(fields))
+    named = {item["name"] for item in given.get("env", ())}
+    ours = [item for item in container["env"] if item["name"] not in named]
+    container["env"] = [*ours, *given.get("env", ())]
+    container["volumeMounts"] += given.get("volumeMounts", ())
+    spec["volumes"] += given.get("volumes", ())
+    spec["serviceAccountName"] = fields.service_account_name
+    if fields.security_context:
+        container["securityContext"] = given["securityContext"]
+    for name in (
+        "nodeSelector", "tolerations", "affinity", "topologySpreadConstraints", "imagePullSecrets",
+        "schedulerName", "priorityClassName", "runtimeClassName",
+    ):  # fmt: skip
+        if name in given:
+            spec[name] = given[name]
+    metadata = {
+        "labels": {**fields.labels, **labels},
+        "annotations": {**fields.annotations, **annotations},
+    }
+    return {"metadata": metadata, "spec": spec}
+
+
+def _pack(spec: Manifest, fleet: str, model: str, pool: PoolSpec) -> None:
+    """Add a term to a pod's affinity: near to the other workers of its model."""
+    assert pool.topology is not None
+    same = {"matchLabels": {FLEET: fleet, MODEL: model}}
+    term: Manifest = {"labelSelector": same, "topologyKey": _LEVELS[pool.topology.pack]}
+    mode = "required"
+    if pool.topology.mode == "preferred":
+        mode, term = "preferred", {"weight": 100, "podAffinityTerm": term}
+    affinity = spec.setdefault("affinity", {}).setdefault("podAffinity", {})
+    affinity.setdefault(f"{mode}DuringSchedulingIgnoredDuringExecution", []).append(term)
+
+
+def _probe(path: str, port: int, failures: int) -> Manifest:
+    return {
+        "httpGet": {"path": path, "port": port}, "periodSeconds": _PROBE_S, "timeoutSeconds": 5,
+        "failureThreshold": failures,
+    }  # fmt: skip
+
 
 #: Annotation of what the operator keeps as it is: the digest of the specification it wrote.
 DIGEST = "pigou.dev/spec-digest"

@@ -1,4 +1,4 @@
-"""The operator: keeps each `PigouFleet` as it is specified, again and again, until it is deleted.
+"""The operator: keeps each `PigouFleet` as it is specified, until it is deleted.
 
 Events only wake it: each round reads all that matters anew, so that a lost one does no harm.
 """
@@ -12,15 +12,15 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import kopf
+import msgspec
 
 from pigou.config import ConfigError
+from pigou.config_option import option
 from pigou.fleet.kubernetes.definitions import GROUP, VERSION
 from pigou.fleet.kubernetes.kubernetes_api import Connection, KubernetesApi, KubernetesError
-from pigou.fleet.kubernetes.operator_config import OperatorConfig
-from pigou.fleet.kubernetes.pod_templates import FLEET
+from pigou.fleet.kubernetes.manifests import FLEET
 from pigou.fleet.kubernetes.reconciliation import (
     Observation,
     Reconciliation,
@@ -28,7 +28,35 @@ from pigou.fleet.kubernetes.reconciliation import (
     reconcile,
     refusal,
 )
+from pigou.logs import LogFormatOption, LogLevelOption
 from pigou.stop_signals import END_S, StopSignals
+
+if TYPE_CHECKING:
+    import kopf
+
+
+class OperatorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Options of `pigou operator`."""
+
+    namespace: Annotated[str, option("Of the fleets; empty for all namespaces.", "Operator")] = ""
+    interval: Annotated[
+        float, option("Seconds between two rounds without any event.", "Operator")
+    ] = 10.0
+    liveness: Annotated[
+        str, option("URL of its own health check, as http://0.0.0.0:8080/healthz.", "Operator")
+    ] = ""
+
+    definitions: Annotated[
+        bool,
+        option("Print the definitions (CRD) of its objects, for `kubectl apply`.", "Operator"),
+    ] = False
+    log_format: LogFormatOption = "text"
+    log_level: LogLevelOption = "info"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.interval <= 3600:
+            raise ConfigError(f"interval is {self.interval}; it must be above 0, up to 3600 s")
+
 
 _log = logging.getLogger("pigou.operator")
 #: Seconds between a change and the round that it wakes, so that several wake one.
@@ -63,6 +91,8 @@ class FleetOperator:
         self, stop: asyncio.Event | threading.Event, started: Callable[[], None] | None = None
     ) -> None:
         """Serve until `stop` is set; kopf has taken the signals when `started` is called."""
+        import kopf
+
         settings = kopf.OperatorSettings()
         settings.posting.enabled = False
         scope: dict[str, Any] = {"clusterwide": True}
@@ -149,6 +179,8 @@ class FleetOperator:
         None needs a finalizer: what a fleet owns goes with it, and a fleet can be deleted while no
         operator runs.
         """
+        import kopf
+
         registry = kopf.OperatorRegistry()
         on: Any = kopf.on  # whose handlers take the arguments that they name
 
@@ -211,6 +243,8 @@ class FleetOperator:
 
 
 def _connection() -> Any:
+    import kopf
+
     settings = kopf.OperatorSettings()
     try:
         info = kopf.login_with_service_account(settings=settings)

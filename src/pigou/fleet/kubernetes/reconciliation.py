@@ -13,18 +13,16 @@ from pigou.config import ConfigError
 from pigou.control.rollout import RolloutState, RolloutStep, VersionReplicas, next_step
 from pigou.fleet.kubernetes.fleet_spec import FleetSpec, ModelSpec, PoolSpec, read_fleet
 from pigou.fleet.kubernetes.manifests import (
-    DIGEST,
-    FleetObjects,
-    gpus_of_pod,
-    gpus_of_workload,
-)
-from pigou.fleet.kubernetes.pod_templates import (
     DEPLOYMENT_VERSION,
+    DIGEST,
     FLEET,
     MODEL,
     PART,
     ROLE,
+    FleetObjects,
     Manifest,
+    gpus_of_pod,
+    gpus_of_workload,
 )
 
 #: Phases of pods that hold nothing any more.

@@ -1,18 +1,61 @@
-"""The bus between gateways: an interface of four calls, and NATS behind it."""
+"""The bus between gateways: its options, an interface of four calls, and NATS behind it."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Annotated, Protocol
 
-from pigou.fleet.nats_address import NatsAddress
-from pigou.fleet.nats_connection import connect_nats
+import msgspec
+
+from pigou.config import ConfigError
+from pigou.config_option import option
+from pigou.fleet.nats_connection import NatsAddress, connect_nats
 from pigou.imports import require
 
 if TYPE_CHECKING:
     from nats.aio.client import Client
     from nats.aio.msg import Msg
+
+_SUBJECT = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
+_GROUP = "Peers"
+
+
+class PeersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where gateways tell one another what they send, and by which subjects."""
+
+    peers: Annotated[
+        str,
+        option(
+            "Bus on which gateways of one fleet tell one another what they send to workers: "
+            "nats://HOST:PORT[,nats://..], or tls://. All need the same fleet secret.",
+            _GROUP,
+        ),
+    ] = ""
+    subject: Annotated[
+        str,
+        option("First part of the fleet's subjects there.", _GROUP, name="peers_subject"),
+    ] = "pigou"
+
+    def __post_init__(self) -> None:
+        if self.peers:
+            self.address()
+        if not _SUBJECT.fullmatch(self.subject):
+            raise ConfigError(
+                f"subject is {self.subject!r}; it must be letters, digits, - and _, in parts with "
+                "dots between"
+            )
+
+    def address(self) -> NatsAddress:
+        """Return the address of the servers, where there are any.
+
+        Raises:
+            ConfigError: it is none of NATS, or cannot be honoured.
+        """
+        urls = [url.strip() for url in self.peers.split(",") if url.strip()]
+        return NatsAddress.parse(urls, "peers")
+
 
 #: Seconds between two tries to connect again.
 _RETRY_S = 0.5

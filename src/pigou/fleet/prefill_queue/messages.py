@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from typing import Literal, Self, TypeVar
+from typing import Annotated, Literal, Self, TypeVar
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
 import msgspec
 
 from pigou.config import ConfigError, wrong
-from pigou.fleet.nats_address import NatsAddress, public_address
-from pigou.fleet.tls_files import TlsFiles
+from pigou.config_option import option
+from pigou.fleet.nats_connection import NatsAddress, TlsFiles, public_address
+from pigou.imports import require
 from pigou.wire.fleet_secret import FleetSecret
 from pigou.wire.names import QueueNames
 
@@ -157,3 +158,35 @@ class MessageSigner:
 
 #: Last parts of a gateway's subjects: questions, offers, signs of life.
 CLAIM, OFFER, ALIVE = "claim", "offer", "alive"
+
+
+class PullingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where a worker pulls prompts from; without `prefill_queue` gateways send them."""
+
+    prefill_queue: Annotated[
+        str,
+        option(
+            "Queue that this prefill worker pulls prompts from: nats://HOST:PORT/NAME.",
+            "KV transfer",
+        ),
+    ] = ""
+
+    def address(self, role: str) -> QueueAddress:
+        """Return the queue's address, for a worker of a role.
+
+        Raises:
+            ConfigError: the URL is not understood, or the role does not pull.
+        """
+        if role != "prefill":
+            raise ConfigError(f"prefill_queue is given, and role is {role}; give it to prefill")
+        return queue_address(self.prefill_queue)
+
+
+def queue_address(url: str) -> QueueAddress:
+    """Return the queue of an option's URL.
+
+    Raises:
+        ConfigError: it is not understood, or NATS's client is not installed.
+    """
+    require("nats", "--prefill-queue")
+    return QueueAddress.parse(url)

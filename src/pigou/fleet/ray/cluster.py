@@ -1,11 +1,13 @@
-"""A Ray cluster as a fleet uses it: its nodes, bundles on chosen nodes, and actors in them."""
+"""A Ray cluster as a fleet uses it: its nodes, bundles on chosen nodes, and processes in them."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
@@ -13,8 +15,147 @@ from typing import Any
 from pigou.config import ConfigError
 from pigou.control.placement.topology import Node
 from pigou.fleet.config import FleetError
-from pigou.fleet.ray.worker_actor import WorkerActor
+from pigou.fleet.hang_detection import EngineProgress
+from pigou.fleet.worker_process import ProcessState, WorkerProcess
 from pigou.imports import remedy
+from pigou.wire.addresses import url_host
+from pigou.wire.fleet_secret import FleetSecret
+
+
+class WorkerActor:
+    """Runs `pigou worker` on its node, one process at a time; tokens never pass through it."""
+
+    def __init__(self) -> None:
+        self._process: WorkerProcess | None = None
+
+    async def start(
+        self, name: str, arguments: Sequence[str], secret: bytes, timeout_s: float
+    ) -> dict[str, Any]:
+        """Start the process; return the line that says where it listens.
+
+        Args:
+            arguments: of `pigou worker`, besides its addresses.
+            secret: of the fleet; empty for none.
+            timeout_s: seconds that it may take.
+
+        Raises:
+            FleetError: it ended before, or took too long.
+        """
+        import ray
+
+        host = ray.util.get_node_ip_address()
+        endpoint = f"tcp://{url_host(host)}:*"
+        endpoints = ["--kv-events-endpoint", endpoint, "--kv-replay-endpoint", endpoint]
+        await self.stop(0.0)
+        known = FleetSecret(secret.decode("utf-8", "surrogateescape")) if secret else None
+        self._process = await WorkerProcess.start(name, [*endpoints, *arguments], known, host)
+        try:
+            return await self._process.ready(timeout_s)
+        except BaseException:
+            await self.stop(0.0)
+            raise
+
+    async def exited(self) -> tuple[str, int]:
+        """Return how the process ended, and its status, once it has."""
+        process = self._process
+        if process is None:
+            return "was stopped", 0
+        return await process.exited(), process.code or 0
+
+    async def stop(self, drain_s: float) -> None:
+        """End the process, by force after so many seconds."""
+        process, self._process = self._process, None
+        if process is not None:
+            await process.stop(drain_s)
+
+    async def pids(self) -> tuple[int, int]:
+        """Return the process ids of the actor and of the worker; 0 for none."""
+        return os.getpid(), 0 if self._process is None else self._process.pid
+
+
+#: Seconds between two looks whether the node of a start is alive.
+_LOOK_S = 1.0
+#: Seconds beyond a drain that an actor is given to say that its process has ended.
+_ANSWER_S = 5.0
+
+
+class RayProcess:
+    """`pigou worker` in an actor: started, waited for, ended by calls of the actor.
+
+    Its health, load and progress come by HTTP, as those of an attached server do.
+
+    Attributes:
+        code: exit status; None while it runs, or where its node is gone.
+    """
+
+    pid: int = 0  # 0, as it is no process of this machine
+    heartbeat: EngineProgress | None = None  # None, for the same reason
+    process_state: ProcessState | None = None
+
+    def __init__(
+        self,
+        name: str,
+        arguments: Sequence[str],
+        secret: FleetSecret | None,
+        cluster: RayCluster,
+        bundle: Bundle,
+    ) -> None:
+        """Take what `ready` starts."""
+        self.code: int | None = None
+        self._name, self._arguments = name, list(arguments)
+        self._secret = b"" if secret is None else secret.text()
+        self._cluster, self._bundle = cluster, bundle
+
+    async def ready(
+        self, timeout_s: float, on_stage: Callable[[str], None] | None = None
+    ) -> dict[str, Any]:
+        """Start it; return the line that says where it listens.
+
+        Raises:
+            FleetError: it ended before, took too long, or its node is gone.
+        """
+        if on_stage is not None:
+            on_stage(f"starting on {self._bundle.host}")
+        arguments = self._name, self._arguments, self._secret, timeout_s
+        answer = asyncio.create_task(self._cluster.call(self._bundle, "start", *arguments))
+        try:
+            async with asyncio.timeout(timeout_s + _ANSWER_S):
+                while not (await asyncio.wait((answer,), timeout=_LOOK_S))[0]:
+                    if not await self._cluster.is_alive(self._bundle.host):
+                        raise FleetError(f"{self._name}: its node {self._bundle.host} is gone")
+                line: dict[str, Any] = await answer
+                return line
+        except TimeoutError:
+            raise FleetError(f"{self._name} was not ready within {timeout_s:g} s") from None
+        except ActorGone:
+            self._cluster.end_actor(self._bundle)
+            raise
+        finally:
+            answer.cancel()
+
+    async def exited(self) -> str:
+        """Return how it ended, once it has."""
+        while True:
+            try:
+                how, self.code = await self._cluster.call(self._bundle, "exited")
+            except ActorGone as gone:
+                self._cluster.end_actor(self._bundle)
+                return str(gone)
+            except FleetError:  # the worker itself is watched by HTTP
+                await asyncio.sleep(_LOOK_S)
+            else:
+                return str(how)
+
+    async def stop(self, drain_s: float) -> None:
+        """End it, by force after `drain_s` seconds; one whose node is gone has ended."""
+        if self._bundle.actor is None:
+            return
+        with suppress(FleetError, TimeoutError):
+            async with asyncio.timeout(drain_s + _ANSWER_S):
+                await self._cluster.call(self._bundle, "stop", drain_s)
+                return
+        self._cluster.end_actor(self._bundle)
+
 
 _log = logging.getLogger("pigou.fleet")
 

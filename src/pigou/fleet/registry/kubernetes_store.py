@@ -14,7 +14,7 @@ import aiohttp
 import msgspec
 
 from pigou.config import ConfigError
-from pigou.fleet.kubernetes.pod_templates import (
+from pigou.fleet.kubernetes.manifests import (
     DEPLOYMENT_VERSION,
     GPUS,
     MODEL,

@@ -17,8 +17,7 @@ from nats.js.errors import APIError, BucketNotFoundError, KeyDeletedError, KeyNo
 from nats.js.kv import KV_DEL, KV_OP, KV_PURGE, MSG_ROLLUP_SUBJECT, KeyValue
 
 from pigou.config import ConfigError
-from pigou.fleet.nats_address import NatsAddress
-from pigou.fleet.nats_connection import connect_nats
+from pigou.fleet.nats_connection import NatsAddress, connect_nats
 from pigou.fleet.registry.entry import MAX_RECORD, NO_WORKER, WORKER_NAME
 from pigou.fleet.registry.record_store import Record, RegistryUnavailable, WriteConflict
 

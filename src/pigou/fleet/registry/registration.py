@@ -1,20 +1,181 @@
-"""Keeps a worker registered: the thin driver of the lease keeper."""
+"""How a worker registers itself: options, lease, and the driver that keeps it registered."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import random
+import re
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from enum import Enum
+from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 import msgspec
 
-from pigou.fleet.registry.entry import WorkerEntry
-from pigou.fleet.registry.lease import LeaseAction, LeaseKeeper
-from pigou.fleet.registry.registry import EntryConflict, LeaseLost, Registry
-from pigou.request import SECOND
+from pigou.background import Background
+from pigou.config import ConfigError
+from pigou.config_option import option
+from pigou.fleet.nats_connection import ReconnectBackoff
+from pigou.fleet.registry.entry import KVShape, Topology, WorkerEntry
+from pigou.fleet.registry.registry import EntryConflict, LeaseLost, Registry, open_registry
+from pigou.request import SECOND, Role
+from pigou.wire.addresses import advertised, reachable, url_host
+from pigou.wire.fleet_secret import FleetSecret
+from pigou.wire.names import deployment_version
+
+#: Heading of options.
+_GROUP = "Registry"
+#: Labels that are fields of a topology.
+_FIELDS = ("host", "rack", "zone")
+
+
+class RegistrationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where a worker registers itself, and as what; without `registry` it does not."""
+
+    registry: Annotated[
+        str,
+        option(
+            "Registry that gateways find this worker in: file:///FOLDER, etcd://HOST:PORT/PREFIX, "
+            "nats://HOST:PORT[/BUCKET] or k8s://NAMESPACE?selector=LABELS.",
+            _GROUP,
+        ),
+    ] = ""
+    worker_id: Annotated[
+        str, option("Name in the fleet; by default the host's, and one of this process.", _GROUP)
+    ] = ""
+    label: Annotated[
+        tuple[str, ...],
+        option("Where it runs, as NAME=VALUE: host, rack, zone, gpus, others. Repeatable.", _GROUP),
+    ] = ()
+    advertise: Annotated[
+        str, option("Host that others reach it at; by default --host, or this host's.", _GROUP)
+    ] = ""
+    lease: Annotated[
+        float, option("Seconds after which it counts as lost without a renewal.", _GROUP)
+    ] = 15.0
+
+    def __post_init__(self) -> None:
+        for name in ("worker_id", "label", "advertise"):
+            if getattr(self, name) and not self.registry:
+                raise ConfigError(f"{name} is given, and registry is not; give it")
+        if self.lease != 15.0 and not self.registry:
+            raise ConfigError(f"lease is {self.lease}, and registry is not given; give it")
+        if not 1 <= self.lease <= 3600:
+            raise ConfigError(f"lease is {self.lease}; it must be 1 to 3600 seconds")
+        self.topology("")
+
+    def topology(
+        self, host: str, gpus: int = 0, location: Mapping[str, str] | None = None
+    ) -> Topology:
+        """Return where the worker runs, by its labels, else by the arguments.
+
+        Args:
+            location: host, rack and zone, as far as `--location` says.
+
+        Raises:
+            ConfigError: a label is not understood.
+        """
+        labels: dict[str, str] = {}
+        for text in self.label:
+            name, equals, value = text.partition("=")
+            if not name or not equals or not value or max(len(name), len(value)) > 512:
+                raise ConfigError(f"label is {text[:80]!r}; write NAME=VALUE, like rack=r1")
+            labels[name] = value
+        number = labels.pop("gpus", str(gpus))
+        if not number.isdecimal() or len(number) > 6:
+            raise ConfigError(f"label: gpus is {number[:20]!r}; it must be a number")
+        fields = {"host": host}
+        fields |= {name: value for name, value in (location or {}).items() if value}
+        fields |= {name: labels.pop(name) for name in _FIELDS if name in labels}
+        return Topology(**fields, gpus=int(number), labels=labels)
+
+
+class LeaseAction(Enum):
+    """What a worker has to do with the registry."""
+
+    REGISTER = "register"
+    RENEW = "renew"
+
+
+class LeaseStep(msgspec.Struct, frozen=True):
+    """The next call to the registry."""
+
+    action: LeaseAction
+    at_ns: int  # when, by the clock that the keeper is told
+
+
+class LeaseKeeper:
+    """Keeps one worker registered. Pure: the clock is an argument, calls are returned.
+
+    A renewal falls due after half of the time that remains, so that a failed one is tried again
+    at 3/4 and 7/8 of it, before the lease ends. A lost lease ends nothing: the worker registers
+    again, after a random wait, and serves meanwhile.
+
+    Attributes:
+        registered: whether the lease runs, as far as is known.
+        lapses: times that the lease was lost.
+    """
+
+    def __init__(
+        self, ttl_s: float, seed: int = 0, backoff: ReconnectBackoff | None = None
+    ) -> None:
+        """Begin unregistered; the first step is due at once.
+
+        Args:
+            ttl_s: seconds that the lease lasts.
+            backoff: between tries.
+        """
+        self._ttl_ns = round(ttl_s * SECOND)
+        self._rng = random.Random(seed)
+        self._backoff = backoff or ReconnectBackoff()
+        self._expires_ns = self._due_ns = 0
+        self._failures = 0
+        self.registered = False
+        self.lapses = 0
+
+    def step(self, now: int) -> LeaseStep:
+        """Return the next call; due now where its time is in the past."""
+        if self.registered and now >= self._expires_ns:
+            self.lost(now)
+        action = LeaseAction.RENEW if self.registered else LeaseAction.REGISTER
+        return LeaseStep(action, max(now, self._due_ns))
+
+    def succeeded(self, sent: int, now: int) -> None:
+        """Note that a call was answered well.
+
+        The lease lasts from when it was sent, which is before the registry got it.
+
+        Args:
+            sent: when it was sent.
+            now: when it was answered.
+        """
+        self.registered, self._failures = True, 0
+        self._expires_ns = sent + self._ttl_ns
+        self._due_ns = now + max(0, self._expires_ns - now) // 2
+
+    def failed(self, now: int) -> None:
+        """Note that a call was not answered, or refused for now."""
+        self._failures += 1
+        wait_ns = self._backoff.wait_ns(self._failures, self._rng)
+        if self.registered and now < self._expires_ns:
+            min_ns = round(self._backoff.min_s * SECOND)
+            wait_ns = max((self._expires_ns - now) // 2, min_ns)
+        self._due_ns = now + wait_ns
+
+    def lost(self, now: int) -> None:
+        """Note that the registry does not know the worker any more: it registers again soon.
+
+        It does so at another time than others whose leases ended, too.
+        """
+        self.lapses += self.registered
+        self.registered = False
+        self._due_ns = now + round(self._backoff.min_s * SECOND * self._rng.random())
+
 
 _log = logging.getLogger("pigou.registry")
 
@@ -133,3 +294,104 @@ class Registration:
         elif self._why and not why:
             _log.info("%s is registered again", self.entry.identity)
         self._why = why
+
+
+class WorkerRegistrar:
+    """Keeps a worker registered from when it is ready until it ends (a worker's `Registrar`).
+
+    An entry that is marked as draining by a gateway ends the worker, as SIGTERM does. Where the
+    role is changed, the entry has the new one: Pigou's workers serve in any.
+    """
+
+    def __init__(
+        self, config: RegistrationConfig, secret: FleetSecret | None, gpus: int = 0, tp: int = 1
+    ) -> None:
+        """Prepare.
+
+        Args:
+            tp: GPUs that the model's heads are split over.
+
+        Raises:
+            ConfigError: the URL is not understood, or its client is not installed.
+        """
+        self._config = config
+        self._gpus, self._tp = gpus, tp
+        self._registry: Registry = open_registry(config.registry, secret)
+        self._registration: Registration | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._stop: Callable[[], None] | None = None
+
+    async def ready(self, about: dict[str, Any], stop: Callable[[], None]) -> None:
+        """Register the worker, in the background: it serves whether the registry answers or not.
+
+        Args:
+            about: what the worker says of itself when it is ready.
+            stop: drains and ends it.
+
+        Raises:
+            ConfigError: the entry is not valid: naming the option.
+        """
+        self._stop = stop
+        self._registration = Registration(self._registry, self._entry(about), self._changed)
+        run = self._registration.run
+        self._task = Background().start("registration", run)
+
+    async def draining(self) -> None:
+        """Say that the worker takes nothing new."""
+        if self._registration is not None and not self._registration.entry.draining:
+            await self._registration.change(draining=True)
+
+    async def leave(self) -> None:
+        """Remove the worker's entry."""
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+        if self._registration is not None:
+            await self._registration.leave()
+        await self._registry.close()
+
+    def _changed(self, entry: WorkerEntry) -> None:
+        """Follow what somebody else wrote."""
+        _log.info("epoch %d: role %s%s", entry.epoch, entry.role.value,
+                  ", draining" if entry.draining else "")  # fmt: skip
+        if entry.draining and self._stop is not None:
+            _log.warning("the fleet lets this worker go: it drains, and ends")
+            self._stop()
+
+    def _entry(self, about: dict[str, Any]) -> WorkerEntry:
+        url = urlsplit(str(about["url"]))
+        host = advertised(url.hostname or "", self._config.advertise)
+        topology = self._config.topology(socket.gethostname(), self._gpus, about.get("location"))
+        in_pod = self._config.registry.startswith("k8s:")
+        incarnation = str(about["incarnation"])
+        try:
+            return WorkerEntry(
+                worker=self._config.worker_id
+                or default_id(topology.host, "" if in_pod else incarnation),
+                incarnation=incarnation,
+                role=Role(about["role"]),
+                model=str(about["model"]),
+                version=deployment_version(about),
+                shape=KVShape(tp=self._tp, kv_layout=str(about.get("kv_layout") or "")),
+                url=f"http://{url_host(host)}:{url.port}",
+                kv_events=reachable(str(about.get("kv_events") or ""), host),
+                kv_replay=reachable(str(about.get("kv_replay") or ""), host),
+                transfer=str(about.get("kv_transfer") or ""),
+                kv_address=host,
+                topology=topology,
+                ttl_s=self._config.lease,
+            )  # fmt: skip
+        except ValueError as error:
+            raise ConfigError(f"registry: the worker's entry is not valid: {error}") from error
+
+
+def default_id(host: str, incarnation: str = "") -> str:
+    """Return a worker's name: the host's, and the beginning of its incarnation.
+
+    Args:
+        incarnation: of its process; empty in a pod of Kubernetes, whose name is the worker's.
+    """
+    if not incarnation:
+        return os.environ.get("HOSTNAME") or socket.gethostname()
+    return f"{re.sub(r'[^A-Za-z0-9-]', '-', host.partition('.')[0])}-{incarnation[:8]}"

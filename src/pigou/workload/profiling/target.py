@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +10,7 @@ import aiohttp
 import msgspec
 import numpy as np
 
+from pigou.wire.metrics_text import RUNNING, WAITING, cache_config, totals
 from pigou.workload.api_flavour import ApiFlavour
 from pigou.workload.endpoint import EndpointError, find_flavour, find_model, tokenize
 from pigou.workload.endpoint_client import EndpointClient, read_answer
@@ -88,10 +88,10 @@ async def find_target(config: ProfileConfig, session: aiohttp.ClientSession) -> 
     )  # fmt: skip
     said = await _read(session, f"{config.base}/server_info")
     about = _about(said)
-    page = _metrics((await _read(session, f"{config.base}/metrics")).decode(errors="replace"))
-    if page.get("running", 0.0) + page.get("waiting", 0.0):
+    page = await _read(session, f"{config.base}/metrics")
+    if any(totals(page, (RUNNING, WAITING)).values()):
         raise EndpointError(f"{config.base} is busy; measure it while it has nothing else to do")
-    limits = _limits(config, about, page, card.max_model_len)
+    limits = _limits(config, about, cache_config(page), card.max_model_len)
     return Target(client, limits, sorted(set(words)), np.random.default_rng(config.seed))
 
 
@@ -109,10 +109,10 @@ def _count(value: object) -> int:
 
 
 def _limits(
-    config: ProfileConfig, about: dict[str, Any], page: dict[str, float], max_model_len: int | None
+    config: ProfileConfig, about: dict[str, Any], cache: dict[str, int], max_model_len: int | None
 ) -> Limits:
-    block = _count(about.get("block_size")) or int(page.get("block_size") or 16)
-    blocks = _count(about.get("blocks")) or int(page.get("num_gpu_blocks") or 0)
+    block = _count(about.get("block_size")) or (cache.get("block_size") or 16)
+    blocks = _count(about.get("blocks")) or cache.get("num_gpu_blocks", 0)
     max_request_tokens = min(
         limit
         for limit in (config.max_request_tokens, max_model_len or _MAX_REQUEST_TOKENS)
@@ -127,33 +127,6 @@ def _limits(
         repeat=max(1, _count(about.get("repeat"))),
         blocks=blocks,
     )
-
-
-def _metrics(page: str) -> dict[str, float]:
-    """Return what a worker's metrics say of its load and its cache."""
-    values: dict[str, float] = {}
-    for line in page.splitlines():
-        head, _, value = line.rpartition(" ")
-        name, _, labels = head.partition("{")
-        if name in ("vllm:num_requests_running", "vllm:num_requests_waiting"):
-            gauge = name.rpartition("_")[2]  # one for each data parallel rank
-            values[gauge] = values.get(gauge, 0.0) + _float(value)
-        elif name == "vllm:cache_config_info":
-            for label in labels.rstrip("}").split(","):
-                key, _, said = label.partition("=")
-                if key in ("block_size", "num_gpu_blocks") and said.strip('"').isdecimal():
-                    before = values.get(key, 0.0) if key == "num_gpu_blocks" else 0.0
-                    values[key] = before + float(said.strip('"'))
-    return values
-
-
-def _float(text: str) -> float:
-    """Return a number of a metrics page; 0 for what is none."""
-    try:
-        value = float(text)
-    except ValueError:
-        return 0.0
-    return value if math.isfinite(value) else 0.0
 
 
 async def _read(session: aiohttp.ClientSession, url: str) -> bytes:

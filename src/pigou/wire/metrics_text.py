@@ -1,0 +1,88 @@
+"""Metrics pages of other processes, in the text format of Prometheus: their samples, bounded."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+
+#: vLLM's gauges: running and waiting requests; share of KV blocks in use, by two releases.
+RUNNING, WAITING = b"vllm:num_requests_running", b"vllm:num_requests_waiting"
+USAGE, OLD_USAGE = b"vllm:kv_cache_usage_perc", b"vllm:gpu_cache_usage_perc"
+_CACHE_CONFIG = b"vllm:cache_config_info"
+_SAMPLE = re.compile(rb"([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)(?: \d+)?")
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+#: Bytes of a page, bytes of a line, and lines that are parsed: of each engine, a handful.
+_MAX_PAGE_BYTES, _MAX_LINE_BYTES, _MAX_LINES = 2**23, 2**14, 1024
+#: Digits that a number of a cache has fewer than: any such fits 31 bits.
+_DIGITS = 10
+
+
+def lines(page: bytes, names: tuple[bytes, ...], max_bytes: int = _MAX_PAGE_BYTES) -> list[bytes]:
+    """Return the lines of a page that begin with one of the names."""
+    return [line for line in page[:max_bytes].splitlines() if line.startswith(names)]
+
+
+def samples(
+    page: bytes, names: tuple[bytes, ...], max_lines: int = _MAX_LINES
+) -> Iterator[tuple[bytes, bytes, bytes]]:
+    """Yield name, labels and value of these metrics' samples among the first matching lines."""
+    for line in lines(page, names)[:max_lines]:
+        match = _SAMPLE.fullmatch(line) if len(line) <= _MAX_LINE_BYTES else None
+        if match is not None and match[1] in names:
+            yield match[1], match[2] or b"", match[3]
+
+
+def all_samples(page: bytes, max_bytes: int) -> Iterator[tuple[str, dict[str, str], float]]:
+    """Yield name, labels and value of all samples; malformed lines are skipped."""
+    for line in page[:max_bytes].splitlines():
+        match = None if line.startswith(b"#") else _SAMPLE.fullmatch(line)
+        if match is not None:
+            try:
+                value = float(match[3])
+            except ValueError:
+                continue
+            yield match[1].decode(), labels(match[2] or b""), value
+
+
+def labels(text: bytes) -> dict[str, str]:
+    """Return the labels of a sample; their values stay escaped."""
+    return dict(_LABEL.findall(text.decode(errors="replace")))
+
+
+def totals(
+    page: bytes, names: tuple[bytes, ...], max_lines: int = _MAX_LINES
+) -> dict[bytes, float]:
+    """Return each metric over all engines (data parallel ranks): the sum, of `USAGE` the mean.
+
+    Negative and non-finite values count as 0.
+    """
+    values: dict[bytes, list[float]] = {}
+    for name, _, text in samples(page, names, max_lines):
+        values.setdefault(name, []).append(number(text))
+    return {
+        name: sum(of_engines) / (len(of_engines) if name in (USAGE, OLD_USAGE) else 1)
+        for name, of_engines in values.items()
+    }
+
+
+def number(text: bytes) -> float:
+    """Return a finite number of at least 0; 0 for all else."""
+    try:
+        value = float(text)
+    except ValueError:
+        return 0.0
+    return value if math.isfinite(value) and value > 0 else 0.0
+
+
+def cache_config(page: bytes) -> dict[str, int]:
+    """Return `block_size` and `num_gpu_blocks` (of all engines), as far as a page tells them."""
+    info: dict[str, int] = {}
+    for _, text, _ in samples(page, (_CACHE_CONFIG,)):
+        values = labels(text)
+        for name in ("block_size", "num_gpu_blocks"):
+            value = values.get(name, "")
+            if value.isascii() and value.isdigit() and len(value) < _DIGITS:
+                before = info.get(name, 0) if name == "num_gpu_blocks" else 0
+                info[name] = int(value) + before
+    return info
