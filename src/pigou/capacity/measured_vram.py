@@ -13,9 +13,6 @@ def measured_map(about: Mapping[str, Any]) -> VramMap:
     """Return the six terms of a worker's device; `usable` is their sum.
 
     CUDA graphs count as runtime, as in the computed map.
-
-    Raises:
-        ConfigError: it says nothing of its memory, or not all of it.
     """
     memory = about.get("memory")
     if not isinstance(memory, Mapping):

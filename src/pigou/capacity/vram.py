@@ -78,12 +78,7 @@ class VramMap(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def vram_map(model: Architecture, device: Gpu, config: VramConfig) -> VramMap:
-    """Return the memory map of one GPU of a worker.
-
-    Raises:
-        ConfigError: no room is left for a block, links do not join so many GPUs, or KV heads
-            cannot be shared out among them.
-    """
+    """Return the memory map of one GPU of a worker."""
     device.check_tp(config.tp)
     for cache, _ in model.caches:
         if cache.heads % config.tp and config.tp % cache.heads:
@@ -121,9 +116,6 @@ def adapter_bytes(model: Architecture, rank: int, targets: Sequence[str]) -> int
     """Return the bytes of one LoRA adapter in bfloat16, undivided.
 
     r (in + out) b a target and layer: two thin matrices (Hu et al. 2021).
-
-    Raises:
-        ConfigError: the attention is latent, or a target is a layer that the model has not.
     """
     kinds = {(cache.heads, cache.width, cache.latent) for cache, _ in model.caches}
     if len(kinds) != 1 or any(cache.latent for cache, _ in model.caches):
@@ -170,13 +162,7 @@ def mix_demand(
     Weights of experts are counted whole: a large batch reads nearly all.
 
     Args:
-        model: its memory shape.
-        sequences: how many, and tokens of each.
-        tp: GPUs of the worker.
         margin: share of the cache to keep free, 0 to 1.
-
-    Raises:
-        ConfigError: `margin` is outside 0 to 1.
     """
     if not 0.0 <= margin < 1.0:
         raise ConfigError(f"margin is {margin}; it must be at least 0, below 1")
@@ -195,10 +181,6 @@ def ridge_point(device: Gpu, dtype: str) -> float:
 
 
 def decode_intensity(model: Architecture, sequences: int, tokens: int) -> float:
-    """Return the FLOPs a byte of a decode step.
-
-    Args:
-        model: its memory shape.
-    """
+    """Return the FLOPs a byte of a decode step."""
     flops = 2.0 * sequences * model.active_parameters
     return flops / (model.weight_bytes + sequences * model.sequence_bytes(tokens))

@@ -40,12 +40,7 @@ _MARK = "__configured__"
 
 
 def configured(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Return the command with `--config`, and a variable of the environment for each option.
-
-    Args:
-        function: of a command; its parameters are the keys that the file may have.
-        name: of the command, as it is typed: "serve", "trace sample".
-    """
+    """Return the command with `--config`, and a variable of the environment for each option."""
     if hasattr(function, _MARK):
         return function
 
@@ -92,10 +87,7 @@ def configured(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 def _with_variable(
     parameter: inspect.Parameter, prefix: str, variables: set[str]
 ) -> inspect.Parameter:
-    """Return an option that the environment sets, too; add its variable. An argument stays.
-
-    Commands share annotations, so the option's own is copied.
-    """
+    """Return an option that the environment sets, too; add its variable. An argument stays."""
     kind, *infos = get_args(parameter.annotation) or (None,)
     given = next((name for name in infos if isinstance(name, OptionInfo)), None)
     if given is None:

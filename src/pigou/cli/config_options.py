@@ -39,12 +39,7 @@ class Override:
     """What one command says of the options of a configuration class that others take, too."""
 
     def __init__(self, only: str = "", **options: Option) -> None:
-        """Choose options, and replace some.
-
-        Args:
-            only: fields that are options here, separated by blanks; all that have one if empty.
-            options: in place of a field's own, or where it has none.
-        """
+        """Choose the options of some fields (`only`, separated by blanks), and replace some."""
         self.fields = set(only.split())
         self.options = options
 
@@ -123,11 +118,7 @@ class ConfigOption:
         return default
 
     def put(self, values: dict[str, Any], typed: Any) -> None:
-        """Add the field's value to `values`, from what was typed.
-
-        Raises:
-            ConfigError: it is not understood.
-        """
+        """Add the field's value to `values`, from what was typed."""
         for part in self.path[:-1]:
             values = values.setdefault(part, {})
         name, form, flag = self.path[-1], self.option.form, self.flag
@@ -157,11 +148,7 @@ class ConfigOption:
 
 
 def read_struct(flag: str, text: str, kind: type[Struct], first: str = "name") -> Struct:
-    """Read `VALUE,key=value,...`: the value of the field `first`, and those of others.
-
-    Raises:
-        ConfigError: it is not understood, or a value is refused.
-    """
+    """Read `VALUE,key=value,...`: the value of the field `first`, and those of others."""
     name, params = named(flag, text)
     values = {first: name, **params}
     try:
@@ -173,12 +160,7 @@ def read_struct(flag: str, text: str, kind: type[Struct], first: str = "name") -
 def config_options(
     config: type[msgspec.Struct], override: Override | None = None, path: tuple[str, ...] = ()
 ) -> Iterator[ConfigOption]:
-    """Yield the options of a configuration class, in the order of its fields.
-
-    Args:
-        config: the class; fields that are structs with options of their own are followed.
-        path: of the field that `config` is the type of.
-    """
+    """Yield the options of a configuration class, in the order of its fields."""
     override = override or Override()
     hints = get_type_hints(config, include_extras=True)
     for field in msgspec.structs.fields(config):

@@ -18,12 +18,6 @@ def fleet_token(url: str) -> str:
 
     The secret is that of PIGOU_FLEET_SECRET, with which `pigou worker` starts from the same shell.
     A server is sent a token only once it has proved that it knows the secret.
-
-    Args:
-        url: of the server, without `/v1`.
-
-    Raises:
-        ConfigError: the variable holds no secret.
     """
     from pigou.wire.fleet_secret import FleetSecret
 

@@ -37,11 +37,7 @@ def format_size(size_bytes: int) -> str:
 
 
 def nanoseconds(option: str, seconds: float) -> int:
-    """Return the nanoseconds of an option's seconds.
-
-    Raises:
-        ConfigError: they are below 0, not finite, or more than nanoseconds are counted.
-    """
+    """Return the nanoseconds of an option's seconds."""
     if not 0 <= seconds < float("inf"):
         raise ConfigError(f"{option} is {seconds}; it must be finite, at least 0 seconds")
     if seconds > _MAX_SECONDS:
@@ -75,9 +71,6 @@ def named(option: str, text: str) -> tuple[str, dict[str, object]]:
     """Read NAME[,key=value]...: the name, and the parameters, numbers where they are numbers.
 
     A dot in a key reaches into a nested parameter: `table.below.temperature=0.1`.
-
-    Raises:
-        ConfigError: a part has no name or no value, or is given twice.
     """
     name, *rest = text.split(",")
     if not name:
@@ -110,11 +103,7 @@ def _read(text: str) -> object:
 
 
 def check_json(file: str) -> None:
-    """Refuse a `--json` that cannot be written, before anything runs; "" is none.
-
-    Raises:
-        ConfigError: its folder does not exist, or it is one.
-    """
+    """Refuse a `--json` that cannot be written, before anything runs; "" is none."""
     path = Path(file)
     if file and not path.absolute().parent.is_dir():
         raise ConfigError(f"--json is {file!r}, and its folder does not exist; make it first")
@@ -123,16 +112,7 @@ def check_json(file: str) -> None:
 
 
 def write_json(command: str, option: str, file: str, document: object) -> None:
-    """Write the figures of a command as indented JSON.
-
-    Args:
-        option: that names the file, like `--json`.
-        file: to write; its folder was checked before.
-        document: what `msgspec` encodes.
-
-    Raises:
-        typer.Exit: 1, with the reason on stderr, where the file cannot be written.
-    """
+    """Write the figures of a command as indented JSON."""
     try:
         Path(file).write_bytes(msgspec.json.format(msgspec.json.encode(document)) + b"\n")
     except OSError as error:
@@ -141,11 +121,7 @@ def write_json(command: str, option: str, file: str, document: object) -> None:
 
 
 def check_port(host: str, port: int) -> None:
-    """Refuse `--port` where another process listens; 0, and hosts without an address, pass.
-
-    Raises:
-        ConfigError: the port is taken, or may not be used.
-    """
+    """Refuse `--port` where another process listens; 0, and hosts without an address, pass."""
     if not 0 < port < 2**16:
         return  # 0 takes a free one; others are refused with the rest of the configuration
     try:

@@ -150,11 +150,7 @@ def plan(
 
 
 def read_gpus(text: str) -> dict[str, int]:
-    """Read `H200:32,H100:64`.
-
-    Raises:
-        ConfigError: a GPU is not known or named twice, or a count is none.
-    """
+    """Read `H200:32,H100:64`."""
     from pigou.sim.gpus import gpu as gpu_named
 
     counts: dict[str, int] = {}
@@ -170,11 +166,7 @@ def read_gpus(text: str) -> dict[str, int]:
 
 
 def gpu_prices(text: str, counts: Mapping[str, int]) -> dict[str, float]:
-    """Read `default`, or `H200=4.0,H100=2.5`; all GPUs have a price, or none.
-
-    Raises:
-        ConfigError: an item is not understood, or is no GPU of `counts`, or one has no price.
-    """
+    """Read `default`, or `H200=4.0,H100=2.5`; all GPUs have a price, or none."""
     from pigou.cost.price_list import PriceList, read_prices
     from pigou.sim.gpus import gpu as gpu_named
 

@@ -135,11 +135,6 @@ class Reporter:
     """Watches a simulation that has not run yet, and reports on it when it has."""
 
     def __init__(self, folder: str, simulation: Simulation) -> None:
-        """Make the folder, and follow the simulation.
-
-        Raises:
-            ConfigError: the folder cannot be made.
-        """
         from pigou.report.page import ReportError, prepare
         from pigou.sim.timeline import Timeline
 
@@ -156,14 +151,7 @@ class Reporter:
         title: str,
         groups: Mapping[str, Any],
     ) -> None:
-        """Write the page, its pictures and its data.
-
-        Args:
-            groups: everything that was asked for, by group.
-
-        Raises:
-            Exit: a file cannot be written; the message was shown.
-        """
+        """Write the page, its pictures and its data."""
         from pigou.report.page import ReportError
         from pigou.report.record_run import record
         from pigou.report.run_page import page

@@ -110,11 +110,7 @@ def vram(
 
 
 def _measured(url: str, key: str) -> dict[str, Any]:
-    """Return what `--json` writes of a live worker.
-
-    Raises:
-        ConfigError: it cannot be asked, or tells of no memory.
-    """
+    """Return what `--json` writes of a live worker."""
     from http.client import HTTPException
     from urllib.request import Request, urlopen
 
@@ -135,11 +131,7 @@ def _measured(url: str, key: str) -> dict[str, Any]:
 
 
 def _parse_sequences(text: str) -> list[tuple[int, int]]:
-    """Read `COUNTxTOKENS,...`.
-
-    Raises:
-        ConfigError: an item is not of that form.
-    """
+    """Read `COUNTxTOKENS,...`."""
     batch = []
     for item in text.split(",") if text else ():
         match = _SEQUENCES.fullmatch(item.strip())

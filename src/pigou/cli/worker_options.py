@@ -42,11 +42,7 @@ _OWN = {"--host", "--port", "--role", "--exit-with-parent"}
 
 
 def split_model(words: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the model among the arguments of `pigou serve`, and the options for its workers.
-
-    Raises:
-        ConfigError: an option is known to neither command, or there are several models.
-    """
+    """Return the model among the arguments of `pigou serve`, and the options for its workers."""
     given = {word.partition("=")[0] for word in words}
     if own := sorted(given & _OWN):
         raise ConfigError(f"{own[0]} is each worker's own, and pigou serve gives it; leave it out")
@@ -61,11 +57,7 @@ def split_model(words: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def check_workers(workers: Iterable[LocalWorker]) -> None:
-    """Refuse options, models and devices that no worker could start with; starts none.
-
-    Raises:
-        ConfigError: one line for each that is wrong.
-    """
+    """Refuse options, models and devices that no worker could start with; starts none."""
     distinct = {(worker.role, worker.model, worker.device): worker for worker in workers}
     check_all(*(partial(_check, worker) for worker in distinct.values()))
 
@@ -81,11 +73,7 @@ def _check(worker: LocalWorker) -> None:
 
 
 def _context(words: Sequence[str]) -> Any:
-    """Parse the arguments of a worker; positional ones are left in `args`.
-
-    Raises:
-        ConfigError: one is not understood.
-    """
+    """Parse the arguments of a worker; positional ones are left in `args`."""
     from pigou.cli import build
 
     root: Any = get_command(build(["worker"]))

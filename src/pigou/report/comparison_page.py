@@ -32,10 +32,6 @@ _OVER_TIME: tuple[tuple[str, tuple[str, ...], str, Axis], ...] = (
 def page(runs: Sequence[RunRecord], labels: Sequence[str]) -> Page:
     """Return the page that compares runs.
 
-    Args:
-        runs: two or more, at most `MAX_RUNS`.
-        labels: name of each, all different.
-
     Raises:
         ValueError: there are too few or too many, or labels are not all different.
     """

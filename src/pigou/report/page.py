@@ -188,9 +188,6 @@ def _clear(folder: Path) -> None:
 def load(name: str) -> Any:
     """Read a report or a JSON file: a run's record, its figures, or levels' rows.
 
-    Args:
-        name: a folder that has report.json or results.json, or a file.
-
     Raises:
         ReportError: there is no such thing, or it is not JSON.
     """

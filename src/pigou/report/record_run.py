@@ -45,13 +45,7 @@ def record(
     result: SimulationResult, timeline: Timeline | None, document: Mapping[str, Any], title: str,
     config: Mapping[str, dict[str, Any]],
 ) -> RunRecord:  # fmt: skip
-    """Return the record of a run.
-
-    Args:
-        document: `result.document()`.
-        title: name of the run.
-        config: all settings, by group.
-    """
+    """Return the record of a run."""
     served = _Served(result)
     return RunRecord(
         pigou=__version__,

@@ -174,11 +174,7 @@ def _figure(value: Any, part: str) -> float | None:
 
 
 def of_rows(rows: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> PageVerdict:
-    """Return how far an experiment's rows are from the paper's, figure by figure.
-
-    Args:
-        rows: with `relative_error`, where the paper has figures.
-    """
+    """Return how far an experiment's rows are from the paper's, figure by figure."""
     errors: dict[str, list[float]] = {}
     for row in rows:
         for key, error in (row.get("relative_error") or {}).items():

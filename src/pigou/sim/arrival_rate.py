@@ -102,11 +102,7 @@ class RateSchedule(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_rate(text: str) -> float | RateSchedule:
-    """Read `5`, `5@0/15@120/2@240`, or the name of a CSV file with `second,rate`.
-
-    Raises:
-        ConfigError: it is none of these, or a value is refused.
-    """
+    """Read `5`, `5@0/15@120/2@240`, or the name of a CSV file with `second,rate`."""
     if text.lower().endswith(".csv"):
         return _of_csv(text)
     try:
@@ -167,7 +163,6 @@ def renewal_times(rate: float | RateSchedule, cv: float, rng: np.random.Generato
     Args:
         rate: requests per second, above 0, or a schedule of them.
         cv: standard deviation of a gap over its mean: 0, or `MIN_CV` to `MAX_CV`.
-        rng: the only source of randomness; the same generator state gives the same times.
 
     Raises:
         ValueError: rate or cv is out of its range.

@@ -87,14 +87,7 @@ class _User:
 
 
 class SimulatedClient:
-    """Sends a workload's requests.
-
-    Attributes:
-        runs: requests that it meant to send so far, in the order of the intentions.
-        done: whether the run may end.
-        open: requests that have not ended.
-        expected: requests in all; None where that depends on how they are served.
-    """
+    """Sends a workload's requests."""
 
     def __init__(
         self, workload: OpenLoop | ClosedLoop, config: ClientConfig, server: Server,

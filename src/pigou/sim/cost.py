@@ -20,11 +20,7 @@ from pigou.sim.setup import Setup
 
 
 def price_list(text: str) -> PriceList:
-    """Read a price list, its GPUs by any of their names.
-
-    Raises:
-        ConfigError: as `read_price_list`.
-    """
+    """Read a price list, its GPUs by any of their names."""
     return read_price_list(text, lambda name: gpu_named(name).name)
 
 
@@ -35,11 +31,7 @@ def gpu_rate(
     """Return what a worker costs.
 
     Args:
-        model: that it serves; None where that is not known.
         tiers: bytes of its tiers beyond the device, by name.
-
-    Raises:
-        ConfigError: the GPU is not known, or has no price.
     """
     device = gpu_named(gpu)
     watts = MAX_WATTS.get(device.name)
@@ -62,14 +54,7 @@ def gpu_rate(
 
 
 def simulated_cost_meter(setup: Setup, fleet: FleetConfig, objectives: Objectives) -> CostMeter:
-    """Return the cost meter of a simulated fleet.
-
-    Args:
-        setup: with prices, and what workers run on by default.
-
-    Raises:
-        ConfigError: the prices are not understood, or a worker's GPU is not known.
-    """
+    """Return the cost meter of a simulated fleet."""
     if fleet.gateways.count > 1:
         raise ConfigError(
             "prices is given, and there are several gateways; costs are metered at one: leave one "

@@ -63,14 +63,7 @@ from pigou.sim.workload import block_hashes
 
 
 class Dispatcher:
-    """Takes requests to workers, and tells the control plane what becomes of them.
-
-    Attributes:
-        shed: attempts that the control plane refused.
-        inflight: attempts under way, queued ones included.
-        leases: blocks that workers hold for others.
-        pull: the prefill queue; None where prompts are pushed.
-    """
+    """Takes requests to workers, and tells the control plane what becomes of them."""
 
     def __init__(
         self, plane: AnyPlane, clock: Clock, network: Network,
@@ -78,17 +71,6 @@ class Dispatcher:
         assess: Callable[[Assess, int], None], leg_ns: int = 0,
         lagging: LaggingWorkers | None = None, pull: PullQueueConfig | None = None,
     ) -> None:  # fmt: skip
-        """Prepare for requests.
-
-        Args:
-            plane: the control plane, or all of several gateways.
-            clock, network: virtual; between the workers.
-            lease_ns: time for which blocks are held for a worker that does not ask.
-            assess: called when the control plane asks for the Price of Anarchy.
-            leg_ns: time that each leg takes to its worker.
-            lagging: workers that publish KV events before the control plane routes anything.
-            pull: of a prefill queue that workers pull from; None where prompts are pushed.
-        """
         self.shed = 0
         self._plane, self._clock = plane, clock
         self._workers, self._assess = workers, assess

@@ -50,15 +50,7 @@ _MS = 1_000_000
 
 
 class SimulatedFleet:
-    """Serves the requests of a simulated client.
-
-    Attributes:
-        plane: the control plane; of several gateways, the first one's.
-        gateways: all of them; None for one.
-        network: between the workers.
-        itl: gaps between the tokens of all streams.
-        placements: solved caching games.
-    """
+    """Serves the requests of a simulated client."""
 
     def __init__(
         self, config: FleetConfig, specs: Sequence[WorkerSpec], control: ControlConfig,
@@ -66,23 +58,6 @@ class SimulatedFleet:
         assess_every: float = 60.0, pull: PullQueueConfig | None = None,
         cost_meter: CostMeter | None = None,
     ) -> None:  # fmt: skip
-        """Start the workers and the control plane's ticks.
-
-        Args:
-            specs: what its workers run on, in the order of `config.workers`.
-            policy: used instead of the one that `control` names.
-            seed: of lost signals, and of the random variation of steps.
-            stepwise: plan one step at a time; the results are the same, and take longer.
-            assess_every: seconds between two computations of the Price of Anarchy. Those that the
-                control plane asks for in between are answered with nothing new; they do not
-                change what it does.
-            pull: of a prefill queue that workers pull from; None where prompts are pushed.
-            cost_meter: follows the control plane; None for none.
-
-        Raises:
-            ConfigError: the block sizes differ, the policy is not known, hosts lack room, or
-                several gateways are to share a prefill queue.
-        """
         if len({spec.engine.block_size for spec in specs}) != 1:
             raise ConfigError("fleet: workers have different block_size; give all the same")
         # To explain a decision takes longer than to make it.

@@ -156,11 +156,7 @@ class FleetConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 def read_fleet(text: str) -> FleetConfig:
-    """Read `4xboth`, `1p+2d`, or the name of a YAML file.
-
-    Raises:
-        ConfigError: it is none of these, or a value is refused.
-    """
+    """Read `4xboth`, `1p+2d`, or the name of a YAML file."""
     if Path(text).suffix in (".yaml", ".yml"):
         return _of_yaml(text)
     groups = []

@@ -22,14 +22,6 @@ class FleetPlacer:
     def __init__(
         self, config: TopologyConfig, wanted: Sequence[tuple[Role, int]], seed: int
     ) -> None:
-        """Place the workers that a fleet begins with.
-
-        Args:
-            wanted: role and GPUs of each worker.
-
-        Raises:
-            ConfigError: there is no room for them, or workers of a role differ in their GPUs.
-        """
         self._config, self._rng = config, Random(f"{seed} placement")
         self._scheduler = GangScheduler(config.nodes, config.costs)
         self.nodes = self._scheduler.nodes
@@ -58,11 +50,7 @@ class FleetPlacer:
             self._begin[replica.role].append(replica)
 
     def add(self, role: Role) -> Location:
-        """Return the host of one more worker of a role.
-
-        Raises:
-            ConfigError: no host has room.
-        """
+        """Return the host of one more worker of a role."""
         if self._begin.get(role):
             return self._located(self._begin[role].pop(0))
         if self._config.placement == "random":

@@ -61,21 +61,12 @@ class SimulatedGateways:
     What concerns a request goes to the gateway that has it; what workers say goes to all at once,
     as in a live fleet, where each gateway listens to each worker. What a gateway did reaches the
     others after the lag, by the messages that live gateways send.
-
-    Attributes:
-        queue: requests that wait at any of them.
     """
 
     def __init__(
         self, config: GatewaysConfig, control: ControlConfig, clock: Clock,
         policy: Callable[[], RoutingPolicy | None], seed: int,
     ) -> None:  # fmt: skip
-        """Make the control planes; each breaks ties by a seed of its own.
-
-        Args:
-            config: how many, and how they hear of one another.
-            policy: makes the one that is used instead of the named one; None for that.
-        """
         count = config.count
         self.planes = [
             ControlPlane(msgspec.structs.replace(control, seed=control.seed + number), policy())
@@ -256,12 +247,7 @@ def make_gateways(
     """Return the gateways of a fleet; None for one.
 
     Args:
-        config: how many there are, and how they hear of one another.
         policy: a copy of it is used instead of the one that `control` names.
-        pulls: whether workers pull prompts from a queue.
-
-    Raises:
-        ConfigError: several are to share a prefill queue, which is not simulated.
     """
     if config.count == 1:
         return None

@@ -47,11 +47,7 @@ class Gpu:
         return (devices - 1) * (self.link_latency + size / devices / self.link_bandwidth)
 
     def check_tp(self, tp: int) -> None:
-        """Refuse tensor parallelism that reaches beyond the devices which the links join.
-
-        Raises:
-            ConfigError: there are not so many.
-        """
+        """Refuse tensor parallelism that reaches beyond the devices which the links join."""
         if not 1 <= tp <= self.link_gpus:
             raise ConfigError(
                 f"tp is {tp}; links of {self.link_bandwidth / GIGA:g} GB/s join {self.link_gpus} "
@@ -239,9 +235,6 @@ def gpu(name: str) -> Gpu:
     """Find a GPU by its name; case, spaces and dashes do not matter ("RTX PRO 6000").
 
     A name of another device of the family ("RTX 4090 D", "H20-3e") is not taken for its neighbour.
-
-    Raises:
-        ConfigError: it is not known.
     """
     wanted = _normalized(name)
     for prefix in ("nvidia", "tesla", "geforce", "amd", "instinct"):

@@ -44,13 +44,7 @@ def kv_blocks(
 
     Args:
         tp: GPUs of the worker. Where it is more than the KV heads, these are held several times.
-        block_size: tokens in a block.
         utilization: part of the memory that the engine may take, 0 to 1.
-        max_batched_tokens: most tokens of a step.
-        max_seqs: most sequences of a step.
-
-    Raises:
-        ConfigError: a value makes no sense, or the weights leave no room for a block.
     """
     if not 0.0 < utilization <= 1.0:
         raise ConfigError(f"utilization is {utilization}; it must be above 0, at most 1")

@@ -27,11 +27,6 @@ class KVLeases:
     def __init__(
         self, clock: Clock, workers: Mapping[str, FleetWorker], network: Network, lease_ns: int
     ) -> None:
-        """Begin without any.
-
-        Args:
-            lease_ns: time for which blocks are held for a worker that does not ask.
-        """
         self._clock, self._workers, self._network = clock, workers, network
         self._lease_ns = lease_ns
 
@@ -78,23 +73,12 @@ class RemoteKVFetches:
     """Requests to workers to hold what they have cached of a prompt, one an attempt.
 
     A reply is waited for until computing the prompt would have been as quick.
-
-    Attributes:
-        count: fetches for which blocks were held.
-        tokens: tokens of these blocks.
-        failed: fetches that brought nothing.
     """
 
     def __init__(
         self, clock: Clock, workers: Mapping[str, FleetWorker], delay_ns: int,
         on_fetched: OnFetched, on_failed: OnFetchFailed,
     ) -> None:  # fmt: skip
-        """Prepare to ask.
-
-        Args:
-            delay_ns: time until a question reaches its worker; the reply's time is part of it.
-            on_fetched: called when blocks are held.
-        """
         self.count = self.tokens = self.failed = 0
         self._clock, self._workers, self._delay_ns = clock, workers, delay_ns
         self._on_fetched, self._on_failed = on_fetched, on_failed

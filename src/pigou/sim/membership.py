@@ -65,20 +65,12 @@ class Membership:
     A worker that joins is announced by `WorkerUp` once it has started. One that leaves or changes
     its role drains first (`WorkerDraining`): it gets nothing new, ends its streams and prompts,
     and holds no blocks for others. Then it goes (`WorkerDown`), or is up in its new role.
-
-    Attributes:
-        pools: by name, in the order of the configuration.
     """
 
     def __init__(
         self, fleet: SimulatedFleet, config: FleetConfig, specs: Sequence[WorkerSpec],
         clock: Clock, seed: int = 0,
     ) -> None:  # fmt: skip
-        """Take charge of a fleet that has not run yet.
-
-        Args:
-            specs: of its groups, in order.
-        """
         self.pools: dict[str, WorkerPool] = {}
         self.changes: list[MembershipChange] = []
         self._fleet, self._config, self._clock = fleet, config, clock

@@ -80,13 +80,6 @@ class Network:
         self, config: LinkConfig, clock: Clock, ways: Callable[[int, int], Way] | None = None,
         splits: Callable[[int, int], TransferSplit] | None = None,
     ) -> None:  # fmt: skip
-        """Start with idle links.
-
-        Args:
-            ways: what lies between two workers beside their links.
-            splits: how transfers between two workers are split over their ranks; None where
-                workers have one link each.
-        """
         self.config = config
         direct = Way(0.0, round(config.latency_us * 1000))
         self._ways = ways or (lambda _source, _target: direct)

@@ -42,11 +42,7 @@ def with_start_up(fleet: FleetConfig, config: ScalingConfig) -> FleetConfig:
 def build_planner(
     config: ScalingConfig, objectives: Objectives, fleets: Sequence[PlannedFleet], seed: int
 ) -> Planner:
-    """Return the planner that a configuration names.
-
-    Raises:
-        ConfigError: there is none of that name, or a parameter is refused.
-    """
+    """Return the planner that a configuration names."""
     params = dict(config.planner)
     return load(params.pop("planner"), planner_setup(config, objectives, fleets, seed), params)
 
@@ -74,11 +70,7 @@ def planner_setup(
 
 
 def _tables(config: ScalingConfig, fleets: Sequence[PlannedFleet]) -> SweepTables | None:
-    """Return the tables that are given instead of measuring; None without any.
-
-    Raises:
-        ConfigError: they cannot be read, or there are pools that they do not speak of.
-    """
+    """Return the tables that are given instead of measuring; None without any."""
     if not config.performance:
         return None
     makes = {pool.make for fleet in fleets for pool in fleet.membership.pools.values()}

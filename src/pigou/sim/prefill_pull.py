@@ -47,9 +47,6 @@ class PrefillPull:
 
     The router's prefill worker is a forecast: until a worker claims a prompt, it weighs there.
     Idle workers pull once in a moment, those that are idle for longest first.
-
-    Attributes:
-        batches: prompts of each claim, in their order.
     """
 
     def __init__(

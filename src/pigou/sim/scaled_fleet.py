@@ -119,11 +119,7 @@ class ScaledFleets:
         fleet.membership.flip(worker, own, now)
 
     def _pool(self, name: str) -> tuple[ScaledFleet, str]:
-        """Return the fleet of a pool, and the pool's name there.
-
-        Raises:
-            KeyError: there is none of that name.
-        """
+        """Return the fleet of a pool, and the pool's name there."""
         for fleet in self._fleets:
             own = fleet.own_name(name)
             if own is not None and own in fleet.membership.pools:
@@ -140,11 +136,7 @@ class ScaledFleets:
         return None, None
 
     def _at(self, name: str) -> tuple[ScaledFleet, FleetWorker]:
-        """Return a worker that must be there, and its fleet.
-
-        Raises:
-            KeyError: it is not.
-        """
+        """Return a worker that must be there, and its fleet."""
         fleet, worker = self._find(name)
         if fleet is None or worker is None:
             raise KeyError(name)

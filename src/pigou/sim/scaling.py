@@ -26,24 +26,11 @@ class Scaling:
 
     An action that cannot be carried out is refused, and the decision says why: it would exceed
     `max_workers`, take the last worker that decodes, or names a worker or pool that is not there.
-
-    Attributes:
-        decisions: those with actions, as the figures have them.
-        replicas: workers of each pool by state, whenever they differ from those before.
-        peak_workers: most workers at once, starting and draining ones included.
     """
 
     def __init__(
         self, planner: Planner, fleets: Sequence[ScaledFleet], clock: Clock, config: ScalingConfig
     ) -> None:
-        """Begin to plan when the clock runs.
-
-        Args:
-            config: interval and limit.
-
-        Raises:
-            ConfigError: there are more workers than the limit allows.
-        """
         self.decisions: list[dict[str, Any]] = []
         self.replicas: list[dict[str, Any]] = []
         self._planner, self._fleets = planner, tuple(fleets)

@@ -98,7 +98,6 @@ def settle_seconds(
     the worker serves, or is gone.
 
     Args:
-        moves: in order.
         load_ns: times at which the load changed, ascending.
     """
     final = (WorkerState.READY, None)

@@ -57,11 +57,6 @@ class Simulation:
         setup = Setup(model="llama-3.1-8b", gpu="H100")
         simulation = Simulation(load, read_fleet("4xboth"), setup, ControlConfig(), ClientConfig())
         print(simulation.run().document()["ttft_s"])
-
-    Attributes:
-        membership: changes the fleet.
-        scaling: what the planner does; None without one.
-        cost_meter: of the fleet; None without prices.
     """
 
     def __init__(
@@ -74,17 +69,10 @@ class Simulation:
         """Make the fleet, its client and its planner.
 
         Args:
-            control: of the control plane; its seed counts, not `seed`.
-            client: how the workload is sent.
-            policy: used instead of the one that `control` names.
+            policy, planner: used instead of those that `control` and `scaling` name.
             stepwise: plan one step at a time; the results are the same, and take longer.
             assess_every: seconds between two computations of the Price of Anarchy.
-            scaling: objective and planner; None for neither.
-            planner: used instead of the one that `scaling` names.
             clock: shared with other simulations; None for one of its own.
-
-        Raises:
-            ConfigError: a value is refused, or a model, GPU or table is not known.
         """
         self.clock = clock or Clock()
         scaling = scaling or ScalingConfig()

@@ -9,12 +9,7 @@ from pigou.engine.plan import Plan
 
 @dataclass(slots=True)
 class StepMeter:
-    """Counts of one worker, since its start.
-
-    Attributes:
-        prefill_steps, prefill_ns, prefill_tokens: steps with chunks of prompts, their time, and
-            the tokens of these chunks.
-    """
+    """Counts of one worker, since its start."""
 
     prefill_steps: int = 0
     prefill_ns: int = 0

@@ -13,19 +13,9 @@ from pigou.sim.request_run import Leg
 
 
 class Streams:
-    """Counts the tokens of each row of the batch, and the gaps between those of streams.
-
-    Attributes:
-        owner: the leg of each row, or None.
-        unpublished: whether a step ended, or a leg took a row, since tokens were published.
-    """
+    """Counts the tokens of each row of the batch, and the gaps between those of streams."""
 
     def __init__(self, rows: int, itl: ITLHistogram) -> None:
-        """Start with empty rows.
-
-        Args:
-            itl: counts the gaps between the tokens of streams.
-        """
         self.owner: list[Leg | None] = [None] * rows
         self._itl = itl
         self._last_token_ns: Nanos = np.zeros(rows, dtype=np.int64)
@@ -81,7 +71,6 @@ class Streams:
         Args:
             rows: have generated one token more at each of `end_times` that has passed.
             end_times: ascending, nanoseconds, (steps,) or more.
-            now: nanoseconds.
             inclusive: whether an end at `now` has passed.
             slots, counts: take stream slots and their tokens, from index `size` on.
             size: entries that are there already.

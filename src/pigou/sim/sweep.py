@@ -53,9 +53,6 @@ def sweep(
 
     Args:
         watch: told cells that are done, all cells, and the next one.
-
-    Raises:
-        ConfigError: a value is refused, or no decode cell is left.
     """
     max_tokens = max(*config.isls, max(config.context_tokens) + config.osl)
     known = _performance(setup, max_tokens)

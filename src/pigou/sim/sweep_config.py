@@ -77,11 +77,7 @@ class SweepConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         return _numbers("contexts", self.contexts, int, 2, 10_000_000)
 
     def decode_cells(self, max_seqs: int, kv_tokens: float) -> list[tuple[int, int]]:
-        """Return users and tokens that each holds, of the cells that a worker can hold.
-
-        Args:
-            max_seqs: most streams of the worker.
-        """
+        """Return users and tokens that each holds, of the cells that a worker can hold."""
         return [
             (users, context)
             for context in self.context_tokens
@@ -93,11 +89,7 @@ class SweepConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 def _numbers(
     name: str, text: str, kind: Callable[[str], _Number], low: float, high: float
 ) -> tuple[_Number, ...]:
-    """Read numbers with commas between them.
-
-    Raises:
-        ConfigError: one is no number, or out of its range.
-    """
+    """Read numbers with commas between them."""
     try:
         values = sorted({kind(part) for part in text.split(",")})
     except ValueError:

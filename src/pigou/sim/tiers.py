@@ -37,14 +37,7 @@ Tell: TypeAlias = Callable[[Callable[[int], Effects], int], None]
 def build_tiers(
     configs: Sequence[TierConfig], block_bytes: int, blocks: int, recompute_cost: RecomputeCost
 ) -> Tiers:
-    """Make a worker's tiers.
-
-    Args:
-        recompute_cost: what computing a block takes.
-
-    Raises:
-        ConfigError: an unknown policy, or a tier without room for a block.
-    """
+    """Make a worker's tiers."""
     capacities = [int(config.gib * 2**30) // block_bytes for config in configs]
     staging = staging_of(capacities)
     tiers, speeds = [], []
@@ -80,22 +73,11 @@ def recompute_cost_of(timing: Timing, block_size: int, tokens: int) -> Recompute
 
 
 class TierLinks:
-    """The links of one worker's tiers: one queue each way, first come, first served.
-
-    Attributes:
-        reads: of each restore, its tokens and nanoseconds, until somebody takes them out.
-        up_ns: time of each tier's link that reads take, so far.
-    """
+    """The links of one worker's tiers: one queue each way, first come, first served."""
 
     def __init__(
         self, core: EngineCore, tiers: Tiers, number: int, clock: Clock, call_core: Tell
     ) -> None:
-        """Begin idle.
-
-        Args:
-            number: the worker's index in the fleet.
-            call_core: calls the core between two steps.
-        """
         self.tiers = tiers
         self._core, self._call_core = core, call_core
         self._speeds = list(tiers.speeds)

@@ -32,23 +32,11 @@ class Timeline:
 
     Memory is bounded: at `max_samples` every second sample is dropped, and the period doubles. A
     sample only reads: results are the same, to the last digit, with and without.
-
-    Attributes:
-        period: nanoseconds between two samples.
     """
 
     def __init__(
         self, simulation: Simulation, *, period: int = SECOND // 20, max_samples: int = 1024
     ) -> None:
-        """Follow a simulation that has not run yet.
-
-        Args:
-            period: nanoseconds between the first samples.
-            max_samples: samples to keep, even.
-
-        Raises:
-            ValueError: `period` or `max_samples` is not positive, or `max_samples` is odd.
-        """
         if period < 1 or max_samples < 2 or max_samples % 2:
             raise ValueError(
                 f"period {period} and most {max_samples} must be positive, and most even"

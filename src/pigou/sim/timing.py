@@ -132,13 +132,7 @@ class Slowed:
 def step_end_times(
     timing: Timing, now: int, plan: Plan, repeat: int, step_key: StepKey | None = None
 ) -> Nanos:
-    """Return when each of a plan's steps ends, nanoseconds, (repeat,).
-
-    Args:
-        timing: of the worker's steps.
-        now: when the plan begins, nanoseconds.
-        repeat: steps, at least 1.
-    """
+    """Return when each of a plan's steps ends, nanoseconds, (repeat,)."""
     end_times = timing.durations(
         StepShape(plan.counts, plan.kv_lens, plan.samples, step_key), repeat
     )

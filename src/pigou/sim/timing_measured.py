@@ -110,11 +110,7 @@ def _check_spread(name: str, table: VariationTable, expected_mean: float, scale:
 
 
 def read_measured(path: Path) -> WorkerProfile:
-    """Read a file of `pigou profile`.
-
-    Raises:
-        ConfigError: it cannot be read, or is none.
-    """
+    """Read a file of `pigou profile`."""
     try:
         return msgspec.json.decode(read_bytes(path), type=WorkerProfile)
     except OSError as error:

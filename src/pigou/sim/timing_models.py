@@ -38,12 +38,7 @@ def build_timing(text: str, model: str, gpu: str, tp: int, kv_dtype: str = "") -
         text: `roofline`; `profile:FOLDER`, with layer tables; `law:KEY=VALUE,...`, or `law:340b`,
             a preset, whose values can be changed: `law:340b,prefill=0.05`; or a file of
             `pigou profile`, whose name ends in `.json`.
-        model: name of the model, or its `config.json`.
-        tp: GPUs that share the model.
         kv_dtype: number format of the KV cache; "" for the model's own.
-
-    Raises:
-        ConfigError: there is none of that name, or a value is refused.
     """
     if tp < 1:
         raise ConfigError(f"tp is {tp}; it must be at least 1")
@@ -82,11 +77,7 @@ def capacity(
     built: BuiltTiming, model: str, gpu: str, tp: int,
     *, block_size: int, max_batched_tokens: int, max_seqs: int, kv_dtype: str = "",
 ) -> int:  # fmt: skip
-    """Return the KV blocks of a worker: as measured, or as its engine would count them.
-
-    Raises:
-        ConfigError: model or GPU is not known, or it does not fit.
-    """
+    """Return the KV blocks of a worker: as measured, or as its engine would count them."""
     if built.kv_tokens:
         return max(1, built.kv_tokens // block_size)
     if built.worker is not None and not model and not gpu:

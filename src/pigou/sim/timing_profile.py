@@ -49,17 +49,6 @@ class ProfileTiming:
     def __init__(
         self, tables: Tables, architecture: Architecture, gpu: Gpu, tp: int, graphs: bool = True
     ) -> None:
-        """Sum the tables of layers that depend on the same number.
-
-        Args:
-            architecture: of the model; its number of layers multiplies the tables.
-            gpu: whose links carry the sums of tensor parallelism.
-            tp: GPUs that share the model.
-            graphs: whether small batches run in CUDA graphs.
-
-        Raises:
-            ConfigError: a table that the architecture needs is missing, or one is not known.
-        """
         _check(tables, architecture)
         gpu.check_tp(tp)
         self._layers = float(architecture.layers)
@@ -77,15 +66,7 @@ class ProfileTiming:
 
 
 def profile(folder: Path, architecture: Architecture, gpu: Gpu, tp: int = 1) -> Timing:
-    """Make a timing out of a profile folder.
-
-    Args:
-        folder: with the tables, or above them (`find_tables`).
-        tp: GPUs that share the model.
-
-    Raises:
-        ConfigError: there are no such tables, or they do not suit the model.
-    """
+    """Make a timing out of a profile folder."""
     tables_folder = find_tables(folder, architecture.name, gpu.name, tp, architecture.main.dtype)
     return ProfileTiming(read_tables(tables_folder, tp), architecture, gpu, tp)
 

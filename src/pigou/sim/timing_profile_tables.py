@@ -90,11 +90,7 @@ def find_tables(folder: Path, model: str, gpu: str, tp: int, dtype: str) -> Path
     Args:
         folder: that folder itself, or any above it in GPU/owner/model/dtype/tpN.
         model: name of the model; the folder's may differ by a variant of equal shape.
-        tp: GPUs that share the model.
         dtype: number format of the weights; a folder that names another is refused.
-
-    Raises:
-        ConfigError: there is none, or more than one.
     """
     if (folder / "dense.csv").is_file():
         name = folder.resolve().name
@@ -149,9 +145,6 @@ def read_tables(folder: Path, tp: int = 1) -> Tables:
 
     Experts that were measured on one GPU only are shared out: each of `tp` GPUs holds, and
     activates, its part of them.
-
-    Raises:
-        ConfigError: a file is missing, a column is missing, or a table is empty.
     """
     meta, moe, shards = _meta(folder), folder / "moe.csv", 1
     if not moe.is_file() and tp > 1:
@@ -243,10 +236,7 @@ def _attention(path: Path, meta: Mapping[str, Any]) -> Attention:
 
 
 def _axes(rows: Floats, meta: Mapping[str, Any]) -> list[Floats]:
-    """Return the grid's axes: those that meta.yaml tells of, else every value that occurs.
-
-    Profilers lay a second, finer sweep over a part of the grid; its points would leave holes.
-    """
+    """Return the grid's axes: those that meta.yaml tells of, else every value that occurs."""
     grid = meta.get("attention_grid") or {}
     axes = []
     for column, name in enumerate(("chunks", "kv", "n_decode", "kv")):

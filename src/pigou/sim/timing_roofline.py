@@ -52,11 +52,6 @@ class RooflineTiming:
     """Times of steps out of FLOPs and bytes."""
 
     def __init__(self, model: Architecture, device: Gpu, tp: int) -> None:
-        """Work out what depends on the model and the GPU alone.
-
-        Raises:
-            ConfigError: the model's heads cannot be shared among `tp` GPUs, or no link joins them.
-        """
         if tp < 1 or model.heads % tp:
             raise ConfigError(f"tp is {tp}; it must divide the {model.heads} heads of the model")
         device.check_tp(tp)
@@ -76,19 +71,12 @@ class RooflineTiming:
 
 
 def roofline(model: Architecture, device: Gpu, tp: int = 1) -> Timing:
-    """Make a timing out of a model's shapes and a GPU's specification.
-
-    Args:
-        tp: GPUs that share each layer.
-    """
+    """Make a timing out of a model's shapes and a GPU's specification."""
     return RooflineTiming(model, device, tp)
 
 
 def _products(model: Architecture, device: Gpu, tp: int) -> np.ndarray:
-    """Return the matrix products of one GPU, shape (products, 6).
-
-    The kernel counts FLOPs at the peak of the main format. Products in another are scaled to it.
-    """
+    """Return the matrix products of one GPU, shape (products, 6)."""
     base = device.peak(model.compute_dtype)
     rows: list[list[float]] = []
     for index, kind in enumerate(model.kinds):

@@ -49,9 +49,6 @@ class TopologyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
     A transfer is as quick as its part of the workers' links, and as the link of its distance
     class, whichever takes longer. Within a host it does not use the workers' links.
-
-    Attributes:
-        host, rack, zone, remote: links by distance class.
     """
 
     hosts: tuple[HostGroup, ...]
@@ -70,11 +67,7 @@ class TopologyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
     @property
     def costs(self) -> DistanceCosts:
-        """Seconds a byte by distance class.
-
-        Raises:
-            ConfigError: a class is quicker than a nearer one.
-        """
+        """Seconds a byte by distance class."""
         names = [level.name.lower() for level in Distance]
         return DistanceCosts(
             **{n: 8e-9 / link.gbps for n, link in zip(names, self.links, strict=True)}

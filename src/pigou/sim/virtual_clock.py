@@ -45,10 +45,6 @@ class Clock:
 
     Keys order the events of one phase by their owner (the number of a worker or a request), not
     by the order of their scheduling. So the order does not depend on how many events there are.
-
-    Attributes:
-        now: the present, in nanoseconds.
-        position: (phase, key) of the event that runs.
     """
 
     def __init__(self) -> None:
@@ -99,11 +95,7 @@ class Clock:
 
 
 class Inbox:
-    """Commands of a worker in their order, each for after so many of its steps.
-
-    Attributes:
-        waiting: those that are still to be done, with the steps.
-    """
+    """Commands of a worker in their order, each for after so many of its steps."""
 
     def __init__(self) -> None:
         self.waiting: deque[tuple[int, Event]] = deque()
@@ -122,12 +114,7 @@ class Inbox:
         return sum(after <= steps for after, _ in self.waiting)
 
     def open(self, steps: int, now: int, idle: Callable[[], bool]) -> None:
-        """Do what had to wait until now, or everything once there is nothing to wait for.
-
-        Args:
-            now: nanoseconds.
-            idle: whether nothing is computed, so that no step will end.
-        """
+        """Do what had to wait until now, or everything once there is nothing to wait for."""
         waiting, rests = self.waiting, idle()
         while waiting and (rests or waiting[0][0] <= steps):
             waiting.popleft()[1](now)

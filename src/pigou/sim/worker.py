@@ -41,13 +41,6 @@ class SimWorker:
     KV events are published with the step that computes prompts, ends requests or preempts. Those
     of decode-only steps (evictions) are published with the next of these. A plan of many chunks
     of a prompt publishes them before the control plane looks (`catch_up`), or at its end.
-
-    Attributes:
-        number: its index in the fleet.
-        name: its id in the fleet.
-        core: plans its steps.
-        steps, busy_ns: computed so far, and the time of that.
-        meter, links: of its steps; of its tiers, None without any.
     """
 
     def __init__(
@@ -58,15 +51,10 @@ class SimWorker:
         """Start with nothing to do.
 
         Args:
-            number, name: its index and its id in the fleet.
-            listener: receives what happens here.
-            itl: counts the gaps between the tokens of streams.
             ahead: a step is planned when the one before it begins, as by vLLM's asynchronous
                 scheduler: a command that arrives during a step counts from the second step on.
-            stepwise: plan a single step at a time.
             lagging: where it registers while it has events to publish (`catch_up`); with None
                 chunks of prompts are single steps.
-            tiers: beyond its device; None for none.
         """
         self.number, self.name = number, name
         self.core = EngineCore(config, tiers=tiers)
@@ -145,11 +133,7 @@ class SimWorker:
         return legs
 
     def _between_steps(self, command: Event, now: int, cut: bool = True) -> None:
-        """Run a command between two steps: now, or after the step under way.
-
-        Where steps are planned `ahead`, the step after that is decided already, and runs first.
-        Without `cut` the command may as well wait until the plan under way ends by itself.
-        """
+        """Run a command between two steps: now, or after the step under way."""
         if self._dead:
             return
         passed = 0

@@ -113,15 +113,7 @@ class FleetWorker:
 def rank_splits(
     config: FleetConfig, specs: Sequence[WorkerSpec], workers: Sequence[FleetWorker]
 ) -> Callable[[int, int], TransferSplit] | None:
-    """Return how transfers between two workers are split over their ranks.
-
-    Args:
-        config: of the fleet; None is returned where its workers have one link each.
-        workers: that transfers name by number; looked up when one begins.
-
-    Raises:
-        ConfigError: the model is not given, or its KV heads cannot be divided over a worker's GPUs.
-    """
+    """Return how transfers between two workers are split over their ranks."""
     if config.link.per == "worker":
         return None
     for group, spec in zip(config.workers, specs, strict=True):
@@ -165,8 +157,6 @@ def step_nanos(
         chunk: tokens of the prompt that are computed; 0 for none.
         done: tokens of it that are computed already.
         last: whether its first output token is sampled.
-        streams: that decode a token each.
-        context: tokens that each of them holds.
     """
     prompt = int(chunk > 0)
     counts, kv_lens = (

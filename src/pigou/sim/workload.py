@@ -196,14 +196,10 @@ def renewal(
     """Return requests whose gaps are independent and Gamma distributed (`renewal_times`).
 
     Args:
-        rate: requests a second, above 0, or a schedule of them.
         cv: standard deviation of a gap over its mean; 1 is Poisson, 0 a metronome.
         count: requests at most; 0 takes all those of `seconds`.
         seconds: in which they are sent; 0 takes `count` of them. A schedule that ends needs
             neither.
-
-    Raises:
-        ConfigError: a value is out of its range.
     """
     known = isinstance(rate, RateSchedule) or 1 / MAX_SECONDS < rate < float("inf")
     if not known or (cv and not MIN_CV <= cv <= MAX_CV):
@@ -232,9 +228,6 @@ def merged(loops: Sequence[OpenLoop]) -> OpenLoop:
     """Return all sessions of several loops, each at its own start.
 
     Templates of different loops are different prompts.
-
-    Raises:
-        ConfigError: a loop sends so many sessions at once.
     """
     if any(loop.concurrency for loop in loops):
         raise ConfigError("workload: C has no start times that could be joined; leave it out")
@@ -274,9 +267,7 @@ def block_hashes(spec: RequestSpec, number: int, size: int) -> BlockHashes:
     its position. So prompts share the blocks of their common ids; the ids of a trace are trusted.
 
     Args:
-        spec: whose blocks; one without ids shares nothing with others.
         number: of the request, which stands for its content where it has no ids.
-        size: tokens in a block.
     """
     hashes = np.empty((spec.prompt_tokens // size, 2), dtype=np.uint64)
     if spec.block_ids:

@@ -73,7 +73,6 @@ async def bench(
         watch: called with the state of the run after each request that ended.
 
     Raises:
-        ConfigError: the text cannot be used, or the requests do not fit the model.
         EndpointError: the endpoint is not there, or refuses what was asked.
     """
     stop = stop or asyncio.Event()

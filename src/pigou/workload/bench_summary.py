@@ -39,11 +39,7 @@ class FailureCount(msgspec.Struct, frozen=True):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True, rename={"offered_requests": "offered"}):
-    """What a run came to. Latencies are of completed requests only; None where there are none.
-
-    Attributes:
-        offered: requests that were meant to be sent.
-    """
+    """What a run came to. Latencies are of completed requests only; None where there are none."""
 
     seconds: float  # from the start to the last end
     offered_requests: int
@@ -91,11 +87,7 @@ def summarize(
     outcomes: Sequence[SentRequest], *, offered_requests: int, nanoseconds: int,
     slo: Slo | None = None,
 ) -> Summary:  # fmt: skip
-    """Return the summary of a run.
-
-    Args:
-        slo: of the requests; None for none.
-    """
+    """Return the summary of a run."""
     done = [(o, o.result) for o in outcomes if isinstance(o.result, Stream)]
     streams = [stream for _, stream in done]
     tokens = sum(s.tokens for s in streams)

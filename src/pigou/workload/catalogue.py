@@ -154,11 +154,7 @@ TRACES: tuple[Listed, ...] = (
 
 
 def listed(name: str) -> Listed:
-    """Return the trace of this name.
-
-    Raises:
-        ConfigError: there is none; the message lists those that there are.
-    """
+    """Return the trace of this name."""
     for trace in TRACES:
         if trace.name == name:
             return trace
@@ -187,7 +183,6 @@ def download(
     if the server can, and says that the file is still the same.
 
     Args:
-        folder: where to; it must exist.
         address: of another copy; empty for the owner's.
 
     Raises:

@@ -90,11 +90,7 @@ class _Compared(NamedTuple):
 def rival(
     plane: ControlPlane, config: ControlConfig, other: Rival, into: PolicyComparison
 ) -> Router:
-    """Return a router that chooses as the plane's new one does, and compares.
-
-    Raises:
-        ConfigError: there is no such policy or parameter.
-    """
+    """Return a router that chooses as the plane's new one does, and compares."""
     return _CounterfactualRouter(plane.router, config, other, into)
 
 

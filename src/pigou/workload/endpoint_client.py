@@ -114,9 +114,6 @@ class AnswerTooLong(aiohttp.ClientPayloadError):
 async def read_answer(reply: aiohttp.ClientResponse, max_bytes: int | None = None) -> bytes:
     """Return an answer's body.
 
-    Args:
-        max_bytes: bytes of it; `MAX_ANSWER` by default.
-
     Raises:
         AnswerTooLong: it has more bytes; its connection is closed.
     """

@@ -44,11 +44,6 @@ class FleetScraper:
     """Reads the pages of one gateway, or of one server without a gateway."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
-        """Scrape `url`, with the headers of a session.
-
-        Raises:
-            ConfigError: it is no URL.
-        """
         self._session, self._url = session, url.rstrip("/")
         try:
             self._name = urlsplit(url).netloc
@@ -58,11 +53,7 @@ class FleetScraper:
             ) from None
 
     async def scrape(self) -> FleetScrape:
-        """Return what the fleet shows now.
-
-        Raises:
-            ConfigError: it does not answer, refuses the key, or shows no metrics.
-        """
+        """Return what the fleet shows now."""
         status, text = await self._get("/metrics")
         if status in (401, 403):
             raise ConfigError(
@@ -122,12 +113,7 @@ async def scraped_windows(
     """Scrape a fleet for so many seconds; return twelve windows.
 
     Args:
-        key: an administrator's API key; "" for none.
         seconds: to scrape, from 6 to a day.
-        watch: called with the seconds so far.
-
-    Raises:
-        ConfigError: as of `FleetScraper.scrape`, or `seconds` is too short or long.
     """
     every = seconds / _WINDOWS
     if not _MIN_WINDOW_S <= every <= _MAX_WINDOW_S:

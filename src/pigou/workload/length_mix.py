@@ -30,11 +30,7 @@ class LengthMix(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def parse(cls, text: str) -> tuple[Self, str]:
-        """Read `mix=0.7:512/128,0.3:4096/256[,prefix=N]`; return what else there is, too.
-
-        Raises:
-            ConfigError: a part is not understood, or shares do not add up to 1.
-        """
+        """Read `mix=0.7:512/128,0.3:4096/256[,prefix=N]`; return what else there is, too."""
         parts: list[tuple[float, int, int]] = []
         prefix, others = 0, []
         for item in text.removeprefix("mix=").split(","):
@@ -63,13 +59,9 @@ class LengthMix(msgspec.Struct, frozen=True, kw_only=True):
         """Return requests at random times (`renewal_times`).
 
         Args:
-            rate: requests a second, or a schedule of them.
             cv: standard deviation of a gap over its mean; 1 is Poisson.
             requests: at most; 0 takes all those of `seconds`.
             seconds: in which they are sent; 0 takes `requests` of them.
-
-        Raises:
-            ConfigError: a value is out of its range, or nothing ends them.
         """
         return renewal(_Sampler(self), rate, cv, requests, seconds, seed)
 

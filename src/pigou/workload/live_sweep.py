@@ -36,11 +36,7 @@ class SweepTarget:
 
 
 def check_live(config: SweepConfig, setup: Setup) -> None:
-    """Refuse what a live fleet decides by itself, and ask for what it does not say.
-
-    Raises:
-        ConfigError: names the option and the remedy.
-    """
+    """Refuse what a live fleet decides by itself, and ask for what it does not say."""
     for name in ("model", "gpu", "tp", "timing", "engine", "max_model_len"):
         if getattr(setup, name) != getattr(Setup(), name):
             raise ConfigError(
@@ -65,13 +61,9 @@ async def live_sweep(
     mean over a run, its ends counted, so that ITL is that of somewhat more of them.
 
     Args:
-        config: cells; `workers` is one number, that of the fleet.
-        setup: limits of a worker.
         watch: told cells that are done, all cells, and the next one.
-        stop: ends it when set.
 
     Raises:
-        ConfigError: as of `check_live`.
         EndpointError: the fleet is not there, refuses, or requests fail.
     """
     check_live(config, setup)

@@ -20,10 +20,6 @@ class LoadGenerator:
         load = LoadGenerator(send)  # `send` asks one prompt, and returns what came of it
         await load.closed(iter(jobs), slots=32)
         print(load.offered_requests, load.failed)
-
-    Attributes:
-        offered_requests: requests that were meant to be sent by now.
-        began: nanoseconds of the monotonic clock.
     """
 
     def __init__(self, send: Send, watch: Callable[[LoadGenerator], None] | None = None) -> None:
@@ -136,9 +132,6 @@ class LoadGenerator:
 
 
 async def _until(at: int) -> None:
-    """Sleep until a time of the monotonic clock, in nanoseconds, and never less.
-
-    The event loop wakes early by as much as its clock is coarse.
-    """
+    """Sleep until a time of the monotonic clock, in nanoseconds, and never less."""
     while (ahead := at - time.monotonic_ns()) > 0:
         await asyncio.sleep(ahead / SECOND)

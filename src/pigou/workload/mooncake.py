@@ -75,15 +75,9 @@ def to_trace(
     """Return the trace of rows with block ids that all share.
 
     Args:
-        rows: in the file's order.
-        numbers: their lines.
-        path: the file's, for errors.
         block: tokens of a block, as the user names them; 0 for what the rows fit.
         unit: timestamps are in, one of `UNITS`; "" infers it.
         name_block: tokens of a block that the file's name says; 0 for none.
-
-    Raises:
-        ConfigError: rows contradict one another or the block size, or fit several.
     """
     bailian = any(row.chat_id is not None for row in rows)
     pairs = [(row.input_length, len(row.hash_ids)) for row in rows if row.hash_ids]
@@ -106,10 +100,6 @@ def block_tokens(
         pairs: tokens of each prompt, and its blocks: those that it fills, or one more.
         given: size that is stated; 0 for none.
         default: size that the format's own traces have.
-        where: names the trace in errors.
-
-    Raises:
-        ConfigError: every row contradicts the size, or several fit.
     """
     distinct = sorted({(tokens, count) for tokens, count in pairs if tokens > 0})
     if given:
@@ -170,10 +160,7 @@ def _seconds(stamps: Sequence[float | None], unit: str, default: str, path: str)
 def _sessions(
     rows: Sequence[MooncakeRow], numbers: Sequence[int], scale: float, path: str
 ) -> list[tuple[TraceSession, int]]:
-    """Return sessions, and the lines that they begin in.
-
-    A row with a time begins a session of its own; one without goes on with that of its name.
-    """
+    """Return sessions, and the lines that they begin in."""
     untimed = all(row.timestamp is None for row in rows)
     begun: list[tuple[str, float, int, list[Turn]]] = []
     last: dict[str, list[Turn]] = {}
@@ -205,10 +192,7 @@ def _sessions(
 
 
 def _add_history(sessions: Sequence[list[Turn]], path: str) -> None:
-    """Make prompts whole where rows without blocks hold the new text of their turn alone.
-
-    AIPerf's rows do: each later prompt is shorter than what was said before it.
-    """
+    """Make prompts whole where rows without blocks hold the new text of their turn alone."""
     steps = [
         (before, after)
         for turns in sessions

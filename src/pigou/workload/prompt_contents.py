@@ -25,9 +25,6 @@ def lint_trace(path: str | Path) -> PrefixReport:
 
     Lines with `prompt` (text or token ids), `prompt_token_ids` or `messages` are compared by
     content; other traces, and journals, by the ids of their blocks.
-
-    Raises:
-        ConfigError: it cannot be read, or no prompt of it can be compared.
     """
     contents = _contents(Path(path))
     if contents is not None:

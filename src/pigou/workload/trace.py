@@ -53,11 +53,7 @@ class Trace:
     timed: bool = True  # whether the sessions' starts were recorded
 
     def check_timed(self, remedy: str) -> None:
-        """Refuse a trace whose sessions have no times.
-
-        Raises:
-            ConfigError: with the remedy.
-        """
+        """Refuse a trace whose sessions have no times."""
         if not self.timed:
             raise ConfigError(f"trace: its rows have no timestamp; {remedy}")
 
@@ -65,9 +61,6 @@ class Trace:
         """Return the trace with all lengths times `tokens`, and all times by `speed`.
 
         Blocks shrink with the lengths, so that what was shared stays shared, in proportion.
-
-        Raises:
-            ConfigError: requests, or the times between them, would be too long.
         """
         self._check_scale(tokens, speed)
 
@@ -164,12 +157,7 @@ def ordered(block: float, sessions: Sequence[TraceSession], rows: Sequence[int] 
     """Return a trace whose sessions begin in order, the first at 0.
 
     Args:
-        block: tokens in a block.
-        sessions: in any order.
         rows: line of each in its file; left out, they are one after another from line 1 on.
-
-    Raises:
-        ConfigError: there are none, or one begins at no time, or over a year after the first.
     """
     if not sessions:
         raise ConfigError("trace: it has no requests")
@@ -187,11 +175,7 @@ def ordered(block: float, sessions: Sequence[TraceSession], rows: Sequence[int] 
 
 
 def window(trace: Trace, begin: float, end: float) -> Trace:
-    """Return the sessions that start in [begin, end) seconds, moved to 0.
-
-    Raises:
-        ConfigError: none does.
-    """
+    """Return the sessions that start in [begin, end) seconds, moved to 0."""
     sessions = [session for session in trace.sessions if begin <= session.start < end]
     if not sessions:
         last = trace.sessions[-1].start
@@ -200,11 +184,7 @@ def window(trace: Trace, begin: float, end: float) -> Trace:
 
 
 def some(trace: Trace, sessions: int, rng: np.random.Generator) -> Trace:
-    """Return so many of the sessions, drawn without replacement, at their own times.
-
-    Raises:
-        ConfigError: there are not as many.
-    """
+    """Return so many of the sessions, drawn without replacement, at their own times."""
     if not 1 <= sessions <= len(trace.sessions):
         raise ConfigError(f"sessions is {sessions}; it must be in [1, {len(trace.sessions)}]")
     chosen = np.sort(rng.choice(len(trace.sessions), sessions, replace=False))
@@ -255,9 +235,6 @@ def hit_ratio(trace: Trace, tokens: float) -> float:
     The cache holds the blocks of so many tokens, used longest ago goes first, and the whole
     fleet shares it. A prompt hits its leading blocks. Blocks of answers are not counted, as
     traces do not tell them.
-
-    Args:
-        trace: with blocks.
     """
     room = tokens / trace.block
     cache: OrderedDict[tuple[str, int], None] = OrderedDict()

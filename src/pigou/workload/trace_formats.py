@@ -47,12 +47,8 @@ def read_trace(path: str | Path, block: float = 0.0, unit: str = "") -> Trace:
     `vllm/requests.jsonl`, as vLLM logs are kept in, stands for that file.
 
     Args:
-        path: a file or a folder.
         block: tokens of a block, where the file does not say; 0 for what all rows fit.
         unit: timestamps in Mooncake's format: s, ms, us or ns; "" infers it.
-
-    Raises:
-        ConfigError: the file cannot be read, is none of these, or contradicts `block`.
     """
     if not 0.0 <= block < float("inf"):
         raise ConfigError(f"trace: block is {block:g}; it must be above 0")
@@ -189,11 +185,7 @@ def _since_first() -> Callable[[str], float]:
 
 
 def _time(text: str) -> datetime:
-    """Return a time as ISO 8601 writes it, any digits of a second; without an offset it is UTC.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """Return a time as ISO 8601 writes it, any digits of a second; without an offset it is UTC."""
     match = _TIME.fullmatch(text)
     if match is None:
         raise ValueError("it is no time like 2023-11-16 18:15:46.68, with an offset or without")
@@ -212,10 +204,7 @@ def _rows(
     rows: Sequence[tuple[int, dict[str, str]]], columns: tuple[str, str, str],
     read: Callable[[str], float], path: str, failed: int | None = None,
 ) -> Trace:  # fmt: skip
-    """Return the numbered rows of a table, read from its columns of times, inputs and outputs.
-
-    Those whose output is `failed` are left out.
-    """
+    """Return the numbered rows of a table, read from its columns of times, inputs and outputs."""
     time, input_, output = columns
     sessions: list[TraceSession] = []
     numbers: list[int] = []

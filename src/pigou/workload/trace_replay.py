@@ -42,11 +42,7 @@ class TraceReplay:
 
 
 def plan(config: BenchConfig, max_model_len: int | None) -> TraceReplay:
-    """Read the configured trace, scale it, and leave out what does not fit the model.
-
-    Raises:
-        ConfigError: it cannot be read, or nothing of it fits.
-    """
+    """Read the configured trace, scale it, and leave out what does not fit the model."""
     whole = read_trace(config.trace, config.trace_block, config.trace_unit).scaled(
         config.trace_scale, config.trace_speed
     )

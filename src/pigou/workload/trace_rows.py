@@ -76,9 +76,6 @@ def of_rows(rows: Sequence[TraceRow], numbers: Sequence[int] = (), block: float 
     """Return the trace of its rows; `numbers` are their lines in the file, by default from 1 on.
 
     A row with `arrival_s` begins a session; one with `think_s` goes on with that of its name.
-
-    Raises:
-        ConfigError: rows contradict themselves, or one another.
     """
     block = _block(rows, block)
     opened: list[_Open] = []

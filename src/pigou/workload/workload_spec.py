@@ -104,11 +104,7 @@ def read_workload_spec(text: str, seed: int = 0) -> WorkloadSpec:
     The client's keys of the first hold for all.
 
     Args:
-        text: as `_read_part` reads it.
         seed: of lengths, gaps and templates; further workloads have the next ones.
-
-    Raises:
-        ConfigError: it is not understood, or a value is refused.
     """
     if ";" not in text or Path(text).exists():
         return _read_part(text, seed)
@@ -136,9 +132,6 @@ def _read_part(text: str, seed: int) -> WorkloadSpec:
             `mix=0.7:512/128,0.3:4096/256,rate=5,n=1000`, as `LengthMix.parse` reads it;
             or a trace, alone or with keys: `trace.jsonl.zst,speed=2,block=16,unit=ms`. The client's
             keys can stand in all of them: `pool=100,barging=0.9`.
-
-    Raises:
-        ConfigError: it is not understood, or a value is refused.
     """
     kind, colon, rest = text.partition(":")
     if colon and kind in ("closed", "poisson", "gamma") and not Path(text).exists():

@@ -46,11 +46,7 @@ _AMPLE = 0.98
 
 
 class Analysis:
-    """What configurations do under one workload and one objective.
-
-    Attributes:
-        usd_per_hour: price of a GPU of each kind; empty without prices.
-    """
+    """What configurations do under one workload and one objective."""
 
     def __init__(
         self,
@@ -256,7 +252,6 @@ class Analysis:
         """Return figures with throughput and cost.
 
         Args:
-            rate_rps: requests a second.
             latencies: TTFT and ITL at the percentile, mean end to end, in seconds.
             attained: share of the requests inside the objective.
         """

@@ -60,14 +60,7 @@ class Demand:
 
 
 def read_demand(text: str, seed: int) -> Demand:
-    """Read what `--workload` says: a mix of lengths, made-up requests, or a trace.
-
-    Args:
-        text: as `read_workload_spec` reads it; a `mix=` may leave its rate out.
-
-    Raises:
-        ConfigError: it is not understood, or its requests wait for one another.
-    """
+    """Read what `--workload` says: a mix of lengths, made-up requests, or a trace."""
     if text.startswith("mix=") and not Path(text).exists():
         mix, rest = LengthMix.parse(text)
         if not rest:
@@ -135,7 +128,6 @@ def length_classes(prompts: np.ndarray, outputs: np.ndarray, shared: np.ndarray)
 
     Args:
         prompts: tokens of each prompt, shape (requests,).
-        outputs: tokens of each output.
         shared: tokens of each prompt that are cached.
     """
     computed = np.maximum(prompts - shared, 1.0)

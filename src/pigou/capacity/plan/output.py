@@ -84,9 +84,6 @@ def write_files(plan: CapacityPlan, request: PlanRequest, folder: Path) -> list[
     `fleet.yaml` is for `pigou simulate --fleet`; `serve.yaml` and `planner.yaml` for `pigou serve
     --config` on the gateway, of workers that stay and that a planner starts; `workers.sh` starts
     the workers, one command a pool; `values.yaml` are values of the Helm chart.
-
-    Raises:
-        ConfigError: the folder cannot be written.
     """
     made = plan.best.configuration
     slo = request.slo

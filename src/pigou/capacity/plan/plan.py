@@ -113,11 +113,7 @@ def make_plan(
     """Make a plan.
 
     Args:
-        pool: of processes that simulate; None for this one.
         watch: called with the stage, and how many of its simulations are done.
-
-    Raises:
-        ConfigError: no configuration holds the model, or none can be inside the objective.
     """
     began = time.perf_counter()
     link = LinkConfig()
@@ -256,10 +252,7 @@ def _simulated(
 
 
 def _diverse(ranked: Sequence[Candidate], count: int) -> list[Candidate]:
-    """Return the best of both kinds of fleets: a third at least is of the kind that ranks lower.
-
-    Sizes of pools of the same workers come after two of theirs, where others are left.
-    """
+    """Return the best of both kinds of fleets: a third at least is of the kind that ranks lower."""
     joint: list[Candidate] = []
     split: list[Candidate] = []
     counts: Counter[tuple[object, ...]] = Counter()
@@ -320,10 +313,7 @@ def make_trial(
 
 
 def _merit(analysis: Analysis, figures: LoadFigures) -> tuple[float, float]:
-    """Order of simulated configurations: inside the objective first, then cheap for a token.
-
-    Without prices, cost is GPU time.
-    """
+    """Order of simulated configurations: inside the objective first, then cheap for a token."""
     cost = figures.usd_per_million_output or 1.0 / max(figures.output_tok_s_per_gpu, 1e-9)
     return (_short(analysis, figures), cost)
 

@@ -71,8 +71,6 @@ def candidates(
     all GPUs.
 
     Args:
-        gpus: how many there are of each kind.
-        kv_dtypes: number formats of the KV cache to try.
         enough: fleets whose decode workers' prompts are counted at least.
     """
     kinds = {role: worker_kinds(model, gpus, role, kv_dtypes) for role in Role}
@@ -92,11 +90,7 @@ def candidates(
 def _with_local_prompts(
     analysis: Analysis, seen: Sequence[Candidate], enough: int
 ) -> list[Candidate]:
-    """Return candidates with what decode workers add by computing prompts.
-
-    Of those that differ by batches and steps only, that is worked out for the best; and only for
-    as many as are asked for, where what is left cannot hold more, or the rate decides without.
-    """
+    """Return candidates with what decode workers add by computing prompts."""
     best: dict[tuple[object, ...], int] = {}
     for i, candidate in enumerate(seen):
         key = candidate.configuration.workers_key
@@ -153,10 +147,7 @@ def _split(
     second: WorkerKind,
     sizes: Mapping[tuple[Role, WorkerKind], Sequence[int]],
 ) -> Iterator[Candidate]:
-    """Yield fleets of a prefill and a decode pool: for each prefill pool the decode pools that fit.
-
-    Without a rate, a decode pool takes all that the prefill pool leaves.
-    """
+    """Yield pairs of a prefill pool and each decode pool that fits it."""
     decode_sizes = sizes[(Role.DECODE, second)]
     for prefill in sizes[(Role.PREFILL, first)]:
         room = gpus[second.gpu]

@@ -26,12 +26,6 @@ def shadow_prices(
     """Return what a little more of each scarce thing is worth, by the analysis.
 
     The worth is output tokens a second that all GPUs together may yield more.
-
-    Args:
-        gpus: how many there are of each kind.
-        kv_dtype: number format of the KV cache; "" for the model's own.
-        use: of tiers; None without tiers.
-        pool: of processes; None for this one.
     """
     demand = replace(analysis.demand, rate_rps=0.0)
     slo = analysis.slo

@@ -41,12 +41,7 @@ def split(gb: float, tiers: Sequence[StorageTier], *, parallel: bool = True) -> 
     """Return the split that is read soonest.
 
     Args:
-        gb: to place, at least 0.
-        tiers: in any order.
         parallel: whether tiers are read at once, or one after the other.
-
-    Raises:
-        ConfigError: the tiers do not hold it.
     """
     from scipy.optimize import linprog
 
@@ -77,16 +72,7 @@ def split(gb: float, tiers: Sequence[StorageTier], *, parallel: bool = True) -> 
 
 
 def greedy_split(gb: float, tiers: Sequence[StorageTier], *, parallel: bool = True) -> TierSplit:
-    """Return the split that fills the fastest tier first, as eviction by price does.
-
-    Args:
-        gb: to place, at least 0.
-        tiers: in any order.
-        parallel: whether they are read at once.
-
-    Raises:
-        ConfigError: the tiers do not hold it.
-    """
+    """Return the split that fills the fastest tier first, as eviction by price does."""
     _check(gb, tiers)
     left, placed = gb, dict.fromkeys((tier.name for tier in tiers), 0.0)
     seconds = []

@@ -17,12 +17,7 @@ from pigou.sim.workload import RequestSpec
 
 
 class TierUse(msgspec.Struct, frozen=True, kw_only=True):
-    """Tiers of all workers that compute prompts, taken together.
-
-    Attributes:
-        hit_rate, half_hit_rate: share of prompt tokens in a cache of device and tiers with the
-            oldest block evicted, and with half of the tiers.
-    """
+    """Tiers of all workers that compute prompts, taken together."""
 
     recurring_gb: float  # KV of the workload's blocks that are asked for at least twice, once each
     # of it over device and tiers, read at once, by the linear programme; what exceeds them is left
@@ -36,12 +31,7 @@ class TierUse(msgspec.Struct, frozen=True, kw_only=True):
 def tier_use(
     made: Configuration, analysis: Analysis, kv_bytes: int, tiers: Sequence[TierConfig]
 ) -> TierUse:
-    """Return what tiers hold of a workload.
-
-    Args:
-        made: the fleet; each of its workers that compute prompts has the tiers.
-        kv_bytes: of a token, over all layers.
-    """
+    """Return what tiers hold of a workload."""
     requests = [spec for one in analysis.demand.loop.sessions for spec in one.requests]
     device_bytes = device_bandwidth = 0.0
     workers = 0

@@ -77,10 +77,7 @@ def added(timing: WorkerProfile, prompts: Prompts) -> float:
 
 
 def _mixed(seen: Measurements) -> list[Prompts]:
-    """Return what prompts add to the steps of a stream, but for the plan that begins after them.
-
-    It is the rhythm's, and would be counted twice.
-    """
+    """Return what prompts add to the steps of a stream, but for the plan that begins after them."""
     begins = max(0.0, seen.rhythm[0][1][0]) if seen.rhythm else 0.0
     return [
         replace(mixed, seconds=max(0.0, mixed.seconds - begins)) for mixed in seen.prefill_mixed
@@ -88,10 +85,7 @@ def _mixed(seen: Measurements) -> list[Prompts]:
 
 
 def _decodes(seen: Sequence[Decodes]) -> tuple[TimeCurve, TimeCurve]:
-    """Fit decodes and the reading of the cache, of which an entry never takes less beyond more.
-
-    Were it free to, reading the first entries could take all that a step takes in any case.
-    """
+    """Fit decodes and the reading of the cache, of which an entry never takes less beyond more."""
     places = sorted({1, *(step.n for step in seen)})
     sizes = np.array([step.n for step in seen], dtype=np.float64)
     kv = np.array([step.kv for step in seen])

@@ -207,10 +207,7 @@ class Measuring:
         return front + self._target.prompt(tokens)
 
     async def _mixed(self, often: int) -> None:
-        """Send prompts while a stream runs, until each was measured so often.
-
-        What the stream loses is what they take.
-        """
+        """Send prompts while a stream runs, until each was measured so often."""
         stale = 0
         while any(len(values) < often for values in self._added_s):
             before = sum(map(len, self._added_s))

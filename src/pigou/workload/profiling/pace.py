@@ -12,12 +12,7 @@ class Pace:
     """Estimates a profile's time in steps of the worker, and keeps it within a budget."""
 
     def __init__(self, budget_s: float, round_steps: float, rounds: int) -> None:
-        """Begin to count.
-
-        Args:
-            budget_s: seconds that all may take; 0 for no limit.
-            round_steps: steps of the worker that a round takes, by a guess.
-        """
+        """Count rounds of `round_steps` steps within `budget_s` seconds; 0 for no limit."""
         self._budget_s = budget_s
         self._began = time.monotonic()
         self._round_steps = round_steps
