@@ -12,15 +12,17 @@ from tests.lib.source_tree import SRC, modules, name, parsed
 FLOORS = {
     "request": 1, "events": 1, "config": 1, "sampling": 1, "games": 1, "models": 1, "compiled": 1,
     "background": 1, "kernel_cache": 1, "logs": 1, "imports": 1, "config_option": 1,
-    "struct_values": 1, "yaml_file": 1, "small_file": 1, "stop_signals": 1,
+    "struct_values": 1, "objectives": 1, "yaml_file": 1, "small_file": 1, "stop_signals": 1,
     "kv": 2, "wire": 2, "text": 2, "tracing": 2,
     "engine": 3, "control": 3, "lifecycle": 3, "diagnosis": 3, "cost": 3,
+    "windows": 3, "performance": 3,
     "runtime": 4, "sim": 4, "worker": 4, "gateway": 4,
     "fleet": 5, "workload": 5, "report": 5, "integrations": 5,
     "experiments": 5, "capacity": 5,
     "cli": 6, "gpu_check": 6, "__main__": 7,
 }  # fmt: skip
 PURE = {"games", "kv", "engine", "control", "lifecycle", "cost", "diagnosis"}
+PURE |= {"windows", "performance"}
 IMPURE_MODULES = {"asyncio", "socket", "socketserver", "time", "zmq", "aiohttp", "threading"}
 #: Neighbours on a floor that may know one another, one way.
 NEIGHBOURS = {

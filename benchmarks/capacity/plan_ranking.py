@@ -23,8 +23,8 @@ from pigou.capacity.plan.demand import read_demand
 from pigou.capacity.plan.plan import PlanRequest, make_trial, ranked_candidates
 from pigou.capacity.plan.search_space import Candidate, candidates
 from pigou.capacity.plan.trial import run_trial, trial_figures
-from pigou.control.planner.objectives import Slo
 from pigou.models.read import architecture
+from pigou.objectives import Slo
 from pigou.sim.network import LinkConfig
 
 #: Name -> workload, model, GPUs, objective. The first three chose the constants of the analysis.

@@ -52,15 +52,15 @@ from pigou.control.messages import (
 )
 from pigou.control.peers.bookings import PredictedPrompt, TenantService, WorkerBookings
 from pigou.control.plane import ControlPlane
-from pigou.control.planner.messages import PlannerWindow
-from pigou.control.planner.objectives import ProvisioningTimes, Slo
-from pigou.control.planner.record import PlannerStarted
+from pigou.control.planner.planner import PlannerStarted
 from pigou.control.prefix_index import PrefixIndex
 from pigou.control.price_of_anarchy import PoAEstimate
 from pigou.control.routing.policy import GROUP, params_of
 from pigou.events import AllBlocksCleared, BlockRemoved, BlockStored
 from pigou.games.price_of_anarchy import Estimate, PriceOfAnarchy
+from pigou.objectives import ProvisioningTimes, Slo
 from pigou.request import SECOND, FinishReason, Rehearsed, Request, Role, Worker
+from pigou.windows.planner_window import PlannerWindow
 from pigou.wire.kv_event_decoding import Cleared, Removed, Stored
 
 FOUND = PoAEstimate(PriceOfAnarchy(*[Estimate(1.5, 1.25, 2.0)] * 4, (0, 2)), 3.25, 40)

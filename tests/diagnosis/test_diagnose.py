@@ -13,9 +13,9 @@ import pytest
 from pigou.diagnosis.diagnose import DETECTORS, diagnose
 from pigou.diagnosis.metric_pages import MetricPage
 from pigou.diagnosis.modes import MODES
-from pigou.diagnosis.observations import FleetObservation, TenantObservation, WorkerObservation
-from pigou.diagnosis.scraped_windows import FleetScrape, scraped_window
 from pigou.gateway.api_keys import KeyLimits
+from pigou.windows.observations import FleetObservation, TenantObservation, WorkerObservation
+from pigou.windows.scrape import FleetScrape, scraped_window
 
 HEALTHY_WORKER = WorkerObservation(
     worker="a", running=20.0, knee=60.0, busy=0.9, kv_tokens=100_000, kv_usage=0.4,

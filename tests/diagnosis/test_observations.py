@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pigou.config import ConfigError
-from pigou.diagnosis.observations import (
+from pigou.windows.observations import (
     FleetObservation,
     TenantObservation,
     WorkerObservation,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pigou.diagnosis.prompt_lengths import PromptLengths
+from pigou.windows.prompts import PromptLengths
 
 
 def test_a_prompt_is_long_beside_the_last_thousand() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from pigou.diagnosis.repeated_prompts import RepeatedPrompts, prompt_key
 from pigou.request import Request
+from pigou.windows.prompts import RepeatedPrompts, prompt_key
 
 
 def test_a_prompt_counts_again_only_after_an_attempt_that_was_not_served() -> None:

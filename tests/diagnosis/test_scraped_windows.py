@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pigou.diagnosis.metric_pages import MetricPage, increase, quantile
-from pigou.diagnosis.observations import FleetObservation, WorkerObservation
-from pigou.diagnosis.scraped_windows import FleetScrape, scraped_window, with_knees
+from pigou.windows.observations import FleetObservation, WorkerObservation
+from pigou.windows.scrape import FleetScrape, scraped_window, with_knees
 
 GATEWAY = """# HELP x
 pigou_requests_total{{route="/v1/completions",status="200"}} {ok}

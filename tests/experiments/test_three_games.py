@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pigou.control.planner.messages import (
-    FlipRole,
-    LoadWindow,
-    PlannerWindow,
-    PoolWindow,
-    WorkerWindow,
-)
+from pigou.control.planner.messages import FlipRole
 from pigou.experiments.fleets import fleet
 from pigou.experiments.three_games import (
     ARMS,
@@ -22,6 +16,7 @@ from pigou.experiments.three_games import (
     verdict,
 )
 from pigou.request import SECOND, Role
+from pigou.windows.planner_window import LoadWindow, PlannerWindow, PoolWindow, WorkerWindow
 
 
 def window(second: int, prefill: int = 2, better: int = 3, anarchy: float = 1.5) -> PlannerWindow:

@@ -16,13 +16,13 @@ import pytest
 from tests.fleet.harness import Client, running
 
 from pigou.config import ControlConfig
-from pigou.control.planner.messages import WorkerWindow
 from pigou.control.state import LOADS
 from pigou.diagnosis import scraped_windows
 from pigou.diagnosis.alert_rules import alert_rules
 from pigou.diagnosis.metric_pages import MetricPage
 from pigou.fleet import probe, worker_report
 from pigou.fleet.planner_windows import PlannerWindows
+from pigou.windows.planner_window import WorkerWindow
 from pigou.wire import metrics_text
 
 #: Prompts take 0.3 s, steps 20 ms: a planner looks between the ends of steps, and within them.

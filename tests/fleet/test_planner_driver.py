@@ -12,28 +12,18 @@ import msgspec
 import pytest
 
 from pigou.config import ConfigError, ControlConfig
-from pigou.control.journal import JournalEntry, decode, encode
+from pigou.control.journal import JournalEntry, decode, encode, planner_entry
 from pigou.control.plane import ControlPlane
-from pigou.control.planner.attainment import Objectives
 from pigou.control.planner.config import PlannerConfig
-from pigou.control.planner.journal import planner_entry
-from pigou.control.planner.messages import (
-    Action,
-    AddWorkers,
-    DrainWorker,
-    PlannerDecision,
-    PlannerWindow,
-    PoolWindow,
-    WorkerState,
-    WorkerWindow,
-)
-from pigou.control.planner.objectives import Slo
+from pigou.control.planner.messages import Action, AddWorkers, DrainWorker, PlannerDecision
 from pigou.fleet.planner_driver import PlannerDriver, profile_of
 from pigou.gateway.journal import Journal
 from pigou.gateway.plan_status import PlanMetrics, PlanStatus
 from pigou.gateway.plane_driver import PlaneDriver
 from pigou.gateway.request_meter import RequestMeter
+from pigou.objectives import Objectives, Slo
 from pigou.request import Rehearsed, Role, Worker
+from pigou.windows.planner_window import PlannerWindow, PoolWindow, WorkerState, WorkerWindow
 from pigou.workload.journal_file import lines
 from pigou.workload.journal_replay import replay_journal
 

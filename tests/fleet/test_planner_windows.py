@@ -11,13 +11,13 @@ import pytest
 from pigou.config import ControlConfig
 from pigou.control.messages import Route, WorkerUp
 from pigou.control.plane import ControlPlane
-from pigou.control.planner.load_meter import ComputedPrompt, MeteredRequest, MeteredWindow
-from pigou.control.planner.messages import PlannerWindow, WorkerState, WorkerWindow
 from pigou.fleet.planner_windows import PlannerWindows
 from pigou.fleet.provider import ProvidedPool
 from pigou.gateway.plane_driver import PlaneDriver
 from pigou.gateway.worker_report import WorkerReport
 from pigou.request import SECOND, Request, Role, Worker
+from pigou.windows.load_meter import ComputedPrompt, MeteredRequest, MeteredWindow
+from pigou.windows.planner_window import PlannerWindow, WorkerState, WorkerWindow
 
 
 class FakeFleet:

@@ -8,7 +8,7 @@ from pigou.config import ConfigError, ControlConfig
 from pigou.control.plane import ControlPlane
 from pigou.control.planner.actuation import add_workers, carry_out
 from pigou.control.planner.config import PlannerConfig
-from pigou.control.planner.messages import AddWorkers, FlipRole, WorkerState
+from pigou.control.planner.messages import AddWorkers, FlipRole
 from pigou.fleet.config import AttachedWorker, FleetError, LocalWorker, WatchConfig
 from pigou.fleet.hang_detection import HangArbiter
 from pigou.fleet.live_fleet import LiveFleet
@@ -26,6 +26,7 @@ from pigou.fleet.supervisor import Supervisor
 from pigou.gateway.plan_status import PlanStatus
 from pigou.gateway.plane_driver import PlaneDriver
 from pigou.request import Role
+from pigou.windows.planner_window import WorkerState
 
 SLEEP = ("--executor", "sleep")
 

@@ -17,7 +17,6 @@ from aiohttp import web
 
 from pigou.config import ControlConfig
 from pigou.control.plane import ControlPlane
-from pigou.control.planner.attainment import Objectives
 from pigou.gateway.api_keys import Keys
 from pigou.gateway.app import Gateway
 from pigou.gateway.config import GatewayConfig
@@ -26,6 +25,7 @@ from pigou.gateway.plane_driver import PlaneDriver
 from pigou.gateway.server import GatewayServer
 from pigou.gateway.status_api import FleetStatus
 from pigou.gateway.upstream import Engine
+from pigou.objectives import Objectives
 from pigou.request import Role, Worker
 from pigou.tracing.tracer import Tracer
 

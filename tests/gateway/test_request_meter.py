@@ -8,8 +8,7 @@ import aiohttp
 import pytest
 from tests.gateway.stub import Fleet, Script, Stub, serving
 
-from pigou.control.planner.attainment import Objectives
-from pigou.control.planner.objectives import Slo, WorkloadClass
+from pigou.objectives import Objectives, Slo, WorkloadClass
 
 TEXT = "/v1/completions"
 OBJECTIVES = Objectives(

@@ -10,13 +10,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from setups import check_times, closed_loop, figures, open_loop, simulation
 
-from pigou.control.planner.messages import WorkerState
 from pigou.request import SECOND, Role
 from pigou.sim.fleet_config import FleetConfig, Outage, WorkerGroup
 from pigou.sim.request_run import RunOutcome
 from pigou.sim.scaling_config import RoleFlipConfig, StartUpConfig
 from pigou.sim.simulation import Simulation
 from pigou.sim.virtual_clock import EPOCH, Phase
+from pigou.windows.planner_window import WorkerState
 
 SPLIT = (WorkerGroup(role=Role.PREFILL, count=2), WorkerGroup(role=Role.DECODE, count=2))
 BOTH = (WorkerGroup(count=3),)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from setups import LAW, simulation
 
-from pigou.control.planner.performance.speed import RequestMix
+from pigou.performance.speed import RequestMix
 from pigou.request import Role
 from pigou.sim.fleet_config import FleetConfig, LinkConfig, WorkerGroup
 from pigou.sim.pool_performance import measure_performance

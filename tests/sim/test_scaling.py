@@ -10,7 +10,6 @@ import pytest
 from setups import figures, simulation
 
 from pigou.config import ConfigError, ControlConfig
-from pigou.control.planner.attainment import Objectives
 from pigou.control.planner.config import RequestClassConfig
 from pigou.control.planner.messages import (
     Action,
@@ -18,12 +17,11 @@ from pigou.control.planner.messages import (
     DrainWorker,
     FlipRole,
     PlannerDecision,
-    PlannerWindow,
     RebalancePool,
     RemoveWorker,
     SetOperatingPoint,
-    WorkerState,
 )
+from pigou.objectives import Objectives
 from pigou.request import SECOND, Role
 from pigou.sim.arrival_rate import RateSchedule
 from pigou.sim.client import ClientConfig
@@ -36,6 +34,7 @@ from pigou.sim.setup import Setup
 from pigou.sim.simulation import UNLIMITED, Simulation
 from pigou.sim.virtual_clock import EPOCH
 from pigou.sim.workload import OpenLoop, RequestLengths, renewal
+from pigou.windows.planner_window import PlannerWindow, WorkerState
 
 LAW = "law:itl_a=0.008,itl_b=0.0003,prefill=0.004,prefill_token=0.00005"
 LENGTHS = RequestLengths(input=(200, 400), output=(20, 60))

@@ -18,7 +18,6 @@ from pigou.control.planner.messages import (
     DrainWorker,
     FlipRole,
     PlannerDecision,
-    PlannerWindow,
     RemoveWorker,
 )
 from pigou.request import SECOND, Role
@@ -31,6 +30,7 @@ from pigou.sim.setup import Setup
 from pigou.sim.simulation import UNLIMITED, Simulation
 from pigou.sim.virtual_clock import EPOCH
 from pigou.sim.workload import RequestLengths, renewal
+from pigou.windows.planner_window import PlannerWindow
 
 LAW = "law:itl_a=0.008,itl_b=0.0003,prefill=0.004,prefill_token=0.00005"
 LENGTHS = RequestLengths(input=(200, 400), output=(20, 60), templates=3)

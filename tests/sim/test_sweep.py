@@ -11,10 +11,10 @@ from typer.testing import CliRunner
 
 from pigou.cli import build
 from pigou.config import ConfigError
-from pigou.control.planner.objectives import Slo
-from pigou.control.planner.performance.speed import RequestMix
-from pigou.control.planner.performance.sweep_tables import SweepTables
 from pigou.games.queueing import mgc_wait
+from pigou.objectives import Slo
+from pigou.performance.speed import RequestMix
+from pigou.performance.sweep_tables import SweepTables
 from pigou.request import Role
 from pigou.sim.setup import Setup
 from pigou.sim.sweep import sweep

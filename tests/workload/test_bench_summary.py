@@ -4,7 +4,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from pigou.control.planner.objectives import Slo
+from pigou.objectives import Slo
 from pigou.request import SECOND
 from pigou.workload.bench_summary import Summary, latency_distribution, summarize
 from pigou.workload.request_outcome import Failure, SentRequest, Stream

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,15 @@ from pigou.control.plane import ControlPlane
 from pigou.diagnosis.diagnose import diagnose
 from pigou.gateway.journal import Journal
 from pigou.request import SECOND, FinishReason, Request, Role, Worker
-from pigou.workload.journal_windows import journal_windows
+from pigou.windows import journal as journal_source
+from pigou.windows.observations import FleetObservation
+from pigou.workload.journal_file import entries
+
+
+def journal_windows(
+    path: Path, on_cut: Callable[[int], object] = lambda _: None
+) -> tuple[FleetObservation, ...]:
+    return journal_source.journal_windows(entries(path, on_cut), str(path))
 
 
 def write(path: Path, seconds: int, *, rate: int = 1, done: int = 1) -> None:

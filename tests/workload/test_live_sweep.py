@@ -9,7 +9,7 @@ import pytest
 from tests.workload.stub import Stub
 
 from pigou.config import ConfigError
-from pigou.control.planner.performance.speed import RequestMix
+from pigou.performance.speed import RequestMix
 from pigou.request import Role
 from pigou.sim.setup import Setup
 from pigou.sim.sweep_config import SweepConfig

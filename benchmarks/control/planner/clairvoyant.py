@@ -29,15 +29,13 @@ from pigou.control.planner.messages import (
     DrainWorker,
     FlipRole,
     PlannerDecision,
-    PlannerWindow,
-    PoolWindow,
-    WorkerState,
 )
-from pigou.control.planner.objectives import Slo
-from pigou.control.planner.performance.model import PerformanceModel
-from pigou.control.planner.performance.speed import RequestMix
+from pigou.objectives import Slo
+from pigou.performance.model import PerformanceModel
+from pigou.performance.speed import RequestMix
 from pigou.request import SECOND, Role
 from pigou.sim.virtual_clock import EPOCH
+from pigou.windows.planner_window import PlannerWindow, PoolWindow, WorkerState
 
 #: Shares of requests inside at which the load of a pool is computed.
 SHARES = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.975, 0.99, 0.997, 0.999)

@@ -17,7 +17,7 @@ import msgspec
 from benchmarks.control.planner.dynamo_peer import PREDICTORS, DynamoPeer, planner_python
 from benchmarks.lib.peers import PeerMissing
 from pigou.config import ControlConfig
-from pigou.control.planner.messages import PlannerDecision, PlannerWindow
+from pigou.control.planner.messages import PlannerDecision
 from pigou.control.planner.planner import Planner, PlannerSetup
 from pigou.control.planner.rivals.dynamo import DynamoPlanner, DynamoPlannerParams
 from pigou.sim.fleet_config import read_fleet
@@ -26,6 +26,7 @@ from pigou.sim.scaling import Scaling
 from pigou.sim.scaling_config import ScalingConfig
 from pigou.sim.setup import Setup
 from pigou.sim.simulation import UNLIMITED, Simulation
+from pigou.windows.planner_window import PlannerWindow
 from pigou.workload.workload_spec import read_workload_spec
 
 FLEETS = ("1p+1d", "2xboth")

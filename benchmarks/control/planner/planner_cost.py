@@ -11,13 +11,13 @@ import argparse
 import statistics
 import time
 
-from pigou.control.planner.messages import LoadWindow, PlannerWindow, PoolWindow, WorkerWindow
-from pigou.control.planner.objectives import Budget, ProvisioningTimes, Slo
-from pigou.control.planner.performance.model import PerformanceModel
-from pigou.control.planner.performance.speed import DecodeLaw, PrefillLine
 from pigou.control.planner.planner import PlannerSetup, load
 from pigou.games.latency import LatencyLaw
+from pigou.objectives import Budget, ProvisioningTimes, Slo
+from pigou.performance.model import PerformanceModel
+from pigou.performance.speed import DecodeLaw, PrefillLine
 from pigou.request import SECOND, Role
+from pigou.windows.planner_window import LoadWindow, PlannerWindow, PoolWindow, WorkerWindow
 
 MODEL = PerformanceModel(
     PrefillLine(0.005, 8e-5, 1e-9),

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.routing.policy_workloads import read_cached
-from pigou.control.planner.performance.speed import RequestMix
+from pigou.performance.speed import RequestMix
 from pigou.request import SECOND
 from pigou.sim.arrival_rate import RateSchedule
 from pigou.sim.workload import OpenLoop, RequestLengths, merged, renewal

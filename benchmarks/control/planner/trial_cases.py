@@ -23,8 +23,8 @@ from benchmarks.control.planner.planner_loads import (
 )
 from benchmarks.routing.policy_workloads import AZURE, MOONCAKE
 from pigou.config import ControlConfig
-from pigou.control.planner.objectives import Slo
 from pigou.control.planner.planner import Planner
+from pigou.objectives import Slo
 from pigou.request import Role
 from pigou.sim.client import ClientConfig
 from pigou.sim.fleet_config import FleetConfig, WorkerGroup

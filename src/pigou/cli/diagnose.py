@@ -18,8 +18,8 @@ _MAX_WINDOWS = 1 << 30
 
 if TYPE_CHECKING:
     from pigou.diagnosis.mode import Diagnosis, ModeEvidence, ModeFinding
-    from pigou.diagnosis.observations import FleetObservation
     from pigou.diagnosis.prefix_lint import PrefixReport
+    from pigou.windows.observations import FleetObservation
 
 
 def diagnose(
@@ -80,7 +80,7 @@ def diagnose(
         typer.echo(f"pigou {_named(str(error))}", err=True)
         raise typer.Exit(2) from None
     from pigou.diagnosis.diagnose import diagnose as diagnose_windows
-    from pigou.diagnosis.observations import written
+    from pigou.windows.observations import written
 
     diagnosis = diagnose_windows(series)
     if json:
@@ -101,14 +101,15 @@ def _is_url(target: str) -> bool:
 def _windows(target: str, journal: str, seconds: float, key: str) -> tuple[FleetObservation, ...]:
     """Return the windows of a journal, a URL or a file."""
     if journal:
-        from pigou.workload.journal_windows import journal_windows
+        from pigou.windows.journal import journal_windows
+        from pigou.workload.journal_file import entries
 
-        return journal_windows(journal, _tell_cut)
+        return journal_windows(entries(journal, _tell_cut), journal)
     if _is_url(target):
         from pigou.workload.fleet_scraper import scraped_windows
 
         return asyncio.run(scraped_windows(target, key, seconds))
-    from pigou.diagnosis.observations import read_observations
+    from pigou.windows.observations import read_observations
 
     try:
         document = msgspec.json.decode(read_bytes(target, _MAX_WINDOWS))

@@ -106,8 +106,8 @@ def plan(
     from pigou.capacity.plan.output import plan_document, write_files
     from pigou.capacity.plan.plan import PlanRequest, make_plan
     from pigou.capacity.plan.stress import stress
-    from pigou.control.planner.objectives import Slo
     from pigou.models.read import architecture
+    from pigou.objectives import Slo
 
     check_json(json)
     try:

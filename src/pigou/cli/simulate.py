@@ -108,10 +108,10 @@ def simulate(
     ] = "",
 ) -> None:
     """Simulate a fleet: the production scheduler, router and cache under a virtual clock."""
-    from pigou.diagnosis.observations import written
     from pigou.sim.fleet_config import read_fleet
     from pigou.sim.observed_windows import WindowObserver
     from pigou.sim.simulation import Simulation, warm_up
+    from pigou.windows.observations import written
     from pigou.workload.workload_spec import read_workload_spec
 
     check_json(json)

@@ -20,7 +20,7 @@ from pigou.sim.setup import Setup
 from pigou.sim.sweep_config import SweepConfig
 
 if TYPE_CHECKING:
-    from pigou.control.planner.performance.sweep_tables import SweepTables
+    from pigou.performance.sweep_tables import SweepTables
 
 _INTERRUPTED = 130
 _SETUP = Override("model gpu tp timing blocks max_batched_tokens max_seqs max_model_len engine")

@@ -8,7 +8,6 @@ import numpy as np
 
 from pigou.diagnosis.mode import ModeEvidence, ModeFinding
 from pigou.diagnosis.modes import MODES
-from pigou.diagnosis.observations import FleetObservation
 from pigou.diagnosis.signals import (
     Series,
     SignalMissing,
@@ -19,6 +18,7 @@ from pigou.diagnosis.signals import (
     need,
     stretch,
 )
+from pigou.windows.observations import FleetObservation
 
 #: Times the median of the windows' longest prompts that a long prompt has.
 _LONG = 4.0

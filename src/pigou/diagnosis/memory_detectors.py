@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from pigou.diagnosis.mode import ModeEvidence, ModeFinding
 from pigou.diagnosis.modes import MODES
-from pigou.diagnosis.observations import FleetObservation, WorkerObservation
 from pigou.diagnosis.signals import Series, finding, mean, need, stretch
+from pigou.windows.observations import FleetObservation, WorkerObservation
 
 
 def _per_worker(

@@ -8,7 +8,7 @@ from typing import TypeAlias
 import numpy as np
 
 from pigou.diagnosis.mode import FailureMode, ModeEvidence, ModeFinding
-from pigou.diagnosis.observations import FleetObservation
+from pigou.windows.observations import FleetObservation
 
 Series: TypeAlias = Sequence[FleetObservation]
 #: How much longer than it must a signal lasts that is sure, and very sure.

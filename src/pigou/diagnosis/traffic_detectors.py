@@ -7,8 +7,8 @@ from itertools import groupby
 
 from pigou.diagnosis.mode import ModeEvidence, ModeFinding
 from pigou.diagnosis.modes import MODES
-from pigou.diagnosis.observations import FleetObservation, TenantObservation
 from pigou.diagnosis.signals import Series, correlation, finding, mean, need, stretch
+from pigou.windows.observations import FleetObservation, TenantObservation
 
 
 def prefix_miss_storm(series: Series) -> ModeFinding | None:

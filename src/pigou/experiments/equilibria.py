@@ -16,12 +16,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pigou.control.planner.objectives import Slo
-from pigou.control.planner.performance.model import PerformanceModel
 from pigou.control.planner.price.params import PricePlannerParams
 from pigou.experiments.fleets import PaperFleet, Reading
 from pigou.experiments.planned_fleet import MIX, PlannedRun, mean_row, planned_figures, supply
 from pigou.experiments.results import Row
+from pigou.objectives import Slo
+from pigou.performance.model import PerformanceModel
 from pigou.request import Role
 from pigou.sim.arrival_rate import RateSchedule
 

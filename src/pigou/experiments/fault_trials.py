@@ -15,7 +15,6 @@ from typing import Any
 import msgspec
 
 from pigou.config import ControlConfig
-from pigou.diagnosis.observations import FleetObservation, WorkerObservation
 from pigou.kv.offload import RecomputeCost
 from pigou.request import SECOND
 from pigou.sim.client import ClientConfig
@@ -24,6 +23,7 @@ from pigou.sim.observed_windows import WindowObserver
 from pigou.sim.setup import Setup, TierConfig
 from pigou.sim.simulation import UNLIMITED, Simulation
 from pigou.sim.workload import OpenLoop, RequestSession, RequestSpec
+from pigou.windows.observations import FleetObservation, WorkerObservation
 
 #: Mode 0: a healthy fleet.
 HEALTHY = 0

@@ -19,13 +19,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pigou.config import ControlConfig
-from pigou.control.planner.attainment import Objectives
-from pigou.control.planner.objectives import Slo
-from pigou.control.planner.performance.model import PerformanceModel
-from pigou.control.planner.performance.speed import RequestMix
 from pigou.control.planner.planner import Planner
 from pigou.experiments.fleets import PaperFleet
 from pigou.experiments.results import Row
+from pigou.objectives import Objectives, Slo
+from pigou.performance.model import PerformanceModel
+from pigou.performance.speed import RequestMix
 from pigou.request import Role
 from pigou.sim.arrival_rate import RateSchedule
 from pigou.sim.client import ClientConfig

@@ -20,19 +20,14 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from pigou.control.planner.messages import (
-    Action,
-    FlipRole,
-    PlannerDecision,
-    PlannerWindow,
-    WorkerState,
-)
+from pigou.control.planner.messages import Action, FlipRole, PlannerDecision
 from pigou.control.planner.planner import Planner
 from pigou.experiments.fleets import PaperFleet, Reading
 from pigou.experiments.planned_fleet import PlannedRun, mean_row, planned_figures
 from pigou.experiments.results import Row
 from pigou.request import Role
 from pigou.sim.arrival_rate import RateSchedule
+from pigou.windows.planner_window import PlannerWindow, WorkerState
 
 #: Load in per cent of what three prefill workers compute without hits.
 LEVELS = (90,)

@@ -13,7 +13,6 @@ from pigou.control.planner.actuation import (
     flip_refusal,
     removal_refusal,
 )
-from pigou.control.planner.messages import WorkerState
 from pigou.fleet.config import FleetError
 from pigou.fleet.member import FleetMember, check_fit
 from pigou.fleet.provider import ProvidedPool, Provider
@@ -22,6 +21,7 @@ from pigou.fleet.supervisor import Supervisor
 from pigou.gateway.fleet_changes import ChangeRefused, UnknownWorker
 from pigou.gateway.status_api import WorkerRow
 from pigou.request import Role
+from pigou.windows.planner_window import WorkerState
 
 
 class LiveFleet:

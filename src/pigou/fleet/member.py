@@ -14,7 +14,6 @@ from typing import ClassVar
 
 from pigou.control.messages import WorkerDraining
 from pigou.control.planner.actuation import UNPLACEABLE
-from pigou.control.planner.messages import WorkerState
 from pigou.fleet.config import FleetError, WatchConfig
 from pigou.fleet.hang_detection import HangArbiter
 from pigou.fleet.probe import EventSource, ProbeResult
@@ -25,6 +24,7 @@ from pigou.gateway.status_api import WorkerRow
 from pigou.gateway.upstream import Engine
 from pigou.lifecycle.suspicion import WorkerEnd
 from pigou.request import UNKNOWN_LOCATION, Role, Worker
+from pigou.windows.planner_window import WorkerState
 from pigou.wire.fleet_secret import FleetSecret
 
 _log = logging.getLogger("pigou.fleet")

@@ -11,27 +11,21 @@ from collections.abc import Sequence
 
 from pigou.background import Background
 from pigou.config import ConfigError
+from pigou.control.journal import planner_entry
 from pigou.control.planner.actuation import carry_out, tenants_limit
 from pigou.control.planner.config import PlannerConfig
-from pigou.control.planner.journal import planner_entry
-from pigou.control.planner.messages import (
-    Action,
-    AddWorkers,
-    PlannerDecision,
-    PlannerWindow,
-    RebalancePool,
-)
-from pigou.control.planner.objectives import Budget, ProvisioningTimes, Slo
-from pigou.control.planner.performance.sweep_tables import SweepTables
-from pigou.control.planner.planner import Planner
-from pigou.control.planner.record import PlannerStarted, PoolProfile, decide
+from pigou.control.planner.messages import Action, AddWorkers, PlannerDecision, RebalancePool
+from pigou.control.planner.planner import Planner, PlannerStarted, PoolProfile, decide
 from pigou.engine.startup_profiling import CONTEXT_TOKENS
 from pigou.fleet.live_fleet import LiveFleet
 from pigou.fleet.planner_windows import PlannerWindows
 from pigou.gateway.plan_status import PlanStatus
 from pigou.gateway.plane_driver import PlaneDriver
+from pigou.objectives import Budget, ProvisioningTimes, Slo
+from pigou.performance.sweep_tables import SweepTables
 from pigou.request import Role, Worker
 from pigou.small_file import read_bytes
+from pigou.windows.planner_window import PlannerWindow
 
 _log = logging.getLogger("pigou.fleet")
 

@@ -6,14 +6,6 @@ import os
 import time
 from typing import NamedTuple
 
-from pigou.control.planner.load_meter import ComputedPrompt, LoadMeter, WorkerCounts, anarchy_of
-from pigou.control.planner.messages import (
-    LoadWindow,
-    PlannerWindow,
-    PoolWindow,
-    WorkerState,
-    WorkerWindow,
-)
 from pigou.fleet.live_fleet import LiveFleet
 from pigou.fleet.member import FleetMember
 from pigou.fleet.provider import ProvidedPool
@@ -22,6 +14,14 @@ from pigou.gateway.plane_driver import PlaneDriver
 from pigou.gateway.upstream import Upstream
 from pigou.gateway.worker_report import WorkerReport
 from pigou.request import SECOND
+from pigou.windows.load_meter import ComputedPrompt, LoadMeter, WorkerCounts, anarchy_of
+from pigou.windows.planner_window import (
+    LoadWindow,
+    PlannerWindow,
+    PoolWindow,
+    WorkerState,
+    WorkerWindow,
+)
 
 #: Nanoseconds after which a report says nothing of the present.
 _STALE_NS = 5 * SECOND

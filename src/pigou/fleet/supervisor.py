@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
-from pigou.control.planner.messages import WorkerState
 from pigou.fleet.config import AttachedWorker, FleetError, LocalWorker, WatchConfig
 from pigou.fleet.drain import Drain
 from pigou.fleet.hang_detection import HangArbiter
@@ -20,6 +19,7 @@ from pigou.fleet.sources.registered import RegistryProvider
 from pigou.gateway.plane_driver import PlaneDriver
 from pigou.gateway.status_api import WorkerRow
 from pigou.request import Role
+from pigou.windows.planner_window import WorkerState
 from pigou.wire.fleet_secret import FleetSecret
 
 _log = logging.getLogger("pigou.fleet")

@@ -8,9 +8,8 @@ from collections.abc import Iterable, Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from pigou.control.planner.attainment import class_label
-from pigou.control.planner.objectives import Slo
 from pigou.gateway.request_meter import RequestMeter
+from pigou.objectives import Slo, class_label
 
 
 class AttainmentMetrics(Collector):

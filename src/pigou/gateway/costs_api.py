@@ -9,13 +9,13 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from pigou.control.planner.attainment import class_label
 from pigou.cost.cost_meter import CostMeter
 from pigou.cost.fleet_bill import FleetBill, sum_bills
 from pigou.cost.metered_plane import MeteredControlPlane
 from pigou.gateway.exposition import TENANT
 from pigou.gateway.plane_driver import PlaneDriver
 from pigou.gateway.worker_report import WorkerReport
+from pigou.objectives import class_label
 from pigou.wire.errors import APIError
 
 

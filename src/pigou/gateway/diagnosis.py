@@ -12,8 +12,8 @@ import msgspec
 
 from pigou.diagnosis.diagnose import diagnose
 from pigou.diagnosis.metric_pages import MetricPage
-from pigou.diagnosis.observations import FleetObservation
-from pigou.diagnosis.scraped_windows import FleetScrape, scraped_window, with_knees
+from pigou.windows.observations import FleetObservation
+from pigou.windows.scrape import FleetScrape, scraped_window, with_knees
 
 #: Seconds of a window, and windows that are remembered: half an hour.
 WINDOW_S, MAX_WINDOWS = 10.0, 180

@@ -11,19 +11,12 @@ import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from pigou.control.planner.attainment import class_label
-from pigou.control.planner.messages import (
-    Action,
-    AddWorkers,
-    PlannerDecision,
-    PlannerWindow,
-    PoolWindow,
-    RebalancePool,
-    WorkerState,
-)
+from pigou.control.planner.messages import Action, AddWorkers, PlannerDecision, RebalancePool
 from pigou.gateway.exposition import MODEL
 from pigou.gateway.prices_api import json_number
 from pigou.gateway.request_meter import RequestMeter
+from pigou.objectives import class_label
+from pigou.windows.planner_window import PlannerWindow, PoolWindow, WorkerState
 
 #: Decisions that are remembered, and samples of the replicas.
 MAX_DECISIONS, MAX_SAMPLES = 100, 720

@@ -26,8 +26,6 @@ from pigou.control.messages import (
     WorkerUp,
 )
 from pigou.control.plane import ControlPlane
-from pigou.control.planner.attainment import Objectives
-from pigou.diagnosis.repeated_prompts import RepeatedPrompts, prompt_key
 from pigou.gateway.gateway_request import GatewayRequest
 from pigou.gateway.journal import Journal
 from pigou.gateway.prompt_reader import PromptReader
@@ -36,7 +34,9 @@ from pigou.gateway.request_meter import RequestMeter
 from pigou.gateway.sse_relay import Relay
 from pigou.gateway.upstream import Engine, Upstream
 from pigou.lifecycle.suspicion import WorkerEnd
+from pigou.objectives import Objectives
 from pigou.request import SECOND, FinishReason, Request, Role, Worker
+from pigou.windows.prompts import RepeatedPrompts, prompt_key
 
 _TICK_S = 0.1
 

@@ -10,13 +10,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from pigou.control.admission.queue_order import QueuedRequest
-from pigou.control.planner.attainment import AttainmentCounter, Objectives, class_label
-from pigou.control.planner.load_meter import ComputedPrompt, MeteredRequest, MeteredWindow
-from pigou.control.planner.objectives import Slo
 from pigou.gateway.failure import Rejected
 from pigou.gateway.gateway_request import GatewayRequest
 from pigou.gateway.sse_relay import Relay
+from pigou.objectives import AttainmentCounter, Objectives, Slo, class_label
 from pigou.request import SECOND, Request
+from pigou.windows.load_meter import ComputedPrompt, MeteredRequest, MeteredWindow
 from pigou.wire.errors import APIError
 
 #: Nanoseconds of the requests that the recent attainment is of, and the most of them.

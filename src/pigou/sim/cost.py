@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pigou.config import ConfigError
-from pigou.control.planner.attainment import Objectives
 from pigou.cost.cost_meter import CostMeter
 from pigou.cost.energy import MAX_WATTS, PowerModel
 from pigou.cost.price_list import HOUR_S, PriceList, read_price_list
 from pigou.cost.worker_rate import WorkerRate
 from pigou.models.architecture import Architecture
 from pigou.models.read import architecture
+from pigou.objectives import Objectives
 from pigou.request import Request, Worker
 from pigou.sim.fleet_config import FleetConfig, WorkerGroup
 from pigou.sim.gpus import GIB

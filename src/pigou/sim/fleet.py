@@ -23,7 +23,6 @@ from pigou.control.messages import (
 )
 from pigou.control.placement.topology import Distance, distance
 from pigou.control.plane import ControlPlane
-from pigou.control.planner.messages import WorkerState
 from pigou.control.price_of_anarchy import PoAEstimate
 from pigou.control.pull_queue.config import PullQueueConfig
 from pigou.control.routing.policy import RoutingPolicy
@@ -43,6 +42,7 @@ from pigou.sim.timing import Slowed
 from pigou.sim.virtual_clock import EPOCH, Clock, Phase
 from pigou.sim.worker import LaggingWorkers, SimWorker
 from pigou.sim.worker_spec import FleetWorker, WorkerSpec, rank_splits
+from pigou.windows.planner_window import WorkerState
 
 #: As the gateway's: time passes for the control plane so often.
 TICK = SECOND // 10

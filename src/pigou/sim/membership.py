@@ -11,7 +11,6 @@ from random import Random
 import msgspec
 
 from pigou.control.messages import CacheLost, WorkerDraining
-from pigou.control.planner.messages import WorkerState
 from pigou.request import SECOND, Role
 from pigou.sim.fleet import TICK, SimulatedFleet
 from pigou.sim.fleet_config import FleetConfig, WorkerGroup
@@ -19,6 +18,7 @@ from pigou.sim.scaling_config import StartUpConfig
 from pigou.sim.timing import Slowed
 from pigou.sim.virtual_clock import Clock, Event, Phase
 from pigou.sim.worker_spec import FleetWorker, WorkerSpec
+from pigou.windows.planner_window import WorkerState
 
 #: Names of the states in figures.
 _STATES = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pigou.control.planner.attainment import AttainmentCounter, Objectives
+from pigou.objectives import AttainmentCounter, Objectives
 from pigou.request import SECOND
 from pigou.sim.request_run import RequestRun, RunOutcome
 

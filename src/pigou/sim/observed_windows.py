@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from pigou.diagnosis.observations import FleetObservation, TenantObservation, WorkerObservation
-from pigou.diagnosis.prompt_lengths import PromptLengths, percentile
 from pigou.request import SECOND
 from pigou.sim.request_run import RequestRun, RunOutcome
 from pigou.sim.simulation import Simulation
@@ -18,6 +16,8 @@ from pigou.sim.timing import StepShape, Timing
 from pigou.sim.virtual_clock import EPOCH, Phase
 from pigou.sim.worker import SimWorker
 from pigou.sim.worker_spec import FleetWorker
+from pigou.windows.observations import FleetObservation, TenantObservation, WorkerObservation
+from pigou.windows.prompts import PromptLengths, percentile
 
 #: Key of the samples among the last events of a moment.
 _LAST = 2**50 + 1

@@ -9,10 +9,9 @@ from typing import NamedTuple
 import msgspec
 
 from pigou.config import ConfigError
-from pigou.control.planner.attainment import Objectives
-from pigou.control.planner.objectives import Budget, ProvisioningTimes, Slo
-from pigou.control.planner.performance.sweep_tables import SweepTables
 from pigou.control.planner.planner import Planner, PlannerSetup, load
+from pigou.objectives import Budget, Objectives, ProvisioningTimes, Slo
+from pigou.performance.sweep_tables import SweepTables
 from pigou.sim.fleet_config import FleetConfig
 from pigou.sim.membership import Membership
 from pigou.sim.pool_performance import measure_performance

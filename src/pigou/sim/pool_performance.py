@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from pigou.control.planner.performance.model import PerformanceModel
 from pigou.kv.resharding import split_of
+from pigou.performance.model import PerformanceModel
+from pigou.performance.speed import doubling
 from pigou.request import SECOND, Role
 from pigou.sim.fleet_config import FleetConfig
 from pigou.sim.timing import Timing
@@ -53,14 +54,6 @@ def measure_performance(spec: WorkerSpec, role: Role, fleet: FleetConfig) -> Per
         overhead_s=overhead_s,
         transfer_token_s=transfer_token_s,
     )
-
-
-def doubling(low: int, high: int) -> list[int]:
-    """Return low, 2 low, 4 low ... below `high`, and `high`."""
-    values = [low]
-    while 2 * values[-1] < high:
-        values.append(2 * values[-1])
-    return values if values[-1] == high else [*values, high]
 
 
 def _prompt_s(timing: Timing, tokens: int, chunk_tokens: int) -> float:

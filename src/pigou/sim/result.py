@@ -12,14 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.control.caching_game import Placement
-from pigou.control.planner.attainment import Objectives
-from pigou.control.planner.load_meter import PERCENTILE_NAMES, PERCENTILES, latency_summary
 from pigou.control.price_of_anarchy import PoAEstimate
 from pigou.cost.fleet_bill import FleetBill
+from pigou.objectives import Objectives
 from pigou.request import SECOND, Nanos
 from pigou.sim.objectives import NO_OBJECTIVES, objectives_document
 from pigou.sim.request_run import RequestRun, RunOutcome
 from pigou.sim.streams import ITLHistogram
+from pigou.windows.load_meter import PERCENTILE_NAMES, PERCENTILES, latency_summary
 
 #: Parts of the Price of Anarchy, which multiply to the whole.
 _PARTS = ("whole", "queueing", "routing", "prefill_decode")

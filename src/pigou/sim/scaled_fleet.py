@@ -6,11 +6,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from pigou.control.planner.actuation import ManagedWorker
-from pigou.control.planner.messages import WorkerState
 from pigou.sim.membership import Membership
 from pigou.sim.scaling_summary import OfferedRate, ScalingMove
 from pigou.sim.window_meter import WindowMeter
 from pigou.sim.worker_spec import FleetWorker
+from pigou.windows.planner_window import WorkerState
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,13 +9,14 @@ import msgspec
 
 from pigou.config import ConfigError
 from pigou.control.planner.actuation import carry_out
-from pigou.control.planner.messages import PlannerDecision, PlannerWindow
+from pigou.control.planner.messages import PlannerDecision
 from pigou.control.planner.planner import Planner
 from pigou.request import SECOND
 from pigou.sim.scaled_fleet import ScaledFleet, ScaledFleets
 from pigou.sim.scaling_config import ScalingConfig
 from pigou.sim.scaling_summary import reversals, settle_seconds
 from pigou.sim.virtual_clock import EPOCH, Clock, Phase
+from pigou.windows.planner_window import PlannerWindow
 
 #: Key of the planner's events: after the control plane's tick and the load reports of a moment.
 _PLANNER_KEY = -1

@@ -6,13 +6,13 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pigou.control.planner.messages import WorkerState
 from pigou.request import SECOND
 from pigou.sim.arrival_rate import RateSchedule
 from pigou.sim.client import SimulatedClient
 from pigou.sim.membership import MembershipChange
 from pigou.sim.request_run import RequestRun
 from pigou.sim.virtual_clock import EPOCH
+from pigou.windows.planner_window import WorkerState
 
 #: A move may undo the one before where the arrival rate has changed by more than this share.
 DEADBAND = 0.1

@@ -8,9 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from pigou.config import ConfigError, ControlConfig
-from pigou.control.planner.messages import PlannerWindow
-from pigou.control.planner.performance.model import PerformanceModel
-from pigou.control.planner.performance.sweep_tables import (
+from pigou.performance.model import PerformanceModel
+from pigou.performance.sweep_tables import (
     DecodePoint,
     PrefillPoint,
     PromptPoint,
@@ -25,6 +24,7 @@ from pigou.sim.simulation import UNLIMITED, Simulation
 from pigou.sim.sweep_config import SweepConfig
 from pigou.sim.virtual_clock import EPOCH, Phase
 from pigou.sim.workload import ClosedLoop, OpenLoop, RequestLengths, renewal
+from pigou.windows.planner_window import PlannerWindow
 
 #: Prompts that are sent one after the other, to measure them by themselves.
 _PROMPTS = 5

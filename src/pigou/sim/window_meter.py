@@ -7,22 +7,7 @@ from dataclasses import dataclass
 
 from pigou.control.plane import ControlPlane
 from pigou.control.planner.actuation import UNPLACEABLE
-from pigou.control.planner.attainment import Objectives
-from pigou.control.planner.load_meter import (
-    ComputedPrompt,
-    LoadMeter,
-    MeteredRequest,
-    MeteredWindow,
-    WorkerCounts,
-    anarchy_of,
-)
-from pigou.control.planner.messages import (
-    LoadWindow,
-    PlannerWindow,
-    PoolWindow,
-    WorkerState,
-    WorkerWindow,
-)
+from pigou.objectives import Objectives
 from pigou.request import SECOND, Role
 from pigou.sim.client import SimulatedClient
 from pigou.sim.fleet import SimulatedFleet
@@ -31,6 +16,21 @@ from pigou.sim.objectives import class_name, is_attained, request_itl_ns
 from pigou.sim.request_run import RequestRun, RunOutcome
 from pigou.sim.virtual_clock import EPOCH
 from pigou.sim.worker_spec import FleetWorker
+from pigou.windows.load_meter import (
+    ComputedPrompt,
+    LoadMeter,
+    MeteredRequest,
+    MeteredWindow,
+    WorkerCounts,
+    anarchy_of,
+)
+from pigou.windows.planner_window import (
+    LoadWindow,
+    PlannerWindow,
+    PoolWindow,
+    WorkerState,
+    WorkerWindow,
+)
 
 
 @dataclass(slots=True)

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pigou.config import ConfigError, EngineConfig
-from pigou.control.planner.messages import WorkerState
 from pigou.engine.startup_profiling import (
     CONTEXT_TOKENS,
     DECODE_STEPS,
@@ -27,6 +26,7 @@ from pigou.sim.tiers import build_tiers
 from pigou.sim.timing import StepShape, Timing
 from pigou.sim.virtual_clock import EPOCH
 from pigou.sim.worker import SimWorker
+from pigou.windows.planner_window import WorkerState
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import msgspec
 
 from pigou.config import ConfigError
 from pigou.config_option import option
-from pigou.control.planner.objectives import Slo
+from pigou.objectives import Slo
 
 if TYPE_CHECKING:
     import numpy as np

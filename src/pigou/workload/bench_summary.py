@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from pigou.control.planner.objectives import Slo
+from pigou.objectives import Slo
 from pigou.request import SECOND
 from pigou.workload.request_outcome import Failure, SentRequest, Stream
 

@@ -13,8 +13,8 @@ import msgspec
 
 from pigou.config import ConfigError
 from pigou.diagnosis.metric_pages import MetricPage
-from pigou.diagnosis.observations import FleetObservation
-from pigou.diagnosis.scraped_windows import FleetScrape, scraped_window, with_knees
+from pigou.windows.observations import FleetObservation
+from pigou.windows.scrape import FleetScrape, scraped_window, with_knees
 from pigou.workload.endpoint_client import open_session
 
 #: Seconds that a page may take, and windows of a scrape.

@@ -94,6 +94,17 @@ def lines(path: str | Path) -> Iterator[JournalLine]:
         yield JournalLine(broken[0], None)
 
 
+def entries(
+    path: str | Path, on_cut: Callable[[int], object]
+) -> Iterator[JournalHead | JournalEntry]:
+    """Yield a journal's entries; call `on_cut` with the number of each line that was cut off."""
+    for line in lines(path):
+        if line.entry is None:
+            on_cut(line.number)
+        else:
+            yield line.entry
+
+
 def _bounded(file: IO[bytes], path: str | Path) -> Iterator[bytes]:
     """Yield lines; one without an end would fill the memory."""
     while line := file.readline(_MAX_LINE):

@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pigou.config import ControlConfig
-from pigou.control.journal import JournalEntry, JournalHead, replay_call
+from pigou.control.journal import JournalEntry, JournalHead, PlannerReplay, replay_call
 from pigou.control.messages import Ended, FirstToken, Submit, Tokens
 from pigou.control.plane import ControlPlane
-from pigou.control.planner.journal import PlannerReplay
 from pigou.request import SECOND, FinishReason
 from pigou.workload.counterfactual import PolicyComparison, Rival, rival
 from pigou.workload.journal_file import JournalLine

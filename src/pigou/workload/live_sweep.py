@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pigou.config import ConfigError
-from pigou.control.planner.performance.sweep_tables import (
+from pigou.performance.sweep_tables import (
     DecodePoint,
     PrefillPoint,
     PromptPoint,

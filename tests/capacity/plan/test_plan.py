@@ -13,9 +13,9 @@ import yaml
 from tests.lib.source_tree import ROOT
 
 from pigou.cli import main
-from pigou.control.planner.objectives import Slo
 from pigou.fleet.config import AttachedWorker
 from pigou.fleet.kubernetes import fleet_spec
+from pigou.objectives import Slo
 from pigou.request import Role
 from pigou.sim.fleet_config import read_fleet
 

@@ -10,8 +10,8 @@ from pigou.capacity.plan.configuration import (
 )
 from pigou.capacity.plan.energy import plan_joules_per_token
 from pigou.config import ControlConfig
-from pigou.control.planner.performance.speed import RequestMix
 from pigou.models.read import architecture
+from pigou.performance.speed import RequestMix
 from pigou.request import Role
 from pigou.sim.client import ClientConfig
 from pigou.sim.network import LinkConfig

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pigou.capacity.plan.pool_load import LengthClasses, PoolLoad
-from pigou.control.planner.objectives import Slo
-from pigou.control.planner.performance.model import PerformanceModel
 from pigou.games.queueing import erlang_c, mgc_wait
+from pigou.objectives import Slo
+from pigou.performance.model import PerformanceModel
+from pigou.performance.pool_load import LengthClasses, PoolLoad
 from pigou.request import Role
 
 #: A second for each 1,000 prompt tokens, which are a chunk; steps of 10 ms and 0.2 ms a stream.

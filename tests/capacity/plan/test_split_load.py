@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pigou.capacity.plan.pool_load import LengthClasses, PoolLoad
-from pigou.capacity.plan.split_load import SplitLoad
-from pigou.control.planner.objectives import Slo
-from pigou.control.planner.performance.model import PerformanceModel
+from pigou.objectives import Slo
+from pigou.performance.model import PerformanceModel
+from pigou.performance.pool_load import LengthClasses, PoolLoad
+from pigou.performance.split_load import SplitLoad
 from pigou.request import Role
 
 #: A second for each 10,000 prompt tokens; steps of 10 ms and 0.2 ms a stream.

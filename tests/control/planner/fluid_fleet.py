@@ -14,21 +14,23 @@ from pigou.control.planner.messages import (
     AddWorkers,
     DrainWorker,
     FlipRole,
+    PlannerDecision,
+    RemoveWorker,
+)
+from pigou.control.planner.planner import Planner
+from pigou.games.latency import LatencyLaw
+from pigou.objectives import ProvisioningTimes
+from pigou.performance.model import PerformanceModel
+from pigou.performance.speed import DecodeLaw, PrefillLine, RequestMix
+from pigou.request import SECOND, Role
+from pigou.windows.planner_window import (
     LatencySummary,
     LoadWindow,
-    PlannerDecision,
     PlannerWindow,
     PoolWindow,
-    RemoveWorker,
     WorkerState,
     WorkerWindow,
 )
-from pigou.control.planner.objectives import ProvisioningTimes
-from pigou.control.planner.performance.model import PerformanceModel
-from pigou.control.planner.performance.speed import DecodeLaw, PrefillLine, RequestMix
-from pigou.control.planner.planner import Planner
-from pigou.games.latency import LatencyLaw
-from pigou.request import SECOND, Role
 
 #: The anchor's V2: bare prefill .246 s for 3,000 tokens; decode 1.2 rps within an ITL of 50 ms.
 PREFILL = PerformanceModel(PrefillLine(0.0, 0.246 / 3000), DecodeLaw(LatencyLaw(0.0005, 0.01)))

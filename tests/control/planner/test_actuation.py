@@ -18,9 +18,9 @@ from pigou.control.planner.messages import (
     RebalancePool,
     RemoveWorker,
     SetOperatingPoint,
-    WorkerState,
 )
 from pigou.request import Role
+from pigou.windows.planner_window import WorkerState
 
 
 class ListedFleet:

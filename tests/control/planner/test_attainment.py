@@ -8,9 +8,8 @@ import msgspec
 import pytest
 
 from pigou.config import ConfigError
-from pigou.control.planner.attainment import AttainmentCounter, Objectives
 from pigou.control.planner.config import PlannerConfig, RequestClassConfig
-from pigou.control.planner.objectives import Slo, WorkloadClass
+from pigou.objectives import AttainmentCounter, Objectives, Slo, WorkloadClass
 
 
 def test_the_first_class_of_which_all_parts_fit_is_a_requests_own() -> None:

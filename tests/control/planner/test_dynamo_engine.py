@@ -6,9 +6,6 @@ import math
 
 import pytest
 
-from pigou.control.planner.messages import WorkerWindow
-from pigou.control.planner.performance.model import PerformanceModel
-from pigou.control.planner.performance.speed import DecodeLaw, PrefillLine
 from pigou.control.planner.rivals.dynamo_budget import (
     HELD,
     RECONCILED,
@@ -19,7 +16,10 @@ from pigou.control.planner.rivals.dynamo_budget import (
 from pigou.control.planner.rivals.dynamo_engine import SAMPLES, EngineModel, PassRegression
 from pigou.control.planner.rivals.dynamo_passes import ForwardPass, forward_pass, hit_discount
 from pigou.games.latency import LatencyLaw
+from pigou.performance.model import PerformanceModel
+from pigou.performance.speed import DecodeLaw, PrefillLine
 from pigou.request import Role
+from pigou.windows.planner_window import WorkerWindow
 
 SPEED = PerformanceModel(
     PrefillLine(0.004, 0.00008), DecodeLaw(LatencyLaw(0.0004, 0.008)),

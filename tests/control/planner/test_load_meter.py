@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pigou.control.planner.attainment import Objectives
-from pigou.control.planner.load_meter import (
+from pigou.objectives import Objectives, Slo, WorkloadClass
+from pigou.request import SECOND
+from pigou.windows.load_meter import (
     ComputedPrompt,
     LoadMeter,
     MeteredRequest,
@@ -13,8 +14,6 @@ from pigou.control.planner.load_meter import (
     WorkerCounts,
     latency_summary,
 )
-from pigou.control.planner.objectives import Slo, WorkloadClass
-from pigou.request import SECOND
 
 
 def request(name: str, at_s: int, **rest: object) -> MeteredRequest:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from pigou.control.planner.messages import LoadWindow
-from pigou.control.planner.objectives import ProvisioningTimes
 from pigou.control.planner.predictors.arrivals import ArrivalRate
 from pigou.control.planner.price.load_tracker import LoadTracker
 from pigou.control.planner.price.params import PricePlannerParams
+from pigou.objectives import ProvisioningTimes
+from pigou.windows.planner_window import LoadWindow
 
 
 def tracker(counts: list[int], osl: float = 100.0, scv: float = 1.0) -> LoadTracker:

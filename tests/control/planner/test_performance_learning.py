@@ -8,18 +8,18 @@ import msgspec
 import numpy as np
 import pytest
 
-from pigou.control.planner.messages import PlannerWindow, PoolWindow, WorkerState, WorkerWindow
-from pigou.control.planner.objectives import ProvisioningTimes, Slo
-from pigou.control.planner.performance.learning import (
+from pigou.games.latency import LatencyLaw
+from pigou.objectives import ProvisioningTimes, Slo
+from pigou.performance.learning import (
+    MIN_SAMPLES,
     Corrections,
     SpeedLearner,
     prior_model,
 )
-from pigou.control.planner.performance.model import PerformanceModel
-from pigou.control.planner.performance.regression import MIN_SAMPLES
-from pigou.control.planner.performance.speed import DecodeLaw, PrefillLine, RequestMix
-from pigou.games.latency import LatencyLaw
+from pigou.performance.model import PerformanceModel
+from pigou.performance.speed import DecodeLaw, PrefillLine, RequestMix
 from pigou.request import SECOND, Role
+from pigou.windows.planner_window import PlannerWindow, PoolWindow, WorkerState, WorkerWindow
 
 TIMES = ProvisioningTimes(start_up_s=100, warm_up_s=30)
 TRUTH = PerformanceModel(PrefillLine(0.02, 2e-4, 1e-9), DecodeLaw(LatencyLaw(0.0004, 0.012), 2e-8))

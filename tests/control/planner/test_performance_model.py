@@ -10,9 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pigou.control.planner.objectives import Slo
-from pigou.control.planner.performance.model import PerformanceModel, joint_share
-from pigou.control.planner.performance.speed import (
+from pigou.games.latency import LatencyLaw
+from pigou.games.queueing import shared_occupancy
+from pigou.objectives import Slo
+from pigou.performance.model import PerformanceModel, joint_share
+from pigou.performance.speed import (
     DecodeLaw,
     DecodeTable,
     PrefillLine,
@@ -20,8 +22,6 @@ from pigou.control.planner.performance.speed import (
     RequestMix,
     largest_batch,
 )
-from pigou.games.latency import LatencyLaw
-from pigou.games.queueing import shared_occupancy
 from pigou.request import Role
 
 MODEL = PerformanceModel(

@@ -9,19 +9,18 @@ import msgspec
 import pytest
 
 from pigou.config import ConfigError
-from pigou.control.journal import JournalEntry, decode, encode
-from pigou.control.planner.journal import PlannerReplay, planner_entry
-from pigou.control.planner.messages import (
+from pigou.control.journal import JournalEntry, PlannerReplay, decode, encode, planner_entry
+from pigou.control.planner.messages import PlannerDecision
+from pigou.control.planner.planner import PlannerStarted, PoolProfile, decide
+from pigou.objectives import Budget, Slo, WorkloadClass
+from pigou.request import SECOND, Role
+from pigou.windows.planner_window import (
     LoadWindow,
-    PlannerDecision,
     PlannerWindow,
     PoolWindow,
     WorkerState,
     WorkerWindow,
 )
-from pigou.control.planner.objectives import Budget, Slo, WorkloadClass
-from pigou.control.planner.record import PlannerStarted, PoolProfile, decide
-from pigou.request import SECOND, Role
 
 STARTED = PlannerStarted(
     planner="price",

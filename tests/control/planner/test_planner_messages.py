@@ -7,20 +7,18 @@ import pytest
 
 from pigou.config import ConfigError
 from pigou.control.planner.config import RequestClassConfig
-from pigou.control.planner.messages import (
-    AddWorkers,
-    DrainWorker,
+from pigou.control.planner.messages import AddWorkers, DrainWorker, PlannerDecision
+from pigou.control.planner.planner import PlannerSetup
+from pigou.objectives import Budget, ProvisioningTimes, Slo, WorkloadClass
+from pigou.request import SECOND, Role
+from pigou.windows.planner_window import (
     LatencySummary,
     LoadWindow,
-    PlannerDecision,
     PlannerWindow,
     PoolWindow,
     WorkerState,
     WorkerWindow,
 )
-from pigou.control.planner.objectives import Budget, ProvisioningTimes, Slo, WorkloadClass
-from pigou.control.planner.planner import PlannerSetup
-from pigou.request import SECOND, Role
 
 
 def test_an_objective_is_read_as_the_command_line_gives_it() -> None:

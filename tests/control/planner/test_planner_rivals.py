@@ -9,20 +9,7 @@ import pytest
 from tests.control.planner.fluid_fleet import MIX, PREFILL, FluidFleet, FluidPool
 
 from pigou.config import ConfigError
-from pigou.control.planner.messages import (
-    AddWorkers,
-    DrainWorker,
-    LatencySummary,
-    LoadWindow,
-    PlannerWindow,
-    PoolWindow,
-    RemoveWorker,
-    WorkerState,
-    WorkerWindow,
-)
-from pigou.control.planner.objectives import Budget, ProvisioningTimes, Slo
-from pigou.control.planner.performance.model import PerformanceModel
-from pigou.control.planner.performance.speed import DecodeLaw, PrefillLine, RequestMix
+from pigou.control.planner.messages import AddWorkers, DrainWorker, RemoveWorker
 from pigou.control.planner.planner import PlannerSetup, load
 from pigou.control.planner.rivals.aibrix import ApaParams, apa_desired
 from pigou.control.planner.rivals.dynamo_budget import clamp_to_budget
@@ -30,7 +17,18 @@ from pigou.control.planner.rivals.dynamo_engine import EngineModel
 from pigou.control.planner.rivals.dynamo_sla import decode_replicas, prefill_replicas
 from pigou.control.planner.rivals.target_planner import carry_out
 from pigou.games.latency import LatencyLaw
+from pigou.objectives import Budget, ProvisioningTimes, Slo
+from pigou.performance.model import PerformanceModel
+from pigou.performance.speed import DecodeLaw, PrefillLine, RequestMix
 from pigou.request import SECOND, Role
+from pigou.windows.planner_window import (
+    LatencySummary,
+    LoadWindow,
+    PlannerWindow,
+    PoolWindow,
+    WorkerState,
+    WorkerWindow,
+)
 
 RIVALS = (
     "apa", "dynamo", "dynamo-load", "dynamo-sla", "heteroscale", "hpa-cpu", "hpa-qps", "kpa",

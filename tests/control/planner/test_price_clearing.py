@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.control.planner.fluid_fleet import MIX, PREFILL
 
-from pigou.control.planner.objectives import Slo
-from pigou.control.planner.performance.model import PerformanceModel, joint_share
-from pigou.control.planner.performance.speed import DecodeLaw, PrefillLine, RequestMix
 from pigou.control.planner.price.capacity import CapacityCurve, PoolOption, reachable
 from pigou.control.planner.price.clearing import clear_budget, shadow_price
 from pigou.control.planner.price.frontier import FrontierPoint, ModelPlan
 from pigou.control.planner.price.params import PricePlannerParams
 from pigou.games.latency import LatencyLaw
+from pigou.objectives import Slo
+from pigou.performance.model import PerformanceModel, joint_share
+from pigou.performance.speed import DecodeLaw, PrefillLine, RequestMix
 from pigou.request import Role
 
 SLO = Slo(ttft_s=0.738, itl_s=0.03)

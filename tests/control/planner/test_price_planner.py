@@ -18,23 +18,25 @@ from pigou.control.planner.messages import (
     AddWorkers,
     DrainWorker,
     FlipRole,
-    LatencySummary,
-    LoadWindow,
     PlannerDecision,
-    PlannerWindow,
-    PoolWindow,
     RebalancePool,
     RemoveWorker,
     SetOperatingPoint,
+)
+from pigou.control.planner.planner import Planner, PlannerSetup, load
+from pigou.games.latency import LatencyLaw
+from pigou.objectives import Budget, ProvisioningTimes, Slo, WorkloadClass
+from pigou.performance.model import PerformanceModel, joint_share
+from pigou.performance.speed import DecodeLaw, PrefillLine, RequestMix
+from pigou.request import SECOND, Role
+from pigou.windows.planner_window import (
+    LatencySummary,
+    LoadWindow,
+    PlannerWindow,
+    PoolWindow,
     WorkerState,
     WorkerWindow,
 )
-from pigou.control.planner.objectives import Budget, ProvisioningTimes, Slo, WorkloadClass
-from pigou.control.planner.performance.model import PerformanceModel, joint_share
-from pigou.control.planner.performance.speed import DecodeLaw, PrefillLine, RequestMix
-from pigou.control.planner.planner import Planner, PlannerSetup, load
-from pigou.games.latency import LatencyLaw
-from pigou.request import SECOND, Role
 
 SLO = Slo(ttft_s=0.738, itl_s=0.03)
 START_UP_S = 60.0

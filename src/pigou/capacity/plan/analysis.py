@@ -1,7 +1,7 @@
 """The analytic pass: what pools do at a load, by the planner's performance models.
 
 Step times are those of the roofline; waits are quantiles of M/G/c; streams of a decode pool
-fluctuate as those of a shared station (`pigou.control.planner.performance.model`).
+fluctuate as those of a shared station (`pigou.performance.model`).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from pigou.capacity.plan.configuration import (
     WorkerKind,
 )
 from pigou.capacity.plan.demand import Demand
-from pigou.capacity.plan.pool_load import PoolLoad
-from pigou.capacity.plan.split_load import SplitLoad
 from pigou.config import ConfigError, EngineConfig
-from pigou.control.planner.objectives import Slo
-from pigou.control.planner.performance.model import PerformanceModel, joint_share
 from pigou.cost.token_cost import usd_per_million_at
 from pigou.models.architecture import Architecture
+from pigou.objectives import Slo
+from pigou.performance.model import PerformanceModel, joint_share
+from pigou.performance.pool_load import PoolLoad
+from pigou.performance.split_load import SplitLoad
 from pigou.request import Role
 from pigou.sim.fleet_config import FleetConfig, WorkerGroup
 from pigou.sim.gpus import gpu as gpu_named

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from pigou.capacity.plan.pool_load import LengthClasses
 from pigou.config import ConfigError
-from pigou.control.planner.performance.speed import RequestMix
+from pigou.performance.pool_load import LengthClasses
+from pigou.performance.speed import RequestMix
 from pigou.request import SECOND
 from pigou.sim.arrival_rate import RateSchedule
 from pigou.sim.workload import OpenLoop, RequestSession, RequestSpec

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pigou.capacity.plan.configuration import Configuration, LoadFigures, PlannedPool
-from pigou.control.planner.performance.speed import RequestMix
 from pigou.cost.energy import MAX_WATTS, PowerModel, joules_per_token
 from pigou.models.architecture import Architecture
+from pigou.performance.speed import RequestMix
 from pigou.request import Role
 from pigou.sim.gpus import gpu as gpu_named
 

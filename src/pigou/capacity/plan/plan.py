@@ -19,8 +19,8 @@ from pigou.capacity.plan.shadow_prices import shadow_prices
 from pigou.capacity.plan.tier_use import TierUse, tier_use
 from pigou.capacity.plan.trial import Trial, TrialFigures, run_trials, trial_figures
 from pigou.config import ConfigError
-from pigou.control.planner.objectives import Slo
 from pigou.models.architecture import Architecture
+from pigou.objectives import Slo
 from pigou.sim.network import LinkConfig
 from pigou.sim.setup import Setup, TierConfig
 

@@ -12,7 +12,7 @@ import numpy as np
 from pigou.capacity.plan.analysis import Analysis
 from pigou.capacity.plan.configuration import Configuration, LoadFigures, PlannedPool, WorkerKind
 from pigou.config import ControlConfig
-from pigou.control.planner.objectives import Slo
+from pigou.objectives import Slo
 from pigou.request import SECOND, Role
 from pigou.sim.client import ClientConfig
 from pigou.sim.network import LinkConfig

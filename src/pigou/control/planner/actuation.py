@@ -15,8 +15,8 @@ from pigou.control.planner.messages import (
     RebalancePool,
     RemoveWorker,
     SetOperatingPoint,
-    WorkerState,
 )
+from pigou.windows.planner_window import WorkerState
 
 #: Failed starts in a row after which a worker counts as one that cannot start.
 UNPLACEABLE = 3

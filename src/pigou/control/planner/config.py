@@ -9,8 +9,7 @@ import msgspec
 
 from pigou.config import ConfigError
 from pigou.config_option import option
-from pigou.control.planner.attainment import Objectives
-from pigou.control.planner.objectives import Slo, WorkloadClass, latency_s
+from pigou.objectives import Objectives, Slo, WorkloadClass, latency_s
 
 #: Stands for a fleet that no planner changes.
 NO_PLANNER = "none"

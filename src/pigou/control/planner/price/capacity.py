@@ -7,9 +7,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pigou.control.planner.objectives import Slo
-from pigou.control.planner.performance.model import PerformanceModel, joint_share
-from pigou.control.planner.performance.speed import RequestMix
+from pigou.objectives import Slo
+from pigou.performance.model import PerformanceModel, joint_share
+from pigou.performance.speed import RequestMix
 from pigou.request import Role
 
 #: Numbers of workers at which capacity is computed; between them lie straight lines.

@@ -13,20 +13,18 @@ from pigou.control.planner.messages import (
     DrainWorker,
     FlipRole,
     LoadForecast,
-    PlannerWindow,
     PoolPlan,
-    PoolWindow,
     RebalancePool,
     RemoveWorker,
-    WorkerState,
 )
-from pigou.control.planner.performance.model import PoolLatency, joint_share
 from pigou.control.planner.planner import PlannerSetup
 from pigou.control.planner.price.frontier import ModelPlan
 from pigou.control.planner.price.membership import PoolMembership
 from pigou.control.planner.price.model_state import ModelState
 from pigou.control.planner.price.params import PricePlannerParams
+from pigou.performance.model import PoolLatency, joint_share
 from pigou.request import Role
+from pigou.windows.planner_window import PlannerWindow, PoolWindow, WorkerState
 
 #: KV use of one worker that is hot, and of its pool's mean that is not.
 _HOT, _COOL = 0.9, 0.5

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pigou.control.planner.objectives import Slo
-from pigou.control.planner.performance.speed import RequestMix
 from pigou.control.planner.price.capacity import CapacityCurve, PoolOption, RoleCapacity
 from pigou.control.planner.price.params import PricePlannerParams
+from pigou.objectives import Slo
+from pigou.performance.speed import RequestMix
 from pigou.request import Role
 
 #: Workers of a pool that does both, beyond which not every number is tried.

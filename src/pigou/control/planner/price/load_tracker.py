@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pigou.control.planner.messages import LoadWindow
-from pigou.control.planner.objectives import ProvisioningTimes
-from pigou.control.planner.performance.speed import RequestMix
 from pigou.control.planner.predictors.arrivals import ArrivalParams, ArrivalRate
 from pigou.control.planner.predictors.predictor import LoadPredictor
 from pigou.control.planner.predictors.predictor import load as load_predictor
 from pigou.control.planner.price.params import PricePlannerParams
+from pigou.objectives import ProvisioningTimes
+from pigou.performance.speed import RequestMix
+from pigou.windows.planner_window import LoadWindow
 
 #: Bins that a trend is looked for in, and the fewest.
 _TREND_BINS, _MIN_TREND_BINS = 36, 8

@@ -4,19 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pigou.control.planner.messages import (
-    Action,
-    AddWorkers,
-    DrainWorker,
-    FlipRole,
-    PlannerWindow,
-    PoolWindow,
-    RemoveWorker,
-    WorkerState,
-    WorkerWindow,
-)
-from pigou.control.planner.objectives import ProvisioningTimes
+from pigou.control.planner.messages import Action, AddWorkers, DrainWorker, FlipRole, RemoveWorker
+from pigou.objectives import ProvisioningTimes
 from pigou.request import SECOND
+from pigou.windows.planner_window import PlannerWindow, PoolWindow, WorkerState, WorkerWindow
 
 #: Windows after which workers that were ordered and do not show were never started.
 _CREDIT_WINDOWS = 3

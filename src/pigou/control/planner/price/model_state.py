@@ -6,21 +6,21 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from pigou.control.planner.messages import LoadWindow, PlannerWindow, PoolWindow, WorkerState
-from pigou.control.planner.objectives import Slo
-from pigou.control.planner.performance.learning import (
-    Corrections,
-    SpeedLearner,
-    prior_model,
-)
-from pigou.control.planner.performance.model import PerformanceModel
-from pigou.control.planner.performance.regression import MIN_SAMPLES
-from pigou.control.planner.performance.speed import RequestMix
 from pigou.control.planner.planner import PlannerSetup
 from pigou.control.planner.price.frontier import FrontierPoint, ModelPlan
 from pigou.control.planner.price.load_tracker import LoadTracker
 from pigou.control.planner.price.params import PricePlannerParams
+from pigou.objectives import Slo
+from pigou.performance.learning import (
+    MIN_SAMPLES,
+    Corrections,
+    SpeedLearner,
+    prior_model,
+)
+from pigou.performance.model import PerformanceModel
+from pigou.performance.speed import RequestMix
 from pigou.request import SECOND, Role
+from pigou.windows.planner_window import LoadWindow, PlannerWindow, PoolWindow, WorkerState
 
 #: A pool's backlog counts from so many times the objective of TTFT on.
 _BACKLOG_LIMITS = 3.0

@@ -8,15 +8,7 @@ from typing import ClassVar
 
 import msgspec
 
-from pigou.control.planner.messages import (
-    Action,
-    PlannerDecision,
-    PlannerWindow,
-    PoolWindow,
-    SetOperatingPoint,
-    WorkerState,
-    WorkerWindow,
-)
+from pigou.control.planner.messages import Action, PlannerDecision, SetOperatingPoint
 from pigou.control.planner.planner import PlannerSetup
 from pigou.control.planner.price.capacity import PoolOption
 from pigou.control.planner.price.clearing import clear_budget, is_scarce
@@ -27,6 +19,7 @@ from pigou.control.planner.price.model_state import ModelState
 from pigou.control.planner.price.params import PricePlannerParams
 from pigou.control.planner.price.transition import MoveRates, Transition
 from pigou.request import SECOND, Role
+from pigou.windows.planner_window import PlannerWindow, PoolWindow, WorkerState, WorkerWindow
 
 #: Seconds of recent growth or drains after which a model's pools count as settled.
 _MIN_SETTLED_S = 30.0

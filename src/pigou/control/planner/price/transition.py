@@ -7,20 +7,11 @@ from dataclasses import dataclass
 
 from pigou.control.placement.cost import removal_costs
 from pigou.control.placement.topology import DistanceCosts
-from pigou.control.planner.messages import (
-    Action,
-    AddWorkers,
-    DrainWorker,
-    FlipRole,
-    PlannerWindow,
-    PoolWindow,
-    RemoveWorker,
-    WorkerState,
-    WorkerWindow,
-)
-from pigou.control.planner.objectives import Budget, ProvisioningTimes
+from pigou.control.planner.messages import Action, AddWorkers, DrainWorker, FlipRole, RemoveWorker
 from pigou.control.planner.price.membership import PoolMembership
+from pigou.objectives import Budget, ProvisioningTimes
 from pigou.request import SECOND, Role
+from pigou.windows.planner_window import PlannerWindow, PoolWindow, WorkerState, WorkerWindow
 
 
 @dataclass(frozen=True, slots=True)

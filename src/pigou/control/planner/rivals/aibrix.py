@@ -8,7 +8,6 @@ from typing import ClassVar, Literal
 
 import msgspec
 
-from pigou.control.planner.messages import PlannerWindow, WorkerState
 from pigou.control.planner.planner import PlannerSetup
 from pigou.control.planner.rivals.target_planner import (
     TargetPlanner,
@@ -17,6 +16,7 @@ from pigou.control.planner.rivals.target_planner import (
     supply,
 )
 from pigou.request import SECOND
+from pigou.windows.planner_window import PlannerWindow, WorkerState
 
 Metric = Literal["kv-usage", "requests"]
 

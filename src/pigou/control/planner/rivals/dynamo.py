@@ -8,9 +8,6 @@ from typing import ClassVar
 
 import msgspec
 
-from pigou.control.planner.messages import PlannerWindow, PoolWindow, WorkerState
-from pigou.control.planner.objectives import Slo
-from pigou.control.planner.performance.learning import prior_model
 from pigou.control.planner.planner import PlannerSetup
 from pigou.control.planner.rivals.dynamo_budget import (
     clamp_to_budget,
@@ -22,7 +19,10 @@ from pigou.control.planner.rivals.dynamo_engine import EngineModel
 from pigou.control.planner.rivals.dynamo_passes import ForwardPass, forward_pass
 from pigou.control.planner.rivals.dynamo_sla import LoadForecasts, interval_load
 from pigou.control.planner.rivals.target_planner import TargetPlanner, prefill_and_decode, supply
+from pigou.objectives import Slo
+from pigou.performance.learning import prior_model
 from pigou.request import SECOND, Role
+from pigou.windows.planner_window import PlannerWindow, PoolWindow, WorkerState
 
 
 class DynamoPlannerParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import numpy as np
 from scipy.optimize import nnls
 
-from pigou.control.planner.performance.model import PerformanceModel
 from pigou.control.planner.rivals.dynamo_passes import ForwardPass, hit_discount, profile_passes
 from pigou.games import Floats
+from pigou.performance.model import PerformanceModel
 from pigou.request import Role
 
 #: Samples of a regression, buckets of each feature, and the fewest samples that are fitted.

@@ -7,7 +7,6 @@ from typing import ClassVar
 
 import msgspec
 
-from pigou.control.planner.messages import PlannerWindow, PoolWindow, WorkerState
 from pigou.control.planner.planner import PlannerSetup
 from pigou.control.planner.rivals.target_planner import (
     TargetPlanner,
@@ -15,6 +14,7 @@ from pigou.control.planner.rivals.target_planner import (
     supply,
 )
 from pigou.request import Role
+from pigou.windows.planner_window import PlannerWindow, PoolWindow, WorkerState
 
 
 class DynamoLoadParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

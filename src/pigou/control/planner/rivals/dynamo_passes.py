@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import msgspec
 from msgspec.structs import replace
 
-from pigou.control.planner.messages import WorkerWindow
-from pigou.control.planner.performance.model import PerformanceModel
+from pigou.performance.model import PerformanceModel
 from pigou.request import Role
+from pigou.windows.planner_window import WorkerWindow
 
 #: Points of a profile: prompts, and streams by contexts.
 _PROMPTS, _GRID = 16, 6

@@ -9,9 +9,6 @@ from typing import Any, ClassVar
 import msgspec
 
 from pigou.config import ConfigError
-from pigou.control.planner.messages import LoadWindow, PlannerWindow, PoolWindow
-from pigou.control.planner.performance.model import PerformanceModel
-from pigou.control.planner.performance.speed import largest_batch
 from pigou.control.planner.planner import PlannerSetup
 from pigou.control.planner.predictors.predictor import LoadPredictor
 from pigou.control.planner.predictors.predictor import load as load_predictor
@@ -21,6 +18,9 @@ from pigou.control.planner.rivals.target_planner import (
     known_mean,
     prefill_and_decode,
 )
+from pigou.performance.model import PerformanceModel
+from pigou.performance.speed import largest_batch
+from pigou.windows.planner_window import LoadWindow, PlannerWindow, PoolWindow
 
 
 class DynamoSlaParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -8,9 +8,6 @@ from typing import ClassVar
 
 import msgspec
 
-from pigou.control.planner.messages import PlannerWindow, PoolWindow
-from pigou.control.planner.performance.model import joint_share
-from pigou.control.planner.performance.speed import RequestMix
 from pigou.control.planner.planner import PlannerSetup
 from pigou.control.planner.rivals.target_planner import (
     TargetPlanner,
@@ -18,7 +15,10 @@ from pigou.control.planner.rivals.target_planner import (
     prefill_and_decode,
     supply,
 )
+from pigou.performance.model import joint_share
+from pigou.performance.speed import RequestMix
 from pigou.request import SECOND
+from pigou.windows.planner_window import PlannerWindow, PoolWindow
 
 
 class HeteroScaleParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

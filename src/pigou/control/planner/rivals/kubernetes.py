@@ -8,10 +8,10 @@ from typing import ClassVar
 
 import msgspec
 
-from pigou.control.planner.messages import PlannerWindow, PoolWindow, WorkerState
 from pigou.control.planner.planner import PlannerSetup
 from pigou.control.planner.rivals.target_planner import TargetPlanner, supply
 from pigou.request import SECOND
+from pigou.windows.planner_window import PlannerWindow, PoolWindow, WorkerState
 
 
 class HpaParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

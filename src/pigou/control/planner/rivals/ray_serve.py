@@ -7,7 +7,6 @@ from typing import ClassVar
 
 import msgspec
 
-from pigou.control.planner.messages import PlannerWindow, PoolWindow
 from pigou.control.planner.planner import PlannerSetup
 from pigou.control.planner.rivals.target_planner import (
     TargetPlanner,
@@ -15,6 +14,7 @@ from pigou.control.planner.rivals.target_planner import (
     supply,
 )
 from pigou.request import SECOND
+from pigou.windows.planner_window import PlannerWindow, PoolWindow
 
 
 class RayServeParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

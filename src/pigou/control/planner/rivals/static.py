@@ -6,9 +6,9 @@ from typing import ClassVar
 
 import msgspec
 
-from pigou.control.planner.messages import PlannerWindow
 from pigou.control.planner.planner import PlannerSetup
 from pigou.control.planner.rivals.target_planner import TargetPlanner, supply
+from pigou.windows.planner_window import PlannerWindow
 
 
 class StaticParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

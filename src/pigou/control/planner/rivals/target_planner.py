@@ -14,16 +14,13 @@ from pigou.control.planner.messages import (
     AddWorkers,
     DrainWorker,
     PlannerDecision,
-    PlannerWindow,
     PoolPlan,
-    PoolWindow,
     RemoveWorker,
-    WorkerState,
-    WorkerWindow,
 )
-from pigou.control.planner.objectives import Budget
 from pigou.control.planner.planner import PlannerSetup
+from pigou.objectives import Budget
 from pigou.request import SECOND, Role
+from pigou.windows.planner_window import PlannerWindow, PoolWindow, WorkerState, WorkerWindow
 
 #: Of an interval, that a tick may be early.
 _EARLY = 0.01

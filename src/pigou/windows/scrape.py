@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from pigou.diagnosis.metric_pages import MetricPage, increase, quantile, summed
-from pigou.diagnosis.observations import FleetObservation, TenantObservation, WorkerObservation
+from pigou.windows.observations import FleetObservation, TenantObservation, WorkerObservation
 
 #: Routes of work; others are probes and pages.
 _WORK = ("/v1/completions", "/v1/chat/completions", "other")

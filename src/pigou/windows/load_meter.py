@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.control.latency_model.estimates import pairs
-from pigou.control.planner.attainment import Objectives
-from pigou.control.planner.messages import LatencySummary, LoadWindow
 from pigou.control.price_of_anarchy import PoAEstimate
+from pigou.objectives import Objectives
 from pigou.request import SECOND
+from pigou.windows.planner_window import LatencySummary, LoadWindow
 
 PERCENTILES = np.array([50.0, 90.0, 95.0, 99.0])
 PERCENTILE_NAMES = ("p50", "p90", "p95", "p99")

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 
 from scipy.special import ndtr, ndtri
 
-from pigou.control.planner.objectives import Slo
-from pigou.control.planner.performance.speed import (
+from pigou.games.queueing import max_utilisation, mgc_wait, response_quantile
+from pigou.objectives import Slo
+from pigou.performance.speed import (
     DecodeSpeed,
     DecodeTable,
     PrefillSpeed,
@@ -20,7 +21,6 @@ from pigou.control.planner.performance.speed import (
     largest_batch,
     step_below,
 )
-from pigou.games.queueing import max_utilisation, mgc_wait, response_quantile
 from pigou.request import Role
 
 #: Deviation of a request's mean number of neighbours over that of their number at a moment: what

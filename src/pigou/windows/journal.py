@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,11 +20,9 @@ from pigou.control.messages import (
     WorkerDown,
     WorkerUp,
 )
-from pigou.diagnosis.observations import FleetObservation, TenantObservation, WorkerObservation
-from pigou.diagnosis.prompt_lengths import PromptLengths, percentile
-from pigou.diagnosis.repeated_prompts import RepeatedPrompts, prompt_key
 from pigou.request import SECOND, FinishReason, Request, Worker
-from pigou.workload.journal_file import lines
+from pigou.windows.observations import FleetObservation, TenantObservation, WorkerObservation
+from pigou.windows.prompts import PromptLengths, RepeatedPrompts, percentile, prompt_key
 
 #: Seconds of a window, and windows that a journal may span (a month).
 _WINDOW_S, _MAX_WINDOWS = 10, 260_000
@@ -208,32 +205,31 @@ class _JournalWindows:
 
 
 def journal_windows(
-    path: str | Path, on_cut: Callable[[int], object] = lambda _: None
+    entries: Iterable[JournalHead | JournalEntry], journal: str
 ) -> tuple[FleetObservation, ...]:
     """Return windows of ten seconds of a gateway's journal.
 
-    Args:
-        on_cut: called with the number of each line that was cut off, and is left out.
+    A journal has the load reports that the gateway was sent. It lacks gaps between tokens,
+    preemptions and the memory of workers: failure modes that need them are not judged.
 
-    Load reports are what the gateway was sent; gaps between tokens, preemptions and the memory of
-    workers are none of a journal's matters, and modes that need them are not judged.
+    Args:
+        journal: its name, for messages.
 
     Raises:
-        ConfigError: it cannot be read, or is shorter than a window.
+        ConfigError: it is shorter than a window.
     """
     made = _JournalWindows()
-    for line in lines(path):
-        if isinstance(line.entry, JournalHead):
+    for entry in entries:
+        if isinstance(entry, JournalHead):
             made.close()
-            made.begin_run(line.entry)
-        elif line.entry is not None:
-            made.take(line.entry)
+            made.begin_run(entry)
         else:
-            on_cut(line.number)
+            made.take(entry)
     made.close()
     if not made.windows:
         raise ConfigError(
-            f"diagnose: the journal {path} spans less than {_WINDOW_S // 2} s; nothing can be told"
+            f"diagnose: the journal {journal} spans less than {_WINDOW_S // 2} s; "
+            "nothing can be told"
         )
     return tuple(made.windows)
 

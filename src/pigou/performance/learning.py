@@ -7,16 +7,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.optimize import nnls
 
-from pigou.control.planner.messages import PlannerWindow, PoolWindow, WorkerWindow
-from pigou.control.planner.objectives import ProvisioningTimes
-from pigou.control.planner.performance.model import PerformanceModel
-from pigou.control.planner.performance.regression import MIN_SAMPLES, AffineRegression
-from pigou.control.planner.performance.speed import DecodeLaw, PrefillLine, RequestMix
-from pigou.control.planner.performance.warm_up import WarmUp
+from pigou.games import Floats
 from pigou.games.latency import LatencyLaw
+from pigou.objectives import ProvisioningTimes
+from pigou.performance.model import PerformanceModel
+from pigou.performance.speed import DecodeLaw, PrefillLine, RequestMix
 from pigou.request import SECOND, Role
+from pigou.windows.planner_window import PlannerWindow, PoolWindow, WorkerState, WorkerWindow
 
+#: Samples after which a fit is taken instead of its prior.
+MIN_SAMPLES = 5
+#: Samples further from the fit than this share of it count for less (Huber 1964).
+_HUBER = 0.25
 #: Factors outside of these bounds are faults of the metrics, not of a model.
 MIN_FACTOR, MAX_FACTOR = 0.25, 4.0
 #: Utilisation from which on waits say nothing of a stationary queue.
@@ -32,6 +36,99 @@ _MAX_OWN_PROMPTS = 0.2
 _MAX_PROMPTS = 0.95
 #: Waits are compared when the speed is known up to so much, as a logarithm.
 _SPEED_KNOWN = 0.05
+
+
+class WarmUp:
+    """Finds the warm workers of one pool, window after window.
+
+    A worker is warm when it was ready for `warm_up_s` before the window, and has worked in windows
+    of so many seconds: one that nobody asked yet has its slow first passes before it, however old
+    it is. Cold samples are left out of every fit: they made a planner ask for many more workers
+    than it needed.
+
+    Args:
+        times: of the warm-up; at 0 every worker that was ready all the window is warm.
+    """
+
+    def __init__(self, times: ProvisioningTimes) -> None:
+        self._warm_up_s = times.warm_up_s
+        self._worked_s: dict[tuple[str, int], float] = {}
+
+    def warm(self, window: PlannerWindow, pool: PoolWindow) -> list[WorkerWindow]:
+        """Take in a window; return the workers of the pool that were warm in all of it."""
+        ready = pool.in_state(WorkerState.READY)
+        keys = [(worker.id, worker.since_ns) for worker in ready]
+        before = {key: self._worked_s.get(key, 0.0) for key in keys}
+        self._worked_s = {
+            key: before[key] + window.seconds * _works(worker)
+            for key, worker in zip(keys, ready, strict=True)
+        }
+        return [
+            worker
+            for key, worker in zip(keys, ready, strict=True)
+            if before[key] >= self._warm_up_s and self._is_old(worker, window)
+        ]
+
+    def _is_old(self, worker: WorkerWindow, window: PlannerWindow) -> bool:
+        age_s = (window.now_ns - worker.since_ns) / SECOND
+        return age_s >= self._warm_up_s + window.seconds
+
+
+def _works(worker: WorkerWindow) -> bool:
+    """Whether a worker had something to do in a window; one without figures counts as so."""
+    figures = (worker.computed_prompts, worker.running, worker.mean_running)
+    return any(figures) or all(figure is None for figure in figures)
+
+
+class AffineRegression:
+    """y = x . theta with theta >= 0, by least squares of relative residuals that are forgotten.
+
+    Args:
+        prior: theta before anything was seen; it counts for a tenth of a sample, so that what the
+            samples do not tell apart stays as it is.
+        half_life_s: after which a sample counts for half.
+    """
+
+    def __init__(self, prior: Floats, half_life_s: float) -> None:
+        self._prior = np.asarray(prior, dtype=np.float64)
+        self._half_life_s = half_life_s
+        self._moments = np.zeros((len(self._prior) + 1,) * 2)
+        self._theta = self._prior
+        self.samples = 0.0
+
+    @property
+    def theta(self) -> Floats:
+        """The coefficients, shape of the prior."""
+        return self._theta
+
+    def forget(self, seconds: float) -> None:
+        """Let so many seconds pass."""
+        decay = 0.5 ** (seconds / self._half_life_s)
+        self._moments *= decay
+        self.samples *= decay
+
+    def add(self, x: Floats, y: float) -> None:
+        """Add a sample with y > 0; shape of x as of the prior."""
+        weight = 1.0
+        if self.samples >= MIN_SAMPLES:
+            deviation = abs(float(x @ self._theta) / y - 1.0)
+            weight = min(1.0, _HUBER / max(deviation, 1e-12))
+        row = np.append(x, y) / y
+        self._moments += weight * np.outer(row, row)
+        self.samples += 1.0
+
+    def solve(self) -> None:
+        """Fit the coefficients to the samples."""
+        scale = np.where(self._prior > 0, self._prior, 1.0)
+        size = len(self._prior)
+        units = np.append(scale, 1.0)
+        moments = self._moments * np.outer(units, units)
+        anchor = np.column_stack((np.eye(size), self._prior / scale))
+        moments = moments + 0.1 / size * anchor.T @ anchor * min(1.0, moments[-1, -1] + 1e-9)
+        values, vectors = np.linalg.eigh(moments)
+        root = (vectors * np.sqrt(np.maximum(values, 0.0))) @ vectors.T
+        solution, _ = nnls(root[:, :size], root[:, size])
+        self._theta = solution * scale
 
 
 class SpeedLearner:

@@ -199,6 +199,14 @@ def crossing(excess: Callable[[float], float], high: float) -> float:
     return high
 
 
+def doubling(low: int, high: int) -> list[int]:
+    """Return low, 2 low, 4 low ... below `high`, and `high`."""
+    values = [low]
+    while 2 * values[-1] < high:
+        values.append(2 * values[-1])
+    return values if values[-1] == high else [*values, high]
+
+
 def step_below(value: float, step: float) -> float:
     """Return a multiple of a step, relative for values above 1."""
     if value <= 1.0:

@@ -48,10 +48,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pigou.capacity.plan.pool_load import PoolLoad, quantile_s
-from pigou.capacity.plan.prompt_work import PromptWork
-from pigou.control.planner.objectives import Slo
 from pigou.games.queueing import erlang_b, erlang_c
+from pigou.objectives import Slo
+from pigou.performance.pool_load import PoolLoad, PromptWork, quantile_s
 
 #: Points of Q.
 _POINTS = 64

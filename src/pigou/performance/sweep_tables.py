@@ -7,7 +7,7 @@ from dataclasses import replace
 import msgspec
 
 from pigou.config import ConfigError, wrong
-from pigou.control.planner.performance.model import PerformanceModel
+from pigou.performance.model import PerformanceModel
 from pigou.request import Role
 
 

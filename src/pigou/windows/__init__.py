@@ -1,0 +1,1 @@
+"""Windows of load: counters in, window out. Sources: live, simulated, journal, scrape."""
