@@ -18,7 +18,7 @@ serve: $(VENV)/.serve
 	$(BIN)/pigou serve $(ARGS)
 
 # Needs a CUDA device, and no tools: says what works on it and how fast; exit code 3 without CUDA.
-gpu: $(VENV)/.serve
+gpu: $(VENV)/.lab
 	$(BIN)/python -m pigou.gpu_check $(ARGS)
 
 test: $(VENV)/.dev
@@ -59,6 +59,10 @@ $(VENV)/.serve: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install $(PIP_FLAGS) -e '.[worker,report,traces]'
 	touch $@
 
-$(VENV)/.dev: $(VENV)/.serve
+$(VENV)/.lab: $(VENV)/.serve lab/pyproject.toml
+	$(BIN)/python -m pip install $(PIP_FLAGS) -e ./lab
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.lab
 	$(BIN)/python -m pip install $(PIP_FLAGS) -e '.[dev]'
 	touch $@

@@ -11,14 +11,14 @@ from tests.lib.source_tree import SRC, modules, name, parsed
 #: First part of the module's name within pigou -> floor.
 FLOORS = {
     "request": 1, "events": 1, "config": 1, "sampling": 1, "games": 1, "models": 1, "compiled": 1,
-    "background": 1, "kernel_cache": 1, "logs": 1, "imports": 1, "config_option": 1,
+    "background": 1, "registry": 1, "kernel_cache": 1, "logs": 1, "imports": 1, "config_option": 1,
     "struct_values": 1, "objectives": 1, "yaml_file": 1, "small_file": 1, "stop_signals": 1,
     "kv": 2, "wire": 2, "text": 2, "tracing": 2,
     "engine": 3, "control": 3, "lifecycle": 3, "diagnosis": 3, "cost": 3,
     "windows": 3, "performance": 3,
     "runtime": 4, "sim": 4, "worker": 4, "gateway": 4,
     "fleet": 5, "workload": 5, "report": 5, "integrations": 5,
-    "experiments": 5, "capacity": 5,
+    "capacity": 5,
     "cli": 6, "gpu_check": 6, "__main__": 7,
 }  # fmt: skip
 PURE = {"games", "kv", "engine", "control", "lifecycle", "cost", "diagnosis"}
@@ -64,6 +64,15 @@ def test_nothing_imports_upwards() -> None:
             if not (below or (level and (FLOORS[here] < 4 or (here, there) in NEIGHBOURS))):
                 wrong.append(f"{name(path)} imports {imported}")
     assert not wrong
+
+
+def test_the_product_runs_without_the_lab() -> None:
+    assert not [
+        f"{name(path)} imports {imported}"
+        for path in modules()
+        for imported in imports(path)
+        if imported.split(".")[0] == "pigou_lab"
+    ]
 
 
 def test_only_the_runtime_imports_torch() -> None:

@@ -85,7 +85,7 @@ def test_the_slim_installation_imports_gateway_and_bench() -> None:
     program = PROGRAM.partition("from pigou.cli")[0] + (
         "import pigou.fleet.serve, pigou.gateway.app\n"
         "import pigou.workload.bench, pigou.workload.bench_report\n"
-        "import pigou.sim.simulation, pigou.experiments.registry, pigou.worker.process\n"
+        "import pigou.sim.simulation, pigou_lab.experiments.registry, pigou.worker.process\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program, ALL], capture_output=True, text=True, check=False

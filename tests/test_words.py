@@ -33,7 +33,7 @@ ALLOWED = frozenset({"least_loaded", "LeastLoaded"})
 KEYS = frozenset(
     {
         ("config.py", "least"), ("control/saturation/cusum_detector.py", "least_scale"),
-        ("kv/tier_eviction/rivals/ranked.py", "least"), ("request.py", "hold"),
+        ("request.py", "hold"),
         ("sim/network.py", "ends"), ("sim/timing_measured.py", "alone"),
         ("worker/config.py", "eviction_least"), ("worker/config.py", "rehearse"),
         ("workload/workload_spec.py", "hold"),

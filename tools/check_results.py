@@ -219,7 +219,7 @@ def policies(_out: Path) -> list[Figure]:
     """The toll policy on three workloads of the table, ten seeds."""
     from benchmarks.routing import policy_table, policy_workloads
     from pigou.engine.startup_profiling import warm_up
-    from pigou.experiments.prices import Contender
+    from pigou_lab.experiments.prices import Contender
 
     warm_up()
     workloads = {each.name: each for each in policy_workloads.scenarios()}

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pigou.diagnosis.diagnose import diagnose
 from pigou.diagnosis.modes import MODES
-from pigou.experiments.fault_trials import HEALTHY, TRIALS, run_trial
+from pigou_lab.experiments.fault_trials import HEALTHY, TRIALS, run_trial
 
 
 def reported(trial: tuple[int, int]) -> tuple[int, list[int], list[int]]:

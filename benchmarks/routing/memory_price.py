@@ -26,7 +26,6 @@ from pigou.control.routing.policy import CostTable, RequestView, RoutingPolicy, 
 from pigou.control.routing.toll.policy import Toll
 from pigou.control.routing.view import Candidates, FleetView
 from pigou.engine.startup_profiling import warm_up
-from pigou.experiments.prices import paired
 from pigou.sim.client import ClientConfig
 from pigou.sim.fleet_config import read_fleet
 from pigou.sim.setup import Setup
@@ -34,6 +33,7 @@ from pigou.sim.simulation import Simulation
 from pigou.sim.workload import OpenLoop
 from pigou.workload.trace import some
 from pigou.workload.workload_spec import from_trace
+from pigou_lab.experiments.prices import paired
 
 _LONGEST = 80_000
 POLICIES = ("toll", "dynamo-paper", "ray-prefix", "mooncake")

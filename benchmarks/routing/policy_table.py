@@ -36,8 +36,8 @@ from benchmarks.lib.cells import Cell, fill_cells, read_cells
 from benchmarks.routing.policy_workloads import REQUESTS, Scenario, scenarios
 from pigou.control.routing.policy import GROUP
 from pigou.engine.startup_profiling import warm_up
-from pigou.experiments.prices import THRESHOLDS, Contender, paired, threshold
 from pigou.request import SECOND
+from pigou_lab.experiments.prices import THRESHOLDS, Contender, paired, threshold
 
 #: Shown and judged; the sign says which way is better.
 JUDGED = {"attainment": 1.0, "rps": 1.0, "ttft_p99_s": -1.0}

@@ -21,8 +21,6 @@ import numpy as np
 
 from pigou.config import ControlConfig
 from pigou.control.routing.policy import RoutingPolicy
-from pigou.experiments.fleets import PolicySetting, Reading, fleet, make_simulation
-from pigou.experiments.prices import MIXED
 from pigou.request import SECOND
 from pigou.sim.client import ClientConfig
 from pigou.sim.fleet_config import FleetConfig, read_fleet
@@ -39,6 +37,8 @@ from pigou.sim.workload import (
 from pigou.workload.trace import Trace, some
 from pigou.workload.trace_formats import read_trace
 from pigou.workload.workload_spec import from_trace
+from pigou_lab.experiments.fleets import PolicySetting, Reading, fleet, make_simulation
+from pigou_lab.experiments.prices import MIXED
 
 REQUESTS = 240
 TURNS = 12

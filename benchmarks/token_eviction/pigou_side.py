@@ -29,8 +29,8 @@ from pigou.runtime.decoder import Decoder
 from pigou.runtime.load import LoadedModel, load
 from pigou.runtime.token_eviction.policy import GROUP, CacheEntries
 from pigou.runtime.token_eviction.predictor import RETURNS
-from pigou.runtime.token_eviction.rivals.baselines import Oracle
 from pigou.sampling import SamplingParams
+from pigou_lab.token_eviction.baselines import Oracle
 
 #: Tokens after a cut that the oracle knows.
 HORIZON = 256

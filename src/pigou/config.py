@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import reprlib
 from collections.abc import Callable
-from importlib.metadata import entry_points
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import msgspec
@@ -35,24 +34,6 @@ def check_all(*checks: Callable[[], object]) -> None:
             lines += str(error).splitlines()
     if lines:
         raise ConfigError("\n".join(dict.fromkeys(lines)))
-
-
-def named(group: str, name: Any, what: str) -> Any:
-    """Return what is registered under this name in an entry point group.
-
-    Raises:
-        ConfigError: there is none of that name (the message lists those that there are), or it
-            cannot be loaded.
-    """
-    entries = entry_points(group=group)
-    for entry in entries:
-        if entry.name == name:
-            try:
-                return entry.load()
-            except (ImportError, AttributeError) as error:
-                raise ConfigError(f"{what} {name!r} cannot be loaded: {error}") from error
-    names = ", ".join(sorted(entries.names))
-    raise ConfigError(f"{what} is {name!r}; it must be one of: {names}")
 
 
 def wrong(error: Exception, kind: type[msgspec.Struct], values: Any) -> str:

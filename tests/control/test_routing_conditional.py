@@ -20,11 +20,11 @@ from pigou.control.routing.policy import (
     override,
     params_of,
 )
-from pigou.control.routing.rivals.dynamo import DynamoConditional
-from pigou.control.routing.rivals.llm_d import LlmDConditional
 from pigou.control.routing.toll.policy import Toll
 from pigou.control.routing.view import Candidates, FleetView
 from pigou.request import Request
+from pigou_lab.routing.dynamo import DynamoConditional
+from pigou_lab.routing.llm_d import LlmDConditional
 
 INF = np.inf
 

@@ -10,16 +10,16 @@ import pytest
 from routing_fleets import PROMPT, alone, cheapest, pairs, product, split
 
 from pigou.control.routing.policy import RoutingPolicy
-from pigou.control.routing.rivals.aibrix import AibrixPrefix
-from pigou.control.routing.rivals.dynamo import Dynamo, DynamoPaper, DynamoPaperParams, DynamoParams
-from pigou.control.routing.rivals.llm_d import LlmD, LlmDBlend, LlmDBlendParams, LlmDParams
-from pigou.control.routing.rivals.lmetric import LMetric, LMetricParams
-from pigou.control.routing.rivals.mooncake import Mooncake, MooncakeParams
-from pigou.control.routing.rivals.ray import RayPrefix, RayPrefixParams
-from pigou.control.routing.rivals.sglang import SglangCacheAware, SglangCacheAwareParams
 from pigou.control.routing.simple_policies import LeastLoaded, PowerOfTwo, RandomRouting, RoundRobin
 from pigou.control.routing.view import Candidates, FleetView
 from pigou.request import Request
+from pigou_lab.routing.aibrix import AibrixPrefix
+from pigou_lab.routing.dynamo import Dynamo, DynamoPaper, DynamoPaperParams, DynamoParams
+from pigou_lab.routing.llm_d import LlmD, LlmDBlend, LlmDBlendParams, LlmDParams
+from pigou_lab.routing.lmetric import LMetric, LMetricParams
+from pigou_lab.routing.mooncake import Mooncake, MooncakeParams
+from pigou_lab.routing.ray import RayPrefix, RayPrefixParams
+from pigou_lab.routing.sglang import SglangCacheAware, SglangCacheAwareParams
 
 INF = np.inf
 

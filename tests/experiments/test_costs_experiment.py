@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pigou.experiments.costs import CostCase, goodput, verdict
 from pigou.sim.setup import Setup
 from pigou.sim.workload import RequestLengths
+from pigou_lab.experiments.costs import CostCase, goodput, verdict
 
 
 @pytest.mark.slow

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pigou.experiments.equilibria import SplitGame, planned_run, split_game, verdict
-from pigou.experiments.fleets import fleet
+from pigou_lab.experiments.equilibria import SplitGame, planned_run, split_game, verdict
+from pigou_lab.experiments.fleets import fleet
 
 
 @pytest.fixture(scope="module", params=[30, 90, 120])

@@ -10,19 +10,19 @@ from typer.testing import CliRunner
 
 from pigou.cli import build
 from pigou.config import ControlConfig
-from pigou.experiments import adaptive
-from pigou.experiments.detect import Poller, Watcher, regime_of
-from pigou.experiments.fleets import Reading, fleet
-from pigou.experiments.level import Level, run
-from pigou.experiments.paper import THRESHOLDS, Thresholds
-from pigou.experiments.results import COMPARED
-from pigou.experiments.table4 import errors, table4
-from pigou.experiments.window import WindowFigures
 from pigou.sim.client import ClientConfig
 from pigou.sim.fleet_config import read_fleet
 from pigou.sim.setup import Setup
 from pigou.sim.simulation import Simulation
 from pigou.sim.workload import RequestLengths, renewal
+from pigou_lab.experiments import adaptive
+from pigou_lab.experiments.detect import Poller, Watcher, regime_of
+from pigou_lab.experiments.fleets import Reading, fleet
+from pigou_lab.experiments.level import Level, run
+from pigou_lab.experiments.paper import THRESHOLDS, Thresholds
+from pigou_lab.experiments.results import COMPARED
+from pigou_lab.experiments.table4 import errors, table4
+from pigou_lab.experiments.window import WindowFigures
 
 ONE = fleet("340b-1p2d")
 
@@ -146,7 +146,7 @@ def test_results_have_the_columns_that_others_read(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_made_is_refused_before_anything_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pigou.cli.experiment._run", pytest.fail)
+    monkeypatch.setattr("pigou_lab.experiments.command._run", pytest.fail)
     (tmp_path / "file").touch()
     for name in ("table4", "all"):
         command = [name, "--out", str(tmp_path / "file" / "below")]

@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from pigou.experiments import prices
-from pigou.experiments.fleets import fleet
+from pigou_lab.experiments import prices
+from pigou_lab.experiments.fleets import fleet
 
 
 def test_prices_give_what_a_tuned_threshold_gives(monkeypatch: pytest.MonkeyPatch) -> None:

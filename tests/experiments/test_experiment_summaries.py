@@ -9,13 +9,13 @@ import pytest
 from typer.testing import CliRunner
 
 from pigou.cli import build
-from pigou.cli.experiment import _together
-from pigou.experiments import adaptive, counterfactual, mechanisms, pareto, regimes
-from pigou.experiments.fleets import fleet
-from pigou.experiments.registry import EXPERIMENTS
-from pigou.experiments.results import document
-from pigou.experiments.table4 import estimate
-from pigou.experiments.window import WindowFigures
+from pigou_lab.experiments import adaptive, counterfactual, mechanisms, pareto, regimes
+from pigou_lab.experiments.command import _together
+from pigou_lab.experiments.fleets import fleet
+from pigou_lab.experiments.registry import EXPERIMENTS
+from pigou_lab.experiments.results import document
+from pigou_lab.experiments.table4 import estimate
+from pigou_lab.experiments.window import WindowFigures
 
 ONE = fleet("340b-1p2d")
 

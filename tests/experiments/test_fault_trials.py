@@ -6,7 +6,7 @@ import pytest
 
 from pigou.diagnosis.diagnose import diagnose
 from pigou.diagnosis.modes import MODES
-from pigou.experiments.fault_trials import HEALTHY, TRIALS, run_trial
+from pigou_lab.experiments.fault_trials import HEALTHY, TRIALS, run_trial
 
 #: The quick ones, each with a mechanism of its own.
 QUICK = (HEALTHY, 3, 8, 10, 16, 17)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pigou.experiments.gateways import DEMANDS, deviation, simulation, verdict
 from pigou.sim.gateways_config import GatewaysConfig
+from pigou_lab.experiments.gateways import DEMANDS, deviation, simulation, verdict
 
 
 def test_deviation_is_that_of_the_tenant_who_is_worst_off() -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from pigou.experiments.fleets import fleet
-from pigou.experiments.oscillation import (
+from pigou_lab.experiments.fleets import fleet
+from pigou_lab.experiments.oscillation import (
     CONTENDERS,
     constant_load,
     delayed_integrator,
@@ -19,7 +19,7 @@ from pigou.experiments.oscillation import (
     settled_s,
     verdict,
 )
-from pigou.experiments.planned_fleet import START_UP_S, planned_figures
+from pigou_lab.experiments.planned_fleet import START_UP_S, planned_figures
 
 GAIN = math.pi / 4 / START_UP_S
 

@@ -8,10 +8,10 @@ from typing import get_args
 import pytest
 
 from pigou.config import ConfigError
-from pigou.experiments.adaptive import flagged_runs, outlier_effect
-from pigou.experiments.counterfactual import static
-from pigou.experiments.fleets import FLEETS, POOL, READINGS, fleet
-from pigou.experiments.paper import (
+from pigou_lab.experiments.adaptive import flagged_runs, outlier_effect
+from pigou_lab.experiments.counterfactual import static
+from pigou_lab.experiments.fleets import FLEETS, POOL, READINGS, fleet
+from pigou_lab.experiments.paper import (
     EXPERIMENT1,
     GAPS,
     GRIDS,
@@ -23,8 +23,8 @@ from pigou.experiments.paper import (
     response,
     throughput_itl,
 )
-from pigou.experiments.pareto import variance
-from pigou.experiments.results import log_rmse
+from pigou_lab.experiments.pareto import variance
+from pigou_lab.experiments.results import log_rmse
 
 
 def test_time_per_token_is_what_the_throughput_column_implies() -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from pigou.control.planner.messages import FlipRole
-from pigou.experiments.fleets import fleet
-from pigou.experiments.three_games import (
+from pigou.request import SECOND, Role
+from pigou.windows.planner_window import LoadWindow, PlannerWindow, PoolWindow, WorkerWindow
+from pigou_lab.experiments.fleets import fleet
+from pigou_lab.experiments.three_games import (
     ARMS,
     AnarchyPlanner,
     BlindPlanner,
@@ -15,8 +17,6 @@ from pigou.experiments.three_games import (
     hide_cache,
     verdict,
 )
-from pigou.request import SECOND, Role
-from pigou.windows.planner_window import LoadWindow, PlannerWindow, PoolWindow, WorkerWindow
 
 
 def window(second: int, prefill: int = 2, better: int = 3, anarchy: float = 1.5) -> PlannerWindow:

@@ -9,10 +9,13 @@ from typing import Any
 
 from pigou.kv.tier_eviction.policy import EvictionPolicy, TierSetting, make
 
-_PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+_ROOT = Path(__file__).parents[2]
 KINDS: dict[str, Any] = {
     name: resolve_name(place)
-    for name, place in _PROJECT["project"]["entry-points"]["pigou.eviction"].items()
+    for file in (_ROOT / "pyproject.toml", _ROOT / "lab" / "pyproject.toml")
+    for name, place in tomllib.loads(file.read_text())["project"]["entry-points"][
+        "pigou.eviction"
+    ].items()
 }
 
 

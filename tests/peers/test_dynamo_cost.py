@@ -13,9 +13,9 @@ import pytest
 
 from benchmarks.lib.dynamo_mockers import dynamo_home
 from benchmarks.lib.peers import PeerMissing
-from pigou.control.routing.rivals.dynamo import Dynamo
 from pigou.control.routing.view import Candidates, FleetView
 from pigou.request import Request
+from pigou_lab.routing.dynamo import Dynamo
 
 pytestmark = [pytest.mark.dynamo, pytest.mark.timeout(120)]
 

@@ -14,12 +14,12 @@ from benchmarks.control.planner.dynamo_peer import DynamoPeer, planner_python
 from benchmarks.lib.peers import PeerMissing
 from pigou.control.planner.messages import PlannerDecision
 from pigou.control.planner.planner import PlannerSetup
-from pigou.control.planner.rivals.dynamo import DynamoPlanner, DynamoPlannerParams
 from pigou.games.latency import LatencyLaw
 from pigou.objectives import Budget, ProvisioningTimes, Slo
 from pigou.performance.model import PerformanceModel
 from pigou.performance.speed import DecodeLaw, PrefillLine, RequestMix
 from pigou.request import SECOND, Role
+from pigou_lab.planner.dynamo import DynamoPlanner, DynamoPlannerParams
 
 pytestmark = [pytest.mark.dynamo, pytest.mark.timeout(120)]
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from pigou.config import ConfigError
-from pigou.experiments.fleets import fleet
 from pigou.sim.timing import StepShape
 from pigou.sim.timing_law import PRESETS, Law, LawTiming
 from pigou.sim.timing_models import build_timing, capacity
+from pigou_lab.experiments.fleets import fleet
 
 
 def test_a_law_adds_decodes_and_prompts() -> None:

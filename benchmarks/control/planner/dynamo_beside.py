@@ -19,7 +19,6 @@ from benchmarks.lib.peers import PeerMissing
 from pigou.config import ControlConfig
 from pigou.control.planner.messages import PlannerDecision
 from pigou.control.planner.planner import Planner, PlannerSetup
-from pigou.control.planner.rivals.dynamo import DynamoPlanner, DynamoPlannerParams
 from pigou.sim.fleet_config import read_fleet
 from pigou.sim.planner_setup import PlannedFleet, planner_setup, with_start_up
 from pigou.sim.scaling import Scaling
@@ -28,6 +27,7 @@ from pigou.sim.setup import Setup
 from pigou.sim.simulation import UNLIMITED, Simulation
 from pigou.windows.planner_window import PlannerWindow
 from pigou.workload.workload_spec import read_workload_spec
+from pigou_lab.planner.dynamo import DynamoPlanner, DynamoPlannerParams
 
 FLEETS = ("1p+1d", "2xboth")
 #: Rates by a share of an hour, in requests a second.

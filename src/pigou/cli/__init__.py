@@ -14,9 +14,12 @@ from typing import Annotated, Any
 import typer
 
 from pigou import __version__
+from pigou.config import ConfigError
 from pigou.imports import extra_of, remedy
+from pigou.registry import named
 
 #: Command -> `module:function`, in the order of the help; an application where it has commands.
+#: The entry point group `pigou.command` has those without one.
 COMMANDS = {
     "serve": "pigou.cli.serve:serve",
     "worker": "pigou.cli.worker:worker",
@@ -28,7 +31,7 @@ COMMANDS = {
     "sweep": "pigou.cli.sweep:sweep",
     "plan": "pigou.cli.plan:plan",
     "vram": "pigou.cli.vram:vram",
-    "experiment": "pigou.cli.experiment:experiment",
+    "experiment": "",
     "report": "pigou.cli.report:report",
     "profile": "pigou.cli.profile:profile",
     "replay": "pigou.cli.replay:replay",
@@ -95,6 +98,9 @@ def _run(args: Sequence[str]) -> None:
             raise
         typer.echo(f"pigou {args[0]}: {error.name} is not installed; {remedy(extra)}", err=True)
         raise SystemExit(1) from None
+    except ConfigError as error:
+        typer.echo(f"pigou {args[0]}: {error}", err=True)
+        raise SystemExit(2) from None
 
 
 def _app(args: Sequence[str]) -> typer.Typer:
@@ -114,7 +120,7 @@ def build(names: Iterable[str] = tuple(COMMANDS)) -> typer.Typer:
 
     app = _application()
     for name in names:
-        command = _load(COMMANDS[name])
+        command = _load(name)
         if isinstance(command, typer.Typer):
             for subcommand in command.registered_commands:
                 assert subcommand.callback is not None
@@ -160,6 +166,8 @@ def _pigou() -> None:
     """Stand for a command in the list of all, which is shown without loading them."""
 
 
-def _load(path: str) -> Any:
-    module, function = path.split(":")
+def _load(name: str) -> Any:
+    if not COMMANDS[name]:
+        return named("pigou.command", name, "command")
+    module, function = COMMANDS[name].split(":")
     return getattr(import_module(module), function)

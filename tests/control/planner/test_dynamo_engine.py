@@ -6,20 +6,20 @@ import math
 
 import pytest
 
-from pigou.control.planner.rivals.dynamo_budget import (
+from pigou.games.latency import LatencyLaw
+from pigou.performance.model import PerformanceModel
+from pigou.performance.speed import DecodeLaw, PrefillLine
+from pigou.request import Role
+from pigou.windows.planner_window import WorkerWindow
+from pigou_lab.planner.dynamo_budget import (
     HELD,
     RECONCILED,
     fit_to_budget,
     guard_pair,
     guard_single,
 )
-from pigou.control.planner.rivals.dynamo_engine import SAMPLES, EngineModel, PassRegression
-from pigou.control.planner.rivals.dynamo_passes import ForwardPass, forward_pass, hit_discount
-from pigou.games.latency import LatencyLaw
-from pigou.performance.model import PerformanceModel
-from pigou.performance.speed import DecodeLaw, PrefillLine
-from pigou.request import Role
-from pigou.windows.planner_window import WorkerWindow
+from pigou_lab.planner.dynamo_engine import SAMPLES, EngineModel, PassRegression
+from pigou_lab.planner.dynamo_passes import ForwardPass, forward_pass, hit_discount
 
 SPEED = PerformanceModel(
     PrefillLine(0.004, 0.00008), DecodeLaw(LatencyLaw(0.0004, 0.008)),

@@ -11,11 +11,7 @@ from tests.control.planner.fluid_fleet import MIX, PREFILL, FluidFleet, FluidPoo
 from pigou.config import ConfigError
 from pigou.control.planner.messages import AddWorkers, DrainWorker, RemoveWorker
 from pigou.control.planner.planner import PlannerSetup, load
-from pigou.control.planner.rivals.aibrix import ApaParams, apa_desired
-from pigou.control.planner.rivals.dynamo_budget import clamp_to_budget
-from pigou.control.planner.rivals.dynamo_engine import EngineModel
-from pigou.control.planner.rivals.dynamo_sla import decode_replicas, prefill_replicas
-from pigou.control.planner.rivals.target_planner import carry_out
+from pigou.control.planner.target_planner import carry_out
 from pigou.games.latency import LatencyLaw
 from pigou.objectives import Budget, ProvisioningTimes, Slo
 from pigou.performance.model import PerformanceModel
@@ -29,6 +25,10 @@ from pigou.windows.planner_window import (
     WorkerState,
     WorkerWindow,
 )
+from pigou_lab.planner.aibrix import ApaParams, apa_desired
+from pigou_lab.planner.dynamo_budget import clamp_to_budget
+from pigou_lab.planner.dynamo_engine import EngineModel
+from pigou_lab.planner.dynamo_sla import decode_replicas, prefill_replicas
 
 RIVALS = (
     "apa", "dynamo", "dynamo-load", "dynamo-sla", "heteroscale", "hpa-cpu", "hpa-qps", "kpa",

@@ -8,7 +8,8 @@ from typing import Any, ClassVar, Protocol, TypeAlias
 
 import msgspec
 
-from pigou.config import ConfigError, named
+from pigou.config import ConfigError
+from pigou.registry import named
 from pigou.request import NEVER, SECOND, Request
 
 GROUP = "pigou.admission"

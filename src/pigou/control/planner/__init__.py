@@ -4,6 +4,6 @@
 - ``objectives``: objectives, budgets and times that it is given
 - ``planner``: the protocol, and the entry point of planners
 - ``performance``: latency of a pool by its load, and replicas for a load
-- ``rivals``: other systems' planners, from their published rules
+- ``static``: pools of a fixed size
 - ``price``: Pigou's own, which prices a GPU-second
 """

@@ -9,12 +9,13 @@ from typing import Any, ClassVar, Protocol
 
 import msgspec
 
-from pigou.config import ConfigError, named
+from pigou.config import ConfigError
 from pigou.control.messages import Message
 from pigou.control.planner.messages import PlannerDecision
 from pigou.objectives import Budget, ProvisioningTimes, Slo, WorkloadClass
 from pigou.performance.model import PerformanceModel
 from pigou.performance.sweep_tables import SweepTables
+from pigou.registry import named
 from pigou.request import Role
 from pigou.struct_values import read_struct
 from pigou.windows.planner_window import PlannerWindow

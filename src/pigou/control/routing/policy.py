@@ -10,8 +10,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from pigou.config import ConfigError, named
+from pigou.config import ConfigError
 from pigou.control.routing.view import Candidates, FleetView
+from pigou.registry import named
 from pigou.request import Request
 from pigou.struct_values import read_struct
 

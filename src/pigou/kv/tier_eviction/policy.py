@@ -8,9 +8,10 @@ from typing import Any, Protocol
 
 import msgspec
 
-from pigou.config import ConfigError, named, wrong
+from pigou.config import ConfigError, wrong
 from pigou.kv.block import Block, Entry
 from pigou.kv.offload import RecomputeCost
+from pigou.registry import named
 
 GROUP = "pigou.eviction"
 

@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pigou.config import ConfigError, EvictionConfig, named, wrong
+from pigou.config import ConfigError, EvictionConfig, wrong
+from pigou.registry import named
 from pigou.request import Ints
 from pigou.runtime.model_config import ModelConfig
 from pigou.runtime.token_eviction.entry_stats_kernels import FIRST_FIELD_LINE, POSITION_LINE

@@ -8,7 +8,8 @@ from typing import Any, ClassVar, Protocol
 
 import msgspec
 
-from pigou.config import ConfigError, named
+from pigou.config import ConfigError
+from pigou.registry import named
 from pigou.struct_values import read_struct
 
 GROUP = "pigou.predictor"

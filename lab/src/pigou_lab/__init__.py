@@ -1,0 +1,1 @@
+"""Rivals, experiments and theory beside Pigou, loaded through its entry points."""

@@ -1,0 +1,168 @@
+"""Several gateways on one fleet: the Price of Anarchy and fairness by their number and staleness.
+
+Each gateway is a production control plane, which hears after a lag what the others sent. The
+anarchy here is that of the gateways: the mean time of requests over what one gateway attains with
+the same requests; the calibrated estimate of one run is beside it. Fairness is judged where tenants
+ask for more than there is: the largest relative deviation of a tenant's service from what it gets
+at one gateway.
+
+The workers are eight H100s with Llama-3.1-8B, by the roofline model, so the paper's fleet does not
+matter here. Constants were chosen on the seeds 101 and 102, and are reported on others.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from pigou.config import ControlConfig
+from pigou.request import SECOND
+from pigou.sim.client import ClientConfig
+from pigou.sim.fleet_config import read_fleet
+from pigou.sim.gateways_config import GatewaysConfig
+from pigou.sim.result import SimulationResult
+from pigou.sim.setup import Setup
+from pigou.sim.simulation import UNLIMITED, Simulation
+from pigou.sim.virtual_clock import EPOCH
+from pigou.sim.workload import OpenLoop, RequestLengths, RequestSession, merged, renewal
+from pigou_lab.experiments.fleets import PaperFleet, Reading
+from pigou_lab.experiments.results import COMPARED, Row
+
+#: Milliseconds that messages between gateways take.
+LAGS_MS = (0, 100, 1000, 10_000)
+COUNTS = (2, 4, 8)
+#: Requests a second, seconds of arrivals, and those that are left out at the beginning.
+RATE, HOLD_S, SETTLE_S = 60.0, 40.0, 25.0
+LENGTHS = RequestLengths(input=(200, 1800), output=(50, 350))
+#: Demand of each tenant, in shares of the fleet; together above 1, and each at least its fair part.
+DEMANDS = (0.15, 0.15, 0.15, 0.15, 0.3, 0.3, 0.5, 0.5)
+#: Streams of a worker in the comparison of shares, requests a second that eight serve so, and
+#: seconds of arrivals; unused service that a tenant keeps there.
+_STREAMS, _SERVED_RATE, _FAIR_S = 4, 25.0, 30.0
+_CREDIT = 2048.0
+_FLEET, _SETUP = "8xboth", Setup(model="llama-3.1-8b", gpu="H100")
+
+
+def gateways(
+    _: PaperFleet, __: Reading, seeds: Sequence[int], levels: Sequence[int]
+) -> Iterator[Row]:
+    """Yield a row for one gateway, then for each number of them and lag in milliseconds.
+
+    The last rows are of gateways that tell one another nothing (lag None).
+    """
+    single = [_run_of(GatewaysConfig(), seed) for seed in seeds]
+    yield _row(0, 1, single, single)
+    for count in COUNTS:
+        for lag_ms in levels:
+            config = GatewaysConfig(count=count, lag_s=lag_ms / 1000)
+            yield _row(lag_ms, count, [_run_of(config, seed) for seed in seeds], single)
+    for count in COUNTS:
+        config = GatewaysConfig(count=count, exchanges=False)
+        yield _row(None, count, [_run_of(config, seed) for seed in seeds], single)
+
+
+def _run_of(config: GatewaysConfig, seed: int) -> dict[str, Any]:
+    """Return the figures of one seed: times at a load that can be served, shares at one above."""
+    result = simulation(config, seed).run()
+    low = EPOCH + round(SETTLE_S * SECOND)
+    done = [run for run in result.done if run.intended_ns >= low]
+    fair = simulation(config, seed, overloaded=True)
+    return {
+        "seed": seed,
+        "e2e_mean_s": statistics.fmean(r.last_token_ns - r.intended_ns for r in done) / SECOND,
+        "ttft_mean_s": statistics.fmean(r.first_token_ns - r.intended_ns for r in done) / SECOND,
+        "poa": result.document()["poa"]["whole"],
+        "service": service(fair.run()),
+    }
+
+
+def simulation(config: GatewaysConfig, seed: int, overloaded: bool = False) -> Simulation:
+    """Return a run: Poisson arrivals, or tenants that ask for more than there is, in fair order.
+
+    Tenants are split over the gateways, each to one: that is the worst case for their fairness.
+
+    Args:
+        overloaded: whether tenants ask for more than there is.
+    """
+    free: dict[str, Any] = dict.fromkeys(
+        ("max_inflight", "max_inflight_tokens", "max_queued"), UNLIMITED
+    )
+    control = ControlConfig(queue_timeout=UNLIMITED, seed=seed, **free)
+    load, client = renewal(LENGTHS, RATE, 1.0, 0, HOLD_S, seed), ClientConfig()
+    if overloaded:
+        limits: dict[str, Any] = {
+            "max_inflight": _STREAMS,
+            "admission": {"order": "fair", "credit": _CREDIT},
+        }
+        control = msgspec.structs.replace(control, **limits)
+        load, client = _tenants(seed), ClientConfig(timeout=2 * _FAIR_S)
+        if config.count > 1:
+            config = msgspec.structs.replace(config, split="tenant")
+    fleet = msgspec.structs.replace(read_fleet(_FLEET), gateways=config)
+    return Simulation(load, fleet, _SETUP, control, client, seed=seed)
+
+
+def _tenants(seed: int) -> OpenLoop:
+    """Return the requests of all tenants, each with its own demand."""
+    loops = []
+    for number, demand in enumerate(DEMANDS):
+        loop = renewal(LENGTHS, demand * _SERVED_RATE, 1.0, 0, _FAIR_S, 1000 * seed + number)
+        sessions = [
+            RequestSession(
+                session.start_ns, [replace(r, tenant=f"t{number}") for r in session.requests]
+            )
+            for session in loop.sessions
+        ]
+        loops.append(OpenLoop(sessions, rates=loop.rates))
+    return merged(loops)
+
+
+def service(result: SimulationResult) -> dict[str, float]:
+    """Return each tenant's part of the output tokens of requests that ended while all asked."""
+    low, high = (EPOCH + round(share * _FAIR_S * SECOND) for share in (1 / 3, 1.0))
+    tokens: Counter[str] = Counter()
+    for run in result.done:
+        if low <= run.last_token_ns < high:
+            tokens[run.spec.tenant] += run.output_tokens
+    return {tenant: count / tokens.total() for tenant, count in sorted(tokens.items())}
+
+
+def deviation(shares: Mapping[str, float], of_one: Mapping[str, float]) -> float:
+    """Return the largest relative deviation of a tenant's share from that at one gateway."""
+    return max(abs(shares.get(tenant, 0.0) / share - 1.0) for tenant, share in of_one.items())
+
+
+def _row(
+    lag_ms: int | None, count: int, runs: Sequence[dict[str, Any]], single: Sequence[dict[str, Any]]
+) -> Row:
+    ratios = [a["e2e_mean_s"] / b["e2e_mean_s"] for a, b in zip(runs, single, strict=True)]
+    ttfts = [a["ttft_mean_s"] / b["ttft_mean_s"] for a, b in zip(runs, single, strict=True)]
+    unfair = [deviation(a["service"], b["service"]) for a, b in zip(runs, single, strict=True)]
+    row: Row = {
+        "experiment": "gateways", "concurrency": count, "gateways": count,
+        "lag_s": None if lag_ms is None else lag_ms / 1000,
+        "anarchy": statistics.fmean(ratios), "anarchy_range": [min(ratios), max(ratios)],
+        "ttft_ratio": statistics.fmean(ttfts),
+        "poa": statistics.fmean(run["poa"] for run in runs),
+        "unfairness": statistics.fmean(unfair), "unfairness_range": [min(unfair), max(unfair)],
+        "e2e_mean_s": statistics.fmean(run["e2e_mean_s"] for run in runs), "runs": list(runs),
+    }  # fmt: skip
+    return row | dict.fromkeys(COMPARED)
+
+
+def verdict(rows: Sequence[Row]) -> Mapping[str, Any]:
+    """Return the worst anarchy and unfairness, and what telling nothing costs, by number."""
+    informed = [row for row in rows if row["lag_s"] is not None]
+    silent = [row for row in rows if row["lag_s"] is None]
+    return {
+        # Below 1 is noise of the runs: the gateways did as well as one would.
+        "worst_anarchy": max(1.0, *(float(row["anarchy"]) for row in informed)),
+        "worst_unfairness": max(float(row["unfairness"]) for row in informed),
+        "silent_anarchy": {str(row["gateways"]): row["anarchy"] for row in silent},
+        "silent_unfairness": {str(row["gateways"]): row["unfairness"] for row in silent},
+    }

@@ -1,0 +1,175 @@
+"""Experiment 2: the detector at nine levels; the knee; the Saturated row of Table 2."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+
+from pigou.control.regimes.routing_controllers import RegimeTable
+from pigou.control.saturation.regime import Regime
+from pigou.sim.simulation import Simulation
+from pigou_lab.experiments.detect import Poller, Watcher, as_json, config, regime_of
+from pigou_lab.experiments.fleets import POOL, PaperFleet, Reading
+from pigou_lab.experiments.level import Level, LevelRun, run
+from pigou_lab.experiments.paper import EXPERIMENT1, GAPS, SLOPES, THRESHOLDS
+from pigou_lab.experiments.results import Row, make_row
+
+#: Seconds for which the Saturated row is held: four times the paper's spike.
+LONG_S = 720.0
+
+
+def regimes(
+    fleet: PaperFleet, reading: Reading, seeds: Sequence[int], levels: Sequence[int]
+) -> Iterator[Row]:
+    """Yield a row a level, without the ramp, with the detector's regimes.
+
+    The paper printed no rates of this experiment, only slopes (`slopes`) and regimes.
+
+    `regime_client` is the detector on the client's TTFT, `regime_server` on TTFT from sending,
+    `regime_plane` is the highest regime of the control plane's own detector.
+    """
+    thresholds = THRESHOLDS[fleet.name]
+    saturation: dict[str, object] = dict(msgspec.to_builtins(config(thresholds)))
+    last: tuple[int, float] | None = None
+    for users in levels:
+        level = Level(fleet, reading, users, ramped=False)
+        watchers = [Watcher() for _ in seeds]
+        level_runs = [
+            run(level, seed, (watcher.follow,), saturation)
+            for seed, watcher in zip(seeds, watchers, strict=True)
+        ]
+        calls = level_runs[0].result.runs
+        row = make_row(
+            "regimes", users, [level_run.measured for level_run in level_runs], seeds,
+            regime_client=regime_of(calls, level.end, thresholds),
+            regime_server=regime_of(calls, level.end, thresholds, server=True),
+            regime_plane=max((level_run for _, level_run in watchers[0].regimes), key=_level).value,
+            kv_memory=watchers[0].memory(),
+        )  # fmt: skip
+        ttft = row["ttft_p99_s"]
+        row["slope_s"] = None if last is None else (ttft - last[1]) / (users - last[0])
+        last = (users, ttft)
+        yield row
+
+
+def slopes(rows: Sequence[Row], fleet: PaperFleet) -> dict[str, Any]:
+    """Return d(TTFT P99)/dC over 32..64 and 64..128, beside the paper's; None where not run."""
+    at = {row["concurrency"]: row["ttft_p99_s"] for row in rows}
+    differences: dict[str, Any] = {}
+    paper = SLOPES.get(fleet.name)
+    for (low, high), printed in zip(
+        pairwise((32, 64, 128)), (None, None) if paper is None else (paper.below, paper.across),
+        strict=True,
+    ):  # fmt: skip
+        if low in at and high in at:
+            differences[f"slope_{low}_{high}_s"] = (at[high] - at[low]) / (high - low)
+            differences[f"paper_slope_{low}_{high}_s"] = printed
+    return differences
+
+
+def saturated(
+    fleet: PaperFleet, reading: Reading, seeds: Sequence[int], levels: Sequence[int]
+) -> Iterator[Row]:
+    """Yield rows of static routing and of Table 2's controller, held for long past the knee.
+
+    The controller is the paper's: outside of the fleet, with the client's TTFT as its samples.
+    """
+    for users in levels:
+        level = Level(fleet, reading, users, hold_s=LONG_S, ramped=False)
+        for strategy in ("static", "regime"):
+            level_runs, pollers = [], []
+            for seed in seeds:
+                act = steer if strategy == "regime" else watch
+                poller = Poller(THRESHOLDS[fleet.name], act)
+                level_runs.append(run(level, seed, (poller.follow,)))
+                pollers.append(poller)
+            first = pollers[0]
+            yield make_row(
+                "saturated", users, _measured(level_runs), seeds, strategy=strategy,
+                saturated_from_s=first.first(Regime.SATURATED), regimes=as_json(first.switches),
+            )  # fmt: skip
+
+
+def steer(simulation: Simulation, regime: Regime) -> None:
+    """Set the router to Table 2's row of a regime."""
+    setting = RegimeTable().setting(regime)
+    simulation.fleet.plane.router.tune(
+        setting.temperature, {"overlap_weight": setting.overlap_weight}
+    )
+
+
+def watch(simulation: Simulation, regime: Regime) -> None:
+    """Leave the router alone."""
+
+
+def _measured(level_runs: Sequence[LevelRun]) -> list[Any]:
+    return [level_run.measured for level_run in level_runs]
+
+
+def _level(regime: Regime) -> int:
+    return regime.level
+
+
+def held_ratios(rows: Sequence[Row]) -> Mapping[str, Any]:
+    """Return by what the controller changed each level: its figures over those of static."""
+    ratios: dict[str, Any] = {}
+    for one, other in pairwise(rows):
+        if (one["strategy"], other["strategy"]) == ("static", "regime"):
+            ratios[f"regime_over_static_at_{one['concurrency']}"] = {
+                name: other[name] / one[name] for name in ("ttft_p99_s", "rps", "poa_legacy")
+            }
+    return ratios
+
+
+#: The paper's three levels about the knee, and what lies between the last two.
+KNEE_LEVELS = (32, 64, *range(96, 129, 4))
+#: A level is past the knee where its TTFT P99 is so many times that of the first.
+KNEE_FACTOR = 5.0
+
+
+def knee(
+    fleet: PaperFleet, reading: Reading, seeds: Sequence[int], levels: Sequence[int]
+) -> Iterator[Row]:
+    """Yield a row a level, as of Experiment 1, with the finite difference from the one before."""
+    last: tuple[int, float] | None = None
+    for users in levels:
+        level = Level(fleet, reading, users)
+        figures = [run(level, seed).measured for seed in seeds]
+        row = make_row("knee", users, figures, seeds, EXPERIMENT1[fleet.name].get(users))
+        ttft = row["ttft_p99_s"]
+        row["slope_s"] = None if last is None else (ttft - last[1]) / (users - last[0])
+        last = (users, ttft)
+        yield row
+
+
+def knee_of(rows: Sequence[Row], fleet: PaperFleet, reading: Reading) -> Mapping[str, Any]:
+    """Return the first level past the knee, and the predicted knee."""
+    first = rows[0]["ttft_p99_s"]
+    past = [row["concurrency"] for row in rows if row["ttft_p99_s"] > KNEE_FACTOR * first]
+    return {
+        "first_past_knee": min(past, default=None),
+        "predicted_knee": predicted_knee(fleet, reading),
+        **slopes(rows, fleet),
+    }
+
+
+def predicted_knee(fleet: PaperFleet, reading: Reading) -> float | None:
+    """Return the users at which a bottleneck is full; None without one.
+
+    A pool: its connections. A serial prefill worker: X R of the asymptotes of a closed system
+    (Denning and Buzen 1978), X its ceiling and R the seconds of a request among so many.
+    """
+    if reading == "client-pool":
+        return float(POOL)
+    if reading == "fair":
+        return None
+    law = fleet.law(reading)
+    users = 1.0
+    for _ in range(100):
+        decoding = users / fleet.decoders
+        seconds = fleet.base + GAPS * (law.itl_a + law.itl_b * decoding)
+        users = seconds / law.prefill
+    return users

@@ -1,0 +1,110 @@
+"""`results.json`: rows of means over seeds, the paper's figures, and their relative errors."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pigou.config import ConfigError
+from pigou_lab.experiments.fleets import BARGING, POOL, PaperFleet, Reading
+from pigou_lab.experiments.paper import Figures
+from pigou_lab.experiments.window import WindowFigures
+
+#: Figures that the paper printed too.
+COMPARED = ("ttft_p99_s", "itl_p99_s", "poa_legacy", "rps")
+
+Row = dict[str, Any]
+
+
+def make_row(
+    experiment: str, users: int, runs: Sequence[WindowFigures], seeds: Sequence[int],
+    paper: Figures | None = None, **rest: Any,
+) -> Row:  # fmt: skip
+    """Return a row: each figure is the mean over the runs, as in the paper's Experiment 3.
+
+    Args:
+        rest: further columns.
+    """
+    columns = [asdict(figures) for figures in runs]
+    means = {name: statistics.fmean(column[name] for column in columns) for name in columns[0]}
+    row: Row = {"experiment": experiment, "concurrency": users, **means, **rest}
+    if len(runs) > 1:
+        row["sd"] = {
+            name: statistics.stdev(column[name] for column in columns) for name in COMPARED
+        }
+    row["runs"] = [{"seed": s, **c} for s, c in zip(seeds, columns, strict=True)]
+    if paper is not None:
+        row["paper"] = {name: getattr(paper, name) for name in (*COMPARED, "regime", "source")}
+        row["relative_error"] = {
+            name: row[name] / value - 1.0
+            for name in COMPARED
+            if (value := getattr(paper, name)) is not None
+        }
+    return row
+
+
+def log_rmse(
+    rows: Sequence[Mapping[str, Any]], name: str, min_users: int = 0, max_users: int = 10**9
+) -> float | None:
+    """Return the root mean square of ln(ours / paper's) over rows of these levels; None if none."""
+    logs = [
+        math.log(row[name] / row["paper"][name])
+        for row in rows
+        if min_users <= row["concurrency"] <= max_users and row.get("paper", {}).get(name)
+    ]
+    return math.sqrt(statistics.fmean(x * x for x in logs)) if logs else None
+
+
+RESULTS = "results.json"
+
+
+def document(
+    experiment: str, fleet: PaperFleet, reading: Reading, seeds: Sequence[int], rows: Sequence[Row],
+    summary: Mapping[str, Any],
+) -> dict[str, Any]:  # fmt: skip
+    """Return the contents of `results.json`."""
+    law = msgspec.to_builtins(fleet.law(reading))
+    pooled = reading == "client-pool"
+    return {
+        "experiment": experiment,
+        "fleet": fleet.name,
+        "reading": reading,
+        "seeds": list(seeds),
+        "constants": {"law": law, "pool": POOL if pooled else 0,
+                      "barging": BARGING if pooled else 0.0},
+        "summary": dict(summary),
+        "rows": list(rows),
+    }  # fmt: skip
+
+
+def prepared(folder: Path) -> Path:
+    """Make a folder to write results into, and return it.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out is {str(folder)!r}: {error}; name a folder to write to") from None
+    return folder
+
+
+def write(folder: Path, results: Mapping[str, Any]) -> Path:
+    """Write results into a folder, which is made; return the file.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    path = prepared(folder) / RESULTS
+    try:
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(results)) + b"\n")
+    except OSError as error:
+        raise ConfigError(f"--out is {str(folder)!r}: {error}; name a folder to write to") from None
+    return path

@@ -1,0 +1,183 @@
+"""Planner, router and cache coupled, and each coupling switched off in turn.
+
+| row | what is off |
+|---|---|
+| coupled | nothing: `toll` routes, `price` plans, prefixes are cached |
+| router without cache | the router does not look at prefixes (`least-loaded`) |
+| planner without cache | the planner is told of no hits, and of no cached tokens |
+| planner without router | the planner is told of no Price of Anarchy, and of no better split |
+| no cache | prefixes are not cached |
+| anarchy | the planner is driven by the Price of Anarchy alone (`AnarchyPlanner`) |
+| static | the fleet stays as it is |
+
+The load triples, and falls again; prompts are of a few templates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import msgspec
+
+from pigou.control.planner.messages import Action, FlipRole, PlannerDecision
+from pigou.control.planner.planner import Planner
+from pigou.request import Role
+from pigou.sim.arrival_rate import RateSchedule
+from pigou.windows.planner_window import PlannerWindow, WorkerState
+from pigou_lab.experiments.fleets import PaperFleet, Reading
+from pigou_lab.experiments.planned_fleet import PlannedRun, mean_row, planned_figures
+from pigou_lab.experiments.results import Row
+
+#: Load in per cent of what three prefill workers compute without hits.
+LEVELS = (90,)
+START, WORKERS, SECONDS, TEMPLATES = (2, 2), 8, 900.0, 60
+#: The Price of Anarchy from which on the split is changed, in so many windows in a row.
+_ANARCHY, _WINDOWS = 1.02, 6
+
+
+class NoAnarchyParams(msgspec.Struct, frozen=True):
+    """None."""
+
+
+class AnarchyPlanner:
+    """Flips workers towards the better split of the calibrated Price of Anarchy (section 10.1).
+
+    It never starts or drains one: where the split costs nothing, the signal says nothing.
+    """
+
+    name: ClassVar[str] = "anarchy"
+    Params: ClassVar[type[msgspec.Struct]] = NoAnarchyParams
+
+    def __init__(self) -> None:
+        self._window: PlannerWindow | None = None
+        self._windows = 0
+
+    def observe(self, window: PlannerWindow) -> None:
+        """Note what one interval showed."""
+        self._window = window
+
+    def tick(self, now_ns: int) -> PlannerDecision:
+        """Return a flip where the better split has differed for some windows."""
+        window, self._window = self._window, None
+        actions: tuple[Action, ...] = ()
+        if window is not None:
+            actions = self._flip(window)
+        return PlannerDecision(now_ns=now_ns, planner=self.name, actions=actions)
+
+    def _flip(self, window: PlannerWindow) -> tuple[Action, ...]:
+        prefill, decode = (
+            next(pool for pool in window.pools if pool.role is role)
+            for role in (Role.PREFILL, Role.DECODE)
+        )
+        better = window.better_prefill.get(prefill.model)
+        anarchy = window.price_of_anarchy.get(prefill.model, 1.0)
+        size = prefill.ready + prefill.starting
+        if better is None or better == size or anarchy < _ANARCHY or prefill.starting:
+            self._windows = 0
+            return ()
+        self._windows += 1
+        source, target = (decode, prefill) if better > size else (prefill, decode)
+        ready = source.in_state(WorkerState.READY)
+        if self._windows < _WINDOWS or len(ready) < 2:
+            return ()
+        self._windows = 0
+        victim = min(ready, key=lambda worker: (worker.running or 0, worker.id))
+        return (FlipRole(victim.id, target.role, target.name),)
+
+
+class BlindPlanner:
+    """A planner that is not told of the cache, or not of the router.
+
+    Args:
+        cache: hides hits and cached tokens, else the Price of Anarchy and the better split.
+    """
+
+    name: ClassVar[str] = "blind"
+    Params: ClassVar[type[msgspec.Struct]] = NoAnarchyParams
+
+    def __init__(self, inner: Planner, cache: bool) -> None:
+        self._inner, self._cache = inner, cache
+
+    def observe(self, window: PlannerWindow) -> None:
+        """Pass on what is not hidden."""
+        self._inner.observe(hide_cache(window) if self._cache else hide_anarchy(window))
+
+    def tick(self, now_ns: int) -> PlannerDecision:
+        """Return the decision of the inner planner."""
+        return self._inner.tick(now_ns)
+
+
+def hide_cache(window: PlannerWindow) -> PlannerWindow:
+    """Return a window without hits and cached tokens."""
+    replace = msgspec.structs.replace
+    pools = tuple(
+        replace(pool, workers=tuple(replace(w, cached_tokens=None) for w in pool.workers))
+        for pool in window.pools
+    )
+    loads = tuple(replace(load, hit_rate=None) for load in window.loads)
+    return replace(window, pools=pools, loads=loads)
+
+
+def hide_anarchy(window: PlannerWindow) -> PlannerWindow:
+    """Return a window without the Price of Anarchy and the better split."""
+    return msgspec.structs.replace(window, price_of_anarchy={}, better_prefill={})
+
+
+def three_games(
+    fleet: PaperFleet, _: Reading, seeds: Sequence[int], levels: Sequence[int]
+) -> Iterator[Row]:
+    """Yield a row for each load and coupling."""
+    for level in levels:
+        for name in ARMS:
+            runs = [planned_figures(_simulation(fleet, level, name, seed)) for seed in seeds]
+            yield mean_row("three-games", level, runs, arm=name)
+
+
+#: Rows: what differs from `coupled`, of `PlannedRun`.
+ARMS: Mapping[str, Mapping[str, Any]] = {
+    "coupled": {},
+    "router without cache": {"policy": "least-loaded"},
+    "planner without cache": {},
+    "planner without router": {},
+    "no cache": {"caching": False},
+    "anarchy": {"planner": "static"},
+    "static": {"planner": "static"},
+}
+
+
+def _simulation(fleet: PaperFleet, level: int, name: str, seed: int) -> Any:
+    made = coupled_run(fleet, level, ARMS[name])
+    planner: Planner = made.make_planner(seed)
+    if name == "anarchy":
+        planner = AnarchyPlanner()
+    elif name.startswith("planner without"):
+        planner = BlindPlanner(planner, cache=name.endswith("cache"))
+    return made.simulation(seed, planner)
+
+
+def coupled_run(fleet: PaperFleet, level: int, changes: Mapping[str, Any]) -> PlannedRun:
+    """Return the run of a load, with some changes."""
+    prompt_s = PlannedRun(fleet, "price", RateSchedule.of(1.0), 1.0, START, WORKERS).prompt_s
+    high = level / 100 * 3 / prompt_s
+    schedule = RateSchedule(
+        seconds=(0.0, SECONDS / 4, 3 * SECONDS / 4), rates=(high / 3, high, high / 3)
+    )
+    values: dict[str, Any] = {"planner": "price", "policy": "toll", "templates": TEMPLATES}
+    return PlannedRun(
+        fleet=fleet, schedule=schedule, seconds=SECONDS, start=START, max_workers=WORKERS,
+        **(values | dict(changes)),
+    )  # fmt: skip
+
+
+def verdict(rows: Sequence[Row]) -> Mapping[str, Any]:
+    """Return attainment and GPU-hours of each row, less those of the coupled one."""
+    coupled = {row["concurrency"]: row for row in rows if row["arm"] == "coupled"}
+    return {
+        f"{row['arm']}_at_{row['concurrency']}": {
+            "attained_difference": row["attained"] - coupled[row["concurrency"]]["attained"],
+            "gpu_hours_ratio": row["gpu_hours"] / coupled[row["concurrency"]]["gpu_hours"],
+        }
+        for row in rows
+        if row["arm"] != "coupled"
+    }

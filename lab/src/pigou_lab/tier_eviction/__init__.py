@@ -1,0 +1,1 @@
+"""Tier eviction policies to compare with."""

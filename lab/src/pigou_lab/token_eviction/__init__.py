@@ -1,0 +1,1 @@
+"""Token eviction policies to compare with."""

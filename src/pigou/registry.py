@@ -1,0 +1,43 @@
+"""Plug-ins by name: policies, planners, predictors and others, through entry points."""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+from typing import Any
+
+from pigou.config import ConfigError
+
+#: Names that `pigou-lab` registers, by entry point group: without it, its remedy is told.
+LAB_NAMES = {
+    "pigou.command": "experiment",
+    "pigou.eviction": "arc fifo frequency gdsf kvbm lfu random s3fifo sieve",
+    "pigou.planner": "apa dynamo dynamo-load dynamo-sla heteroscale hpa-cpu hpa-qps kpa ray wva",
+    "pigou.routing": "aibrix-prefix dynamo dynamo-conditional dynamo-paper llm-d llm-d-blend "
+    "llm-d-conditional lmetric mooncake ray-prefix sglang-cache-aware",
+    "pigou.token_eviction": "fifo h2o lru oracle random snapkv streaming",
+}
+_LAB_REMEDY = "pip install ./lab in a checkout of Pigou"
+
+
+def named(group: str, name: Any, what: str) -> Any:
+    """Return what is registered under a name in an entry point group.
+
+    `what` names the thing in messages, as in "policy".
+
+    Raises:
+        ConfigError: nothing has that name (the message lists the names, or says how to install
+            the lab that has it), or it cannot be loaded.
+    """
+    entries = entry_points(group=group)
+    for entry in entries:
+        if entry.name == name:
+            try:
+                return entry.load()
+            except (ImportError, AttributeError) as error:
+                raise ConfigError(f"{what} {name!r} cannot be loaded: {error}") from error
+    if name in LAB_NAMES.get(group, "").split():
+        raise ConfigError(
+            f"{what} {name!r} is part of pigou-lab, which is not installed; {_LAB_REMEDY}"
+        )
+    names = ", ".join(sorted(entries.names))
+    raise ConfigError(f"{what} is {name!r}; it must be one of: {names}")

@@ -1,0 +1,93 @@
+"""The product runs without the lab, and says how to install it to whoever asks for a name of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import Distribution
+from pathlib import Path
+
+import pytest
+from tests.lib.source_tree import ROOT
+
+from pigou.registry import LAB_NAMES
+
+SRC = ROOT / "src"
+
+
+def entry_points(file: Path) -> dict[str, dict[str, str]]:
+    points: dict[str, dict[str, str]] = tomllib.loads(file.read_text())["project"]["entry-points"]
+    return points
+
+
+@pytest.fixture(scope="module")
+def product(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Return a command that runs `pigou` where only the product is installed."""
+    site = tmp_path_factory.mktemp("site")
+    folder = site / "pigou-0.1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: pigou\nVersion: 0.1.0\n")
+    groups = entry_points(ROOT / "pyproject.toml")
+    (folder / "entry_points.txt").write_text(
+        "".join(
+            f"[{group}]\n" + "".join(f"{name} = {place}\n" for name, place in points.items())
+            for group, points in groups.items()
+        )
+    )
+    assert Distribution.at(folder).entry_points
+    code = f"""
+import importlib.metadata, sys
+from importlib.abc import MetaPathFinder
+class Absent(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "pigou_lab":
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Absent())
+sys.path[:0] = [{str(SRC)!r}, {str(site)!r}]
+every = importlib.metadata.distributions
+importlib.metadata.distributions = lambda **about: (
+    each for each in every(**about) if each.metadata["Name"] != "pigou-lab"
+)
+from pigou.cli import main
+main(sys.argv[1:])
+"""
+    return [sys.executable, "-c", code]
+
+
+def run(product: list[str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*product, *arguments], capture_output=True, text=True, check=False)
+
+
+WORKLOAD = ("--workload", "poisson:rate=5,in=64,out=8,n=5", "--fleet", "1p+1d", "--blocks", "1000",
+            "--timing", "law:itl_a=0.01,itl_b=0.001,prefill=0.1")  # fmt: skip
+
+
+def test_the_product_simulates_alone(product: list[str]) -> None:
+    done = run(product, "simulate", *WORKLOAD)
+    assert done.returncode == 0, done.stderr
+    assert "5 completed" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        (["simulate", *WORKLOAD, "--policy", "dynamo"], "policy 'dynamo'"),
+        (["simulate", *WORKLOAD, "--planner", "hpa-cpu"], "planner 'hpa-cpu'"),
+        (["serve", "--port", "0", "--policy", "llm-d"], "policy 'llm-d'"),
+        (["experiment", "knee", "--out", "x"], "command 'experiment'"),
+    ],
+)
+def test_a_name_of_the_lab_is_told_with_the_remedy(
+    product: list[str], options: list[str], what: str
+) -> None:
+    done = run(product, *options)
+    assert done.returncode == 2, done.stderr
+    assert f"{what} is part of pigou-lab, which is not installed; pip install ./lab" in done.stderr
+
+
+def test_the_names_that_messages_know_are_those_of_the_lab() -> None:
+    points = entry_points(ROOT / "lab" / "pyproject.toml")
+    assert {group: " ".join(sorted(names)) for group, names in points.items()} == LAB_NAMES
+    for group, names in entry_points(ROOT / "pyproject.toml").items():
+        assert not names.keys() & points.get(group, {}).keys()
