@@ -19,8 +19,8 @@ from pigou.config import ControlConfig
 from pigou.fleet.config import WatchConfig
 from pigou.fleet.serve import Serving
 from pigou.fleet.sources.local import local_workers
-from pigou.gateway import sequences
 from pigou.gateway.config import GatewayConfig
+from pigou.gateway.proxy import sequences
 
 TEXT = "/v1/completions"
 

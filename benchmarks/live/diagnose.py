@@ -22,7 +22,7 @@ import aiohttp
 
 from benchmarks.lib.servers import LOOPBACK, Server, free_ports, machine
 from pigou.diagnosis.diagnose import diagnose
-from pigou.gateway.api_keys import make_key
+from pigou.gateway.auth.keys import make_key
 from pigou.workload.fleet_scraper import scraped_windows
 
 LAW = "law:itl_a=0.03,itl_b=0.0005,prefill=0.01,prefill_token=0.00005"

@@ -35,7 +35,7 @@ from benchmarks.lib.servers import (
 )
 from benchmarks.live.routing import FLEETS, fleet
 from pigou.control.admission.tenant_quota import LINGERS
-from pigou.gateway.api_keys import make_key
+from pigou.gateway.auth.keys import make_key
 from pigou.request import SECOND
 
 QUIET = ("anna", "bert")

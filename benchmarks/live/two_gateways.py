@@ -36,7 +36,7 @@ from benchmarks.lib.servers import (
     machine,
     unwind_on_terminate,
 )
-from pigou.gateway.api_keys import make_key
+from pigou.gateway.auth.keys import make_key
 from pigou.wire.fleet_secret import VARIABLE
 
 WORKERS, STEP_MS, TOKENS = 4, 20, 100

@@ -18,8 +18,8 @@ from pigou.fleet.config import (
 from pigou.fleet.member import check_fit
 from pigou.fleet.serve import workers_of
 from pigou.fleet.sources.local import local_workers
-from pigou.gateway.api_keys import Keys
-from pigou.gateway.upstream import Engine
+from pigou.gateway.auth.keys import Keys
+from pigou.gateway.proxy.upstream import Engine
 from pigou.request import Role
 
 

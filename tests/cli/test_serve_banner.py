@@ -9,7 +9,7 @@ import pytest
 
 from pigou.cli.serve import _banner, _beginning
 from pigou.fleet.config import AttachedWorker, LocalWorker
-from pigou.gateway.status_api import WorkerRow
+from pigou.gateway.fleet_status import WorkerRow
 from pigou.request import Role
 
 REGISTRY = "nats://user:secret@h:4222/fleet"

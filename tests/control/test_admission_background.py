@@ -8,7 +8,7 @@ from pigou.config import ControlConfig
 from pigou.control.journal import report_tokens
 from pigou.control.messages import Ended, FirstToken, Queue, Route, WorkerDown, WorkerUp
 from pigou.control.plane import ControlPlane
-from pigou.gateway.upstream import Engine
+from pigou.gateway.proxy.upstream import Engine
 from pigou.request import SECOND, FinishReason, Request, Worker
 
 #: When the flood has gone on for a while.

@@ -13,7 +13,7 @@ import pytest
 from pigou.diagnosis.diagnose import DETECTORS, diagnose
 from pigou.diagnosis.metric_pages import MetricPage
 from pigou.diagnosis.modes import MODES
-from pigou.gateway.api_keys import KeyLimits
+from pigou.gateway.auth.keys import KeyLimits
 from pigou.windows.observations import FleetObservation, TenantObservation, WorkerObservation
 from pigou.windows.scrape import FleetScrape, scraped_window
 

@@ -17,7 +17,7 @@ from tests.e2e.client import SECRET
 from tests.gateway.tenure_requests import pairs
 
 from benchmarks.lib.servers import post_json
-from pigou.gateway.api_keys import make_key
+from pigou.gateway.auth.keys import make_key
 
 _HITS = re.compile(
     r"^(?:vllm:prefix_cache_hits_total|pigou_(tier)_restored_blocks_total)(?:\{[^}]*\})? (\S+)$",

@@ -173,7 +173,7 @@ async def test_the_page_asks_for_a_key_and_says_when_it_is_wrong(tmp_path: Path)
     from pigou.config import ControlConfig as Control
     from pigou.fleet.serve import Serving
     from pigou.fleet.sources.local import local_workers
-    from pigou.gateway.api_keys import make_key
+    from pigou.gateway.auth.keys import make_key
     from pigou.gateway.config import GatewayConfig
 
     secret, line = make_key("ann", admin=True)

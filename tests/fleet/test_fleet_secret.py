@@ -18,7 +18,7 @@ from pigou.fleet.probe import fleet_key
 from pigou.fleet.serve import Serving
 from pigou.fleet.worker_process import WorkerProcess
 from pigou.gateway.config import GatewayConfig
-from pigou.gateway.upstream import Engine, Upstream
+from pigou.gateway.proxy.upstream import Engine, Upstream
 from pigou.request import Role, Worker
 from pigou.wire.fleet_secret import NONCE, PROOF, FleetSecret
 

@@ -13,7 +13,7 @@ from pigou.control.plane import ControlPlane
 from pigou.fleet.config import AttachedWorker
 from pigou.fleet.probe import _location
 from pigou.gateway.plane_driver import PlaneDriver
-from pigou.gateway.upstream import Engine, Upstream
+from pigou.gateway.proxy.upstream import Engine, Upstream
 from pigou.request import UNKNOWN_LOCATION, Location, Role, Worker
 
 

@@ -8,8 +8,8 @@ from pigou.config import ControlConfig
 from pigou.control.messages import WorkerUp
 from pigou.fleet.costs import make_plane
 from pigou.fleet.worker_report import read_report
+from pigou.gateway.api.costs import cost_meter, note_report
 from pigou.gateway.config import GatewayConfig
-from pigou.gateway.costs_api import cost_meter, note_report
 from pigou.gateway.plane_driver import PlaneDriver
 from pigou.request import SECOND, Role, Worker
 

@@ -10,8 +10,7 @@ from typing import Any
 import msgspec
 from tests.kv.tenure_pairs import disguises, word
 
-from pigou.gateway.request_parsing import read
-from pigou.gateway.request_tenure import (
+from pigou.gateway.auth.tenure import (
     OPEN_POLICY,
     SETS,
     TEXTS,
@@ -19,6 +18,7 @@ from pigou.gateway.request_tenure import (
     header,
     read_tenure_headers,
 )
+from pigou.gateway.request_parsing import read
 from pigou.request import SECOND
 
 TENANTS = ("", "acme", "a", "ab")

@@ -13,9 +13,9 @@ from tests.gateway.stub import Fleet, Script, Stub, serving, whole_text
 from tests.gateway.test_front import eventually
 
 from pigou.config import ConfigError
-from pigou.gateway.api_keys import Key, Keys, make_key
+from pigou.gateway.auth.guard import host_name
+from pigou.gateway.auth.keys import Key, Keys, make_key
 from pigou.gateway.config import GatewayConfig
-from pigou.gateway.middleware import host_name
 from pigou.wire.connections import ConnectionLimits, connection_cap
 
 PATH = "/v1/completions"

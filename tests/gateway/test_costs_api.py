@@ -12,7 +12,7 @@ from pigou.config import ControlConfig
 from pigou.cost.cost_meter import CostMeter
 from pigou.cost.metered_plane import MeteredControlPlane
 from pigou.cost.worker_rate import WorkerRate
-from pigou.gateway.api_keys import Key, Keys, make_key
+from pigou.gateway.auth.keys import Key, Keys, make_key
 from pigou.request import Role
 
 RATE = WorkerRate(1e-3, weight_bytes=16e9, kv_bytes=131_072.0)

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.gateway.stub import Fleet, Script, Stub, serving
 
 from pigou.config import ControlConfig
-from pigou.gateway.api_keys import Keys, make_key
+from pigou.gateway.auth.keys import Keys, make_key
 from pigou.gateway.metrics import FastHistogram
 from pigou.gateway.request_parsing import read_overrides
 from pigou.request import Role

@@ -7,7 +7,7 @@ from pathlib import Path
 import aiohttp
 from tests.gateway.stub import Stub, serving
 
-from pigou.gateway.api_keys import Keys, make_key
+from pigou.gateway.auth.keys import Keys, make_key
 
 CALLS = (
     ("POST", "/workers", {"role": "decode"}),

@@ -9,8 +9,8 @@ import pytest
 from tests.gateway.stub import Stub, serving
 from tests.gateway.test_front import CHAT, TEXT
 
-from pigou.gateway.api_keys import Key, Keys, make_key
-from pigou.gateway.upstream import Engine
+from pigou.gateway.auth.keys import Key, Keys, make_key
+from pigou.gateway.proxy.upstream import Engine
 from pigou.request import Role, Worker
 from pigou.wire.fleet_secret import TENANT, FleetSecret, tenant_mark
 

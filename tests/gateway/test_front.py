@@ -16,7 +16,7 @@ import pytest
 from tests.gateway.stub import Fleet, Script, Stub, serving, whole_text
 
 from pigou.config import ConfigError, ControlConfig
-from pigou.gateway.api_keys import Keys, make_key
+from pigou.gateway.auth.keys import Keys, make_key
 from pigou.gateway.config import GatewayConfig
 from pigou.request import Role
 

@@ -13,7 +13,7 @@ from tests.gateway.test_front import eventually, post
 from tests.wire.hostile_bodies import CASES, TEXT, encode
 
 from pigou.gateway import request_parsing
-from pigou.gateway.api_keys import Key, Keys, make_key
+from pigou.gateway.auth.keys import Key, Keys, make_key
 from pigou.wire.json_limits import SMALL
 from pigou.wire.request_body import FairThreadPool
 

@@ -11,8 +11,8 @@ from tests.gateway.stub import Stub, serving
 from pigou.config import ConfigError
 from pigou.diagnosis.diagnose import diagnose
 from pigou.diagnosis.metric_pages import MetricPage
-from pigou.gateway.api_keys import Key, Keys, make_key
-from pigou.gateway.diagnosis import GatewayDiagnosis
+from pigou.gateway.api.diagnosis import GatewayDiagnosis
+from pigou.gateway.auth.keys import Key, Keys, make_key
 from pigou.workload.fleet_scraper import scraped_windows
 
 

@@ -11,7 +11,7 @@ import pytest
 from tests.gateway.stub import Fleet, Script, Stub, serving
 
 from pigou.config import ControlConfig
-from pigou.gateway.api_keys import Keys, make_key
+from pigou.gateway.auth.keys import Keys, make_key
 from pigou.request import Role
 from pigou.tracing.request_trace import RequestTrace, Span, attributes_of
 from pigou.tracing.tracer import Tracer

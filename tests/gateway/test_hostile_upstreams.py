@@ -18,18 +18,17 @@ from hypothesis import strategies as st
 
 from pigou.config import ControlConfig
 from pigou.control.plane import ControlPlane
-from pigou.gateway import upstream as upstreams
 from pigou.gateway.app import Gateway
 from pigou.gateway.config import GatewayConfig
-from pigou.gateway.http_connection import HTTPConnection, HTTPConnectionError
-from pigou.gateway.http_parsing import parse_cost
+from pigou.gateway.fleet_status import FleetStatus
 from pigou.gateway.metrics import Metrics
 from pigou.gateway.plane_driver import PlaneDriver
+from pigou.gateway.proxy import upstream as upstreams
+from pigou.gateway.proxy.connection import HTTPConnection, HTTPConnectionError, parse_cost
+from pigou.gateway.proxy.relay import Relay
+from pigou.gateway.proxy.upstream import Engine
+from pigou.gateway.proxy.writer import SSEWriter
 from pigou.gateway.server import GatewayServer
-from pigou.gateway.sse_relay import Relay
-from pigou.gateway.sse_writer import SSEWriter
-from pigou.gateway.status_api import FleetStatus
-from pigou.gateway.upstream import Engine
 from pigou.request import Role, Worker
 from pigou.wire import byte_budget, kv_event_decoding, kv_event_slices, sse
 from pigou.wire.byte_budget import ByteReservation

@@ -8,8 +8,12 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from pigou.gateway.connection_pool import HTTPConnectionPool
-from pigou.gateway.http_connection import HTTPConnection, HTTPConnectionError, Take
+from pigou.gateway.proxy.connection import (
+    HTTPConnection,
+    HTTPConnectionError,
+    HTTPConnectionPool,
+    Take,
+)
 
 BODY = [b"one", b"two" * 1000, b"", b"x"]
 WHOLE = b"".join(BODY)

@@ -13,7 +13,7 @@ import pytest
 from stub import Script, Stub, serving
 
 from pigou.config import ConfigError, ControlConfig
-from pigou.gateway.api_keys import Key, KeyLimits, Keys
+from pigou.gateway.auth.keys import Key, KeyLimits, Keys
 from pigou.request import SECOND
 
 TEXT = "/v1/completions"

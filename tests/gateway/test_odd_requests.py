@@ -19,7 +19,7 @@ from tests.gateway.test_connections import (
 )
 from tests.gateway.test_front import eventually
 
-from pigou.gateway.api_keys import Key, Keys, make_key
+from pigou.gateway.auth.keys import Key, Keys, make_key
 
 UPGRADE = ("connection: Upgrade", "upgrade: websocket", "sec-websocket-version: 13",
            "sec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==")  # fmt: skip

@@ -14,7 +14,7 @@ import pytest
 from aiohttp import web
 from stub import Fleet, Stub, serving
 
-from pigou.gateway.api_keys import Key, Keys
+from pigou.gateway.auth.keys import Key, Keys
 
 KEYS = Keys([Key(name, sha256(name.encode()).digest()) for name in ("alice", "bob")])
 

@@ -14,9 +14,9 @@ from pigou.control.plane import ControlPlane
 from pigou.control.price_of_anarchy import PoAEstimate, Split
 from pigou.control.status import Status
 from pigou.games.price_of_anarchy import Estimate, PriceOfAnarchy
-from pigou.gateway import prices_api
+from pigou.gateway import prices as prices_api
+from pigou.gateway.fleet_status import FleetStatus, WorkerRow
 from pigou.gateway.plane_driver import PlaneDriver
-from pigou.gateway.status_api import FleetStatus, WorkerRow
 from pigou.request import Worker
 
 GAIN = Estimate(1.5, 1.25, 2.0)

@@ -17,12 +17,16 @@ from tests.gateway.stub import Stub
 from pigou.config import ConfigError, ControlConfig
 from pigou.control.plane import ControlPlane
 from pigou.fleet.serve import Serving
-from pigou.gateway.gateway_request import GatewayRequest
 from pigou.gateway.plane_driver import PlaneDriver
-from pigou.gateway.prompt_reader import PromptReader, TokenizationMode
-from pigou.gateway.prompt_tokenizer import PromptTokenizer, first_prompt
+from pigou.gateway.prompt_reader import (
+    PromptReader,
+    PromptTokenizer,
+    TokenizationMode,
+    first_prompt,
+)
+from pigou.gateway.proxy.upstream import Engine
+from pigou.gateway.request import GatewayRequest
 from pigou.gateway.request_parsing import read
-from pigou.gateway.upstream import Engine
 from pigou.models import bundled_path
 from pigou.request import Worker
 

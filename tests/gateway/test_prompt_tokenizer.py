@@ -8,9 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from pigou.gateway.gateway_request import BodyFields
-from pigou.gateway.prompt_reader import PromptReader
-from pigou.gateway.prompt_tokenizer import NotTokenizable, PromptTokenizer
+from pigou.gateway.prompt_reader import NotTokenizable, PromptReader, PromptTokenizer
+from pigou.gateway.request import BodyFields
 from pigou.models import bundled_path
 from pigou.text.chat_template import ChatTemplate
 

@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from pigou.control.messages import RemoteKVFetch
-from pigou.gateway.upstream import Engine, Upstream, fetch_kv
+from pigou.gateway.proxy.upstream import Engine, Upstream, fetch_kv
 from pigou.lifecycle.messages import FetchKV
 from pigou.request import Worker
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stub import Fleet, Script, Stub, serving, whole_text
 
-from pigou.gateway.reply_parsing import normalized, whole, with_cached_tokens
+from pigou.gateway.proxy.reply_parsing import normalized, whole, with_cached_tokens
 from pigou.request import Role
 from pigou.wire.sse import Reader
 

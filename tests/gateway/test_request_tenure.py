@@ -20,9 +20,8 @@ from multidict import CIMultiDict
 from tests.gateway.stub import Fleet, Stub, serving
 
 from pigou.config import ConfigError
-from pigou.gateway.api_keys import Keys, make_key
-from pigou.gateway.gateway_request import BodyFields
-from pigou.gateway.request_tenure import (
+from pigou.gateway.auth.keys import Keys, make_key
+from pigou.gateway.auth.tenure import (
     OPEN_POLICY,
     KeyPolicy,
     ServerScope,
@@ -32,6 +31,7 @@ from pigou.gateway.request_tenure import (
     header,
     read_tenure_headers,
 )
+from pigou.gateway.request import BodyFields
 from pigou.kv.tenure import Tenure, salt_expiry
 from pigou.request import NEVER, SECOND, Role
 from pigou.wire.errors import APIError
@@ -412,7 +412,7 @@ async def test_a_request_that_waited_past_its_expiry_has_a_salt_that_nobody_has(
     async with serving(*stubs) as fleet:
         for when in ("in time", "late"):
             if when == "late":
-                monkeypatch.setattr("pigou.gateway.request_driver.time", clock)
+                monkeypatch.setattr("pigou.gateway.proxy.driver.time", clock)
             for headers in ({}, {"X-Pigou-Tenure-TTL": "315360000"}):
                 assert (await ask(fleet, headers, **body))[0] == 200
                 async with (

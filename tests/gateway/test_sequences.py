@@ -13,7 +13,7 @@ import pytest
 from stub import Script, Stub, serving, whole_text
 
 from pigou.config import ControlConfig
-from pigou.gateway.api_keys import Key, Keys
+from pigou.gateway.auth.keys import Key, Keys
 from pigou.request import Role
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pigou.gateway.gateway_request import GatewayRequest
-from pigou.gateway.sse_relay import Relay
+from pigou.gateway.proxy.relay import Relay
+from pigou.gateway.request import GatewayRequest
 from pigou.wire.sse import DONE, frame
 
 texts = st.text(max_size=6) | st.sampled_from(

@@ -8,8 +8,7 @@ from tests.gateway.tenure_requests import pairs
 from pigou.config import ControlConfig
 from pigou.control.journal import JournalRecorder, encode
 from pigou.control.plane import ControlPlane
-from pigou.gateway.request_parsing import read
-from pigou.gateway.request_tenure import (
+from pigou.gateway.auth.tenure import (
     OPEN_POLICY,
     SETS,
     TEXTS,
@@ -17,6 +16,7 @@ from pigou.gateway.request_tenure import (
     header,
     read_tenure_headers,
 )
+from pigou.gateway.request_parsing import read
 from pigou.kv.tenure import salt_expiry
 from pigou.request import SECOND
 from pigou.wire.errors import APIError

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from pigou.cli import build
 from pigou.config import ConfigError, ControlConfig
-from pigou.gateway.api_keys import Keys, make_key
+from pigou.gateway.auth.keys import Keys, make_key
 from pigou.request import Role
 
 TEXT = "/v1/completions"

@@ -11,7 +11,7 @@ from stub import Script, Stub, serving
 
 from pigou.config import ControlConfig
 from pigou.control.messages import LoadReport
-from pigou.gateway.upstream import Engine
+from pigou.gateway.proxy.upstream import Engine
 from pigou.request import SECOND, Worker
 
 TEXT = "/v1/completions"

@@ -15,8 +15,8 @@ from tests.gateway.metric_rules import promtool_complaints
 from tests.gateway.stub import Stub, serving
 from tests.gateway.test_views import Caller
 
-from pigou.gateway import worker_federation
-from pigou.gateway.worker_federation import WorkerPage, federated
+from pigou.gateway.api import metrics as worker_federation
+from pigou.gateway.api.metrics import WorkerPage, federated
 from pigou.request import Role
 from pigou.worker.metrics import WorkerMetrics
 

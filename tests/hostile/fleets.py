@@ -17,7 +17,7 @@ import psutil
 from tests.hostile.machine import FOLDER
 from tests.lib.server_process import nats_server
 
-from pigou.gateway.api_keys import make_key
+from pigou.gateway.auth.keys import make_key
 
 ROOT = Path(__file__).resolve().parents[2]
 SLEEP = ("--timing", "law:itl_a=0.01,itl_b=0.0002,prefill_token=0.00005")

@@ -14,9 +14,9 @@ from tests.e2e.fleet import Fleet
 from benchmarks.lib.dynamo_mockers import NAME, Mockers, dynamo_home
 from benchmarks.lib.peers import PeerMissing, shared
 from benchmarks.lib.servers import LOOPBACK, free_ports
-from pigou.gateway import reply_parsing
-from pigou.gateway.gateway_request import GatewayRequest
-from pigou.gateway.migration import attempt_body
+from pigou.gateway.proxy import reply_parsing
+from pigou.gateway.proxy.migration import attempt_body
+from pigou.gateway.request import GatewayRequest
 from pigou.lifecycle.migration import StreamState
 
 live = [pytest.mark.dynamo, pytest.mark.slow, pytest.mark.timeout(240)]

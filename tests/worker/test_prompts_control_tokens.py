@@ -9,8 +9,8 @@ import msgspec
 import pytest
 from worker_process import Worker, start, stop
 
-from pigou.gateway.gateway_request import BodyFields
-from pigou.gateway.prompt_tokenizer import PromptTokenizer
+from pigou.gateway.prompt_reader import PromptTokenizer
+from pigou.gateway.request import BodyFields
 from pigou.models import bundled_path
 
 SPELLER = PromptTokenizer.load(bundled_path())

@@ -20,7 +20,7 @@ def key(
     ] = False,
 ) -> None:
     """Make an API key, and what `pigou serve --api-keys-file` needs of it: its hash."""
-    from pigou.gateway.api_keys import make_key
+    from pigou.gateway.auth.keys import make_key
 
     try:
         secret, line = make_key(tenant, admin=admin)

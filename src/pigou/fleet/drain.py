@@ -9,7 +9,7 @@ import time
 import aiohttp
 
 from pigou.gateway.plane_driver import PlaneDriver
-from pigou.gateway.upstream import Upstream
+from pigou.gateway.proxy.upstream import Upstream
 from pigou.wire.metrics_text import totals
 
 _log = logging.getLogger("pigou.fleet")

@@ -18,8 +18,7 @@ from pigou.fleet.member import FleetMember, check_fit
 from pigou.fleet.provider import ProvidedPool, Provider
 from pigou.fleet.sources.local import LocalMember
 from pigou.fleet.supervisor import Supervisor
-from pigou.gateway.fleet_changes import ChangeRefused, UnknownWorker
-from pigou.gateway.status_api import WorkerRow
+from pigou.gateway.fleet_status import ChangeRefused, UnknownWorker, WorkerRow
 from pigou.request import Role
 from pigou.windows.planner_window import WorkerState
 

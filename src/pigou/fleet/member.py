@@ -19,9 +19,9 @@ from pigou.fleet.hang_detection import HangArbiter
 from pigou.fleet.probe import EventSource, ProbeResult
 from pigou.fleet.worker_process import OUT_OF_MEMORY, MemberProcess
 from pigou.fleet.worker_watch import WorkerWatch
+from pigou.gateway.fleet_status import WorkerRow
 from pigou.gateway.plane_driver import PlaneDriver
-from pigou.gateway.status_api import WorkerRow
-from pigou.gateway.upstream import Engine
+from pigou.gateway.proxy.upstream import Engine
 from pigou.lifecycle.suspicion import WorkerEnd
 from pigou.request import UNKNOWN_LOCATION, Role, Worker
 from pigou.windows.planner_window import WorkerState

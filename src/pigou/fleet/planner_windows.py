@@ -11,8 +11,7 @@ from pigou.fleet.member import FleetMember
 from pigou.fleet.provider import ProvidedPool
 from pigou.fleet.worker_process import process_stat
 from pigou.gateway.plane_driver import PlaneDriver
-from pigou.gateway.upstream import Upstream
-from pigou.gateway.worker_report import WorkerReport
+from pigou.gateway.proxy.upstream import Upstream, WorkerReport
 from pigou.request import SECOND
 from pigou.windows.load_meter import ComputedPrompt, LoadMeter, WorkerCounts, anarchy_of
 from pigou.windows.planner_window import (

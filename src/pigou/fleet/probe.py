@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
-from pigou.gateway.upstream import Engine, ServedName, ServedNames, Upstream
+from pigou.gateway.proxy.upstream import Engine, ServedName, ServedNames, Upstream
 from pigou.request import UNKNOWN_LOCATION, Location, Rehearsed
 from pigou.wire import metrics_text
 from pigou.wire.addresses import reachable

@@ -30,19 +30,18 @@ from pigou.fleet.prefill_queue.messages import queue_address
 from pigou.fleet.registry.registry import Registry
 from pigou.fleet.sources.local import WorkerTemplate, sleeps, start_workers
 from pigou.fleet.supervisor import Supervisor
-from pigou.gateway.api_keys import Keys
 from pigou.gateway.app import Gateway
+from pigou.gateway.auth.keys import Keys
 from pigou.gateway.config import GatewayConfig
+from pigou.gateway.fleet_status import FleetStatus, WorkerRow
 from pigou.gateway.journal import Journal
 from pigou.gateway.metrics import Metrics
 from pigou.gateway.model_routing import GatewayModel, ModelRouting
 from pigou.gateway.plan_status import PlanStatus
 from pigou.gateway.plane_driver import PlaneDriver
-from pigou.gateway.prompt_reader import PromptReader
-from pigou.gateway.prompt_tokenizer import PromptTokenizer
+from pigou.gateway.prompt_reader import PromptReader, PromptTokenizer
 from pigou.gateway.server import GatewayServer
 from pigou.gateway.startup_shutdown import StageListener, Startup
-from pigou.gateway.status_api import FleetStatus, WorkerRow
 from pigou.imports import require
 from pigou.kernel_cache import on_compiling
 from pigou.stop_signals import END_S, StopSignals

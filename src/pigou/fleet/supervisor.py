@@ -16,8 +16,8 @@ from pigou.fleet.registry.registry import Registry
 from pigou.fleet.sources.attached import AttachedProvider
 from pigou.fleet.sources.local import LocalMember, LocalProvider, WorkerTemplate
 from pigou.fleet.sources.registered import RegistryProvider
+from pigou.gateway.fleet_status import WorkerRow
 from pigou.gateway.plane_driver import PlaneDriver
-from pigou.gateway.status_api import WorkerRow
 from pigou.request import Role
 from pigou.windows.planner_window import WorkerState
 from pigou.wire.fleet_secret import FleetSecret

@@ -6,7 +6,7 @@ import re
 
 from pigou.control.messages import LoadReport
 from pigou.fleet.hang_detection import EngineProgress
-from pigou.gateway.worker_report import WorkerReport
+from pigou.gateway.proxy.upstream import WorkerReport
 from pigou.wire import metrics_text
 from pigou.wire.metrics_text import OLD_USAGE, RUNNING, USAGE, WAITING
 

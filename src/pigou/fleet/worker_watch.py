@@ -17,9 +17,9 @@ from pigou.fleet.kv_event_subscriber import EventSubscriber
 from pigou.fleet.probe import EventSource, read_served
 from pigou.fleet.worker_process import ProcessState
 from pigou.fleet.worker_report import metrics_progress, read_load, read_report
-from pigou.gateway.costs_api import note_report
+from pigou.gateway.api.costs import note_report
 from pigou.gateway.plane_driver import PlaneDriver
-from pigou.gateway.upstream import GONE, Upstream
+from pigou.gateway.proxy.upstream import GONE, Upstream
 from pigou.wire.kv_event_decoding import WireEvent
 
 _log = logging.getLogger("pigou.fleet")

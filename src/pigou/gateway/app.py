@@ -13,32 +13,29 @@ from typing import Any, TypeVar
 import msgspec
 from aiohttp import web
 
-from pigou.gateway.api_keys import KeyLoads, Keys
+from pigou.gateway.api.fleet import FleetRoutes
+from pigou.gateway.api.history import ASSETS, asset, read_assets
+from pigou.gateway.api.status import JSON, StatusRoutes, json_response
+from pigou.gateway.api.traces import TraceRoutes
+from pigou.gateway.auth.guard import add_cors, check_browser, count_for, current_key, guard
+from pigou.gateway.auth.keys import KeyLoads, Keys
+from pigou.gateway.auth.tenure import read_tenure_headers
 from pigou.gateway.config import GatewayConfig
-from pigou.gateway.dashboard import ASSETS, asset, read_assets
 from pigou.gateway.failure import Rejected, WorkerFailed
-from pigou.gateway.fleet_changes import FleetChanges
-from pigou.gateway.fleet_routes import FleetRoutes
-from pigou.gateway.gateway_request import CHAT, COMPLETIONS, GatewayRequest
+from pigou.gateway.fleet_status import FleetChanges, FleetStatus, RegistryStatus
 from pigou.gateway.loop_watch import LoopWatch
 from pigou.gateway.metrics import Metrics
-from pigou.gateway.middleware import add_cors, check_browser, count_for, current_key, guard
 from pigou.gateway.model_routing import GatewayModel, ModelRouting, count_request
-from pigou.gateway.overflow import OVERFLOW_HEADER, OtherFleets, unless_full, with_model
-from pigou.gateway.passthrough import Passthrough
 from pigou.gateway.plan_status import PlanStatus
 from pigou.gateway.plane_driver import PlaneDriver
 from pigou.gateway.prefix_advice import ADVICE_HEADER, RequestAdvisor
-from pigou.gateway.registry_status import RegistryStatus
+from pigou.gateway.proxy.overflow import OVERFLOW_HEADER, OtherFleets, unless_full, with_model
+from pigou.gateway.proxy.passthrough import ROOT_PATHS, Passthrough
+from pigou.gateway.proxy.spans import TracedRequest, end_request, status_of, within_leg
+from pigou.gateway.proxy.writer import ClientStalled, SSEWriter
+from pigou.gateway.request import CHAT, COMPLETIONS, GatewayRequest
 from pigou.gateway.request_parsing import ROUTING_HEADER, read, read_overrides
-from pigou.gateway.request_spans import TracedRequest, end_request, status_of, within_leg
-from pigou.gateway.request_tenure import read_tenure_headers
-from pigou.gateway.server_routes import ROOT_PATHS
-from pigou.gateway.sse_writer import ClientStalled, SSEWriter
 from pigou.gateway.startup_shutdown import Shutdown, Startup
-from pigou.gateway.status_api import FleetStatus
-from pigou.gateway.status_routes import JSON, StatusRoutes, json_response
-from pigou.gateway.trace_routes import TraceRoutes
 from pigou.logs import describe_access, note_request
 from pigou.request import SECOND
 from pigou.tracing.metrics import SpanExporterMetrics

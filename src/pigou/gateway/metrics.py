@@ -21,11 +21,11 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from pigou import __version__
 from pigou.control.decisions import Explanation
 from pigou.control.messages import RemoteKVFetch
-from pigou.gateway.exposition import BuildInfo
 from pigou.gateway.genai_metrics import GenAIMetrics
-from pigou.gateway.pulled_prefill import NO_BROKER, NO_PULLER
+from pigou.gateway.plane_driver import NO_BROKER, NO_PULLER
 from pigou.gateway.session_retention import SessionRetention
 from pigou.gateway.stage_metrics import StageMetrics
 from pigou.request import BlockKeys
@@ -50,6 +50,33 @@ NO_KEYS: Mapping[int, BlockKeys] = MappingProxyType({})
 
 #: Rows of the fleet's table: (worker, role, name -> value).
 Rows = Iterable[tuple[str, str, dict[str, float]]]
+
+
+#: Label with the tenant's name.
+TENANT = "tenant"
+#: Label with the model's name, as vLLM calls it.
+MODEL = "model_name"
+BUILD_INFO = "pigou_build_info"
+
+
+class BuildInfo(Collector):
+    """The gauge `pigou_build_info`: 1, with the version as its label."""
+
+    def describe(self) -> Iterable[Metric]:
+        """Return the family without samples."""
+        return [_build_info()]
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the one sample."""
+        family = _build_info()
+        family.add_metric([__version__], 1)
+        yield family
+
+
+def _build_info() -> GaugeMetricFamily:
+    return GaugeMetricFamily(
+        BUILD_INFO, "Version of Pigou; the value is always 1.", labels=["version"]
+    )
 
 
 class Metrics:

@@ -10,17 +10,17 @@ from typing import Any
 
 import msgspec
 
+from pigou.gateway.auth.tenure import ServerScope
 from pigou.gateway.config import Overflow
 from pigou.gateway.failure import Rejected, unknown_model
-from pigou.gateway.gateway_request import GatewayRequest
+from pigou.gateway.fleet_status import FleetStatus
 from pigou.gateway.genai_metrics import GenAIRequest
 from pigou.gateway.metrics import Metrics
 from pigou.gateway.plane_driver import PlaneDriver
 from pigou.gateway.prompt_reader import PromptReader
-from pigou.gateway.reply_drivers import Generator
-from pigou.gateway.request_tenure import ServerScope
-from pigou.gateway.status_api import FleetStatus
-from pigou.gateway.upstream import Upstream
+from pigou.gateway.proxy.driver import Generator
+from pigou.gateway.proxy.upstream import Upstream
+from pigou.gateway.request import GatewayRequest
 from pigou.request import SECOND
 from pigou.wire.errors import APIError, bad_request
 from pigou.wire.openai_replies import model_card

@@ -12,8 +12,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from pigou.control.planner.messages import Action, AddWorkers, PlannerDecision, RebalancePool
-from pigou.gateway.exposition import MODEL
-from pigou.gateway.prices_api import json_number
+from pigou.gateway.metrics import MODEL
+from pigou.gateway.prices import json_number
 from pigou.gateway.request_meter import RequestMeter
 from pigou.objectives import class_label
 from pigou.windows.planner_window import PlannerWindow, PoolWindow, WorkerState

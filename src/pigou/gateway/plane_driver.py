@@ -1,13 +1,13 @@
-"""The plane driver: runs ControlPlane by the wall clock; has an upstream for each worker."""
+"""Runs ControlPlane by the wall clock, with an upstream for each worker."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from pigou.background import Background
 from pigou.control.journal import JournalEntry, JournalRecorder, PlaneCalls, report_tokens
@@ -26,17 +26,83 @@ from pigou.control.messages import (
     WorkerUp,
 )
 from pigou.control.plane import ControlPlane
-from pigou.gateway.gateway_request import GatewayRequest
 from pigou.gateway.journal import Journal
 from pigou.gateway.prompt_reader import PromptReader
-from pigou.gateway.pulled_prefill import GatewayPrefillQueue
+from pigou.gateway.proxy.relay import Relay
+from pigou.gateway.proxy.upstream import Engine, Upstream
+from pigou.gateway.request import GatewayRequest
 from pigou.gateway.request_meter import RequestMeter
-from pigou.gateway.sse_relay import Relay
-from pigou.gateway.upstream import Engine, Upstream
 from pigou.lifecycle.suspicion import WorkerEnd
 from pigou.objectives import Objectives
 from pigou.request import SECOND, FinishReason, Request, Role, Worker
 from pigou.windows.prompts import RepeatedPrompts, prompt_key
+
+
+class PrefillLeg(NamedTuple):
+    """What a worker is sent to compute a prompt."""
+
+    path: str
+    wire_id: str  # id of the request in headers and logs
+    mark: str  # of its tenant; empty for none
+    body: Mapping[str, Any]  # JSON of the request
+    worker: str  # the control plane's choice; workers of the same pool may pull the prompt
+    traceparent: str = ""  # of the span that waits for it; empty where it is not traced
+
+
+class PulledPrefill(NamedTuple):
+    """The first reply of a worker: status, and the body."""
+
+    status: int
+    reply: bytes
+
+
+#: Why a prompt is computed where it is decoded: no worker pulls it, or there is no broker.
+NO_PULLER, NO_BROKER = "no_puller", "no_broker"
+
+
+class LocalPrefill(NamedTuple):
+    """A prompt is computed where it is decoded, for a reason."""
+
+    reason: str
+
+
+class PrefillDropped(Exception):
+    """A queued prompt is not computed, and is not to be tried again.
+
+    Attributes:
+        expired: whether no worker claimed it in time; else those that did failed.
+    """
+
+    def __init__(self, message: str, *, expired: bool) -> None:
+        super().__init__(message)
+        self.expired = expired
+
+
+class GatewayPrefillQueue(Protocol):
+    """A queue that prefill workers pull from."""
+
+    @property
+    def length(self) -> int:
+        """Prompts of all gateways that wait, or are claimed."""
+        ...
+
+    async def run(self) -> None:
+        """Keep connected, until cancelled."""
+        ...
+
+    async def prefill(
+        self, request: Request, leg: PrefillLeg, on_claim: Callable[[str, int], None]
+    ) -> PulledPrefill | LocalPrefill:
+        """Have a prompt computed by the worker that claims it, unless it stays local.
+
+        Args:
+            on_claim: called with the worker's id, and the tokens that it has cached.
+
+        Raises:
+            PrefillDropped: no worker computed it.
+        """
+        ...
+
 
 _TICK_S = 0.1
 

@@ -6,7 +6,7 @@ import msgspec
 
 from pigou.diagnosis.prefix_advice import MAX_PIECES, PrefixAdvisor
 from pigou.diagnosis.prompt_pieces import prompt_pieces
-from pigou.gateway.gateway_request import GatewayRequest
+from pigou.gateway.request import GatewayRequest
 
 #: A request that has it, with any value, is answered with it.
 ADVICE_HEADER = "x-pigou-prefix-advice"

@@ -11,8 +11,8 @@ from typing import Any
 
 from pigou.control.admission.queue_order import QueuedRequest
 from pigou.gateway.failure import Rejected
-from pigou.gateway.gateway_request import GatewayRequest
-from pigou.gateway.sse_relay import Relay
+from pigou.gateway.proxy.relay import Relay
+from pigou.gateway.request import GatewayRequest
 from pigou.objectives import AttainmentCounter, Objectives, Slo, class_label
 from pigou.request import SECOND, Request
 from pigou.windows.load_meter import ComputedPrompt, MeteredRequest, MeteredWindow

@@ -11,9 +11,9 @@ from typing import Any
 
 import msgspec
 
-from pigou.gateway.gateway_request import Body, BodyFields, GatewayRequest
-from pigou.gateway.reply_parsing import ABSENT, given
-from pigou.gateway.request_tenure import ServerScope, salt
+from pigou.gateway.auth.tenure import ServerScope, salt
+from pigou.gateway.proxy.reply_parsing import ABSENT, given
+from pigou.gateway.request import Body, BodyFields, GatewayRequest
 from pigou.kv.tenure import Tenure
 from pigou.wire.errors import APIError, bad_request, decode_error
 from pigou.wire.json_limits import read_fields

@@ -26,7 +26,7 @@ from pigou.fleet.peers.exchange import (
     PeerMetrics,
 )
 from pigou.gateway.plane_driver import PlaneDriver
-from pigou.gateway.upstream import Engine
+from pigou.gateway.proxy.upstream import Engine
 from pigou.request import Request, Worker
 from pigou.wire.fleet_secret import FleetSecret
 

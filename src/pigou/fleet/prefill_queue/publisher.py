@@ -41,16 +41,16 @@ from pigou.fleet.prefill_queue.messages import (
     QueuedPrefill,
     WorkerAlive,
 )
-from pigou.gateway.plane_driver import PlaneDriver
-from pigou.gateway.pulled_prefill import (
+from pigou.gateway.plane_driver import (
     NO_BROKER,
     NO_PULLER,
     LocalPrefill,
+    PlaneDriver,
     PrefillDropped,
     PrefillLeg,
     PulledPrefill,
 )
-from pigou.gateway.upstream import Upstream
+from pigou.gateway.proxy.upstream import Upstream
 from pigou.request import SECOND, Request
 from pigou.wire.fleet_secret import FleetSecret
 from pigou.wire.names import PullPool

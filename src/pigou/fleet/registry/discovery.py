@@ -15,7 +15,7 @@ from pigou.background import Background
 from pigou.fleet.nats_connection import ReconnectBackoff
 from pigou.fleet.registry.entry import Identity, WorkerEntry
 from pigou.fleet.registry.registry import Registry
-from pigou.gateway.registry_status import RegistryStatus
+from pigou.gateway.fleet_status import RegistryStatus
 from pigou.request import SECOND
 
 

@@ -11,7 +11,7 @@ from pigou.fleet.config import AttachedWorker, FleetError
 from pigou.fleet.member import FleetMember, MemberSetup
 from pigou.fleet.probe import EventSource, ProbeFailed, ProbeResult, fleet_key, probe
 from pigou.fleet.provider import ProvidedPool
-from pigou.gateway.upstream import Engine
+from pigou.gateway.proxy.upstream import Engine
 from pigou.request import Location, Role
 
 

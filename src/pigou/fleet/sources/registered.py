@@ -27,7 +27,7 @@ from pigou.fleet.registry.discovery import (
 from pigou.fleet.registry.entry import Identity, WorkerEntry
 from pigou.fleet.registry.registry import EntryConflict, LeaseLost, Registry
 from pigou.fleet.sources.attached import AttachedMember, ServerProvider
-from pigou.gateway.registry_status import RegistryStatus
+from pigou.gateway.fleet_status import RegistryStatus
 from pigou.request import Role
 from pigou.wire.fleet_secret import FleetSecret
 

@@ -14,19 +14,17 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from pigou import __version__
 from pigou.diagnosis.metric_pages import MetricPage
-from pigou.gateway.api_keys import NO_KEY, Key
+from pigou.gateway.api.costs import CostMetrics, Costs, cost_meter
+from pigou.gateway.api.diagnosis import GatewayDiagnosis
+from pigou.gateway.api.history import History
+from pigou.gateway.api.metrics import WorkerFederation, page, page_without_tenants, samples
 from pigou.gateway.attainment_metrics import AttainmentMetrics
-from pigou.gateway.costs_api import CostMetrics, Costs, cost_meter
-from pigou.gateway.dashboard import History
-from pigou.gateway.diagnosis import GatewayDiagnosis
-from pigou.gateway.exposition import page, page_without_tenants, samples
-from pigou.gateway.middleware import current_key, unauthorized
+from pigou.gateway.auth.guard import current_key, unauthorized
+from pigou.gateway.auth.keys import NO_KEY, Key
+from pigou.gateway.fleet_status import Decisions, ModelsStatus, RegistryMetrics
 from pigou.gateway.model_routing import GatewayModel, ModelRouting
 from pigou.gateway.plan_status import PlanMetrics, PlanStatus
-from pigou.gateway.prices_api import PriceGauges
-from pigou.gateway.registry_status import RegistryMetrics
-from pigou.gateway.status_api import Decisions, ModelsStatus
-from pigou.gateway.worker_federation import WorkerFederation
+from pigou.gateway.prices import PriceGauges
 from pigou.wire.errors import APIError, bad_request
 
 if TYPE_CHECKING:

@@ -1,17 +1,139 @@
-"""Federates the metrics pages of all workers: one page, with the labels of the fleet."""
+"""Pages of metrics: the gateway's own by key, and those of all workers federated."""
 
 from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import aiohttp
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
-from pigou.gateway.exposition import MODEL
+from pigou.gateway.metrics import BUILD_INFO, MODEL, TENANT
 from pigou.gateway.model_routing import GatewayModel
-from pigou.gateway.upstream import Upstream
+from pigou.gateway.proxy.upstream import Upstream
+
+_Filter: TypeAlias = Callable[[Iterable[Metric]], Iterator[Metric]]
+
+
+#: Metrics of one model: its registry and name.
+ModelPage: TypeAlias = tuple[CollectorRegistry, str]
+#: Families that are counted before the model of a request is known, and those of it besides.
+_OF_GATEWAY = (BUILD_INFO, "pigou_requests_inflight")
+_OF_BOTH = ("pigou_requests", "pigou_requests_cancelled", "pigou_requests_shed")
+
+
+def page(
+    registry: CollectorRegistry, model: str, models: Sequence[ModelPage] = (),
+    *, tenant: str | None = None,
+) -> bytes:  # fmt: skip
+    """Return the metrics in the text format of Prometheus.
+
+    Args:
+        registry: all metrics; of the gateway alone where there are several `models`.
+        model: the fleet's model; the label `model_name` of every sample but the build's.
+        models: metrics of each of several models.
+        tenant: writes this tenant's own samples, and nothing else; None writes all.
+    """
+    return generate_latest(
+        _FilteredMetrics(registry, model, models, lambda families: _own(families, tenant))
+    )
+
+
+def samples(
+    registry: CollectorRegistry, model: str, models: Sequence[ModelPage] = ()
+) -> Iterator[Sample]:
+    """Yield the samples of a page with all metrics; arguments as of `page`."""
+    for family in _FilteredMetrics(registry, model, models, iter).collect():
+        yield from family.samples
+
+
+def page_without_tenants(
+    registry: CollectorRegistry, model: str, models: Sequence[ModelPage] = ()
+) -> bytes:
+    """Return the metrics with sums over all tenants in place of each; arguments as of `page`."""
+    return generate_latest(_FilteredMetrics(registry, model, models, _nameless))
+
+
+class _FilteredMetrics(Collector):
+    """Metrics of a registry, filtered and labelled as they are read."""
+
+    def __init__(
+        self, registry: CollectorRegistry, model: str, models: Sequence[ModelPage], keep: _Filter
+    ) -> None:
+        self._registry, self._model, self._models = registry, model, models
+        self._keep = keep
+
+    def collect(self) -> Iterator[Metric]:
+        own = (_labelled(family, self._model) for family in self._registry.collect())
+        yield from self._keep(self._merged(own) if self._models else own)
+
+    def _merged(self, own: Iterable[Metric]) -> Iterator[Metric]:
+        """Yield each family once, with the samples of all models."""
+        families: dict[str, Metric] = {}
+        for registry, model in self._models:
+            for family in registry.collect():
+                if family.name not in _OF_GATEWAY:
+                    _join(families, _labelled(family, model))
+        for family in own:
+            if family.name not in families or family.name in _OF_BOTH:
+                _join(families, family)
+        yield from families.values()
+
+
+def _join(families: dict[str, Metric], family: Metric) -> None:
+    """Put the samples of a family to those that are there under its name."""
+    known = families.setdefault(family.name, family)
+    if known is not family:
+        families[family.name] = _with(known, [*known.samples, *family.samples])
+
+
+def _own(families: Iterable[Metric], tenant: str | None) -> Iterator[Metric]:
+    for family in families:
+        if tenant is None:
+            yield family
+        elif samples := [s for s in family.samples if s.labels.get(TENANT) == tenant]:
+            yield _with(family, samples)
+
+
+def _nameless(families: Iterable[Metric]) -> Iterator[Metric]:
+    for family in families:
+        if any(TENANT in sample.labels for sample in family.samples):
+            yield _with(family, _summed(family.samples))
+        else:
+            yield family
+
+
+def _summed(samples: Iterable[Sample]) -> list[Sample]:
+    """Return counters without the label of tenants, those that are the same then as their sum."""
+    sums: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+    for sample in samples:
+        labels = tuple((name, value) for name, value in sample.labels.items() if name != TENANT)
+        sums[sample.name, labels] = sums.get((sample.name, labels), 0.0) + sample.value
+    return [Sample(name, dict(labels), value) for (name, labels), value in sums.items()]
+
+
+def _labelled(family: Metric, model: str) -> Metric:
+    if family.name == BUILD_INFO or not model:
+        return family
+    label = {MODEL: model}
+    return _with(family, [_relabelled(sample, label) for sample in family.samples])
+
+
+def _relabelled(sample: Sample, label: dict[str, str]) -> Sample:
+    return sample._replace(labels=label | sample.labels)
+
+
+def _with(family: Metric, samples: list[Sample]) -> Metric:
+    made = Metric(family.name, family.documentation, family.type, family.unit)
+    made.samples = samples
+    return made
+
 
 #: Seconds that a worker has for its page; those that need longer are left out.
 TIMEOUT_S = 2.0
@@ -159,13 +281,13 @@ def _merge(page: WorkerPage, families: dict[str, _SampleFamily]) -> int:
         if not agrees:
             left_out += 1
             continue
-        own = _relabelled(sample[2] or "", page.labels)
+        own = _fleet_labelled(sample[2] or "", page.labels)
         labels = f"{own},{fleet_labels}" if own else fleet_labels
         family.values[f"{sample[1]}{{{labels}}}"] = sample[3]
     return left_out
 
 
-def _relabelled(labels: str, fleet: Mapping[str, str]) -> str:
+def _fleet_labelled(labels: str, fleet: Mapping[str, str]) -> str:
     """Return a sample's own labels beside those of the fleet."""
     if not any(name in labels for name in fleet):
         return labels.rstrip(", ")

@@ -16,8 +16,8 @@ from pathlib import Path
 import msgspec
 
 from pigou.config import ConfigError
-from pigou.gateway.gateway_request import GatewayRequest
-from pigou.gateway.request_tenure import OPEN_POLICY, KeyPolicy, TenureChoices, TenureDefaults
+from pigou.gateway.auth.tenure import OPEN_POLICY, KeyPolicy, TenureChoices, TenureDefaults
+from pigou.gateway.request import GatewayRequest
 from pigou.small_file import read_text
 from pigou.wire.errors import APIError
 
@@ -249,7 +249,7 @@ class Keys:
         """Read a file.
 
         A `.yaml` or `.json` file has `keys`, a list of `tenant`, `sha256`, `tenure`, `may`
-        (`pigou.gateway.request_tenure`), `admin` and `limits` (`pigou.gateway.api_keys`). Any
+        (`pigou.gateway.auth.tenure`), `admin` and `limits` (`pigou.gateway.auth.keys`). Any
         other has lines `TENANT:SHA256_HEX` or `TENANT:SHA256_HEX:admin`, whose requests may set
         all of their tenure; empty lines and lines with # are skipped.
 

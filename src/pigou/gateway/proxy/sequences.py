@@ -17,9 +17,9 @@ from typing import Any
 import msgspec
 
 from pigou.control.messages import Choice, GroupEnded
-from pigou.gateway.gateway_request import GatewayRequest
 from pigou.gateway.plane_driver import PlaneDriver
-from pigou.gateway.sse_writer import HIGH_WATER, SSEWriter
+from pigou.gateway.proxy.writer import HIGH_WATER, SSEWriter
+from pigou.gateway.request import GatewayRequest
 from pigou.wire.errors import bad_request
 from pigou.wire.sse import DONE, DONE_PAYLOAD, Reader, frame
 

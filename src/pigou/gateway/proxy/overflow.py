@@ -11,7 +11,7 @@ from aiohttp import web
 
 from pigou.control.messages import Choice
 from pigou.gateway.config import Overflow
-from pigou.gateway.gateway_request import GatewayRequest
+from pigou.gateway.request import GatewayRequest
 from pigou.wire.errors import APIError
 from pigou.wire.json_limits import read_fields
 from pigou.wire.openai_requests import without_bom

@@ -16,8 +16,8 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from pigou.control.saturation.histogram import quantile_of
+from pigou.gateway.fleet_status import FleetStatus, ModelsStatus, WorkerRow
 from pigou.gateway.metrics import Metrics
-from pigou.gateway.status_api import FleetStatus, ModelsStatus, WorkerRow
 
 #: Seconds between samples, and how many of them, and of events, are kept: half an hour.
 STEP_S, MAX_SAMPLES, MAX_EVENTS = 2.0, 900, 200

@@ -1,26 +1,76 @@
-"""One HTTP/1.1 connection to a worker.
+"""HTTP/1.1 connections to a worker: parsing, one connection, and the pool of them.
 
-What arrives is handed on within the call that receives it, without waking a task: a lone chunk
+What arrives is passed on within the call that receives it, without waking a task: a lone chunk
 costs half of what it costs through a general HTTP client.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
+import ssl
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
 from typing import cast
+from urllib.parse import urlsplit
 
-from pigou.gateway.http_parsing import (
-    MAX_HEAD_BYTES,
-    MAX_INTERIM,
-    MAX_SIZE_LINE_BYTES,
-    MAX_TRAILER_BYTES,
-    ResponseHead,
-    parse_chunk_size,
-    parse_cost,
-    parse_head,
-)
+from pigou.wire.fleet_secret import TENANT
+
+MAX_HEAD_BYTES = 64 * 1024
+#: Interim responses (1xx) before the real one.
+MAX_INTERIM = 16
+#: Bytes of a chunk's size line, and of all trailers.
+MAX_SIZE_LINE_BYTES = 1024
+MAX_TRAILER_BYTES = 16 * 1024
+_HEX = re.compile(rb"[0-9a-fA-F]+")
+#: Hexadecimal digits of a chunk's size: up to 2^32 bytes.
+_MAX_SIZE_DIGITS = 8
+#: Bytes that take as long to parse as a line break: a chunk has a cost, however short it is.
+_BREAK_COST = 64
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseHead:
+    """Status and headers (names in lower case) of a response."""
+
+    status: int
+    headers: dict[bytes, bytes]
+
+
+def parse_cost(data: bytes) -> int:
+    """Return how many bytes without line breaks take as long to parse as these."""
+    return max(len(data), _BREAK_COST * data.count(b"\r\n"))
+
+
+def parse_head(data: bytes) -> ResponseHead:
+    """Return status and headers; `data` ends before the blank line.
+
+    Raises:
+        ValueError, IndexError: it is no HTTP/1 head.
+    """
+    first, *lines = data.split(b"\r\n")
+    headers = {}
+    for line in lines:
+        name, _, value = line.partition(b":")
+        headers[name.strip().lower()] = value.strip()
+    version, code, *_ = first.split(b" ", 2)
+    if not version.startswith(b"HTTP/1.") or not code.isdigit() or len(code) != 3:
+        raise ValueError(f"a status line {first[:60]!r}")
+    return ResponseHead(int(code), headers)
+
+
+def parse_chunk_size(line: bytes) -> int:
+    """Return the bytes of a chunk, by its size line.
+
+    Raises:
+        ValueError: the line has no such number.
+    """
+    digits = line.partition(b";")[0].strip()
+    if len(digits.lstrip(b"0")) > _MAX_SIZE_DIGITS or not _HEX.fullmatch(digits):
+        raise ValueError(f"a chunk of {line[:40]!r} bytes")
+    return int(digits, 16)
+
 
 _HIGH_WATER = 256 * 1024
 #: Bytes of a stream that are read in one turn of the event loop, bytes that may come at once, and
@@ -402,3 +452,108 @@ class HTTPConnection(asyncio.Protocol):
             self._paused = False
             if not self._backlog:
                 self._transport.resume_reading()
+
+
+#: Below the 5 seconds after which vLLM's server closes idle connections: a request that is sent
+#: on a connection at the moment it closes is lost.
+KEEPALIVE_S = 4.0
+CONNECT_S = 5.0
+
+
+class HTTPConnectionPool:
+    """A pool without a limit."""
+
+    def __init__(self, url: str, headers: dict[str, str]) -> None:
+        """Prepare; `headers` go with every request."""
+        parts = urlsplit(url)
+        self._host = parts.hostname or ""
+        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self._port = parts.port or (443 if self._tls else 80)
+        self._prefix = parts.path.encode()
+        fixed = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        self._fixed = f"host: {parts.netloc}\r\n{fixed}".encode()
+        self._idle: list[HTTPConnection] = []
+        self._used: set[HTTPConnection] = set()
+        self._closed = False
+
+    async def ask(
+        self, path: str, body: bytes, request_id: str, tenant: str = "", trace: str = ""
+    ) -> tuple[HTTPConnection, ResponseHead]:
+        """Post a body; return the connection, to read the answer's body from, and its head.
+
+        Args:
+            path: of the worker's own URL.
+            request_id: of the client's request.
+            tenant: mark of whose it is; empty to tell none.
+            trace: header lines of the trace that it belongs to, each with its line break.
+
+        An idle connection that turns out to be closed is replaced once: nothing of the request was
+        answered, the server had ended the connection before.
+
+        Raises:
+            HTTPConnectionError, OSError, TimeoutError: no connection, or no answer.
+        """
+        own = f"x-request-id: {request_id}\r\ncontent-length: {len(body)}\r\n{trace}"
+        if tenant:
+            own += f"{TENANT}: {tenant}\r\n"
+        request = b"POST %b%b HTTP/1.1\r\n%b%b\r\n%b" % (
+            self._prefix, path.encode(), self._fixed, own.encode(), body,
+        )  # fmt: skip
+        reused = self._take_idle()
+        if reused is not None:
+            try:
+                return reused, await self._send(reused, request)
+            except HTTPConnectionError as error:
+                if not error.fresh:
+                    raise
+        try:
+            connection = await self._open()
+        except (OSError, TimeoutError) as error:
+            if reused is None:
+                raise
+            raise HTTPConnectionError(f"it ended with the request: {error}", fresh=True) from error
+        return connection, await self._send(connection, request)
+
+    def give_back(self, connection: HTTPConnection) -> None:
+        """Keep a connection for the next request; cut one whose answer was not read to its end."""
+        self._used.discard(connection)
+        if connection.idle and not self._closed:
+            connection.idle_since = asyncio.get_running_loop().time()
+            self._idle.append(connection)
+        else:
+            connection.abort()
+
+    def close(self) -> None:
+        """Cut all connections: their readers get an error."""
+        self._closed = True
+        for connection in [*self._idle, *self._used]:
+            connection.abort()
+        self._idle.clear()
+
+    def _take_idle(self) -> HTTPConnection | None:
+        oldest = asyncio.get_running_loop().time() - KEEPALIVE_S
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.idle and connection.idle_since > oldest:
+                return connection
+            connection.abort()
+        return None
+
+    async def _open(self) -> HTTPConnection:
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(CONNECT_S):
+            _, connection = await loop.create_connection(
+                HTTPConnection, self._host, self._port, ssl=self._tls
+            )
+        return connection
+
+    async def _send(self, connection: HTTPConnection, request: bytes) -> ResponseHead:
+        if self._closed:
+            connection.abort()
+            raise HTTPConnectionError("the worker was left", fresh=False)
+        self._used.add(connection)
+        try:
+            return await connection.ask(request)
+        except BaseException:
+            self.give_back(connection)
+            raise

@@ -10,10 +10,10 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from pigou.gateway.middleware import current_key
+from pigou.gateway.api.status import checked, json_response
+from pigou.gateway.auth.guard import current_key
 from pigou.gateway.model_routing import ModelRouting
-from pigou.gateway.status_routes import checked, json_response
-from pigou.gateway.upstream import Upstream
+from pigou.gateway.proxy.upstream import Upstream
 from pigou.request import SECOND
 from pigou.tracing.request_trace import RequestTrace
 from pigou.tracing.tracer import Tracer

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from pigou.config import ConfigError
-from pigou.gateway.gateway_request import Body, BodyFields
+from pigou.gateway.request import Body, BodyFields
 from pigou.kv.tenure import Tenure
 from pigou.request import NEVER, SECOND
 from pigou.wire.errors import APIError, bad_request

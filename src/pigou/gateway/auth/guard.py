@@ -11,12 +11,12 @@ from contextvars import ContextVar
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from pigou.gateway.api_keys import NO_KEY, Key, Keys
+from pigou.gateway.api.history import ASSETS
+from pigou.gateway.auth.keys import NO_KEY, Key, Keys
 from pigou.gateway.config import GatewayConfig
-from pigou.gateway.dashboard import ASSETS
 from pigou.gateway.failure import Rejected
-from pigou.gateway.gateway_request import CHAT, COMPLETIONS
 from pigou.gateway.metrics import Metrics
+from pigou.gateway.request import CHAT, COMPLETIONS
 from pigou.gateway.startup_shutdown import Shutdown
 from pigou.logs import accessed, note_request
 from pigou.wire.addresses import is_loopback

@@ -1,4 +1,4 @@
-"""Upstream: the connections to one worker, for as long as that worker lives."""
+"""The connections to one worker, for as long as that worker lives."""
 
 from __future__ import annotations
 
@@ -7,17 +7,21 @@ import errno
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 import msgspec
 from yarl import URL
 
-from pigou.gateway.connection_pool import CONNECT_S, KEEPALIVE_S, HTTPConnectionPool
 from pigou.gateway.failure import Rejected, WorkerFailed, is_request_failure
-from pigou.gateway.gateway_request import Body
-from pigou.gateway.http_connection import HTTPConnection, HTTPConnectionError
-from pigou.gateway.worker_report import WorkerReport
+from pigou.gateway.proxy.connection import (
+    CONNECT_S,
+    KEEPALIVE_S,
+    HTTPConnection,
+    HTTPConnectionError,
+    HTTPConnectionPool,
+)
+from pigou.gateway.request import Body
 from pigou.lifecycle.messages import FetchKV
 from pigou.lifecycle.suspicion import WorkerEnd
 from pigou.request import SECOND, Worker
@@ -26,6 +30,27 @@ from pigou.wire.errors import APIError
 from pigou.wire.fleet_secret import tenant_mark
 from pigou.wire.json_limits import MAX_DEPTH, MAX_FIELDS, SMALL, is_deep, measure
 from pigou.wire.prefill_decode_legs import ticket
+
+
+class WorkerReport(NamedTuple):
+    """What a worker said of itself; None for what it does not say.
+
+    Attributes:
+        itl_s, itl_count: sum and number of the seconds between tokens, since its start.
+    """
+
+    at_ns: int
+    running: int | None = None
+    waiting: int | None = None
+    kv_usage: float | None = None  # share of its KV blocks in use, 0 to 1
+    itl_s: float | None = None
+    itl_count: float | None = None
+    prefill_s: float | None = None  # seconds in which it computed prompts, since its start
+    # that it computed in them, those of prompts that were given up counted.
+    prefill_tokens: float | None = None
+    joules: float | None = None
+    tiers: tuple[tuple[str, float], ...] = ()  # bytes that each of its tiers may hold, by name
+
 
 _READ_BUFFER = 256 * 1024
 #: Errors by which the other side says that nobody is there. Others may be this process's own,

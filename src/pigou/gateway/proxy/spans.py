@@ -17,7 +17,7 @@ from aiohttp import web
 from pigou.control.decisions import Explanation
 from pigou.control.messages import Shed
 from pigou.gateway.failure import Rejected, WorkerFailed
-from pigou.gateway.gateway_request import GatewayRequest
+from pigou.gateway.request import GatewayRequest
 from pigou.lifecycle.messages import FetchKV, LifecycleEvent, StartDecode, StartPrefill, Step
 from pigou.lifecycle.messages import SubmitRequest as Submit
 from pigou.request import SECOND

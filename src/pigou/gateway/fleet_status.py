@@ -1,4 +1,4 @@
-"""The status API: what the gateway shows of itself, of the fleet, and of its decisions."""
+"""The gateway's view of its fleet: workers, models, registry, and changes an operator asks for."""
 
 from __future__ import annotations
 
@@ -6,23 +6,123 @@ import heapq
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from pigou.control.decisions import Explanation
 from pigou.control.messages import RemoteKVFetch
 from pigou.control.plane import ControlPlane
 from pigou.control.status import Status
-from pigou.gateway import prices_api
+from pigou.gateway import prices as prices_api
 from pigou.gateway.plane_driver import PlaneDriver
-from pigou.gateway.prices_api import json_number
+from pigou.gateway.prices import json_number
 from pigou.gateway.prompt_reader import TokenizationMode
-from pigou.request import SECOND
+from pigou.request import SECOND, Role
 from pigou.wire.errors import APIError, bad_request
+
+
+class ChangeRefused(Exception):
+    """A change that the fleet cannot make now; the message says why."""
+
+
+class UnknownWorker(Exception):
+    """There is no worker of this id."""
+
+
+class FleetChanges(Protocol):
+    """Changes a fleet by an operator's word.
+
+    Calls return at once with the rows of the workers that they are about: one that is added is
+    starting then, one that leaves is draining.
+    """
+
+    def start(self, role: Role, count: int, model: str = "") -> tuple[list[WorkerRow], str]:
+        """Start local workers, of a model where there are several.
+
+        Returns:
+            Their rows, and why not all of `count`.
+
+        Raises:
+            ChangeRefused: none can be started.
+        """
+        ...
+
+    def attach(self, text: str) -> WorkerRow:
+        """Use one more server, described as `--attach` of `pigou serve` has it.
+
+        Raises:
+            ConfigError: the description is not understood. ChangeRefused: it is attached already.
+        """
+        ...
+
+    def drain(self, id: str, limit_s: float | None) -> WorkerRow:
+        """Let a worker end what it has, for `limit_s` seconds at most, then go.
+
+        Raises:
+            UnknownWorker: there is none of that id. ChangeRefused: it cannot go.
+        """
+        ...
+
+    def flip(self, id: str, role: Role, limit_s: float | None) -> WorkerRow:
+        """Let a worker drain, then serve in another role. Raises as `drain`."""
+        ...
+
+    def restart(self, id: str, limit_s: float | None) -> WorkerRow:
+        """Let a local worker drain, then start again. Raises as `drain`."""
+        ...
+
+    def remove(self, id: str) -> WorkerRow:
+        """Let a worker go at once; its streams go on elsewhere. Raises as `drain`."""
+        ...
+
+
+class RegistryStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of a registry, as a gateway sees it."""
+
+    stale: bool  # whether it does not answer; the last view is served then
+    why: str  # the reason that it does not answer; empty while it does
+    age_s: float | None  # of the last snapshot, in seconds; None before one
+    entries: int  # workers of the view, suspects too
+    suspects: list[str]  # workers that are not registered any more, and get nothing new
+    ignored: int  # records that are no entries of this fleet
+    outages: int  # times that it stopped answering
+
+    def health(self) -> dict[str, Any]:
+        """Return what `/health` says of it: no names."""
+        return {"stale": self.stale, "entries": self.entries, "suspects": len(self.suspects)}
+
+
+class RegistryMetrics(Collector):
+    """The families `pigou_registry_*`, read anew at each scrape."""
+
+    def __init__(self, read: Callable[[], RegistryStatus]) -> None:
+        """Export what `read` returns."""
+        self._read = read
+
+    def describe(self) -> Iterable[Metric]:
+        """Return nothing: the families are the same at each scrape."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield whether it is stale, its entries, suspects and what was ignored."""
+        status = self._read()
+        gauges = {
+            "stale": ("1 while the registry does not answer.", status.stale),
+            "entries": ("Workers of the view, suspects too.", status.entries),
+            "suspects": ("Workers that are not registered any more.", len(status.suspects)),
+            "ignored": ("Records that are no entries of this fleet.", status.ignored),
+        }
+        for name, (help, value) in gauges.items():
+            yield GaugeMetricFamily(f"pigou_registry_{name}", help, value=float(value))
+        yield CounterMetricFamily(
+            "pigou_registry_outages", "Times that it stopped answering.", value=status.outages
+        )
 
 
 class WorkerRow(msgspec.Struct, kw_only=True):

@@ -7,11 +7,11 @@ from typing import Any
 
 import msgspec
 
-from pigou.gateway import reply_parsing
 from pigou.gateway.failure import Rejected, WorkerFailed
-from pigou.gateway.gateway_request import GatewayRequest
-from pigou.gateway.migration import MigratedChunks, length_frame
-from pigou.gateway.reply_parsing import PROMPT_TOKEN_IDS, TOKEN_IDS, count, with_cached_tokens
+from pigou.gateway.proxy import reply_parsing
+from pigou.gateway.proxy.migration import MigratedChunks, length_frame
+from pigou.gateway.proxy.reply_parsing import PROMPT_TOKEN_IDS, TOKEN_IDS, count, with_cached_tokens
+from pigou.gateway.request import GatewayRequest
 from pigou.lifecycle.migration import StreamState
 from pigou.wire.byte_budget import OverBudget
 from pigou.wire.errors import REQUEST_FAILED

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from pigou.gateway.gateway_request import CHAT, COMPLETIONS, Body, GatewayRequest
+from pigou.gateway.request import CHAT, COMPLETIONS, Body, GatewayRequest
 from pigou.lifecycle.migration import Continuation, StreamState
 from pigou.wire.sse import DONE, frame
 

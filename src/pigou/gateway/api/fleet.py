@@ -11,10 +11,9 @@ import msgspec
 from aiohttp import web
 
 from pigou.config import ConfigError
-from pigou.gateway.fleet_changes import ChangeRefused, FleetChanges, UnknownWorker
-from pigou.gateway.middleware import current_key
-from pigou.gateway.status_api import WorkerRow
-from pigou.gateway.status_routes import json_response
+from pigou.gateway.api.status import json_response
+from pigou.gateway.auth.guard import current_key
+from pigou.gateway.fleet_status import ChangeRefused, FleetChanges, UnknownWorker, WorkerRow
 from pigou.request import Role
 from pigou.wire.errors import APIError, bad_request, decode_error
 from pigou.wire.openai_requests import without_bom

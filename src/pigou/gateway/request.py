@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import msgspec
 
 from pigou.control.messages import Choice
-from pigou.gateway.reply_parsing import ABSENT
+from pigou.gateway.proxy.reply_parsing import ABSENT
 from pigou.request import NEVER, BlockKeys, Request
 from pigou.tracing.trace_context import TRACEPARENT, header_lines
 from pigou.wire.byte_budget import REPLIES, ByteReservation
 
 if TYPE_CHECKING:
-    from pigou.gateway.api_keys import RequestQuota
+    from pigou.gateway.auth.keys import RequestQuota
     from pigou.gateway.request_meter import MeteredCall
     from pigou.tracing.request_trace import RequestTrace
 

@@ -12,9 +12,9 @@ from prometheus_client.registry import Collector
 from pigou.cost.cost_meter import CostMeter
 from pigou.cost.fleet_bill import FleetBill, sum_bills
 from pigou.cost.metered_plane import MeteredControlPlane
-from pigou.gateway.exposition import TENANT
+from pigou.gateway.metrics import TENANT
 from pigou.gateway.plane_driver import PlaneDriver
-from pigou.gateway.worker_report import WorkerReport
+from pigou.gateway.proxy.upstream import WorkerReport
 from pigou.objectives import class_label
 from pigou.wire.errors import APIError
 

@@ -1,0 +1,1 @@
+"""The way of a request to its worker, and of the reply to its client."""
