@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from pigou.control.messages import Recall
 from pigou.control.state import FleetState
 from pigou.control.stream_slots import RoutedRequest
-from pigou.request import SECOND
+from pigou.request import NEVER, SECOND
 
 #: A worker that went down is expected back within this time, in nanoseconds.
 RETURN_WITHIN = 300 * SECOND
@@ -57,6 +57,18 @@ def waiting_inside(state: FleetState, worker: str) -> list[RoutedRequest]:
 
 def overdue(state: FleetState, before: int) -> Iterator[tuple[RoutedRequest, str]]:
     """Return the requests that wait inside workers and arrived by `before` (ns), and where."""
+    if state.oldest_arrival > before:  # as on nearly all ticks
+        return
+    state.oldest_arrival = min(
+        (
+            routed.arrived_at
+            for routed in state.requests.values()
+            if not (routed.given_up or routed.first_token_at or routed.generated)
+        ),
+        default=NEVER,
+    )
+    if state.oldest_arrival > before:
+        return
     for row in np.flatnonzero(state.columns.waiting > 0).tolist():
         worker = state.ids[row]
         for routed in waiting_inside(state, worker):

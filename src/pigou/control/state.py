@@ -23,7 +23,7 @@ from pigou.control.peers.bookings import (
 )
 from pigou.control.prefill_backlog import PrefillBacklog
 from pigou.control.stream_slots import RoutedRequest, StreamSlots
-from pigou.request import Request, Worker
+from pigou.request import NEVER, Request, Worker
 
 Counts = NDArray[np.int64]
 Shares = NDArray[np.float64]
@@ -131,6 +131,7 @@ class FleetState:
         self.background = self.over_expected_tokens = 0
         self.row: dict[str, int] = {}
         self.requests: dict[str, RoutedRequest] = {}
+        self.oldest_arrival = NEVER  # no request without a token arrived before it
         self.slots: StreamSlots = StreamSlots()
         self.backlog = PrefillBacklog()
         self.peers = PeerLedger()
@@ -246,6 +247,7 @@ class FleetState:
         expected = request.prompt + output * request.sequences
         routed.slot = self.slots.allocate(routed, row, request.prompt, expected)
         self.requests[request.id] = routed
+        self.oldest_arrival = min(self.oldest_arrival, routed.arrived_at)
         self.backlog.add(computes, request.id, uncached, routed.pairs, now)
         self.columns.served[row] += 1
         self.columns.pending_prefill_tokens[row] += request.prompt
