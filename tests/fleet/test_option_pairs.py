@@ -26,8 +26,8 @@ from pigou.fleet.registry.registration import RegistrationConfig
 from pigou.fleet.serve import Serving
 from pigou.gateway.config import GatewayConfig
 from pigou.request import Role
-from pigou.wire.addresses import advertised
 from pigou.wire.fleet_secret import FleetSecret
+from pigou.wire.names import advertised
 from pigou.worker.build import transfer_config
 from pigou.worker.config import WorkerConfig
 from pigou.worker.process import WorkerServer

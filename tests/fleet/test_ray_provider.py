@@ -15,7 +15,7 @@ from pigou.fleet.config import FleetError, RayConfig, WatchConfig
 from pigou.fleet.hang_detection import HangArbiter
 from pigou.fleet.member import MemberSetup
 from pigou.fleet.ray import cluster as cluster_module
-from pigou.fleet.ray import ray_process, ray_provider
+from pigou.fleet.ray import ray_provider
 from pigou.fleet.ray.cluster import ActorGone, Bundle, RayCluster, RayProcess
 from pigou.fleet.ray.ray_provider import RayProvider
 from pigou.fleet.sources.local import WorkerTemplate, start_workers
@@ -67,8 +67,8 @@ class MadeUpCluster:
 def cluster(monkeypatch: pytest.MonkeyPatch) -> MadeUpCluster:
     made = MadeUpCluster()
     monkeypatch.setattr(ray_provider, "RayCluster", lambda *_: made)
-    monkeypatch.setattr(ray_process, "_LOOK_S", 0.01)
-    monkeypatch.setattr(ray_process, "_ANSWER_S", 0.01)
+    monkeypatch.setattr(cluster_module, "_LOOK_S", 0.01)
+    monkeypatch.setattr(cluster_module, "_ANSWER_S", 0.01)
     return made
 
 

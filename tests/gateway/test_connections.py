@@ -131,7 +131,7 @@ async def test_a_head_that_comes_byte_by_byte_is_ended_in_time() -> None:
 async def test_a_body_that_comes_too_slowly_is_answered_408(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("pigou.wire.request_body._GRACE_S", 0.3)
+    monkeypatch.setattr("pigou.wire.bodies._GRACE_S", 0.3)
     async with serving(Stub("a")) as fleet:
         head = request(None, "content-type: application/json", "content-length: 100")
         assert b" 408 " in await exchange(fleet, head + b"{")

@@ -14,8 +14,8 @@ from tests.wire.hostile_bodies import CASES, TEXT, encode
 
 from pigou.gateway import request_parsing
 from pigou.gateway.auth.keys import Key, Keys, make_key
+from pigou.wire.bodies import FairThreadPool
 from pigou.wire.json_limits import SMALL
-from pigou.wire.request_body import FairThreadPool
 
 
 @pytest.mark.parametrize("name", CASES)

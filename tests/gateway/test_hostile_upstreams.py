@@ -30,10 +30,9 @@ from pigou.gateway.proxy.upstream import Engine
 from pigou.gateway.proxy.writer import SSEWriter
 from pigou.gateway.server import GatewayServer
 from pigou.request import Role, Worker
-from pigou.wire import byte_budget, kv_event_decoding, kv_event_slices, sse
-from pigou.wire.byte_budget import ByteReservation
-from pigou.wire.kv_event_decoding import EventError, decode_batch
-from pigou.wire.kv_event_slices import event_slices
+from pigou.wire import bodies, kv_event_decoding, sse
+from pigou.wire.bodies import ByteReservation
+from pigou.wire.kv_event_decoding import EventError, decode_batch, event_slices
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 JSON = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
@@ -416,13 +415,13 @@ async def test_a_reply_too_long_by_its_head_is_refused_before_its_body(length: i
 async def test_what_replies_hold_is_bounded_in_sum_and_given_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(byte_budget.REPLIES, "limit", 2**22)
+    monkeypatch.setattr(bodies.REPLIES, "limit", 2**22)
     peaks: list[int] = []
     grow = ByteReservation.grow
 
     def measured(self: ByteReservation, size: int) -> None:
         grow(self, size)
-        peaks.append(byte_budget.REPLIES.used)
+        peaks.append(bodies.REPLIES.used)
 
     monkeypatch.setattr(ByteReservation, "grow", measured)
     block = b"10000\r\n" + b" " * 65_536 + b"\r\n"
@@ -432,7 +431,7 @@ async def test_what_replies_hold_is_bounded_in_sum_and_given_back(
         assert {status for status, _ in answers} == {502}
         assert 2**21 < max(peaks) <= 2**22
         gc.collect()
-        assert byte_budget.REPLIES.used == 0
+        assert bodies.REPLIES.used == 0
 
 
 async def test_nothing_of_a_failed_reply_lives_on_in_its_errors() -> None:
@@ -590,9 +589,9 @@ def test_a_large_batch_is_applied_in_slices_that_mean_the_same() -> None:
               *[{"type": "AllBlocksCleared"}] * 600]  # fmt: skip
     slices = list(event_slices(kv_event_decoding.encode_batch(1.0, events)))
     flat = [event for each in slices for event in each]
-    assert all(len(each) <= kv_event_slices.SLICE // 4 for each in slices)
+    assert all(len(each) <= kv_event_decoding.SLICE // 4 for each in slices)
     parts = [event for event in flat if isinstance(event, kv_event_decoding.Stored)]
-    assert all(len(part.hashes) <= kv_event_slices.SLICE for part in parts)
+    assert all(len(part.hashes) <= kv_event_decoding.SLICE for part in parts)
     [whole] = decode_batch(kv_event_decoding.encode_batch(1.0, events[:1])).events
     assert isinstance(whole, kv_event_decoding.Stored)
     assert [h for part in parts for h in part.hashes] == list(whole.hashes)
@@ -621,7 +620,7 @@ def test_small_batches_stay_whole() -> None:
         msgspec.msgpack.encode([1.0, [7]]),
         b"\x92\xcb" + b"\x00" * 8 + b"\x91" * 200_000 + b"\xc0",
         b"\x92\xcb" + b"\x00" * 8 + b"\xdd\xff\xff\xff\xff",
-        b"\x92\xcb" + b"\x00" * (kv_event_slices.MAX_BATCH + 8),
+        b"\x92\xcb" + b"\x00" * (kv_event_decoding.MAX_BATCH + 8),
     ],
 )
 def test_what_is_no_batch_is_refused(payload: bytes) -> None:

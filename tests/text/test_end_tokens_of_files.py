@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pigou.models import bundled_path
-from pigou.text.end_tokens import read_end_tokens, within
+from pigou.text.model_files import read_end_tokens, within
 from pigou.text.tokenizer import Tokenizer, TokenizerError
 
 ROWS = 2560

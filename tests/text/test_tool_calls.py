@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pigou.text.tool_call_reader import CallArguments, CallStart, JsonEnd
 from pigou.text.tool_calls import (
     PARSERS,
+    CallArguments,
+    CallStart,
+    JsonEnd,
     NamedParser,
     RequiredParser,
     ToolParser,

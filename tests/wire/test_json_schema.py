@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from pigou.models import bundled_path
-from pigou.wire import json_schema
 from pigou.wire.errors import APIError
 from pigou.wire.openai_requests import decode_chat
-from pigou.wire.structured_output import schema_grammar, tool_use
+from pigou.wire.structured_output import FORMATS, schema_grammar, tool_use, without_void
 
 TEXT: dict[str, Any] = {"type": "string"}
 LIST = {"type": "array", "items": TEXT}
@@ -21,7 +20,7 @@ OBJECT = {"type": "object", "properties": {"a": TEXT, "b": TEXT}, "required": ["
 HARMLESS: list[tuple[Any, dict[str, Any]]] = [
     *[(TEXT, {"format": name}) for name in ("password", "int32", "json-pointer", "x-y", "regex")],
     ({"type": ["string", "null"]}, {"format": "binary"}), ({}, {"format": "int64"}),
-    *[({"type": "string"}, {"format": name}) for name in sorted(json_schema.FORMATS)],
+    *[({"type": "string"}, {"format": name}) for name in sorted(FORMATS)],
     ({"type": "integer"}, {"format": "int32"}), ({"type": "integer"}, {"uniqueItems": True}),
     *[(TEXT, {key: "x"}) for key in ("title", "description", "default", "$comment", "x-order",
                                      "contentMediaType", "contentEncoding", "example", "$id")],
@@ -100,12 +99,12 @@ def test_the_schema_true_allows_any_json_and_false_is_refused() -> None:
 
 def test_names_of_properties_and_data_are_no_keywords() -> None:
     schema = inside({"const": {"format": "x", "uniqueItems": False, "not": False}})
-    assert json_schema.without_void(schema) == schema
+    assert without_void(schema) == schema
 
 
 def test_bounds_of_draft_4_are_kept() -> None:
     above = {"type": "integer", "minimum": 0, "exclusiveMinimum": True, "exclusiveMaximum": False}
-    assert json_schema.without_void(above) == {"type": "integer", "exclusiveMinimum": 0}
+    assert without_void(above) == {"type": "integer", "exclusiveMinimum": 0}
 
 
 def test_parameters_of_tools_are_read_alike() -> None:

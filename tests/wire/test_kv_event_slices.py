@@ -10,17 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.hostile.stub_server import BATCHES
 
-from pigou.wire import kv_event_slices, msgpack_walk
+from pigou.wire import kv_event_decoding
 from pigou.wire.kv_event_decoding import (
     Cleared,
     EventError,
+    MessagePackError,
     Removed,
     Stored,
+    Walk,
     WireEvent,
     decode_batch,
+    event_slices,
 )
-from pigou.wire.kv_event_slices import event_slices
-from pigou.wire.msgpack_walk import MessagePackError, Walk
 
 #: Bytes of the largest piece that is decoded at once: so many tokens with their headers.
 MOST_AT_ONCE = 9 * 16 * 1024 + 5
@@ -49,7 +50,7 @@ def walked(payload: bytes, at: int = 0, count: int = 1) -> int:
 def test_a_walk_finds_where_a_value_ends(value: Any, rest: bytes, step: int) -> None:
     data = msgspec.msgpack.encode(value)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(msgpack_walk, "STEP", step)
+        patch.setattr(kv_event_decoding, "STEP", step)
         assert walked(b"\xc0" + data + rest, 1) == 1 + len(data)
         if len(data) > 1:
             with pytest.raises(MessagePackError):
@@ -119,8 +120,8 @@ def test_a_batch_means_the_same_in_pieces_as_in_one(
 ) -> None:
     payload = msgspec.msgpack.encode([1.0, events, 3])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kv_event_slices, "SMALL", small)
-        patch.setattr(kv_event_slices, "SLICE", slice_blocks)
+        patch.setattr(kv_event_decoding, "SMALL", small)
+        patch.setattr(kv_event_decoding, "SLICE", slice_blocks)
         parts = [event for each in event_slices(payload) for event in each]
     assert joined(parts) == joined(list(decode_batch(payload).events))
 
@@ -128,7 +129,7 @@ def test_a_batch_means_the_same_in_pieces_as_in_one(
 @given(st.binary(max_size=200), st.sampled_from([0, 2**14]))
 def test_no_bytes_raise_anything_but_an_event_error(payload: bytes, small: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kv_event_slices, "SMALL", small)
+        patch.setattr(kv_event_decoding, "SMALL", small)
         for each in (payload, b"\x92\xcb" + b"\0" * 8 + payload, b"\x92\x01\x91" + payload):
             try:
                 list(event_slices(each))
@@ -152,8 +153,8 @@ def largest(payload: bytes, monkeypatch: pytest.MonkeyPatch) -> int:
     """Return the bytes that are decoded between two pauses, at most."""
     sizes: list[int] = [0]
     for name in ("_decoder", "_token_decoder"):
-        decoder = Recorder(getattr(kv_event_slices, name), sizes)
-        monkeypatch.setattr(kv_event_slices, name, decoder)
+        decoder = Recorder(getattr(kv_event_decoding, name), sizes)
+        monkeypatch.setattr(kv_event_decoding, name, decoder)
     most = 0
     try:
         for _ in event_slices(payload):

@@ -13,14 +13,17 @@ import typing_extensions
 
 from pigou.wire.errors import REFUSED, APIError
 from pigou.wire.openai_requests import (
+    HEADER,
     WITHOUT_MEANING,
     ChatRequest,
     CompletionRequest,
+    UnknownFields,
+    header_value,
     known_chat,
     known_completion,
+    neutral,
 )
 from pigou.wire.request_validation import check
-from pigou.wire.unknown_fields import HEADER, UnknownFields, header_value, neutral
 
 pytest.importorskip("openai")
 from openai.types import completion_create_params as completion_params

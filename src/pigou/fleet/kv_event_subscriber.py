@@ -13,10 +13,15 @@ import zmq
 import zmq.asyncio
 
 from pigou.fleet.probe import EventSource
-from pigou.wire.byte_budget import REPLIES, ByteReservation, OverBudget
+from pigou.wire.bodies import REPLIES, ByteReservation, OverBudget
 from pigou.wire.fleet_secret import secure_client
-from pigou.wire.kv_event_decoding import EventError, WireEvent, sequence_frame, sequence_number
-from pigou.wire.kv_event_slices import event_slices
+from pigou.wire.kv_event_decoding import (
+    EventError,
+    WireEvent,
+    event_slices,
+    sequence_frame,
+    sequence_number,
+)
 
 _log = logging.getLogger("pigou.fleet")
 

@@ -15,10 +15,9 @@ import msgspec
 from pigou.gateway.proxy.upstream import Engine, ServedName, ServedNames, Upstream
 from pigou.request import UNKNOWN_LOCATION, Location, Rehearsed
 from pigou.wire import metrics_text
-from pigou.wire.addresses import reachable
-from pigou.wire.byte_budget import read_page
+from pigou.wire.bodies import read_page
 from pigou.wire.fleet_secret import NONCE, PROOF, FleetSecret
-from pigou.wire.names import MAX_TEXT, deployment_version, text
+from pigou.wire.names import MAX_TEXT, deployment_version, reachable, text
 
 #: Block size that is assumed of a server that does not tell: vLLM's default on a GPU.
 _BLOCK_SIZE = 16

@@ -46,7 +46,7 @@ from pigou.imports import require
 from pigou.kernel_cache import on_compiling
 from pigou.stop_signals import END_S, StopSignals
 from pigou.tracing.tracer import open_tracer
-from pigou.wire import json_limits, msgpack_walk
+from pigou.wire import json_limits, kv_event_decoding
 from pigou.wire.fleet_secret import FleetSecret
 
 
@@ -237,7 +237,7 @@ class Serving:
                 with on_compiling(begun):
                     warm_up(config)
                     json_limits.warm_up()
-                    msgpack_walk.warm_up()
+                    kv_event_decoding.warm_up()
             except Exception as raised:
                 error = raised
             with suppress(RuntimeError):

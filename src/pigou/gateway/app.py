@@ -41,16 +41,14 @@ from pigou.request import SECOND
 from pigou.tracing.metrics import SpanExporterMetrics
 from pigou.tracing.trace_context import header_lines, passed_on
 from pigou.tracing.tracer import Tracer
-from pigou.wire.byte_budget import REPLIES
+from pigou.wire.bodies import REPLIES, FairThreadPool, no_interim_answer, read_json
 from pigou.wire.connections import close_old_streams, note_reply_id, tell_request_id
 from pigou.wire.errors import APIError, bad_request
 from pigou.wire.json_limits import SMALL, read_fields
-from pigou.wire.openai_requests import without_bom
-from pigou.wire.request_body import FairThreadPool, no_interim_answer, read_json
+from pigou.wire.openai_requests import HEADER as UNKNOWN
+from pigou.wire.openai_requests import UnknownFields, header_value, without_bom
 from pigou.wire.request_validation import REQUEST_ID_HEADER as REQUEST_ID
 from pigou.wire.request_validation import reply_id
-from pigou.wire.unknown_fields import HEADER as UNKNOWN
-from pigou.wire.unknown_fields import UnknownFields, header_value
 
 _log = logging.getLogger("pigou.gateway")
 

@@ -11,8 +11,8 @@ import msgspec
 from pigou.config import ConfigError
 from pigou.config_option import option
 from pigou.tracing.config import TracingConfig
-from pigou.wire.addresses import is_loopback
-from pigou.wire.unknown_fields import MODES
+from pigou.wire.names import is_loopback
+from pigou.wire.openai_requests import MODES
 
 #: Addresses that only this machine reaches.
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s,]+")

@@ -12,7 +12,7 @@ from pigou.control.messages import Choice
 from pigou.gateway.proxy.reply_parsing import ABSENT
 from pigou.request import NEVER, BlockKeys, Request
 from pigou.tracing.trace_context import TRACEPARENT, header_lines
-from pigou.wire.byte_budget import REPLIES, ByteReservation
+from pigou.wire.bodies import REPLIES, ByteReservation
 
 if TYPE_CHECKING:
     from pigou.gateway.auth.keys import RequestQuota

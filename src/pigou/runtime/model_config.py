@@ -15,7 +15,7 @@ from pigou.models.layers import Family, head_dim_of, window_of
 from pigou.models.read import served_family
 from pigou.models.rope_parameters import scaled_context
 from pigou.runtime.rotary_embedding import Rope, read_rope
-from pigou.text.end_tokens import read_end_tokens
+from pigou.text.model_files import read_end_tokens
 
 
 @dataclass(frozen=True, slots=True)

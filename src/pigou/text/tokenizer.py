@@ -12,8 +12,7 @@ from tokenizers import Tokenizer as Backend
 from pigou.small_file import parse_json
 from pigou.text.control_tokens import ControlTokens
 from pigou.text.detokenizer import Detokenizer
-from pigou.text.end_tokens import end_tokens
-from pigou.text.model_files import read_object, read_templates, read_tokenizer
+from pigou.text.model_files import end_tokens, read_object, read_templates, read_tokenizer
 from pigou.text.vocabulary import Vocabulary, vocabulary
 
 

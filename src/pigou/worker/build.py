@@ -21,10 +21,9 @@ from pigou.models.read import architecture, read_architecture
 from pigou.request import SECOND, Ints, Rehearsed
 from pigou.runtime.kv_offload.offloader import KVOffloader
 from pigou.runtime.kv_offload.transfer_jobs import DeviceBlocks
-from pigou.text.end_tokens import within
-from pigou.text.model_files import read_object
+from pigou.text.model_files import read_object, within
 from pigou.text.tokenizer import Tokenizer
-from pigou.wire.addresses import advertised
+from pigou.wire.names import advertised
 from pigou.wire.sampling_params import ModelLimits
 from pigou.worker.backend import Backend
 from pigou.worker.config import WorkerConfig

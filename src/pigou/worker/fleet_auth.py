@@ -8,9 +8,9 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from pigou.config import ConfigError
-from pigou.wire.addresses import is_loopback
 from pigou.wire.errors import APIError
 from pigou.wire.fleet_secret import NONCE, PROOF, TENANT, FleetSecret
+from pigou.wire.names import is_loopback
 from pigou.worker.config import WorkerConfig
 
 #: Routes whose status, without a body, is for probes that know no secret.

@@ -13,6 +13,7 @@ from pigou.logs import accessed, describe_access, note_request, traced
 from pigou.request import SECOND
 from pigou.tracing.request_trace import RequestTrace
 from pigou.tracing.tracer import Tracer
+from pigou.wire.bodies import FairThreadPool, read_json
 from pigou.wire.connections import (
     is_reserved,
     mark_event_stream,
@@ -25,14 +26,13 @@ from pigou.wire.openai_requests import (
     ChatRequest,
     CompletionRequest,
     Known,
+    UnknownFields,
     known_chat,
     known_completion,
     without_bom,
 )
-from pigou.wire.request_body import FairThreadPool, read_json
 from pigou.wire.request_validation import REQUEST_ID_HEADER, request_id
 from pigou.wire.sse import DONE, frame
-from pigou.wire.unknown_fields import UnknownFields
 from pigou.worker.engine_client import EngineClient
 from pigou.worker.fleet_auth import fleet_tenant
 from pigou.worker.input_processor import InputProcessor
@@ -224,7 +224,7 @@ class Bodies:
         """Return what `decode` makes of a request's body, which must be declared as JSON.
 
         Raises:
-            APIError: as `pigou.wire.request_body.read_json`; 400 for a body out of bounds. Whatever
+            APIError: as `pigou.wire.bodies.read_json`; 400 for a body out of bounds. Whatever
                 `decode` raises.
         """
         data = await read_json(request, self._max_bytes)

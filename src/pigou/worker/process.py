@@ -21,9 +21,9 @@ from pigou.imports import uncollected
 from pigou.stop_signals import END_S, StopSignals
 from pigou.tracing.metrics import SpanExporterMetrics
 from pigou.tracing.tracer import open_tracer
-from pigou.wire.addresses import url_host
 from pigou.wire.connections import ConnectionLimits, Factory
 from pigou.wire.fleet_secret import FleetSecret
+from pigou.wire.names import url_host
 from pigou.worker.build import WorkerParts, transfer_config
 from pigou.worker.commands import Release, Report, Stop
 from pigou.worker.config import WorkerConfig

@@ -14,12 +14,16 @@ from pigou.background import Background
 from pigou.tracing.tracer import Tracer
 from pigou.tracing.waterfall import spans_view
 from pigou.wire import openai_replies, request_validation
+from pigou.wire.bodies import no_interim_answer
 from pigou.wire.connections import close_old_streams, tell_request_id
 from pigou.wire.errors import APIError, bad_request
 from pigou.wire.fleet_secret import FleetSecret
-from pigou.wire.openai_requests import decode_cached, decode_detokenize, decode_tokenize
-from pigou.wire.request_body import no_interim_answer
-from pigou.wire.unknown_fields import UnknownFields
+from pigou.wire.openai_requests import (
+    UnknownFields,
+    decode_cached,
+    decode_detokenize,
+    decode_tokenize,
+)
 from pigou.worker.engine_client import EngineClient
 from pigou.worker.fleet_auth import fleet_guard
 from pigou.worker.generation import Bodies, Generation, errors

@@ -10,11 +10,13 @@ from pigou.sampling import SamplingParams
 from pigou.text.detokenizer import Detokenizer
 from pigou.text.stop_strings import StopMatch, Stops
 from pigou.text.tokenizer import Tokenizer
-from pigou.text.tool_call_reader import CallArguments, CallStart, Event
 from pigou.text.tool_calls import (
     MARKUP,
     PARSERS,
     REASONING,
+    CallArguments,
+    CallStart,
+    Event,
     NamedParser,
     ParserName,
     RequiredParser,

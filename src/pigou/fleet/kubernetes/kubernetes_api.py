@@ -16,7 +16,7 @@ from pigou import __version__
 from pigou.config import ConfigError
 from pigou.fleet.kubernetes.definitions import API_VERSION
 from pigou.fleet.kubernetes.fleet_spec import KubernetesObject as Manifest
-from pigou.wire.byte_budget import MAX_LIST_BYTES, read_page
+from pigou.wire.bodies import MAX_LIST_BYTES, read_page
 
 #: Kind -> API version and plural.
 _KINDS = {

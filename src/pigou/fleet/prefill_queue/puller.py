@@ -31,10 +31,9 @@ from pigou.fleet.prefill_queue.messages import (
     WorkerAlive,
 )
 from pigou.tracing.trace_context import TRACEPARENT
-from pigou.wire.addresses import WILD, url_host
-from pigou.wire.byte_budget import read_page
+from pigou.wire.bodies import read_page
 from pigou.wire.fleet_secret import TENANT, FleetSecret
-from pigou.wire.names import PullPool, deployment_version
+from pigou.wire.names import WILD, PullPool, deployment_version, url_host
 from pigou.worker.registrar import Registrar
 
 #: Computes a prompt at this worker: status and body of its server's reply.

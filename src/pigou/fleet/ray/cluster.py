@@ -18,8 +18,8 @@ from pigou.fleet.config import FleetError
 from pigou.fleet.hang_detection import EngineProgress
 from pigou.fleet.worker_process import ProcessState, WorkerProcess
 from pigou.imports import remedy
-from pigou.wire.addresses import url_host
 from pigou.wire.fleet_secret import FleetSecret
+from pigou.wire.names import url_host
 
 
 class WorkerActor:

@@ -25,8 +25,8 @@ from pigou.fleet.registry.entry import KVShape, Topology, WorkerEntry, write_ent
 from pigou.fleet.registry.record_store import Record, RegistryUnavailable, WriteConflict
 from pigou.request import Role
 from pigou.small_file import read_text
-from pigou.wire.addresses import url_host
-from pigou.wire.byte_budget import MAX_LIST_BYTES, read_page
+from pigou.wire.bodies import MAX_LIST_BYTES, read_page
+from pigou.wire.names import url_host
 
 #: Annotations of a pod: a worker's record, and the restarts of its containers at that time.
 ENTRY, RESTARTS = "pigou.dev/entry", "pigou.dev/entry-restarts"

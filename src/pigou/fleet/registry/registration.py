@@ -24,9 +24,8 @@ from pigou.fleet.nats_connection import ReconnectBackoff
 from pigou.fleet.registry.entry import KVShape, Topology, WorkerEntry
 from pigou.fleet.registry.registry import EntryConflict, LeaseLost, Registry, open_registry
 from pigou.request import SECOND, Role
-from pigou.wire.addresses import advertised, reachable, url_host
 from pigou.wire.fleet_secret import FleetSecret
-from pigou.wire.names import deployment_version
+from pigou.wire.names import advertised, deployment_version, reachable, url_host
 
 #: Heading of options.
 _GROUP = "Registry"

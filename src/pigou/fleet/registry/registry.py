@@ -21,8 +21,8 @@ from pigou.fleet.registry.record_store import (
     WriteConflict,
 )
 from pigou.imports import require
-from pigou.wire.addresses import is_loopback
 from pigou.wire.fleet_secret import FleetSecret
+from pigou.wire.names import is_loopback
 
 if TYPE_CHECKING:
     from pigou.fleet.kubernetes.kubernetes_provider import FleetScales

@@ -15,9 +15,9 @@ from pigou.gateway.api.status import json_response
 from pigou.gateway.auth.guard import current_key
 from pigou.gateway.fleet_status import ChangeRefused, FleetChanges, UnknownWorker, WorkerRow
 from pigou.request import Role
+from pigou.wire.bodies import no_interim_answer, read_json
 from pigou.wire.errors import APIError, bad_request, decode_error
 from pigou.wire.openai_requests import without_bom
-from pigou.wire.request_body import no_interim_answer, read_json
 
 if TYPE_CHECKING:
     from pigou.gateway.app import Gateway

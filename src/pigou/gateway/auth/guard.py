@@ -19,9 +19,9 @@ from pigou.gateway.metrics import Metrics
 from pigou.gateway.request import CHAT, COMPLETIONS
 from pigou.gateway.startup_shutdown import Shutdown
 from pigou.logs import accessed, note_request
-from pigou.wire.addresses import is_loopback
 from pigou.wire.connections import is_reserved, serves_probes_alone, too_many_connections
 from pigou.wire.errors import NO_RETRY, APIError, bad_request, http_error, too_large
+from pigou.wire.names import is_loopback
 
 _log = logging.getLogger("pigou.gateway")
 #: By it the SDKs of OpenAI and Anthropic say that they try a request once more.

@@ -13,7 +13,7 @@ from pigou.gateway.proxy.migration import MigratedChunks, length_frame
 from pigou.gateway.proxy.reply_parsing import PROMPT_TOKEN_IDS, TOKEN_IDS, count, with_cached_tokens
 from pigou.gateway.request import GatewayRequest
 from pigou.lifecycle.migration import StreamState
-from pigou.wire.byte_budget import OverBudget
+from pigou.wire.bodies import OverBudget
 from pigou.wire.errors import REQUEST_FAILED
 from pigou.wire.json_limits import is_deep
 from pigou.wire.sse import DONE, DONE_PAYLOAD, EventTooLong, Reader, frame

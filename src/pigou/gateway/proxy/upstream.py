@@ -25,7 +25,7 @@ from pigou.gateway.request import Body
 from pigou.lifecycle.messages import FetchKV
 from pigou.lifecycle.suspicion import WorkerEnd
 from pigou.request import SECOND, Worker
-from pigou.wire.byte_budget import REPLIES, ByteReservation, OverBudget, read_page
+from pigou.wire.bodies import REPLIES, ByteReservation, OverBudget, read_page
 from pigou.wire.errors import APIError
 from pigou.wire.fleet_secret import tenant_mark
 from pigou.wire.json_limits import MAX_DEPTH, MAX_FIELDS, SMALL, is_deep, measure

@@ -6,7 +6,7 @@ import msgspec
 
 from pigou.config import ConfigError
 from pigou.request import SECOND
-from pigou.wire.addresses import WILD
+from pigou.wire.names import WILD
 
 _POSITIVE = ("lease", "timeout", "threads", "copy_threads", "max_pending", "max_connections")
 #: Backends where nobody says, the preferred one first; and all that there are.
