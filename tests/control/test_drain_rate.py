@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pigou.control.admission.drain_rate import DrainRate
+from pigou.control.admission.admission_queue import DrainRate
 from pigou.control.admission.worker_capacity import FIRST_LIMIT, ConcurrencyLimit
 from pigou.control.messages import LoadReport
 from pigou.request import SECOND

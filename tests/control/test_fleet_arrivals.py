@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pigou.control.latency_model.arrivals import FleetRate
+from pigou.control.latency_model.demand import FleetRate
 
 
 @given(st.floats(0.01, 5))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pigou.control.latency_model.arrivals import ArrivalGaps
+from pigou.control.latency_model.demand import ArrivalGaps
 from pigou.control.latency_model.model import LatencyModel
 from pigou.control.latency_model.prefill_interference import PrefillInterference
 from pigou.request import SECOND

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pigou.control.latency_model.demand import PromptSizes
 from pigou.control.latency_model.estimates import pairs
 from pigou.control.latency_model.model import LatencyModel
-from pigou.control.latency_model.request_sizes import PromptSizes
 from pigou.request import SECOND
 
 LAWS = st.tuples(st.floats(0, 0.1), st.floats(1e-6, 1e-3), st.floats(0, 1e-7))

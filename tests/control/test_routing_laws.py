@@ -14,11 +14,11 @@ from msgspec.structs import replace
 from routing_fleets import alone, cheapest, product, split
 
 from pigou.control.latency_model.estimates import Estimates
-from pigou.control.prefill_backlog import PrefillBacklog
 from pigou.control.routing.policy import GROUP, load
 from pigou.control.routing.pool_policy import PoolPolicy
 from pigou.control.routing.selection import select
 from pigou.control.routing.view import Candidates, FleetView
+from pigou.control.stream_slots import PrefillBacklog
 from pigou.request import Request
 
 NAMES = sorted(entry_points(group=GROUP).names)

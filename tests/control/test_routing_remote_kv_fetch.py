@@ -19,8 +19,8 @@ from pigou.control.journal import (
     encode,
     replay_call,
 )
+from pigou.control.latency_model.affine_fit import FetchFit
 from pigou.control.latency_model.estimates import PRIOR_FETCH, Estimates
-from pigou.control.latency_model.fetch_fit import FetchFit
 from pigou.control.messages import (
     CacheChanged,
     Ended,

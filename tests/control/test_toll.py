@@ -11,13 +11,12 @@ from model_fleet import Ideal, ModelFleet, poisson
 from pigou.config import ConfigError, ControlConfig
 from pigou.control.latency_model.estimates import Estimates
 from pigou.control.messages import Route, WorkerUp
-from pigou.control.plane import ControlPlane
-from pigou.control.prefill_backlog import PrefillBacklog
+from pigou.control.plane import ControlPlane, stream_tolls
 from pigou.control.routing.policy import override
 from pigou.control.routing.toll.policy import Toll, TollParams
 from pigou.control.routing.toll.terms import PARTS
 from pigou.control.routing.view import Candidates, FleetView
-from pigou.control.status import stream_tolls
+from pigou.control.stream_slots import PrefillBacklog
 from pigou.games.latency import LatencyLaw
 from pigou.request import SECOND, Request, Role, Worker
 

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pigou.control.latency_model.estimates import Estimates, pairs
-from pigou.control.prefill_backlog import PrefillBacklog
 from pigou.control.routing.toll import terms
 from pigou.control.routing.toll.policy import Toll, TollParams
 from pigou.control.routing.toll.terms import PARTS, Prospect, TollWeights
 from pigou.control.routing.view import Candidates, FleetView
+from pigou.control.stream_slots import PrefillBacklog
 from pigou.games.latency import LatencyLaw
 from pigou.request import SECOND, Request
 

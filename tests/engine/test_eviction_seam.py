@@ -16,7 +16,7 @@ from test_tier_seam import TierSeam, make_tiers
 
 from pigou.config import EngineConfig, EvictionConfig
 from pigou.engine.core import EngineCore
-from pigou.engine.preemption import Rates
+from pigou.engine.plan import Rates
 from pigou.engine.sequence import SequenceState
 
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from pigou.config import EngineConfig
 from pigou.engine.core import EngineCore
-from pigou.engine.plan import Plan, Result
-from pigou.engine.preemption import Rates, cheaper, recompute_seconds, swap_seconds
+from pigou.engine.plan import Plan, Rates, Result
+from pigou.engine.preemption import cheaper, recompute_seconds, swap_seconds
 from pigou.request import Request
 
 SWAP = Rates(prefill=1.0, swap=1e9, block_bytes=1)

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from pigou.config import EngineConfig
 from pigou.engine.core import EngineCore
-from pigou.engine.plan import Effects, Finish, Result
-from pigou.engine.preemption import Rates
+from pigou.engine.plan import Effects, Finish, Rates, Result
 from pigou.events import BlockRemoved, BlockStored
 from pigou.request import NEVER, FinishReason, Request
 

@@ -11,8 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from pigou.config import EngineConfig
 from pigou.engine.core import EngineCore
-from pigou.engine.plan import Plan
-from pigou.engine.preemption import Rates
+from pigou.engine.plan import Plan, Rates
 
 RATES = [
     None,

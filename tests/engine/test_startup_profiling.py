@@ -10,22 +10,22 @@ import numpy as np
 from pigou.config import EngineConfig
 from pigou.engine import (
     block_table,
-    output_processing_kernels,
-    scheduler_kernels,
+    output_processing,
+    scheduler,
     sequence,
     token_eviction,
 )
 from pigou.engine.core import EngineCore
 from pigou.engine.plan import Result
 from pigou.engine.startup_profiling import warm_up
-from pigou.kv import block_pool_kernels
+from pigou.kv import block_pool
 from pigou.kv.hashing import chain
 from pigou.request import Request
 
 #: Modules with kernels.
 MODULES = [
-    block_table, output_processing_kernels, scheduler_kernels, sequence, token_eviction,
-    block_pool_kernels,
+    block_table, output_processing, scheduler, sequence, token_eviction,
+    block_pool,
 ]  # fmt: skip
 #: Only other kernels call these.
 INNER = [

@@ -14,7 +14,7 @@ from tier_oracle import TierOracle
 
 from pigou.config import EngineConfig
 from pigou.engine.core import EngineCore
-from pigou.engine.preemption import Rates
+from pigou.engine.plan import Rates
 from pigou.kv.block import ROOT, Block
 from pigou.kv.offload import RecomputeCost, TierSpeed, blocks_worth_loading
 from pigou.kv.tier import Tier

@@ -8,8 +8,7 @@ import numpy as np
 
 from pigou.config import EngineConfig
 from pigou.engine.core import EngineCore
-from pigou.engine.plan import Finished, Load, Plan
-from pigou.engine.preemption import Rates
+from pigou.engine.plan import Finished, Load, Plan, Rates
 from pigou.kv.hashing import chain
 from pigou.kv.tiers import Tiers
 from pigou.request import FinishReason, Ints, Request

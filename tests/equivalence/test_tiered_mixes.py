@@ -15,7 +15,7 @@ from test_random_mixes import DOCUMENTS, act, actions, config, configs, submits
 from tiered import Pace, TieredSide
 
 from pigou.config import EngineConfig
-from pigou.engine.preemption import Rates
+from pigou.engine.plan import Rates
 from pigou.runtime.load import LoadedModel
 from pigou.sampling import SamplingParams
 

@@ -11,8 +11,7 @@ import numpy as np
 from pair import Side
 
 from pigou.config import EngineConfig
-from pigou.engine.plan import Load, Plan
-from pigou.engine.preemption import Rates
+from pigou.engine.plan import Load, Plan, Rates
 from pigou.kv.block import keys_of
 from pigou.kv.offload import DEVICE, NOWHERE, Move
 from pigou.kv.tier import Tier

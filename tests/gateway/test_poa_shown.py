@@ -10,9 +10,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from pigou.config import ControlConfig
 from pigou.control.messages import WorkerUp
-from pigou.control.plane import ControlPlane
+from pigou.control.plane import ControlPlane, Status
 from pigou.control.price_of_anarchy import PoAEstimate, Split
-from pigou.control.status import Status
 from pigou.games.price_of_anarchy import Estimate, PriceOfAnarchy
 from pigou.gateway import prices as prices_api
 from pigou.gateway.fleet_status import FleetStatus, WorkerRow

@@ -12,10 +12,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from pigou.kv import block_pool_kernels as kernels
+from pigou.kv import block_pool as kernels
+from pigou.kv.block import IntegrityError
 from pigou.kv.block_pool import BlockPool
 from pigou.kv.hashing import chain
-from pigou.kv.integrity import IntegrityError
 from pigou.kv.prefix_cache import PrefixCache
 from pigou.request import no_hashes
 

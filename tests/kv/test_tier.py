@@ -10,8 +10,7 @@ from eviction_names import KINDS, policy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pigou.kv.block import ROOT, Block, chain_of, keys_of
-from pigou.kv.integrity import IntegrityError
+from pigou.kv.block import ROOT, Block, IntegrityError, chain_of, keys_of
 from pigou.kv.tier import Tier
 from pigou.request import NEVER
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pigou.config import EngineConfig
-from pigou.engine.preemption import Rates
+from pigou.engine.plan import Rates
 from pigou.runtime.load import LoadedModel, load
 from pigou.runtime.local_engine import LocalEngine, Output
 from pigou.runtime.step_output import RankedLogprobs

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,11 +11,10 @@ from numpy.typing import NDArray
 from pigou.config import ControlConfig
 from pigou.control.admission.admission_controller import AdmissionController
 from pigou.control.admission.admission_queue import AdmissionQueue
-from pigou.control.admission.parallel_sequences import UNLIMITED
 from pigou.control.admission.queue_order import QueuedRequest, WorkerLimits
-from pigou.control.admission.worker_capacity import fastest_ttft_s
-from pigou.control.cache_monitor import CacheMonitor
-from pigou.control.decisions import Explanation
+from pigou.control.admission.worker_capacity import UNLIMITED, fastest_ttft_s
+from pigou.control.cache_monitor import CacheMonitor, CacheStatus
+from pigou.control.latency_model.estimates import Estimates
 from pigou.control.messages import (
     Action,
     Assess,
@@ -48,14 +48,116 @@ from pigou.control.price_of_anarchy import PoAEstimate, PoASnapshot
 from pigou.control.recall import REPORT_HOLDS, ReturningWorkers, hand_over, overdue, to_move
 from pigou.control.regimes.routing_controllers import StaticConfig, controller, controller_config
 from pigou.control.request_tracker import RequestTracker
-from pigou.control.router import Router
-from pigou.control.routing.policy import RoutingPolicy, load
+from pigou.control.router import Explanation, Router
+from pigou.control.routing.policy import RoutingPolicy, load, params_of
 from pigou.control.routing.view import FleetView
 from pigou.control.saturation.paper_detector import detector, detector_config
 from pigou.control.saturation.regime import Regime
-from pigou.control.status import Status, plane_status
 from pigou.control.worker_assignment import WorkerAssigner
 from pigou.request import NEVER, SECOND, Request, Worker
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """The present prices and parameters."""
+
+    policy: str  # name of the routing policy
+    controller: str  # name of what sets its parameters; "static" leaves them alone
+    regime: Regime
+    signal: float  # that the detector compares: smoothed TTFT P99, or its own statistic
+    temperature: float
+    parameters: dict[str, float]
+    poa: PoAEstimate | None  # the Price of Anarchy of the last minute; None while it is unknown
+    # how full memory is, what was evicted, and the Price of Anarchy of the placement.
+    caching: CacheStatus
+    workers: tuple[str, ...]  # ids, in the order of the arrays
+    # seconds that one more stream on each worker would cost those there, (workers,).
+    tolls: NDArray[np.float64]
+    # seconds of prefill that a token of KV on each worker pushes out, (workers,).
+    memory: NDArray[np.float64]
+    estimates: Estimates
+    output: float  # tokens that a request is expected to generate
+    unknown: str = ""  # why it is; empty where it is known
+
+
+def plane_status(
+    controller: str, tracker: RequestTracker, router: Router, index: PrefixIndex,
+    cache_monitor: CacheMonitor, poa: PoAEstimate | None, away: Collection[str], now: int,
+) -> Status:  # fmt: skip
+    """Return the status of a control plane with these parts; none of them changes.
+
+    Args:
+        controller: name of what sets the routing parameters.
+        tracker: has the workers, their speeds, and the detector.
+        router: has the routing policy.
+        index: has what blocks cost that were computed again.
+        cache_monitor: has the caches' occupancy.
+        poa: the last Price of Anarchy; None before the first.
+        away: ids of workers that are down, and expected back.
+        now: nanoseconds.
+    """
+    unknown = _unknown(tracker, poa, away, now)
+    state, detector = tracker.state, tracker.detector
+    columns, estimates = state.columns, tracker.latency_model.peek(now)
+    output = tracker.latency_model.expected_output(NEVER)
+    return Status(
+        policy=router.name,
+        controller=controller,
+        regime=detector.regime,
+        signal=detector.signal,
+        temperature=router.temperature,
+        parameters=dict(params_of(router.policy)),
+        poa=None if unknown else poa,
+        unknown=unknown,
+        caching=cache_monitor.status(state),
+        workers=state.ids,
+        tolls=stream_tolls(estimates, columns.decode_requests, output),
+        memory=memory_prices(estimates, index.recomputed_share(state.ids)),
+        estimates=estimates,
+        output=output,
+    )
+
+
+def _unknown(
+    tracker: RequestTracker, poa: PoAEstimate | None, away: Collection[str], now: int
+) -> str:
+    """Return why the Price of Anarchy is not known now; empty where it is."""
+    if away:
+        return f"the fleet is incomplete: {', '.join(sorted(away))} is down"
+    if gateways := tracker.state.peers.gateways:
+        return f"{len(gateways)} other gateways send requests to the workers, too"
+    if unknown := tracker.poa.unknown(now):
+        return unknown
+    return "" if poa is not None else "it was not assessed yet"
+
+
+def stream_tolls(
+    known: Estimates, streams: NDArray[np.int64], output: float
+) -> NDArray[np.float64]:
+    """Return the seconds that one more stream on each worker would cost those there, (workers,).
+
+    The toll of the stream alone: N n (f(n+1) - f(n)), its prompt not counted.
+
+    Args:
+        known: speeds of the workers.
+        streams: on each worker, (workers,).
+        output: tokens that a stream is expected to have (N).
+    """
+    rows, n = np.arange(len(streams)), streams.astype(np.float64)
+    tolls: NDArray[np.float64] = output * n * (known.itl(rows, n + 1.0) - known.itl(rows, n))
+    return tolls
+
+
+def memory_prices(known: Estimates, recomputed_share: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the seconds of prefill that a token of KV on each worker pushes out, (workers,).
+
+    Args:
+        known: speeds of the workers.
+        recomputed_share: as of `FleetView`, (workers,).
+    """
+    prices: NDArray[np.float64] = recomputed_share * known.prefill_per_token
+    return prices
+
 
 #: Nanoseconds between two assessments of the Price of Anarchy.
 ASSESSED_EVERY = 5 * SECOND

@@ -7,8 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from pigou.control.latency_model.estimates import Estimates
-from pigou.control.latency_model.median_worker import MedianWorker
+from pigou.control.latency_model.estimates import Estimates, MedianWorker
 from pigou.control.latency_model.model import LatencyModel
 from pigou.control.messages import Choice, PrefillClaimed, ReadFailed
 from pigou.control.peers.bookings import BookedTimes, WorkerBookings

@@ -21,8 +21,7 @@ from pigou.control.peers.bookings import (
     STREAMS,
     PeerLedger,
 )
-from pigou.control.prefill_backlog import PrefillBacklog
-from pigou.control.stream_slots import RoutedRequest, StreamSlots
+from pigou.control.stream_slots import PrefillBacklog, RoutedRequest, StreamSlots
 from pigou.request import NEVER, Request, Worker
 
 Counts = NDArray[np.int64]

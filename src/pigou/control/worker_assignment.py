@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from pigou.config import ControlConfig
 from pigou.control.admission.admission_controller import AdmissionController
-from pigou.control.admission.parallel_sequences import UNLIMITED
 from pigou.control.admission.queue_order import QueuedRequest
+from pigou.control.admission.worker_capacity import UNLIMITED
 from pigou.control.cache_monitor import CacheMonitor
 from pigou.control.messages import Choice, Route
 from pigou.control.peers.bookings import PredictedPrompt

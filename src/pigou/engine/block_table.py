@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from pigou.compiled import bare_kernel
 from pigou.config import EngineConfig
+from pigou.engine.sequence import Sequence
 from pigou.request import Ints
-
-if TYPE_CHECKING:
-    from pigou.engine.sequence import Sequence
 
 #: Columns of a row, by their index in `Rows.columns`. Kernels take them as one array: to hand an
 #: array to a kernel takes as long as a short kernel runs.
 COMPUTED, LENGTH, LIMIT, DROPPED, BLOCKS, KNOWN, CACHED, COMPACTED, PRIORITY = range(9)
 COLUMNS = 9
+
+
+#: Rows of a plan's array: rows, first positions, tokens to compute, entries in the cache.
+PLAN_ROWS, PLAN_STARTS, PLAN_COUNTS, PLAN_KV_LENS = range(4)
+PLAN_COLUMNS = 4
+#: Rows of `work`, arrays that are used again for each plan. Of the scheduler: entries of the plan,
+#: their rows and tokens; rows whose blocks are full, and the blocks that they get; of each block of
+#: the lookahead who needs it, at which step, and which it is; and what `look_ahead` sorts rows by.
+(
+    ENTRY_ROW, ENTRY_COUNT, GROWING_ROW, GROWING_BLOCK, NEED_ROW, NEED_STEP, NEED_BLOCK,
+    PHASE_START, PHASE_FILL, BY_PHASE,
+) = range(10)  # fmt: skip
+#: Of output processing: steps of each row; tokens of each entry; entries at their limit, and those
+#: with blocks to cache; blocks that no row needs any more; of each time that blocks were cached the
+#: first one, how many there were, and how many hashes had been removed before.
+STEPS_DONE, TOKENS, ENDED, FULL, ORPHAN, MARK_FIRST, MARK_COUNT, MARK_REMOVED = range(10, 18)
+WORK_ROWS = 18
 
 
 class Rows:

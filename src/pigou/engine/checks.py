@@ -7,7 +7,7 @@ import numpy as np
 from pigou.engine.plan import Plan, Result
 from pigou.engine.sequence import NO_BLOCKS, Sequence, SequenceState
 from pigou.engine.state import EngineState
-from pigou.kv.integrity import IntegrityError
+from pigou.kv.block import IntegrityError
 from pigou.request import Ints, Request
 
 

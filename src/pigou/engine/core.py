@@ -17,14 +17,13 @@ from pigou.engine.checks import (
     check_result,
     check_state,
 )
-from pigou.engine.eviction_scores import check_scores
 from pigou.engine.output_processing import OutputProcessor, truncate
-from pigou.engine.plan import Effects, Plan, Result
-from pigou.engine.preemption import Rates
+from pigou.engine.plan import Effects, Plan, Rates, Result
 from pigou.engine.schedule_builder import NO_LOOKAHEAD
 from pigou.engine.scheduler import Scheduler
 from pigou.engine.sequence import Sequence, SequenceState, leading_hashes, order_key
 from pigou.engine.state import EngineState
+from pigou.engine.token_eviction import check_scores
 from pigou.events import AllBlocksCleared
 from pigou.kv.tiers import Tiers
 from pigou.request import NEVER, FinishReason, Ints, Request, no_hashes

@@ -10,8 +10,8 @@ import numpy as np
 
 from pigou.engine.plan import Load
 from pigou.engine.sequence import Sequence
+from pigou.kv.block import ensure
 from pigou.kv.block_pool import BlockPool
-from pigou.kv.integrity import ensure
 from pigou.kv.offload import DEVICE, Move
 from pigou.kv.prefix_cache import PrefixCache
 from pigou.kv.session_returns import SessionPause, SessionReturns

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -191,16 +191,15 @@ class Effects(msgspec.Struct):
     freed: int = 0  # blocks that became free or evictable
 
 
-class Executor(Protocol):
-    """Computes plans; a real one also keeps token ids and samples, a simulated one only time."""
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Measured speeds of the machine."""
 
-    def execute(self, plan: Plan) -> Result:
-        """Do the plan's moves, then its steps; return at the first sequence that ends.
+    prefill: float  # tokens computed in a second
+    swap: float  # bytes copied between device and host in a second
+    block_bytes: int
 
-        Args:
-            plan: from `EngineCore.schedule`; block ids are read from `EngineCore.tables`.
-
-        Returns:
-            How far it came, and who ended.
-        """
-        ...
+    def __post_init__(self) -> None:
+        for name in ("prefill", "swap", "block_bytes"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")

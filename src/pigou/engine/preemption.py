@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
+from pigou.engine.plan import Rates
 from pigou.engine.schedule_builder import ScheduleBuilder, pairs
 from pigou.engine.sequence import Sequence
 from pigou.engine.state import EngineState
 from pigou.request import SECOND
-
-
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """Measured speeds of the machine."""
-
-    prefill: float  # tokens computed in a second
-    swap: float  # bytes copied between device and host in a second
-    block_bytes: int
-
-    def __post_init__(self) -> None:
-        for name in ("prefill", "swap", "block_bytes"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
 
 
 def recompute_seconds(tokens: int, rates: Rates, hit_tokens: int = 0) -> float:

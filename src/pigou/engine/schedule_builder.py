@@ -6,8 +6,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from pigou.engine.plan import Load, Plan, Recomputation, Started
-from pigou.engine.scheduler_kernels import (
+from pigou.engine.block_table import (
     ENTRY_COUNT,
     ENTRY_ROW,
     NEED_BLOCK,
@@ -19,6 +18,7 @@ from pigou.engine.scheduler_kernels import (
     PLAN_STARTS,
     WORK_ROWS,
 )
+from pigou.engine.plan import Load, Plan, Recomputation, Started
 from pigou.request import Ints
 
 Flags = NDArray[np.bool_]

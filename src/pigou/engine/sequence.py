@@ -10,7 +10,7 @@ import numpy as np
 
 from pigou.compiled import bare_kernel_over
 from pigou.config import QueueOrder
-from pigou.kv.block_pool_kernels import HIGH, LOW
+from pigou.kv.block_pool import HIGH, LOW
 from pigou.request import BlockHashes, Ints, Request
 
 #: An empty array of block ids.

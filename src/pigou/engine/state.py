@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
-from pigou.config import EngineConfig
-from pigou.engine.block_table import Rows, remove_row
-from pigou.engine.eviction_scores import EvictionScores
+from pigou.config import EngineConfig, EvictionConfig
+from pigou.engine.block_table import WORK_ROWS, Rows, remove_row
 from pigou.engine.kv_offload import KVOffloadConnector
-from pigou.engine.plan import Effects, Finished, Started
-from pigou.engine.scheduler_kernels import WORK_ROWS
+from pigou.engine.plan import Effects, Finished, Rates, Started
 from pigou.engine.sequence import NO_BLOCKS, Sequence, SequenceState, WaitingQueue
 from pigou.events import BlockRemoved, BlockStored, KVEvent
 from pigou.kv.block_pool import BlockPool, HostPool
+from pigou.kv.memory_price import Floats, MemoryPrice
 from pigou.kv.prefix_cache import PrefixCache
 from pigou.kv.tiers import Tiers
 from pigou.request import BlockHashes, FinishReason, Ints, no_hashes
-
-if TYPE_CHECKING:
-    from pigou.engine.preemption import Rates
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +39,49 @@ class EngineCounters:
     swaps: int = 0
     evicted_tokens: int = 0  # entries that rows gave up
     recomputed_tokens: int = 0
+
+
+class EvictionScores:
+    """Scores of the entries of running rows, and the price of a block.
+
+    Attributes:
+        lost_returns: by row, return lost with each further block evicted; None without scores.
+        regained_returns: by row, return that comes back with each further block recomputed.
+        scored_at: tokens computed when the row was scored, -1 for never, shape (max_seqs,).
+        offered_blocks: of the row, offered to the tiers before, shape (max_seqs,).
+        wanted: blocks that the plan under way lacked before rows gave some up.
+    """
+
+    def __init__(self, config: EvictionConfig, blocks: int, max_seqs: int) -> None:
+        self.config = config
+        self.memory_price = MemoryPrice(blocks, config.rate, config.by_price)
+        self.lost_returns: list[Floats | None] = [None] * max_seqs
+        self.regained_returns: list[Floats | None] = [None] * max_seqs
+        self.scored_at: Ints = np.full(max_seqs, -1, dtype=np.int32)
+        self.offered_blocks: Ints = np.zeros(max_seqs, dtype=np.int32)
+        self.wanted = 0
+        #: What `evictable_blocks` writes, (max_seqs,) each.
+        self.firsts: Ints = np.zeros(max_seqs, dtype=np.int32)
+        self.evictable: Ints = np.zeros(max_seqs, dtype=np.int32)
+
+    def keep(
+        self, row: int, computed: int, lost_returns: Floats, regained_returns: Floats | None
+    ) -> None:
+        """Note a row's scores, of when so many of its tokens were computed."""
+        self.lost_returns[row] = lost_returns
+        self.regained_returns[row] = regained_returns
+        self.scored_at[row] = computed
+
+    def invalidate(self, row: int) -> None:
+        """Forget a row's scores: its entries have moved."""
+        self.lost_returns[row] = None
+        self.regained_returns[row] = None
+        self.scored_at[row] = -1
+
+    def clear(self, row: int) -> None:
+        """Forget a row that was freed."""
+        self.invalidate(row)
+        self.offered_blocks[row] = 0
 
 
 class EngineState:
@@ -86,7 +124,7 @@ class EngineState:
         #: Requests whose load has ended since the last plan.
         self.starting: list[Started] = []
         width = max(config.blocks, config.max_seqs, config.block_size + 1)
-        #: Arrays that kernels use again for each plan; `scheduler_kernels` names its rows.
+        #: Arrays that kernels use again for each plan; `block_table` names its rows.
         self.work: Ints = np.zeros((WORK_ROWS, width), dtype=np.int32)
         self._order: Ints = np.zeros(config.max_seqs, dtype=np.int32)
         #: How many rows compute.

@@ -15,10 +15,9 @@ import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from pigou.control.decisions import Explanation
 from pigou.control.messages import RemoteKVFetch
-from pigou.control.plane import ControlPlane
-from pigou.control.status import Status
+from pigou.control.plane import ControlPlane, Status
+from pigou.control.router import Explanation
 from pigou.gateway import prices as prices_api
 from pigou.gateway.plane_driver import PlaneDriver
 from pigou.gateway.prices import json_number

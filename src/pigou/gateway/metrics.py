@@ -22,8 +22,8 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from pigou import __version__
-from pigou.control.decisions import Explanation
 from pigou.control.messages import RemoteKVFetch
+from pigou.control.router import Explanation
 from pigou.gateway.genai_metrics import GenAIMetrics
 from pigou.gateway.plane_driver import NO_BROKER, NO_PULLER
 from pigou.gateway.session_retention import SessionRetention

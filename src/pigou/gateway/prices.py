@@ -12,8 +12,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from pigou.control.cache_monitor import CacheStatus
+from pigou.control.plane import Status
 from pigou.control.price_of_anarchy import PoAEstimate
-from pigou.control.status import Status
 from pigou.games.price_of_anarchy import Estimate, PriceOfAnarchy
 
 PARTS = ("whole", "routing", "prefill_decode", "queueing")

@@ -18,6 +18,16 @@ from pigou.request import NEVER, BlockHashes
 ROOT = b""
 
 
+class IntegrityError(AssertionError):
+    """A law of the cache does not hold: a defect of the engine. Names the law and the blocks."""
+
+
+def ensure(law: bool, otherwise: str) -> None:
+    """Raise an IntegrityError with the message `otherwise` where a law does not hold."""
+    if not law:
+        raise IntegrityError(otherwise)
+
+
 class Block(NamedTuple):
     """A block of KV that a tier is offered, or has given up."""
 

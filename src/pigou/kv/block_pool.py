@@ -1,19 +1,498 @@
-"""The blocks of one device, and of the host memory that sequences are swapped to."""
+"""The blocks of one device, and of the host memory that sequences are swapped to.
+
+State of a pool of n blocks, all arrays:
+    meta: int32, shape (n + 1, 8); the columns below. Row n is the sentinel of the free queue.
+    keys: uint64, shape (n, 2); the hash under which a block is cached, (0, 0) when it is not.
+    slots: int32, a power of two of at least 4 n; open addressing with linear probing from a
+        hash to its block; -1 where empty. A block that is cached no longer keeps its slot until
+        the table is rebuilt. At most half are filled.
+    counts: int64, shape (4,); the entries below.
+The free queue is a doubly linked list in the order in which blocks are handed out. Cached blocks
+form a forest: a block's parent is the block cached under the hash before its own.
+"""
 
 from __future__ import annotations
 
-import numpy as np
+from typing import TypeAlias
 
-from pigou.kv import block_pool_kernels as kernels
-from pigou.kv.block_pool_kernels import PoolArrays
-from pigou.kv.integrity import (
-    IntegrityError,
-    check_forest,
-    check_queue,
-    check_references,
-    check_table,
-)
+import numpy as np
+from numpy.typing import NDArray
+
+from pigou.compiled import bare_kernel, inlined
+from pigou.kv.block import IntegrityError
 from pigou.request import BlockHashes, Ints
+
+#: Columns of `meta`: reference count; neighbours in the free queue; parent, first child and
+#: siblings in the forest of cached blocks.
+REFS, PREV, NEXT, PARENT, CHILD, ELDER, YOUNGER = range(7)
+META_COLUMNS = 8
+#: Columns of a hash: its upper and lower 64 bits.
+HIGH, LOW = range(2)
+#: Entries of `counts`: free blocks, cached blocks, filled slots, and what `prefetch` returned last
+#: (so that its loads are not optimised away).
+FREE, CACHED, FILLED, PREFETCHED = range(4)
+
+Counts = NDArray[np.int64]
+#: `meta`, `keys`, `slots`, `counts`, and `removed` (blocks, 2): hashes that kernels removed.
+PoolArrays: TypeAlias = tuple[Ints, BlockHashes, Ints, Counts, BlockHashes]
+
+_MIX_1 = np.uint64(0x9E3779B97F4A7C15)
+_MIX_2 = np.uint64(0xBF58476D1CE4E5B9)
+_SHIFT = np.uint64(31)
+
+
+@inlined
+def is_cached(keys: BlockHashes, block: int) -> bool:
+    """Whether a block can be found by its hash."""
+    return bool(keys[block, HIGH] != 0 or keys[block, LOW] != 0)
+
+
+# --- the hash table -------------------------------------------------------------------------
+
+
+@inlined
+def home(high: np.uint64, low: np.uint64, mask: int) -> np.int64:
+    """Slot where the search for a hash begins."""
+    x = (high ^ (low * _MIX_1)) * _MIX_2
+    x ^= x >> _SHIFT
+    return np.int64(x & np.uint64(mask))
+
+
+@inlined
+def probe(keys: BlockHashes, slots: Ints, high: np.uint64, low: np.uint64) -> tuple[int, np.int64]:
+    """Block that is cached under a hash, or -1; and the slot where the search ended."""
+    mask = slots.shape[0] - 1
+    i = home(high, low, mask)
+    while True:
+        block: int = slots[i]
+        if block < 0 or (keys[block, HIGH] == high and keys[block, LOW] == low):
+            return block, i
+        i = (i + 1) & mask
+
+
+@inlined
+def find(keys: BlockHashes, slots: Ints, high: np.uint64, low: np.uint64) -> int:
+    """Block that is cached under a hash, or -1; the hash (0, 0) is nobody's."""
+    if high == 0 and low == 0:
+        return -1
+    block, _ = probe(keys, slots, high, low)
+    return block
+
+
+@inlined
+def prefetch(
+    keys: BlockHashes, slots: Ints, hashes: BlockHashes, start: int, stop: int
+) -> np.int64:
+    """Load what searches for `hashes[start:stop]` look at first; return something of it.
+
+    These loads run at once. Those of searches wait for one another, as branches depend on them.
+    """
+    mask, seen = slots.shape[0] - 1, np.uint64(0)
+    for i in range(start, stop):
+        block = slots[home(hashes[i, HIGH], hashes[i, LOW], mask)]
+        seen |= keys[max(block, 0), HIGH]
+    return np.int64(seen)
+
+
+@inlined
+def rebuild(keys: BlockHashes, slots: Ints) -> int:
+    """Make the table anew, of the cached blocks alone; return how many there are."""
+    mask, filled = slots.shape[0] - 1, 0
+    slots[:] = -1
+    for block in range(keys.shape[0]):
+        if is_cached(keys, block):
+            i = home(keys[block, HIGH], keys[block, LOW], mask)
+            while slots[i] >= 0:
+                i = (i + 1) & mask
+            slots[i] = block
+            filled += 1
+    return filled
+
+
+@inlined
+def unlink(meta: Ints, block: int) -> None:
+    """Take a block out of the free queue."""
+    before, after = meta[block, PREV], meta[block, NEXT]
+    meta[before, NEXT] = after
+    meta[after, PREV] = before
+    meta[block, PREV] = -1
+    meta[block, NEXT] = -1
+
+
+@inlined
+def link_after(meta: Ints, before: int, block: int) -> None:
+    """Put a block into the free queue, right after `before`."""
+    after = meta[before, NEXT]
+    meta[block, PREV] = before
+    meta[block, NEXT] = after
+    meta[before, NEXT] = block
+    meta[after, PREV] = block
+
+
+@bare_kernel
+def peek(meta: Ints, count: int, out: Ints) -> None:
+    """Read which `count` blocks will be handed out next, in order."""
+    block = meta.shape[0] - 1
+    for i in range(count):
+        block = meta[block, NEXT]
+        out[i] = block
+
+
+# --- the forest of cached blocks ------------------------------------------------------------
+
+
+@inlined
+def adopt(meta: Ints, parent: int, block: int) -> None:
+    """Make a block the child of `parent`; -1 for a root."""
+    meta[block, PARENT] = parent
+    meta[block, ELDER] = -1
+    meta[block, YOUNGER] = -1
+    if parent >= 0:
+        child = meta[parent, CHILD]
+        meta[block, YOUNGER] = child
+        if child >= 0:
+            meta[child, ELDER] = block
+        meta[parent, CHILD] = block
+
+
+@inlined
+def disown(meta: Ints, block: int) -> None:
+    """Cut a block without children from its parent and siblings."""
+    elder, younger, parent = meta[block, ELDER], meta[block, YOUNGER], meta[block, PARENT]
+    if elder >= 0:
+        meta[elder, YOUNGER] = younger
+    elif parent >= 0:
+        meta[parent, CHILD] = younger
+    if younger >= 0:
+        meta[younger, ELDER] = elder
+    meta[block, PARENT] = -1
+    meta[block, ELDER] = -1
+    meta[block, YOUNGER] = -1
+
+
+@inlined
+def uncache(
+    meta: Ints, keys: BlockHashes, counts: Counts, block: int, removed: BlockHashes, done: int
+) -> int:
+    """Forget a cached block, its descendants first; append their hashes to `removed`."""
+    at = block
+    while True:
+        while meta[at, CHILD] >= 0:
+            at = meta[at, CHILD]
+        parent = meta[at, PARENT]
+        removed[done, HIGH] = keys[at, HIGH]
+        removed[done, LOW] = keys[at, LOW]
+        done += 1
+        disown(meta, at)
+        keys[at, HIGH] = 0
+        keys[at, LOW] = 0
+        counts[CACHED] -= 1
+        if at == block:
+            return done
+        at = parent
+
+
+@bare_kernel
+def match(
+    meta: Ints, keys: BlockHashes, slots: Ints, hashes: BlockHashes, limit: int, out: Ints
+) -> tuple[int, int]:
+    """Find the longest cached prefix of `hashes[:limit]`; write its blocks to `out`.
+
+    Returns:
+        Blocks of the prefix, and how many of them have no reference (they count as free).
+    """
+    idle = 0
+    for i in range(limit):
+        block = find(keys, slots, hashes[i, HIGH], hashes[i, LOW])
+        if block < 0:
+            return i, idle
+        out[i] = block
+        if meta[block, REFS] == 0:
+            idle += 1
+    return limit, idle
+
+
+@bare_kernel
+def take(meta: Ints, counts: Counts, blocks: Ints, out: Ints) -> None:
+    """Refer to cached blocks once more, and write them to `out`."""
+    for i in range(blocks.shape[0]):
+        block = blocks[i]
+        if meta[block, REFS] == 0:
+            unlink(meta, block)
+            counts[FREE] -= 1
+        meta[block, REFS] += 1
+        out[i] = block
+
+
+@bare_kernel
+def allocate(meta: Ints, keys: BlockHashes, counts: Counts, out: Ints, removed: BlockHashes) -> int:
+    """Fill `out` with the first blocks of the free queue; return how many hashes were removed."""
+    done, queue = 0, meta.shape[0] - 1
+    block = meta[queue, NEXT]
+    for i in range(out.shape[0]):
+        out[i] = block
+        after = meta[block, NEXT]
+        if is_cached(keys, block):
+            done = uncache(meta, keys, counts, block, removed, done)
+        meta[block, REFS] = 1
+        meta[block, PREV] = -1
+        meta[block, NEXT] = -1
+        block = after
+    meta[queue, NEXT] = block
+    meta[block, PREV] = queue
+    counts[FREE] -= out.shape[0]
+    return done
+
+
+@bare_kernel
+def claim(meta: Ints, keys: BlockHashes, counts: Counts, blocks: Ints, removed: BlockHashes) -> int:
+    """Take these free blocks, as `allocate` does; return how many hashes were removed."""
+    done = 0
+    for i in range(blocks.shape[0]):
+        block = blocks[i]
+        unlink(meta, block)
+        if is_cached(keys, block):
+            done = uncache(meta, keys, counts, block, removed, done)
+        meta[block, REFS] = 1
+    counts[FREE] -= blocks.shape[0]
+    return done
+
+
+@bare_kernel
+def cache_full_blocks(
+    meta: Ints, keys: BlockHashes, slots: Ints, counts: Counts, table: Ints, hashes: BlockHashes,
+    start: int, stop: int,
+) -> tuple[int, int, bool]:  # fmt: skip
+    """Cache the blocks `table[start:stop]` under `hashes[start:stop]`.
+
+    A hash of another block stays with that block; such hashes come first, as parents are cached.
+    A block without a cached parent ends the range.
+
+    Returns:
+        Index of the first block that was cached, how many were, and whether a block of the
+        range is a duplicate: its hash is cached elsewhere, and it stays private.
+    """
+    parent = -1
+    if start > 0:
+        parent = find(keys, slots, hashes[start - 1, HIGH], hashes[start - 1, LOW])
+        if parent < 0:
+            return start, 0, False
+    duplicates = False
+    if 2 * (counts[FILLED] + stop - start) > slots.shape[0]:
+        counts[FILLED] = rebuild(keys, slots)
+    counts[PREFETCHED] = prefetch(keys, slots, hashes, start, stop)
+    i = start
+    while i < stop:
+        block = find(keys, slots, hashes[i, HIGH], hashes[i, LOW])
+        if block < 0:
+            break
+        if block != table[i]:
+            duplicates = True
+        parent = block
+        i += 1
+    first = i
+    while i < stop:
+        high, low = hashes[i, HIGH], hashes[i, LOW]
+        if high == 0 and low == 0:
+            break
+        other, slot = probe(keys, slots, high, low)
+        if other >= 0:
+            break
+        block = table[i]
+        keys[block, HIGH] = high
+        keys[block, LOW] = low
+        slots[slot] = block
+        adopt(meta, parent, block)
+        parent = block
+        i += 1
+    counts[CACHED] += i - first
+    counts[FILLED] += i - first
+    return first, i - first, duplicates
+
+
+@bare_kernel
+def release(
+    meta: Ints, keys: BlockHashes, slots: Ints, counts: Counts, table: Ints, start: int, stop: int,
+    hashes: BlockHashes, duplicates: bool,
+) -> int:  # fmt: skip
+    """Refer no longer to `table[start:stop]`, last block first; return how many became free.
+
+    Free blocks that are cached join the end of the queue, tails before their prefixes. Others go to
+    its front. Where the range has `duplicates`, the blocks cached under its hashes are renewed too.
+    """
+    freed = 0
+    queue = meta.shape[0] - 1
+    for i in range(stop - 1, -1, -1):
+        if i >= start:
+            block = table[i]
+            meta[block, REFS] -= 1
+            if meta[block, REFS] == 0:
+                freed += 1
+                if is_cached(keys, block):
+                    link_after(meta, meta[queue, PREV], block)
+                else:
+                    link_after(meta, queue, block)
+        elif not duplicates:
+            break
+        if duplicates and i < hashes.shape[0]:
+            other = find(keys, slots, hashes[i, HIGH], hashes[i, LOW])
+            if other >= 0 and other != table[i] and meta[other, REFS] == 0:
+                unlink(meta, other)
+                link_after(meta, meta[queue, PREV], other)
+    counts[FREE] += freed
+    return freed
+
+
+@bare_kernel
+def release_chain(meta: Ints, counts: Counts, table: Ints) -> int:
+    """Refer no longer to the cached blocks of a chain; return how many became free.
+
+    Its tail is handed out next: blocks without other references, on which nothing is cached but the
+    chain itself. What is before them joins the end of the queue.
+    """
+    freed = 0
+    queue = meta.shape[0] - 1
+    first = table.shape[0]
+    while first > 0:
+        block = table[first - 1]
+        child = meta[block, CHILD]
+        is_last_child = child < 0
+        if first < table.shape[0] and child == table[first]:
+            is_last_child = meta[child, ELDER] < 0 and meta[child, YOUNGER] < 0
+        if meta[block, REFS] != 1 or not is_last_child:
+            break
+        first -= 1
+    for i in range(first - 1, -1, -1):
+        block = table[i]
+        meta[block, REFS] -= 1
+        if meta[block, REFS] == 0:
+            freed += 1
+            link_after(meta, meta[queue, PREV], block)
+    for i in range(first, table.shape[0]):  # so that the last one is the first
+        meta[table[i], REFS] = 0
+        freed += 1
+        link_after(meta, queue, table[i])
+    counts[FREE] += freed
+    return freed
+
+
+@bare_kernel
+def forget(
+    meta: Ints, keys: BlockHashes, counts: Counts, table: Ints, start: int, stop: int,
+    removed: BlockHashes,
+) -> int:  # fmt: skip
+    """Forget the hashes of `table[start:stop]` and their descendants; return how many."""
+    done = 0
+    for i in range(start, stop):
+        block = table[i]
+        if is_cached(keys, block):
+            done = uncache(meta, keys, counts, block, removed, done)
+    return done
+
+
+@bare_kernel
+def clear(meta: Ints, keys: BlockHashes, slots: Ints, counts: Counts) -> None:
+    """Forget all hashes. The free queue keeps its order."""
+    slots[:] = -1
+    keys[:] = 0
+    meta[:, PARENT:] = -1
+    counts[CACHED] = 0
+    counts[FILLED] = 0
+
+
+def _require(law: str, wrong: Ints) -> None:
+    if len(wrong):
+        shown = ", ".join(map(str, wrong[:8].tolist()))
+        more = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
+        raise IntegrityError(f"{law}: not so for blocks {shown}{more}")
+
+
+def _where(mask: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Ints:
+    return np.flatnonzero(mask).astype(np.int32)
+
+
+def check_references(meta: Ints, counts: Counts, references: Ints) -> None:
+    """Check that blocks are referred to as often as expected, and that the rest are free."""
+    refs = meta[:-1, REFS]
+    _require("references are those of rows, holds, loads and copies", _where(refs != references))
+    free = int((refs == 0).sum())
+    if free != counts[FREE]:
+        raise IntegrityError(f"{free} blocks have no reference, but {counts[FREE]} count as free")
+
+
+def check_queue(meta: Ints, counts: Counts) -> None:
+    """Check that the free queue holds each block without a reference, once."""
+    queue = len(meta) - 1
+    seen = np.zeros(queue, dtype=np.int32)
+    at = queue
+    for _ in range(queue + 1):
+        after = int(meta[at, NEXT])
+        if meta[after, PREV] != at:
+            raise IntegrityError(f"the free queue is torn between blocks {at} and {after}")
+        if after == queue:
+            break
+        seen[after] += 1
+        at = after
+    _require("a block is free exactly when it is in the queue", _where(
+        seen != (meta[:-1, REFS] == 0)
+    ))  # fmt: skip
+    if seen.sum() != counts[FREE]:
+        raise IntegrityError(f"{seen.sum()} blocks queue, but {counts[FREE]} count as free")
+
+
+def check_table(keys: BlockHashes, slots: Ints, counts: Counts) -> None:
+    """Check that each cached hash leads to the block that is cached under it."""
+    hashed = _where((keys != 0).any(axis=1))
+    if len(hashed) != counts[CACHED]:
+        raise IntegrityError(f"{len(hashed)} blocks have a hash, {counts[CACHED]} count as cached")
+    filled = (slots >= 0).sum()
+    if filled != counts[FILLED] or 2 * filled > len(slots):
+        raise IntegrityError(
+            f"{filled} of {len(slots)} slots are filled, {counts[FILLED]} count as such; "
+            "at most half may be"
+        )
+    blocks = [find(keys, slots, high, low) for high, low in keys[hashed]]
+    _require("a hash leads to its block", hashed[np.array(blocks, dtype=np.int32) != hashed])
+
+
+def check_forest(meta: Ints, keys: BlockHashes) -> None:
+    """Check that parents are cached, and outlive their children in the free queue."""
+    cached = (keys != 0).any(axis=1)
+    parent = meta[:-1, PARENT]
+    child = _where(parent >= 0)
+    _require("a block with a parent is cached", child[~cached[child]])
+    _require("the parent of a cached block is cached", child[~cached[parent[child]]])
+    _require("a block with a child is cached", _where((meta[:-1, CHILD] >= 0) & ~cached))
+    children = [b for p in _where(meta[:-1, CHILD] >= 0) for b in _children(meta, int(p))]
+    if sorted(children) != child.tolist():
+        raise IntegrityError("lists of children and parents of blocks differ")
+    rank = _rank(meta)
+    both = child[(rank[child] >= 0) & (rank[parent[child]] >= 0)]
+    _require("a block is handed out before its parent", both[rank[both] > rank[parent[both]]])
+
+
+def _children(meta: Ints, parent: int) -> list[int]:
+    children: list[int] = []
+    at = int(meta[parent, CHILD])
+    while at >= 0 and len(children) < len(meta):
+        if meta[at, PARENT] != parent:
+            raise IntegrityError(f"block {at} is a child of {parent}, and says otherwise")
+        children.append(at)
+        at = int(meta[at, YOUNGER])
+    return children
+
+
+def _rank(meta: Ints) -> Ints:
+    queue = len(meta) - 1
+    rank: Ints = np.full(queue, -1, dtype=np.int32)
+    at = int(meta[queue, NEXT])
+    position = 0
+    while at != queue:
+        rank[at] = position
+        position += 1
+        at = int(meta[at, NEXT])
+    return rank
+
 
 #: Slots of the hash table for each block, at least. Most searches end where they begin.
 _SLOTS_PER_BLOCK = 4
@@ -26,7 +505,7 @@ class BlockPool:
     leaf first, and least recently used first: a sequence that ends appends its blocks to the free
     queue from its tail to its head, and a hit takes blocks out of the queue.
 
-    Arrays are described in `pigou.kv.block_pool_kernels`; `PrefixCache` works on the same ones.
+    Arrays are described in `pigou.kv.block_pool`; `PrefixCache` works on the same ones.
 
     Example:
         pool = BlockPool(8)
@@ -38,11 +517,11 @@ class BlockPool:
     def __init__(self, blocks: int) -> None:
         """Make a pool of `blocks` free blocks, handed out from 0 on at first."""
         self.blocks = blocks
-        self.meta: Ints = np.full((blocks + 1, kernels.META_COLUMNS), -1, dtype=np.int32)
-        self.meta[:, kernels.REFS] = 0
+        self.meta: Ints = np.full((blocks + 1, META_COLUMNS), -1, dtype=np.int32)
+        self.meta[:, REFS] = 0
         ids = np.arange(blocks + 1, dtype=np.int32)
-        self.meta[:, kernels.PREV] = np.roll(ids, 1)
-        self.meta[:, kernels.NEXT] = np.roll(ids, -1)
+        self.meta[:, PREV] = np.roll(ids, 1)
+        self.meta[:, NEXT] = np.roll(ids, -1)
         self.keys: BlockHashes = np.zeros((blocks, 2), dtype=np.uint64)
         size = 1 << (_SLOTS_PER_BLOCK * blocks - 1).bit_length()
         self.slots: Ints = np.full(size, -1, dtype=np.int32)
@@ -55,16 +534,16 @@ class BlockPool:
     @property
     def free(self) -> int:
         """Blocks that nobody refers to."""
-        return self.counts.item(kernels.FREE)
+        return self.counts.item(FREE)
 
     @property
     def cached(self) -> int:
         """Blocks that can be hit, free or not."""
-        return self.counts.item(kernels.CACHED)
+        return self.counts.item(CACHED)
 
     def refs(self, blocks: Ints) -> Ints:
         """Return the reference counts of `blocks`, shape (n,)."""
-        counts: Ints = self.meta[blocks, kernels.REFS]
+        counts: Ints = self.meta[blocks, REFS]
         return counts
 
     def allocate(self, out: Ints) -> BlockHashes:
@@ -76,20 +555,20 @@ class BlockPool:
         Returns:
             Hashes that can no longer be hit, in order, shape (m, 2).
         """
-        assert len(out) <= self.counts[kernels.FREE], "more blocks than are free"
-        count = kernels.allocate(self.meta, self.keys, self.counts, out, self.removed)
+        assert len(out) <= self.counts[FREE], "more blocks than are free"
+        count = allocate(self.meta, self.keys, self.counts, out, self.removed)
         return self._removed(count)
 
     def peek(self, count: int) -> Ints:
         """Return which `count` blocks `allocate` will hand out next, and leave them there."""
-        assert count <= self.counts[kernels.FREE], "more blocks than are free"
+        assert count <= self.counts[FREE], "more blocks than are free"
         out = np.empty(count, dtype=np.int32)
-        kernels.peek(self.meta, count, out)
+        peek(self.meta, count, out)
         return out
 
     def claim(self, blocks: Ints) -> BlockHashes:
         """Take these free blocks, wherever in the queue they are; return as `allocate` does."""
-        count = kernels.claim(self.meta, self.keys, self.counts, blocks, self.removed)
+        count = claim(self.meta, self.keys, self.counts, blocks, self.removed)
         return self._removed(count)
 
     def forget(self, table: Ints, start: int, stop: int) -> BlockHashes:
@@ -98,7 +577,7 @@ class BlockPool:
         Returns:
             Hashes that can no longer be hit, descendants first, shape (m, 2).
         """
-        count = kernels.forget(self.meta, self.keys, self.counts, table, start, stop, self.removed)
+        count = forget(self.meta, self.keys, self.counts, table, start, stop, self.removed)
         return self._removed(count)
 
     def _removed(self, count: int) -> BlockHashes:
@@ -106,7 +585,7 @@ class BlockPool:
 
     def take(self, blocks: Ints, out: Ints) -> None:
         """Refer to cached `blocks` once more, and write their ids to `out`, both shape (n,)."""
-        kernels.take(self.meta, self.counts, blocks, out)
+        take(self.meta, self.counts, blocks, out)
 
     def release(
         self, table: Ints, start: int, stop: int, hashes: BlockHashes, duplicates: bool = False
@@ -123,7 +602,7 @@ class BlockPool:
         Returns:
             How many blocks became free.
         """
-        return kernels.release(
+        return release(
             self.meta, self.keys, self.slots, self.counts, table, start, stop, hashes, duplicates
         )
 
@@ -139,7 +618,7 @@ class BlockPool:
         Returns:
             How many blocks became free.
         """
-        return kernels.release_chain(self.meta, self.counts, table)
+        return release_chain(self.meta, self.counts, table)
 
     def check(self, references: Ints) -> None:
         """Check every law of the pool.

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from pigou.kv.block import ROOT, Block
+from pigou.kv.block import Block
 from pigou.request import Ints
-
-if TYPE_CHECKING:
-    from pigou.kv.tier import Tier
-
 
 #: In a move: the device; and nowhere, for blocks that are only deleted.
 DEVICE, NOWHERE = -1, -2
@@ -161,32 +157,3 @@ class RecomputeCost:
     def recompute(self, depth: int, count: int = 1) -> float:
         """Return the seconds to compute `count` blocks of which the first is at `depth`."""
         return count * self.base + self.slope * (count * depth + count * (count - 1) / 2)
-
-
-def path_down(
-    source: Tier, target: Tier, incoming: Set[bytes], block: Block, gone: Mapping[bytes, Block]
-) -> list[Block]:
-    """Return the blocks that must go down for `block` to be of use there; none if it cannot.
-
-    What has not arrived itself cannot be sent on.
-
-    Args:
-        source: the tier that has the block.
-        target: the one that it goes to.
-        incoming: keys that have not arrived in `source`.
-        gone: by key, blocks that `source` does not hold any more, though their bytes are there.
-
-    Returns:
-        Blocks of one chain that are not below, from the first of them to `block`.
-    """
-    path: list[Block] = []
-    at: Block | None = block
-    while at is not None and at.key not in target:
-        if at.key in incoming:
-            return []
-        path.append(at)
-        if at.parent == ROOT or at.parent in target:
-            return path[::-1]
-        entry = source.entry(at.parent)
-        at = gone.get(at.parent) or (entry.block if entry is not None else None)
-    return []

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pigou.kv import block_pool_kernels as kernels
+from pigou.kv import block_pool
 from pigou.kv.block import hashes_of
 from pigou.kv.block_pool import BlockPool
 from pigou.request import BlockHashes, Ints
@@ -46,7 +46,7 @@ class PrefixCache:
         if limit == 0:
             return PrefixMatch(self._blocks[:0], 0)
         pool = self._pool
-        count, idle = kernels.match(
+        count, idle = block_pool.match(
             pool.meta, pool.keys, pool.slots, hashes, min(limit, pool.blocks), self._blocks
         )
         return PrefixMatch(self._blocks[:count], idle)
@@ -54,7 +54,7 @@ class PrefixCache:
     def holds(self, key: bytes) -> bool:
         """Whether a block is cached, by its key (`pigou.kv.block`)."""
         pool = self._pool
-        count, _ = kernels.match(
+        count, _ = block_pool.match(
             pool.meta, pool.keys, pool.slots, hashes_of([key]), min(1, pool.blocks), self._block
         )
         return bool(count)
@@ -69,7 +69,7 @@ class PrefixCache:
         """
         pool = self._pool
         return NewlyCached(
-            *kernels.cache_full_blocks(
+            *block_pool.cache_full_blocks(
                 pool.meta, pool.keys, pool.slots, pool.counts, table, hashes, start, stop
             )
         )
@@ -77,4 +77,4 @@ class PrefixCache:
     def clear(self) -> None:
         """Forget all hashes; blocks and references stay."""
         pool = self._pool
-        kernels.clear(pool.meta, pool.keys, pool.slots, pool.counts)
+        block_pool.clear(pool.meta, pool.keys, pool.slots, pool.counts)

@@ -6,8 +6,7 @@ import heapq
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from pigou.kv.block import ROOT, Block, Entry
-from pigou.kv.integrity import ensure
+from pigou.kv.block import ROOT, Block, Entry, ensure
 from pigou.kv.tier_eviction.policy import EvictionPolicy
 from pigou.request import NEVER
 

@@ -1,4 +1,4 @@
-"""Tiers beyond the device: which blocks are stored, loaded, moved and dropped.
+"""Tiers beyond the device: which blocks are stored, loaded, moved and dropped, and their KV events.
 
 `Tiers` decides, and does no I/O. The engine's driver makes the moves, each on the queue of its
 link, and answers them with `on_transfer_done`.
@@ -11,13 +11,13 @@ room, it gets a copy of what arrives in the one above; later it gets what that o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
 
 import numpy as np
 
-from pigou.events import Medium
-from pigou.kv.block import ROOT, Block, chain_of, keys_of
-from pigou.kv.integrity import check_tier
+from pigou.events import BlockRemoved, BlockStored, Medium
+from pigou.kv.block import ROOT, Block, chain_of, ensure, hashes_of, keys_of
 from pigou.kv.offload import (
     DEVICE,
     Move,
@@ -26,11 +26,118 @@ from pigou.kv.offload import (
     TierCounts,
     TierSpeed,
     blocks_worth_loading,
-    path_down,
 )
 from pigou.kv.tier import Tier
-from pigou.kv.tier_events import TierEvents
-from pigou.request import BlockHashes, Ints
+from pigou.request import BlockHashes, Ints, no_hashes
+
+#: Whose blocks they are, in an event: no request's.
+NOBODY = ""
+
+
+@dataclass(slots=True)
+class _PendingEvent:
+    """An event that may still grow; `blocks` of what was stored, empty for what was removed."""
+
+    stored: bool
+    medium: Medium
+    keys: list[bytes]
+    blocks: list[Block]
+
+
+class TierEvents:
+    """KV events of tiers, in order, until they are taken.
+
+    Neighbours of one kind and medium are one event: blocks that stand on one another are stored
+    together, and what is removed in a row is removed together.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        incoming: Sequence[Set[bytes]],
+        leaving: Sequence[Set[bytes]],
+        media: Sequence[Medium] | None = None,
+    ) -> None:
+        """Begin without events.
+
+        Args:
+            incoming: of each, keys that it counts, and that have not arrived.
+            leaving: of each, keys that it gave up, and that lie there until they have been copied.
+            media: what events call each; the first is the host, the rest storage, unless said
+                otherwise.
+        """
+        self.media = list(media) if media is not None else _default_media(len(tiers))
+        self._tiers, self._incoming, self._leaving = tiers, incoming, leaving
+        self._pending: list[_PendingEvent] = []
+
+    def arrived(self, tier: int, keys: Iterable[bytes]) -> None:
+        """Add the event that blocks can be read from a tier, for those of them that can."""
+        held, incoming = self._tiers[tier], self._incoming[tier]
+        entries = (held.entry(key) for key in keys if key not in incoming)
+        self._stored(self.media[tier], [entry.block for entry in entries if entry is not None])
+
+    def gone(self, tier: int, keys: Sequence[bytes]) -> None:
+        """Add the event that blocks are gone, but for those that a tier of the same medium has."""
+        medium = self.media[tier]
+        others = [
+            number
+            for number, other_medium in enumerate(self.media)
+            if other_medium is medium and number != tier
+        ]
+        if others:
+            keys = [key for key in keys if not any(self._has(number, key) for number in others)]
+        self._removed(medium, keys)
+
+    def _has(self, tier: int, key: bytes) -> bool:
+        is_held = key in self._tiers[tier] or key in self._leaving[tier]
+        return is_held and key not in self._incoming[tier]
+
+    def _stored(self, medium: Medium, blocks: Iterable[Block]) -> None:
+        for block in blocks:
+            last = self._pending[-1] if self._pending else None
+            follows = last is not None and last.stored and last.medium is medium
+            if last is not None and follows and last.keys[-1] == block.parent:
+                last.keys.append(block.key)
+                last.blocks.append(block)
+            else:
+                self._pending.append(_PendingEvent(True, medium, [block.key], [block]))
+
+    def _removed(self, medium: Medium, keys: Sequence[bytes]) -> None:
+        if not keys:
+            return
+        last = self._pending[-1] if self._pending else None
+        if last is not None and not last.stored and last.medium is medium:
+            last.keys.extend(keys)
+        else:
+            self._pending.append(_PendingEvent(False, medium, list(keys), []))
+
+    def forget(self) -> None:
+        """Drop what nobody has taken: it was all cleared."""
+        self._pending.clear()
+
+    def take(self) -> list[BlockStored | BlockRemoved]:
+        """Return the events since the last call, in order."""
+        if not self._pending:
+            return []
+        pending, self._pending = self._pending, []
+        return [_event(event) for event in pending]
+
+
+def _event(pending: _PendingEvent) -> BlockStored | BlockRemoved:
+    hashes = hashes_of(pending.keys)
+    if not pending.stored:
+        return BlockRemoved(hashes, pending.medium)
+    first = pending.blocks[0]
+    return BlockStored(NOBODY, first.depth, hashes, _parent(first), pending.medium)
+
+
+def _parent(block: Block) -> BlockHashes:
+    return no_hashes() if block.parent == ROOT else hashes_of([block.parent])
+
+
+def _default_media(tiers: int) -> list[Medium]:
+    return [Medium.HOST if number == 0 else Medium.STORAGE for number in range(tiers)]
+
 
 #: Relative change of the recompute cost from which on policies value blocks anew.
 _CHANGED = 0.25
@@ -392,3 +499,64 @@ class Tiers:
         if keys:
             self._transfers.delete(tier, keys)
             self.events.gone(tier, keys)
+
+
+def path_down(
+    source: Tier, target: Tier, incoming: Set[bytes], block: Block, gone: Mapping[bytes, Block]
+) -> list[Block]:
+    """Return the blocks that must go down for `block` to be of use there; none if it cannot.
+
+    What has not arrived itself cannot be sent on.
+
+    Args:
+        source: the tier that has the block.
+        target: the one that it goes to.
+        incoming: keys that have not arrived in `source`.
+        gone: by key, blocks that `source` does not hold any more, though their bytes are there.
+
+    Returns:
+        Blocks of one chain that are not below, from the first of them to `block`.
+    """
+    path: list[Block] = []
+    at: Block | None = block
+    while at is not None and at.key not in target:
+        if at.key in incoming:
+            return []
+        path.append(at)
+        if at.parent == ROOT or at.parent in target:
+            return path[::-1]
+        entry = source.entry(at.parent)
+        at = gone.get(at.parent) or (entry.block if entry is not None else None)
+    return []
+
+
+def check_tier(
+    number: int,
+    tier: Tier,
+    incoming: Set[bytes],
+    leaving: Set[bytes],
+    staging: int,
+    under: Collection[Move],
+) -> None:
+    """Check a tier, and the moves to it and from it.
+
+    A tier's store holds the tier's blocks, and those that are still read there for the next tier:
+    at most its cap and its staging.
+
+    Args:
+        tier: its blocks.
+        incoming: keys that have not arrived.
+        leaving: keys that the tier evicted, and that are still read; it may hold them again.
+
+    Raises:
+        IntegrityError: names the first law that does not hold.
+    """
+    tier.check()
+    sent = [key for move in under if move.target == number for key in move.keys]
+    ensure(len(sent) == len(set(sent)), f"tier {number} is sent a block twice")
+    ensure(incoming == set(sent), f"tier {number} waits for what is not on its way")
+    read = {key for move in under if move.source == number for key in move.keys}
+    ensure(leaving <= read, f"tier {number} keeps what nobody reads any more")
+    ensure(
+        len(leaving) <= staging, f"tier {number} stages {len(leaving)} blocks, and may {staging}"
+    )

@@ -23,9 +23,8 @@ from pigou.control.messages import (
     Ended,
     Observation,
 )
-from pigou.control.peers.publisher import PeerPublisher
-from pigou.control.peers.receiver import PeerReceiver
-from pigou.control.peers.sync_messages import PeerState, ResendRequest, SyncMessage
+from pigou.control.peers.bookings import PeerState, ResendRequest, SyncMessage
+from pigou.control.peers.sync import PeerPublisher, PeerReceiver
 from pigou.control.plane import ControlPlane
 from pigou.control.price_of_anarchy import PoASnapshot
 from pigou.control.routing.policy import RoutingPolicy

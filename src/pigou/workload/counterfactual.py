@@ -10,10 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.config import ControlConfig
-from pigou.control.decisions import DecisionLedger, Explanation
 from pigou.control.messages import Choice
 from pigou.control.plane import ControlPlane
-from pigou.control.router import Router
+from pigou.control.router import DecisionLedger, Explanation, Router
 from pigou.control.routing.policy import load, override
 from pigou.control.routing.selection import Softmax, select
 from pigou.control.routing.view import FleetView

@@ -15,13 +15,20 @@ from pigou.control.messages import Ended, FirstToken, PeerReport, Queue, Route, 
 from pigou.control.peers.bookings import (
     COLUMNS,
     STREAMS,
+    PeerState,
     PredictedPrompt,
+    ResendRequest,
     TenantService,
     WorkerBookings,
 )
-from pigou.control.peers.publisher import BUFFERED, HEARTBEAT_NS, PeerPublisher, own_bookings
-from pigou.control.peers.receiver import LEASE_NS, PeerReceiver
-from pigou.control.peers.sync_messages import PeerState, ResendRequest
+from pigou.control.peers.sync import (
+    BUFFERED,
+    HEARTBEAT_NS,
+    LEASE_NS,
+    PeerPublisher,
+    PeerReceiver,
+    own_bookings,
+)
 from pigou.control.plane import ControlPlane
 from pigou.request import SECOND, FinishReason, Request, Worker
 

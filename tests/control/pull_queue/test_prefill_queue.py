@@ -9,15 +9,15 @@ import pytest
 
 from pigou.config import ConfigError
 from pigou.control.pull_queue.config import PullQueueConfig, pull_queue_config
-from pigou.control.pull_queue.messages import (
+from pigou.control.pull_queue.prefill_queue import (
     PrefillClaim,
     PrefillDeadLetter,
     PrefillExpired,
     PrefillItem,
+    PrefillQueue,
     ServiceLaw,
     ServiceTable,
 )
-from pigou.control.pull_queue.prefill_queue import PrefillQueue
 from pigou.games.queueing import mgc_wait
 from pigou.request import NEVER, SECOND
 

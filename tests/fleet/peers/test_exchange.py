@@ -13,8 +13,7 @@ import pytest
 
 from pigou.config import ConfigError, ControlConfig
 from pigou.control.messages import WorkerUp
-from pigou.control.peers.bookings import PredictedPrompt, WorkerBookings
-from pigou.control.peers.sync_messages import PeerState, ResendRequest
+from pigou.control.peers.bookings import PeerState, PredictedPrompt, ResendRequest, WorkerBookings
 from pigou.control.plane import ControlPlane
 from pigou.fleet.nats_connection import public_address
 from pigou.fleet.peers.bus import BusError, PeersConfig

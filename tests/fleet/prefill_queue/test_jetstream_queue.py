@@ -18,7 +18,7 @@ from tests.lib.server_process import ServerProcess, free_ports, nats_server
 
 from pigou.config import ConfigError
 from pigou.control.pull_queue.config import PullQueueConfig
-from pigou.control.pull_queue.messages import PrefillItem, ServiceTable
+from pigou.control.pull_queue.prefill_queue import PrefillItem, ServiceTable
 from pigou.fleet.prefill_queue import publisher
 from pigou.fleet.prefill_queue.broker import BrokerUnavailable, PoolBacklog, PrefillBroker
 from pigou.fleet.prefill_queue.messages import (

@@ -12,8 +12,7 @@ import torch
 from checkpoints import VOCAB, make_config, write_checkpoint
 
 from pigou.config import EngineConfig, EvictionConfig
-from pigou.engine.plan import Plan
-from pigou.engine.preemption import Rates
+from pigou.engine.plan import Plan, Rates
 from pigou.runtime.load import LoadedModel, load
 from pigou.runtime.local_engine import LocalEngine, Output
 from pigou.runtime.token_eviction.predictor import PAPER, PaperModel

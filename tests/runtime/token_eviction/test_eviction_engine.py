@@ -10,8 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pigou.config import EngineConfig, EvictionConfig
-from pigou.engine.plan import Plan, Result
-from pigou.engine.preemption import Rates
+from pigou.engine.plan import Plan, Rates, Result
 from pigou.runtime.executor import OnStep
 from pigou.runtime.load import LoadedModel
 from pigou.runtime.local_engine import LocalEngine, Output

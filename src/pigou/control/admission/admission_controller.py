@@ -8,17 +8,16 @@ from typing import NamedTuple
 import numpy as np
 
 from pigou.config import ControlConfig
-from pigou.control.admission.admission_queue import AdmissionQueue
-from pigou.control.admission.drain_rate import MIN_RETRY, DrainRate
+from pigou.control.admission.admission_queue import MIN_RETRY, AdmissionQueue, DrainRate
 from pigou.control.admission.fair_order import Fair
-from pigou.control.admission.parallel_sequences import (
+from pigou.control.admission.queue_order import KeyedOrder, QueuedRequest, load
+from pigou.control.admission.tenant_quota import Refusal, TenantActivity, TenantQuota
+from pigou.control.admission.worker_capacity import (
     UNLIMITED,
+    WorkerCapacity,
     has_capacity,
     max_per_request,
 )
-from pigou.control.admission.queue_order import KeyedOrder, QueuedRequest, load
-from pigou.control.admission.tenant_quota import Refusal, TenantActivity, TenantQuota
-from pigou.control.admission.worker_capacity import WorkerCapacity
 from pigou.control.latency_model.estimates import Estimates
 from pigou.control.messages import Choice, Queue, Shed
 from pigou.control.peers.allowance import StreamAllowance, TokenCharges

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self, TypeAlias
 
@@ -323,3 +324,38 @@ def fill(
         table[ITL_A, w] = max(column[ITL_A] * itl_factor, min_slope * itl_factor)
         for row in (ITL_B, ITL_D, CONTEXT_TOKEN):
             table[row, w] = column[row] * itl_factor
+
+
+class MedianWorker:
+    """What the worker of median speed takes for one request at a time.
+
+    Attributes:
+        itl: seconds between tokens of a single stream.
+    """
+
+    def __init__(self, known: Estimates) -> None:
+        self.known = known
+        rows = np.arange(len(known.a))
+        self.itl = _median(known.itl(rows, np.ones(len(rows))))
+        # Workers differ by a factor: they have one order, whatever the length of the prompt.
+        columns = known.prefill_base, known.prefill_token, known.prefill_pair
+        laws = sorted(zip(*(column.tolist() for column in columns), strict=True))
+        self._laws: list[tuple[float, float, float]] = [
+            laws[index] for index in ((len(laws) - 1) // 2, len(laws) // 2) if laws
+        ]
+
+    def prompt(self, uncached: int, pairs: int) -> float:
+        """Return the seconds of a prompt with so many uncached tokens, and pairs of them."""
+        if not self._laws:
+            return math.nan
+        seconds = (base + token * uncached + pair * pairs for base, token, pair in self._laws)
+        return sum(seconds) / 2
+
+
+def _median(values: NDArray[np.float64]) -> float:
+    """Return the median of a few numbers, NaN of none; NumPy's takes ten times as long."""
+    ordered: list[float] = sorted(values.tolist())
+    if not ordered:
+        return math.nan
+    low, high = ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
+    return (low + high) / 2

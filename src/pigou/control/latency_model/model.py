@@ -7,8 +7,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pigou.control.latency_model.affine_fit import AffineFit
-from pigou.control.latency_model.arrivals import RATE_S, ArrivalGaps, FleetRate, decay_rates
+from pigou.control.latency_model.affine_fit import AffineFit, FetchFit
+from pigou.control.latency_model.demand import (
+    RATE_S,
+    ArrivalGaps,
+    ContextLength,
+    FleetRate,
+    OutputLength,
+    PromptSizes,
+    decay_rates,
+)
 from pigou.control.latency_model.estimates import (
     ARRIVAL_CV2,
     CONTEXT_TOKEN,
@@ -36,20 +44,19 @@ from pigou.control.latency_model.estimates import (
     pairs,
     prior_column,
 )
-from pigou.control.latency_model.fetch_fit import FetchFit
-from pigou.control.latency_model.itl_samples import (
+from pigou.control.latency_model.link_factors import LinkFactors
+from pigou.control.latency_model.prefill_interference import PrefillInterference
+from pigou.control.latency_model.throughput_sampler import (
     COMMON_ITL,
     CONTEXT,
     STREAMS,
     TRUST,
+    ThroughputSample,
+    ThroughputSampler,
     learn_from_samples,
     sample_table,
     subtract_prompts,
 )
-from pigou.control.latency_model.link_factors import LinkFactors
-from pigou.control.latency_model.prefill_interference import PrefillInterference
-from pigou.control.latency_model.request_sizes import ContextLength, OutputLength, PromptSizes
-from pigou.control.latency_model.throughput_sampler import ThroughputSample, ThroughputSampler
 from pigou.control.latency_model.worker_factors import (
     StartupReference,
     WorkerFactors,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pigou.compiled import bare_kernel
+from pigou.control.plane import ControlPlane
+from pigou.request import Request
 
 Seconds = NDArray[np.float64]
 
@@ -125,3 +128,29 @@ def _cost(
 def recent_mean(mean: float, value: float) -> float:
     """Return the mean of the last `_MEMORY` values or so, with one more; a mean of 0 is none."""
     return mean + (value - mean) / _MEMORY if mean else value
+
+
+class ServiceTable(NamedTuple):
+    """What prompts take on the workers of a queue, in their order."""
+
+    seconds: Seconds  # (prompts, workers)
+    tokens: NDArray[np.int64]  # of the prompts that are to be computed there, (prompts, workers)
+
+
+def service_table(
+    plane: ControlPlane, requests: Sequence[Request], workers: Sequence[str], now_ns: int
+) -> ServiceTable:
+    """Return seconds and uncached tokens of prompts on workers that the control plane knows."""
+    rows = np.array([plane.state.row[worker] for worker in workers])
+    seconds, tokens = np.empty((2, len(requests), len(rows)))
+    for i, request in enumerate(requests):
+        fleet = plane.view(request, now_ns)
+        tokens[i] = request.prompt - fleet.cached(request.prompt)[rows]
+        seconds[i] = fleet.estimates.service(rows, tokens[i], request.prompt)
+    return ServiceTable(seconds, tokens.astype(np.int64))
+
+
+def cached_at(plane: ControlPlane, request: Request, worker: str, now_ns: int) -> int:
+    """Return the tokens of a prompt that a worker holds, 0 for an unknown one."""
+    row = plane.state.row.get(worker)
+    return 0 if row is None else int(plane.view(request, now_ns).cached(request.prompt)[row])

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from pigou.compiled import bare_kernel
 from pigou.control.latency_model.estimates import Estimates
-from pigou.control.prefill_backlog import PrefillBacklog
 from pigou.control.routing.remote_kv_fetch import RemoteFetches
+from pigou.control.stream_slots import PrefillBacklog
 from pigou.request import Ints
 
 Counts = NDArray[np.int64]

@@ -17,9 +17,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from pigou.control.messages import PeerGone, PeerReport
-from pigou.control.peers.publisher import PeerPublisher
-from pigou.control.peers.receiver import PeerReceiver
-from pigou.control.peers.sync_messages import PeerState, ResendRequest, SyncMessage
+from pigou.control.peers.bookings import PeerState, ResendRequest, SyncMessage
+from pigou.control.peers.sync import PeerPublisher, PeerReceiver
 from pigou.fleet.nats_connection import ReconnectBackoff
 from pigou.fleet.peers.bus import BusError, PeerBus
 from pigou.gateway.plane_driver import PlaneDriver

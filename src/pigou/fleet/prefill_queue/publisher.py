@@ -16,17 +16,16 @@ from nats.aio.msg import Msg
 from nats.errors import Error
 
 from pigou.background import Background
-from pigou.control.pull_queue.claim_price import warm_up
+from pigou.control.pull_queue.claim_price import cached_at, service_table, warm_up
 from pigou.control.pull_queue.config import PullQueueConfig
-from pigou.control.pull_queue.messages import (
+from pigou.control.pull_queue.prefill_queue import (
     PrefillClaim,
     PrefillExpired,
     PrefillItem,
+    PrefillQueue,
     QueueEffect,
     ServiceTable,
 )
-from pigou.control.pull_queue.prefill_queue import PrefillQueue
-from pigou.control.pull_queue.service_law import cached_at, service_table
 from pigou.fleet.prefill_queue.broker import BrokerUnavailable, PrefillBroker
 from pigou.fleet.prefill_queue.messages import (
     ALIVE,

@@ -14,8 +14,8 @@ from typing import TypeVar
 import msgspec
 from aiohttp import web
 
-from pigou.control.decisions import Explanation
 from pigou.control.messages import Shed
+from pigou.control.router import Explanation
 from pigou.gateway.failure import Rejected, WorkerFailed
 from pigou.gateway.request import GatewayRequest
 from pigou.lifecycle.messages import FetchKV, LifecycleEvent, StartDecode, StartPrefill, Step

@@ -34,10 +34,10 @@ from pigou.control.latency_model.estimates import (
     prefill_law,
     prefill_s,
 )
-from pigou.control.prefill_backlog import PrefillBacklog
 from pigou.control.routing.toll import terms
 from pigou.control.routing.toll.terms import PARTS, Prospect, TollWeights
 from pigou.control.routing.view import Candidates, FleetView
+from pigou.control.stream_slots import PrefillBacklog
 from pigou.request import Request
 
 Counts: TypeAlias = NDArray[np.int64]
