@@ -20,8 +20,7 @@ from pigou.kv.tier_eviction.policy import EvictionPolicy, TierSetting, load, mak
 from pigou.models.read import architecture
 from pigou.request import NEVER
 from pigou.sim.gpus import GPUS
-from pigou.sim.timing import StepShape
-from pigou.sim.timing_roofline import roofline
+from pigou.sim.timing import StepShape, roofline
 
 MODEL, GPU = "llama-3.1-8b", "h200"
 #: Bytes a second from host memory: PCIe 5 x16, at about 80% of its 63 GB/s.

@@ -27,10 +27,9 @@ from pigou.engine.plan import Plan, Result
 from pigou.models.read import architecture
 from pigou.request import NEVER, SECOND, Request
 from pigou.sim.gpus import gpu
-from pigou.sim.kv_capacity import kv_blocks
-from pigou.sim.timing import StepShape, Timing
+from pigou.sim.timing import StepShape, Timing, roofline
+from pigou.sim.timing_models import kv_blocks
 from pigou.sim.timing_profile import profile
-from pigou.sim.timing_roofline import roofline
 
 SHARED = shared_folder()
 PROFILES = SHARED / "profiles" / "vllm-0.19"

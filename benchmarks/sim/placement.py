@@ -17,10 +17,9 @@ import msgspec
 from pigou.config import ControlConfig
 from pigou.request import Role
 from pigou.sim.client import ClientConfig
-from pigou.sim.fleet_config import FleetConfig, WorkerGroup
+from pigou.sim.fleet_config import FleetConfig, HostGroup, TopologyConfig, WorkerGroup
 from pigou.sim.setup import Setup
 from pigou.sim.simulation import UNLIMITED, Simulation
-from pigou.sim.topology_config import HostGroup, TopologyConfig
 from pigou.sim.workload import RequestLengths, renewal
 
 HOSTS = tuple(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pigou.sim.gateways_config import GatewaysConfig
+from pigou.sim.fleet_config import GatewaysConfig
 from pigou_lab.experiments.gateways import DEMANDS, deviation, simulation, verdict
 
 

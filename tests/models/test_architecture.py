@@ -11,9 +11,8 @@ from pigou.config import ConfigError
 from pigou.models.architecture import Architecture
 from pigou.models.read import architecture, parse_architecture
 from pigou.sim.gpus import GPUS
-from pigou.sim.kv_capacity import kv_blocks
-from pigou.sim.timing import StepShape
-from pigou.sim.timing_roofline import roofline
+from pigou.sim.timing import StepShape, roofline
+from pigou.sim.timing_models import kv_blocks
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,7 @@ import pytest
 
 from pigou.config import ConfigError, ControlConfig
 from pigou.sim.client import ClientConfig
-from pigou.sim.fleet_config import FleetConfig, read_fleet
-from pigou.sim.gateways_config import GatewaysConfig
-from pigou.sim.scaling_config import ScalingConfig
+from pigou.sim.fleet_config import FleetConfig, GatewaysConfig, ScalingConfig, read_fleet
 from pigou.sim.setup import Setup
 from pigou.sim.simulation import UNLIMITED, Simulation
 from pigou.sim.workload import RequestLengths, renewal

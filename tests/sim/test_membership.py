@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from setups import check_times, closed_loop, figures, open_loop, simulation
 
 from pigou.request import SECOND, Role
-from pigou.sim.fleet_config import FleetConfig, Outage, WorkerGroup
+from pigou.sim.fleet_config import FleetConfig, Outage, RoleFlipConfig, StartUpConfig, WorkerGroup
 from pigou.sim.request_run import RunOutcome
-from pigou.sim.scaling_config import RoleFlipConfig, StartUpConfig
 from pigou.sim.simulation import Simulation
 from pigou.sim.virtual_clock import EPOCH, Phase
 from pigou.windows.planner_window import WorkerState

@@ -12,10 +12,9 @@ from setups import LAW, open_loop
 from pigou.config import ConfigError, ControlConfig
 from pigou.control.planner.messages import Action, AddWorkers, DrainWorker, PlannerDecision
 from pigou.request import SECOND
-from pigou.sim.fleet_config import read_fleet
+from pigou.sim.fleet_config import ScalingConfig, read_fleet
 from pigou.sim.model_fleets import ModelFleet, ModelFleets
 from pigou.sim.request_run import RunOutcome
-from pigou.sim.scaling_config import ScalingConfig
 from pigou.sim.setup import Setup
 from pigou.sim.simulation import UNLIMITED
 from pigou.sim.virtual_clock import EPOCH

@@ -25,11 +25,16 @@ from pigou.objectives import Objectives
 from pigou.request import SECOND, Role
 from pigou.sim.arrival_rate import RateSchedule
 from pigou.sim.client import ClientConfig
-from pigou.sim.fleet_config import FleetConfig, WorkerGroup, read_fleet
+from pigou.sim.fleet_config import (
+    FleetConfig,
+    ScalingConfig,
+    StartUpConfig,
+    WorkerGroup,
+    read_fleet,
+)
 from pigou.sim.membership import MembershipChange
 from pigou.sim.request_run import RunOutcome
-from pigou.sim.scaling_config import ScalingConfig, StartUpConfig
-from pigou.sim.scaling_summary import OfferedRate, ScalingMove, reversals, settle_seconds
+from pigou.sim.scaling import OfferedRate, ScalingMove, reversals, settle_seconds
 from pigou.sim.setup import Setup
 from pigou.sim.simulation import UNLIMITED, Simulation
 from pigou.sim.virtual_clock import EPOCH

@@ -23,9 +23,14 @@ from pigou.control.planner.messages import (
 from pigou.request import SECOND, Role
 from pigou.sim.arrival_rate import RateSchedule
 from pigou.sim.client import ClientConfig
-from pigou.sim.fleet_config import FleetConfig, WorkerGroup
+from pigou.sim.fleet_config import (
+    FleetConfig,
+    RoleFlipConfig,
+    ScalingConfig,
+    StartUpConfig,
+    WorkerGroup,
+)
 from pigou.sim.request_run import RunOutcome
-from pigou.sim.scaling_config import RoleFlipConfig, ScalingConfig, StartUpConfig
 from pigou.sim.setup import Setup
 from pigou.sim.simulation import UNLIMITED, Simulation
 from pigou.sim.virtual_clock import EPOCH

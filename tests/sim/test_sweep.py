@@ -16,9 +16,8 @@ from pigou.objectives import Slo
 from pigou.performance.speed import RequestMix
 from pigou.performance.sweep_tables import SweepTables
 from pigou.request import Role
-from pigou.sim.setup import Setup
+from pigou.sim.setup import Setup, SweepConfig
 from pigou.sim.sweep import sweep
-from pigou.sim.sweep_config import SweepConfig
 
 LAW = "law:itl_a=0.008,itl_b=0.0003,prefill=0.005,prefill_token=0.00006"
 SETUP = Setup(timing=LAW, blocks=4_000, max_seqs=64)

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from pigou.config import ConfigError
-from pigou.sim.timing import StepShape
-from pigou.sim.timing_law import PRESETS, Law, LawTiming
+from pigou.sim.timing import PRESETS, Law, LawTiming, StepShape
 from pigou.sim.timing_models import build_timing, capacity
 from pigou_lab.experiments.fleets import fleet
 

@@ -11,10 +11,9 @@ from timing_tables import write_tables
 from pigou.config import ConfigError
 from pigou.models.read import architecture
 from pigou.sim.gpus import GPUS
-from pigou.sim.timing import StepShape, Timing
+from pigou.sim.timing import StepShape, Timing, roofline
 from pigou.sim.timing_models import build_timing
 from pigou.sim.timing_profile import profile
-from pigou.sim.timing_roofline import roofline
 
 
 @pytest.fixture(scope="module", params=["roofline", "roofline-moe-tp2", "profile"])

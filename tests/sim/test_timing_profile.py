@@ -14,10 +14,8 @@ from benchmarks.lib.shared_folder import shared_folder
 from pigou.config import ConfigError
 from pigou.models.read import architecture
 from pigou.sim.gpus import GPUS
-from pigou.sim.timing import StepShape
-from pigou.sim.timing_profile import CAPTURED, ProfileTiming, profile
-from pigou.sim.timing_profile_tables import find_tables, read_tables
-from pigou.sim.timing_roofline import roofline
+from pigou.sim.timing import StepShape, roofline
+from pigou.sim.timing_profile import CAPTURED, ProfileTiming, find_tables, profile, read_tables
 
 LLAMA = architecture("llama-3.1-8b")
 ONE_LAYER = replace(LLAMA, kinds=(replace(LLAMA.kinds[0], count=1),))

@@ -11,8 +11,8 @@ from setups import FleetConfig, WorkerGroup, open_loop, simulation
 from pigou.config import ConfigError
 from pigou.control.placement.topology import Distance, distance
 from pigou.request import Role
+from pigou.sim.fleet_config import TopologyConfig
 from pigou.sim.network import LinkConfig, Network, Way
-from pigou.sim.topology_config import TopologyConfig
 from pigou.sim.virtual_clock import EPOCH, Clock
 
 RACKS = [{"count": 2, "gpus": 4, "rack": f"r{rack}", "zone": "z"} for rack in range(2)]

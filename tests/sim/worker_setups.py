@@ -16,8 +16,7 @@ from pigou.lifecycle.request import RequestLifecycle
 from pigou.request import Request
 from pigou.sim.request_run import Attempt, Leg, RequestRun
 from pigou.sim.streams import ITLHistogram
-from pigou.sim.timing import Timing
-from pigou.sim.timing_law import Law, LawTiming
+from pigou.sim.timing import Law, LawTiming, Timing
 from pigou.sim.timing_measured import MeasuredTiming, WorkerProfile
 from pigou.sim.virtual_clock import EPOCH, Clock, Phase
 from pigou.sim.worker import SimWorker

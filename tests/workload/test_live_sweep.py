@@ -11,8 +11,7 @@ from tests.workload.stub import Stub
 from pigou.config import ConfigError
 from pigou.performance.speed import RequestMix
 from pigou.request import Role
-from pigou.sim.setup import Setup
-from pigou.sim.sweep_config import SweepConfig
+from pigou.sim.setup import Setup, SweepConfig
 from pigou.workload.endpoint import EndpointError
 from pigou.workload.live_sweep import SweepTarget, live_sweep
 

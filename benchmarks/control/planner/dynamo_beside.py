@@ -19,10 +19,8 @@ from benchmarks.lib.peers import PeerMissing
 from pigou.config import ControlConfig
 from pigou.control.planner.messages import PlannerDecision
 from pigou.control.planner.planner import Planner, PlannerSetup
-from pigou.sim.fleet_config import read_fleet
-from pigou.sim.planner_setup import PlannedFleet, planner_setup, with_start_up
-from pigou.sim.scaling import Scaling
-from pigou.sim.scaling_config import ScalingConfig
+from pigou.sim.fleet_config import ScalingConfig, read_fleet
+from pigou.sim.scaling import PlannedFleet, Scaling, planner_setup, with_start_up
 from pigou.sim.setup import Setup
 from pigou.sim.simulation import UNLIMITED, Simulation
 from pigou.windows.planner_window import PlannerWindow

@@ -27,10 +27,9 @@ from pigou.control.planner.planner import Planner
 from pigou.objectives import Slo
 from pigou.request import Role
 from pigou.sim.client import ClientConfig
-from pigou.sim.fleet_config import FleetConfig, WorkerGroup
+from pigou.sim.fleet_config import FleetConfig, ScalingConfig, WorkerGroup
 from pigou.sim.model_fleets import ModelFleet, ModelFleets
 from pigou.sim.pool_performance import measure_performance
-from pigou.sim.scaling_config import ScalingConfig
 from pigou.sim.setup import Setup
 from pigou.sim.simulation import UNLIMITED, Simulation
 from pigou.sim.workload import OpenLoop, RequestLengths

@@ -15,7 +15,7 @@ from pigou.config import ConfigError
 from pigou.config_option import option
 from pigou.models.architecture import Architecture
 from pigou.sim.gpus import GIB, Gpu
-from pigou.sim.kv_capacity import SAMPLER_BYTES, layer_bytes
+from pigou.sim.timing_models import SAMPLER_BYTES, layer_bytes
 
 #: Bytes of an activation.
 _WIDTH = 2

@@ -20,8 +20,7 @@ from pigou.config import ConfigError, ControlConfig
 from pigou.config_option import Option
 from pigou.imports import require
 from pigou.request import SECOND, Role
-from pigou.sim.gateways_config import GatewaysConfig
-from pigou.sim.scaling_config import ScalingConfig
+from pigou.sim.fleet_config import GatewaysConfig, ScalingConfig
 from pigou.sim.setup import Setup
 
 if TYPE_CHECKING:

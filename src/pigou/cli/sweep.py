@@ -16,8 +16,7 @@ from pigou.cli.measurement import fleet_token, stop_on_signals
 from pigou.cli.option_values import write_json
 from pigou.cli.progress import WorkProgress
 from pigou.config import ConfigError
-from pigou.sim.setup import Setup
-from pigou.sim.sweep_config import SweepConfig
+from pigou.sim.setup import Setup, SweepConfig
 
 if TYPE_CHECKING:
     from pigou.performance.sweep_tables import SweepTables

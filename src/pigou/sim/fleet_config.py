@@ -5,23 +5,204 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
+from typing import Annotated, Literal
 
 import msgspec
 
 from pigou.config import ConfigError, wrong
-from pigou.control.planner.config import check_wait
+from pigou.config_option import option
+from pigou.control.placement.gang import Pack
+from pigou.control.placement.topology import Distance, DistanceCosts, Node
+from pigou.control.planner.config import PlannerConfig, RequestClassConfig, check_wait
 from pigou.request import Role
 from pigou.sim.arrival_rate import MAX_SECONDS
-from pigou.sim.gateways_config import GatewaysConfig
 from pigou.sim.network import LinkConfig
-from pigou.sim.scaling_config import RoleFlipConfig, StartUpConfig
 from pigou.sim.setup import TierConfig
-from pigou.sim.topology_config import TopologyConfig
 from pigou.yaml_file import read_yaml
 
+_MAX_GATEWAYS = 64
+
+
+class GatewaysConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Gateways in front of a simulated fleet."""
+
+    count: int = 1  # each with a control plane of its own
+    lag_s: float = 0.0  # seconds until a message reaches the other gateways
+    loss: float = 0.0  # share of these messages that are lost
+    split: Literal["random", "tenant"] = "random"  # how requests are split over them
+    exchanges: bool = True  # whether they send one another what they route
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.count <= _MAX_GATEWAYS:
+            raise ConfigError(f"count is {self.count}; it must be 1 to {_MAX_GATEWAYS}")
+        check_wait("lag_s", self.lag_s, 1)
+        if not 0.0 <= self.loss < 1.0:
+            raise ConfigError(f"loss is {self.loss}; it must be at least 0, and below 1")
+        if self.count == 1 and (self.lag_s or self.loss):
+            raise ConfigError(
+                f"lag_s is {self.lag_s} and loss {self.loss}, and there is 1 gateway, which tells "
+                "nobody anything; give a count, or leave them out"
+            )
+
+
+_MAX_FACTOR = 1e6  # of a step's time, and of losses an hour
+
+
+class StartUpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The start of a worker that joins while the fleet runs."""
+
+    seconds: float = 100.0  # mean time from the order to a worker that is ready
+    cv: float = 0.0  # standard deviation of that time over its mean, lognormal; 0 for a constant
+    failures: float = 0.0  # share of starts that fail, at their end; the next follows at once
+    # seconds after the start in which steps take `warm_up_factor` times as long.
+    warm_up_s: float = 0.0
+    warm_up_factor: float = 1.0  # at least 1
+    losses_per_hour: float = 0.0  # of one such worker, as of spot machines: it dies for good
+
+    def __post_init__(self) -> None:
+        for name in ("seconds", "warm_up_s"):
+            check_wait(f"start_up.{name}", getattr(self, name))
+        if not 0.0 <= self.cv <= 10.0:
+            raise ConfigError(f"start_up.cv is {self.cv}; it must be 0 to 10")
+        if not 0.0 <= self.losses_per_hour <= _MAX_FACTOR:
+            raise ConfigError(
+                f"start_up.losses_per_hour is {self.losses_per_hour}; it must be 0 to "
+                f"{_MAX_FACTOR:g}"
+            )
+        if not 0.0 <= self.failures <= 1.0:
+            raise ConfigError(f"start_up.failures is {self.failures}; it must be 0 to 1")
+        if self.failures and not self.seconds:
+            raise ConfigError(
+                f"start_up.failures is {self.failures}, and starts take no time; give "
+                "start_up.seconds above 0"
+            )
+        if not 1.0 <= self.warm_up_factor <= _MAX_FACTOR:
+            raise ConfigError(
+                f"start_up.warm_up_factor is {self.warm_up_factor}; it must be 1 to {_MAX_FACTOR:g}"
+            )
+
+
+class RoleFlipConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A change of role."""
+
+    # whether the worker ends its streams first; else the role is a label, at once.
+    drains: bool = True
+    seconds: float = 0.0
+    keeps_cache: bool = True  # whether the prefix cache survives
+
+    def __post_init__(self) -> None:
+        check_wait("flip.seconds", self.seconds)
+
+
+class ScalingConfig(PlannerConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The objective of a simulated fleet, and the planner that changes the fleet for it."""
+
+    classes: Annotated[
+        tuple[RequestClassConfig, ...],
+        option(
+            "Objective of some: NAME,ttft=T,itl=T[,percentile=P][,weight=W][,key=TENANT]"
+            "[,min_prompt_tokens=N][,max_prompt_tokens=N]; may be given again.",
+            "Planner",
+            name="slo_class",
+            form="entries",
+        ),
+    ] = ()
+    start_up: Annotated[
+        float | None,
+        option("Seconds until a new worker serves.  [default: the fleet's, 100]", "Planner"),
+    ] = None
+    performance: Annotated[
+        str,
+        option(
+            "FILE of `pigou sweep`, for the planner.  [default: the workers' timing is measured]",
+            "Planner",
+        ),
+    ] = ""
+
+    def __post_init__(self) -> None:
+        PlannerConfig.__post_init__(self)
+        for config in self.classes:
+            for name in ("header", "model"):
+                if value := getattr(config, name):
+                    raise ConfigError(
+                        f"class {config.name}: {name} is {value!r}, and simulated requests have "
+                        "none; leave it out"
+                    )
+
+
+_MAX_HOSTS = 10_000
+
+
+class DistanceLink(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The way between two workers of a distance class."""
+
+    gbps: float  # gigabits a second that one transfer gets at most
+    latency_us: float  # microseconds until the first byte arrives
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.gbps < math.inf or not 0.0 <= self.latency_us < math.inf:
+            raise ConfigError(
+                f"topology: gbps is {self.gbps} and latency_us {self.latency_us}; give above 0, "
+                "and at least 0"
+            )
+
+
+class HostGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Hosts that are alike: `count` of them, with so many GPUs, in a rack of a zone."""
+
+    count: int = 1
+    gpus: int = 8
+    rack: str = ""
+    zone: str = ""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.count <= _MAX_HOSTS or self.gpus < 1:
+            raise ConfigError(
+                f"topology: count is {self.count} and gpus {self.gpus}; give 1 to {_MAX_HOSTS}, "
+                "and at least 1"
+            )
+
+
+class TopologyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where the workers of a fleet run.
+
+    A transfer is as quick as its part of the workers' links, and as the link of its distance
+    class, whichever takes longer. Within a host it does not use the workers' links.
+    """
+
+    hosts: tuple[HostGroup, ...]
+    # `cost` places all workers as one gang, `random` each on any host with room.
+    placement: Literal["cost", "random"] = "cost"
+    pack: Pack | None = None  # how near to each other the workers must be
+    host: DistanceLink = DistanceLink(gbps=1600.0, latency_us=10.0)
+    rack: DistanceLink = DistanceLink(gbps=400.0, latency_us=200.0)
+    zone: DistanceLink = DistanceLink(gbps=100.0, latency_us=300.0)
+    remote: DistanceLink = DistanceLink(gbps=10.0, latency_us=2000.0)
+
+    @property
+    def links(self) -> tuple[DistanceLink, ...]:
+        """Links by `Distance`."""
+        return self.host, self.rack, self.zone, self.remote
+
+    @property
+    def costs(self) -> DistanceCosts:
+        """Seconds a byte by distance class."""
+        names = [level.name.lower() for level in Distance]
+        return DistanceCosts(
+            **{n: 8e-9 / link.gbps for n, link in zip(names, self.links, strict=True)}
+        )
+
+    @property
+    def nodes(self) -> list[Node]:
+        """All hosts, named by their number."""
+        groups = [group for group in self.hosts for _ in range(group.count)]
+        return [
+            Node(host=f"host-{number}", rack=group.rack, zone=group.zone, gpus=group.gpus)
+            for number, group in enumerate(groups)
+        ]
+
+
 _PART = re.compile(r"(\d+)(x?)(p|d|both|prefill|decode)")
-#: Times as long.
-_MAX_FACTOR = 1e6
 #: Each takes a megabyte and more, and all of them are candidates of every decision.
 _MAX_WORKERS = 10_000
 _ROLES = {

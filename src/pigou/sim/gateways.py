@@ -29,7 +29,7 @@ from pigou.control.plane import ControlPlane
 from pigou.control.price_of_anarchy import PoASnapshot
 from pigou.control.routing.policy import RoutingPolicy
 from pigou.request import SECOND, Request
-from pigou.sim.gateways_config import GatewaysConfig
+from pigou.sim.fleet_config import GatewaysConfig
 from pigou.sim.virtual_clock import Clock, Phase
 
 #: Key of the exchange among the clock's events of one time, after the control plane's ticks.

@@ -13,8 +13,7 @@ import msgspec
 from pigou.control.messages import CacheLost, WorkerDraining
 from pigou.request import SECOND, Role
 from pigou.sim.fleet import TICK, SimulatedFleet
-from pigou.sim.fleet_config import FleetConfig, WorkerGroup
-from pigou.sim.scaling_config import StartUpConfig
+from pigou.sim.fleet_config import FleetConfig, StartUpConfig, WorkerGroup
 from pigou.sim.timing import Slowed
 from pigou.sim.virtual_clock import Clock, Event, Phase
 from pigou.sim.worker_spec import FleetWorker, WorkerSpec

@@ -11,11 +11,9 @@ from pigou.config import ConfigError, ControlConfig
 from pigou.control.planner.config import NO_PLANNER
 from pigou.control.planner.planner import Planner
 from pigou.sim.client import ClientConfig
-from pigou.sim.fleet_config import FleetConfig
-from pigou.sim.planner_setup import PlannedFleet, build_planner, with_start_up
+from pigou.sim.fleet_config import FleetConfig, ScalingConfig
 from pigou.sim.result import SimulationResult
-from pigou.sim.scaling import Scaling
-from pigou.sim.scaling_config import ScalingConfig
+from pigou.sim.scaling import PlannedFleet, Scaling, build_planner, with_start_up
 from pigou.sim.setup import Setup
 from pigou.sim.simulation import Simulation
 from pigou.sim.virtual_clock import Clock

@@ -14,12 +14,49 @@ from numpy.typing import NDArray
 from pigou.control.caching_game import Placement
 from pigou.control.price_of_anarchy import PoAEstimate
 from pigou.cost.fleet_bill import FleetBill
-from pigou.objectives import Objectives
+from pigou.objectives import AttainmentCounter, Objectives
 from pigou.request import SECOND, Nanos
-from pigou.sim.objectives import NO_OBJECTIVES, objectives_document
 from pigou.sim.request_run import RequestRun, RunOutcome
 from pigou.sim.streams import ITLHistogram
 from pigou.windows.load_meter import PERCENTILE_NAMES, PERCENTILES, latency_summary
+
+#: Of a simulation without any.
+NO_OBJECTIVES = Objectives()
+
+
+def class_name(objectives: Objectives, run: RequestRun) -> str:
+    """Return the name of a request's class."""
+    return objectives.name_of(run.spec.tenant, run.spec.prompt_tokens)
+
+
+def is_attained(objectives: Objectives, run: RequestRun, since_ns: int) -> bool:
+    """Whether a request is done, and inside its objective."""
+    if run.outcome is not RunOutcome.DONE:
+        return False
+    itl_ns = request_itl_ns(run)
+    itl_s = None if itl_ns is None else itl_ns / SECOND
+    ttft_s = (run.first_token_ns - since_ns) / SECOND
+    return objectives.attained(class_name(objectives, run), ttft_s, itl_s)
+
+
+def objectives_document(objectives: Objectives, runs: Sequence[RequestRun]) -> dict[str, Any]:
+    """Return the objectives, and the shares of offered requests that attained them.
+
+    TTFT counts from the intention to send.
+    """
+    attainment = AttainmentCounter(objectives)
+    for run in runs:
+        inside = is_attained(objectives, run, run.intended_ns)
+        attainment.add(class_name(objectives, run), inside)
+    return attainment.document()
+
+
+def request_itl_ns(run: RequestRun) -> float | None:
+    """Return the mean nanoseconds of a request between its tokens; None where it has only one."""
+    if run.output_tokens < 2:
+        return None
+    return (run.last_token_ns - run.first_token_ns) / (run.output_tokens - 1)
+
 
 #: Parts of the Price of Anarchy, which multiply to the whole.
 _PARTS = ("whole", "queueing", "routing", "prefill_decode")

@@ -2,21 +2,356 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import math
+from bisect import bisect_right
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import msgspec
 
 from pigou.config import ConfigError
-from pigou.control.planner.actuation import carry_out
+from pigou.control.planner.actuation import ManagedWorker, carry_out
 from pigou.control.planner.messages import PlannerDecision
-from pigou.control.planner.planner import Planner
+from pigou.control.planner.planner import Planner, PlannerSetup, load
+from pigou.objectives import Budget, Objectives, ProvisioningTimes, Slo
+from pigou.performance.sweep_tables import SweepTables
 from pigou.request import SECOND
-from pigou.sim.scaled_fleet import ScaledFleet, ScaledFleets
-from pigou.sim.scaling_config import ScalingConfig
-from pigou.sim.scaling_summary import reversals, settle_seconds
+from pigou.sim.arrival_rate import RateSchedule
+from pigou.sim.client import SimulatedClient
+from pigou.sim.fleet_config import FleetConfig, ScalingConfig
+from pigou.sim.membership import Membership, MembershipChange
+from pigou.sim.pool_performance import measure_performance
+from pigou.sim.request_run import RequestRun
 from pigou.sim.virtual_clock import EPOCH, Clock, Phase
-from pigou.windows.planner_window import PlannerWindow
+from pigou.sim.window_meter import WindowMeter
+from pigou.sim.worker_spec import FleetWorker
+from pigou.small_file import read_bytes
+from pigou.windows.planner_window import PlannerWindow, WorkerState
+
+#: A move may undo the one before where the arrival rate has changed by more than this share.
+DEADBAND = 0.1
+#: Nanoseconds over which arrivals are counted where their rate is not known.
+_COUNTED_NS = 60 * SECOND
+
+
+class ScalingMove(NamedTuple):
+    """A worker that joins (+1) or leaves (-1) a pool by a decision; a flip is both."""
+
+    at_ns: int
+    worker: str
+    pool: str
+    sign: int
+
+
+class OfferedRate:
+    """The arrival rate of a workload: those of its schedules, or as counted in the last minute."""
+
+    def __init__(self, schedules: Sequence[RateSchedule], client: SimulatedClient) -> None:
+        """Take the schedule of each part; none counts the client's requests instead."""
+        self._schedules, self._client = tuple(schedules), client
+
+    @property
+    def changes_ns(self) -> tuple[int, ...]:
+        """Times at which a rate changes, the beginning included."""
+        times = {
+            EPOCH + round(second * SECOND)
+            for schedule in self._schedules
+            for second in schedule.changes
+        }
+        return tuple(sorted(times | {EPOCH}))
+
+    def at(self, now: int) -> tuple[float, ...]:
+        """Return the requests a second of each part at a time that has passed."""
+        if self._schedules:
+            return tuple(schedule.at((now - EPOCH) / SECOND) for schedule in self._schedules)
+        begin = max(EPOCH, now - _COUNTED_NS)
+        runs = self._client.runs  # in the order of their intentions
+        end, start = (bisect_right(runs, at, key=_intended_ns) for at in (now, begin))
+        count = end - start
+        return (count * SECOND / max(now - begin, 1),)
+
+
+def _intended_ns(run: RequestRun) -> int:
+    return run.intended_ns
+
+
+def reversals(moves: Sequence[ScalingMove], arrivals: OfferedRate) -> int:
+    """Return how often a move undid the last one of its pool though the load had not changed.
+
+    A worker less after a worker more counts unless the arrival rate has fallen by more than
+    `DEADBAND` in between; a worker more after one less, unless it has risen by so much. Where a
+    workload has several parts, any change of one by so much is a change of the load.
+    """
+    count = 0
+    last: dict[str, ScalingMove] = {}
+    for move in moves:
+        before = last.get(move.pool)
+        last[move.pool] = move
+        if before is None or before.sign == move.sign:
+            continue
+        count += not _follows(arrivals.at(before.at_ns), arrivals.at(move.at_ns), move.sign)
+    return count
+
+
+def _follows(old: Sequence[float], new: Sequence[float], sign: int) -> bool:
+    """Whether a change of rates explains a move in this direction."""
+    risen = any(after > before * (1 + DEADBAND) for before, after in zip(old, new, strict=True))
+    fallen = any(after < before * (1 - DEADBAND) for before, after in zip(old, new, strict=True))
+    if len(new) > 1:
+        return risen or fallen
+    return risen if sign > 0 else fallen
+
+
+def settle_seconds(
+    moves: Sequence[ScalingMove], changes: Sequence[MembershipChange], load_ns: Sequence[int],
+    end_ns: int,
+) -> float:  # fmt: skip
+    """Return the longest time from a change of the load until the fleet rests.
+
+    A fleet rests after the last move that was decided before the next change of the load, once
+    the worker serves, or is gone.
+
+    Args:
+        load_ns: times at which the load changed, ascending.
+    """
+    final = (WorkerState.READY, None)
+    settled_ns = {
+        move: next(
+            (c.at_ns for c in changes
+             if c.worker == move.worker and c.at_ns >= move.at_ns and c.state in final),
+            end_ns,
+        )
+        for move in moves
+    }  # fmt: skip
+    max_ns = 0
+    for move, at_ns in settled_ns.items():
+        before = [time for time in load_ns if time <= move.at_ns]
+        max_ns = max(max_ns, at_ns - before[-1])
+    return max_ns / SECOND
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledFleet:
+    """A fleet of one model that a planner changes."""
+
+    prefix: str  # of the names of its pools and workers before the planner; "" where it is alone
+    membership: Membership
+    meter: WindowMeter
+    arrivals: OfferedRate  # the arrival rate, by which moves are judged
+    moves: list[ScalingMove] = field(default_factory=list)  # of its workers, in order
+
+    def own_name(self, name: str) -> str | None:
+        """Return a name without the prefix; None for one of another fleet."""
+        return name.removeprefix(self.prefix) if name.startswith(self.prefix) else None
+
+    def note(self, worker: str, pool: str, sign: int, now: int) -> None:
+        """Note a move."""
+        self.moves.append(ScalingMove(now, worker, pool, sign))
+
+
+class ScaledFleets:
+    """Several such fleets as one that is changed (a `ManagedFleet`)."""
+
+    def __init__(self, fleets: Sequence[ScaledFleet]) -> None:
+        """Take charge of fleets, one of each model; their prefixes tell them apart."""
+        self._fleets = tuple(fleets)
+
+    @property
+    def size(self) -> int:
+        """Workers in all states."""
+        return sum(fleet.membership.size for fleet in self._fleets)
+
+    @property
+    def pools(self) -> Collection[str]:
+        """Names of the pools, with their prefixes."""
+        return [fleet.prefix + pool for fleet in self._fleets for pool in fleet.membership.pools]
+
+    def worker(self, id: str) -> ManagedWorker | None:
+        """Return a worker that is not gone; None where there is none of that id."""
+        fleet, worker = self._find(id)
+        if fleet is None or worker is None or worker.state is None:
+            return None
+        return ManagedWorker(id, fleet.prefix + worker.pool, worker.state)
+
+    def is_last_decoder(self, id: str) -> bool:
+        """Whether a worker decodes, and no other one of its model that is ready does."""
+        fleet, worker = self._at(id)
+        return fleet.membership.is_last_decoder(worker)
+
+    def start_refusal(self, pool: str) -> str:
+        """Return why a pool cannot grow: no host has room; empty where it can."""
+        fleet, own = self._pool(pool)
+        return fleet.membership.start_refusal(own)
+
+    def flip_refusal(self, id: str, pool: str) -> str:
+        """Return why a worker cannot serve in another pool; empty where it can."""
+        fleet, worker = self._at(id)
+        own = fleet.own_name(pool)
+        if own is None or not fleet.membership.can_flip(worker.pool, own):
+            return f"{id} cannot serve in pool {pool!r}"
+        return ""
+
+    def decodes(self, pool: str) -> bool:
+        """Whether workers of a pool decode."""
+        fleet, own = self._pool(pool)
+        return fleet.membership.pools[own].role.decodes
+
+    def limits_refusal(self, pool: str) -> str:  # noqa: ARG002
+        """Return nothing: simulated engines change their limits between two steps."""
+        return ""
+
+    def set_limits(
+        self, pool: str, max_seqs: int | None, max_batched_tokens: int | None, now: int
+    ) -> None:
+        """Let each worker of a pool, and those that join it, run no more at once."""
+        fleet, own = self._pool(pool)
+        fleet.membership.set_limits(own, max_seqs, max_batched_tokens, now)
+
+    def add(self, pool: str, now: int) -> str:
+        """Order one more worker of a pool; return its id."""
+        fleet, own = self._pool(pool)
+        worker = fleet.membership.add(own, now)
+        fleet.note(worker.name, own, 1, now)
+        return fleet.prefix + worker.name
+
+    def drain(self, id: str, now: int) -> None:
+        """Let a ready worker end what it has, then go."""
+        fleet, worker = self._at(id)
+        fleet.note(worker.name, worker.pool, -1, now)
+        fleet.membership.drain(worker, now)
+
+    def remove(self, id: str, now: int) -> None:
+        """Let a worker go at once; what runs there goes elsewhere."""
+        fleet, worker = self._at(id)
+        if worker.state is not WorkerState.DRAINING:
+            fleet.note(worker.name, worker.pool, -1, now)
+        fleet.membership.remove(worker, now)
+
+    def flip(self, id: str, pool: str, now: int) -> None:
+        """Let a ready worker serve in another pool, after a drain where flips take one."""
+        fleet, worker = self._at(id)
+        _, own = self._pool(pool)
+        fleet.note(worker.name, worker.pool, -1, now)
+        fleet.note(worker.name, own, 1, now)
+        fleet.membership.flip(worker, own, now)
+
+    def _pool(self, name: str) -> tuple[ScaledFleet, str]:
+        """Return the fleet of a pool, and the pool's name there."""
+        for fleet in self._fleets:
+            own = fleet.own_name(name)
+            if own is not None and own in fleet.membership.pools:
+                return fleet, own
+        raise KeyError(name)
+
+    def _find(self, name: str) -> tuple[ScaledFleet | None, FleetWorker | None]:
+        """Return a worker that is not gone, and its fleet."""
+        for fleet in self._fleets:
+            own = fleet.own_name(name)
+            worker = None if own is None else fleet.membership.worker(own)
+            if worker is not None:
+                return fleet, worker
+        return None, None
+
+    def _at(self, name: str) -> tuple[ScaledFleet, FleetWorker]:
+        """Return a worker that must be there, and its fleet."""
+        fleet, worker = self._find(name)
+        if fleet is None or worker is None:
+            raise KeyError(name)
+        return fleet, worker
+
+
+#: Seconds of a drain that a planner reckons with, where there is no limit.
+_DRAIN_S = 10.0
+
+
+class PlannedFleet(NamedTuple):
+    """A fleet as a planner is told of it."""
+
+    prefix: str
+    config: FleetConfig
+    membership: Membership
+
+
+def with_start_up(fleet: FleetConfig, config: ScalingConfig) -> FleetConfig:
+    """Return a fleet with the start-up time that the scaling has, where it has one."""
+    if config.start_up is None:
+        return fleet
+    start_up = msgspec.structs.replace(fleet.start_up, seconds=config.start_up)
+    return msgspec.structs.replace(fleet, start_up=start_up)
+
+
+def build_planner(
+    config: ScalingConfig, objectives: Objectives, fleets: Sequence[PlannedFleet], seed: int
+) -> Planner:
+    """Return the planner that a configuration names."""
+    params = dict(config.planner)
+    return load(params.pop("planner"), planner_setup(config, objectives, fleets, seed), params)
+
+
+def planner_setup(
+    config: ScalingConfig, objectives: Objectives, fleets: Sequence[PlannedFleet], seed: int
+) -> PlannerSetup:
+    """Return what every planner of these fleets is given."""
+    tables = _tables(config, fleets)
+    performance = {
+        fleet.prefix + pool.name: measure_performance(pool.spec, pool.role, fleet.config)
+        if tables is None
+        else tables.performance(pool.role)
+        for fleet in fleets
+        for pool in fleet.membership.pools.values()
+    }
+    return PlannerSetup(
+        slo=objectives.slo or Slo(),
+        classes=objectives.classes,
+        budget=budget_of(config, fleets),
+        times=times_of(fleets),
+        performance=performance,
+        seed=seed,
+    )
+
+
+def _tables(config: ScalingConfig, fleets: Sequence[PlannedFleet]) -> SweepTables | None:
+    """Return the tables that are given instead of measuring; None without any."""
+    if not config.performance:
+        return None
+    makes = {pool.make for fleet in fleets for pool in fleet.membership.pools.values()}
+    if len(fleets) > 1 or len(makes) > 1:
+        raise ConfigError(
+            f"performance is {config.performance!r}, and the fleet has workers of several kinds; "
+            "leave it out, and they are measured"
+        )
+    try:
+        return SweepTables.parse(read_bytes(config.performance))
+    except OSError as error:
+        raise ConfigError(f"performance is {config.performance!r}: {error.strerror}") from None
+
+
+def budget_of(config: ScalingConfig, fleets: Sequence[PlannedFleet]) -> Budget:
+    """Return GPUs for as many workers of the widest pool as there may be."""
+    if not config.max_workers:
+        return Budget()
+    pools = [pool for fleet in fleets for pool in fleet.membership.pools.values()]
+    return Budget(max_gpus=config.max_workers * max(pool.spec.gpus for pool in pools))
+
+
+def times_of(fleets: Sequence[PlannedFleet]) -> ProvisioningTimes:
+    """Return what changes take, that of the slowest fleet each."""
+    start_ups = [fleet.config.start_up for fleet in fleets]
+    drain_s = max(fleet.config.drain_s or _DRAIN_S for fleet in fleets)
+    flips = [
+        fleet.config.flip.seconds + (drain_s if fleet.config.flip.drains else 0.0)
+        for fleet in fleets
+        if any(fleet.membership.can_flip(a, b) for a in fleet.membership.pools
+               for b in fleet.membership.pools)
+    ]  # fmt: skip
+    return ProvisioningTimes(
+        start_up_s=max(start.seconds for start in start_ups),
+        warm_up_s=max(start.warm_up_s for start in start_ups),
+        drain_s=drain_s,
+        flip_s=max(flips, default=math.inf),
+    )
+
 
 #: Key of the planner's events: after the control plane's tick and the load reports of a moment.
 _PLANNER_KEY = -1

@@ -21,15 +21,17 @@ from pigou.engine import startup_profiling
 from pigou.sim.client import ClientConfig, SimulatedClient
 from pigou.sim.cost import simulated_cost_meter
 from pigou.sim.fleet import SimulatedFleet
-from pigou.sim.fleet_config import FleetConfig, WorkerGroup
+from pigou.sim.fleet_config import FleetConfig, ScalingConfig, WorkerGroup
 from pigou.sim.membership import Membership
-from pigou.sim.objectives import objectives_document
-from pigou.sim.planner_setup import PlannedFleet, build_planner, with_start_up
-from pigou.sim.result import SimulationResult
-from pigou.sim.scaled_fleet import ScaledFleet
-from pigou.sim.scaling import Scaling
-from pigou.sim.scaling_config import ScalingConfig
-from pigou.sim.scaling_summary import OfferedRate
+from pigou.sim.result import SimulationResult, objectives_document
+from pigou.sim.scaling import (
+    OfferedRate,
+    PlannedFleet,
+    ScaledFleet,
+    Scaling,
+    build_planner,
+    with_start_up,
+)
 from pigou.sim.setup import Setup
 from pigou.sim.tiers import recompute_cost_of
 from pigou.sim.timing import Timing

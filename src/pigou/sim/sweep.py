@@ -19,9 +19,8 @@ from pigou.request import SECOND, Role
 from pigou.sim.client import ClientConfig
 from pigou.sim.fleet_config import read_fleet
 from pigou.sim.pool_performance import measure_performance
-from pigou.sim.setup import Setup
+from pigou.sim.setup import Setup, SweepConfig
 from pigou.sim.simulation import UNLIMITED, Simulation
-from pigou.sim.sweep_config import SweepConfig
 from pigou.sim.virtual_clock import EPOCH, Phase
 from pigou.sim.workload import ClosedLoop, OpenLoop, RequestLengths, renewal
 from pigou.windows.planner_window import PlannerWindow

@@ -12,8 +12,8 @@ from pigou.request import SECOND, Role
 from pigou.sim.client import SimulatedClient
 from pigou.sim.fleet import SimulatedFleet
 from pigou.sim.membership import Membership
-from pigou.sim.objectives import class_name, is_attained, request_itl_ns
 from pigou.sim.request_run import RequestRun, RunOutcome
+from pigou.sim.result import class_name, is_attained, request_itl_ns
 from pigou.sim.virtual_clock import EPOCH
 from pigou.sim.worker_spec import FleetWorker
 from pigou.windows.load_meter import (

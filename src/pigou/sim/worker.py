@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TypeAlias
 
@@ -16,11 +17,37 @@ from pigou.events import KVEvent
 from pigou.kv.tiers import Tiers
 from pigou.request import Ints, Nanos, Request
 from pigou.sim.request_run import Leg, Listener
-from pigou.sim.step_meter import StepMeter
 from pigou.sim.streams import Counts, ITLHistogram, Streams
 from pigou.sim.tiers import TierLinks
 from pigou.sim.timing import StepKeys, Timing, step_end_times, varies
 from pigou.sim.virtual_clock import Clock, Event, Inbox, Phase
+
+
+@dataclass(slots=True)
+class StepMeter:
+    """Counts of one worker, since its start."""
+
+    prefill_steps: int = 0
+    prefill_ns: int = 0
+    prefill_tokens: int = 0
+    # the longest step without a prompt since `take_stall`; of steps that were planned together, the
+    # mean.
+    decode_stall_ns: int = 0
+
+    def count(self, plan: Plan, steps: int, ns: int) -> None:
+        """Count so many steps of a plan, which took so many nanoseconds."""
+        if plan.counts.item(-1) > 1:
+            self.prefill_steps += steps
+            self.prefill_ns += ns
+            self.prefill_tokens += steps * plan.chunk_tokens
+        elif steps and ns // steps > self.decode_stall_ns:
+            self.decode_stall_ns = ns // steps
+
+    def take_stall(self) -> int:
+        """Return `decode_stall_ns`, and begin anew."""
+        stall_ns, self.decode_stall_ns = self.decode_stall_ns, 0
+        return stall_ns
+
 
 #: Workers by number that have KV events to publish.
 LaggingWorkers: TypeAlias = "dict[int, SimWorker]"

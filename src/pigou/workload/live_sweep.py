@@ -13,8 +13,7 @@ from pigou.performance.sweep_tables import (
     PromptPoint,
     SweepTables,
 )
-from pigou.sim.setup import Setup
-from pigou.sim.sweep_config import SweepConfig
+from pigou.sim.setup import Setup, SweepConfig
 from pigou.workload.bench import bench
 from pigou.workload.bench_config import BenchConfig
 from pigou.workload.bench_summary import LatencyDistribution, Summary

@@ -9,8 +9,7 @@ import pytest
 from pigou.config import ControlConfig
 from pigou.sim.arrival_rate import RateSchedule
 from pigou.sim.client import ClientConfig
-from pigou.sim.fleet_config import read_fleet
-from pigou.sim.scaling_config import ScalingConfig
+from pigou.sim.fleet_config import ScalingConfig, read_fleet
 from pigou.sim.setup import Setup
 from pigou.sim.simulation import UNLIMITED, Simulation
 from pigou.sim.workload import RequestLengths, renewal

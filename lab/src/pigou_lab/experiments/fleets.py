@@ -31,7 +31,7 @@ from pigou.sim.fleet_config import FleetConfig, WorkerGroup
 from pigou.sim.network import LinkConfig
 from pigou.sim.setup import Setup
 from pigou.sim.simulation import UNLIMITED, Simulation
-from pigou.sim.timing_law import Law
+from pigou.sim.timing import Law
 from pigou.sim.workload import ClosedLoop, RequestLengths
 from pigou_lab.experiments.paper import FleetName
 from pigou_lab.routing.dynamo import DynamoPaper, DynamoPaperParams

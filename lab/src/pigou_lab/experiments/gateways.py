@@ -23,8 +23,7 @@ import msgspec
 from pigou.config import ControlConfig
 from pigou.request import SECOND
 from pigou.sim.client import ClientConfig
-from pigou.sim.fleet_config import read_fleet
-from pigou.sim.gateways_config import GatewaysConfig
+from pigou.sim.fleet_config import GatewaysConfig, read_fleet
 from pigou.sim.result import SimulationResult
 from pigou.sim.setup import Setup
 from pigou.sim.simulation import UNLIMITED, Simulation

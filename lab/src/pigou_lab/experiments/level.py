@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from pigou.sim.client import ClientConfig
 from pigou.sim.result import SimulationResult
 from pigou.sim.simulation import Simulation
-from pigou.sim.timing_law import Law
+from pigou.sim.timing import Law
 from pigou.sim.workload import ClosedLoop
 from pigou_lab.experiments.fleets import (
     LENGTHS,

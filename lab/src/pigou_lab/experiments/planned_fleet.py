@@ -26,10 +26,15 @@ from pigou.performance.speed import RequestMix
 from pigou.request import Role
 from pigou.sim.arrival_rate import RateSchedule
 from pigou.sim.client import ClientConfig
-from pigou.sim.fleet_config import FleetConfig, WorkerGroup
-from pigou.sim.planner_setup import PlannedFleet, build_planner
+from pigou.sim.fleet_config import (
+    FleetConfig,
+    RoleFlipConfig,
+    ScalingConfig,
+    StartUpConfig,
+    WorkerGroup,
+)
 from pigou.sim.pool_performance import measure_performance
-from pigou.sim.scaling_config import RoleFlipConfig, ScalingConfig, StartUpConfig
+from pigou.sim.scaling import PlannedFleet, build_planner
 from pigou.sim.setup import Setup
 from pigou.sim.simulation import UNLIMITED, Simulation
 from pigou.sim.workload import RequestLengths, renewal
