@@ -19,7 +19,7 @@ serve: $(VENV)/.serve
 
 # Needs a CUDA device, and no tools: says what works on it and how fast; exit code 3 without CUDA.
 gpu: $(VENV)/.lab
-	$(BIN)/python -m pigou.gpu_check $(ARGS)
+	$(BIN)/python -m pigou_lab.gpu_check $(ARGS)
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 3 --dist loadgroup -m "$(FAST)" $(ARGS)
@@ -60,7 +60,7 @@ $(VENV)/.serve: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.lab: $(VENV)/.serve lab/pyproject.toml
-	$(BIN)/python -m pip install $(PIP_FLAGS) -e ./lab
+	$(BIN)/python -m pip install $(PIP_FLAGS) -e './lab[forecast]'
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.lab

@@ -17,9 +17,9 @@ FLOORS = {
     "engine": 3, "control": 3, "lifecycle": 3, "diagnosis": 3, "cost": 3,
     "windows": 3, "performance": 3,
     "runtime": 4, "sim": 4, "worker": 4, "gateway": 4,
-    "fleet": 5, "workload": 5, "report": 5, "integrations": 5,
+    "fleet": 5, "workload": 5, "report": 5,
     "capacity": 5,
-    "cli": 6, "gpu_check": 6, "__main__": 7,
+    "cli": 6, "__main__": 7,
 }  # fmt: skip
 PURE = {"games", "kv", "engine", "control", "lifecycle", "cost", "diagnosis"}
 PURE |= {"windows", "performance"}

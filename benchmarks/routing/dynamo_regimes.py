@@ -36,8 +36,8 @@ import numpy as np
 from benchmarks.lib.dynamo_mockers import NAME, Mockers, dynamo_home
 from benchmarks.lib.servers import LOOPBACK, Server, free_ports, machine, unwind_on_terminate
 from pigou.control.regimes.routing_controllers import RegimeTable
-from pigou.integrations.dynamo.attribution import RequestLedger
-from pigou.integrations.dynamo.event_plane import EventPlane
+from pigou_lab.dynamo_host.attribution import RequestLedger
+from pigou_lab.dynamo_host.event_plane import EventPlane
 
 ARRANGEMENTS = ("switch", "dynamo-paper", "toll")
 _LINE = "{:>5} {:>7} {:>10} {:>8} {:>5} {:>20} {:>16} {:>9} {:>9} {:>6} {:>24}"
@@ -227,7 +227,7 @@ def _switch(
         )  # fmt: skip
         urls[frontend.url] = row
     port = free_ports(1)[0]
-    argv = [sys.executable, "-m", "pigou.integrations.dynamo", "switch", "--port", str(port)]
+    argv = [sys.executable, "-m", "pigou_lab.dynamo_host", "switch", "--port", str(port)]
     for url, row in urls.items():
         argv += ["--frontend", f"{url},temperature={row.temperature},"
                                f"overlap-weight={row.overlap_weight}"]  # fmt: skip

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from pigou.workload.recall import recall_items
+from pigou_lab.recall import recall_items
 from tools.tiny.corpus import load
 
 Tokens = NDArray[np.int64]

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from benchmarks.lib.shared_folder import shared_folder
 from pigou.request import SECOND
 from pigou.sim.arrival_rate import renewal_times
-from pigou.workload.recall import RecallItem, pair_line, recall_items
+from pigou_lab.recall import RecallItem, pair_line, recall_items
 
 Ids = NDArray[np.int32]
 

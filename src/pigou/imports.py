@@ -33,7 +33,6 @@ EXTRAS = {
     "worker": ("torch", "safetensors", "llguidance", "obstore"),
     "report": ("matplotlib", "plotly"),
     "traces": ("zstandard",),
-    "forecast": ("pmdarima", "statsmodels"),
     "nats": ("nats",),
     "etcd": ("aetcd",),
     "k8s": ("kopf",),

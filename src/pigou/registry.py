@@ -12,8 +12,10 @@ LAB_NAMES = {
     "pigou.command": "experiment",
     "pigou.eviction": "arc fifo frequency gdsf kvbm lfu random s3fifo sieve",
     "pigou.planner": "apa dynamo dynamo-load dynamo-sla heteroscale hpa-cpu hpa-qps kpa ray wva",
-    "pigou.routing": "aibrix-prefix dynamo dynamo-conditional dynamo-paper llm-d llm-d-blend "
-    "llm-d-conditional lmetric mooncake ray-prefix sglang-cache-aware",
+    "pigou.predictor": "auto-arima dynamo-arima dynamo-kalman holt-winters kalman seasonal-naive",
+    "pigou.routing": "aibrix-prefix dynamo dynamo-conditional dynamo-paper llm-d "
+    "llm-d-blend llm-d-conditional lmetric mooncake ray-prefix "
+    "sglang-cache-aware",
     "pigou.token_eviction": "fifo h2o lru oracle random snapkv streaming",
 }
 _LAB_REMEDY = "pip install ./lab in a checkout of Pigou"

@@ -8,13 +8,13 @@ import sys
 import pytest
 import torch
 
-from pigou.gpu_check import sections
-from pigou.gpu_check.__main__ import FAILED, NO_CUDA, OK, main
-from pigou.gpu_check.disaggregation import decode_alone, decode_elsewhere
-from pigou.runtime.gpu.equality import compare
-from pigou.runtime.gpu.random_model import QWEN3_600M, TINY, random_model
-from pigou.runtime.gpu.speed import Peaks, measure_speed, parameters
 from pigou.runtime.model_config import parse_config
+from pigou_lab.gpu_check import sections
+from pigou_lab.gpu_check.__main__ import FAILED, NO_CUDA, OK, main
+from pigou_lab.gpu_check.disaggregation import decode_alone, decode_elsewhere
+from pigou_lab.gpu_check.equality import compare
+from pigou_lab.gpu_check.random_model import QWEN3_600M, TINY, random_model
+from pigou_lab.gpu_check.speed import Peaks, measure_speed, parameters
 
 ON_CPU = ["--device", "cpu", "--small", "--skip-tests"]
 
@@ -31,7 +31,7 @@ def test_without_torch_it_says_so_and_exits_with_3() -> None:
     code = (
         "import sys, importlib.util as u; find = u.find_spec\n"
         "u.find_spec = lambda name, *a: None if name == 'torch' else find(name, *a)\n"
-        "from pigou.gpu_check.__main__ import main; sys.exit(main([]))"
+        "from pigou_lab.gpu_check.__main__ import main; sys.exit(main([]))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from pigou.fleet.config import FleetError
-from pigou.gpu_check.serving import measure_serving
-from pigou.runtime.gpu.random_model import TINY, random_model, write_checkpoint
-from pigou.runtime.gpu.speed import make_engine
 from pigou.runtime.load import load
 from pigou.sampling import SamplingParams
+from pigou_lab.gpu_check.random_model import TINY, random_model, write_checkpoint
+from pigou_lab.gpu_check.serving import measure_serving
+from pigou_lab.gpu_check.speed import make_engine
 
 
 @pytest.fixture(scope="module")

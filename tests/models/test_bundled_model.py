@@ -23,7 +23,7 @@ from pigou.runtime.local_engine import LocalEngine
 from pigou.sampling import SamplingParams
 from pigou.text.chat_template import ChatTemplate
 from pigou.wire.structured_output import schema_grammar
-from pigou.workload.recall import KEYS, MARK, VALUES, RecallItem, is_held_out, recall_items
+from pigou_lab.recall import KEYS, MARK, VALUES, RecallItem, is_held_out, recall_items
 
 pydantic = pytest.importorskip("pydantic")
 

@@ -13,7 +13,7 @@ from aiohttp import web
 from pigou.control.regimes.parameters import E2ESample
 from pigou.control.regimes.routing_controllers import RegimeConfig, RegimeController, RegimeTable
 from pigou.control.saturation.regime import Regime, TTFTSample
-from pigou.integrations.dynamo.steering import SteeredRequest, Steering
+from pigou_lab.dynamo_host.steering import SteeredRequest, Steering
 
 TEMPERATURE = "router_temperature"
 WEIGHT = "prefill_load_scale"

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.lib.foreign_files import scatter
 
-from pigou.integrations.dynamo.attribution import RequestLedger, request_id
-from pigou.integrations.dynamo.event_plane import (
+from pigou_lab.dynamo_host.attribution import RequestLedger, request_id
+from pigou_lab.dynamo_host.event_plane import (
     SEQUENCES,
     Envelope,
     EventPlane,

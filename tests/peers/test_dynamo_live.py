@@ -22,9 +22,9 @@ from benchmarks.lib.peers import PeerMissing, shared
 from benchmarks.lib.servers import LOOPBACK, Server, free_ports, get_json
 from pigou.control.regimes.parameters import Parameters
 from pigou.control.saturation.regime import Regime
-from pigou.integrations.dynamo.attribution import RequestLedger
-from pigou.integrations.dynamo.event_plane import EventPlane
-from pigou.integrations.dynamo.switch import Frontend, Switch, serve
+from pigou_lab.dynamo_host.attribution import RequestLedger
+from pigou_lab.dynamo_host.event_plane import EventPlane
+from pigou_lab.dynamo_host.switch import Frontend, Switch, serve
 
 pytestmark = [pytest.mark.dynamo, pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -82,7 +82,7 @@ def worker_of(reply: dict[str, Any]) -> int:
 
 def test_the_probe_tells_what_this_version_does(either: Mockers) -> None:
     for _ in range(2):
-        done = either.python("-m", "pigou.integrations.dynamo", "probe")
+        done = either.python("-m", "pigou_lab.dynamo_host", "probe")
         told = json.loads(done.stdout)
         assert told["honoured"] is honours(either), done.stderr
         assert done.returncode == (0 if honours(either) else 3)
@@ -97,8 +97,8 @@ def test_the_probe_tells_what_this_version_does(either: Mockers) -> None:
 WRAPPED = """
 import asyncio, collections, json, os, random
 from pigou.control.saturation.regime import Regime
-from pigou.integrations.dynamo import binding
-from pigou.integrations.dynamo.router import AdaptiveRouter, OverridesIgnored
+from pigou_lab.dynamo_host import binding
+from pigou_lab.dynamo_host.router import AdaptiveRouter, OverridesIgnored
 from tests.peers.dynamo_fakes import ScriptedSteering
 
 async def main():
@@ -179,7 +179,7 @@ def test_the_wrapper_sets_the_temperature_of_each_request_or_refuses(either: Moc
 
 
 def test_the_router_service_runs_wrapped_or_refuses(either: Mockers) -> None:
-    arguments = ["-m", "pigou.integrations.dynamo", "route", "--", "--endpoint",
+    arguments = ["-m", "pigou_lab.dynamo_host", "route", "--", "--endpoint",
                  "dynamo.backend.generate", "--router-block-size", str(BLOCK_SIZE)]  # fmt: skip
     planes = {"DYN_DISCOVERY_BACKEND": "file"}
     if not honours(either):
@@ -204,7 +204,7 @@ def test_the_router_service_runs_wrapped_or_refuses(either: Mockers) -> None:
 
 ASK_SERVICE = """
 import asyncio, json, os
-from pigou.integrations.dynamo import binding
+from pigou_lab.dynamo_host import binding
 
 async def ask(runtime, name, body):
     client = await runtime.endpoint(f"dynamo.router.{name}").client()
@@ -264,7 +264,7 @@ async def test_workers_of_the_newest_tell_it_without_help_of_a_router(tmp_path: 
 
 async def test_the_attribute_command_prints_a_line_for_each_request(newest: Mockers) -> None:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "pigou.integrations.dynamo", "attribute",
+        sys.executable, "-m", "pigou_lab.dynamo_host", "attribute",
         "--folder", str(newest.folder), stdout=subprocess.PIPE,
     )  # fmt: skip
     assert process.stdout is not None
@@ -370,7 +370,7 @@ async def test_no_stream_is_dropped_while_the_switch_turns(newest: Mockers) -> N
 
 def test_the_switch_command_serves_and_ends(newest: Mockers) -> None:
     port = free_ports(1)[0]
-    argv = [sys.executable, "-m", "pigou.integrations.dynamo", "switch", "--port", str(port),
+    argv = [sys.executable, "-m", "pigou_lab.dynamo_host", "switch", "--port", str(port),
             "--frontend", f"{newest.url},temperature=0",
             "--frontend", f"{newest.more[0].url},temperature=0.7",
             "--controller", "regime,table.transition.temperature=0.6",

@@ -2,7 +2,7 @@
 
 PIGOU_PEER_DYNAMO names a venv with the package `ai-dynamo`. Its planner imports filterpy, prophet
 and pmdarima, which it does not bring: a matrix filter stands in for the first, nothing for the
-second, and without `pigou[forecast]` all is skipped.
+second, and without `pigou-lab[forecast]` all is skipped.
 """
 
 from __future__ import annotations

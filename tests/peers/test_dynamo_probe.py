@@ -14,11 +14,11 @@ from tests.peers.dynamo_fakes import PAPER, TEMPERATURE, WEIGHT, FakeRouter, Scr
 
 from pigou.config import ConfigError
 from pigou.control.saturation.regime import Regime
-from pigou.integrations.dynamo import binding
-from pigou.integrations.dynamo.probe import Honoured, probe
-from pigou.integrations.dynamo.router import AdaptiveRouter, OverridesIgnored
-from pigou.integrations.dynamo.steering import Steering
 from pigou.request import SECOND
+from pigou_lab.dynamo_host import binding
+from pigou_lab.dynamo_host.probe import Honoured, probe
+from pigou_lab.dynamo_host.router import AdaptiveRouter, OverridesIgnored
+from pigou_lab.dynamo_host.steering import Steering
 
 PROMPT = list(range(300, 332))
 
@@ -166,7 +166,7 @@ def test_without_dynamo_the_package_is_named() -> None:
 def test_importing_the_integration_loads_nothing_heavy() -> None:
     source = Path(__file__).parents[2] / "src"
     code = (
-        "import sys; import pigou.integrations.dynamo.__main__; "
+        "import sys; import pigou_lab.dynamo_host.__main__; "
         "print([m for m in ('torch', 'numba', 'scipy', 'xxhash', 'dynamo', 'tokenizers') "
         "if m in sys.modules])"
     )

@@ -14,7 +14,7 @@ from tests.peers.dynamo_fakes import FakeFrontend, ScriptedSteering
 from pigou.config import ConfigError
 from pigou.control.regimes.parameters import Parameters
 from pigou.control.saturation.regime import Regime
-from pigou.integrations.dynamo.switch import Frontend, Switch, serve
+from pigou_lab.dynamo_host.switch import Frontend, Switch, serve
 
 COLD, WARM = Parameters(0.0, 1.0), Parameters(0.7, 1.0)
 

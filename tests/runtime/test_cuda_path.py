@@ -27,8 +27,6 @@ from pigou.runtime import tensor_io as upload_module
 from pigou.runtime.attention import PagedAttention
 from pigou.runtime.batch import make_batch
 from pigou.runtime.decoder import Decoder, load_decoder
-from pigou.runtime.gpu.profile import waits_per_step
-from pigou.runtime.gpu.random_model import TINY, random_model
 from pigou.runtime.kv_cache import KVCache, make_layout, queue_moves
 from pigou.runtime.load import LoadedModel
 from pigou.runtime.local_engine import LocalEngine
@@ -39,6 +37,8 @@ from pigou.runtime.sampling import Sampler
 from pigou.runtime.sequence import make_sequence
 from pigou.runtime.tensor_io import DeviceCopies
 from pigou.sampling import SamplingParams
+from pigou_lab.gpu_check.profile import waits_per_step
+from pigou_lab.gpu_check.random_model import TINY, random_model
 
 DEVICE = torch.device("meta")
 

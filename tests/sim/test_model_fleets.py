@@ -13,13 +13,13 @@ from pigou.config import ConfigError, ControlConfig
 from pigou.control.planner.messages import Action, AddWorkers, DrainWorker, PlannerDecision
 from pigou.request import SECOND
 from pigou.sim.fleet_config import ScalingConfig, read_fleet
-from pigou.sim.model_fleets import ModelFleet, ModelFleets
 from pigou.sim.request_run import RunOutcome
 from pigou.sim.setup import Setup
 from pigou.sim.simulation import UNLIMITED
 from pigou.sim.virtual_clock import EPOCH
 from pigou.sim.workload import OpenLoop
 from pigou.windows.planner_window import PlannerWindow, WorkerState
+from pigou_lab.model_fleets import ModelFleet, ModelFleets
 
 CONTROL = ControlConfig(max_inflight=UNLIMITED, max_inflight_tokens=UNLIMITED,
                         queue_timeout=UNLIMITED, max_queued=UNLIMITED)  # fmt: skip

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from pigou.runtime.decoder import Decoder
-from pigou.workload.recall import recall_items
+from pigou_lab.recall import recall_items
 from returns.policies import Policy, keep
 from returns.probe import Probe
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 from tokenizers import Tokenizer
 
-from pigou.workload.recall import KEYS, VALUES, is_held_out, pair_line
+from pigou_lab.recall import KEYS, VALUES, is_held_out, pair_line
 from tiny.corpus import Corpus
 
 Random = np.random.Generator

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from pigou.workload.recall import MARK, RecallItem, recall_items
+from pigou_lab.recall import MARK, RecallItem, recall_items
 from tiny import decode
 from tiny.corpus import Split
 from tiny.model import Tiny

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from pigou.workload.recall import KEYS, MARK, VALUES, is_held_out
+from pigou_lab.recall import KEYS, MARK, VALUES, is_held_out
 from tiny.corpus import Corpus
 from tiny.tokenizer import BOS, EOS, SPECIAL, special
 
@@ -48,7 +48,7 @@ class Alphabet:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Alphabet:
-        """The alphabet of `pigou.workload.recall` in this tokenizer; held-out combinations are
+        """The alphabet of `pigou_lab.recall` in this tokenizer; held-out combinations are
         not allowed.
         """
 

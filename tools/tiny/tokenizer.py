@@ -9,7 +9,7 @@ from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from pigou.workload.recall import KEYS, MARK, VALUES
+from pigou_lab.recall import KEYS, MARK, VALUES
 
 BOS, EOS = "<|begin|>", "<|end|>"
 ROLES = ("system", "user", "assistant")

@@ -28,11 +28,11 @@ from pigou.objectives import Slo
 from pigou.request import Role
 from pigou.sim.client import ClientConfig
 from pigou.sim.fleet_config import FleetConfig, ScalingConfig, WorkerGroup
-from pigou.sim.model_fleets import ModelFleet, ModelFleets
 from pigou.sim.pool_performance import measure_performance
 from pigou.sim.setup import Setup
 from pigou.sim.simulation import UNLIMITED, Simulation
 from pigou.sim.workload import OpenLoop, RequestLengths
+from pigou_lab.model_fleets import ModelFleet, ModelFleets
 
 START_UP_S = 100.0
 FIRST_JUDGING_SEED = 101

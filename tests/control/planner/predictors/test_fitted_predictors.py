@@ -10,13 +10,13 @@ from pigou.config import ConfigError
 pytest.importorskip("statsmodels")
 pytest.importorskip("pmdarima")
 
-from pigou.control.planner.predictors.arima import (
+from pigou_lab.predictors.arima import (
     AutoArima,
     DynamoArima,
     DynamoArimaParams,
 )
-from pigou.control.planner.predictors.fitted import FittedParams
-from pigou.control.planner.predictors.holt_winters import HoltWinters, HoltWintersParams
+from pigou_lab.predictors.fitted import FittedParams
+from pigou_lab.predictors.holt_winters import HoltWinters, HoltWintersParams
 
 
 def test_holt_winters_follows_a_trend_and_damps_it() -> None:

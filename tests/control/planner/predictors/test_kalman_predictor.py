@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pigou.config import ConfigError
-from pigou.control.planner.predictors.kalman import (
+from pigou_lab.predictors.kalman import (
     DynamoKalman,
     DynamoKalmanParams,
     Kalman,

@@ -20,7 +20,7 @@ FAST = ("last-value", "ewma", "seasonal-naive", "kalman", "dynamo-kalman", "arri
 FITTED = ("holt-winters", "auto-arima", "dynamo-arima")
 PARAMS: dict[str, dict[str, Any]] = {"seasonal-naive": {"season": 5}, "arrivals": {"bins": 8}}
 HAS_LIBRARIES = all(find_spec(module) for module in EXTRAS["forecast"])
-needs_libraries = pytest.mark.skipif(not HAS_LIBRARIES, reason="needs pigou[forecast]")
+needs_libraries = pytest.mark.skipif(not HAS_LIBRARIES, reason="needs pigou-lab[forecast]")
 ALL = (*FAST, *(pytest.param(name, marks=needs_libraries) for name in FITTED))
 
 loads = st.one_of(

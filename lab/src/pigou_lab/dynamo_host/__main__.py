@@ -1,4 +1,4 @@
-"""Command line: `python -m pigou.integrations.dynamo {probe,switch,route,attribute}`."""
+"""Command line: `python -m pigou_lab.dynamo_host {probe,switch,route,attribute}`."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from typing import Any
 import msgspec
 
 from pigou.config import ConfigError
-from pigou.integrations.dynamo import binding
-from pigou.integrations.dynamo.attribution import RequestLedger
-from pigou.integrations.dynamo.event_plane import Envelope, EventPlane
-from pigou.integrations.dynamo.probe import Honoured, probe
-from pigou.integrations.dynamo.router import OverridesIgnored, serve_router
-from pigou.integrations.dynamo.steering import Steering
-from pigou.integrations.dynamo.switch import Frontend, Switch, serve, ticking
 from pigou.stop_signals import END_S, StopSignals
+from pigou_lab.dynamo_host import binding
+from pigou_lab.dynamo_host.attribution import RequestLedger
+from pigou_lab.dynamo_host.event_plane import Envelope, EventPlane
+from pigou_lab.dynamo_host.probe import Honoured, probe
+from pigou_lab.dynamo_host.router import OverridesIgnored, serve_router
+from pigou_lab.dynamo_host.steering import Steering
+from pigou_lab.dynamo_host.switch import Frontend, Switch, serve, ticking
 
 _IGNORED = 3
 
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m pigou.integrations.dynamo",
+        prog="python -m pigou_lab.dynamo_host",
         description="Pigou's controller for NVIDIA Dynamo.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")

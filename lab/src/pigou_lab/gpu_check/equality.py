@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pigou.runtime.gpu.speed import make_engine
 from pigou.runtime.load import LoadedModel
 from pigou.runtime.local_engine import Output
 from pigou.sampling import SamplingParams
+from pigou_lab.gpu_check.speed import make_engine
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,10 +20,10 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from pigou.integrations.dynamo import binding
-from pigou.integrations.dynamo.binding import KvRouter
+from pigou_lab.dynamo_host import binding
+from pigou_lab.dynamo_host.binding import KvRouter
 
-_log = logging.getLogger("pigou.integrations.dynamo")
+_log = logging.getLogger("pigou_lab.dynamo_host")
 
 TEMPERATURE = "router_temperature"
 #: Names of the weight of the prefill load, newest first: the old one is an alias in 1.x.

@@ -24,11 +24,11 @@ from aiohttp import web
 
 from pigou.config import ConfigError
 from pigou.control.regimes.parameters import Parameters, RoutingSetting
-from pigou.integrations.dynamo.meters import Meters
-from pigou.integrations.dynamo.steering import SteeredRequest, Steering, distance, shown
 from pigou.request import SECOND
+from pigou_lab.dynamo_host.meters import Meters
+from pigou_lab.dynamo_host.steering import SteeredRequest, Steering, distance, shown
 
-_log = logging.getLogger("pigou.integrations.dynamo")
+_log = logging.getLogger("pigou_lab.dynamo_host")
 _CONNECT_S = 5.0
 #: A frontend that failed is tried last for so long.
 _AVOIDED = 2 * SECOND

@@ -1,4 +1,4 @@
-"""Entry point of `python -m pigou.gpu_check`."""
+"""Entry point of `python -m pigou_lab.gpu_check`."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def main(arguments: list[str] | None = None) -> int:
     if importlib.util.find_spec("torch") is None:
         print("gpu_check: torch is not installed; install a CUDA build of it first")
         return NO_CUDA
-    from pigou.gpu_check.sections import Check
-    from pigou.runtime.gpu.speed import describe
+    from pigou_lab.gpu_check.sections import Check
+    from pigou_lab.gpu_check.speed import describe
 
     device = describe(options.device)
     if device is None:
@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m pigou.gpu_check",
+        prog="python -m pigou_lab.gpu_check",
         description="Check that the runtime works on a GPU, and measure it. Exit code 0: all "
         "held; 1: something did not; 3: there is no CUDA.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,

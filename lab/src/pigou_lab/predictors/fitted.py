@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
+from importlib.util import find_spec
 
+from pigou.config import ConfigError
 from pigou.control.planner.predictors.calibrated import HORIZONS, CalibratedPredictor
 from pigou.control.planner.predictors.predictor import MAX_LOAD, PredictorParams, check_counts
-from pigou.imports import require
 
-EXTRA = "forecast"
+_LIBRARIES = ("pmdarima", "statsmodels")
 #: What the libraries raise where numbers do not suit them.
 _FAILURES = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
 
@@ -41,7 +42,12 @@ class FittedPredictor(CalibratedPredictor):
     params: FittedParams
 
     def __init__(self, params: FittedParams | None = None) -> None:
-        require(EXTRA, f"load predictor {type(self).__name__}")
+        missing = [library for library in _LIBRARIES if find_spec(library) is None]
+        if missing:
+            raise ConfigError(
+                f"load predictor {type(self).__name__} needs {', '.join(missing)}; "
+                "pip install './lab[forecast]' in a checkout of Pigou"
+            )
         super().__init__(params)
         self.failures = 0
         self._loads: list[float] = []

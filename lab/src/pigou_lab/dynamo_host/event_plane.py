@@ -27,7 +27,7 @@ from pigou.small_file import read_bytes
 #: Bytes of a file of discovery.
 _MAX_FILE = 1 << 20
 
-_log = logging.getLogger("pigou.integrations.dynamo")
+_log = logging.getLogger("pigou_lab.dynamo_host")
 _CHANNELS = Path("v1") / "event_channels"
 _LOOK_S = 0.2
 #: A publisher counts the subscription only some time after the handshake.

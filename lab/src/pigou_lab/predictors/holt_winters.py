@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from pigou.config import ConfigError
-from pigou.control.planner.predictors.fitted import FittedParams, FittedPredictor
 from pigou.control.planner.predictors.predictor import PredictorParams, check_counts
+from pigou_lab.predictors.fitted import FittedParams, FittedPredictor
 
 #: Seasons that a history needs for a seasonal model.
 _SEASONS = 2

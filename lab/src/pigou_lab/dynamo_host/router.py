@@ -12,13 +12,13 @@ from dataclasses import replace
 from typing import Any, Self
 
 from pigou.control.regimes.parameters import Parameters
-from pigou.integrations.dynamo import binding
-from pigou.integrations.dynamo.binding import KvRouter, Placement
-from pigou.integrations.dynamo.meters import Meters
-from pigou.integrations.dynamo.probe import TEMPERATURE, WEIGHTS, Honoured, ProbeVerdict, probe
-from pigou.integrations.dynamo.steering import SteeredRequest, Steering, shown
+from pigou_lab.dynamo_host import binding
+from pigou_lab.dynamo_host.binding import KvRouter, Placement
+from pigou_lab.dynamo_host.meters import Meters
+from pigou_lab.dynamo_host.probe import TEMPERATURE, WEIGHTS, Honoured, ProbeVerdict, probe
+from pigou_lab.dynamo_host.steering import SteeredRequest, Steering, shown
 
-_log = logging.getLogger("pigou.integrations.dynamo")
+_log = logging.getLogger("pigou_lab.dynamo_host")
 _OVERRIDE = "router_config_override"
 
 
@@ -28,7 +28,7 @@ class OverridesIgnored(RuntimeError):
     def __init__(self, verdict: ProbeVerdict) -> None:
         super().__init__(
             f"this Dynamo does not honour the temperature of a single request: {verdict}. Run two "
-            "or more frontends with different settings, and `python -m pigou.integrations.dynamo "
+            "or more frontends with different settings, and `python -m pigou_lab.dynamo_host "
             "switch` before them; or use a Dynamo that honours it (1.4.2 does)"
         )
         self.verdict = verdict

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from pigou.integrations.dynamo.event_plane import Envelope, Life, SequenceEvent, sequence_events
+from pigou_lab.dynamo_host.event_plane import Envelope, Life, SequenceEvent, sequence_events
 
 #: What Dynamo's frontend puts before its id of a request to make the id of a reply.
 _PREFIXES = ("chatcmpl-", "cmpl-")

@@ -12,10 +12,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from pigou.engine.plan import Result
-from pigou.runtime.gpu.speed import make_engine
 from pigou.runtime.load import LoadedModel
 from pigou.runtime.local_engine import LocalEngine
 from pigou.sampling import SamplingParams
+from pigou_lab.gpu_check.speed import make_engine
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from pigou.control.planner.predictors.fitted import FittedParams, FittedPredictor
 from pigou.control.planner.predictors.predictor import MAX_LOAD, PredictorParams
+from pigou_lab.predictors.fitted import FittedParams, FittedPredictor
 
 
 class AutoArima(FittedPredictor):

@@ -11,21 +11,21 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from pigou.gpu_check.disaggregation import decode_alone, decode_elsewhere
-from pigou.gpu_check.serving import measure_serving
-from pigou.runtime.gpu.equality import compare
-from pigou.runtime.gpu.profile import profile_plans, waits_per_step
-from pigou.runtime.gpu.random_model import QWEN3_600M, TINY, random_model, write_checkpoint
-from pigou.runtime.gpu.speed import Peaks, measure_peaks, measure_speed
 from pigou.runtime.kv_cache import DTYPES
 from pigou.runtime.load import LoadedModel
+from pigou_lab.gpu_check.disaggregation import decode_alone, decode_elsewhere
+from pigou_lab.gpu_check.equality import compare
+from pigou_lab.gpu_check.profile import profile_plans, waits_per_step
+from pigou_lab.gpu_check.random_model import QWEN3_600M, TINY, random_model, write_checkpoint
+from pigou_lab.gpu_check.serving import measure_serving
+from pigou_lab.gpu_check.speed import Peaks, measure_peaks, measure_speed
 
 STREAMS = (1, 32, 256)
 #: Streams over HTTP.
 HTTP_STREAMS = (1, 32)
 #: Kernels that are printed of each profile.
 _KERNELS = 12
-_TESTS = Path(__file__).parents[3] / "tests" / "runtime"
+_TESTS = Path(__file__).parents[4] / "tests" / "runtime"
 #: Nats within which two tokens are a near tie, and differences that are too large.
 _GAPS = {"fp32": 1e-3, "bf16": 0.25}
 _DIFFERENCES = {"fp32": 1e-2, "bf16": 0.25}

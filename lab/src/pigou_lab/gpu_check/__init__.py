@@ -1,0 +1,1 @@
+"""`python -m pigou_lab.gpu_check`: does the runtime work on this GPU, and how fast is it?"""

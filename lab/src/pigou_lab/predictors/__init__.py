@@ -1,0 +1,1 @@
+"""Load predictors to compare with: fitted by a library, seasonal, and Kalman filters."""

@@ -1,1 +1,0 @@
-"""`python -m pigou.gpu_check`: does the runtime work on this GPU, and how fast is it?"""

@@ -1,1 +1,0 @@
-"""Bindings to other people's serving systems."""

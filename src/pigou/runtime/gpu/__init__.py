@@ -1,1 +1,0 @@
-"""What `pigou.gpu_check` measures and compares with torch."""
