@@ -82,7 +82,7 @@ class HTTPConnection:
         start = time.perf_counter()
         self._writer.write(request)
         seen, count, first = b"", 0, 0.0
-        while not seen.endswith(b"0\r\n\r\n"):
+        while not seen.endswith(b"\r\n0\r\n\r\n"):  # a header may end with a 0
             data = await self._reader.read(1 << 18)
             if not data:
                 raise ConnectionError("the stream broke off")

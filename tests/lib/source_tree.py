@@ -8,6 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SRC = ROOT / "src" / "pigou"
+LAB = ROOT / "lab" / "src" / "pigou_lab"
 
 
 def modules() -> list[Path]:
