@@ -84,7 +84,7 @@ def test_the_slim_installation_simulates(tmp_path: Path) -> None:
 def test_the_slim_installation_imports_gateway_and_bench() -> None:
     program = PROGRAM.partition("from pigou.cli")[0] + (
         "import pigou.fleet.serve, pigou.gateway.app\n"
-        "import pigou.workload.bench, pigou.workload.bench_report\n"
+        "import pigou.workload.bench, pigou.workload.bench\n"
         "import pigou.sim.simulation, pigou_lab.experiments.registry, pigou.worker.process\n"
     )
     done = subprocess.run(

@@ -20,7 +20,7 @@ import pytest
 from typer.main import get_command
 
 from pigou.cli import COMMANDS, build
-from pigou.cli.worker_options import split_model
+from pigou.cli.worker import split_model
 from pigou.workload.catalogue import listed
 from tools import check_guides
 

@@ -27,8 +27,8 @@ from pathlib import Path
 
 from benchmarks.lib.peers import aiconfigurator_home
 from benchmarks.lib.shared_folder import shared_folder
-from pigou.capacity.plan.analysis import Analysis
-from pigou.capacity.plan.configuration import (
+from pigou.capacity.plan.analysis import (
+    Analysis,
     Configuration,
     LoadFigures,
     PlannedPool,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pigou.capacity.measured_vram import measured_map
+from pigou.capacity.vram import measured_map
 from pigou.config import ConfigError
 
 ABOUT: dict[str, Any] = {

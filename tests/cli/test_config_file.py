@@ -12,7 +12,7 @@ import pytest
 from typer.main import get_command
 
 from pigou.cli import COMMANDS, build, main
-from pigou.cli.config_file import COMMON
+from pigou.cli.config_options import COMMON
 
 #: Sample of a trace, whose options tell where a value came from.
 ARGUMENTS = ["trace", "sample", "FROM", "TO"]

@@ -11,8 +11,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from pigou.cli import build
-from pigou.cli.config_file import configured
-from pigou.cli.config_options import Override, config_command, config_options, in_flags
+from pigou.cli.config_options import Override, config_command, config_options, configured, in_flags
 from pigou.config import ConfigError, ControlConfig
 from pigou.config_option import Option, option
 from pigou.fleet.config import WatchConfig, WorkersConfig

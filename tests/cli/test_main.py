@@ -15,7 +15,7 @@ from typer.main import get_command
 
 from pigou import __version__
 from pigou.cli import COMMANDS, SUMMARIES, build, main
-from pigou.cli.config_file import COMMON
+from pigou.cli.config_options import COMMON
 from pigou.cli.progress import WorkProgress
 
 

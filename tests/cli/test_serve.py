@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pigou.cli import main
-from pigou.cli.worker_options import split_model
+from pigou.cli.worker import split_model
 from pigou.fleet.config import (
     AttachedWorker,
     FleetError,

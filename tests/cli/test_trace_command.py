@@ -14,8 +14,7 @@ from pigou.cli import main
 from pigou.config import ConfigError
 from pigou.workload.catalogue import TRACES
 from pigou.workload.trace import Trace, TraceSession, Turn, hit_ratio, ordered, sharing
-from pigou.workload.trace_formats import read_trace
-from pigou.workload.trace_rows import TraceRow, of_rows, to_rows
+from pigou.workload.trace_formats import TraceRow, of_rows, read_trace, to_rows
 
 Run = Callable[..., tuple[int, str, str]]
 

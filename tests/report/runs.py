@@ -8,8 +8,7 @@ from typing import Any
 import msgspec
 
 from pigou.config import ControlConfig
-from pigou.report.record_run import record
-from pigou.report.run_record import RunRecord
+from pigou.report.run_record import RunRecord, record
 from pigou.sim.client import ClientConfig
 from pigou.sim.fleet_config import read_fleet
 from pigou.sim.setup import Setup

@@ -6,7 +6,7 @@ from typing import Any
 
 from runs import made
 
-from pigou.report.planner_figures import decisions, objectives, replicas, totals
+from pigou.report.run_figures import decisions, objectives, replicas, totals
 from pigou.report.run_page import page
 
 COUNTS = ("starting", "active", "draining")

@@ -13,8 +13,8 @@ from runs import made
 
 from pigou.report.figure import Axis, Heat, ticks
 from pigou.report.figure_png import png
-from pigou.report.latency_figures import FIGURES, LATENCIES
 from pigou.report.page import as_record, html, load, write
+from pigou.report.run_figures import FIGURES, LATENCIES
 from pigou.report.run_page import COUNTS, page
 from pigou.report.run_record import RunRecord
 from pigou.sim.client import ClientConfig

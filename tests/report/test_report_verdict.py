@@ -10,11 +10,9 @@ from pages import Read
 from runs import made
 
 from pigou.report import comparison_page, experiment_page
-from pigou.report.page import html
+from pigou.report.page import Cell, ReportTable, html, of_rows, of_run, of_runs
 from pigou.report.run_page import page
 from pigou.report.run_record import RunRecord, Samples
-from pigou.report.table import Cell, ReportTable
-from pigou.report.verdict import of_rows, of_run, of_runs
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import pytest
 from pigou.objectives import Slo
 from pigou.request import SECOND
 from pigou.workload.bench_summary import Summary, latency_distribution, summarize
-from pigou.workload.request_outcome import Failure, SentRequest, Stream
+from pigou.workload.token_counter import Failure, SentRequest, Stream
 
 MS = 1_000_000
 

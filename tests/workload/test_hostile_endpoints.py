@@ -10,14 +10,19 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from pigou.workload import endpoint_client as bounded
-from pigou.workload.api_flavour import ApiFlavour
-from pigou.workload.endpoint import EndpointError, find_model, tokenize
-from pigou.workload.endpoint_client import EndpointClient, open_session
+from pigou.workload import endpoint as bounded
+from pigou.workload.endpoint import (
+    ApiFlavour,
+    EndpointClient,
+    EndpointError,
+    find_model,
+    open_session,
+    tokenize,
+)
+from pigou.workload.profiling.measure import find_target
 from pigou.workload.profiling.profile_config import ProfileConfig
-from pigou.workload.profiling.target import find_target
 from pigou.workload.prompts import PromptJob
-from pigou.workload.request_outcome import Failure
+from pigou.workload.token_counter import Failure
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 DEEP = b"[" * 100_000

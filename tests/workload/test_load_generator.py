@@ -10,7 +10,7 @@ import numpy as np
 from pigou.request import SECOND
 from pigou.workload.load_generator import LoadGenerator
 from pigou.workload.prompts import PromptJob
-from pigou.workload.request_outcome import Failure, SentRequest, Stream
+from pigou.workload.token_counter import Failure, SentRequest, Stream
 
 MS = SECOND // 1000
 

@@ -9,18 +9,19 @@ import numpy as np
 import pytest
 
 from pigou.sim.timing_measured import WorkerProfile, seconds_at
-from pigou.workload.profiling.fit import added, errors, fit
-from pigou.workload.profiling.measure import batches, chunks
-from pigou.workload.profiling.measurements import (
+from pigou.workload.profiling.fit import (
     Decodes,
     Measurements,
     Prompts,
+    added,
     arrivals,
+    errors,
     excess,
+    fit,
     window,
 )
-from pigou.workload.profiling.target import Limits
-from pigou.workload.request_outcome import Stream
+from pigou.workload.profiling.measure import Limits, batches, chunks
+from pigou.workload.token_counter import Stream
 
 TRUE = msgspec.convert(
     {

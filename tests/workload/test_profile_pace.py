@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from pigou.workload.endpoint import EndpointError
-from pigou.workload.profiling import pace as module
+from pigou.workload.profiling import measure as module
 from pigou.workload.profiling import profile as profiles
-from pigou.workload.profiling.pace import Pace
+from pigou.workload.profiling.measure import Pace
 
 
 class Clock:

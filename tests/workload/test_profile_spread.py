@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from pigou.workload.profiling.measurements import CLASSES, Decodes, gaps_of, scatter, spreads
-from pigou.workload.request_outcome import Stream
+from pigou.workload.profiling.fit import CLASSES, Decodes, gaps_of, scatter, spreads
+from pigou.workload.token_counter import Stream
 
 STEP, MORE, PLAN = 1_000_000, 300_000, 8
 

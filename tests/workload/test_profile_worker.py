@@ -22,12 +22,12 @@ import pytest
 from tests.workload.stub import Behaviour, Stub
 
 from pigou.cli import main
-from pigou.cli.measurement import fleet_token
+from pigou.cli.measure import fleet_token
 from pigou.cli.progress import WorkProgress
 from pigou.sim.timing_measured import WorkerProfile, seconds_at
 from pigou.wire.fleet_secret import VARIABLE
+from pigou.workload.profiling.measure import find_target
 from pigou.workload.profiling.profile_config import ProfileConfig
-from pigou.workload.profiling.target import find_target
 
 STEP, EACH, TOKEN = 0.005, 0.0005, 0.0004
 LAW = f"law:itl_a={STEP},itl_b={EACH},prefill_token={TOKEN}"
@@ -169,7 +169,7 @@ def test_a_profile_beyond_its_budget_is_smaller_and_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     quick = functools.partial(WorkProgress, line_every_s=0.02)
-    monkeypatch.setattr("pigou.cli.profile.WorkProgress", quick)
+    monkeypatch.setattr("pigou.cli.measure.WorkProgress", quick)
     url = start("--max-model-len", "192", "--max-batched-tokens", "96", "--max-seqs", "4")
     file = tmp_path / "timing.json"
     found = profile(url, file, "--steps", "8", "--budget", "0.001")

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 
 from pigou.config import ConfigError
 from pigou.request import SECOND
+from pigou.workload.bench import plan
 from pigou.workload.bench_config import BenchConfig
 from pigou.workload.load_generator import LoadGenerator
 from pigou.workload.prompts import PromptJob
-from pigou.workload.request_outcome import Failure, SentRequest
+from pigou.workload.token_counter import Failure, SentRequest
 from pigou.workload.trace import Trace, TraceSession, Turn
 from pigou.workload.trace_formats import read_trace
-from pigou.workload.trace_replay import plan
 
 
 def agent(name: str, turns: int) -> dict[str, object]:

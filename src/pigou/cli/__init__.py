@@ -24,21 +24,21 @@ COMMANDS = {
     "serve": "pigou.cli.serve:serve",
     "worker": "pigou.cli.worker:worker",
     "fleet": "pigou.cli.fleet:fleet",
-    "operator": "pigou.cli.operator:operator",
-    "key": "pigou.cli.key:key",
-    "bench": "pigou.cli.bench:bench",
+    "operator": "pigou.cli.fleet:operator",
+    "key": "pigou.cli.install:key",
+    "bench": "pigou.cli.measure:bench",
     "simulate": "pigou.cli.simulate:simulate",
-    "sweep": "pigou.cli.sweep:sweep",
+    "sweep": "pigou.cli.measure:sweep",
     "plan": "pigou.cli.plan:plan",
     "vram": "pigou.cli.vram:vram",
     "experiment": "",
     "report": "pigou.cli.report:report",
-    "profile": "pigou.cli.profile:profile",
+    "profile": "pigou.cli.measure:profile",
     "replay": "pigou.cli.replay:replay",
     "diagnose": "pigou.cli.diagnose:diagnose",
     "trace": "pigou.cli.trace:trace",
-    "warm": "pigou.cli.warm:warm",
-    "version": "pigou.cli.version:version",
+    "warm": "pigou.cli.install:warm",
+    "version": "pigou.cli.install:version",
 }
 
 #: Commands that hand options they do not know to another, which refuses what it does not know.
@@ -115,8 +115,7 @@ def _app(args: Sequence[str]) -> typer.Typer:
 
 def build(names: Iterable[str] = tuple(COMMANDS)) -> typer.Typer:
     """Return the Typer application with these commands, whose modules are imported."""
-    from pigou.cli.config_file import configured
-    from pigou.cli.config_options import GroupedCommand
+    from pigou.cli.config_options import GroupedCommand, configured
 
     app = _application()
     for name in names:

@@ -1,7 +1,8 @@
-"""`pigou fleet`: list, add, drain, flip, restart, remove."""
+"""`pigou fleet` and `pigou operator`: changes of a running fleet, and fleets in Kubernetes."""
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated, Any, Literal
 from urllib.parse import quote, urlsplit
 
@@ -9,6 +10,12 @@ import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
+
+from pigou.cli.config_options import config_command
+from pigou.fleet.kubernetes.definitions import definitions_yaml
+from pigou.fleet.kubernetes.operator import OperatorConfig
+from pigou.imports import require
+from pigou.logs import configure
 
 fleet = typer.Typer(
     help="List and change the workers of a running gateway.",
@@ -198,3 +205,16 @@ def _usage(command: str, message: str) -> typer.Exit:
     """Tell of wrong usage; return what ends the command with status 2."""
     typer.echo(f"pigou fleet {command}: {message}", err=True)
     return typer.Exit(2)
+
+
+@config_command("operator")
+def operator(config: OperatorConfig) -> None:
+    """Keep the fleets of a Kubernetes cluster as their `PigouFleet` objects specify."""
+    if config.definitions:
+        typer.echo(definitions_yaml(), nl=False)
+        return
+    require("k8s", "the operator")
+    from pigou.fleet.kubernetes.operator import FleetOperator
+
+    configure(config.log_format, config.log_level, access=False)
+    asyncio.run(FleetOperator(config).serve())

@@ -25,9 +25,13 @@ from pigou.config_option import option
 from pigou.sim.setup import TierConfig
 
 if TYPE_CHECKING:
-    from pigou.capacity.plan.plan import CapacityPlan, PlannedConfiguration, PlanRequest
-    from pigou.capacity.plan.stress import StressResult
-    from pigou.capacity.plan.tier_split import TierSplit
+    from pigou.capacity.plan.plan import (
+        CapacityPlan,
+        PlannedConfiguration,
+        PlanRequest,
+        StressResult,
+    )
+    from pigou.capacity.plan.tiers import TierSplit
 
 _MAX_GPUS = 4096
 #: Columns of a terminal that the whole table needs; on fewer it is shown as two: by position,
@@ -104,8 +108,7 @@ def plan(
     """Choose a fleet: thousands of configurations analysed, the best of them simulated."""
     from pigou.capacity.plan.demand import read_demand
     from pigou.capacity.plan.output import plan_document, write_files
-    from pigou.capacity.plan.plan import PlanRequest, make_plan
-    from pigou.capacity.plan.stress import stress
+    from pigou.capacity.plan.plan import PlanRequest, make_plan, stress
     from pigou.models.read import architecture
     from pigou.objectives import Slo
 

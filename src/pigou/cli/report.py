@@ -153,8 +153,8 @@ class Reporter:
     ) -> None:
         """Write the page, its pictures and its data."""
         from pigou.report.page import ReportError
-        from pigou.report.record_run import record
         from pigou.report.run_page import page
+        from pigou.report.run_record import record
 
         config = {name: _readable(msgspec.to_builtins(group)) for name, group in groups.items()}
         run = record(result, self._timeline, document, title, config)

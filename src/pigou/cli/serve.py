@@ -14,7 +14,7 @@ from pigou import logs
 from pigou.cli.config_options import config_command
 from pigou.cli.option_values import check_port
 from pigou.cli.progress import StageProgress
-from pigou.cli.worker_options import check_workers, split_model
+from pigou.cli.worker import check_workers, split_model
 from pigou.config import ConfigError, ControlConfig, check_all
 from pigou.control.planner.config import PlannerConfig
 from pigou.fleet.config import AttachedWorker, FleetError, LocalWorker, WatchConfig, WorkersConfig

@@ -20,7 +20,7 @@ from pigou.config import ConfigError
 if TYPE_CHECKING:
     from pigou.workload.catalogue import Watch
     from pigou.workload.trace import Trace
-    from pigou.workload.trace_rows import TraceRow
+    from pigou.workload.trace_formats import TraceRow
 
 trace = typer.Typer(
     help="Find, download, describe, convert and cut recorded traces.",
@@ -115,8 +115,7 @@ def convert(
     unit: Annotated[str, typer.Option(help=_UNIT)] = "",
 ) -> None:
     """Write any trace, or the workload of a journal, as Pigou's own JSON lines."""
-    from pigou.workload.trace_formats import read_trace
-    from pigou.workload.trace_rows import to_rows
+    from pigou.workload.trace_formats import read_trace, to_rows
 
     with _failing("convert"):
         typer.echo(f"{_write(Path(out), to_rows(read_trace(file, block, unit)))} requests in {out}")
@@ -144,8 +143,7 @@ def sample(
     import numpy as np
 
     from pigou.workload.trace import some, window
-    from pigou.workload.trace_formats import read_trace
-    from pigou.workload.trace_rows import to_rows
+    from pigou.workload.trace_formats import read_trace, to_rows
 
     with _failing("sample"):
         for name, value in (("--scale", scale), ("--speed", speed)):

@@ -11,11 +11,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from pigou.capacity.measured_vram import measured_map
 from pigou.capacity.vram import (
     VramConfig,
     VramMap,
     decode_intensity,
+    measured_map,
     mix_demand,
     ridge_point,
     vram_map,

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import difflib
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import typer
+from typer.main import get_command
 
 from pigou.cli.config_options import config_command
 from pigou.cli.option_values import check_port
-from pigou.config import ConfigError, EvictionConfig
+from pigou.config import ConfigError, EvictionConfig, check_all
+from pigou.fleet.config import LocalWorker
 from pigou.fleet.prefill_queue.messages import PullingConfig
 from pigou.fleet.registry.registration import RegistrationConfig
 from pigou.imports import require, uncollected
@@ -17,6 +22,99 @@ from pigou.worker.config import WorkerConfig
 if TYPE_CHECKING:
     from pigou.wire.fleet_secret import FleetSecret
     from pigou.worker.registrar import Registrar
+
+#: Options of vLLM and SGLang by their name here, or by what to do in their place.
+_ELSEWHERE = {
+    "--api-key": "give --api-keys-file FILE (`pigou key TENANT` makes a line of it)",
+    "--context-length": "give --max-model-len",
+    "--data-parallel-size": "start more workers: --decode N or --both N",
+    "--enable-auto-tool-choice": "leave it out: --tool-call-parser chooses, auto by default",
+    "--enable-prefix-caching": "leave it out: it is on, and --no-prefix-caching turns it off",
+    "--enforce-eager": "leave it out: there are no CUDA graphs",
+    "--gpu-memory-utilization": "give --memory, as 20GiB, for KV blocks",
+    "--kv-cache-dtype": "leave it out: the KV cache has the model's dtype",
+    "--max-num-batched-tokens": "give --max-batched-tokens",
+    "--max-num-seqs": "give --max-seqs",
+    "--mem-fraction-static": "give --memory, as 20GiB, for KV blocks",
+    "--model-path": "give the model as `pigou serve MODEL`",
+    "--quantization": "quantised models run on vLLM or SGLang servers: --attach URL",
+    "--swap-space": "give --host-cache, as 4GiB",
+    "--trust-remote-code": "leave it out: no code of a model's folder is run",
+} | dict.fromkeys(
+    ("--tensor-parallel-size", "-tp", "--tp", "--tp-size", "--pipeline-parallel-size", "-pp"),
+    "a worker computes on one device: start more workers (--decode N), or put vLLM or SGLang "
+    "servers behind the gateway (--attach URL)",
+)
+
+#: Options of a worker that the fleet gives each of them.
+_OWN = {"--host", "--port", "--role", "--exit-with-parent"}
+
+
+def split_model(words: Sequence[str]) -> tuple[str, list[str]]:
+    """Return the model among the arguments of `pigou serve`, and the options for its workers."""
+    given = {word.partition("=")[0] for word in words}
+    if own := sorted(given & _OWN):
+        raise ConfigError(f"{own[0]} is each worker's own, and pigou serve gives it; leave it out")
+    context = _context(words)
+    models = list(context.args)
+    if len(models) > 1:
+        raise ConfigError(f"{' '.join(models[1:])!r} is no option; give one MODEL, then options")
+    options = list(words)
+    if models:
+        options.remove(models[0])
+    return (models[0] if models else ""), options
+
+
+def check_workers(workers: Iterable[LocalWorker]) -> None:
+    """Refuse options, models and devices that no worker could start with; starts none."""
+    distinct = {(worker.role, worker.model, worker.device): worker for worker in workers}
+    check_all(*(partial(_check, worker) for worker in distinct.values()))
+
+
+def _check(local: LocalWorker) -> None:
+    from pigou.worker.preflight import check_worker
+
+    typed = _context(["--role", local.role.value, *local.arguments]).params
+    config = worker.read(typed)["config"]  # type: ignore[attr-defined]
+    assert isinstance(config, WorkerConfig)
+    check_worker(config)
+
+
+def _context(words: Sequence[str]) -> Any:
+    """Parse the arguments of a worker; positional ones are left in `args`."""
+    from pigou.cli import build
+
+    root: Any = get_command(build(["worker"]))
+    command = root.commands["worker"]
+    try:
+        return command.make_context("pigou serve", list(words), allow_extra_args=True)
+    except typer.Exit:
+        raise
+    except Exception as error:
+        if not hasattr(error, "format_message"):
+            raise
+        name = getattr(error, "option_name", None)
+        if isinstance(name, str) and hasattr(error, "possibilities"):
+            raise ConfigError(_unknown(name)) from None
+        raise ConfigError(error.format_message()) from None
+
+
+def _unknown(name: str) -> str:
+    """Return what to do in place of an option that there is not."""
+    if (remedy := _ELSEWHERE.get(name)) is not None:
+        return f"{name} is an option of another engine; {remedy}"
+    from pigou.cli import build
+
+    known = {
+        option
+        for command in ("serve", "worker")
+        for parameter in get_command(build([command])).commands[command].params  # type: ignore[attr-defined]
+        for option in parameter.opts
+    }
+    near = difflib.get_close_matches(name, known, 3)
+    hint = f"did you mean {' or '.join(near)}?" if near else "see pigou serve --help"
+    return f"{name} is no option; {hint}"
+
 
 _EVICTION_FLAGS = {
     f"eviction.{name}": f"--eviction-{name}" for name in EvictionConfig.__struct_fields__

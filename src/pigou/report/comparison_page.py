@@ -7,13 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pigou.report.figure import LINES, STROKES, Axis, Chart, ChartLine, Stroke, Unit, duration
-from pigou.report.latency_figures import FIGURES, LATENCIES
-from pigou.report.page import Page, Section
+from pigou.report.page import Cell, Form, Page, ReportTable, Section, of_runs
+from pigou.report.run_figures import FIGURES, LATENCIES, REGIMES, TIME
 from pigou.report.run_page import COUNTS, flat, notices, said
 from pigou.report.run_record import Attainment, Distribution, RunRecord
-from pigou.report.table import Cell, Form, ReportTable
-from pigou.report.timeline_figures import REGIMES, TIME
-from pigou.report.verdict import of_runs
 
 #: Runs that can be told apart by colour and stroke.
 MAX_RUNS = LINES * len(STROKES)

@@ -7,9 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pigou.report.figure import LINES, STROKES, Axis, Chart, ChartLine, Figure
-from pigou.report.page import Page, Section
-from pigou.report.table import Cell, Form, ReportTable
-from pigou.report.verdict import of_rows
+from pigou.report.page import Cell, Form, Page, ReportTable, Section, of_rows
 
 Row = Mapping[str, Any]
 

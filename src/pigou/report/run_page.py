@@ -6,12 +6,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from pigou.report import latency_figures, planner_figures, timeline_figures
+from pigou.report import run_figures
 from pigou.report.figure import Figure
-from pigou.report.page import Page, Section, Tile
+from pigou.report.page import Cell, Form, Page, ReportTable, Section, Tile, Value, of_run
 from pigou.report.run_record import RunRecord
-from pigou.report.table import Cell, Form, ReportTable, Value
-from pigou.report.verdict import of_run
 
 #: Figure -> its name, and its form. Nested figures have tables of their own.
 COUNTS: dict[str, tuple[str, Form]] = {
@@ -100,7 +98,7 @@ def _tiles(figures: Mapping[str, Any]) -> tuple[Tile, ...]:
         figure = figures[name]
         p99 = Cell(figure["p99"], "seconds").text
         return Tile(
-            f"{latency_figures.LATENCIES[name]}, p50", Cell(figure["p50"], "seconds"), f"p99 {p99}"
+            f"{run_figures.LATENCIES[name]}, p50", Cell(figure["p50"], "seconds"), f"p99 {p99}"
         )
 
     served, total = figures["completed"], figures["offered"]
@@ -161,20 +159,20 @@ def anarchy(figures: Mapping[str, Any]) -> ReportTable:
 
 def _latency(run: RunRecord) -> Section:
     items: tuple[Figure | ReportTable, ...] = (
-        latency_figures.latencies(run.figures),
-        latency_figures.request_cdf(run),
-        latency_figures.token_cdf(run),
-        latency_figures.stage_bars(run.stages),
+        run_figures.latencies(run.figures),
+        run_figures.request_cdf(run),
+        run_figures.token_cdf(run),
+        run_figures.stage_bars(run.stages),
     )
     return Section("latency", "Latency", items)
 
 
 def _attainment(run: RunRecord) -> Section:
-    items: tuple[Figure | ReportTable, ...] = (latency_figures.attainment_curve(run.attainment),)
+    items: tuple[Figure | ReportTable, ...] = (run_figures.attainment_curve(run.attainment),)
     if "slo" in run.figures:
-        items = (planner_figures.objectives(run.figures), *items)
+        items = (run_figures.objectives(run.figures), *items)
     if run.attainment is not None:
-        items += (latency_figures.attainment_grid(run.attainment),)
+        items += (run_figures.attainment_grid(run.attainment),)
     return Section("attained", "Attainment", items)
 
 
@@ -184,17 +182,17 @@ def _load(run: RunRecord) -> Section:
         ("tpot-load", "Time per token against load", "tpot_s"),
         ("e2e-load", "End-to-end time against load", "e2e_s"),
     )
-    curves = tuple(latency_figures.load_curve(*pair, run.load) for pair in pairs)
-    return Section("against-load", "Load", (*curves, latency_figures.load_table(run.load)))
+    curves = tuple(run_figures.load_curve(*pair, run.load) for pair in pairs)
+    return Section("against-load", "Load", (*curves, run_figures.load_table(run.load)))
 
 
 def _over_time(run: RunRecord) -> Section:
-    items: tuple[Figure | ReportTable, ...] = timeline_figures.rates(run.course)
+    items: tuple[Figure | ReportTable, ...] = run_figures.rates(run.course)
     if run.samples is not None:
         items += (
-            *timeline_figures.fleet(run.samples),
-            *timeline_figures.memory(run.samples),
-            timeline_figures.tolls(run.samples),
+            *run_figures.fleet(run.samples),
+            *run_figures.memory(run.samples),
+            run_figures.tolls(run.samples),
         )
     return Section("timeline", "Timeline", items)
 
@@ -204,17 +202,17 @@ def _planner(run: RunRecord) -> tuple[Section, ...]:
     if planner is None:
         return ()
     items: tuple[Figure | ReportTable, ...] = (
-        planner_figures.totals(planner),
-        planner_figures.replicas(planner, run.figures["simulated_s"]),
-        planner_figures.decisions(planner),
+        run_figures.totals(planner),
+        run_figures.replicas(planner, run.figures["simulated_s"]),
+        run_figures.decisions(planner),
     )
     return (Section("planner-section", "Planner", items),)
 
 
 def _workers(run: RunRecord) -> Section:
-    items: tuple[Figure | ReportTable, ...] = (timeline_figures.worker_table(run),)
+    items: tuple[Figure | ReportTable, ...] = (run_figures.worker_table(run),)
     if run.samples is not None:
-        items += timeline_figures.workers(run.samples)
+        items += run_figures.workers(run.samples)
     return Section("by-worker", "Workers", items)
 
 

@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice, takewhile
 from typing import Any, TypeVar
 
 import aiohttp
+import msgspec
 import numpy as np
+from rich.table import Table
 
 from pigou.config import ConfigError
 from pigou.request import SECOND
 from pigou.sim.arrival_rate import renewal_times
 from pigou.small_file import FileRefused, read_text
-from pigou.workload.api_flavour import ApiFlavour
 from pigou.workload.bench_config import BenchConfig
-from pigou.workload.bench_summary import Summary, summarize
-from pigou.workload.endpoint import EndpointError, find_flavour, find_model, tokenize
-from pigou.workload.endpoint_client import EndpointClient, open_session
+from pigou.workload.bench_summary import LatencyDistribution, Summary, summarize
+from pigou.workload.endpoint import (
+    ApiFlavour,
+    EndpointClient,
+    EndpointError,
+    find_flavour,
+    find_model,
+    open_session,
+    tokenize,
+)
 from pigou.workload.load_generator import LoadGenerator
 from pigou.workload.prompts import (
     WORDS,
@@ -32,7 +40,71 @@ from pigou.workload.prompts import (
     make_prefixes,
     pieces,
 )
-from pigou.workload.trace_replay import TraceReplay, plan, run
+from pigou.workload.trace import Trace, TraceSession
+from pigou.workload.trace_formats import read_trace
+
+
+@dataclass(frozen=True)
+class TraceReplay:
+    """Sessions to send, and how."""
+
+    trace: Trace  # as it is replayed, scaled and cut
+    dropped: int  # turns that were left out since they do not fit the model
+
+    @property
+    def turns(self) -> int:
+        """How many requests there are."""
+        return sum(len(session.turns) for session in self.trace.sessions)
+
+    def jobs(self, vocabulary: Sequence[int]) -> Iterator[list[tuple[PromptJob, float]]]:
+        """Yield each session's jobs, with the seconds of thinking before each."""
+        for session in self.trace.sessions:
+            yield [(self._job(session, at, vocabulary), turn.think)
+                   for at, turn in enumerate(session.turns)]  # fmt: skip
+
+    def _job(self, session: TraceSession, at: int, vocabulary: Sequence[int]) -> PromptJob:
+        turn = session.turns[at]
+        return PromptJob(self.trace.prompt(session, turn, vocabulary), turn.output)
+
+
+def plan(config: BenchConfig, max_model_len: int | None) -> TraceReplay:
+    """Read the configured trace, scale it, and leave out what does not fit the model."""
+    whole = read_trace(config.trace, config.trace_block, config.trace_unit).scaled(
+        config.trace_scale, config.trace_speed
+    )
+    if config.seed:
+        order = np.random.default_rng(config.seed).permutation(len(whole.sessions))
+        if all(session.start == 0 for session in whole.sessions):
+            whole = replace(whole, sessions=tuple(whole.sessions[i] for i in order.tolist()))
+    chosen = replace(whole, sessions=whole.sessions[: config.sessions])
+    fitting = chosen if max_model_len is None else chosen.fitting(max_model_len)
+    if not fitting.sessions:
+        raise ConfigError(
+            f"--trace: no request fits the model's {max_model_len} tokens; lower --trace-scale"
+        )
+    before = sum(len(session.turns) for session in chosen.sessions)
+    replay = TraceReplay(fitting, 0)
+    return replace(replay, dropped=before - replay.turns)
+
+
+async def run(
+    config: BenchConfig, replay: TraceReplay, vocabulary: Sequence[int], drive: LoadGenerator,
+    rng: np.random.Generator,
+) -> None:  # fmt: skip
+    """Send the sessions: at their recorded starts, at a rate, or so many at once."""
+    sessions = list(replay.jobs(vocabulary))
+    starts = [session.start for session in replay.trace.sessions]
+    if config.concurrency is not None:
+        await drive.sessions(sessions, [0.0] * len(sessions), config.concurrency)
+        return
+    if config.arrivals is not None:
+        cv = 1.0 if config.cv is None else config.cv
+        times = islice(renewal_times(config.arrivals, cv, rng), len(sessions))
+        starts = [at / SECOND for at in times]
+    else:
+        replay.trace.check_timed("give --rate or --concurrency")
+    await drive.sessions(sessions[: len(starts)], starts)  # a schedule may end before them
+
 
 _OPEN_WARMUP_SLOTS = 8
 _TEXT_LIMIT = 8 * 2**20
@@ -276,3 +348,106 @@ def _raise_file_limit() -> None:
     if soft != hard:
         with suppress(ValueError, OSError):  # some systems bound it below the hard limit
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+#: Changes when a key of the document changes its meaning or goes.
+VERSION = 1
+_SPREADS = {
+    "ttft": "TTFT",
+    "itl": "ITL",
+    "tpot": "TPOT",
+    "e2e": "End-to-end",
+    "queue_wait": "Client queue wait",
+    "server_ttft": "Server TTFT",
+    "server_e2e": "Server end-to-end",
+}
+
+
+def document(config: BenchConfig, result: BenchResult) -> dict[str, Any]:
+    """Return the JSON document: latencies in milliseconds under keys that end in `_ms`."""
+    summary: dict[str, Any] = msgspec.to_builtins(result.summary)
+    load = {key: value for key, value in msgspec.to_builtins(config).items() if key != "api_key"}
+    return {
+        "version": VERSION,
+        "load": load | {"model": result.model},
+        "prompts": result.prompts,
+        "fields": msgspec.to_builtins(result.flavour),
+        "interrupted": result.interrupted,
+        "notes": result.notes,
+        **{f"{key}_ms" if key in _SPREADS else key: value for key, value in summary.items()},
+    }
+
+
+def tables(result: BenchResult) -> list[Table]:
+    """Return the table of counts and rates, and that of latencies."""
+    return [_counts(result), _latencies(result.summary)]
+
+
+def describe(config: BenchConfig, model: str) -> str:
+    """Return what was asked for, in one line."""
+    if config.trace:
+        return f"{model}: {_replay(config)}"
+    if config.rate is None:
+        loop = f"closed loop, {config.slots} at once"
+    else:
+        cv = 1.0 if config.cv is None else config.cv
+        gaps = "Poisson" if cv == 1 else f"gamma, CV {cv:g}"
+        loop = f"open loop, {_rate(config)} requests/s ({gaps})"
+        loop += f", at most {config.max_inflight} in flight" if config.max_inflight else ""
+    front = f"{config.prefixes} x {config.prefix_length} + " if config.prefixes else ""
+    return f"{model}: {loop}, prompts {front}{config.inputs}, outputs {config.outputs} tokens"
+
+
+def _rate(config: BenchConfig) -> str:
+    return config.rate if isinstance(config.rate, str) else f"{config.rate:g}"
+
+
+def _replay(config: BenchConfig) -> str:
+    changes = f"lengths x {config.trace_scale:g}, times / {config.trace_speed:g}"
+    if config.concurrency is not None:
+        pace = f"{config.concurrency} sessions at once"
+    elif config.rate is not None:
+        pace = f"{_rate(config)} sessions/s"
+    else:
+        pace = "sessions at their recorded starts"
+    return f"replay of {config.trace} ({changes}), {pace}"
+
+
+def _counts(result: BenchResult) -> Table:
+    summary = result.summary
+    table = Table(show_header=False)
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    rows = {
+        "Offered": summary.offered_requests,
+        "Completed": summary.completed,
+        "Failed": summary.failed,
+        **({"Cut off": summary.cancelled} if summary.cancelled else {}),
+        "Seconds": f"{summary.seconds:.2f}",
+        **({} if summary.attained is None else {"Inside the objective": f"{summary.attained:.1%}"}),
+        "Requests/s": f"{summary.requests_per_second:.2f}",
+        "Output tokens/s": f"{summary.output_tokens_per_second:.1f}",
+        "Output tokens": summary.output_tokens,
+        f"Prompt tokens ({result.prompts})": _or_dash(summary.prompt_tokens),
+        "  cached, it says": _or_dash(summary.cached_tokens),
+    }
+    for name, value in rows.items():
+        table.add_row(name, str(value))
+    return table
+
+
+def _latencies(summary: Summary) -> Table:
+    table = Table()
+    for column in ("Milliseconds", "mean", "p50", "p90", "p95", "p99"):
+        table.add_column(column, justify="left" if column == "Milliseconds" else "right")
+    for key, name in _SPREADS.items():
+        spread: LatencyDistribution | None = getattr(summary, key)
+        values = (
+            ["-"] * 5 if spread is None else [f"{v:.2f}" for v in msgspec.structs.astuple(spread)]
+        )
+        table.add_row(name, *values, end_section=key == "e2e")
+    return table
+
+
+def _or_dash(value: int | None) -> str:
+    return "-" if value is None else str(value)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from pigou.objectives import Slo
 from pigou.request import SECOND
-from pigou.workload.request_outcome import Failure, SentRequest, Stream
+from pigou.workload.token_counter import Failure, SentRequest, Stream
 
 _MILLISECOND = 1e6
 

@@ -15,7 +15,7 @@ from pigou.config import ConfigError
 from pigou.diagnosis.metric_pages import MetricPage
 from pigou.windows.observations import FleetObservation
 from pigou.windows.scrape import FleetScrape, scraped_window, with_knees
-from pigou.workload.endpoint_client import open_session
+from pigou.workload.endpoint import open_session
 
 #: Seconds that a page may take, and windows of a scrape.
 _TIMEOUT_S, _WINDOWS = 10.0, 12

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 
 from pigou.request import SECOND
 from pigou.workload.prompts import PromptJob
-from pigou.workload.request_outcome import Failure, SentRequest
+from pigou.workload.token_counter import Failure, SentRequest
 
 Send = Callable[[PromptJob, int], Awaitable[SentRequest]]
 

@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import pytest
 
-from pigou.capacity.plan.configuration import (
+from pigou.capacity.plan.analysis import (
     Configuration,
     LoadFigures,
     PlannedPool,
     WorkerKind,
+    plan_joules_per_token,
 )
-from pigou.capacity.plan.energy import plan_joules_per_token
 from pigou.config import ControlConfig
 from pigou.models.read import architecture
 from pigou.performance.speed import RequestMix

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pigou.capacity.plan.demand import describe
-from pigou.capacity.plan.stress import burst_rps
+from pigou.capacity.plan.plan import burst_rps
 from pigou.request import SECOND
 from pigou.sim.workload import OpenLoop, RequestSession, RequestSpec
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pigou.capacity.plan.tier_split import StorageTier, greedy_split, split
+from pigou.capacity.plan.tiers import StorageTier, greedy_split, split
 from pigou.config import ConfigError
 
 GPU = StorageTier(name="gpu", capacity_gb=10.0, bandwidth_gb_s=2000.0)

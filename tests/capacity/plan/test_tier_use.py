@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pigou.capacity.plan.tier_use import hit_rate_within, recurring_tokens
+from pigou.capacity.plan.tiers import hit_rate_within, recurring_tokens
 from pigou.sim.workload import RequestSpec
 
 

@@ -11,10 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from pigou.fleet.worker_process import WorkerProcess
-from pigou.workload.api_flavour import ApiFlavour
-from pigou.workload.endpoint_client import EndpointClient, open_session
+from pigou.workload.endpoint import ApiFlavour, EndpointClient, open_session
 from pigou.workload.prompts import PromptJob
-from pigou.workload.request_outcome import Failure, Stream
+from pigou.workload.token_counter import Failure, Stream
 
 _BLOCK = 16
 _DRAIN_S = 10.0

@@ -8,23 +8,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import msgspec
 
-from pigou.capacity.plan.configuration import (
-    Configuration,
-    LoadFigures,
-    PlannedPool,
-    WorkerKind,
-)
 from pigou.capacity.plan.demand import Demand
 from pigou.config import ConfigError, EngineConfig
+from pigou.cost.energy import MAX_WATTS, PowerModel, joules_per_token
 from pigou.cost.token_cost import usd_per_million_at
 from pigou.models.architecture import Architecture
 from pigou.objectives import Slo
 from pigou.performance.model import PerformanceModel, joint_share
 from pigou.performance.pool_load import PoolLoad
+from pigou.performance.speed import RequestMix
 from pigou.performance.split_load import SplitLoad
 from pigou.request import Role
 from pigou.sim.fleet_config import FleetConfig, WorkerGroup
@@ -34,6 +30,136 @@ from pigou.sim.pool_performance import measure_performance
 from pigou.sim.timing import roofline
 from pigou.sim.timing_models import kv_blocks
 from pigou.sim.worker_spec import WorkerSpec
+
+
+class WorkerKind(msgspec.Struct, frozen=True, kw_only=True):
+    """Workers that are alike."""
+
+    gpu: str
+    tp: int  # GPUs of a worker
+    kv_dtype: str  # number format of the KV cache; "" for the model's own
+    max_seqs: int  # sequences of a step at most: the batch
+    chunk: int  # tokens of a step at most
+
+
+class PlannedPool(msgspec.Struct, frozen=True, kw_only=True):
+    """Workers of one role and kind."""
+
+    role: Role
+    kind: WorkerKind
+    workers: int
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of all of them."""
+        return self.workers * self.kind.tp
+
+
+class Configuration(msgspec.Struct, frozen=True, kw_only=True):
+    """A fleet: one pool that does both, or prefill and decode apart."""
+
+    pools: tuple[PlannedPool, ...]
+
+    @property
+    def name(self) -> str:
+        """Like `8xboth` or `8p+4d`."""
+        if len(self.pools) == 1:
+            return f"{self.pools[0].workers}xboth"
+        return "+".join(f"{pool.workers}{pool.role.value[0]}" for pool in self.pools)
+
+    @property
+    def gpus(self) -> dict[str, int]:
+        """GPUs by kind."""
+        counts: dict[str, int] = {}
+        for pool in self.pools:
+            counts[pool.kind.gpu] = counts.get(pool.kind.gpu, 0) + pool.gpus
+        return counts
+
+    @property
+    def total_gpus(self) -> int:
+        """GPUs of all kinds."""
+        return sum(pool.gpus for pool in self.pools)
+
+    @property
+    def kv_dtype(self) -> str:
+        """Number format of the KV cache, which all pools share."""
+        return self.pools[0].kind.kv_dtype
+
+    @property
+    def tp(self) -> dict[str, int]:
+        """GPUs of a worker, by role."""
+        return {pool.role.value: pool.kind.tp for pool in self.pools}
+
+    @property
+    def batch(self) -> dict[str, int]:
+        """Sequences of a step at most, by role."""
+        return {pool.role.value: pool.kind.max_seqs for pool in self.pools}
+
+    @property
+    def workers_key(self) -> tuple[object, ...]:
+        """The same for fleets that differ by batches and steps only."""
+        return (self.name, *self.tp.values(), self.kv_dtype, *self.gpus)
+
+    def fleet(self, link: LinkConfig) -> FleetConfig:
+        """Return the fleet for a simulation."""
+        groups = tuple(
+            WorkerGroup(
+                role=pool.role, count=pool.workers, gpu=pool.kind.gpu, tp=pool.kind.tp,
+                max_seqs=pool.kind.max_seqs, max_batched_tokens=pool.kind.chunk,
+            )
+            for pool in self.pools
+        )  # fmt: skip
+        return FleetConfig(workers=groups, link=link)
+
+
+@dataclass(frozen=True)
+class LoadFigures:
+    """What a configuration does at a load."""
+
+    rate_rps: float  # requests a second
+    ttft_s: float
+    itl_s: float
+    e2e_s: float  # mean seconds of a request
+    # share of the offered requests inside the objective; None where only the percentiles are known.
+    attained: float | None
+    output_tok_s_per_gpu: float  # output tokens a second
+    usd_per_million_output: float | None  # of GPU time; None without prices
+
+
+def plan_joules_per_token(
+    made: Configuration, figures: LoadFigures, mix: RequestMix, model: Architecture
+) -> float | None:
+    """Return the joules of all GPUs for an output token; None where a GPU's power is not known."""
+    tok_s = figures.rate_rps * mix.osl
+    if tok_s <= 0.0 or any(name not in MAX_WATTS for name in made.gpus):
+        return None
+    return joules_per_token(sum(_watts(pool, figures, mix, model) for pool in made.pools), tok_s)
+
+
+def _watts(pool: PlannedPool, figures: LoadFigures, mix: RequestMix, model: Architecture) -> float:
+    """Return the watts of a pool.
+
+    Prompts take their FLOPs at what large products reach, at full power; the rest of the time is of
+    streams, whose number follows from the rate (Little), or idle.
+    """
+    kind, device = pool.kind, gpu_named(pool.kind.gpu)
+    power = PowerModel(MAX_WATTS[device.name])
+    if kind.kv_dtype:
+        model = replace(model, kv_dtype=kind.kv_dtype)
+    rate, prompts = figures.rate_rps / pool.workers, 0.0
+    if pool.role is not Role.DECODE:
+        speed = device.peak(model.compute_dtype) * device.compute * kind.tp
+        prompts = min(rate * mix.computed * 2.0 * model.active_parameters / speed, 1.0)
+    watts = prompts * power.prefill_watts(device.compute)
+    if pool.role is Role.PREFILL:
+        return (watts + (1.0 - prompts) * power.idle_w) * pool.gpus
+    streams = rate * mix.osl * figures.itl_s
+    busy = min(streams, 1.0) * (1.0 - prompts)
+    read = model.weight_bytes + max(streams, 1.0) * mix.context * model.kv_bytes
+    step_s = max(figures.itl_s * (1.0 - prompts), 1e-9)
+    watts += busy * power.decode_watts(read / step_s / (device.bandwidth * kind.tp))
+    return (watts + max(1.0 - prompts - busy, 0.0) * power.idle_w) * pool.gpus
+
 
 #: Tokens of a block; batch up to which speeds are measured; shortest context that is measured.
 _BLOCK_TOKENS, _MEASURED_SEQS, _MIN_TOKENS = 16, 512, 128

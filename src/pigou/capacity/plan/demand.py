@@ -14,8 +14,7 @@ from pigou.performance.speed import RequestMix
 from pigou.request import SECOND
 from pigou.sim.arrival_rate import RateSchedule
 from pigou.sim.workload import OpenLoop, RequestSession, RequestSpec
-from pigou.workload.length_mix import LengthMix
-from pigou.workload.workload_spec import read_workload_spec
+from pigou.workload.workload_spec import LengthMix, read_workload_spec
 
 #: Requests that a mix without a rate is described by.
 _SAMPLE = 4000

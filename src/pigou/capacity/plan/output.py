@@ -9,8 +9,12 @@ from typing import Any
 import msgspec
 import yaml
 
-from pigou.capacity.plan.configuration import Configuration, PlannedPool, WorkerKind
-from pigou.capacity.plan.energy import plan_joules_per_token
+from pigou.capacity.plan.analysis import (
+    Configuration,
+    PlannedPool,
+    WorkerKind,
+    plan_joules_per_token,
+)
 from pigou.capacity.plan.plan import CapacityPlan, PlannedConfiguration, PlanRequest
 from pigou.config import ConfigError
 from pigou.models.read import architecture

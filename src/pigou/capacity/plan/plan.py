@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -10,19 +11,70 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import msgspec
+import numpy as np
 
-from pigou.capacity.plan.analysis import Analysis
-from pigou.capacity.plan.configuration import Configuration, LoadFigures
+from pigou.capacity.plan.analysis import Analysis, Configuration, LoadFigures
 from pigou.capacity.plan.demand import Demand
 from pigou.capacity.plan.search_space import NEAR, Candidate, candidates
-from pigou.capacity.plan.shadow_prices import shadow_prices
-from pigou.capacity.plan.tier_use import TierUse, tier_use
-from pigou.capacity.plan.trial import Trial, TrialFigures, run_trials, trial_figures
+from pigou.capacity.plan.tiers import TierUse, tier_use
+from pigou.capacity.plan.trial import Trial, TrialFigures, run_trial, run_trials, trial_figures
 from pigou.config import ConfigError
 from pigou.models.architecture import Architecture
 from pigou.objectives import Slo
+from pigou.request import SECOND
 from pigou.sim.network import LinkConfig
 from pigou.sim.setup import Setup, TierConfig
+
+
+def shadow_prices(
+    gpus: Mapping[str, int],
+    analysis: Analysis,
+    model: Architecture,
+    kv_dtype: str,
+    use: TierUse | None,
+    pool: ProcessPoolExecutor | None,
+) -> dict[str, dict[str, float]]:
+    """Return what a little more of each scarce thing is worth, by the analysis.
+
+    The worth is output tokens a second that all GPUs together may yield more.
+    """
+    demand = replace(analysis.demand, rate_rps=0.0)
+    slo = analysis.slo
+    same = analysis.changed(slo, demand)
+    changes: dict[str, tuple[Analysis, Mapping[str, int]]] = {"": (same, gpus)}
+    for name, count in gpus.items():
+        changes[f"one_more_{name}"] = (same, {**gpus, name: count + 1})
+    if slo.ttft_s < float("inf"):
+        longer = msgspec.structs.replace(slo, ttft_s=slo.ttft_s + 0.02)
+        changes["ttft_20_ms_longer"] = (analysis.changed(longer, demand), gpus)
+    if slo.itl_s < float("inf"):
+        longer = msgspec.structs.replace(slo, itl_s=slo.itl_s + 0.02)
+        changes["itl_20_ms_longer"] = (analysis.changed(longer, demand), gpus)
+    hotter = demand.with_hit_rate(min(demand.mix.hit_rate + 0.05, 0.99))
+    changes["hit_rate_5_points_higher"] = (analysis.changed(slo, hotter), gpus)
+
+    if use is not None:
+        lost = use.hit_rate - use.half_hit_rate
+        colder = demand.with_hit_rate(max(demand.mix.hit_rate - lost, 0.0))
+        changes["half_the_tier_memory"] = (analysis.changed(slo, colder), gpus)
+
+    limit_of = partial(_limit_tok_s, model, (kv_dtype,))
+    limits = (map if pool is None else pool.map)(limit_of, *zip(*changes.values(), strict=True))
+    tok_s = dict(zip(changes, limits, strict=True))
+    base = tok_s.pop("")
+    return {
+        name: {"output_tok_s": value - base, "share": value / base - 1.0 if base else 0.0}
+        for name, value in tok_s.items()
+    }
+
+
+def _limit_tok_s(
+    model: Architecture, kv_dtypes: Sequence[str], analysis: Analysis, gpus: Mapping[str, int]
+) -> float:
+    """Return the most output tokens a second that GPUs hold inside the objective."""
+    limits = (c.limit_rps for c in candidates(analysis, model, gpus, kv_dtypes))
+    return max(limits, default=0.0) * analysis.demand.mix.osl
+
 
 #: Called with a stage, and the done of all simulations within it; 0 of 0 without any.
 Watch = Callable[[str, int, int], None]
@@ -345,3 +397,75 @@ def _front(
         )
         (dominated if beaten else front).append(item)
     return front, dominated
+
+
+#: Load of the first test, as a multiple of the plan's.
+OVERLOAD = 1.3
+#: Requests of a burst, in a row, and the percentile of their paces that is tried.
+_BURST, _BURST_PERCENTILE = 100, 99.0
+
+
+@dataclass(frozen=True)
+class StressResult:
+    """What a fleet does under stress."""
+
+    name: str
+    rate_rps: float  # requests a second
+    attained: float  # share of the offered requests inside the objective
+    reason: str  # what exceeds the objective at its percentile; empty where nothing does
+
+    @property
+    def healthy(self) -> bool:
+        """Whether nothing exceeds the objective."""
+        return not self.reason
+
+
+def stress(plan: CapacityPlan, request: PlanRequest, model: Architecture) -> list[StressResult]:
+    """Simulate the recommended fleet under 1.3 times its load, and in a burst.
+
+    The burst goes on at a pace that 99% of all 100 requests in a row do not exceed.
+    """
+    rate_rps = plan.best.figures.rate_rps
+    analysis = Analysis(model, plan.demand, request.slo, LinkConfig(), request.usd_per_hour)
+    rates = {
+        "1.3 times the load": OVERLOAD * rate_rps,
+        "burst P99": burst_rps(plan.demand, rate_rps),
+    }
+    return [_run(name, plan, request, analysis, rate) for name, rate in rates.items()]
+
+
+def burst_rps(demand: Demand, rate_rps: float) -> float:
+    """Return the requests a second that 99% of the stretches of 100 requests do not exceed.
+
+    Args:
+        rate_rps: to which it is stretched; at least so many are returned.
+    """
+    sessions = demand.loop.sessions
+    per_session = demand.loop.request_count / len(sessions)
+    width = min(math.ceil(_BURST / per_session), len(sessions) - 1)
+    if width < 1:
+        return rate_rps
+    starts = np.sort([session.start_ns for session in sessions])
+    spans_s = np.maximum(starts[width:] - starts[:-width], 1) / SECOND
+    own = demand.rate_rps or 1.0
+    pace = float(np.percentile(width * per_session / spans_s, _BURST_PERCENTILE))
+    return max(rate_rps, pace / own * rate_rps)
+
+
+def _run(
+    name: str, plan: CapacityPlan, request: PlanRequest, analysis: Analysis, rate_rps: float
+) -> StressResult:
+    candidate = Candidate(plan.best.configuration, rate_rps)
+    trial = make_trial(request, analysis, candidate, rate_rps, LONG_REQUESTS)
+    seen = run_trial(trial, request.slo)
+    figures = trial_figures(analysis, trial, seen)
+    slo, reasons = request.slo, []
+    for what, value, limit in (
+        ("TTFT", figures.ttft_s, slo.ttft_s), ("ITL", figures.itl_s, slo.itl_s),
+    ):  # fmt: skip
+        if value > limit:
+            reasons.append(f"{what} p{slo.percentile:g} is {value:.3g} s for {limit:g}")
+    attained = seen.attained
+    if not reasons and attained < slo.share:
+        reasons.append(f"{attained:.1%} of the requests are inside both for {slo.share:.1%}")
+    return StressResult(name, rate_rps, attained, "; ".join(reasons))

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
-from pigou.capacity.plan.analysis import Analysis
-from pigou.capacity.plan.configuration import Configuration, PlannedPool, WorkerKind
+from pigou.capacity.plan.analysis import Analysis, Configuration, PlannedPool, WorkerKind
 from pigou.models.architecture import Architecture
 from pigou.request import Role
 from pigou.sim.gpus import gpu as gpu_named

@@ -9,8 +9,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pigou.capacity.plan.analysis import Analysis
-from pigou.capacity.plan.configuration import Configuration, LoadFigures, PlannedPool, WorkerKind
+from pigou.capacity.plan.analysis import (
+    Analysis,
+    Configuration,
+    LoadFigures,
+    PlannedPool,
+    WorkerKind,
+)
 from pigou.config import ControlConfig
 from pigou.objectives import Slo
 from pigou.request import SECOND, Role

@@ -1,10 +1,10 @@
-"""Fits a timing to what was seen: least squares of relative errors, nothing negative."""
+"""Measurements of a profile, and the timing that fits them: least squares of relative errors."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -13,8 +13,204 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
-from pigou.sim.timing_measured import TimeCurve, WorkerProfile, seconds_at
-from pigou.workload.profiling.measurements import Decodes, Measurements, Prompts
+from pigou.request import SECOND
+from pigou.sim.timing_measured import TimeCurve, VariationTable, WorkerProfile, seconds_at
+from pigou.workload.token_counter import Stream
+
+
+@dataclass(frozen=True, slots=True)
+class Decodes:
+    """Steps in which `n` sequences decode, and read `kv` cache entries together."""
+
+    n: int
+    kv: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """What `prompts` of `tokens` tokens altogether take."""
+
+    tokens: int
+    reads: float  # cache entries that each token reads, itself included, summed over the tokens
+    prompts: float  # how many ended; a part of one, where steps hold less than a prompt
+    seconds: float
+
+
+@dataclass(slots=True)
+class Measurements:
+    """All that a profile has seen; each a median of repeated measurements."""
+
+    decodes: list[Decodes] = field(default_factory=list)  # steps in which nothing else is done
+    # what prompts add to the steps of a running stream.
+    prefill_mixed: list[Prompts] = field(default_factory=list)
+    # steps of prompts in which nobody decodes.
+    prefill_alone: list[Prompts] = field(default_factory=list)
+    # from the send of a request to its first token, where there is no other.
+    first: list[Prompts] = field(default_factory=list)
+    # by how many decode, seconds that each step of a plan takes more than their mean.
+    rhythm: VariationTable = ()
+    scatter: VariationTable = ()  # by how many decode, equally likely factors of a step's time
+
+
+@dataclass(frozen=True)
+class Window:
+    """Steps in which all of several streams decode."""
+
+    steps: int
+    seconds: float
+    generated: int  # tokens that all together had at the middle
+
+
+def arrivals(stream: Stream) -> NDArray[np.int64]:
+    """Return when each token came, in nanoseconds, shape (tokens,)."""
+    return stream.first + np.concatenate([[0], np.cumsum(stream.gaps)]).astype(np.int64)
+
+
+def window(streams: Sequence[Stream]) -> Window | None:
+    """Return the steps between the last first token and the first last one; None for below 2."""
+    times = [arrivals(stream) for stream in streams]
+    start, end = (
+        max(stream_times[0] for stream_times in times),
+        min(stream_times[-1] for stream_times in times),
+    )
+    middle = (start + end) // 2
+    inside = [
+        stream_times[(stream_times >= start) & (stream_times <= end)] for stream_times in times
+    ]
+    if min(len(stream_times) for stream_times in inside) < 3:
+        return None
+    mean = [
+        (stream_times[-1] - stream_times[0]) / (len(stream_times) - 1) for stream_times in inside
+    ]
+    generated = sum(int(stream_times.searchsorted(middle, "right")) for stream_times in times)
+    steps = min(len(stream_times) for stream_times in inside) - 1
+    return Window(steps, float(np.median(mean)) / SECOND, generated)
+
+
+def excess(times: NDArray[np.int64], sent: int, ended: int) -> float | None:
+    """Return the seconds that a running stream lost while somebody else was served.
+
+    Args:
+        times: when each of its tokens came.
+        sent: when the other was sent.
+        ended: when the other was over.
+
+    Returns:
+        The time between the token before `sent` and the second one after `ended`, less the same
+        number of mean gaps: a mean over those before and after, since tokens may arrive in
+        clumps. None where the stream is too short for that.
+    """
+    around = side_gaps(times)
+    before = int(times.searchsorted(sent, "right")) - 1
+    after = int(times.searchsorted(ended, "right")) + 1
+    if before < around or after + around >= len(times):
+        return None
+    quiet = times[before] - times[before - around] + times[after + around] - times[after]
+    mean_gap = float(quiet) / (2 * around)
+    return float(times[after] - times[before] - (after - before) * mean_gap) / SECOND
+
+
+def side_gaps(times: NDArray[np.int64]) -> int:
+    """Return how many gaps on either side tell a stream's mean gap."""
+    mean = float(times[-1] - times[0]) / max(1, len(times) - 1)
+    return max(MIN_GAPS, math.ceil(MIN_SECONDS * SECOND / max(mean, 1.0)))
+
+
+#: Least gaps, and least seconds, that a mean gap is taken of.
+MIN_GAPS, MIN_SECONDS = 16, 0.05
+
+
+#: Factors of a step's time that are told apart; each is as likely.
+CLASSES = 50
+
+
+@dataclass(frozen=True)
+class StreamGaps:
+    """Seconds between tokens while `n` streams, and nobody else, decode."""
+
+    n: int
+    seconds: NDArray[np.float64]  # of each gap, shape (gaps,)
+    # steps that these streams had decoded together before each, shape (gaps,).
+    ages: NDArray[np.int64]
+
+
+def gaps_of(streams: Sequence[Stream]) -> StreamGaps:
+    """Return the gaps of streams from the last first token on, until one of them ends."""
+    times = [arrivals(stream) for stream in streams]
+    last = max(times, key=lambda stream_times: int(stream_times[0]))
+    start, end = int(last[0]), min(int(stream_times[-1]) for stream_times in times)
+    # Tokens of one step come one after another: those of the step of `start` a bit before it, too.
+    early = start - int(np.median(np.diff(last[: last.searchsorted(end, "right")]))) // 2
+    stream_times = [np.diff(one[(one >= early) & (one <= end)]) for one in times]
+    ages = [np.arange(len(one), dtype=np.int64) for one in stream_times]
+    return StreamGaps(len(streams), np.concatenate(stream_times) / SECOND, np.concatenate(ages))
+
+
+def spreads(
+    seen: Sequence[Sequence[StreamGaps]], decodes: Sequence[Decodes], steps: int
+) -> tuple[VariationTable, VariationTable]:
+    """Return rhythm and scatter for each number of streams, whatever their lengths were.
+
+    Args:
+        seen: of each shape the gaps of all its runs; their median tells what a step takes.
+        decodes: of each shape that median.
+    """
+    rows, factors = [], []
+    for n in sorted({entry.n for entry in decodes}):
+        mine = [at for at, entry in enumerate(decodes) if entry.n == n]
+        places = rhythm([run for at in mine for run in seen[at]], steps)
+        drawn = scatter([(run, decodes[at].seconds) for at in mine for run in seen[at]], places)
+        rows += [(n, places)] if places else []
+        factors += [(n, drawn)] if drawn else []
+    return tuple(rows), tuple(factors)
+
+
+def rhythm(seen: Sequence[StreamGaps], steps: int) -> tuple[float, ...]:
+    """Return the seconds that each step of a plan takes more than their mean.
+
+    Args:
+        seen: all of as many streams; a median over them leaves slow moments out.
+
+    Returns:
+        Of each place in a plan; they add up to 0. Nothing for plans of one step, or where no run
+        is as long as two plans.
+    """
+    deviations = []
+    for run in seen:
+        if steps > 1 and len(run.ages) and int(run.ages.max()) + 1 >= 2 * steps:
+            places = run.ages % steps
+            means = [float(run.seconds[places == step].mean()) for step in range(steps)]
+            deviations.append(np.array(means) - np.mean(means))
+    if not deviations:
+        return ()
+    middle = np.median(np.stack(deviations), axis=0)
+    middle -= middle.mean()
+    return tuple(float(value) for value in middle)
+
+
+def scatter(seen: Sequence[tuple[StreamGaps, float]], places: Sequence[float]) -> tuple[float, ...]:
+    """Return factors of a step's mean time that are equally likely, rising, with a mean of 1.
+
+    Args:
+        seen: gaps, and the mean seconds of their steps.
+        places: seconds more, by place in a plan (`rhythm`); empty for none.
+
+    Returns:
+        `CLASSES` factors, each the mean of its share; nothing where there are too few gaps.
+    """
+    ratios = []
+    for run, mean_step_s in seen:
+        said = np.full(len(run.ages), mean_step_s)
+        if len(places):
+            said += np.array(places)[run.ages % len(places)]
+        ratios.append(run.seconds / np.maximum(said, 0.1 * mean_step_s))
+    every = np.sort(np.concatenate(ratios)) if ratios else np.empty(0)
+    if len(every) < 4 * CLASSES:
+        return ()
+    means = np.array([part.mean() for part in np.array_split(every, CLASSES)])
+    return tuple(float(value) for value in means / means.mean())
+
 
 _Array = NDArray[np.float64]
 

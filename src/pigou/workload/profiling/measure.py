@@ -8,10 +8,24 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
+
+import aiohttp
+import msgspec
+import numpy as np
 
 from pigou.request import SECOND
-from pigou.workload.endpoint import EndpointError
-from pigou.workload.profiling.measurements import (
+from pigou.wire.metrics_text import RUNNING, WAITING, cache_config, totals
+from pigou.workload.endpoint import (
+    ApiFlavour,
+    EndpointClient,
+    EndpointError,
+    find_flavour,
+    find_model,
+    read_answer,
+    tokenize,
+)
+from pigou.workload.profiling.fit import (
     MIN_GAPS,
     MIN_SECONDS,
     Decodes,
@@ -24,9 +38,187 @@ from pigou.workload.profiling.measurements import (
     spreads,
     window,
 )
-from pigou.workload.profiling.pace import Pace
 from pigou.workload.profiling.profile_config import ProfileConfig
-from pigou.workload.profiling.target import Limits, Target
+from pigou.workload.prompts import WORDS, PromptJob
+from pigou.workload.token_counter import SentRequest, Stream
+
+_TOKENS, _SEQS, _MAX_REQUEST_TOKENS = 2048, 64, 2048
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a worker can hold."""
+
+    tokens: int  # that it computes in a step, at most
+    seqs: int  # that it runs at once, at most
+    max_request_tokens: int  # prompt and output of a request
+    room: int  # tokens that its KV cache holds
+    block: int  # tokens in a block of it
+    repeat: int = 1  # steps that it plans at once, as long as its sequences do not change
+    blocks: int = 0  # of its KV cache; 0 where it does not say
+
+
+@dataclass(frozen=True)
+class Target:
+    """A worker, and how it is asked."""
+
+    client: EndpointClient
+    limits: Limits
+    vocabulary: list[int]  # token ids that prompts are made of
+    rng: np.random.Generator
+
+    def prompt(self, tokens: int) -> list[int]:
+        """Return a prompt that shares no prefix with any before."""
+        drawn = self.rng.choice(self.vocabulary, size=tokens)
+        return [int(token) for token in drawn]
+
+    async def ask(self, prompt: list[int], output: int) -> tuple[SentRequest, Stream]:
+        """Send a request.
+
+        Raises:
+            EndpointError: it failed.
+        """
+        outcome = await self.client.send(PromptJob(prompt, output), 0)
+        if not isinstance(outcome.result, Stream):
+            failure = outcome.result
+            raise EndpointError(
+                f"a prompt of {len(prompt)} tokens with {output} to come failed: "
+                f"{failure.reason}: {failure.detail}"
+            )
+        return outcome, outcome.result
+
+    async def ask_all(
+        self, prompts: list[list[int]], output: int
+    ) -> list[tuple[SentRequest, Stream]]:
+        """Send requests at once."""
+        return list(await asyncio.gather(*(self.ask(prompt, output) for prompt in prompts)))
+
+
+async def find_target(config: ProfileConfig, session: aiohttp.ClientSession) -> Target:
+    """Ask a worker what it is.
+
+    Raises:
+        EndpointError: it is not there, is busy, or takes no token ids.
+    """
+    card = await find_model(session, config.base, config.model)
+    client = EndpointClient(session, config.base, card.id, ApiFlavour(), timeout=config.timeout)
+    words = await tokenize(session, config.base, card.id, " " + " ".join(WORDS))
+    if words is None:
+        raise EndpointError(f"{config.base} has no /tokenize: prompts are sent as token ids")
+    probe = PromptJob(words[:8], 1)
+    client = EndpointClient(
+        session, config.base, card.id, await find_flavour(client, probe, True),
+        timeout=config.timeout,
+    )  # fmt: skip
+    said = await _read(session, f"{config.base}/server_info")
+    about = _about(said)
+    page = await _read(session, f"{config.base}/metrics")
+    if any(totals(page, (RUNNING, WAITING)).values()):
+        raise EndpointError(f"{config.base} is busy; measure it while it has nothing else to do")
+    limits = _limits(config, about, cache_config(page), card.max_model_len)
+    return Target(client, limits, sorted(set(words)), np.random.default_rng(config.seed))
+
+
+def _about(said: bytes) -> dict[str, Any]:
+    """Return what `/server_info` says; nothing where that is no JSON object."""
+    try:
+        return msgspec.json.decode(said, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return {}
+
+
+def _count(value: object) -> int:
+    """Return a whole number from 0 up; 0 for what is none."""
+    return value if type(value) is int and value > 0 else 0
+
+
+def _limits(
+    config: ProfileConfig, about: dict[str, Any], cache: dict[str, int], max_model_len: int | None
+) -> Limits:
+    block = _count(about.get("block_size")) or (cache.get("block_size") or 16)
+    blocks = _count(about.get("blocks")) or cache.get("num_gpu_blocks", 0)
+    max_request_tokens = min(
+        limit
+        for limit in (config.max_request_tokens, max_model_len or _MAX_REQUEST_TOKENS)
+        if limit
+    )
+    return Limits(
+        tokens=config.max_batched_tokens or (_count(about.get("max_batched_tokens")) or _TOKENS),
+        seqs=config.max_seqs or min(_SEQS, _count(about.get("max_seqs")) or _SEQS),
+        max_request_tokens=max_request_tokens,
+        room=blocks * block or max_request_tokens,
+        block=block,
+        repeat=max(1, _count(about.get("repeat"))),
+        blocks=blocks,
+    )
+
+
+async def _read(session: aiohttp.ClientSession, url: str) -> bytes:
+    try:
+        async with asyncio.timeout(30.0), session.get(url) as reply:
+            return await read_answer(reply) if reply.status == 200 else b""
+    except (aiohttp.ClientError, OSError) as error:
+        raise EndpointError(f"{url} does not answer: {error or type(error).__name__}") from error
+
+
+#: Share of the time that the decodes of the first round may take.
+_FIRST = 0.5
+
+
+class Pace:
+    """Estimates a profile's time in steps of the worker, and keeps it within a budget."""
+
+    def __init__(self, budget_s: float, round_steps: float, rounds: int) -> None:
+        """Count rounds of `round_steps` steps within `budget_s` seconds; 0 for no limit."""
+        self._budget_s = budget_s
+        self._began = time.monotonic()
+        self._round_steps = round_steps
+        self._rounds = rounds
+        self._done = 0.0
+        self._round_began = self._began
+        self._last_round_s = 0.0
+        self.rounds = 0
+
+    def measured(self, steps: float) -> None:
+        """A measurement of about so many steps is over."""
+        self._done += steps
+
+    def skipped(self, steps: float) -> None:
+        """So many steps of each round are left out."""
+        self._round_steps -= steps
+
+    def round_over(self) -> None:
+        """A whole round is over."""
+        now = time.monotonic()
+        self._last_round_s, self._round_began = now - self._round_began, now
+        self.rounds += 1
+        self._done = self.rounds * self._round_steps
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds that the rest takes, by what was measured; None before there is anything."""
+        if not self._done:
+            return None
+        whole = self._rounds * self._round_steps
+        left = max(0.0, whole - self._done) * self._elapsed_s / self._done
+        return min(left, max(0.0, self._budget_s - self._elapsed_s)) if self._budget_s else left
+
+    @property
+    def allows_round(self) -> bool:
+        """Whether another round fits the budget; the first one always does."""
+        if not self._budget_s or not self.rounds:
+            return True
+        return self._elapsed_s + self._last_round_s <= self._budget_s
+
+    @property
+    def allows_decodes(self) -> bool:
+        """Whether the first round may measure more streams at once."""
+        return not self._budget_s or self._elapsed_s < _FIRST * self._budget_s
+
+    @property
+    def _elapsed_s(self) -> float:
+        return time.monotonic() - self._began
+
 
 #: Told of each measurement: how many are done, of how many, what is measured, and the seconds that
 #: the rest takes (None while unknown).

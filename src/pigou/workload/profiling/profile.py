@@ -10,13 +10,10 @@ import msgspec
 
 from pigou import __version__
 from pigou.sim.timing_measured import WorkerProfile
-from pigou.workload.endpoint import EndpointError
-from pigou.workload.endpoint_client import open_session
-from pigou.workload.profiling.fit import FitError, errors, fit
-from pigou.workload.profiling.measure import Measuring, Watch
-from pigou.workload.profiling.measurements import Measurements
+from pigou.workload.endpoint import EndpointError, open_session
+from pigou.workload.profiling.fit import FitError, Measurements, errors, fit
+from pigou.workload.profiling.measure import Measuring, Watch, find_target
 from pigou.workload.profiling.profile_config import ProfileConfig
-from pigou.workload.profiling.target import find_target
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,43 @@
-"""`pigou warm`."""
+"""`pigou key`, `pigou warm` and `pigou version`."""
 
 from __future__ import annotations
 
+import platform
 import time
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as version_of
 from typing import Annotated, Literal
 
 import typer
 
+from pigou import __version__
 from pigou.cli.progress import StageProgress
+from pigou.config import ConfigError
+from pigou.imports import remedy
+
+
+def key(
+    tenant: Annotated[str, typer.Argument(help="Whose key it is.")],
+    yaml: Annotated[
+        bool, typer.Option("--yaml", help="Print an entry of a .yaml keys file, not a line.")
+    ] = False,
+    admin: Annotated[
+        bool,
+        typer.Option("--admin", help="Let it see the whole fleet: all metrics and decisions."),
+    ] = False,
+) -> None:
+    """Make an API key, and what `pigou serve --api-keys-file` needs of it: its hash."""
+    from pigou.gateway.auth.keys import make_key
+
+    try:
+        secret, line = make_key(tenant, admin=admin)
+    except ConfigError as error:
+        typer.echo(f"pigou key: {error}", err=True)
+        raise typer.Exit(2) from None
+    typer.echo(f"key (shown once): {secret}", err=True)
+    digest = line.split(":")[1]
+    entry = f'  - tenant: {tenant}\n    sha256: "{digest}"' + "\n    admin: true" * admin
+    typer.echo(entry if yaml else line)
 
 
 def warm(
@@ -52,3 +82,14 @@ def warm(
             warm_all(WorkerConfig())
     took = time.monotonic() - began
     typer.echo(f"{compiled} kernels compiled in {took:.1f} s; those that were there are kept")
+
+
+def version() -> None:
+    """Print the versions of Pigou, torch and Python."""
+    typer.echo(f"pigou {__version__}")
+    try:
+        torch = version_of("torch")
+    except PackageNotFoundError:
+        torch = f"is not installed ({remedy('worker')})"
+    typer.echo(f"torch {torch}")
+    typer.echo(f"python {platform.python_version()}")
