@@ -31,9 +31,7 @@ def admit(state: EngineState, seq: Sequence, builder: ScheduleBuilder) -> bool:
     All blocks are taken at once, and `headroom` are left for each row in use, so that admitting
     does not cause preemptions. When no row is in use and nothing is pinned, every request that
     `EngineCore.add` let in fits. Where too few blocks are free, entries of rows may be evicted.
-
-    Returns:
-        False when too few blocks can be had; nothing but evictions has changed then.
+    False when too few blocks can be had; nothing but evictions has changed then.
     """
     fit = _fit(state, seq, state.pool.free - state.config.headroom * state.rows.used)
     if fit is None and state.scores is not None:
@@ -74,7 +72,7 @@ def admit(state: EngineState, seq: Sequence, builder: ScheduleBuilder) -> bool:
 
 
 def fits_with_growth(state: EngineState, seq: Sequence) -> bool:
-    """Whether a waiting sequence fits, and will compute, if each row grows by a block."""
+    """True if a waiting sequence fits, and will compute, should each row grow by a block."""
     if seq.remote_tokens or not state.rows.free:
         return False
     spare = state.pool.free - (state.config.headroom + 1) * state.rows.used
@@ -82,12 +80,6 @@ def fits_with_growth(state: EngineState, seq: Sequence) -> bool:
 
 
 def _fit(state: EngineState, seq: Sequence, spare: int) -> Fit | None:
-    """Look the sequence's prefix up in the cache; None when `spare` blocks are too few.
-
-    The last token is computed in any case, for its logits. If all blocks are cached, the last one
-    is copied, and the token computed in the copy. Where the copy does not fit, the block is
-    computed as if it were not cached.
-    """
     size = state.config.block_size
     total = -(-(seq.length - seq.dropped) // size)
     blocks, idle = state.prefix.match(seq.hashes, _lookup_limit(state, seq))
@@ -102,20 +94,12 @@ def _fit(state: EngineState, seq: Sequence, spare: int) -> Fit | None:
 
 
 def _lookup_limit(state: EngineState, seq: Sequence) -> int:
-    """Return how many of a waiting sequence's blocks may be looked up.
-
-    None after the expiry of its tenure, or if entries were evicted: the others are on the host.
-    """
     if seq.dropped or seq.request.expiry <= state.unix_ns:
         return 0
     return min(len(seq.hashes), seq.length // state.config.block_size)
 
 
 def _fit_by_eviction(state: EngineState, seq: Sequence, builder: ScheduleBuilder) -> Fit | None:
-    """Evict entries of running rows for what a waiting sequence lacks; None if that is too little.
-
-    Its cached blocks are referred to meanwhile, so that they are not evicted.
-    """
     pool, size = state.pool, state.config.block_size
     hits = state.prefix.match(seq.hashes, _lookup_limit(state, seq)).blocks.copy()
     pool.take(hits, hits)
@@ -129,11 +113,7 @@ def _fit_by_eviction(state: EngineState, seq: Sequence, builder: ScheduleBuilder
 def _new_blocks(
     state: EngineState, seq: Sequence, builder: ScheduleBuilder, fit: Fit
 ) -> Ints | None:
-    """Return the blocks to be taken; none for those next in the queue; None for too few.
-
-    Blocks evicted in this plan are read until it is done, and loads begin to write at once. So a
-    sequence whose blocks are loaded gets none of them.
-    """
+    """Return the blocks to be taken; none for those next in the queue; None for too few."""
     if not builder.evictions or not _is_loaded(state, seq, fit):
         return NO_BLOCKS
     count = fit.total - len(fit.shared)
@@ -147,7 +127,6 @@ def _new_blocks(
 
 
 def _is_loaded(state: EngineState, seq: Sequence, fit: Fit) -> bool:
-    """Whether some of a sequence's blocks will be loaded."""
     if seq.remote_tokens:
         return True
     if state.offload is None or fit.source >= 0 or seq.dropped:
@@ -176,7 +155,7 @@ def _swap_in(state: EngineState, seq: Sequence, shared: int, builder: ScheduleBu
 
 
 def _load_remote(state: EngineState, seq: Sequence, shared: int, builder: ScheduleBuilder) -> bool:
-    """Load the blocks offered by another worker that were not hit; whether there are any."""
+    """Load the blocks offered by another worker that were not hit; False if there are none."""
     last = min(seq.remote_tokens, seq.request.prompt - 1) // state.config.block_size
     seq.remote_tokens = 0
     blocks = state.rows.tables[seq.row, shared : max(last, shared)].copy()
@@ -191,7 +170,7 @@ def _load_remote(state: EngineState, seq: Sequence, shared: int, builder: Schedu
 def _load_from_tiers(
     state: EngineState, seq: Sequence, shared: int, builder: ScheduleBuilder
 ) -> bool:
-    """Load from tiers the blocks that were not hit; whether there are any."""
+    """Load from tiers the blocks that were not hit; False if there are none."""
     size = state.config.block_size
     if state.offload is None or state.rows.computed.item(seq.row) != shared * size:
         return False
@@ -211,10 +190,8 @@ def _load_from_tiers(
 def finish_load(state: EngineState, request: str, tokens: int, failed: bool) -> None:
     """Let a request compute whose load has ended, or free the blocks of one that was aborted.
 
-    Args:
-        request: its id.
-        tokens: whose KV arrived, counted from the load's first block on.
-        failed: whether the rest may still be in its tier.
+    `tokens` arrived, counted from the load's first block on; where it `failed`, the rest may still
+    be in its tier.
 
     Raises:
         UnknownLoad: the request has no load under way.
@@ -250,11 +227,8 @@ def pin_cached(state: EngineState, request: Request, lookahead: Ints) -> Ints:
 
     Blocks in use cost nothing. Of idle ones, at most half of what is spare is pinned, and none
     while the head of the queue waits for blocks: a reader that never comes keeps them for a lease.
-    After the expiry of its tenure there is none.
-
-    Args:
-        request: its id, prompt, hashes and expiry count.
-        lookahead: free blocks that later steps of a plan under way write to, shape (n,).
+    After the expiry of its tenure there is none. `lookahead` are free blocks that later steps of a
+    plan under way write to, shape (n,).
 
     Returns:
         The blocks, in the order of the prompt, shape (pinned,); empty where none are.
@@ -278,7 +252,6 @@ def pin_cached(state: EngineState, request: Request, lookahead: Ints) -> Ints:
 
 
 def _pin_room(state: EngineState, lookahead: int) -> int:
-    """Return how many idle blocks may be pinned, beyond those of the lookahead."""
     if state.blocked is not None:
         return 0
     spare = state.pool.free - lookahead - (state.config.headroom + 1) * state.rows.used

@@ -35,20 +35,8 @@ WORK_ROWS = 18
 class Rows:
     """The rows of the batch, one sequence each, as arrays of shape (max_seqs,).
 
-    Attributes:
-        tables: device block ids, shape (max_seqs, blocks of the longest sequence).
-        columns: all that follow as one array, shape (COLUMNS, max_seqs).
-        computed: tokens whose KV was computed; the position of the next one.
-        length: tokens known; 0 for a free row. One more than `computed` in decode.
-        limit: length at which the sequence ends.
-        dropped: computed tokens whose cache entries were evicted, a multiple of the block size.
-        blocks: blocks that the row holds.
-        known: blocks whose hash is known; 0 once compacted.
-        cached: full blocks that were offered to the prefix cache.
-        compacted: tokens computed at the last eviction or recomputation; 0 where there was none.
-            Entries before have no order, and blocks after `cached` cannot be hit.
-        owner: the sequence of each row, or None.
-        used: rows that some sequence has.
+    `tables` has the device block ids, shape (max_seqs, blocks of the longest sequence); `columns`
+    all others as one array, shape (COLUMNS, max_seqs).
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -56,13 +44,15 @@ class Rows:
         max_blocks = -(-config.max_model_len // config.block_size)
         self.tables: Ints = np.zeros((count, max_blocks), dtype=np.int32)
         self.columns: Ints = np.zeros((COLUMNS, count), dtype=np.int32)
+        #: tokens whose KV was computed; the position of the next one
         self.computed: Ints = self.columns[COMPUTED]
+        #: tokens known; 0 for a free row. `computed` + 1 in decode
         self.length: Ints = self.columns[LENGTH]
-        self.limit: Ints = self.columns[LIMIT]
-        self.dropped: Ints = self.columns[DROPPED]
-        self.blocks: Ints = self.columns[BLOCKS]
-        self.known: Ints = self.columns[KNOWN]
-        self.cached: Ints = self.columns[CACHED]
+        self.limit: Ints = self.columns[LIMIT]  # length at which the sequence ends
+        self.dropped: Ints = self.columns[DROPPED]  # computed tokens whose entries were evicted
+        self.blocks: Ints = self.columns[BLOCKS]  # that the row holds
+        self.known: Ints = self.columns[KNOWN]  # blocks whose hash is known; 0 once compacted
+        self.cached: Ints = self.columns[CACHED]  # full blocks that were offered to the cache
         self.compacted: Ints = self.columns[COMPACTED]
         self.priority: Ints = self.columns[PRIORITY]
         self.owner: list[Sequence | None] = [None] * count
@@ -125,11 +115,7 @@ def append_blocks(tables: Ints, blocks: Ints, rows: Ints, new: Ints) -> None:
 def append_wanted(
     tables: Ints, blocks: Ints, rows: Ints, steps: Ints, new: Ints, done: Ints, orphans: Ints
 ) -> int:
-    """Append the blocks of each row's first `done[row]` steps; write the others to `orphans`.
-
-    Returns:
-        The number of orphans.
-    """
+    """Append the blocks of each row's first `done[row]` steps; write the others to `orphans`."""
     others = 0
     for i in range(rows.shape[0]):
         row = rows[i]

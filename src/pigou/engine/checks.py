@@ -63,22 +63,14 @@ def check_request(state: EngineState, request: Request) -> None:
 
 
 def check_id(state: EngineState, request: Request) -> None:
-    """Check that a request's id is not in use.
-
-    Raises:
-        DuplicateRequest: it is.
-    """
+    """Raise a DuplicateRequest if a request's id is in use."""
     name = request.id
     if name in state.sequences or name in state.pinned or name in state.draining:
         raise DuplicateRequest(f"request id {request.id!r} is in use")
 
 
 def check_hashes(request: Request) -> None:
-    """Check the shape and type of a request's hashes.
-
-    Raises:
-        ValueError: one of them is wrong.
-    """
+    """Raise a ValueError if a request's hashes have a wrong shape or type."""
     if request.hashes.ndim != 2 or request.hashes.shape[1] != 2:
         raise ValueError(f"hashes have shape {request.hashes.shape}; it must be (blocks, 2)")
     if request.hashes.dtype != np.uint64:
@@ -86,11 +78,7 @@ def check_hashes(request: Request) -> None:
 
 
 def check_result(plan: Plan, result: Result) -> None:
-    """Check that a result fits its plan.
-
-    Raises:
-        ValueError: it has no steps or too many, or ends an entry that the plan does not have.
-    """
+    """Raise a ValueError if a result has a wrong number of steps, or ends an unknown entry."""
     if not 1 <= result.steps <= plan.repeat:
         raise ValueError(f"{result.steps} steps were done; it must be 1 to {plan.repeat}")
     for finish in result.finished:
@@ -101,11 +89,7 @@ def check_result(plan: Plan, result: Result) -> None:
 
 
 def check_state(state: EngineState) -> None:
-    """Check blocks, rows, queue and host memory.
-
-    Raises:
-        IntegrityError: names the first law that does not hold, and where.
-    """
+    """Check blocks, rows, queue and host memory; raise an IntegrityError for the first wrong one."""
     _check_rows(state)
     _check_queue(state)
     state.pool.check(_references(state))

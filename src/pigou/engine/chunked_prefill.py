@@ -46,8 +46,7 @@ def continue_prefills(
 ) -> None:
     """Compute the next chunks of running prompts, in the order of the queue.
 
-    Args:
-        admit_before: admits who waits with a priority below a prompt's, before it goes on.
+    `admit_before` admits waiting sequences with a priority below a prompt's, before it goes on.
     """
     if not state.prefilling:
         return

@@ -38,25 +38,12 @@ class EngineCore:
         effects = core.apply(plan, executor.execute(plan))    # tokens, ended requests, KV events
 
     `schedule` and `apply` alternate; all other calls may come at any moment, also between the two.
-    A plan without entries need not be applied.
-
-    Attributes:
-        tiers: beyond the device; None for the device alone.
-        tables: device block ids of each row, shape (max_seqs, blocks of the longest sequence).
-            Valid from `schedule` to `apply`, for the blocks that the plan's entries touch.
-        rows: lengths and blocks of the running sequences; for reading.
+    A plan without entries need not be applied. `tables` has the device block ids of each row, shape
+    (max_seqs, blocks of the longest sequence), valid from `schedule` to `apply`, for the blocks
+    that the plan's entries touch. `rows` and `stats` are for reading.
     """
 
     def __init__(self, config: EngineConfig, epoch: int = 0, tiers: Tiers | None = None) -> None:
-        """Make an engine with nothing to do.
-
-        Args:
-            epoch: nanoseconds since 1970 at time 0 of the caller's clock; expiries need it.
-            tiers: beyond the device; None for the device alone.
-
-        Raises:
-            ValueError: there are tiers, and no prefix caching.
-        """
         if tiers is not None and not config.prefix_caching:
             raise ValueError("prefix_caching is off, and tiers are given; they hold cached blocks")
         self.config = config
@@ -73,14 +60,7 @@ class EngineCore:
     # --- calls ------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Let a request wait.
-
-        Raises:
-            ValueError: a length is below 1, or the hashes have a wrong shape or type.
-            RequestTooLarge: it could not run here even alone.
-            DuplicateRequest: its id is in use.
-            QueueFull: `max_waiting` requests wait already.
-        """
+        """Let a request wait; raises what `check_request` does."""
         state = self._state
         check_request(state, request)
         hashes = no_hashes()
@@ -100,7 +80,7 @@ class EngineCore:
         return self._state.flush(Effects())
 
     def would_wait(self, request: Request) -> bool:
-        """Whether `add` would take a request in, and place it behind another that waits.
+        """True if `add` would take a request in, and place it behind another that waits.
 
         Such a request is not admitted before one ends: a plan under way need not be cut.
         """
@@ -137,12 +117,10 @@ class EngineCore:
         return state.flush(Effects(finished=[state.finished(seq, FinishReason.ABORT)]))
 
     def schedule(self, now: int, horizon: int = NEVER) -> Plan:
-        """Plan what to compute next.
+        """Plan what to compute next, at `now` in nanoseconds.
 
-        Args:
-            now: the time, in nanoseconds.
-            horizon: no step may begin at or after this time. At or before `now`, the plan has a
-                single step.
+        No step may begin at or after the horizon. If that is at or before `now`, the plan has a
+        single step.
 
         Raises:
             OutOfTurn: the last plan had entries, and was not applied.
@@ -181,12 +159,9 @@ class EngineCore:
     def loaded(self, request: str, tokens: int, failed: bool = False) -> Effects:
         """Say that a load has ended: nothing writes to its blocks any more.
 
-        Every `Load` with blocks is answered once, also after its request was aborted.
-
-        Args:
-            request: its id.
-            tokens: whose KV arrived, counted from the load's first block on. The rest is computed.
-            failed: whether the rest may still be in its tier; else its first block is not.
+        Every `Load` with blocks is answered once, also after its request was aborted. `tokens`
+        arrived, counted from the load's first block on; the rest is computed. If it `failed`, the
+        rest may still be in its tier; else its first block is not.
 
         Raises:
             UnknownLoad: the request has no load under way.
@@ -196,12 +171,9 @@ class EngineCore:
         return self._state.flush(Effects())
 
     def on_transfer_done(self, move: int, good: Items[bool]) -> Effects:
-        """Say that a plan's move has ended.
+        """Say that a plan's move has ended, and which of its blocks arrived, in its order.
 
         Every `Move` that has a number is answered once.
-
-        Args:
-            good: which of its blocks arrived, in its order.
 
         Raises:
             ValueError: no such move is under way.
@@ -236,10 +208,6 @@ class EngineCore:
 
         The request is not computed here. At most half of the spare blocks are pinned for it.
 
-        Args:
-            request: whose prompt it is; its id must not be in use.
-            now: the time, in nanoseconds.
-
         Returns:
             Device blocks of the prompt's beginning, in order, shape (n,); none are pinned if empty.
 
@@ -262,10 +230,6 @@ class EngineCore:
 
     def truncate(self, request: str, tokens: int) -> Effects:
         """Take back the last tokens of a request that decodes, and free their blocks.
-
-        Args:
-            request: its id.
-            tokens: how many, at most those that it generated.
 
         Raises:
             OutOfTurn: a plan is under way.

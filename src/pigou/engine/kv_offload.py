@@ -70,7 +70,7 @@ class DeferredOffload:
 
     @property
     def spare(self) -> int:
-        """How many free blocks may be handed out before a chain is due; negative where one is.
+        """Free blocks that may be taken before a chain is due; negative where one is.
 
         With it, plans of many steps end where single steps would offer a chain.
         """
@@ -123,16 +123,11 @@ class Prefetch(NamedTuple):
 
 
 class KVOffloadConnector:
-    """Offers blocks that sequences leave behind to the tiers, and pins them while they are copied.
-
-    Attributes:
-        tiers: decide what is stored, moved and dropped.
-        now: the time of the last plan, in nanoseconds since 1970.
-    """
+    """Offers blocks that sequences leave to the tiers, and pins them while they are copied."""
 
     def __init__(self, tiers: Tiers, pool: BlockPool, prefix: PrefixCache, block_size: int) -> None:
         self.tiers = tiers
-        self.now = 0
+        self.now = 0  # time of the last plan, nanoseconds since 1970
         self._pool, self._prefix, self._size = pool, prefix, block_size
         self._pending: deque[OffloadCandidate] = deque(maxlen=_MAX_PENDING)
         self._deferred = DeferredOffload(pool)
@@ -160,11 +155,8 @@ class KVOffloadConnector:
     def offer_pending(self, now: int) -> None:
         """Offer chains that were left, as far as there is room for copies under way.
 
-        The rest waits, and is not offered once it was handed out. Chains that the tiers defer are
-        offered when they are about to be handed out. A second call at once changes nothing.
-
-        Args:
-            now: nanoseconds since 1970.
+        The rest waits, and is not offered once its blocks were reused. Chains that the tiers defer
+        are offered when the device is about to evict them. A second call at once changes nothing.
         """
         self.now = now
         self.tiers.expire(now)
@@ -201,7 +193,6 @@ class KVOffloadConnector:
                     self._rest[move.number] = pending
 
     def _pin(self, move: Move, blocks: Ints, evict_next: bool) -> None:
-        """Pin blocks that are copied, and those before them: they are released together."""
         prefix = blocks[: move.blocks[-1].depth + 1]
         pinned = np.empty_like(prefix)
         self._pool.take(prefix, pinned)
@@ -236,9 +227,9 @@ class KVOffloadConnector:
         return self._returns.next()
 
     def prefetch_returning(self, spare: int, now: int) -> list[BlockHashes]:
-        """Load from tiers what sessions left that are due to return.
+        """Load what due sessions left from tiers; return hashes that were evicted for it.
 
-        At most half of the `spare` blocks are taken. Returns the hashes that were evicted for them.
+        At most half of the `spare` blocks are taken.
         """
         room = spare // 2
         removed = []
@@ -286,11 +277,7 @@ class KVOffloadConnector:
         self.tiers.clear(self.now)
 
     def check(self) -> None:
-        """Check the tiers, and that exactly what is copied is pinned.
-
-        Raises:
-            IntegrityError: names the first law that does not hold.
-        """
+        """Check the tiers, and that exactly what is copied is pinned; raise an IntegrityError."""
         self.tiers.check()
         copies = self.tiers.copies_under()
         under = sum(copies.values())

@@ -59,10 +59,7 @@ def advance(
     """Move the rows of a plan on by `steps`, each its own number, or by `done` where it is empty.
 
     Writes tokens, steps, and the entries that ended or have full blocks to `work`. Rows that lost
-    their sequence since did no steps.
-
-    Returns:
-        How many entries ended, and how many have blocks to cache.
+    their sequence since did no steps. Returns how many entries ended, and have blocks to cache.
     """
     computed, length, limit = columns[COMPUTED], columns[LENGTH], columns[LIMIT]
     known, cached = columns[KNOWN], columns[CACHED]
@@ -107,19 +104,11 @@ def process_steps(
 ) -> tuple[int, int, int, int]:
     """Move the rows of a plan on, and take the lookahead blocks that its steps wrote to.
 
-    Blocks are not taken where some are to be cached in between.
-
-    Args:
-        rows, counts, samples: of the plan's entries.
-        steps: that count for each entry, (entries,); empty where all of them do.
-        done: steps of the plan.
-        columns, tables, block_size: the rows.
-        pool: the blocks; its `removed` takes the hashes that were removed.
-        wanted: blocks of the lookahead; 0 where they are taken later.
-        work: as of `advance`; also takes the orphans, blocks that no row needs any more.
-
-    Returns:
-        How many entries ended, how many have blocks to cache; hashes removed; orphans.
+    `steps` count for each entry, (entries,); empty where all do. `wanted` is the lookahead's
+    blocks, 0 where they are taken later: they are not taken where blocks are to be cached in
+    between. The pool's `removed` takes the hashes that were removed, `work` what `advance` writes,
+    and orphans: blocks that no row needs any more. Returns entries that ended, entries with blocks
+    to cache, hashes removed, and orphans.
     """
     ended_count, full = advance(rows, counts, samples, steps, done, columns, block_size, work)
     if full > 0 or wanted == 0:
@@ -138,7 +127,7 @@ def process_steps(
 
 @inlined
 def return_blocks(meta: Ints, counts: Counts, blocks: Ints, count: int) -> None:
-    """Free blocks that were just taken, the last first; they are handed out next."""
+    """Free blocks that were just taken, the last first; they are allocated next."""
     for i in range(count - 1, -1, -1):
         meta[blocks[i], REFS] = 0
         link_after(meta, meta.shape[0] - 1, blocks[i])
@@ -161,23 +150,10 @@ def cache_row(
 ) -> tuple[int, int, int, bool]:
     """Cache a row's blocks at the steps of a plan in which they became full.
 
-    Before each, the lookahead blocks written to by then are taken, as by single steps. Without a
-    lookahead, nothing happens in between, and a prompt's blocks are cached at once.
-
-    Args:
-        row: that has blocks to cache.
-        start: position from which the plan computes it.
-        count: tokens that it computes in a step.
-        done: steps of the plan.
-        columns, tables, block_size: the rows.
-        pool: the blocks; its `removed` takes the hashes that were removed.
-        wanted: blocks of the lookahead.
-        hashes: of the row's sequence, (known, 2).
-        work: as of `process_steps`; also takes a mark for each time.
-
-    Returns:
-        How many marks; hashes removed; blocks taken that no row needs any more, and are free;
-        whether a block is a duplicate.
+    The plan computes it from `start` on, `count` tokens a step. Before each block, the lookahead
+    blocks written to by then are taken, as by single steps. Without a lookahead, nothing happens in
+    between, and a prompt's blocks are cached at once. `work` takes a mark for each time. Returns
+    marks; hashes removed; orphans, which are free; and whether a block is a duplicate.
     """
     meta, keys, slots, counts, removed = pool
     orphans = work[ORPHAN]
@@ -265,7 +241,6 @@ class OutputProcessor:
     def _owners(
         self, plan: Plan, reasons: dict[int, FinishReason]
     ) -> Iterator[tuple[Sequence, FinishReason]]:
-        """Yield the sequences of entries, in their order, without those that were aborted."""
         for entry in sorted(reasons):
             seq = self._state.rows.owner[plan.rows[entry]]
             if seq is not None:
@@ -342,14 +317,7 @@ class OutputProcessor:
         return [(step, entry, stop) for (step, entry), stop in sorted(cache_points.items())]
 
     def _claim(self, ahead: Lookahead, start: int, step: int) -> int:
-        """Take the lookahead's blocks from index `start` on that were written to up to `step`.
-
-        A block that was written to for a sequence that had ended by then, or was aborted, is
-        freed again; it must lose its hash all the same.
-
-        Returns:
-            Where the next call starts.
-        """
+        """Take lookahead blocks from `start` on written to up to `step`; return the next start."""
         if start == ahead.count:
             return start
         state, rows = self._state, self._state.rows
@@ -391,10 +359,6 @@ class OutputProcessor:
 
 def truncate(state: EngineState, seq: Sequence, tokens: int) -> None:
     """Take back the last tokens of a sequence that decodes; their blocks return at once.
-
-    Args:
-        seq: whose tokens; it stays where it is, with as many fewer.
-        tokens: how many, at most those that it generated.
 
     Raises:
         ValueError: it generated fewer, does not decode, gave up entries since it computed them, or

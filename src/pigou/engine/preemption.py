@@ -26,14 +26,9 @@ def swap_seconds(blocks: int, rates: Rates, hit_blocks: int = 0) -> float:
 def cheaper(
     tokens: int, blocks: int, rates: Rates, hit_tokens: int = 0, hit_blocks: int = 0
 ) -> Literal["recompute", "swap"]:
-    """Choose how a sequence is preempted.
+    """Choose how a sequence is preempted; recompute when equal, as it needs no host memory.
 
-    Args:
-        hit_tokens: of those, tokens that will hit the prefix cache when it returns.
-        hit_blocks: blocks that hold these.
-
-    Returns:
-        What takes fewer seconds; recompute when equal, as it needs no host memory.
+    The hits are tokens and blocks that the prefix cache will have when it returns.
     """
     again = recompute_seconds(tokens, rates, hit_tokens)
     moved = swap_seconds(blocks, rates, hit_blocks)
@@ -50,11 +45,6 @@ class RateMeter:
     """Follows the speed of prefill; the speed of swapping is measured once."""
 
     def __init__(self, swap: float, block_bytes: int) -> None:
-        """Begin without a figure for prefill.
-
-        Args:
-            swap: bytes copied between device and host in a second.
-        """
         self._swap = swap
         self._block_bytes = block_bytes
         self._prefill = 0.0
@@ -97,11 +87,7 @@ def _preempt(state: EngineState, builder: ScheduleBuilder, seq: Sequence) -> Non
 
 
 def _swaps(state: EngineState, seq: Sequence, computed: int, used: int) -> bool:
-    """Whether a sequence is better swapped; what others keep in the cache will be hit.
-
-    A sequence without some of its entries is swapped wherever it can be. Computed again it would
-    have them all, and need the memory that was not there.
-    """
+    """True if swapping beats recomputing, counting surviving prefix hits."""
     if state.rows.dropped[seq.row]:
         return 0 < used <= state.host.free
     if state.rates is None or not 0 < used <= state.host.free:

@@ -55,11 +55,7 @@ NO_LOOKAHEAD = Lookahead(np.empty((WORK_ROWS, 0), dtype=np.int32), 0)
 
 
 class EntryBuffer:
-    """The entries of a plan, gathered in `EngineState.work`.
-
-    Attributes:
-        size: how many entries there are; counts of the others are 1.
-    """
+    """The entries of a plan, gathered in `EngineState.work`; counts beyond `size` are 1."""
 
     def __init__(self, work: Ints) -> None:
         self._rows, self._counts = work[ENTRY_ROW], work[ENTRY_COUNT]
@@ -89,12 +85,7 @@ class RowEviction(msgspec.Struct):
 
 
 class ScheduleBuilder(msgspec.Struct):
-    """What one call of the scheduler has decided so far.
-
-    Attributes:
-        started, preempted, loads, recomputations: as in `Plan`.
-        swap_out, copies, swap_in: pairs of blocks as in `Plan`, in pieces of shape (m, 2).
-    """
+    """What one call of the scheduler has decided so far; names as in `Plan`."""
 
     batch: EntryBuffer
     budget: int  # tokens that may still be computed
@@ -119,14 +110,7 @@ class ScheduleBuilder(msgspec.Struct):
         return bool(self.loads or self.copies or self.swap_in or self.swap_out)
 
     def build(self, entries: Ints, samples: Flags, repeat: int, horizon: int) -> Plan:
-        """Return the plan.
-
-        Args:
-            entries: rows, starts, counts and entries in the cache, (4, entries).
-            samples: whether each entry yields a token, (entries,).
-            repeat: most steps.
-            horizon: as in `Plan`.
-        """
+        """Return the plan of rows, starts, counts and cached entries, shape (4, entries)."""
         return Plan(
             entries[PLAN_ROWS],  # unpacking an array takes three times as long
             entries[PLAN_STARTS],

@@ -58,12 +58,9 @@ TOO_FEW = -1
 def find_decodes(
     order: Ints, columns: Ints, block_size: int, budget: int, rows: Ints, growing: Ints
 ) -> tuple[int, int]:
-    """Find the rows of `order` with one token to compute, at most `budget`.
+    """Write the rows of `order` with one token to compute, at most `budget`, to `rows`.
 
-    Writes them to `rows`, and those whose blocks are full to `growing`.
-
-    Returns:
-        How many of each.
+    Those whose blocks are full are written to `growing`. Returns how many of each.
     """
     computed, length, dropped = columns[COMPUTED], columns[LENGTH], columns[DROPPED]
     blocks = columns[BLOCKS]
@@ -85,11 +82,7 @@ def find_decodes(
 def write_starts(
     rows: Ints, counts: Ints, columns: Ints, starts: Ints, samples: NDArray[np.bool_]
 ) -> bool:
-    """Write where each entry of a plan starts, and whether it yields a token.
-
-    Returns:
-        Whether all compute one token and sample.
-    """
+    """Write where each entry starts and whether it yields a token; return if all decode."""
     computed, length = columns[COMPUTED], columns[LENGTH]
     decode = True
     for i in range(rows.shape[0]):
@@ -109,14 +102,10 @@ def look_ahead(
     free: int,
     work: Ints,
 ) -> tuple[int, int]:
-    """Find for how many steps decoding rows can go on unchanged, and the blocks they need.
+    """Return for how many steps decoding rows can go on unchanged, and the blocks they need.
 
     The blocks of step 0 are there already. Rows and steps of later needs are written to `work` in
-    the order of single steps.
-
-    Returns:
-        Steps until the first row reaches its limit or blocks run out, at most `max_steps`; and the
-        number of needs.
+    the order of single steps. Steps end when the first row reaches its limit or blocks run out.
     """
     computed, length, limit = columns[COMPUTED], columns[LENGTH], columns[LIMIT]
     dropped, blocks = columns[DROPPED], columns[BLOCKS]
@@ -160,18 +149,10 @@ def start_decodes(
     pool: PoolArrays,
     work: Ints,
 ) -> tuple[int, int]:
-    """Find the rows of `order` that decode, at most `budget`, and give each the block it needs.
+    """Write the decoding rows of `order` to `work`, at most `budget`; give each its block.
 
-    Args:
-        order: rows, in the order in which they started.
-        columns, tables, block_size: the rows.
-        budget: tokens.
-        pool: the blocks; its `removed` takes the hashes that were removed.
-        work: its `ENTRY_ROW` takes who decodes.
-
-    Returns:
-        How many rows, and how many hashes; or `TOO_FEW` where they need more blocks than are free,
-        and how many they need. Nothing was done then.
+    Returns how many rows, and how many hashes were removed (the pool's `removed` takes them). Where
+    they need more blocks than are free: `TOO_FEW`, and how many; nothing was done then.
     """
     meta, keys, _, counts, removed = pool
     count, grow = find_decodes(
@@ -214,19 +195,10 @@ def finish_plan(
 ) -> tuple[int, int]:
     """Write a plan's entries, and lay out blocks for as many steps as it can go on unchanged.
 
-    Args:
-        decodes: entries, the first ones, that decode.
-        columns, tables, block_size: the rows.
-        max_steps: steps of one plan; 1 where the next step may differ.
-        chunks: whether a last entry may compute equal chunks of its prompt.
-        spare: free blocks that later steps may take; none where it is negative.
-        pool: the blocks.
-        work: has the entries, and takes the lookahead.
-        plan: takes rows, starts, counts and entries in the cache, (4, entries).
-        samples: takes whether each entry yields a token, (entries,).
-
-    Returns:
-        How many steps, and the blocks of the lookahead.
+    The first `decodes` entries decode; where `chunks`, a last one may compute equal chunks of its
+    prompt. Later steps may take `spare` free blocks, none where it is negative. `plan` takes rows,
+    starts, counts and entries in the cache, (4, entries); `samples` whether each yields a token.
+    Returns how many steps, and the blocks of the lookahead.
     """
     meta, _, _, pool_counts, _ = pool
     size = samples.shape[0]
@@ -271,12 +243,8 @@ def plan_decodes(
 ) -> tuple[int, int, int, int]:
     """Do what `start_decodes` and `finish_plan` do where no prompt is computed, without tiers.
 
-    Arguments are theirs; `plan` and `samples` have an entry for each row of `order`. The entries'
-    counts in `work` are 1.
-
-    Returns:
-        What `start_decodes` returns, and what `finish_plan` does; zeros where too few blocks are
-        free.
+    `plan` and `samples` have an entry for each row of `order`; the entries' counts in `work` are 1.
+    Returns what both return; zeros in place of the latter where too few blocks are free.
     """
     count, gone = start_decodes(order, columns, tables, block_size, budget, pool, work)
     if count == TOO_FEW:
@@ -363,10 +331,7 @@ class Scheduler:
         return plan, Lookahead(state.work, needs)
 
     def _prefill_priority(self) -> int | None:
-        """Return the priority of a prompt that others yield to; None where nobody has to.
-
-        It is the lowest among the prompts that run, and the head of the queue if it fits.
-        """
+        """Return the lowest priority of prompts, which others yield to; None for none."""
         state, rows = self._state, self._state.rows
         if not len(state.running):
             return None
@@ -409,10 +374,7 @@ class Scheduler:
         builder.budget -= count
 
     def _admit_waiting(self, builder: ScheduleBuilder, before: int | None = None) -> None:
-        """Admit from the head of the queue while there are rows, blocks and budget.
-
-        Only those of a priority below `before`, where that is given.
-        """
+        """Admit from the head of the queue (priority below `before`) while there is room."""
         state = self._state
         while builder.budget > 0:
             head = state.queue.head()
@@ -429,13 +391,7 @@ class Scheduler:
     def _finish(
         self, builder: ScheduleBuilder, horizon: int, max_steps: int
     ) -> tuple[Plan, Lookahead]:
-        """Make the plan, and extend it until something must change, to at most `max_steps`.
-
-        It goes on while all entries decode, or while one more computes equal chunks of its prompt,
-        which has all its blocks. Nothing can be admitted in between: a waiting sequence lacks a
-        row, the budget or blocks, which only changes when a sequence ends. The plan also ends
-        before a chain is due to be offered to the tiers.
-        """
+        """Make the plan, and extend it until something must change, to at most `max_steps`."""
         state, rows, pool, size = self._state, self._state.rows, self._state.pool, self._batch.size
         chunks = state.config.repeat_chunks and builder.budget == 0
         if chunks and size > builder.decodes:

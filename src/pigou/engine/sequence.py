@@ -28,20 +28,7 @@ class SequenceState(Enum):
 class Sequence:
     """One request: what outlives a preemption. While it has a row, its lengths are in `Rows`.
 
-    Attributes:
-        key: its place in the queue; the lowest is admitted first and preempted last.
-        row: its row of the batch, -1 while it waits.
-        length: tokens known, prompt and generated; valid while it waits.
-        computed: tokens whose KV was swapped to the host; valid while it waits.
-        dropped: of those, tokens whose entries were evicted; valid while it waits.
-        host_blocks: host blocks with that KV, in order; empty when there is none.
-        hashes: known hashes of its full blocks, shape (known, 2), without gaps.
-        remote_tokens: tokens that another worker still offers.
-        cached_tokens: tokens of the prompt that were not computed here at first; -1 before.
-        preemptions: how often it lost its row.
-        duplicates: whether some block of its row has its hash cached elsewhere.
-        load: first block and number of blocks of the load under way.
-        copy_source: block that the row's last block is copied from by the plan under way, or -1.
+    `length`, `computed`, `dropped` and `host_blocks` are valid while it waits.
     """
 
     __slots__ = (
@@ -64,20 +51,20 @@ class Sequence:
 
     def __init__(self, request: Request, key: tuple[int, int, int], hashes: BlockHashes) -> None:
         self.request = request
-        self.key = key
+        self.key = key  # its place in the queue: the lowest is admitted first, preempted last
         self.state = SequenceState.WAITING
-        self.row = -1
-        self.length = request.prompt
-        self.computed = 0
-        self.dropped = 0
-        self.host_blocks: Ints = NO_BLOCKS
-        self.hashes = hashes
-        self.remote_tokens = request.remote
-        self.cached_tokens = -1
-        self.preemptions = 0
-        self.duplicates = False
-        self.load = (0, 0)
-        self.copy_source = -1
+        self.row = -1  # of the batch, -1 while it waits
+        self.length = request.prompt  # tokens known, prompt and generated
+        self.computed = 0  # tokens whose KV was swapped to the host
+        self.dropped = 0  # of those, tokens whose entries were evicted
+        self.host_blocks: Ints = NO_BLOCKS  # with that KV, in order
+        self.hashes = hashes  # known ones of its full blocks, shape (known, 2), without gaps
+        self.remote_tokens = request.remote  # that another worker still offers
+        self.cached_tokens = -1  # of the prompt, not computed here at first; -1 before
+        self.preemptions = 0  # how often it lost its row
+        self.duplicates = False  # whether some block of its row has its hash cached elsewhere
+        self.load = (0, 0)  # first block and number of blocks of the load under way
+        self.copy_source = -1  # block that its last one is copied from by the plan under way
 
     def requeue(self) -> None:
         """Wait again after a preemption, without a row."""
@@ -86,12 +73,7 @@ class Sequence:
         self.duplicates = False
 
     def add_hashes(self, hashes: BlockHashes, full: int) -> None:
-        """Append hashes of further blocks, as far as blocks are full.
-
-        Args:
-            hashes: of the blocks after those known, shape (n, 2).
-            full: full blocks of the sequence.
-        """
+        """Append hashes of further blocks, shape (n, 2), as far as `full` blocks of it are full."""
         new = leading_hashes(hashes, full - len(self.hashes))
         if len(new):
             self.hashes = np.concatenate((self.hashes, new))
@@ -117,12 +99,7 @@ def _gapless(hashes: BlockHashes, limit: int) -> int:
 
 
 def order_key(request: Request, order: QueueOrder, number: int) -> tuple[int, int, int]:
-    """Return a request's place in the queue.
-
-    Args:
-        order: `fcfs` (by arrival), `priority` (lower first, then arrival) or `edf` (earliest
-            deadline first, then arrival).
-    """
+    """Return a request's place in the queue: by priority or deadline if so ordered, then arrival."""
     if order == "priority":
         return request.priority, request.arrival, number
     if order == "edf":

@@ -75,7 +75,6 @@ def _fits(load: ProfiledLoad, config: EngineConfig) -> bool:
 
 
 def _gathering(load: ProfiledLoad, config: EngineConfig) -> int:
-    """Return the most steps until all streams decode; the first starts after its own prompt."""
     return -(-load.streams * CONTEXT_TOKENS // _chunk_tokens(load, config))
 
 
@@ -85,7 +84,6 @@ def _chunks(load: ProfiledLoad, config: EngineConfig) -> int:
 
 
 def _chunk_tokens(load: ProfiledLoad, config: EngineConfig) -> int:
-    """Return the tokens of prompts in a step in which all streams decode."""
     return max(1, config.max_batched_tokens - load.streams)
 
 

@@ -42,24 +42,20 @@ class EngineCounters:
 
 
 class EvictionScores:
-    """Scores of the entries of running rows, and the price of a block.
-
-    Attributes:
-        lost_returns: by row, return lost with each further block evicted; None without scores.
-        regained_returns: by row, return that comes back with each further block recomputed.
-        scored_at: tokens computed when the row was scored, -1 for never, shape (max_seqs,).
-        offered_blocks: of the row, offered to the tiers before, shape (max_seqs,).
-        wanted: blocks that the plan under way lacked before rows gave some up.
-    """
+    """Scores of the entries of running rows, and the price of a block."""
 
     def __init__(self, config: EvictionConfig, blocks: int, max_seqs: int) -> None:
         self.config = config
         self.memory_price = MemoryPrice(blocks, config.rate, config.by_price)
+        #: by row, return lost with each further block evicted
         self.lost_returns: list[Floats | None] = [None] * max_seqs
+        #: by row, return regained with each block recomputed
         self.regained_returns: list[Floats | None] = [None] * max_seqs
+        #: tokens computed when the row was scored, -1 for never
         self.scored_at: Ints = np.full(max_seqs, -1, dtype=np.int32)
+        #: of the row, offered to the tiers before
         self.offered_blocks: Ints = np.zeros(max_seqs, dtype=np.int32)
-        self.wanted = 0
+        self.wanted = 0  # blocks that the plan under way lacked before rows gave some up
         #: What `evictable_blocks` writes, (max_seqs,) each.
         self.firsts: Ints = np.zeros(max_seqs, dtype=np.int32)
         self.evictable: Ints = np.zeros(max_seqs, dtype=np.int32)
@@ -133,9 +129,7 @@ class EngineState:
         self._freed = 0
 
     def set_limits(self, max_seqs: int, max_batched_tokens: int) -> None:
-        """Change how much runs at once; what runs goes on.
-
-        Limits above those that the engine was made with count as those: its arrays have their size.
+        """Change how much runs at once, up to the limits that the engine was made with.
 
         Raises:
             ValueError: a limit is below 1.
@@ -192,7 +186,7 @@ class EngineState:
         self.note_stored(seq, first, count)
 
     def cache_prefetched(self, request: str, good: int) -> bool:
-        """Cache the first `good` blocks that were prefetched under this name; whether any were."""
+        """Cache the first `good` blocks prefetched under this name; False if none were."""
         fetch = self.offload.pop_prefetch(request) if self.offload is not None else None
         if fetch is None:
             return False
@@ -244,7 +238,7 @@ class EngineState:
         self._release(blocks, 0, len(blocks), no_hashes())
 
     def free_chain(self, blocks: Ints) -> None:
-        """Drop blocks of a chain, from its beginning on, whose tail is handed out next."""
+        """Drop blocks of a chain, from its beginning on, whose tail is allocated next."""
         self.note_freed(self.pool.release_chain(blocks))
 
     def pin_row(self, seq: Sequence, count: int) -> PinnedBlocks:
@@ -307,7 +301,7 @@ class EngineState:
         )
 
     def flush(self, effects: Effects) -> Effects:
-        """Hand over what has happened since the last effects."""
+        """Move what has happened since the last call into the effects."""
         effects.events, self._events = self._events, []
         if self.offload is not None:
             # After those of the device: a block that was restored is known by then.

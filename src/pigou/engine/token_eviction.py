@@ -54,14 +54,8 @@ def evictable_blocks(
     """Count the blocks of entries that each row of `order` could give up; 0 while it is a prompt.
 
     Shared blocks stay, and so do the first `sinks` entries, the last `recent` ones, and
-    `min_entries` in all. Tables are searched from the end for the last shared block.
-
-    Args:
-        order, columns, tables, block_size: the rows.
-        sinks, recent, min_entries: entries that stay.
-        meta: the blocks.
-        firsts: takes the first entry that may go, (n,).
-        out: takes the number of blocks, (n,).
+    `min_entries` in all. Tables are searched from the end for the last shared block. `firsts` takes
+    the first entry that may go, `out` the number of blocks, (n,) each.
     """
     computed, length, dropped = columns[COMPUTED], columns[LENGTH], columns[DROPPED]
     for i in range(order.shape[0]):
@@ -146,11 +140,7 @@ def growth_blocks(state: EngineState) -> float:
 
 
 def check_scores(plan: Plan, result: Result) -> None:
-    """Refuse scores that the plan did not ask for, and curves of a wrong shape.
-
-    Raises:
-        ValueError: names the row.
-    """
+    """Raise a ValueError for scores that the plan did not ask for, and curves of a wrong shape."""
     scored = {row for row, _, _ in plan.to_score.tolist()}
     for name, curves, sign in (
         ("losses", result.lost_returns, 1),
@@ -198,10 +188,7 @@ def evict_for_decodes(state: EngineState, builder: ScheduleBuilder, needed: int)
 
 
 def evict_for_admission(state: EngineState, builder: ScheduleBuilder, blocks: int) -> bool:
-    """Evict so many blocks for a sequence that waits; False for nothing done.
-
-    Only entries of scored rows go: a newcomer can wait for scores.
-    """
+    """Evict so many blocks of scored rows for a waiting sequence; False for nothing done."""
     return _evict_short(state, builder, blocks, blocks, blind=False)
 
 
@@ -214,11 +201,7 @@ def _evict_short(
 
 
 def _curves(state: EngineState, builder: ScheduleBuilder, blind: bool) -> list[RowCurve]:
-    """Return the curves of the rows that could give something up.
-
-    With `blind`, rows without scores are among them, with infinite losses. Rows that begin with
-    this plan are left out: its executor does not know them.
-    """
+    """Return the curves of rows; with `blind`, infinite losses stand for rows without scores."""
     scores, order = scores_of(state), state.running
     measure(state, order)
     curves = []
@@ -263,7 +246,6 @@ def _tenant(state: EngineState, row: int) -> str:
 
 
 def _blocks_by_tenant(state: EngineState) -> dict[str, int]:
-    """Count the blocks that each tenant's running requests have."""
     blocks: dict[str, int] = {}
     for row in state.running.tolist():
         tenant = _tenant(state, row)
@@ -274,11 +256,7 @@ def _blocks_by_tenant(state: EngineState) -> dict[str, int]:
 def _evict_row(
     state: EngineState, builder: ScheduleBuilder, row: int, first: int, count: int
 ) -> None:
-    """Take a row's last `count` blocks that hold entries; those before keep what is left.
-
-    A block that was taken for the next token moves up with it. Blocks from `first` on lose their
-    hashes, for they will hold something else.
-    """
+    """Take a row's last `count` blocks of entries; those from `first` on lose their hashes."""
     rows, size = state.rows, state.config.block_size
     table, blocks, computed = rows.tables[row], int(rows.blocks[row]), int(rows.computed[row])
     entries = computed - int(rows.dropped[row])
@@ -346,11 +324,7 @@ def _recompute_row(state: EngineState, builder: ScheduleBuilder, row: int, count
 
 
 def write_evictions(state: EngineState, builder: ScheduleBuilder, plan: Plan, needs: int) -> None:
-    """Write into a plan what is evicted, recomputed, and to be scored.
-
-    Args:
-        needs: free blocks that later steps of the plan write to.
-    """
+    """Write into a plan what is evicted, recomputed, and to be scored."""
     scores, size = scores_of(state), state.config.block_size
     for row, gone in builder.evictions.items():
         drop = gone.freed * size

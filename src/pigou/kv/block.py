@@ -23,7 +23,7 @@ class IntegrityError(AssertionError):
 
 
 def ensure(law: bool, otherwise: str) -> None:
-    """Raise an IntegrityError with the message `otherwise` where a law does not hold."""
+    """Raise an IntegrityError where a law does not hold."""
     if not law:
         raise IntegrityError(otherwise)
 
@@ -43,15 +43,6 @@ class Entry:
 
     `last` and `uses` count what ended at this block; a child that goes hands its own to its
     parent. So those of a block without children are all of its uses, and a hit is O(1).
-
-    Attributes:
-        last: when it was used last, or admitted; nanoseconds.
-        uses: hits since it was admitted.
-        pins: readers and writers at present.
-        held: whether it can be hit; if not, its bytes wait for the last pin.
-        up, down: the parent where that is held, the first child.
-        left, right: children of the same parent.
-        rank, level, mark: the policy's own.
     """
 
     __slots__ = (
@@ -61,21 +52,21 @@ class Entry:
 
     def __init__(self, block: Block, now: int) -> None:
         self.block = block
-        self.last = now
-        self.uses = 0
-        self.pins = 0
-        self.held = True
-        self.up: Entry | None = None
-        self.down: Entry | None = None
-        self.left: Entry | None = None
+        self.last = now  # when it was last used, or admitted; nanoseconds
+        self.uses = 0  # hits since it was admitted
+        self.pins = 0  # readers and writers at present
+        self.held = True  # whether it can be hit; if not, its bytes wait for the last pin
+        self.up: Entry | None = None  # the parent where that is held
+        self.down: Entry | None = None  # the first child
+        self.left: Entry | None = None  # siblings
         self.right: Entry | None = None
-        self.rank: float = 0.0
+        self.rank: float = 0.0  # the policy's own, as `level` and `mark`
         self.level: float = 0.0
         self.mark = 0
 
     @property
     def free(self) -> bool:
-        """Whether it may be evicted: nothing stands on it, and nobody reads or writes it."""
+        """True if it may be evicted: no child is held, and nobody reads or writes it."""
         return self.held and self.down is None and self.pins == 0
 
 
@@ -94,14 +85,9 @@ def hashes_of(keys: Sequence[bytes]) -> BlockHashes:
 def chain_of(
     hashes: BlockHashes, size: int, expiry: int = NEVER, start: int = 0, parent: bytes = ROOT
 ) -> list[Block]:
-    """Return consecutive blocks of one chain, all of `size` bytes.
+    """Return consecutive blocks of one chain, from index `start` and its `parent`'s key on.
 
-    Args:
-        hashes: shape (n, 2), of the blocks from index `start` of the chain on.
-        size: bytes of each.
-        expiry: when their tenure ends, nanoseconds.
-        start: index of the first in its chain.
-        parent: key of the block before it; `ROOT` where start is 0.
+    `hashes` have shape (n, 2), `size` is the bytes of each block, `expiry` in nanoseconds.
     """
     keys = keys_of(hashes)
     rows = zip(keys, [parent, *keys[:-1]], count(start), repeat(size), repeat(expiry), strict=False)

@@ -83,10 +83,7 @@ def find(keys: BlockHashes, slots: Ints, high: np.uint64, low: np.uint64) -> int
 def prefetch(
     keys: BlockHashes, slots: Ints, hashes: BlockHashes, start: int, stop: int
 ) -> np.int64:
-    """Load what searches for `hashes[start:stop]` look at first; return something of it.
-
-    These loads run at once. Those of searches wait for one another, as branches depend on them.
-    """
+    """Load what searches for `hashes[start:stop]` look at first, all at once; return some of it."""
     mask, seen = slots.shape[0] - 1, np.uint64(0)
     for i in range(start, stop):
         block = slots[home(hashes[i, HIGH], hashes[i, LOW], mask)]
@@ -196,11 +193,7 @@ def uncache(
 def match(
     meta: Ints, keys: BlockHashes, slots: Ints, hashes: BlockHashes, limit: int, out: Ints
 ) -> tuple[int, int]:
-    """Find the longest cached prefix of `hashes[:limit]`; write its blocks to `out`.
-
-    Returns:
-        Blocks of the prefix, and how many of them have no reference (they count as free).
-    """
+    """Write the longest cached prefix of `hashes[:limit]` to `out`; return its length and idle ones."""
     idle = 0
     for i in range(limit):
         block = find(keys, slots, hashes[i, HIGH], hashes[i, LOW])
@@ -266,11 +259,8 @@ def cache_full_blocks(
     """Cache the blocks `table[start:stop]` under `hashes[start:stop]`.
 
     A hash of another block stays with that block; such hashes come first, as parents are cached.
-    A block without a cached parent ends the range.
-
-    Returns:
-        Index of the first block that was cached, how many were, and whether a block of the
-        range is a duplicate: its hash is cached elsewhere, and it stays private.
+    A block without a cached parent ends the range. Returns the index of the first block that was
+    cached, how many were, and whether a block is a duplicate: its hash is cached elsewhere.
     """
     parent = -1
     if start > 0:
@@ -315,7 +305,7 @@ def release(
     meta: Ints, keys: BlockHashes, slots: Ints, counts: Counts, table: Ints, start: int, stop: int,
     hashes: BlockHashes, duplicates: bool,
 ) -> int:  # fmt: skip
-    """Refer no longer to `table[start:stop]`, last block first; return how many became free.
+    """Drop references of `table[start:stop]`, last block first; return how many blocks became free.
 
     Free blocks that are cached join the end of the queue, tails before their prefixes. Others go to
     its front. Where the range has `duplicates`, the blocks cached under its hashes are renewed too.
@@ -345,11 +335,7 @@ def release(
 
 @bare_kernel
 def release_chain(meta: Ints, counts: Counts, table: Ints) -> int:
-    """Refer no longer to the cached blocks of a chain; return how many became free.
-
-    Its tail is handed out next: blocks without other references, on which nothing is cached but the
-    chain itself. What is before them joins the end of the queue.
-    """
+    """Drop references of the cached blocks of a chain; see `BlockPool.release_chain`."""
     freed = 0
     queue = meta.shape[0] - 1
     first = table.shape[0]
@@ -505,8 +491,6 @@ class BlockPool:
     leaf first, and least recently used first: a sequence that ends appends its blocks to the free
     queue from its tail to its head, and a hit takes blocks out of the queue.
 
-    Arrays are described in `pigou.kv.block_pool`; `PrefixCache` works on the same ones.
-
     Example:
         pool = BlockPool(8)
         table = np.empty(3, dtype=np.int32)
@@ -547,10 +531,7 @@ class BlockPool:
         return counts
 
     def allocate(self, out: Ints) -> BlockHashes:
-        """Fill `out` with the blocks that are next in the free queue, one reference each.
-
-        Args:
-            out: takes their ids, shape (n,), with n at most `free`.
+        """Fill `out` with the next `len(out)` (at most `free`) blocks of the free queue.
 
         Returns:
             Hashes that can no longer be hit, in order, shape (m, 2).
@@ -560,7 +541,7 @@ class BlockPool:
         return self._removed(count)
 
     def peek(self, count: int) -> Ints:
-        """Return which `count` blocks `allocate` will hand out next, and leave them there."""
+        """Return which `count` blocks `allocate` will take next, and leave them there."""
         assert count <= self.counts[FREE], "more blocks than are free"
         out = np.empty(count, dtype=np.int32)
         peek(self.meta, count, out)
@@ -590,41 +571,25 @@ class BlockPool:
     def release(
         self, table: Ints, start: int, stop: int, hashes: BlockHashes, duplicates: bool = False
     ) -> int:
-        """Drop one reference of each of `table[start:stop]`, the last block first.
+        """Drop one reference of each of `table[start:stop]`, last first; return how many came free.
 
-        Args:
-            table: block ids of one sequence, from its first block on.
-            start: first index to drop.
-            stop: one past the last.
-            hashes: those of the sequence that are known, shape (known, 2).
-            duplicates: whether some block of the sequence has its hash cached elsewhere.
-
-        Returns:
-            How many blocks became free.
+        `hashes` are those of the sequence that are known, shape (known, 2); `duplicates` says
+        whether some block of the sequence has its hash cached elsewhere.
         """
         return release(
             self.meta, self.keys, self.slots, self.counts, table, start, stop, hashes, duplicates
         )
 
     def release_chain(self, table: Ints) -> int:
-        """Drop one reference of each cached block of a chain, whose tail is handed out next.
+        """Drop one reference of each cached block of a chain; return how many became free.
 
-        The tail is what nobody else refers to, and on which nothing else stands. The rest joins the
-        end of the queue, as by `release`.
-
-        Args:
-            table: block ids from the chain's beginning on, shape (n,).
-
-        Returns:
-            How many blocks became free.
+        Its tail, which nobody else refers to and on which nothing else stands, is allocated next.
+        The rest joins the end of the queue, as by `release`.
         """
         return release_chain(self.meta, self.counts, table)
 
     def check(self, references: Ints) -> None:
-        """Check every law of the pool.
-
-        Args:
-            references: how often each block ought to be referred to, shape (blocks,).
+        """Check every law of the pool; blocks ought to be referred to so often, shape (blocks,).
 
         Raises:
             IntegrityError: names the first law that does not hold, and where.
@@ -656,10 +621,7 @@ class HostPool:
         self.free += len(blocks)
 
     def check(self, owned: Ints) -> None:
-        """Check that free and owned blocks together are all, each once.
-
-        Args:
-            owned: ids of the blocks that sequences own, shape (n,).
+        """Check that free blocks and those that sequences own, shape (n,), are all, each once.
 
         Raises:
             IntegrityError: names the blocks that are lost or there twice.

@@ -29,10 +29,9 @@ def checksums_of(rows: Bytes, ids: Ints) -> Checksums:
 
 
 def copy(source: Bytes, ids: Ints, target: Bytes, places: Ints) -> Checksums:
-    """Copy the rows `ids` of `source` to the rows `places` of `target`, both C-contiguous.
+    """Copy the rows `ids` of `source` to the rows `places` of `target`; return checksums, (n,).
 
-    Returns:
-        The checksums of what was written, shape (n,).
+    Both are C-contiguous. The checksums are those of what was written.
     """
     if source.shape[1] > SHORT:
         return copy_rows(source, ids, target, places)
@@ -77,12 +76,6 @@ _LANES = ir.VectorType(_INDEX, 8)
 
 
 def _stripes(stores: bool) -> Any:
-    """Make the instruction (sums, source, target, key, count), all but the last addresses.
-
-    It adds `count` stripes of 64 bytes to eight sums, and if it `stores`, copies them to `target`.
-    `key` moves 8 bytes a stripe.
-    """
-
     @intrinsic
     def add(_context: Any, sums: Any, source: Any, target: Any, key: Any, count: Any) -> Any:
         signature = types.void(*[types.intp] * 5)
@@ -185,11 +178,7 @@ def digest_rows(rows: Bytes, ids: Ints) -> Digests:
 
 
 def copy_rows(source: Bytes, ids: Ints, target: Bytes, places: Ints) -> Digests:
-    """Copy the rows `ids` of `source` to the rows `places` of `target`, and digest them.
-
-    Both are C-contiguous and have rows of one length, above `SHORT`. The digests are those of the
-    bytes that were written.
-    """
+    """Copy rows longer than `SHORT`, and return the digests of what was written, (n,)."""
     wanted, where = ids.astype(np.int64), places.astype(np.int64)
     if len(wanted) != len(where) or source.shape[1] != target.shape[1]:
         raise ValueError("source and target differ in the number of rows, or in their length")

@@ -21,22 +21,15 @@ def chain(
 ) -> BlockHashes:
     """Hash the full blocks of a sequence, each together with all that comes before it.
 
-    A block's hash is BLAKE2b (RFC 7693) with 128 bits, keyed by `seed`, of the parent's hash and
-    the block's tokens as 32-bit little-endian integers. A different key gives unrelated hashes.
-
-    Args:
-        tokens: token ids, from the block after `parent` on; those of the last, partial block are
-            left out.
-        block_size: tokens in a block.
-        seed: the tenure's digest (`Tenure.digest`), 1 to 64 bytes.
-        parent: hash of the block before, shape (1, 2), to continue a chain; None, or shape
-            (0, 2), at the beginning.
+    A block's hash is BLAKE2b (RFC 7693) with 128 bits, keyed by `seed` (a tenure's digest), of the
+    parent's hash and the block's tokens as 32-bit little-endian integers. `parent` is the hash of
+    the block before `tokens`, shape (1, 2); None, or shape (0, 2), at the beginning.
 
     Returns:
         Hashes, shape (len(tokens) // block_size, 2); none is (0, 0).
 
     Raises:
-        ValueError: `block_size` or the length of `seed` is out of range.
+        ValueError: `block_size` or the length of `seed` (1 to 64 bytes) is out of range.
         OverflowError: a token id is not in [0, 2^32).
     """
     if block_size < 1:
@@ -69,5 +62,4 @@ def _encode(tokens: Tokens, count: int) -> bytes:
 
 
 def _not_zero(digest: bytes) -> bytes:
-    """Keep clear of the pair that means "no hash"."""
     return digest if any(digest) else bytes(_BYTES - 1) + b"\1"

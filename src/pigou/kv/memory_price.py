@@ -23,17 +23,8 @@ def exponentiated_price(
 ) -> float:
     """Raise a price while more is used than there is, lower it while less is (Token-PD, Eq. 5).
 
-    mu <- mu exp(rate (used - budget) / budget), once for each step.
-
-    Args:
-        price: before, above 0.
-        used: blocks that are in use or wanted, 0 or more.
-        budget: blocks that there are, above 0.
-        rate: learning rate, above 0.
-        steps: for how many steps `used` holds.
-
-    Returns:
-        The price after, at least `FLOOR`.
+    mu <- mu exp(rate (used - budget) / budget), once for each step; at least `FLOOR`. Used and
+    budget are in blocks.
     """
     change = rate * steps * (used - budget) / budget
     return min(max(price * math.exp(min(change, 700.0)), FLOOR), 1e300)
@@ -43,17 +34,9 @@ def averaged_price(price: float, marginal: float, share: float, deadband: float)
     """Move a price towards the marginal return at a cut, on a logarithmic scale.
 
     The exact dual variable of one cut is the return of the dearest block given up
-    (`pigou.kv.memory_shares.cut`); from cut to cut it jumps. Its geometric mean over time, newer
-    cuts weighing more, is exponentiated gradient with a constant rate on the distance to it.
-
-    Args:
-        price: before, above 0.
-        marginal: return of the dearest block that was given up.
-        share: of the distance that is gone, above 0 and at most 1.
-        deadband: distances below it (of natural logarithms) change nothing.
-
-    Returns:
-        The price after, at least `FLOOR`.
+    (`pigou.kv.memory_shares`); from cut to cut it jumps. Its geometric mean over time, newer cuts
+    weighing more, is exponentiated gradient with a constant rate. The price moves by `share` of the
+    distance; distances below `deadband`, in natural logarithms, change nothing.
     """
     target = max(marginal, FLOOR)
     distance = math.log(target / price)
@@ -63,14 +46,9 @@ def averaged_price(price: float, marginal: float, share: float, deadband: float)
 
 
 def excess(returns: Floats, variances: Floats, risk: float, price: float) -> Floats:
-    """Return what entries earn beyond their price (Token-PD, before Eq. 4).
+    """Return what entries earn beyond their price: g = R - risk sigma^2 - mu (Token-PD, Eq. 4).
 
-    g = R - risk sigma^2 - mu c, with c = 1: give the price in the unit of what is priced.
-
-    Args:
-        returns: expected, any shape.
-        variances: of the returns, the same shape.
-        risk: lambda; negative where uncertainty is worth keeping (eviction is for good).
+    `risk` is lambda, negative where uncertainty is worth keeping (eviction is for good).
     """
     excess_returns: Floats = returns - risk * variances - price
     return excess_returns
@@ -104,26 +82,16 @@ DEADBAND = 0.05
 class MemoryPrice:
     """The price of device memory, in return per block of entries.
 
-    Two rules of pricing:
+    - As it is cut: the price follows the marginal return of the cuts, as far as they are foreseen
+      (`marginal_ahead`), averaged from plan to plan (`averaged_price`). It falls while more blocks
+      are free than requests are going to need (`exponentiated_price`).
+    - `by_price` (Token-PD's own): `exponentiated_price` in each step, where what is wanted and not
+      there counts as used.
 
-    - as it is cut: the price follows the marginal return of the cuts, as far as they are foreseen
-      (`outlook`), averaged from plan to plan (`averaged`), and falls while more blocks are free
-      than requests are going to need (`exponentiated`);
-    - by price (Token-PD's own): `exponentiated` in each step, where what is wanted and not there
-      counts as used.
-
-    The first cut sets the price under both: of its first value the paper says nothing but that it
-    is above 0.
+    The first cut sets the price under both: the paper says only that it begins above 0.
     """
 
     def __init__(self, budget: int, rate: float, by_price: bool) -> None:
-        """Start at the lowest price.
-
-        Args:
-            budget: blocks that there are.
-            rate: learning rate of `exponentiated`.
-            by_price: which rule, see above.
-        """
         self.price = FLOOR
         self.by_price = by_price
         self._budget, self._rate = budget, rate
@@ -131,12 +99,10 @@ class MemoryPrice:
         self._before: float | None = None
 
     def note(self, marginal: float, ahead: float = -math.inf) -> None:
-        """Note that blocks were given up.
+        """Record that blocks were given up: `marginal` is the return of the dearest of them.
 
-        Args:
-            marginal: return of the dearest of them; one that nobody knows (infinite) says nothing
-                of the price.
-            ahead: of the dearest that will have to go before long (`outlook`), -inf for none.
+        An unknown (infinite) return says nothing. `ahead` is the return of the dearest block that
+        will have to go before long (`marginal_ahead`), -inf for none.
         """
         if not math.isfinite(marginal):
             return
@@ -151,12 +117,7 @@ class MemoryPrice:
             self.price = averaged_price(before, max(marginal, ahead), SHARE, DEADBAND)
 
     def step(self, used: int, steps: int, ahead: float = 0.0) -> None:
-        """Note that steps were done.
-
-        Args:
-            used: blocks in use, and those that were wanted beyond.
-            ahead: blocks that requests will grow by until curves are renewed.
-        """
+        """Record steps that used or wanted `used` blocks; requests will grow by `ahead` blocks."""
         cut, self._before = self._before is not None, None
         wanted = used if self.by_price else min(used + ahead, self._budget)
         if self.by_price or not cut:

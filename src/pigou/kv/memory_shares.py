@@ -2,8 +2,7 @@
 
 Source: seed token-pd (Token-PD), section 3: a knapsack of tokens of equal size over all requests,
 whose optimum is a threshold on their returns. Its price meets the budget on average only; here
-the cut is exact, for blocks come free as wholes, and the price is what the cut shows
-(`pigou.kv.memory_price`). No torch, no clock.
+the cut is exact, for blocks come free as wholes, and the price is what the cut shows.
 """
 
 from __future__ import annotations
@@ -45,21 +44,12 @@ def cheapest_evictions(
     ceiling: float = math.inf,
     evictable_by_tenant: Mapping[str, int] | None = None,
 ) -> EvictionChoice | None:
-    """Find the blocks that lose the least return, across requests.
+    """Return the blocks that lose the least return, across requests; None for too few.
 
     A heap merges the curves. As each is ascending, and the bounds are nested (blocks of a request
-    within those of its tenant within all), the greedy merge is optimal: no other choice of as
-    many blocks loses less.
-
-    Args:
-        min_blocks: blocks that are needed.
-        max_blocks: blocks that are taken where there are so many, at least `min_blocks`.
-        ceiling: highest loss of a block that is accepted.
-        evictable_by_tenant: most blocks that may be taken from all requests of a tenant together;
-            no limit for tenants left out.
-
-    Returns:
-        The cut, or None where fewer than `min_blocks` blocks can be had.
+    within those of its tenant within all), the greedy merge is optimal. It takes up to
+    `max_blocks`, none that loses more than `ceiling`, and no more of a tenant than
+    `evictable_by_tenant`.
     """
     left = dict(evictable_by_tenant or {})
     counts: Ints = np.zeros(len(offers), dtype=np.int32)
@@ -95,17 +85,10 @@ def cheapest_evictions(
 def marginal_ahead(offers: Sequence[EvictionCurve], counts: Ints, growth_blocks: float) -> float:
     """Return what the dearest block earns that will have to go before curves are renewed.
 
-    Requests grow, and their curves are renewed once in a while: until then each will have to give
-    up as much as it grows, wherever that is cheapest. The return at that cut is the exact dual
-    variable of what is foreseen, where that at the cut of the moment is of the cheapest few.
-
-    Args:
-        offers: before a cut; curves that nobody knows (infinite) are left out.
-        counts: blocks of each that the cut takes, shape (offers,).
-        growth_blocks: that a request grows by until its curve is renewed.
-
-    Returns:
-        -inf where no block is left.
+    Until then each request gives up as much as it grows (`growth_blocks`), wherever that is
+    cheapest. The return at that cut is the exact dual variable of what is foreseen. `offers` are
+    from before a cut that takes `counts` of each; unknown (infinite) curves are left out. -inf
+    where no block is left.
     """
     curves = [
         o.lost_returns[n:]
@@ -121,10 +104,5 @@ def marginal_ahead(offers: Sequence[EvictionCurve], counts: Ints, growth_blocks:
 
 
 def evictable_by_tenant(floors: Mapping[str, int], held: Mapping[str, int]) -> dict[str, int]:
-    """Return how many blocks each tenant with a floor can still give up.
-
-    Args:
-        floors: blocks that a tenant's requests keep together.
-        held: blocks that they have.
-    """
+    """Return how many blocks each tenant with a floor can still give up."""
     return {tenant: max(0, held.get(tenant, 0) - floor) for tenant, floor in floors.items()}

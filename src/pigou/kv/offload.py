@@ -40,21 +40,17 @@ class Move:
 
 
 class MoveQueue:
-    """Moves that were decided: the driver takes them, makes them, and answers each.
-
-    Attributes:
-        under_way: moves that were not answered yet, by number.
-    """
+    """Moves that were decided: the driver takes them, makes them, and answers each."""
 
     def __init__(self) -> None:
-        self.under_way: dict[int, Move] = {}
+        self.under_way: dict[int, Move] = {}  # moves that were not answered yet, by number
         self._decided: list[Move] = []
         self._number = 0
 
     def add(
         self, source: int, target: int, blocks: Sequence[Block], device: Ints = NO_BLOCKS
     ) -> Move:
-        """Add a move of blocks, and return it; `device` as in `Move`."""
+        """Add a move of blocks, and return it."""
         keys = [block.key for block in blocks]
         move = Move(self._number, source, target, keys, blocks, device)
         self._number += 1
@@ -95,11 +91,7 @@ class TierCounts:
 
 
 def staging_of(rooms: Sequence[int]) -> list[int]:
-    """Return how many blocks of each tier are for what is on its way to the next.
-
-    Args:
-        rooms: blocks that each tier's store holds, from the nearest on; the farthest needs none.
-    """
+    """Return how many blocks of each tier, nearest first, are for moves to the next."""
     return [*(max(1, room // _STAGING) for room in rooms[:-1]), 0]
 
 
@@ -109,13 +101,10 @@ def blocks_worth_loading(
     speeds: Sequence[TierSpeed],
     recompute_cost: RecomputeCost | None,
 ) -> int:
-    """Return how many blocks of a sequence save most time if they are read, not computed.
+    """Return how many blocks of a sequence from `first` on are best read, not computed.
 
-    Args:
-        tiers: the tier that each lies in, from index `first` of the sequence on.
-        first: index of the first.
-        speeds: of reading from each tier; its latency is paid once.
-        recompute_cost: what computing a block takes; None where nobody knows: all are read.
+    `tiers` says where each lies; a tier's latency is paid once. All are read while the cost of
+    recomputing is unknown (None).
     """
     if recompute_cost is None:
         return len(tiers)
@@ -135,10 +124,9 @@ def blocks_worth_loading(
 class RecomputeCost:
     """Seconds that one use of a block saves over recomputing it.
 
-    Recomputing a block at depth d of its chain takes `base + slope * d` seconds more than not
-    having to: a linear part, and attention over what comes before it. From a tier it comes back
-    in `restore * size` seconds, its link's time. What a whole read costs once (a seek, a round
-    trip) is no block's own, and left to who decides whether to read.
+    Recomputing a block at depth d of its chain takes `base + slope * d` seconds: a linear part, and
+    attention over what comes before it. From a tier it comes back in `restore * size` seconds. What
+    a read costs once (a seek, a round trip) is not charged to its blocks.
     """
 
     base: float = 1.0  # seconds to compute a block at the beginning of a prompt

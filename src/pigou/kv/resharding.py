@@ -27,14 +27,10 @@ class TransferSplit:
 
 
 def heads_of_rank(kv_heads: int, tp: int, rank: int) -> range:
-    """Return the KV heads that a rank holds.
+    """Return the KV heads that a rank (0 to tp - 1) holds.
 
     Ranks divide the heads; where there are more ranks than heads, consecutive ranks hold the same
     head. A latent cache (MLA) is not divided: it counts as one head.
-
-    Args:
-        tp: ranks of the worker.
-        rank: 0 to tp - 1.
 
     Raises:
         ValueError: neither of `kv_heads` and `tp` divides the other.
@@ -52,11 +48,6 @@ def head_slices(kv_heads: int, source_tp: int, target_tp: int) -> list[HeadSlice
     """Return the messages that bring every target rank its heads, once each.
 
     Copies of a head are read evenly from the ranks that hold it, so equal TP pairs equal ranks.
-
-    Args:
-        kv_heads: of the model; 1 for a latent cache (MLA).
-        source_tp: ranks of the sending worker.
-        target_tp: ranks of the receiving worker.
 
     Raises:
         ValueError: the heads cannot be divided over the ranks of a worker.
@@ -79,11 +70,7 @@ def head_slices(kv_heads: int, source_tp: int, target_tp: int) -> list[HeadSlice
 
 @lru_cache(maxsize=1024)
 def split_of(kv_heads: int, source_tp: int, target_tp: int) -> TransferSplit:
-    """Return how a transfer is split over the ranks; arguments as `head_slices`.
-
-    Raises:
-        ValueError: the heads cannot be divided over the ranks of a worker.
-    """
+    """Return how a transfer is split over the ranks; arguments and errors as `head_slices`."""
     sent: Counter[int] = Counter()
     received: Counter[int] = Counter()
     messages: Counter[tuple[str, int]] = Counter()

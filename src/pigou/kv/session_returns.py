@@ -34,18 +34,15 @@ class SessionPause:
 
 
 class SessionReturns:
-    """Learns the distribution of pauses, and predicts which sessions are due."""
+    """Learns the distribution of pauses, and predicts which sessions are due.
+
+    A session is due from when the share `early` of pauses is over until the share `late` is, and
+    only if at least the share `likely` of sessions comes back at all.
+    """
 
     def __init__(
         self, early: float = 0.2, late: float = 0.9, likely: float = 0.5, min_pauses: float = 8.0
     ) -> None:
-        """Begin without knowing anything.
-
-        Args:
-            early: a session is due when this share of pauses is over, 0 to 1.
-            late: and no more when this share is.
-            likely: share of sessions that must come back at all, for any to be due.
-        """
         self.min_pauses = min_pauses
         self._early, self._late, self._likely = early, late, likely
         self._away: OrderedDict[bytes, SessionPause] = OrderedDict()
@@ -113,11 +110,6 @@ class SessionReturns:
         return self._returned >= self._likely * (self._returned + self._lost)
 
     def _quantile(self, share: float, edge: int = 0) -> int | None:
-        """Return an edge of the bin in which this share of pauses is over, nanoseconds.
-
-        Args:
-            edge: 0 for the lower one, 1 for the upper.
-        """
         total = float(self._bins.sum())
         if total < self.min_pauses:
             return None
@@ -126,7 +118,6 @@ class SessionReturns:
 
 
 def _bin(nanos: int) -> int:
-    """Return the bin of a pause: the one whose lower edge is the last not above it."""
     if nanos <= _FIRST * SECOND:
         return 0
     return min(_BINS - 1, int(np.log(nanos / (_FIRST * SECOND)) / np.log(_GROWTH)))

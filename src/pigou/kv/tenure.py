@@ -32,7 +32,7 @@ class Purpose(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Tenure:
-    """Everything that a cached artifact's validity hangs on; its digest seeds the block hashes.
+    """Everything that a cached artifact's validity depends on; its digest seeds the block hashes.
 
     Two requests share what is cached only when all fields are equal, character by character. The
     fields are those of the Tenure Principle (seed `throughput-mechanics`); the token ids, or
@@ -72,8 +72,8 @@ class Tenure:
     def key(self, content: bytes) -> bytes:
         """Return the cache key of what was made of `content` under this tenure, 32 bytes.
 
-        It is BLAKE2b-256 of the content, keyed by the digest. KV blocks have their own, one a
-        block: `pigou.kv.hashing.chain`, keyed by the digest as well.
+        It is BLAKE2b-256 of the content, keyed by the digest. KV blocks have keys of their own
+        (`pigou.kv.hashing.chain`).
         """
         return blake2b(content, digest_size=_BYTES, key=self.digest(), person=_CONTENT).digest()
 
@@ -93,10 +93,9 @@ class Tenure:
     def lasting(self, ttl: int, now: int) -> Tenure:
         """Return this tenure with an expiry at most `ttl` nanoseconds (at least 1) after `now`.
 
-        Time is divided in epochs of `ttl`, and the expiry is the end of the present one. So
-        tenures that are equal but for the expiry are equal within an epoch, and nothing lives
-        longer than `ttl`. Where epochs begin depends on the other fields: else everything in
-        the fleet that has this `ttl` would become void at one moment.
+        Time is divided in epochs of `ttl`, and the expiry is the end of the present one: tenures
+        that are equal but for the expiry are equal within an epoch. Where epochs begin depends on
+        the other fields, or everything with this `ttl` would become void at one moment.
         """
         timeless = replace(self, expiry=NEVER)
         phase = int.from_bytes(timeless.digest()[:8]) % ttl
@@ -137,10 +136,7 @@ class Tenured(Generic[T]):
         return cls(tenure, tenure.key(content), artifact)
 
     def open(self, tenure: Tenure, now: int) -> T | None:
-        """Return the artifact under an equal tenure before its expiry, else None: a miss.
-
-        `now` is in nanoseconds since 1970.
-        """
+        """Return the artifact under an equal tenure before its expiry (ns since 1970), else None."""
         return None if tenure != self.tenure or self.tenure.expired(now) else self._artifact
 
 

@@ -21,9 +21,9 @@ class Admission(NamedTuple):
 class Tier:
     """Which blocks one tier holds. It moves no bytes: its driver does, and asks first.
 
-    Keys are `bytes` of length 16 (`pigou.kv.block.keys_of` makes them from hashes). Chains are
-    given from their beginning on: a list of keys or blocks is a run of one chain, parent before
-    child. `now` is in nanoseconds of the epoch, and never falls.
+    Keys are `bytes` of length 16 (`pigou.kv.block.keys_of`). A list of keys or blocks is a run of
+    one chain from its beginning on, parent before child. `now` is in nanoseconds of the epoch, and
+    never falls.
 
     Example:
         n = tier.find(keys, now)                      # leading keys that are held and not expired
@@ -39,24 +39,13 @@ class Tier:
       until its last pin goes.
     - Leaf first: a block that has a held child is never evicted. `drop` and `expire` take the
       held descendants of a block with it.
-    - Where the tier is `rooted`, a held block's parent is held. (Where it is not, blocks may come
-      whose parent is elsewhere, as in a tier that gets the victims of another.)
+    - Where the tier is `rooted`, a held block's parent is held. Elsewhere blocks may come whose
+      parent is in another tier.
     - A pinned block is never evicted. If it is dropped, it can no longer be found, and its bytes
       are given back by the last `unpin`, which returns its key.
-
-    Attributes:
-        cap_bytes: most bytes that it holds.
-        used_bytes: bytes that it holds.
-        policy: which block goes next, and which may come in.
-        rooted: whether a block may only be held together with its parent.
     """
 
     def __init__(self, cap_bytes: int, policy: EvictionPolicy, rooted: bool = True) -> None:
-        """Make an empty tier.
-
-        Raises:
-            ValueError: `cap_bytes` is negative.
-        """
         if cap_bytes < 0:
             raise ValueError(f"cap_bytes is {cap_bytes}; it must be at least 0")
         self.cap_bytes = cap_bytes
@@ -101,7 +90,7 @@ class Tier:
         return len(keys)
 
     def hit(self, keys: Sequence[bytes], now: int) -> None:
-        """Note that these blocks are used, a run of one chain, all of them held.
+        """Record a use of held blocks, a run of one chain.
 
         Raises:
             KeyError: the last of them is not held.
@@ -122,7 +111,7 @@ class Tier:
             entry = entry.up
 
     def use(self, blocks: Sequence[Block], now: int) -> int:
-        """Note that a chain is used, in any tier; return how many leading blocks are held here."""
+        """Record a use of a chain in any tier; return how many leading blocks are held here."""
         keys = [block.key for block in blocks]
         count = self.find(keys, now)
         self.hit(keys[:count], now)
@@ -139,11 +128,8 @@ class Tier:
         Those that are held already stay as they are. What the policy does not want, what is
         expired, larger than the tier, without its parent (where `rooted`), or dropped and still
         pinned, stays out; so does, where `rooted`, what comes after it. Blocks are evicted until
-        the new ones fit, but never one of those that were given.
-
-        Args:
-            now: nanoseconds.
-            used: whether this is a use of them; if not, `use` has noted the last one.
+        the new ones fit, but never one of those that were given. Admission counts as a use unless
+        `used` is false: then `use` has recorded it.
         """
         candidates = [block for block in blocks if block.key not in self._held]
         if used and candidates:
@@ -172,7 +158,6 @@ class Tier:
         return Admission([entry.block.key for entry in taken], evicted)
 
     def _guarded(self, blocks: Sequence[Block]) -> list[Entry]:
-        """Pin what newcomers stand on: the parent of the first, and those that are held."""
         keys = (blocks[0].parent, *(block.key for block in blocks))
         guarded = [entry for key in keys if (entry := self._held.get(key)) is not None]
         for entry in guarded:
@@ -217,7 +202,6 @@ class Tier:
         return entry
 
     def _adopt(self, entry: Entry) -> None:
-        """Take the children that came before their parent."""
         child = entry.down = self._waiting.pop(entry.block.key, None)
         while child is not None:
             child.up = entry
@@ -229,8 +213,7 @@ class Tier:
         """Forget these blocks and all that is held on top of them.
 
         Returns:
-            Keys whose bytes are given back now, a child before its parent; those of pinned ones
-            follow from `unpin`.
+            Keys whose bytes are free now, children first; those of pinned ones follow from `unpin`.
         """
         freed: list[bytes] = []
         for key in keys:
@@ -251,7 +234,6 @@ class Tier:
         return self.drop(due, now)
 
     def _subtree(self, top: Entry) -> list[Entry]:
-        """A block and its held descendants, each child before its parent."""
         entries = [top]
         for entry in entries:  # which grows meanwhile
             child = entry.down
@@ -308,10 +290,7 @@ class Tier:
             entry.pins += 1
 
     def unpin(self, keys: Iterable[bytes], now: int) -> list[bytes]:
-        """Take back one `pin` of each.
-
-        Returns:
-            Keys of those that were dropped meanwhile, and whose bytes are given back now.
+        """Take back one `pin` of each; return the keys of dropped ones whose bytes are free now.
 
         Raises:
             KeyError: one is neither held nor waiting for its pins.

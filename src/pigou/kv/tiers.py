@@ -48,7 +48,8 @@ class TierEvents:
     """KV events of tiers, in order, until they are taken.
 
     Neighbours of one kind and medium are one event: blocks that stand on one another are stored
-    together, and what is removed in a row is removed together.
+    together, and what is removed in a row is removed together. Of each tier, `incoming` are keys
+    that have not arrived, `leaving` those that it gave up and that are still to be copied.
     """
 
     def __init__(
@@ -58,14 +59,6 @@ class TierEvents:
         leaving: Sequence[Set[bytes]],
         media: Sequence[Medium] | None = None,
     ) -> None:
-        """Begin without events.
-
-        Args:
-            incoming: of each, keys that it counts, and that have not arrived.
-            leaving: of each, keys that it gave up, and that lie there until they have been copied.
-            media: what events call each; the first is the host, the rest storage, unless said
-                otherwise.
-        """
         self.media = list(media) if media is not None else _default_media(len(tiers))
         self._tiers, self._incoming, self._leaving = tiers, incoming, leaving
         self._pending: list[_PendingEvent] = []
@@ -146,38 +139,28 @@ _CHANGED = 0.25
 class Tiers:
     """The tiers of one worker, from the nearest to the farthest.
 
+    `staging` is, for each tier, the blocks beyond its cap that may lie there while they are copied
+    to the next; without any, evicted blocks are dropped. `copies` limits device blocks under copy.
+    By default the first medium is the host, the rest storage.
+
     Example:
         tiers = Tiers([Tier(2**30, policy)], block_bytes=2**16)
         loads = tiers.restorable(hashes, first=0, now=now)  # tier of each block that can come back
         moves = tiers.drain()  # copies to make; `on_transfer_done` tells how they went
-
-    Attributes:
-        tiers: the blocks of each.
-        speeds: of reading from each, as measured; set by the driver.
-        recompute_cost: of a block, as measured (`learn`); while None, every load pays.
-        copies: device blocks that may be copied at once.
-        recall: whether blocks of sessions that may return are loaded before a request asks.
-        events: KV events, for their publisher.
     """
 
     recall = True
 
     def __init__(
         self, tiers: Sequence[Tier], block_bytes: int, staging: Sequence[int] | None = None,
+        #: of reading, as measured; set by the driver
         speeds: Sequence[TierSpeed] | None = None, copies: int = 512,
         media: Sequence[Medium] | None = None,
     ) -> None:  # fmt: skip
-        """Begin with these tiers, empty.
-
-        Args:
-            staging: of each tier, blocks beyond its cap that may lie there while they are copied
-                to the next. Without any, evicted blocks are dropped.
-            copies: device blocks that may be under copy at once.
-            media: of each tier, in events; by default the first is the host, the rest storage.
-        """
         self.tiers = list(tiers)
         self.speeds = list(speeds) if speeds is not None else [TierSpeed() for _ in tiers]
         self.copies = copies
+        #: as measured (`learn`); while None, every load pays
         self.recompute_cost: RecomputeCost | None = None
         self.counts = [TierCounts() for _ in tiers]
         self._learned_base_s = 0.0
@@ -192,10 +175,7 @@ class Tiers:
         self._reading: dict[str, list[tuple[int, bytes]]] = {}
 
     def learn(self, cost: RecomputeCost) -> None:
-        """Take in the measured cost of recomputing a block.
-
-        Policies value blocks anew where it has changed by more than a quarter.
-        """
+        """Take in the measured recompute cost; policies value anew once it changed by a quarter."""
         self.recompute_cost = cost
         if abs(cost.base - self._learned_base_s) <= _CHANGED * self._learned_base_s:
             return
@@ -207,16 +187,15 @@ class Tiers:
     # --- from and to the device -----------------------------------------------------------------
 
     def set_device_probe(self, device: Callable[[bytes], bool]) -> None:
-        """Take in how to ask whether the device holds a block.
+        """Tell the host's policy how to ask if the device holds a block (`above`).
 
-        The host's policy may use it (`EvictionPolicy.above`). Storage keeps blocks for after a
-        restart, also while the device has them.
+        Storage keeps blocks for after a restart, also while the device has them.
         """
         if self.events.media[0] is Medium.HOST and self.tiers[0].policy.exclusive:
             self.tiers[0].policy.above = device
 
     def defers(self, blocks: int) -> bool:
-        """Whether so many blocks are better offered when the device is about to hand them out.
+        """True if so many blocks are better offered when the device is about to evict them.
 
         It is so where the first tier is full, and its policy heeds what the device holds.
         """
@@ -225,7 +204,7 @@ class Tiers:
         return first.policy.above is not None and blocks * self._bytes > room
 
     def use(self, hashes: BlockHashes, expiry: int, now: int) -> None:
-        """Note a use of the first blocks of a sequence, shape (n, 2), which may be offered next."""
+        """Record a use of the first blocks of a sequence, shape (n, 2), which may be offered."""
         first = self.tiers[0]
         keys = keys_of(hashes)
         held = first.find(keys, now)
@@ -235,18 +214,11 @@ class Tiers:
     def offer(
         self, hashes: BlockHashes, device: Ints, expiry: int, now: int, limit: int
     ) -> Move | None:
-        """Offer the first blocks of a sequence to the first tier.
+        """Offer the first blocks of a sequence, (n, 2), to the first tier; copy at most `limit`.
 
-        Args:
-            hashes: from the sequence's beginning on, shape (n, 2).
-            device: device blocks that hold them, shape (n,).
-            expiry: until when they are valid, nanoseconds.
-            now: nanoseconds.
-            limit: most blocks to be copied.
-
-        Returns:
-            The move of those that the tier takes, also returned by `drain`, or None. The device
-            keeps these blocks until the move is done.
+        `device` has the device blocks that hold them, shape (n,). Returns the move of those that
+        the tier takes, which `drain` returns too, or None. The device keeps them until the move is
+        done.
         """
         keys = keys_of(hashes)
         first = self.tiers[0].find(keys, now)
@@ -264,14 +236,9 @@ class Tiers:
         return chain_of(hashes[start:stop], self._bytes, expiry, start, parent)
 
     def restorable(self, hashes: BlockHashes, first: int, now: int) -> Ints:
-        """Return from which tiers the blocks from `first` on are best loaded, shape (n,).
+        """Return from which tiers a sequence's blocks from `first` on are best loaded, (n,).
 
         As many as save most time, loaded in place of computed.
-
-        Args:
-            hashes: from the sequence's beginning on, shape (blocks, 2).
-            first: index of the first that is not on the device.
-            now: nanoseconds.
         """
         tiers: list[int] = []
         for key in keys_of(hashes[first:]):
@@ -290,7 +257,7 @@ class Tiers:
         return entry is not None and key not in self._incoming[tier] and entry.block.expiry > now
 
     def begin_load(self, request: str, hashes: BlockHashes, tiers: Ints, now: int) -> None:
-        """Note that a request's blocks are read from these tiers, shape (n,)."""
+        """Record that a request's blocks are read from these tiers, shape (n,)."""
         reading = list(zip(tiers.tolist(), keys_of(hashes), strict=True))
         for number, tier in enumerate(self.tiers):
             keys = [key for at, key in reading if at == number]
@@ -301,7 +268,7 @@ class Tiers:
     def end_load(
         self, request: str, good: int, now: int, failed: bool = False, requested: bool = True
     ) -> None:
-        """Note that a request's load has ended: `good` blocks came, and the next is lost.
+        """Record that a request's load has ended: `good` blocks came, and the next is lost.
 
         Where the load `failed`, the others may still be there. A request without a load changes
         nothing. Blocks that no request has `requested` yet count as recalled.
@@ -324,7 +291,7 @@ class Tiers:
         return self._transfers.drain()
 
     def on_transfer_done(self, number: int, good: Sequence[bool], now: int) -> Move:
-        """Note that a move has ended, and which of its blocks arrived; return it.
+        """Record that a move has ended, and which of its blocks arrived; return it.
 
         Raises:
             ValueError: no such move is under way.
@@ -344,7 +311,7 @@ class Tiers:
         return move
 
     def lose(self, tier: int, keys: Iterable[bytes], now: int) -> None:
-        """Note that a tier does not have these blocks any more."""
+        """Record that a tier does not have these blocks any more."""
         held = [key for key in keys if key in self.tiers[tier]]
         self.counts[tier].lost += len(held)
         self._delete(tier, self.tiers[tier].drop(held, now))
@@ -361,13 +328,10 @@ class Tiers:
         self.events.forget()
 
     def recover(self, tier: int, blocks: Iterable[Block], now: int) -> int:
-        """Take in what a tier's store still has at the start; what does not fit is deleted there.
+        """Take in what a tier's store has at the start; return how many blocks can be hit again.
 
-        Blocks that the tier holds already stay. No event names a recovered block before it is
-        loaded: its tokens are not stored, and its hash alone says nothing.
-
-        Returns:
-            How many blocks can be hit again.
+        What does not fit is deleted there; held blocks stay. No event names a recovered block
+        before it is loaded: its tokens are not stored, and its hash alone says nothing.
         """
         holder = self.tiers[tier]
         # What goes for one of these is deleted, so that it is none of them itself.
@@ -396,7 +360,6 @@ class Tiers:
     # --- decisions ------------------------------------------------------------------------------
 
     def _where(self, key: bytes, now: int) -> int | None:
-        """Return the nearest tier that a block can be read from."""
         for number in range(len(self.tiers)):
             if self.readable(number, key, now):
                 return number
@@ -424,7 +387,6 @@ class Tiers:
         self._delete(tier, [key for key in gone if key not in going])
 
     def _copy_down(self, tier: int, blocks: Sequence[Block], now: int) -> None:
-        """Copy blocks to the next tier while it has room for them."""
         below = self.tiers[tier + 1]
         room = (below.cap_bytes - below.used_bytes) // self._bytes
         held = [block for block in blocks if block.key in self.tiers[tier]]
@@ -433,18 +395,7 @@ class Tiers:
     def _send_down(
         self, tier: int, blocks: Iterable[Block], gone: dict[bytes, Block], room: int, now: int
     ) -> dict[bytes, Block]:
-        """Offer blocks to the next tier, the deepest first; those before them go along.
-
-        What was refused as a part of a chain is not offered again without its end.
-
-        Args:
-            gone: those that this tier does not hold any more, though their bytes are there.
-            room: how many may go; of those in `gone`, if there are any.
-            now: nanoseconds.
-
-        Returns:
-            Blocks that go down in one move, by key.
-        """
+        """Offer blocks to the next tier, deepest first, with those before them; return what goes."""
         source, below = self.tiers[tier], self.tiers[tier + 1]
         going: dict[bytes, Block] = {}
         seen: set[bytes] = set()
@@ -488,7 +439,6 @@ class Tiers:
         self._delete(source, [key for key in left if key not in self.tiers[source]])
 
     def _unpin(self, tier: int, keys: Iterable[bytes], now: int) -> None:
-        """Unpin blocks, and delete those that were dropped meanwhile."""
         self._delete(tier, self.tiers[tier].unpin(keys, now))
 
     def _delete(self, tier: int, keys: Sequence[bytes]) -> None:
@@ -504,18 +454,10 @@ class Tiers:
 def path_down(
     source: Tier, target: Tier, incoming: Set[bytes], block: Block, gone: Mapping[bytes, Block]
 ) -> list[Block]:
-    """Return the blocks that must go down for `block` to be of use there; none if it cannot.
+    """Return the blocks of one chain that must go down for `block` to be of use there, in order.
 
-    What has not arrived itself cannot be sent on.
-
-    Args:
-        source: the tier that has the block.
-        target: the one that it goes to.
-        incoming: keys that have not arrived in `source`.
-        gone: by key, blocks that `source` does not hold any more, though their bytes are there.
-
-    Returns:
-        Blocks of one chain that are not below, from the first of them to `block`.
+    Empty if it cannot be: what has not arrived itself cannot be sent on. `gone` are blocks, by key,
+    that `source` does not hold any more, though their bytes are there.
     """
     path: list[Block] = []
     at: Block | None = block
@@ -538,15 +480,10 @@ def check_tier(
     staging: int,
     under: Collection[Move],
 ) -> None:
-    """Check a tier, and the moves to it and from it.
+    """Check a tier, and the moves to it and from it; `leaving` keys are evicted, and still read.
 
     A tier's store holds the tier's blocks, and those that are still read there for the next tier:
     at most its cap and its staging.
-
-    Args:
-        tier: its blocks.
-        incoming: keys that have not arrived.
-        leaving: keys that the tier evicted, and that are still read; it may hold them again.
 
     Raises:
         IntegrityError: names the first law that does not hold.

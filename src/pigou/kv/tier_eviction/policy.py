@@ -54,7 +54,7 @@ class EvictionPolicy(Protocol):
     above: Callable[[bytes], bool] | None
 
     def learn(self, cost: RecomputeCost) -> None:
-        """Take another recompute cost from now on: it was measured anew."""
+        """Take another recompute cost from now on."""
         ...
 
     def on_miss(self, blocks: Sequence[Block], now: int) -> None:
@@ -95,8 +95,8 @@ def load(
     """Return a new policy by its name in the entry point group `pigou.eviction`.
 
     Raises:
-        ConfigError: there is none of that name (the message lists those that there are), or it
-            has no such parameter, or the value does not fit.
+        ConfigError: there is no such policy (the message lists those that there are) or parameter,
+            or the value does not fit.
     """
     return make(named(GROUP, name, "eviction policy"), setting, params, name)
 
@@ -104,11 +104,7 @@ def load(
 def make(
     kind: Any, setting: TierSetting, params: Mapping[str, Any] | None = None, name: str = ""
 ) -> EvictionPolicy:
-    """Return a new policy of this class.
-
-    Raises:
-        ConfigError: a parameter is not there, or its value does not fit.
-    """
+    """Return a new policy of this class; raise a ConfigError for an unknown or wrong parameter."""
     values = dict(params or {})
     try:
         given = msgspec.convert(values, kind.Params, strict=False)

@@ -36,10 +36,10 @@ class PriceEviction(BaseEviction):
 
         value = rate(uses, age) * (mean seconds saved by a block of its chain) / size.
 
-    The rate is `Reuse`'s. Seconds saved grow with depth, yet blocks go leaf first: to keep a
-    block is to keep all before it, so that it counts with the mean over its chain; newcomers count
-    with that of the last of them. The price moves by exponentiated gradient (Token-PD, eq. 2 to
-    5; here in bytes of demand):
+    The rate is `ReuseModel`'s. Seconds saved grow with depth, yet blocks go leaf first: to keep a
+    block is to keep all before it, so it counts with the mean over its chain; newcomers count with
+    that of the last of them. The price moves by exponentiated gradient (Token-PD, eq. 2 to 5; here
+    in bytes of demand):
 
         mu <- mu * exp(eta * g / cap),
 
@@ -83,11 +83,8 @@ class PriceEviction(BaseEviction):
     def value(self, uses: int, age: int, depth: int, size: int) -> float:
         """Return what a block earns, in seconds for each byte and second.
 
-        Args:
-            uses: how often it was asked for, at least 1.
-            age: nanoseconds since then.
-            depth: of the last block of its chain.
-            size: bytes.
+        It was asked for `uses` times (at least 1), last `age` nanoseconds ago; `depth` is that of
+        the last block of its chain.
         """
         cost = self.setting.recompute_cost
         saved = cost.base + 0.5 * cost.slope * depth - cost.restore * size
@@ -130,7 +127,6 @@ class PriceEviction(BaseEviction):
         return [room > 0 or value > min_value for value in values]
 
     def _value_candidates(self, blocks: Sequence[Block], now: int) -> None:
-        """Value blocks of one chain; most of them have the same uses."""
         deepest = blocks[-1].depth
         candidates = self._candidates = {}
         before, value = (0, 0, 0), 0.0
@@ -147,7 +143,6 @@ class PriceEviction(BaseEviction):
             self._uses.popitem(last=False)
 
     def _bid(self, best: float, cheapest: float, size: int) -> None:
-        """Move the price by the demand at it."""
         if self.price == 0.0:
             self.price = cheapest
         if cheapest < self.price:

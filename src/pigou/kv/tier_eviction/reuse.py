@@ -50,28 +50,15 @@ class ReuseModel:
         q(c, k) = (d + prior * q(c - 1, k)) / (n + prior),
 
     the class below being that of all where c is the first; lifetimes broken off count half in
-    their last bin (the actuarial estimate of Kaplan and Meier 1958, with shrinkage). Counts decay
-    with each refresh. From the hazards follows an index, the best rate at which holding a block
-    from age k on can pay (Gittins 1979; it generalises the hit density of Beckmann et al., NSDI
-    '18):
+    their last bin (the actuarial estimate of Kaplan and Meier 1958, with shrinkage). Counts are
+    multiplied by `decay` with each refresh. From the hazards follows an index, the best rate at
+    which holding a block from age k on can pay (Gittins 1979; it generalises the hit density of
+    Beckmann et al., NSDI '18):
 
         rate(c, k) = max over j of P(used by the end of j) / E[seconds held until then].
-
-    Attributes:
-        rates: that index by class and bin, 1/s.
-        mask: a block is followed where its key's last byte has none of these bits.
-        version: number of the refresh that they are of.
     """
 
     def __init__(self, sample: int, prior: float, decay: float, followed: int) -> None:
-        """Begin without knowledge: all classes and ages alike.
-
-        Args:
-            sample: one block of so many is followed, a power of 2.
-            prior: lifetimes that the class below counts for.
-            decay: what a count is worth after each refresh, 0 to 1.
-            followed: most blocks that are followed.
-        """
         if sample < 1 or sample & (sample - 1) or sample > 256:
             raise ValueError(f"sample is {sample}; it must be a power of 2 up to 256")
         if not (prior > 0 and 0 < decay <= 1 and followed > 0):
@@ -79,6 +66,7 @@ class ReuseModel:
                 f"prior {prior}, decay {decay}, followed {followed}: they must be above 0, and "
                 "decay at most 1"
             )
+        #: a block is followed where its key's last byte has none of these bits
         self.mask = sample - 1
         self._prior, self._decay, self._limit = prior, decay, followed
         #: Key to (time of the last use, uses), the one used last at the end.
@@ -87,11 +75,12 @@ class ReuseModel:
         self._ended: Table = np.zeros((CLASSES, BINS))
         self._uses = 0
         self._due = 256
-        self.version = 0
+        self.version = 0  # number of the refresh that the rates are of
+        #: by class and bin, 1/s
         self.rates: list[list[float]] = [[1.0] * BINS for _ in range(CLASSES)]
 
     def use(self, key: bytes, now: int) -> None:
-        """Note that a block is asked for, held or not; what comes `AT_ONCE` is one use."""
+        """Record that a block is asked for, held or not; repeats within `AT_ONCE` are one use."""
         if key[-1] & self.mask:
             return
         before = self._seen.pop(key, None)
@@ -112,7 +101,7 @@ class ReuseModel:
             self.refresh(now)
 
     def refresh(self, now: int) -> None:
-        """Work out the rates from what was seen until now."""
+        """Compute the rates from what was seen until now."""
         hazards = self.hazards(now)
         self.rates = _rates(hazards).tolist()
         self._reused *= self._decay
