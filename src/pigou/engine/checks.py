@@ -89,7 +89,7 @@ def check_result(plan: Plan, result: Result) -> None:
 
 
 def check_state(state: EngineState) -> None:
-    """Check blocks, rows, queue and host memory; raise an IntegrityError for the first wrong one."""
+    """Check blocks, rows, queue and host memory; raise an IntegrityError."""
     _check_rows(state)
     _check_queue(state)
     state.pool.check(_references(state))

@@ -99,7 +99,7 @@ def _gapless(hashes: BlockHashes, limit: int) -> int:
 
 
 def order_key(request: Request, order: QueueOrder, number: int) -> tuple[int, int, int]:
-    """Return a request's place in the queue: by priority or deadline if so ordered, then arrival."""
+    """Return a request's place in the queue: priority or deadline if so ordered, then arrival."""
     if order == "priority":
         return request.priority, request.arrival, number
     if order == "edf":

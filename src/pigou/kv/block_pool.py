@@ -193,7 +193,7 @@ def uncache(
 def match(
     meta: Ints, keys: BlockHashes, slots: Ints, hashes: BlockHashes, limit: int, out: Ints
 ) -> tuple[int, int]:
-    """Write the longest cached prefix of `hashes[:limit]` to `out`; return its length and idle ones."""
+    """Write the longest cached prefix of `hashes[:limit]` to `out`; return length and idle."""
     idle = 0
     for i in range(limit):
         block = find(keys, slots, hashes[i, HIGH], hashes[i, LOW])

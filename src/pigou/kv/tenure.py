@@ -136,7 +136,7 @@ class Tenured(Generic[T]):
         return cls(tenure, tenure.key(content), artifact)
 
     def open(self, tenure: Tenure, now: int) -> T | None:
-        """Return the artifact under an equal tenure before its expiry (ns since 1970), else None."""
+        """Return the artifact under an equal tenure before its expiry, else None."""
         return None if tenure != self.tenure or self.tenure.expired(now) else self._artifact
 
 

@@ -395,7 +395,7 @@ class Tiers:
     def _send_down(
         self, tier: int, blocks: Iterable[Block], gone: dict[bytes, Block], room: int, now: int
     ) -> dict[bytes, Block]:
-        """Offer blocks to the next tier, deepest first, with those before them; return what goes."""
+        """Offer blocks to the next tier, deepest first, with those before; return what goes."""
         source, below = self.tiers[tier], self.tiers[tier + 1]
         going: dict[bytes, Block] = {}
         seen: set[bytes] = set()
