@@ -49,16 +49,11 @@ class CacheStatus:
 
 
 class CacheMonitor:
-    """Follows the caches of the workers that publish KV events; others have no part in it.
-
-    Attributes:
-        placement: the last game.
-        max_rho: highest rho of the fleet at any beat; NaN before.
-    """
+    """Follows the caches of the workers that publish KV events; others have no part in it."""
 
     def __init__(self) -> None:
-        self.placement: Placement | None = None
-        self.max_rho = math.nan
+        self.placement: Placement | None = None  # the last game
+        self.max_rho = math.nan  # highest rho of the fleet at any beat
         self.games = 0
         self._prompts: deque[tuple[int, str, Request, int, int]] = deque(maxlen=WINDOW)
         self._new = 0
@@ -67,7 +62,7 @@ class CacheMonitor:
         self._first = self._before = self._after = math.nan
 
     def routed(self, worker: str, request: Request, cached: int, known: int, now: int) -> None:
-        """A prompt was sent to the worker that is to compute it.
+        """Record a prompt that was sent to the worker that is to compute it.
 
         That worker has `cached` tokens of it; `known` is the highest number that any has.
         """
@@ -123,7 +118,6 @@ class CacheMonitor:
         return {"evicted_blocks": index.removed, "games": self.games, **figures}
 
     def _play(self, state: FleetState, index: PrefixIndex, known: Estimates, now: int) -> None:
-        """Play the game of the workers whose caches are known; their blocks are of one size."""
         published = [
             row for row, worker in enumerate(state.workers) if worker.events and worker.blocks
         ]
@@ -150,7 +144,6 @@ class CacheMonitor:
             self._after = placement.poa
 
     def _window(self, size: int, now: int) -> Iterator[Prompt]:
-        """Yield the last prompts, in blocks of this size."""
         for at, worker, request, cached, known in self._prompts:
             keys = request.keys_of(size)
             # Of a prompt that is cached as a whole one token is left to compute, not a block.
@@ -166,9 +159,9 @@ def occupancy(columns: Columns) -> Floats:
     """Return rho of each worker, its active blocks over its device blocks, (workers,).
 
     Active are blocks of requests that run or wait there; cached ones without a user are not
-    (Georgiou 2026, Proposition 5). Blocks of running requests are as the worker reports (each
-    block once). A waiting one wants the mean of those routed there, shared blocks counted for each
-    request. Without a report, all are counted so. NaN where a worker's blocks are not known.
+    (Georgiou 2026, Proposition 5). Blocks of running requests are as the worker reports. A waiting
+    one wants the mean of those routed there; without a report, all are counted so. NaN where a
+    worker's blocks are not known.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         blocks = np.where(columns.blocks > 0, columns.blocks, math.nan)
@@ -183,7 +176,6 @@ def occupancy(columns: Columns) -> Floats:
 
 
 def _learned(seconds: Floats, prior: float) -> Floats:
-    """Return what was learned of links, infinity where nothing was."""
     links: Floats = np.where(seconds == prior, math.inf, seconds)
     return links
 

@@ -159,11 +159,7 @@ def encode(line: JournalHead | JournalEntry) -> bytes:
 
 
 def decode(line: bytes) -> JournalHead | JournalEntry:
-    """Return the head or the entry of a line of this version.
-
-    Raises:
-        JournalError: it is none.
-    """
+    """Return the head or the entry of a line of this version; raise a JournalError for another."""
     try:
         return _entries.decode(line)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -171,10 +167,7 @@ def decode(line: bytes) -> JournalHead | JournalEntry:
 
 
 def decode_head(line: bytes, known: Sequence[int] = (VERSION,)) -> JournalHead | None:
-    """Return the head of a line; None for a line that is none.
-
-    Args:
-        known: versions that can be read.
+    """Return the head of a line, if its version is `known`; None for a line that is none.
 
     Raises:
         UnknownVersionError: it is the head of another version.
@@ -300,7 +293,7 @@ class JournalRecorder:
         return self._record(JournalEntry(now=now, message=Tick()), lambda: self._plane.tick(now))
 
     def _cache_changed(self, changed: CacheChanged, now: int) -> Sequence[Decision]:
-        """Apply events one by one: what the next one's key is depends on those before."""
+        """Apply events one by one: the key of the next depends on those before."""
         keyed: list[KeyedEvent] = []
         worker = changed.worker
 
@@ -336,13 +329,11 @@ def _without_snapshots(decisions: Sequence[Any]) -> list[Any]:
 
 
 def _without_tenure(request: Request) -> Request:
-    """Return a request with floats that JSON can hold, and nothing of its tenure's life."""
     overrides = {name: _writable(value) for name, value in request.overrides.items()}
     return msgspec.structs.replace(request, overrides=overrides, expiry=NEVER)
 
 
 def _written(observation: Observation) -> Recorded:
-    """Return an observation as it is written: without addresses, with floats for JSON."""
     match observation:
         case WorkerUp(worker):
             return WorkerUp(replace(worker, url=""))
@@ -361,7 +352,6 @@ def _writable(value: float) -> float:
 
 
 def _finite(poa: PoAEstimate | None) -> PoAEstimate | None:
-    """Return an estimate that JSON can hold, None for another; no decision depends on it."""
     try:
         return msgspec.json.decode(msgspec.json.encode(poa), type=PoAEstimate | None)
     except msgspec.ValidationError:  # infinite parts are null in JSON

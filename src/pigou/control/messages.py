@@ -16,7 +16,6 @@ from pigou.wire.kv_event_decoding import WireEvent
 
 
 def _kind(name: str) -> str:
-    """Return a class's name as a journal has it: `WorkerUp` is `worker_up`."""
     return re.sub(r"(?<=.)(?=[A-Z])", "_", name).lower()
 
 

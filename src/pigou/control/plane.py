@@ -86,15 +86,7 @@ def plane_status(
 ) -> Status:  # fmt: skip
     """Return the status of a control plane with these parts; none of them changes.
 
-    Args:
-        controller: name of what sets the routing parameters.
-        tracker: has the workers, their speeds, and the detector.
-        router: has the routing policy.
-        index: has what blocks cost that were computed again.
-        cache_monitor: has the caches' occupancy.
-        poa: the last Price of Anarchy; None before the first.
-        away: ids of workers that are down, and expected back.
-        now: nanoseconds.
+    `controller` names what sets the routing parameters; `away` are workers that are expected back.
     """
     unknown = _unknown(tracker, poa, away, now)
     state, detector = tracker.state, tracker.detector
@@ -121,7 +113,6 @@ def plane_status(
 def _unknown(
     tracker: RequestTracker, poa: PoAEstimate | None, away: Collection[str], now: int
 ) -> str:
-    """Return why the Price of Anarchy is not known now; empty where it is."""
     if away:
         return f"the fleet is incomplete: {', '.join(sorted(away))} is down"
     if gateways := tracker.state.peers.gateways:
@@ -136,12 +127,7 @@ def stream_tolls(
 ) -> NDArray[np.float64]:
     """Return the seconds that one more stream on each worker would cost those there, (workers,).
 
-    The toll of the stream alone: N n (f(n+1) - f(n)), its prompt not counted.
-
-    Args:
-        known: speeds of the workers.
-        streams: on each worker, (workers,).
-        output: tokens that a stream is expected to have (N).
+    The toll of the stream alone: N n (f(n+1) - f(n)), N tokens of output, its prompt not counted.
     """
     rows, n = np.arange(len(streams)), streams.astype(np.float64)
     tolls: NDArray[np.float64] = output * n * (known.itl(rows, n + 1.0) - known.itl(rows, n))
@@ -149,12 +135,7 @@ def stream_tolls(
 
 
 def memory_prices(known: Estimates, recomputed_share: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the seconds of prefill that a token of KV on each worker pushes out, (workers,).
-
-    Args:
-        known: speeds of the workers.
-        recomputed_share: as of `FleetView`, (workers,).
-    """
+    """Return the seconds of prefill that a token of KV on each worker pushes out, (workers,)."""
     prices: NDArray[np.float64] = recomputed_share * known.prefill_per_token
     return prices
 
@@ -180,16 +161,6 @@ class ControlPlane:
     """
 
     def __init__(self, config: ControlConfig, policy: RoutingPolicy | None = None) -> None:
-        """Start with no workers.
-
-        Args:
-            config: limits, and the name of the policy.
-            policy: used instead of the named one.
-
-        Raises:
-            ConfigError: there is no policy, detector, controller or order of that name, or it has
-                no such parameter.
-        """
         self.config = config
         self.router = Router(
             load(config.policy, config.params) if policy is None else policy, config
@@ -246,11 +217,7 @@ class ControlPlane:
     def _admit(
         self, waiting: QueuedRequest, now: int, fleet: FleetView, min_ttft_s: float
     ) -> Decision:
-        """Route a request at once, queue it, or shed it.
-
-        It is in the queue while it is the next one there and may be routed. A refusal is made
-        after it left the queue again, so `retry_after` does not count it twice.
-        """
+        """Route a request at once, queue it, or shed it."""
         admission = self.admission
         shed = admission.arrive(waiting, now)
         if shed is not None:
@@ -275,14 +242,7 @@ class ControlPlane:
         return decision
 
     def may_add(self, own: int, prompt: int, max_tokens: int, now: int) -> bool:
-        """Whether another sequence of a client's request may be submitted now.
-
-        Args:
-            own: sequences of that request which are submitted, and have not ended.
-            prompt: tokens of the next one's prompt.
-            max_tokens: that it generates at most.
-            now: nanoseconds.
-        """
+        """True if a client's request with `own` sequences in flight may submit another."""
         if own == 0:
             return True
         tokens = prompt + int(self.tracker.latency_model.expected_output(max_tokens))
@@ -344,21 +304,13 @@ class ControlPlane:
         return [self.state.slots.owner(slot).request.id for slot in slots.tolist()]
 
     def on_tokens(self, slots: NDArray[np.int64], counts: NDArray[np.int64], now: int) -> None:  # noqa: ARG002 (all calls take the time)
-        """Count output tokens of many requests.
-
-        Args:
-            slots: of the requests (`slot`), (n,); one may be there several times.
-            counts: tokens of each, at least 1, (n,).
-            now: nanoseconds.
-        """
+        """Count output tokens: `counts` (at least 1) of the requests with these slots, (n,)."""
         self.tracker.on_tokens(slots, counts)
         if self.admission.counts_tokens:
             self.admission.on_tokens(self.state.slots, slots, counts)
 
     def tick(self, now: int) -> Sequence[Action]:
-        """Let time pass, several times a second: estimates are renewed, queued requests time out,
-        failed workers are tried again.
-        """
+        """Let time pass, several times a second: renew estimates, time out and retry requests."""
         self.tracker.tick(now, waiting := len(self.admission.queue))
         self.index.expire(now)
         self.cache_monitor.tick(self.state, self.index, lambda: self.tracker.estimates(now), now)
@@ -377,8 +329,8 @@ class ControlPlane:
     def assess(self, snapshot: PoASnapshot) -> PoAEstimate | None:
         """Return the Price of Anarchy of a snapshot that `tick` gave out.
 
-        It takes some milliseconds to tens of them, and touches nothing that other calls use: it
-        may run on another thread, one call at a time.
+        It takes milliseconds to tens of them, and touches nothing that other calls use: it may run
+        on another thread, one call at a time.
         """
         return self.tracker.poa.assess(snapshot)
 
@@ -407,7 +359,6 @@ class ControlPlane:
         self.router.tune(parameters.temperature, {"overlap_weight": parameters.overlap_weight})
 
     def _assess(self, now: int) -> Sequence[Assess]:
-        """Ask for an assessment, every few seconds, one at a time."""
         if self._assessing or now - self._assessed < ASSESSED_EVERY:
             return ()
         self._assessed = now
@@ -418,7 +369,7 @@ class ControlPlane:
         return (Assess(snapshot),)
 
     def _up(self, worker: Worker, now: int) -> Sequence[Decision]:
-        """A worker is there: it takes from the queue, and from those that have too much."""
+        """Add a worker: it takes from the queue, and from those that have too much."""
         new = worker.id not in self.state.row
         self.returning.up(worker.id, now)
         self.tracker.up(worker, now)
@@ -440,7 +391,6 @@ class ControlPlane:
         return self._drain(now)
 
     def _expect_back(self, worker: str, now: int) -> None:
-        """A worker went down: note how many streams it ran at once, unless it was drained."""
         row = self.state.row.get(worker)
         if row is not None and worker not in self.state.draining:
             decodes = bool(self.state.columns.decodes[row])
@@ -450,7 +400,6 @@ class ControlPlane:
         return self.admission.capacity.max_streams(self.state, UNLIMITED)
 
     def _overdue_inside(self, now: int) -> list[Shed]:
-        """Give up requests that wait inside workers for too long; once each."""
         if not np.count_nonzero(self.state.columns.waiting):
             return []
         shed = []
@@ -474,23 +423,17 @@ class ControlPlane:
         return self._prefilled(worker, now)
 
     def _computes(self, request: str) -> str | None:
-        """Return the worker that a request's prompt is still to be computed by; None for none."""
         routed = self.state.requests.get(request)
         return None if routed is None else routed.prefill
 
     def _prefilled(self, worker: str | None, now: int) -> Sequence[Route]:
-        """A worker computed a prompt: where prompts are held back, the next may go."""
         if worker is None or not self.admission.capacity.holds_prompts:
             return ()
         self.admission.capacity.prefilled(worker, now)
         return self._drain(now)
 
     def _drain(self, now: int) -> list[Route]:
-        """Route queued requests, in order, as far as workers can take them.
-
-        The first that no worker can take ends the round, so that it is not overtaken. One that
-        lacks a worker only because it may not use all of them lets others pass.
-        """
+        """Route queued requests, in order, until no worker can take the next."""
         routes: list[Route] = []
         queue = self.admission.queue
         if not queue:

@@ -107,7 +107,7 @@ class PoAEstimator:
             self._fresh += 1
 
     def forget(self, worker: str) -> None:
-        """A worker is gone: its requests count no more."""
+        """Forget a worker and its requests."""
         others = [times for times in self._ended if worker not in (times.prefill, times.decode)]
         self._ended = deque(others, maxlen=MAX_REQUESTS)
         self._fresh = min(self._fresh, len(others))
@@ -132,10 +132,7 @@ class PoAEstimator:
     ) -> PoASnapshot | None:  # fmt: skip
         """Return what the Price of Anarchy is computed from; None when too few requests ended.
 
-        Args:
-            running: requests that have not ended; None as of `ended`.
-            prefill: rows whose role is prefill alone.
-            now: nanoseconds.
+        `running` have not ended; `prefill` are rows whose role is prefill alone.
         """
         while self._ended and now - self._ended[0].ended_at > SPAN:
             self._ended.popleft()
@@ -201,7 +198,6 @@ def _observe(fits: dict[str, OnlineFit], worker: str, load: float, stretch: floa
 def _window(
     records: Sequence[RequestTimes], row: Mapping[str, int], snapshot: PoASnapshot
 ) -> RequestWindow:
-    """Return the scored records as a window, with the work of each stage."""
     origin = min(times.arrived_at for times in records)
 
     def seconds(name: str) -> NDArray[np.float64]:
@@ -251,7 +247,6 @@ def _filled(fits: Sequence[OnlineFit | None]) -> list[LatencyLaw] | None:
 
 
 def _split(anarchy: PriceOfAnarchy, snapshot: PoASnapshot) -> Split | None:
-    """Return the split that would be better than the present one, by name; None for none."""
     best = frozenset(anarchy.prefill_workers)
     if best == frozenset(snapshot.prefill) or anarchy.split_saves <= 0.0:
         return None

@@ -24,9 +24,9 @@ MARGIN = 3 * SECOND
 
 
 def without_tokens(state: FleetState, worker: str) -> list[RoutedRequest]:
-    """Return the requests at a worker that have no token, those first that were sent first.
+    """Return the requests at a worker that have no token, those sent first before others.
 
-    A prompt that another worker has computed is not eligible those of its decode worker.
+    A prompt that another worker has computed is its decode worker's.
     """
     requests = [
         routed
@@ -81,10 +81,8 @@ def fair_shares(
 ) -> NDArray[np.int64]:
     """Return how many requests each worker may have, rounded up, (workers,).
 
-    Args:
-        requests: to share out.
-        max_streams: that each worker runs at once, (workers,); 2^60 for no limit.
-        others: streams of workers that are not eligible them, and get their share too.
+    In proportion to the streams that it runs at once, (workers,), 2^60 for no limit. `others` are
+    streams of workers that are not among them, and get their share too.
     """
     whole = sum(max_streams.tolist()) + others  # of Python's integers: none overflows
     shares = np.ceil(requests * max_streams.astype(np.float64) / whole)
@@ -98,11 +96,7 @@ def to_move(
     """Return the requests without a token that a new worker should take over, and from whom.
 
     Each worker keeps the prompt that it computes now, and its share of all requests at workers of
-    its role, in proportion to its streams. Requests that were sent last move.
-
-    Args:
-        max_streams: that each runs at once, (workers,).
-        new: id of the worker that came up.
+    its role, in proportion to its streams, (workers,). Requests that were sent last move.
     """
     columns, own = state.columns, state.row[new]
     moves: list[tuple[RoutedRequest, str]] = []
@@ -166,11 +160,11 @@ class ReturningWorkers:
         return len(self._away)
 
     def down(self, worker: str, max_streams: int, now: int) -> None:
-        """A worker of so many streams went down; 0 for one that runs none."""
+        """Record that a worker of so many streams (0 for one that runs none) went down."""
         self._away[worker] = max_streams, now
 
     def up(self, worker: str, now: int) -> None:
-        """A worker is there, known from before or not."""
+        """Record that a worker is there, known from before or not."""
         known = self._away.pop(worker, None)
         self._forget(now)
         if known is not None and self._away:
@@ -186,10 +180,7 @@ class ReturningWorkers:
     ) -> NDArray[np.int64] | None:
         """Return how many requests each worker may have, (workers,); None for no limit.
 
-        Args:
-            max_streams: that each runs at once, (workers,).
-            since: when the request to be sent began to wait, in nanoseconds.
-            now: nanoseconds.
+        A request that has waited `since` long enough is not held up by it.
         """
         if now >= self._until or not self._away or now - since >= self._latest:
             return None

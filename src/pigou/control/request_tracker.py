@@ -27,16 +27,7 @@ _FIT_EVERY = SECOND // 2
 
 
 class RequestTracker:
-    """Keeps the fleet's state, the latency model and the history in step.
-
-    Attributes:
-        state: the workers, and what weighs on them.
-        poa: the requests that ended, for the Price of Anarchy.
-        detector: of saturation; takes first tokens.
-        controller: of the router's parameters; takes first tokens and ends.
-        sent_prompts: to each worker, to be computed, since the start.
-        booked_s: how long prompts and streams stay on workers.
-    """
+    """Keeps the fleet's state, the latency model and the history in step."""
 
     def __init__(self, detector: Detector, controller: Controller) -> None:
         self.state = FleetState()
@@ -45,14 +36,14 @@ class RequestTracker:
         self.setting = 0
         self.latency_model = LatencyModel()
         self.poa = PoAEstimator()
-        self.sent_prompts: dict[str, int] = {}
-        self.booked_s = BookedTimes()
+        self.sent_prompts: dict[str, int] = {}  # to each worker, to be computed, since the start
+        self.booked_s = BookedTimes()  # how long prompts and streams stay on workers
         self._due_at: dict[str, int] = {}  # of prompts whose end no driver sees
         self._fitted_at = 0
         self._median_worker: MedianWorker | None = None
 
     def up(self, worker: Worker, now: int) -> None:
-        """A worker is there, or changed."""
+        """Add a worker, or renew what is known of it."""
         new = worker.id not in self.state.row
         self.state.up(worker)
         if new:
@@ -61,7 +52,7 @@ class RequestTracker:
             self.latency_model.move_worker(self.state.row[worker.id], worker.location)
 
     def down(self, worker: str) -> None:
-        """A worker is gone."""
+        """Forget a worker."""
         row = self.state.down(worker)
         if row is not None:
             self.latency_model.remove_worker(row)
@@ -70,7 +61,7 @@ class RequestTracker:
     def routed(
         self, request: Request, choice: Choice, now: int, priority: int = 0, output: int = 0
     ) -> None:
-        """A request was sent to its workers, with this priority; so many tokens are expected."""
+        """Record that a request was sent to its workers; `output` tokens are expected."""
         uncached = max(1, request.prompt - choice.computed)
         computes = choice.prefill or choice.decode
         row = self.state.row[computes]
@@ -85,7 +76,7 @@ class RequestTracker:
             self._due_at[request.id] = now + int(work.item(row) * SECOND)
 
     def prefill_done(self, request: str, well: bool, now: int) -> None:
-        """The prefill leg of a request ended; `well` says whether its prompt was computed."""
+        """Record the end of a prefill leg; `well` says whether the prompt was computed."""
         routed = self.state.requests.get(request)
         if routed is None or routed.prefill is None:
             return
@@ -98,14 +89,13 @@ class RequestTracker:
         self._computed(routed, now)
 
     def prompt_changed(self, change: PrefillClaimed | ReadFailed, now: int) -> None:
-        """Another worker computes a prompt, or its worker has more of it to compute."""
+        """Record that another worker computes a prompt, or that its own has more to do."""
         if isinstance(change, ReadFailed):
             self.read_failed(change.request, now)
         else:
             self._claimed(change.request, change.worker, change.cached, now)
 
     def _claimed(self, request: str, worker: str, cached: int, now: int) -> None:
-        """A worker pulled a prompt, of which it has so many tokens cached."""
         routed = self.state.requests.get(request)
         if routed is None or routed.prefill_done_at or worker not in self.state.row:
             return
@@ -124,7 +114,7 @@ class RequestTracker:
         self.state.fetch_failed(routed, max(1, routed.request.prompt - routed.cached))
 
     def first_token(self, request: str, now: int) -> None:
-        """The first token of a request came."""
+        """Record the first token of a request."""
         routed = self.state.requests.get(request)
         if routed is None or routed.first_token_at:
             return
@@ -158,7 +148,7 @@ class RequestTracker:
         )  # fmt: skip
 
     def ended(self, request: str, now: int) -> bool:
-        """A request is over; return whether it had been routed."""
+        """Record the end of a request; return whether it had been routed."""
         routed = self._release(request, now)
         if routed is None:
             return False
@@ -173,7 +163,7 @@ class RequestTracker:
         return True
 
     def failed(self, request: str, now: int) -> bool:
-        """A request lost its worker, if it had one; return whether it had."""
+        """Record that a request lost its worker; return whether it had one."""
         return self._release(request, now) is not None
 
     def book(self, gateway: str, bookings: Iterable[WorkerBookings], now: int) -> int:
@@ -208,7 +198,6 @@ class RequestTracker:
             self.detector.tick(now, queued)
 
     def _expire_due(self, now: int) -> None:
-        """Take prompts for computed whose end no driver sees, once that is due."""
         for request, due in list(self._due_at.items()):
             if now >= due:
                 del self._due_at[request]
@@ -261,7 +250,6 @@ class RequestTracker:
         )
 
     def _held(self, request: Request, index: PrefixIndex) -> Overlaps:
-        """Return the leading blocks that each worker holds, each by blocks of its own size."""
         sizes = self.state.block_sizes
         if len(sizes) == 1:
             (size,) = sizes
@@ -274,7 +262,6 @@ class RequestTracker:
         return Overlaps(rows)
 
     def _e2e_sample(self, routed: RoutedRequest, known: Estimates, now: int) -> E2ESample:
-        """Return the seconds of a request, and those that it takes on an idle fleet."""
         if self._median_worker is None or self._median_worker.known is not known:
             self._median_worker = MedianWorker(known)
         unloaded = (
@@ -284,7 +271,6 @@ class RequestTracker:
         return E2ESample((now - routed.arrived_at) / SECOND, max(unloaded, 1e-6), routed.setting)
 
     def _learn(self, row: int, routed: RoutedRequest, now: int) -> None:
-        """A prompt is computed: learn what that took, and reading its beginning."""
         prompt = routed.request.prompt
         sent_at = routed.claimed_at or routed.routed_at
         if self.state.peers.prompts_since(row, sent_at) and (
@@ -306,7 +292,6 @@ class RequestTracker:
             )
 
     def _has_no_prompts(self, routed: RoutedRequest) -> bool:
-        """Whether the worker that decodes a request has no prompt to compute."""
         if routed.decode is None:
             return False
         return not self.state.columns.prefill_requests.item(self.state.row[routed.decode])
@@ -346,7 +331,6 @@ class RequestTracker:
 
 
 def _times(routed: RoutedRequest, now: int) -> RequestTimes | None:
-    """Return the times of a request that ends now; None where its worker is gone."""
     if routed.decode is None:
         return None
     return RequestTimes(

@@ -38,11 +38,6 @@ class RolloutState(msgspec.Struct, frozen=True, kw_only=True):
     unschedulable: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse an update that could never go on.
-
-        Raises:
-            ValueError: naming the field and its value.
-        """
         if min(self.surge, self.unavailable) < 0 or not self.surge + self.unavailable:
             raise ValueError(
                 f"surge is {self.surge} and unavailable {self.unavailable}; one must be above 0"
@@ -164,11 +159,7 @@ class _Rollout:
         return self._stay("blocked", "Unschedulable", message)
 
     def _drained(self, wanted: dict[str, int]) -> dict[str, int]:
-        """Return fewer old workers, at best as `wanted`; empty where none can go.
-
-        A version serves with all its roles or not at all: where one goes to zero all do, as far
-        as what is ready allows.
-        """
+        """Return fewer old workers, at best as `wanted`; where one role goes to zero all do."""
         result = {r: max(min(self._old[r], wanted[r]), self._floor_old(r)) for r in self._roles}
         served = [r for r in self._roles if self._initial[r]]
         if any(result[r] == 0 for r in served):
@@ -199,7 +190,6 @@ class _Rollout:
         return RolloutStep(state="scale", new=wanted, old=old, reason="RollingOut", message=message)
 
     def _without_old(self) -> RolloutStep:
-        """Create the fleet, or follow a target that has changed."""
         goal = {r: self._goal(r) for r in self._roles}
         if self._new == goal:
             if unready := self._unready():
@@ -240,7 +230,6 @@ class _Rollout:
         return {r: self._initial[r] - step * self._initial[r] // self._steps for r in self._roles}
 
     def _step_of_new(self) -> int:
-        """Return the last step that the new version has reached with every role."""
         reached = 0
         while reached < self._steps and all(
             self._new[r] >= count for r, count in self._new_at(reached + 1).items()
@@ -249,17 +238,13 @@ class _Rollout:
         return reached
 
     def _floor_old(self, role: str) -> int:
-        """Return the old workers of a role below which too few would be ready.
-
-        Those that are not ready go first, and nobody waits for them.
-        """
+        """Return the old workers of a role below which too few would be ready."""
         ready = min(self._state.new.ready.get(role, 0), self._new[role])
         needed = self._goal(role) - self._state.unavailable - ready
         usable = sum(min(v.ready.get(role, 0), v.replicas.get(role, 0)) for v in self._state.old)
         return min(usable, max(0, needed))
 
     def _unready(self) -> dict[str, int]:
-        """Return how many new workers of each role are not ready."""
         ready = self._state.new.ready
         return {r: n - ready.get(r, 0) for r, n in self._new.items() if n > ready.get(r, 0)}
 
@@ -267,7 +252,6 @@ class _Rollout:
         return self._state.gpus.get(role, 0)
 
     def _gpus(self, wanted: Replicas) -> int:
-        """Return the GPUs that more workers of the new version take."""
         return sum((wanted[r] - self._new[r]) * self._gpus_of(r) for r in self._roles)
 
 

@@ -111,11 +111,7 @@ class Explanation(msgspec.Struct, eq=False):  # each decision makes one; most ar
 
 
 class DecisionLedger:
-    """The last decisions, by request; a request that was routed again has the latest.
-
-    Attributes:
-        max_decisions: that are kept; 0 where no caller asks for them.
-    """
+    """The last `max_decisions`, by request; a request that was routed again has the latest."""
 
     def __init__(self, max_decisions: int) -> None:
         self.max_decisions = max_decisions
@@ -151,16 +147,12 @@ class Router:
     """Chooses workers by a policy, at a temperature.
 
     Both may be set anew at any time (`tune`), and for one request (`Request.overrides`).
-
-    Attributes:
-        policy: the policy; `name` is that of the configuration.
-        temperature: of the choice; 0 takes the cheapest.
     """
 
     def __init__(self, policy: RoutingPolicy, config: ControlConfig) -> None:
         self.policy = policy
         self.name = config.policy
-        self.temperature = config.temperature
+        self.temperature = config.temperature  # of the choice; 0 takes the cheapest
         self.regime = ""
         self.ledger = DecisionLedger(config.max_decisions)
         self._softmax = config.softmax
@@ -169,11 +161,7 @@ class Router:
         self._generator = np.random.default_rng(config.seed)
 
     def check(self, overrides: Mapping[str, float]) -> None:
-        """Refuse overrides that could not be honoured.
-
-        Raises:
-            ConfigError: an unknown name, or a value out of range.
-        """
+        """Raise a ConfigError for overrides that could not be honoured."""
         self._with(overrides)
 
     def tune(self, temperature: float, parameters: Mapping[str, float]) -> None:
@@ -196,11 +184,8 @@ class Router:
     ) -> Choice | None:  # fmt: skip
         """Choose workers for a request; None when none can take it.
 
-        Args:
-            open_: workers that may be used, (workers,).
-            room: workers that can take one more stream, (workers,).
-            now: nanoseconds.
-            sources: workers whose caches others may read, (workers,); None for none.
+        Workers may be used where `open_`, take one more stream where `room`, and have a cache that
+        others may read in `sources` (None for none), (workers,) each.
         """
         candidates = self._candidates.of(request, fleet, open_, room)
         if len(candidates) == 0:
@@ -297,7 +282,7 @@ class CandidateCache:
     def of(self, request: Request, fleet: FleetView, open_: Flags, room: Flags) -> Candidates:
         """Return what `candidates` does, perhaps the same object as before.
 
-        Roles and versions are taken to have changed when the arrays of the view are others.
+        Roles and versions have changed when the arrays of the view are others.
         """
         same = fleet.prefills is self._prefills and fleet.decodes is self._decodes
         if not same or fleet.version is not self._version:
@@ -325,7 +310,7 @@ _NOBODY: Rows = np.zeros(0, dtype=np.int64)
 
 
 def candidates(request: Request, fleet: FleetView, open_: Flags, room: Flags) -> Candidates:
-    """Return the pairs that may serve a request.
+    """Return the pairs that may serve a request; `open_` and `room` as in `Router.choose`.
 
     Every decode worker with room, with local prefill, and with each of the prefill workers that
     would have computed this prompt soonest (fewest tokens, those that wait and the prompt's own
@@ -333,16 +318,11 @@ def candidates(request: Request, fleet: FleetView, open_: Flags, room: Flags) ->
     pure decode workers only where there is no pure prefill worker. Both are of one version. A
     prompt below one block of the prefill worker has nothing to transfer, so it is computed where
     it is decoded; so is one that may not be split.
-
-    Args:
-        open_: workers that may be used, (workers,).
-        room: workers that can take one more stream, (workers,).
     """
     return CandidateCache().of(request, fleet, open_, room)
 
 
 def _pairs(fleet: FleetView, decode: Rows, prefill: Rows) -> Candidates:
-    """Return each decode worker by itself, and with each prefill worker that helps it."""
     local = np.full(len(decode), -1)
     pure_prefill = fleet.prefills & ~fleet.decodes
     pure_decode = fleet.decodes & ~fleet.prefills
@@ -357,7 +337,6 @@ def _pairs(fleet: FleetView, decode: Rows, prefill: Rows) -> Candidates:
 
 
 def _prefillers(request: Request, fleet: FleetView, open_: Flags) -> Rows:
-    """Return the workers that prompts may be sent to for others, (chosen,)."""
     pure = fleet.prefills & ~fleet.decodes
     able = open_ & fleet.prefills & (request.prompt >= fleet.block_size)
     chosen = np.flatnonzero(able & pure)

@@ -99,40 +99,24 @@ class FleetState:
     A request weighs on its decode worker from its route to its end: 1 request, prompt plus output
     tokens. It weighs on the worker that computes its prompt until that is done: 1 request, its
     uncached tokens.
-
-    Attributes:
-        workers: in the order of the rows.
-        ids: their names, in the same order.
-        block_sizes: the different ones among them.
-        limited: whether any of them says how many streams it runs at once.
-        sized: whether any of them says how many blocks it has.
-        has_fetch_sources: whether any two of them can read from each other's caches.
-        draining: ids of those that get nothing more.
-        background: prompts to be computed that others overtake.
-        over_expected_tokens: output tokens that were not expected, on all workers.
-        row: of a worker by its id; rows change when a worker goes.
-        columns: their figures.
-        requests: the routed requests, by id.
-        slots: where their tokens are counted.
-        backlog: prompts that are to be computed, in order.
-        peers: what other gateways have on the workers; the columns have it too.
     """
 
     def __init__(self) -> None:
-        self.workers: list[Worker] = []
-        self.ids: tuple[str, ...] = ()
+        self.workers: list[Worker] = []  # in the order of the rows
+        self.ids: tuple[str, ...] = ()  # their names, in the same order
         self._layouts: dict[str, int] = {}
         self._versions: dict[str, int] = {"": 0}
         self.block_sizes: frozenset[int] = frozenset()
         self.limited = self.sized = self.has_fetch_sources = False
-        self.draining: set[str] = set()
+        self.draining: set[str] = set()  # ids of those that get nothing more
         self._reported: dict[str, int] = {}
         self.background = self.over_expected_tokens = 0
-        self.row: dict[str, int] = {}
-        self.requests: dict[str, RoutedRequest] = {}
+        self.row: dict[str, int] = {}  # of a worker by its id; rows change when a worker goes
+        self.requests: dict[str, RoutedRequest] = {}  # the routed ones, by id
         self.oldest_arrival = NEVER  # no request without a token arrived before it
         self.slots: StreamSlots = StreamSlots()
         self.backlog = PrefillBacklog()
+        #: what other gateways have on the workers; the columns have it too
         self.peers = PeerLedger()
         self.columns = Columns(
             **{field.name: np.zeros(0, dtype=_KINDS[str(field.type)]) for field in fields(Columns)}
@@ -163,7 +147,7 @@ class FleetState:
         self._name()
 
     def drain(self, worker: str) -> None:
-        """Take a worker for one of no role: nothing more is sent to it. An unknown one is none."""
+        """Mark a worker as draining; route nothing new to it. Unknown ids are ignored."""
         row = self.row.get(worker)
         if row is not None:
             self.draining.add(worker)
@@ -177,14 +161,10 @@ class FleetState:
             self.columns.prefills[row], self.columns.decodes[row] = prefills, decodes
 
     def _number(self, layout: str) -> int:
-        """Return a number of its own for each layout; 0 for none."""
         return self._layouts.setdefault(layout, len(self._layouts) + 1) if layout else 0
 
     def down(self, worker: str) -> int | None:
-        """Forget a worker and all that weighs on it; return the row that it had.
-
-        An unknown one is no error: None.
-        """
+        """Forget a worker and all that weighs on it; return its row, None if unknown."""
         row = self.row.get(worker)
         if row is None:
             return None
@@ -221,10 +201,8 @@ class FleetState:
     ) -> RoutedRequest:  # fmt: skip
         """Charge a routed request to its workers, which must be up.
 
-        Args:
-            uncached: tokens of its prompt that are to be computed.
-            now: nanoseconds.
-            output: tokens that each of its sequences is expected to generate.
+        `uncached` tokens of its prompt are to be computed; each of its sequences is expected to
+        generate `output` tokens.
         """
         computes = self.row[choice.prefill or choice.decode]
         routed = RoutedRequest(
@@ -329,7 +307,7 @@ class FleetState:
         return self._reported.get(worker, 0)
 
     def report(self, report: LoadReport, now: int) -> None:
-        """Note what a worker reports; an unknown worker is no error."""
+        """Record what a worker reports; an unknown worker is no error."""
         row = self.row.get(report.worker)
         if row is not None:
             self._reported[report.worker] = now
@@ -338,15 +316,13 @@ class FleetState:
             self.columns.kv_usage[row] = report.kv_usage
 
     def on(self, worker: str) -> Iterator[RoutedRequest]:
-        """Requests that stream from this worker."""
+        """Return the requests that stream from this worker."""
         return (routed for routed in self.requests.values() if routed.decode == worker)
 
     def open_to(self, exclude: frozenset[str], eligible: frozenset[str] = frozenset()) -> Flags:
         """Return which workers a request may use, (workers,); it may be `all_workers`.
 
-        Args:
-            exclude: ids of workers that it may not use.
-            eligible: ids of those that it may use; empty for all.
+        Without `eligible` ids all but those in `exclude`.
         """
         if not (exclude or eligible):
             return all_workers(len(self.workers))
@@ -366,7 +342,7 @@ class FleetState:
         return {name: getattr(self.columns, name)[row].item() for name in LOADS}
 
     def is_drained(self, worker: str) -> bool:
-        """Whether none of the routed requests weighs on a worker; true of an unknown one."""
+        """True if none of the routed requests weighs on a worker, or it is unknown."""
         if (row := self.row.get(worker)) is None:
             return True
         weighs = self.columns.prefill_requests[row] + self.columns.decode_requests[row]

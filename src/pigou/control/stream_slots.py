@@ -68,31 +68,18 @@ class RoutedRequest(msgspec.Struct, eq=False):
 
 
 class StreamSlots:
-    """Tokens of the routed requests; the arrays have one entry a slot, (slots,).
-
-    Attributes:
-        row: of the worker that streams, `GONE` once it is.
-        prompt: tokens of the prompt.
-        tokens: prompt and what was generated so far.
-        expected: tokens that were expected in the end.
-        streaming: whether the first token came.
-    """
+    """Tokens of the routed requests; the arrays have one entry a slot, (slots,)."""
 
     def __init__(self) -> None:
         self.requests: list[RoutedRequest | None] = []
         self._free: list[int] = []
+        #: of the worker that streams, `GONE` once it is
         self.row: Counts = np.zeros(0, dtype=np.int64)
         self.prompt, self.tokens, self.expected = (self.row.copy() for _ in range(3))
-        self.streaming: Flags = np.zeros(0, dtype=np.bool_)
+        self.streaming: Flags = np.zeros(0, dtype=np.bool_)  # whether the first token came
 
     def allocate(self, request: RoutedRequest, row: int, prompt: int, expected: int) -> int:
-        """Return a slot that no other request has.
-
-        Args:
-            request: whose tokens it counts.
-            prompt: tokens of the prompt.
-            expected: tokens that are expected in the end.
-        """
+        """Return a slot that no other request has; `prompt` and `expected` are tokens."""
         if not self._free:
             self._grow()
         slot = self._free.pop()
@@ -114,7 +101,7 @@ class StreamSlots:
         return owner
 
     def down(self, row: int) -> None:
-        """A worker is gone: those after it have a row less."""
+        """Forget the row of a worker; those after it have a row less."""
         self.row[self.row == row] = GONE
         self.row[self.row > row] -= 1
 
@@ -122,17 +109,10 @@ class StreamSlots:
         self, slots: Counts, counts: Counts, decode_tokens: Counts, over_expected: Counts,
         flow_tokens: Counts,
     ) -> int:  # fmt: skip
-        """Count output tokens.
+        """Count output tokens, `counts` of the requests with these slots, (n,) each.
 
-        Args:
-            slots: of their requests, (n,); one may be there several times.
-            counts: tokens of each, at least 1, (n,).
-            decode_tokens: tokens of each worker's streams, (workers,); grows.
-            over_expected: those of them that were not expected, (workers,); grows.
-            flow_tokens: those of them after the first of their streams, (workers,); grows.
-
-        Returns:
-            By how much `over_expected` grew in all.
+        The arrays by worker grow: tokens of streams, tokens that were not expected, tokens after
+        the first of their streams. Returns by how much `over_expected` grew in all.
         """
         return _add_tokens(
             slots, counts, self.row, self.prompt, self.tokens, self.expected, self.streaming,
@@ -185,12 +165,9 @@ def _add_tokens(
 class PrefillBacklog:
     """Prompts that each worker has to compute, in the order in which they were sent.
 
-    The first of a worker is under way.
-
-    Attributes:
-        tokens: uncached ones of the first prompt, 0 where there is none, (workers,).
-        pairs: of those with the ones before them, (workers,).
-        since: when the first became that, in nanoseconds, (workers,).
+    The first of a worker is under way: `tokens` are its uncached ones (0 without one), `pairs`
+    those with the ones before them, `since` when it became the first, in nanoseconds, (workers,)
+    each.
     """
 
     def __init__(self) -> None:

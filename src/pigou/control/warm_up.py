@@ -38,10 +38,8 @@ _REQUESTS, _AT_ONCE, _GAP = 48, 6, SECOND // 4
 def warm_up(config: ControlConfig | None = None) -> None:
     """Run every kernel of the control plane once, on planes of its own.
 
-    Takes some seconds the first time on a machine, and a fraction of one after that.
-
-    Args:
-        config: of the plane that is to serve: its policy, order and controller are run too.
+    Takes some seconds the first time on a machine, and a fraction of one after that. With a
+    `config`, its policy, order and controller are run too.
 
     Raises:
         Exception: whatever a policy of the user's own raises.
@@ -95,7 +93,6 @@ def _request(number: int, now: int) -> Request:
 
 
 def _begin(plane: ControlPlane, request: Request, route: Route, now: int) -> None:
-    """Let a request come to its first tokens."""
     choice, times = route.choice, count(now + SECOND // 100, SECOND // 100)
     computes = choice.prefill or choice.decode
     keys = request.keys_of(_BLOCK)

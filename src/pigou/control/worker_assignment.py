@@ -46,9 +46,6 @@ class WorkerAssigner:
 
     Admission says which workers can take the request, the router which of these is best. The
     parts are the control plane's own; nothing here calls it back.
-
-    Attributes:
-        predicted: last prompts that workers without KV events are expected to hold.
     """
 
     def __init__(
@@ -67,12 +64,7 @@ class WorkerAssigner:
     def assign(
         self, waiting: QueuedRequest, router: Router, now: int, fleet: FleetView | None = None
     ) -> Assignment | None:
-        """Choose workers and charge them; None when none can take the request.
-
-        Args:
-            now: nanoseconds.
-            fleet: as the request sees it, where that is known already.
-        """
+        """Choose workers and charge them; None when none can take the request."""
         request, capacity, state = waiting.request, self._admission.capacity, self._state
         if self._admission.allowance_spent(waiting):
             return None
@@ -110,7 +102,6 @@ class WorkerAssigner:
     def _shared(
         self, waiting: QueuedRequest, streams: NDArray[np.bool_], now: int
     ) -> NDArray[np.bool_]:
-        """Leave out the workers that have their share, where others are expected back."""
         if not self._returning:
             return streams
         state = self._state
@@ -122,14 +113,12 @@ class WorkerAssigner:
         return streams & (state.columns.decode_requests < shares)
 
     def _leave_out_background(self, fleet: FleetView) -> None:
-        """Leave out of a view the prompts that its request will not wait for."""
         columns = self._state.columns
         fleet.prefill_requests = columns.prefill_requests - columns.background_requests
         fleet.prefill_tokens = columns.prefill_tokens - columns.background_tokens
         fleet.prefill_pairs = columns.prefill_pairs - columns.background_pairs
 
     def _predict(self, request: Request, choice: Choice, now: int) -> None:
-        """Expect the prompt in the caches of workers that publish no KV events."""
         other = choice.prefill or choice.decode
         for name in (choice.decode,) if other == choice.decode else (choice.decode, other):
             worker = self._state.workers[self._state.row[name]]

@@ -49,22 +49,9 @@ class AdmissionController:
     Example:
         admission = AdmissionController(ControlConfig(admission={"order": "fair"}))
         assert not admission.queue
-
-    Attributes:
-        activity: which tenants share the fleet.
-        queue: requests that wait.
-        drain_rate: how fast requests leave.
-        counts_tokens: whether the order counts the tokens that each tenant is served.
-        fair: the order, where it shares between tenants without bands; else None.
-        allowance: this gateway's part of the places, where there are other gateways.
     """
 
     def __init__(self, config: ControlConfig) -> None:
-        """Start with an empty queue.
-
-        Raises:
-            ConfigError: there is no order of that name, or it has no such parameter.
-        """
         order = load(config.admission)
         self.activity = TenantActivity()
         quota = TenantQuota(self.activity, config.max_queued, config.max_queued_tokens)
@@ -72,12 +59,14 @@ class AdmissionController:
         self.capacity = WorkerCapacity(config, order.holds_back, order.reserve)
         self.drain_rate = DrainRate()
         self._weights = config.tenant_weights
+        #: whether the order counts the tokens that each tenant is served
         self.counts_tokens = getattr(type(order), "served", None) is not KeyedOrder.served
         self._timeout = config.queue_timeout
         self._max_per_request = config.max_request_inflight
         self._displaced: list[Shed] = []
+        #: the order, where it shares between tenants without bands
         self.fair = order if isinstance(order, Fair) else None
-        self.allowance = StreamAllowance()
+        self.allowance = StreamAllowance()  # this gateway's part of the places
 
     def arrive(self, waiting: QueuedRequest, now: int) -> Shed | None:
         """Take in a request; return its refusal where its whole group finds no place.
@@ -96,16 +85,11 @@ class AdmissionController:
         return None
 
     def skips_queue(self, waiting: QueuedRequest) -> bool:
-        """Whether no request waits before this one, which is not in the queue."""
+        """True if no request waits before this one, which is not in the queue."""
         return not (self.queue or waiting.returned)
 
     def peer_service(self, change: TenantService, active: bool, now: int) -> None:
-        """Another gateway's part of a tenant changed by so much.
-
-        Args:
-            active: whether it has requests of the tenant now.
-            now: nanoseconds.
-        """
+        """Add what changed of a tenant at another gateway, where it may be `active`."""
         tenant = change.tenant
         weight = self._weights.get(tenant, 1.0)
         self.activity.peer_streams(tenant, change.streams)
@@ -117,12 +101,7 @@ class AdmissionController:
     def update_allowance(
         self, state: FleetState, others: Sequence[TenantService], now: int
     ) -> None:
-        """Compute this gateway's part of the places, where that is due.
-
-        Args:
-            others: what each other gateway does for its tenants.
-            now: nanoseconds.
-        """
+        """Compute this gateway's part of the places, where that is due."""
         if not self.allowance.due(now):
             return
         streams = self.capacity.max_streams(state, UNLIMITED)[state.columns.decodes]
@@ -135,7 +114,7 @@ class AdmissionController:
         self.allowance.update(now, places, self.services(), others, self._weights, charges)
 
     def allowance_spent(self, waiting: QueuedRequest) -> bool:
-        """Whether a request is to wait because this gateway has its part of the places."""
+        """True if a request is to wait because this gateway has its part of the places."""
         return not waiting.returned and self.allowance.spent(self.activity.own_total)
 
     def services(self) -> list[TenantService]:
@@ -155,13 +134,7 @@ class AdmissionController:
         return services
 
     def enqueue(self, waiting: QueuedRequest, now: int, min_ttft_s: float) -> QueueEntry:
-        """Add a request to the queue, where it may be next; `conclude` says whether it stays.
-
-        Args:
-            waiting: the request, which `arrive` took in.
-            now: nanoseconds.
-            min_ttft_s: least seconds to its first token, as far as that is known.
-        """
+        """Add a request to the queue, where it may be next; `conclude` says whether it stays."""
         late = self._late(waiting, now, min_ttft_s)
         # As it were before this one; a group was asked for as a whole.
         refusal = None if waiting.request.held else self.queue.refusal(waiting)
@@ -170,7 +143,7 @@ class AdmissionController:
         return QueueEntry(self.queue.add(waiting), refusal, late)
 
     def is_next(self, waiting: QueuedRequest, now: int, up: Collection[str]) -> bool:
-        """Whether an enqueued request goes next, where workers that it excludes are `up`."""
+        """True if an enqueued request goes next, where workers that it excludes are `up`."""
         skip = [
             limits
             for limits in self.queue.limits()
@@ -208,12 +181,7 @@ class AdmissionController:
         return shed
 
     def may_add(self, own: int, tokens: int, state: FleetState, known: Estimates) -> bool:
-        """Whether another sequence of a client's request may be submitted now.
-
-        Args:
-            own: sequences of that request which are submitted, and have not ended; at least 1.
-            known: their speeds.
-        """
+        """True if a client's request with `own` sequences in flight may submit another."""
         if own >= max_per_request(state, known, self.capacity, self._max_per_request):
             return False
         if len(self.queue):
@@ -223,7 +191,7 @@ class AdmissionController:
     def overdue(self, now: int, up: bool = True) -> list[Shed]:
         """Take out requests that waited too long; the others may soon use any worker again.
 
-        `up`: there are workers, so accepted sequences will find one in the end.
+        Accepted sequences will find a worker in the end where any is `up`.
         """
         shed = []
         for waiting in self.queue.overdue(now - self._timeout, up):
@@ -242,10 +210,7 @@ class AdmissionController:
         return Shed(request.id, reason, retry)
 
     def above(self, waiting: QueuedRequest) -> bool:
-        """Whether its tenant has more than its part of the fleet.
-
-        One that had less service than others is in a burst, which does not count.
-        """
+        """True if its tenant has more than its part of the fleet, bursts apart."""
         if self.queue.order.underserved(waiting):
             return False
         return self.activity.above(waiting.request.tenant, waiting.weight)
@@ -265,28 +230,24 @@ class AdmissionController:
         return int(background) if priority is None and background else priority
 
     def began(self, request: Request, choice: Choice, row: int, fleet: FleetView, now: int) -> None:
-        """A request was routed to decode on worker `row`; `fleet` is as it saw it."""
+        """Record that a request was routed to decode on worker `row`; `fleet` is as it saw it."""
         self.capacity.take(request, choice, row, fleet, now)
         self.activity.began(request.tenant, request.sequences)
         self.allowance.began()
 
     def failed(self, request: Request) -> None:
-        """A routed request lost its worker."""
+        """Record that a routed request lost its worker."""
         self.capacity.free(request.id)
         self.activity.ended(request.tenant, request.sequences)
 
     def ended(self, request: Request, now: int) -> None:
-        """A routed request left the fleet."""
+        """Record that a routed request left the fleet."""
         self.drain_rate.ended(now, self.capacity.free(request.id))
         self.activity.ended(request.tenant, request.sequences)
         self.activity.seen(request.tenant, self._weights.get(request.tenant, 1.0), now)
 
     def on_tokens(self, streams: StreamSlots, slots: Counts, counts: Counts) -> None:
-        """Count output tokens of routed requests; only where the order `counts_tokens`.
-
-        Args:
-            counts: tokens of each, (n,).
-        """
+        """Count output tokens of routed requests; only where the order `counts_tokens`."""
         served = self.queue.order.served
         for slot, count in zip(slots.tolist(), counts.tolist(), strict=True):
             routed = streams.requests[slot]
@@ -294,7 +255,6 @@ class AdmissionController:
             served(routed.request, count)
 
     def _late(self, waiting: QueuedRequest, now: int, min_ttft_s: float) -> str | None:
-        """Return why a newcomer's deadline cannot be met, where the order refuses such."""
         deadline = waiting.request.deadline
         accepted = waiting.returned or waiting.accepted
         if not self.queue.order.refuses_late or accepted or deadline == NEVER:
@@ -305,7 +265,6 @@ class AdmissionController:
         return f"its first token would come at least {late:.3f} s after its deadline"
 
     def _retry(self, waiting: QueuedRequest, tenant: bool, now: int) -> int:
-        """Return nanoseconds until all that wait, or all of its tenant, will have left."""
         quota = self.queue.quota
         part = 1.0
         requests, tokens = len(self.queue), quota.tokens

@@ -29,9 +29,6 @@ class AdmissionQueue:
     (`QueuedRequest.limits`) lets others pass.
 
     Each step costs O(log n), whatever the order, and O(sets of limits).
-
-    Attributes:
-        order: which of the new ones goes next.
     """
 
     def __init__(self, order: QueueOrder, quota: TenantQuota) -> None:
@@ -81,7 +78,7 @@ class AdmissionQueue:
             self._join(waiting)
 
     def take(self, waiting: QueuedRequest, uncached: int) -> None:
-        """A request was sent to a worker that has `uncached` tokens of its prompt to compute.
+        """Take out a request sent to a worker that has `uncached` tokens of its prompt to compute.
 
         A tenant is charged the first time only: that a worker failed is not its fault.
         """
@@ -96,7 +93,7 @@ class AdmissionQueue:
         self.order.taken(waiting, uncached)
 
     def passed(self, waiting: QueuedRequest, uncached: int) -> None:
-        """A newcomer was sent to a worker at once, the queue being empty: `add`, then `take`."""
+        """Count a newcomer that was sent to a worker at once, the queue being empty."""
         self._serial += 1
         waiting.serial = self._serial
         self.order.add(waiting)
@@ -135,7 +132,7 @@ class AdmissionQueue:
         return [limits for limits in self._limited if any(limits)]
 
     def overdue(self, before: int, keep_accepted: bool = True) -> Iterator[QueuedRequest]:
-        """Take out those that wait since `before` or longer, and return them.
+        """Take out and return those that wait since `before` or longer.
 
         `keep_accepted`: further sequences of an accepted group wait as long as they must.
         """
@@ -150,14 +147,14 @@ class AdmissionQueue:
             yield waiting
 
     def readmit(self, worker: str) -> None:
-        """A worker is well again: no request excludes it any more."""
+        """Let no request exclude a worker that is well again."""
         for limits in self.limits():
             if worker in limits[0]:
                 for waiting in list(self._limited[limits]):
                     self._reopen(waiting, limits[0] - {worker})
 
     def forgive(self, before: int) -> None:
-        """Requests that wait since `before` or longer exclude no worker any more."""
+        """Let requests that wait since `before` or longer exclude no worker."""
         for limits in self.limits():
             waiting = self._limited[limits].first() if limits[0] else None
             while waiting is not None and waiting.since <= before:
@@ -204,7 +201,7 @@ class DrainRate:
         self._tokens = 0
 
     def ended(self, now: int, tokens: int = 0) -> None:
-        """Note that a request left, which asked for so many tokens (uncached and output)."""
+        """Record a departure and its token count (uncached and output)."""
         self._requests += 1
         self._tokens += tokens
         self._departures.append((now, self._requests, self._tokens))
@@ -232,11 +229,8 @@ class DrainRate:
     def retry_after(self, requests: float, tokens: float, now: int, part: float = 1.0) -> int:
         """Return nanoseconds until so much will have left, between 1 and 60 seconds.
 
-        The slower of the two decides. With nothing measured, 1 second.
-
-        Args:
-            now: nanoseconds.
-            part: share of what leaves that counts, above 0.
+        The slower of the two decides; `part` is the share of what leaves that counts. With nothing
+        measured, 1 second.
         """
         by_requests, by_tokens = self.rates(now)
         seconds = requests / (by_requests * part) if by_requests > 0.0 else 0.0

@@ -82,9 +82,6 @@ class Fair:
 
     Where several gateways serve one fleet, service of all of them counts, and who waits at any of
     them. `StreamAllowance` says how many streams a gateway may have.
-
-    Attributes:
-        service: prompt and output tokens of each tenant that were served here.
     """
 
     Params: ClassVar[type[msgspec.Struct]] = FairParams
@@ -110,7 +107,7 @@ class Fair:
         return self.params.reserve
 
     def add(self, waiting: QueuedRequest) -> None:
-        """A request begins to wait; its tenant may owe nothing to those that waited longer."""
+        """Add a request that waits; its tenant may owe nothing to those that waited longer."""
         name = waiting.request.tenant
         tenant = self._tenant(name)
         tenant.weight = waiting.weight
@@ -120,7 +117,7 @@ class Fair:
         tenant.queue.add(self._within(waiting), waiting)
 
     def remove(self, waiting: QueuedRequest) -> None:
-        """A request waits no more."""
+        """Take out a request that waits no more."""
         tenant = self._tenants.get(waiting.request.tenant)
         if tenant is None or tenant.entry is None:
             return
@@ -135,7 +132,7 @@ class Fair:
         return None if tenant is None else tenant.queue.first()
 
     def peer_service(self, change: TenantService, weight: float) -> None:
-        """Another gateway served a tenant, and has more or fewer of its requests waiting."""
+        """Count another gateway's service of a tenant, and its requests that wait there."""
         name, params = change.tenant, self.params
         if change.waiting:
             waiting = self._elsewhere.pop(name, 0) + change.waiting
@@ -174,7 +171,7 @@ class Fair:
         return self._base if known is None else known.counter
 
     def underserved(self, waiting: QueuedRequest) -> bool:
-        """Whether the tenant had less than another one, by more than half the credit.
+        """True if the tenant had less than another one, by more than half the credit.
 
         Without credit no tenant is: the lowest counter is at the floor, where it says nothing.
         """
@@ -211,14 +208,12 @@ class Fair:
         self._max = max(self._max, tenant.counter)
 
     def _count(self, name: str, prompt: int, output: int) -> None:
-        """Count what this gateway served, for the others."""
         prompts, outputs = self.service.pop(name, (0, 0))
         self.service[name] = prompts + prompt, outputs + output
         if len(self.service) > _MAX_TENANTS:  # one that was idle for long begins anew
             del self.service[next(iter(self.service))]
 
     def _floor(self) -> float:
-        """Return the counter that a tenant begins to wait with at least."""
         lowest = self._lowest() or self._last
         if lowest is not None:
             self._highest = max(self._highest, lowest.counter)
@@ -290,7 +285,7 @@ class PriorityFair:
         return self.params.reserve
 
     def add(self, waiting: QueuedRequest) -> None:
-        """A request begins to wait."""
+        """Add a request that waits."""
         priority = waiting.request.priority
         band = self._bands.pop(priority, None) or Fair(self.params)
         self._bands[priority] = band  # the last used is the last of the dictionary
@@ -301,7 +296,7 @@ class PriorityFair:
                 del self._bands[idle]
 
     def remove(self, waiting: QueuedRequest) -> None:
-        """A request waits no more."""
+        """Take out a request that waits no more."""
         band = self._bands.get(waiting.request.priority)
         if band is not None:
             band.remove(waiting)

@@ -25,9 +25,6 @@ class QueueOrder(Protocol):
     """Which of the waiting requests goes next.
 
     Every request goes through it, also one that is routed at once: `add`, `first`, `taken`.
-
-    Attributes:
-        reserve: share of each worker that is closed to tenants above their part of the fleet.
     """
 
     # parameters, a frozen `msgspec.Struct`; the class is called with one.
@@ -39,15 +36,15 @@ class QueueOrder(Protocol):
 
     @property
     def reserve(self) -> float:
-        """As the parameters have it."""
+        """Share of each worker that is closed to tenants above their part of the fleet."""
         ...
 
     def add(self, waiting: QueuedRequest) -> None:
-        """A request begins to wait."""
+        """Add a request that waits."""
         ...
 
     def remove(self, waiting: QueuedRequest) -> None:
-        """A request waits no more, and was not served."""
+        """Take out a request that waits no more, and was not served."""
         ...
 
     def first(self, now: int) -> QueuedRequest | None:
@@ -57,17 +54,13 @@ class QueueOrder(Protocol):
     def last(self, waiting: QueuedRequest, max_count: int, own: bool) -> list[QueuedRequest]:
         """Return those that may be shed so that a newcomer can wait, the least urgent first.
 
-        All of them are less urgent than the newcomer. An order without this method sheds none.
-
-        Args:
-            waiting: the newcomer, which was not added.
-            max_count: requests to return at most.
-            own: only those of its own tenant.
+        All of them, at most `max_count`, are less urgent than the newcomer; if `own`, of its tenant
+        alone. An order without this method sheds none.
         """
         ...
 
     def taken(self, waiting: QueuedRequest, uncached: int) -> None:
-        """A request was sent to a worker that has `uncached` tokens of its prompt to compute."""
+        """Record that a request was sent to a worker, which computes `uncached` tokens."""
         ...
 
     def served(self, request: Request, tokens: int) -> None:
@@ -75,7 +68,7 @@ class QueueOrder(Protocol):
         ...
 
     def underserved(self, waiting: QueuedRequest) -> bool:
-        """Whether its tenant had so much less than others that it counts as above no part."""
+        """True if its tenant had so much less than others that it counts as above no part."""
         ...
 
     def priority(self, waiting: QueuedRequest, above: bool) -> int | None:
@@ -87,14 +80,10 @@ class QueueOrder(Protocol):
 
 
 def load(chosen: Mapping[str, Any]) -> QueueOrder:
-    """Return a new order, by its name in the entry point group `pigou.admission`.
-
-    Args:
-        chosen: `order` is its name, the rest its parameters.
+    """Return a new order by its name, `chosen["order"]`; the rest are its parameters.
 
     Raises:
-        ConfigError: there is none of that name (the message lists those that there are), or it
-            has no such parameter.
+        ConfigError: there is no such order (the message lists those that there are) or parameter.
     """
     values = dict(chosen)
     name = values.pop(NAME, None)
@@ -138,11 +127,11 @@ class KeyedOrder:
         return waiting.serial
 
     def add(self, waiting: QueuedRequest) -> None:
-        """A request begins to wait."""
+        """Add a request that waits."""
         self._heap.add(self.key(waiting), waiting)
 
     def remove(self, waiting: QueuedRequest) -> None:
-        """A request waits no more."""
+        """Take out a request that waits no more."""
         self._heap.remove(waiting)
 
     def first(self, now: int) -> QueuedRequest | None:  # noqa: ARG002 (protocol)
@@ -155,7 +144,7 @@ class KeyedOrder:
         return self._heap.last(max_count, self.key(waiting), tenant)
 
     def taken(self, waiting: QueuedRequest, uncached: int) -> None:  # noqa: ARG002 (protocol)
-        """A request was sent to a worker."""
+        """Take out a request that was sent to a worker."""
         self._heap.remove(waiting)
 
     def served(self, request: Request, tokens: int) -> None:
@@ -328,10 +317,9 @@ class Heap:
             heapq.heapify(self._heap)
 
     def last(self, max_count: int, before: Any, tenant: str | None = None) -> list[QueuedRequest]:
-        """Return requests whose keys are above `before`, the greatest first, at most so many.
+        """Return requests whose keys are above `before`, the greatest and newest first, in O(n).
 
-        Of equal keys the newest come first. Requests that were accepted for good are left out.
-        `tenant` picks those of one tenant. The cost is O(n).
+        Requests that were accepted for good are left out; `tenant` picks those of one tenant.
         """
         entries = (
             entry

@@ -34,17 +34,10 @@ class TenantQuota:
     while it has less than its part queued: limit * its weight / weights of all active tenants
     (`TenantActivity`). So a flood of one tenant fills the limit, and the others still find their
     parts. The whole queue stays below twice the limit, but for one request of each tenant that
-    has none queued.
+    has none queued. With `max_requests` 0 none may wait; `max_tokens` 0 is no limit.
     """
 
     def __init__(self, activity: TenantActivity, max_requests: int, max_tokens: int = 0) -> None:
-        """Start empty.
-
-        Args:
-            activity: which tenants there are to share with.
-            max_requests: that may wait; 0 for none.
-            max_tokens: that they may ask for; 0 for no limit.
-        """
         self.max_requests = max_requests
         self.max_tokens = max_tokens
         self.requests = 0
@@ -149,7 +142,7 @@ class TenantActivity:
         self._total = self._peer_total = 0
 
     def seen(self, tenant: str, weight: float, now: int) -> None:
-        """A request of a tenant came, or ended."""
+        """Record that a request of a tenant came, or ended."""
         if len(self._seen) == 1 and tenant in self._seen:  # no other tenant shares the fleet
             self._seen[tenant], self._weights = (now, weight), weight
             return
@@ -171,19 +164,19 @@ class TenantActivity:
         return weight / max(weight, self._weights - before + weight)
 
     def began(self, tenant: str, sequences: int = 1) -> None:
-        """A request of a tenant was sent to a worker."""
+        """Record that a request of a tenant was sent to a worker."""
         self._streams[tenant] += sequences
         self._total += sequences
 
     def ended(self, tenant: str, sequences: int = 1) -> None:
-        """A request of a tenant left its worker."""
+        """Record that a request of a tenant left its worker."""
         self._total -= sequences
         self._streams[tenant] -= sequences
         if not self._streams[tenant]:
             del self._streams[tenant]
 
     def peer_streams(self, tenant: str, change: int) -> None:
-        """Other gateways have so many streams of a tenant more, or less, than before."""
+        """Record by how many streams of a tenant other gateways changed."""
         if change:
             self._total += change
             self._peer_total += change
@@ -204,6 +197,6 @@ class TenantActivity:
         return self._total - self._peer_total
 
     def above(self, tenant: str, weight: float) -> bool:
-        """Whether a tenant has more than its part of what is in flight, and others share it."""
+        """True if a tenant has more than its part of what is in flight, and others share it."""
         part = self.part(tenant, weight)
         return part < 1.0 and self._streams[tenant] > part * self._total

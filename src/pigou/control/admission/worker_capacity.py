@@ -36,18 +36,13 @@ class WorkerCapacity:
     """Which workers can take one more request.
 
     Three limits hold for a worker: it has fewer streams than `max_inflight`; its tokens stay
-    within `max_inflight_tokens`; its pending prompts take no more than `prefill_ahead_ms`. Its
-    tokens are uncached prompts, and the output that is expected or came, if more. An empty worker
-    takes anything: else what is larger than the limit could never run.
+    within `max_inflight_tokens`; its pending prompts take no more than `prefill_ahead_ms`, next to
+    nothing where an order `holds_back`. Its tokens are uncached prompts, and the output that is
+    expected or came, if more. An empty worker takes anything: else what is larger than the limit
+    could never run. The share `reserve` is closed to tenants above their part of the fleet.
     """
 
     def __init__(self, config: ControlConfig, holds_back: bool, reserve: float = 0.0) -> None:
-        """Start without workers.
-
-        Args:
-            holds_back: whether next to nothing should wait inside the workers.
-            reserve: share of streams and tokens that is closed to tenants above their part.
-        """
         self._open_share = 1.0 - reserve
         self._max_streams = config.max_inflight
         self._max_tokens = config.max_inflight_tokens
@@ -65,7 +60,7 @@ class WorkerCapacity:
         return self._ahead_s > 0.0
 
     def take(self, request: Request, choice: Choice, row: int, fleet: FleetView, now: int) -> None:
-        """A request was routed to decode on worker `row`; `fleet` is as it saw it."""
+        """Record that a request was routed to decode on worker `row`; `fleet` is as it saw it."""
         output = int(fleet.output) * request.sequences
         need = request.prompt - fleet.resident_on(row, request.prompt) + output
         self._expected[request.id] = _StreamTokens(choice.decode, need - output, output)
@@ -74,12 +69,12 @@ class WorkerCapacity:
         self._changed_at[choice.prefill or choice.decode] = now
 
     def prefilled(self, worker: str | None, now: int) -> None:
-        """A worker computed a prompt, or need not compute it any more."""
+        """Record that a worker computed a prompt, or need not compute it any more."""
         if worker is not None:
             self._changed_at[worker] = now
 
     def free(self, request: str) -> int:
-        """A request left its workers; return the tokens that it had asked for, 0 if unknown."""
+        """Record that a request left; return the tokens that it had asked for, 0 if unknown."""
         held = self._expected.pop(request, None)
         if held is None:
             return 0
@@ -89,7 +84,7 @@ class WorkerCapacity:
         return gone
 
     def down(self, worker: str) -> None:
-        """A worker is gone, with all it held."""
+        """Forget a worker, with all it held."""
         for request in [key for key, held in self._expected.items() if held.worker == worker]:
             del self._expected[request]
         self._total -= self._tokens.pop(worker, 0)
@@ -110,8 +105,8 @@ class WorkerCapacity:
     def streams(self, state: FleetState, above: bool = False) -> Flags:
         """Return which workers can take one more stream, whichever it is, (workers,).
 
-        It may be an array of `state`, and is not to be changed.
-        `above`: its tenant has more than its part of the fleet.
+        It may be an array of `state`, and is not to be changed. `above`: its tenant has more than
+        its part of the fleet.
         """
         columns = state.columns
         limits: Counts = columns.max_seqs
@@ -205,11 +200,7 @@ class WorkerCapacity:
         return ready | ~pure, everywhere if (ready & able).any() else ~everywhere
 
     def _pending(self, fleet: FleetView, now: int) -> NDArray[np.float64]:
-        """Return the seconds that the prompts of each worker still take, (workers,).
-
-        The time since a prompt was sent there, or computed, is taken off. So no request waits for
-        good where the estimates are too high.
-        """
+        """Return the seconds that prompts still take, less the time since the last change."""
         known = fleet.estimates
         changed = np.array(
             [self._changed_at.get(worker, now) for worker in fleet.ids], dtype=np.int64
@@ -236,10 +227,6 @@ def fastest_ttft_s(request: Request, fleet: FleetView) -> float:
 
 
 def _need(request: Request, fleet: FleetView) -> Counts:
-    """Return the tokens that a request needs on each worker, (workers,).
-
-    Blocks that come back from a tier take room on the device, as computed ones do.
-    """
     output = int(fleet.output) * request.sequences
     tokens: Counts = request.prompt - fleet.resident(request.prompt) + output
     return tokens
@@ -282,7 +269,7 @@ class ConcurrencyLimit:
         return limits
 
     def forget(self, worker: str) -> None:
-        """A worker is gone."""
+        """Forget a worker."""
         self._limits.pop(worker, None)
         self._fell.discard(worker)
 
@@ -305,10 +292,6 @@ def max_per_worker(known: Estimates, streams: NDArray[np.int64]) -> NDArray[np.i
 
     It is the largest power of two n with f(n) <= `MAX_SLOWDOWN` f(1), where f is the worker's
     law of the time between tokens; within `MIN_PART` and `MAX_PART` of its streams.
-
-    Args:
-        known: speeds of the workers.
-        streams: that each runs at once, (workers,).
     """
     rows = np.arange(len(streams))
     single_itl = known.itl(rows, np.ones(len(streams)))
@@ -327,13 +310,7 @@ def max_per_worker(known: Estimates, streams: NDArray[np.int64]) -> NDArray[np.i
 def max_per_request(
     state: FleetState, known: Estimates, capacity: WorkerCapacity, limit: int
 ) -> int:
-    """Return how many sequences of one request may run at once on the fleet.
-
-    Args:
-        known: their speeds.
-        capacity: their limits.
-        limit: that the operator sets; 0 for `max_per_worker` of each worker.
-    """
+    """Return how many sequences of one request may run on the fleet; `limit` unless that is 0."""
     if limit:
         return limit
     sequences = max_per_worker(known, capacity.max_streams(state, UNLIMITED))
@@ -343,13 +320,9 @@ def max_per_request(
 def has_capacity(
     tokens: int, state: FleetState, known: Estimates, capacity: WorkerCapacity
 ) -> bool:
-    """Whether a further sequence of a request need not wait, and leaves enough for others.
+    """True if a further sequence of a request need not wait, and leaves enough for others.
 
     The first sequence of a request waits in the queue as any other request does.
-
-    Args:
-        known: their speeds.
-        capacity: their limits.
     """
     columns = state.columns
     decodes = columns.decodes

@@ -84,13 +84,10 @@ def add_observation(
     arrays: tuple[Numbers, Numbers, Numbers, Numbers], keep: float, first: bool, size: float,
     seconds: float, pairs: float,
 ) -> None:  # fmt: skip
-    """Add an observation, and fit the law anew.
+    """Add an observation, and fit the law anew; sums are multiplied by `keep`.
 
-    Args:
-        arrays: gram (3, 3) and moment (3,), sums of least squares over size, 1 and pairs; `sums`
-            by the names above (6,); scratch (24, 3).
-        keep: factor of the sums.
-        first: nothing was observed before.
+    `arrays`: gram (3, 3) and moment (3,), sums of least squares over size, 1 and pairs; `sums` by
+    the names above (6,); scratch (24, 3).
     """
     gram, moment, sums, scratch = arrays
     expected = sums[BASE] + sums[SLOPE] * size + sums[PAIR] * pairs

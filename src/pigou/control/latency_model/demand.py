@@ -79,15 +79,8 @@ def decay_rates(
 ) -> None:
     """Write the rates as of `now`, and the share of its time that each worker computes prompts.
 
-    Compiled, since each decision asks for it.
-
-    Args:
-        rate: prompts a second as of `rated_at`, (workers,).
-        rated_at: nanoseconds, (workers,).
-        service_s: mean seconds of a prompt, (workers,).
-        now: nanoseconds.
-        arrivals: takes the rates, (workers,).
-        busy: takes the shares, (workers,).
+    Prompts a second as of `rated_at`, and the mean seconds of a prompt, (workers,) each. Compiled,
+    since each decision asks for it.
     """
     for w in range(rate.shape[0]):
         age = max(0, now - rated_at[w]) / SECOND / RATE_S
@@ -109,10 +102,9 @@ _FIRST_OUTPUT = 128.0
 class PromptSizes:
     """Running means, variances and covariance of uncached tokens and of pairs, with forgetting.
 
-    Tokens and pairs are kept apart and combined by the present law. A size in which a pair counts
-    for some tokens would change its meaning with every change of the law. A law is `base` seconds
-    a prompt, `token` seconds a token and `pair` seconds a pair
-    (`pigou.control.latency_model.estimates.pairs`).
+    Tokens and pairs are kept apart and combined by the present law: `base` seconds a prompt,
+    `token` seconds a token and `pair` seconds a pair. (A size in which a pair counts for some
+    tokens would change its meaning with every change of the law.)
 
         sizes = PromptSizes()
         sizes.observe(1000.0, 500_000.0)
@@ -179,15 +171,11 @@ class ContextLength:
 
 
 class OutputLength:
-    """Running mean of the tokens that requests generate.
-
-    Attributes:
-        observed: requests that ended.
-    """
+    """Running mean of the tokens that requests generate."""
 
     def __init__(self) -> None:
         self._mean = _FIRST_OUTPUT
-        self.observed = 0
+        self.observed = 0  # requests that ended
 
     def observe(self, tokens: int) -> None:
         """Add a request that generated so many tokens."""

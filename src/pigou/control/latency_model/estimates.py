@@ -60,9 +60,7 @@ def prior_column(law: LatencyLaw = PRIOR_LAW) -> Numbers:
 def pairs(tokens: Any, prompt: Any) -> Any:
     """Return how often a token of a prompt attends to one before it: u (c + u / 2).
 
-    Args:
-        tokens: u, that are uncached; the last of the prompt.
-        prompt: c + u, all of them.
+    Of the c + u tokens of the prompt the last u are uncached.
     """
     return tokens * (prompt - 0.5 * tokens)
 
@@ -79,31 +77,7 @@ def _row(name: str) -> property:
 
 @dataclass(frozen=True, slots=True)
 class Estimates:
-    """Speeds of the workers; each name below is a view of shape (workers,).
-
-    Attributes:
-        prefill_base: seconds that a prompt takes apart from its tokens.
-        prefill_token: seconds that each uncached token of a prompt takes.
-        transfer_base: seconds from a remote prefill's end to the first token, apart from tokens.
-        transfer_token: seconds that each transferred token takes.
-        arrivals: prompts a second that are sent here to be computed.
-        busy: share of its time that it computes prompts, 0 to under 1.
-        a, b, d, n_sat, beta, floor: of the law of its ITL in seconds, n streams running that hold
-            as much as most (`pigou.games.latency.LatencyLaw`); a law without a pole has a far one.
-        interference_base: seconds that a prompt takes from streams beside it, tokens apart.
-        interference_token: seconds that each of its uncached tokens takes from them.
-        mean_prefill: seconds that a prompt of mean length takes alone.
-        arrival_cv2: variance of the fleet's gaps between arrivals over their squared mean.
-        prefill_cv2: variance of the seconds of its prompts over their squared mean.
-        prefill_pair: seconds of each pair of a prompt's token and one before it (`pairs`).
-        prefill_per_token: seconds that each uncached token takes in the mean, its pairs counted.
-        fetch_base: seconds that a fetch from another worker's cache takes, apart from tokens. This
-            and the next are laws of the fleet: no worker has a factor of its own.
-        fetch_token: seconds that each fetched token takes.
-        fleet_arrivals: prompts a second that come to the whole fleet.
-        context_token: seconds by which each token that its streams hold makes a step longer.
-        mean_context: tokens that a stream of the fleet holds in the mean, prompt and output.
-    """
+    """Speeds of the workers; each name below is a view of shape (workers,), mostly in seconds."""
 
     table: Numbers  # all of them, by the names in `ROWS`, shape (24, workers)
     # between the hosts of the workers; None where they are not known.
@@ -174,13 +148,7 @@ class Estimates:
     def service(
         self, rows: NDArray[np.integer], tokens: Numbers, prompt: float | Numbers
     ) -> Numbers:
-        """Return the seconds that prompts take there, (rows,).
-
-        Args:
-            rows: workers, (rows,).
-            tokens: of the prompts that are uncached, (rows,).
-            prompt: tokens of the prompts.
-        """
+        """Return the seconds that prompts with so many uncached tokens take there, (rows,)."""
         service: Numbers = self.prefill_base[rows] + self.prefill_token[rows] * tokens
         service += self.prefill_pair[rows] * pairs(tokens, prompt)
         return service
@@ -188,11 +156,7 @@ class Estimates:
     def work(
         self, prompts: NDArray[np.integer], tokens: NDArray[np.integer], pairs: NDArray[np.integer]
     ) -> Numbers:
-        """Return the seconds that all prompts of each worker take, (workers,).
-
-        Args:
-            tokens: uncached ones of these prompts, (workers,).
-        """
+        """Return the seconds that all prompts of each worker take, (workers,)."""
         work: Numbers = self.prefill_base * prompts + self.prefill_token * tokens
         work += self.prefill_pair * pairs
         return work
@@ -306,11 +270,8 @@ def fill(
 ) -> None:  # fmt: skip
     """Write all rows of `Estimates.table`, shape (24, workers).
 
-    Args:
-        column: of a worker whose factors are 1, (24,).
-        prefill, transfer, itl: own factors of each worker, (workers,).
-        common: factors of all workers together, in this order.
-        min_slope: least seconds by which the law of ITL rises a stream.
+    `column` is that of a worker whose factors are 1; factors of each worker and of all together
+    (`common`) multiply it. The law of ITL rises by at least `min_slope` a stream.
     """
     for w in range(table.shape[1]):
         for row in range(table.shape[0]):
@@ -327,15 +288,12 @@ def fill(
 
 
 class MedianWorker:
-    """What the worker of median speed takes for one request at a time.
-
-    Attributes:
-        itl: seconds between tokens of a single stream.
-    """
+    """What the worker of median speed takes for one request at a time."""
 
     def __init__(self, known: Estimates) -> None:
         self.known = known
         rows = np.arange(len(known.a))
+        #: seconds between tokens of a single stream
         self.itl = _median(known.itl(rows, np.ones(len(rows))))
         # Workers differ by a factor: they have one order, whatever the length of the prompt.
         columns = known.prefill_base, known.prefill_token, known.prefill_pair
@@ -353,7 +311,6 @@ class MedianWorker:
 
 
 def _median(values: NDArray[np.float64]) -> float:
-    """Return the median of a few numbers, NaN of none; NumPy's takes ten times as long."""
     ordered: list[float] = sorted(values.tolist())
     if not ordered:
         return math.nan

@@ -72,19 +72,19 @@ class LinkFactors:
         self._made_at = 0
 
     def add_worker(self, location: Location = UNKNOWN_LOCATION) -> None:
-        """A worker joined; its row is the last."""
+        """Add a worker; its row is the last."""
         self._locations.append(_with_host(location))
         self._add_host(self._locations[-1])
 
     def move_worker(self, row: int, location: Location) -> None:
-        """A worker that is there has other labels."""
+        """Change the labels of a worker."""
         location = _with_host(location)
         if self._locations[row] != location:
             self._locations[row] = location
             self._add_host(location)
 
     def remove_worker(self, row: int) -> None:
-        """A worker left; what was learned of its host stays."""
+        """Remove a worker; what was learned of its host stays."""
         del self._locations[row]
         self._table = None
 
@@ -115,12 +115,8 @@ class LinkFactors:
     def observe(self, source: int, target: int, ratio: float, share: float, now: int) -> None:
         """Add a transfer from worker `source` to `target`.
 
-        Args:
-            source: row of the worker that sent it.
-            target: row of the one that got it.
-            ratio: seconds of its tokens over those within a rack, above 0.
-            share: of its tokens in the time that it was expected to take, 0 to 1.
-            now: nanoseconds.
+        `ratio` is the seconds of its tokens over those within a rack, above 0; `share` the part of
+        its tokens in the time that it was expected to take, 0 to 1.
         """
         table = self._table or self.table(self._made_at)
         i, j = table.hosts.item(source), table.hosts.item(target)
@@ -161,13 +157,11 @@ class LinkFactors:
         return LinkTable(np.array(hosts, dtype=np.int64), np.array(rows, dtype=np.int64), factors)
 
     def _aged(self, now: int, sources: int | slice = slice(None)) -> Numbers:
-        """Return the weights of the pairs from some hosts as of now, (..., hosts)."""
         age_s = np.maximum(0, now - self._seen_at[sources]) / SECOND
         weights: Numbers = self._weight[sources] * 0.5 ** (age_s / _HALF_LIFE_S)
         return weights
 
     def _add_host(self, location: Location) -> None:
-        """Make room for a host that was not seen before."""
         self._table = None
         if location in self._known:
             return
@@ -180,5 +174,4 @@ class LinkFactors:
 
 
 def _with_host(location: Location) -> Location:
-    """Return a location; an unknown one where it does not name the host."""
     return location if location.host else UNKNOWN_LOCATION

@@ -141,7 +141,7 @@ class LatencyModel:
         self, startup: Sequence[Rehearsed] = (), now: int = 0,
         location: Location = UNKNOWN_LOCATION,
     ) -> None:  # fmt: skip
-        """A worker joined; its row is the last. Its startup profile is learned."""
+        """Add a worker, whose row is the last, and learn its startup profile."""
         for factors in self._factors:
             factors.add_worker()
         self._links.add_worker(location)
@@ -154,12 +154,12 @@ class LatencyModel:
             self._learn_startup(len(self._rate) - 1, startup, now)
 
     def move_worker(self, row: int, location: Location) -> None:
-        """Worker `row` has these labels now."""
+        """Change the labels of worker `row`."""
         self._links.move_worker(row, location)
         self._estimates = None
 
     def remove_worker(self, row: int) -> None:
-        """A worker left."""
+        """Remove a worker."""
         for factors in self._factors:
             factors.remove_worker(row)
         self._links.remove_worker(row)
@@ -170,19 +170,18 @@ class LatencyModel:
         self._estimates = None
 
     def prompt_sent(self, row: int, now: int) -> None:
-        """A prompt was sent to worker `row` to be computed."""
+        """Record that a prompt was sent to worker `row` to be computed."""
         if self._last_own:
             self._gaps.observe(max(0, now - self._last_own) / SECOND)
         self._last_own = now
         self._count_sent(row, now)
 
     def peer_prompts(self, row: int, count: int, now: int) -> None:
-        """Other gateways sent so many prompts to worker `row`; their gaps are not known."""
+        """Record prompts that other gateways sent to worker `row`; their gaps are not known."""
         for _ in range(min(count, _MAX_PEER_PROMPTS)):
             self._count_sent(row, now)
 
     def _count_sent(self, row: int, now: int) -> None:
-        """Count a prompt in the rates of arrival."""
         if self._last_sent:
             self._fleet_rate.observe(max(0, now - self._last_sent) / SECOND)
         self._last_sent = now
@@ -193,7 +192,7 @@ class LatencyModel:
     def prompt_computed(
         self, row: int, tokens: int, sent: int, now: int, prompt: int | None = None
     ) -> None:
-        """A prompt with so many uncached tokens, sent at `sent`, was computed by worker `row`.
+        """Learn from a prompt, sent at `sent`, that worker `row` computed.
 
         The sampler is advanced up to `now` before. `prompt` is its length, if more than those.
         """
@@ -207,7 +206,7 @@ class LatencyModel:
             )
 
     def prompt_shared(self, row: int, tokens: int, now: int, prompt: int) -> bool:
-        """A prompt was computed while other gateways' prompts were there; return whether it counts.
+        """Count a prompt computed beside other gateways' prompts; return whether it counts.
 
         How long it took itself is not known: nothing is learned, where a law is known already.
         """
@@ -223,11 +222,10 @@ class LatencyModel:
         self, row: int, tokens: int, fetched: int, sent: int, now: int, prompt: int,
         was_idle: bool, source: int | None = None,
     ) -> None:  # fmt: skip
-        """A prompt was computed of which `fetched` tokens came from another worker's cache.
+        """Learn from a prompt of which `fetched` tokens came from the cache of worker `source`.
 
         What it took beyond computing is the fetch, if the worker had no other prompt meanwhile
-        (`was_idle`); else it may have queued. The rest is as for `prompt_computed`. `source` is
-        the row of the other worker, None where it is gone.
+        (`was_idle`); else it may have queued. The rest is as for `prompt_computed`.
         """
         began = max(sent, self._last_done.item(row))
         clean = was_idle and began == sent
@@ -241,7 +239,6 @@ class LatencyModel:
             self._fetch.observe(link * fetched, elapsed_s - service_s, now)
 
     def _count_prompt(self, row: int, tokens: int, token_pairs: float, seconds: float) -> None:
-        """Count a computed prompt, and the time that its worker was busy with it."""
         size = tokens + self._prefill.ratio * token_pairs
         self.sampler.add_prompt(row, size, seconds)
         self._prompts.observe(tokens, token_pairs)
@@ -249,7 +246,7 @@ class LatencyModel:
     def transferred(
         self, row: int, tokens: int, began_ns: int, now: int, source: int | None = None
     ) -> None:
-        """A remote prefill's tokens reached worker `row`, and its first token followed.
+        """Learn from a remote prefill's tokens that reached worker `row`; its first token followed.
 
         The worker had no prompts at `began_ns` and has none now. A prompt that it computed in
         between may have delayed the token, so nothing is learned then: prices have its wait apart.
@@ -266,7 +263,7 @@ class LatencyModel:
             self._longest_transfer = max(self._longest_transfer, size)
 
     def generated(self, tokens: int) -> None:
-        """A request ended after so many tokens."""
+        """Record that a request ended after so many tokens."""
         self._outputs.observe(tokens)
 
     def expected_output(self, max_tokens: int) -> float:
@@ -299,12 +296,7 @@ class LatencyModel:
         return estimates
 
     def _learn_startup(self, row: int, startup: Sequence[Rehearsed], now: int) -> None:
-        """Learn from the startup profile of worker `row`.
-
-        Its factors come from what sets it apart from the workers that were profiled before. The
-        rest teaches the common laws until requests were served, which know better. Interference
-        comes last, since it is the remainder.
-        """
+        """Learn from the startup profile of worker `row`: its factors, then the common laws."""
         prompts, streams = of_prompts(startup), of_streams(startup)
         prefill_ratio = self._startup.ratio(prompts)
         for _ in prompts:
@@ -327,7 +319,6 @@ class LatencyModel:
             self._interference.observe(step.seconds / expected, 1.0 / expected, size / expected)
 
     def _learn_samples(self, samples: Sequence[ThroughputSample], now: int) -> None:
-        """Learn the law of ITL, the factors of workers, and interference."""
         interference, prefill_alone = self._interference, self._prefill_alone(now)
         own = self._itl_factors.factors(now)[1]
         table = sample_table(samples)
@@ -345,7 +336,6 @@ class LatencyModel:
         )  # fmt: skip
 
     def _write_rates(self, estimates: Estimates, now: int) -> None:
-        """Write the rates of arrival as of `now`."""
         estimates.fleet_arrivals[:] = self._fleet_rate.per_second
         decay_rates(
             self._rate, self._rated_at, self._mean_prefill, now, estimates.arrivals, estimates.busy
@@ -374,7 +364,6 @@ class LatencyModel:
     def _interference_law(
         self, prefill_alone: tuple[float, float], law: LatencyLaw
     ) -> tuple[float, float]:
-        """Return base and token seconds that a prompt takes from streams."""
         return self._interference.law(*prefill_alone, max(law.toll(1.0), MIN_SLOPE * law(1.0)))
 
     def _solve(self, now: int) -> Estimates:

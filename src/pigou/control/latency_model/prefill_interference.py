@@ -49,15 +49,11 @@ class PrefillInterference:
         interference = PrefillInterference()
         interference.observe(1.2, 2.0, 900.0)
         base_s, token_s = interference.law(0.005, 1e-4, 1e-5)
-
-    Attributes:
-        arrays: sums, for kernels.
-        keep: factor of the sums with each sample.
     """
 
     def __init__(self) -> None:
-        self.arrays: SumArrays = (np.zeros((3, 3)), np.zeros(3))
-        self.keep = 0.5 ** (1.0 / _HALF_LIFE)
+        self.arrays: SumArrays = (np.zeros((3, 3)), np.zeros(3))  # sums, for kernels
+        self.keep = 0.5 ** (1.0 / _HALF_LIFE)  # factor of the sums with each sample
 
     def observe(self, ratio: float, prompts: float, tokens: float) -> None:
         """Add a sample: ITL over the law's, and prompts and tokens by k f(n) seconds.
@@ -69,10 +65,8 @@ class PrefillInterference:
     def law(self, base: float, token: float, stream: float) -> tuple[float, float]:
         """Return seconds a prompt and seconds a token.
 
-        Args:
-            base: seconds that a prompt takes alone, apart from its tokens.
-            token: seconds of each uncached token.
-            stream: seconds by which one stream more makes a step longer.
+        Alone, a prompt takes `base` seconds and each uncached token `token`; one stream more makes
+        a step longer by `stream` seconds.
         """
         return posterior_mode(self.arrays, base, token, stream)
 
@@ -86,10 +80,7 @@ class PrefillInterference:
 
 @bare_kernel
 def add_sample(arrays: SumArrays, keep: float, ratio: float, prompts: float, tokens: float) -> None:
-    """Add a sample to the sums of least squares, which forget the others a little.
-
-    Arguments are those of `PrefillInterference.observe`; `keep` is the factor of the sums.
-    """
+    """Add a sample to the sums, which are multiplied by `keep`."""
     gram, moment = arrays
     weight = 1.0 / max(1.0, ratio)
     row = weight, weight * prompts, weight * tokens
@@ -134,10 +125,7 @@ def interference_variance(variance: InterferenceVariance, prompts: float, tokens
 def posterior_mode(
     arrays: SumArrays, base: float, token: float, stream: float
 ) -> tuple[float, float]:
-    """Minimise by coordinate descent, in units of the prior's deviations.
-
-    Arguments and result are those of `PrefillInterference.law`.
-    """
+    """Minimise by coordinate descent, in units of the prior's deviations."""
     gram, moment = arrays
     prompt_s, token_s = max(base, 1e-12), max(token, 1e-12)
     one = math.sqrt(NOISE)

@@ -44,11 +44,7 @@ class ThroughputSample:
 
 @dataclass(slots=True)
 class _Sums:
-    """Integrals over the time since the last sample; `ThroughputSampler.tokens` has the tokens.
-
-    Attributes:
-        prompts, prompt_tokens, mixed_s: as of `ThroughputSample`.
-    """
+    """Integrals over the time since the last sample; `ThroughputSampler.tokens` has the tokens."""
 
     seconds: float = 0.0
     decoding_s: float = 0.0  # of those streams whose tokens are seen, summed over them
@@ -59,7 +55,6 @@ class _Sums:
     mixed_s: float = 0.0
 
     def sample(self, tokens: int) -> ThroughputSample:
-        """Return the sample of this time, in which so many tokens came."""
         itl, streams = self.decoding_s / tokens, self.stream_s / self.seconds
         context, steps = self.context_s / self.seconds, self.seconds / itl
         return ThroughputSample(
@@ -81,9 +76,6 @@ class ThroughputSampler:
         sampler.advance(row, streams, context, prompts, now)
         sampler.change_streams(row, +1)
         for sample in sampler.take_samples(): ...
-
-    Attributes:
-        tokens: since the last sample, after the first of their streams, (workers,).
     """
 
     def __init__(self) -> None:
@@ -95,7 +87,7 @@ class ThroughputSampler:
         self._computes: list[bool] = []
 
     def add_worker(self) -> None:
-        """A worker joined; its row is the last."""
+        """Add a worker; its row is the last."""
         self._decoding.append(0)
         self._sums.append(_Sums())
         self.tokens = np.append(self.tokens, 0)
@@ -104,18 +96,13 @@ class ThroughputSampler:
         self._computes.append(False)
 
     def remove_worker(self, row: int) -> None:
-        """A worker left."""
+        """Remove a worker."""
         del self._decoding[row], self._sums[row], self._pending[row]
         del self._advanced_at[row], self._computes[row]
         self.tokens = np.delete(self.tokens, row)
 
     def advance(self, row: int, streams: int, context: int, prompts: int, now: int) -> None:
-        """Let time pass on worker `row`; call before a change of what it does.
-
-        Args:
-            context: tokens that these held.
-            now: nanoseconds.
-        """
+        """Let time pass on worker `row`, whose streams hold `context` tokens."""
         decoding = self._decoding[row]
         if decoding:
             seconds = (now - self._advanced_at[row]) / SECOND
@@ -141,15 +128,15 @@ class ThroughputSampler:
                 self._advanced_at[row] = now
 
     def change_streams(self, row: int, change: int) -> None:
-        """Streams began (change > 0) or ended to decode; `advance` comes first."""
+        """Add or remove streams that decode; `advance` comes first."""
         self._decoding[row] += change
 
     def add_tokens(self, row: int, tokens: int) -> None:
-        """Tokens came, after the first of their streams."""
+        """Count tokens after the first of their streams."""
         self.tokens[row] += tokens
 
     def add_prompt(self, row: int, tokens: float, seconds: float) -> None:
-        """A prompt was computed in so much time, beside the streams if there were any."""
+        """Add a prompt that was computed in so much time, beside the streams if there were any."""
         unexplained: list[ThroughputSample | _Sums] = [*self._pending[row], self._sums[row]]
         for sample in unexplained:
             if sample.mixed_s:
@@ -211,17 +198,11 @@ def subtract_prompts(
     samples: Numbers, own: Numbers, interference: tuple[float, float],
     doubt: InterferenceVariance, decode: Numbers,
 ) -> None:  # fmt: skip
-    """Subtract what prompts take from the ITL of each sample.
+    """Subtract what prompts take from the ITL of samples: `interference`, in seconds.
 
-    The rest has the error of the whole, and that of the interference: it tells less than a sample
-    without prompts.
-
-    Args:
-        samples: by the rows above, (7, samples).
-        own: factor of each worker, (workers,).
-        interference: what a prompt takes from streams, base and token, in seconds.
-        doubt: its variances (`PrefillInterference.variance`).
-        decode: takes the result, by the rows above, (3, samples).
+    The rest has the error of the whole, and that of the interference (`doubt`): it tells less than
+    a sample without prompts. `own` are factors of workers; `decode` takes the result, by the rows
+    above, (3, samples).
     """
     base, token = interference
     for i in range(samples.shape[1]):
@@ -239,15 +220,10 @@ def learn_from_samples(
     samples: Numbers, decode: Numbers, own: Numbers, law: LawParameters, floor: float,
     context_token: float, now: int, evidence: EvidenceArrays, sums: SumArrays, keep: float,
 ) -> None:  # fmt: skip
-    """Learn each worker's factor and the prefill interference from samples.
+    """Learn each worker's factor and the prefill interference from samples, by the rows above.
 
-    Args:
-        samples, decode: by the rows above.
-        own: factor of each worker, before, (workers,).
-        law, floor: of the fleet's ITL, for streams that hold nothing.
-        context_token: seconds that each token that they hold adds.
-        now: nanoseconds.
-        evidence: of the factors of ITL (`WorkerFactors.arrays`).
+    `law` and `floor` are those of the fleet's ITL, for streams that hold nothing; each token that
+    they hold adds `context_token` seconds.
     """
     for i in range(samples.shape[1]):
         w = int(samples[WORKER, i])

@@ -65,7 +65,7 @@ class WorkerFactors:
         self.arrays: EvidenceArrays = self._evidence[:]
 
     def add_worker(self) -> None:
-        """A worker joined; its row is the last."""
+        """Add a worker; its row is the last."""
         weight, mean, variance, updated_at = self._evidence
         self._set(
             Evidence(
@@ -77,7 +77,7 @@ class WorkerFactors:
         )
 
     def remove_worker(self, row: int) -> None:
-        """A worker left."""
+        """Remove a worker."""
         weight, mean, variance, updated_at = self._evidence
         self._set(
             Evidence(

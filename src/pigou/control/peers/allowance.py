@@ -49,14 +49,11 @@ class TenantDemand(msgspec.Struct):
 
 
 def stream_allowance(places: float, demands: Iterable[TenantDemand]) -> float:
-    """Return this gateway's part of the places; infinite where all demand finds one.
+    """Return this gateway's part of the places (streams); infinite where all demand finds one.
 
     Each tenant gets weight / rate of what there is, and no more than it asks for (weighted max-min
     by water filling), so all that ask for enough have the same service for their weight. A
     tenant's places are divided among gateways by its demand there.
-
-    Args:
-        places: streams that the fleet runs at once.
     """
     known = [demand for demand in demands if demand.all > 0]
     if sum(demand.all for demand in known) <= places:
@@ -87,13 +84,10 @@ class StreamAllowance:
     needs no news of single places: the parts of all gateways add up to what there is. Places are
     the streams that workers run at most; where tokens lacked within the last second, little more
     than the streams that run.
-
-    Attributes:
-        limit: streams that this gateway may have; fractions hold in the mean.
     """
 
     def __init__(self) -> None:
-        self.limit = math.inf
+        self.limit = math.inf  # streams that this gateway may have; fractions hold in the mean
         self._updated_at = self._wait_ns = 0
         self._lacked_at = -SECOND
         self._starts = 0
@@ -102,15 +96,15 @@ class StreamAllowance:
         self._counters: dict[str, tuple[int, int]] = {}
 
     def began(self) -> None:
-        """A stream began here."""
+        """Count a stream that began here."""
         self._starts += 1
 
     def tokens_lacked(self, now: int) -> None:
-        """A request was kept waiting although workers would take its stream."""
+        """Record that a request was kept waiting although workers would take its stream."""
         self._lacked_at = now
 
     def spent(self, streams: int) -> bool:
-        """Whether this gateway, which has so many streams, is to wait for one of them to end."""
+        """True if this gateway, which has so many streams, is to wait for one of them to end."""
         return streams > 0 and streams + 1 > self.limit + self._starts * _GOLDEN % 1.0
 
     def due(self, now: int) -> bool:
@@ -122,14 +116,10 @@ class StreamAllowance:
         others: Sequence[TenantService], weights: Mapping[str, float] = _NO_WEIGHTS,
         charges: TokenCharges | None = None,
     ) -> None:  # fmt: skip
-        """Compute the limit.
+        """Compute the limit from what this gateway and others do for tenants.
 
-        Args:
-            now: nanoseconds.
-            places: streams that workers take at most.
-            own: what this gateway does for each tenant.
-            weights: of tenants; 1 for those that are not named.
-            charges: service of tokens; None where the order does not share between tenants.
+        `places` are the streams that workers take at most. Tenants that have no weight count 1;
+        `charges` is None where the order does not share between tenants.
         """
         elapsed_s, self._updated_at = (now - self._updated_at) / SECOND, now
         self._wait_ns = _UPDATE_NS * (1 + (len(own) + len(others)) // _ROWS)

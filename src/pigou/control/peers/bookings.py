@@ -14,13 +14,7 @@ Counts = NDArray[np.int64]
 
 
 class WorkerBookings(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What one gateway has sent to a worker and has not seen end.
-
-    Attributes:
-        prefill_requests, prefill_tokens, prefill_pairs: as of `FleetView`.
-        decode_requests, decode_tokens: as of `FleetView`.
-        over_expected_tokens, pending_prefill_tokens, decoding: as of `Columns`.
-    """
+    """What one gateway has sent to a worker and has not seen end; names as in `Columns`."""
 
     worker: str
     prefill_requests: int = 0
@@ -106,16 +100,13 @@ class PeerLedger:
     gateway does its own. 1 / (1 + U) is the linear estimate of least error where the true
     difference has variance 1 and unseen prompts add theirs, U if all go to the worker that has
     least. Without lag w is 1.
-
-    Attributes:
-        total: that is in the columns of the fleet's state, (numbers of `BOOKED`, workers).
-        weights: w of each number.
     """
 
     def __init__(self) -> None:
+        #: what is in the columns of the fleet's state, (numbers of `BOOKED`, workers)
         self.total: Counts = np.zeros((len(BOOKED), 0), dtype=np.int64)
         self.streams = 0
-        self.weights: NDArray[np.float64] = np.ones(len(BOOKED))
+        self.weights: NDArray[np.float64] = np.ones(len(BOOKED))  # w of each number
         self._raw = self.total.copy()
         self._booked: dict[str, dict[str, tuple[int, ...]]] = {}
         self._busy_at: Counts = np.zeros(0, dtype=np.int64)
@@ -145,9 +136,7 @@ class PeerLedger:
     def book(self, gateway: str, bookings: WorkerBookings, row: int | None, now: int) -> int:
         """Take in what a gateway has on a worker; return the prompts that it sent there since.
 
-        Args:
-            row: of the worker; None while it is not up here.
-            now: nanoseconds.
+        `row` is None while the worker is not up here.
         """
         booked = self._booked.setdefault(gateway, {})
         counts = bookings.counts
@@ -165,8 +154,7 @@ class PeerLedger:
     def own(self, columns: object) -> Counts:
         """Return what the own gateway has on each worker, (numbers of `BOOKED`, workers).
 
-        Args:
-            columns: of the fleet's state; numbers that are none of them are 0.
+        Numbers that are no columns of the fleet's state are 0.
         """
         own = np.zeros(self.total.shape, dtype=np.int64)
         for index, name in enumerate(BOOKED[:COLUMNS]):
@@ -178,9 +166,6 @@ class PeerLedger:
         """Return by how much `total` changes with what was booked, (numbers of `BOOKED`, workers).
 
         The caller adds that to its columns.
-
-        Args:
-            columns: of the fleet's state.
         """
         raw = self._raw
         if self.weights[0] < 1.0 and raw.size:
@@ -197,10 +182,8 @@ class PeerLedger:
     def set_weights(self, lag_s: float, unseen: float, prefill_s: float, stream_s: float) -> None:
         """Set the weights for what is booked from now on.
 
-        Args:
-            lag_s: seconds that messages take.
-            unseen: prompts that others sent in that time.
-            prefill_s: for which a prompt stays booked; 0 where that is not known.
+        Messages take `lag_s`, in which others sent `unseen` prompts. A prompt stays booked for
+        `prefill_s`, 0 where that is not known.
         """
         last_s = np.where(_OF_PROMPTS, prefill_s, stream_s)
         left = np.exp(-lag_s / np.where(last_s > 0.0, last_s, np.inf))
@@ -214,7 +197,7 @@ class PeerLedger:
         return [WorkerBookings(worker) for worker in self._booked.get(gateway, {})]
 
     def remove(self, gateway: str) -> None:
-        """Do not know a gateway any more, which has nothing."""
+        """Forget a gateway that has nothing."""
         self._booked.pop(gateway, None)
 
     def prompts_since(self, row: int, since: int) -> bool:
@@ -229,7 +212,7 @@ class BookedTimes(msgspec.Struct):
     stream: float = 0.0
 
     def ended(self, name: str, nanos: int) -> None:
-        """Take in how long one stayed."""
+        """Record how long one stayed."""
         before, seconds = getattr(self, name), nanos / SECOND
         setattr(self, name, before + _BOOKED_KEEP * (seconds - before) if before else seconds)
 
@@ -250,11 +233,7 @@ class PeerState(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind
 
 
 class ResendRequest(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind", tag="ask"):
-    """A gateway asks another for messages that it missed, or for a snapshot.
-
-    Attributes:
-        first, last: numbers of the messages; 0 for a snapshot.
-    """
+    """Asks another gateway for messages that were missed, by numbers; 0 for a snapshot."""
 
     gateway: str
     to: str = ""

@@ -73,7 +73,6 @@ class PeerReports:
                 self._index.predict(prompt.worker, prompt.keys, now)
 
     def _note_lag(self, lag_ns: int, now: int) -> None:
-        """Note what was done within the lag: here, unknown to others, and as much by them."""
         past = self._past
         if not past or now - past[-1][0] >= _SAMPLE_NS:
             past.append((now, self._sent))
@@ -86,7 +85,6 @@ class PeerReports:
         )
 
     def _change(self, before: TenantService, after: TenantService, now: int) -> None:
-        """Tell admission by how much a gateway's part of a tenant changed."""
         change = TenantService(
             after.tenant,
             growth(before.prompt_tokens, after.prompt_tokens),

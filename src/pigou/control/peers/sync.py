@@ -35,11 +35,8 @@ class PeerPublisher:
     """Numbers the changes of one ControlPlane's own state.
 
     What it publishes are absolute numbers of what changed, so that any later message puts right
-    what an earlier one, now lost, had said of the same worker or tenant.
-
-    Attributes:
-        gateway: name, which must be another one after each start.
-        began_at: when the first went out, in nanoseconds; 0 before.
+    what an earlier one, now lost, had said of the same worker or tenant. The gateway's name must
+    be another one after each start.
     """
 
     def __init__(self, gateway: str, plane: ControlPlane) -> None:
@@ -57,10 +54,8 @@ class PeerPublisher:
     ) -> PeerState | None:
         """Return what changed since the last call; None for nothing, until a heartbeat is due.
 
-        Args:
-            now: nanoseconds.
-            heard: as of `PeerState`.
-            name: of a worker among gateways, by its id here; "" for one that is not shared.
+        `heard` is as in `PeerState`; `name` returns a worker's name among gateways by its id here,
+        "" for one that is not shared.
         """
         workers = self._changed_workers(name)
         services = self._plane.admission.services()
@@ -115,7 +110,6 @@ class PeerPublisher:
         return tuple(b for b in changed if b.worker and self._workers.get(b.worker) != b)
 
     def _idle_tenants(self, known: set[str]) -> tuple[TenantService, ...]:
-        """Return the tenants that had something, and are not `known` here any more."""
         gone = [service for name, service in self._tenants.items() if name not in known]
         for service in gone:
             del self._tenants[service.tenant]
@@ -239,7 +233,6 @@ class PeerReceiver:
         return [PeerGone(name) for name in gone], again
 
     def _news(self, state: PeerState, feed: PeerFeed, is_new: bool) -> PeerReport | None:
-        """Note the numbers that are newer than what is known; return them."""
         seq = state.seq
         workers, tenants = list(state.workers), list(state.tenants)
         if state.snapshot:  # who is left out has nothing
@@ -263,7 +256,6 @@ class PeerReceiver:
         )
 
     def _ask(self, state: PeerState, feed: PeerFeed, now: int) -> ResendRequest | None:
-        """Note that a message came; return what is missing before it, if that is news."""
         if state.snapshot:
             self.snapshots += 1
             feed.seq = max(feed.seq, state.seq)

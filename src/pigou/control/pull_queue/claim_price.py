@@ -45,13 +45,8 @@ def claim_values(service_s: Seconds, age_s: Seconds, own: int, load: ClaimLoad) 
     | symbol | meaning |
     |---|---|
     | T_j | age of prompt j when it is computed |
-    | s_j | its seconds at the worker that computes it; min: at the one that has most of it cached |
+    | s_j | its seconds at the worker that computes it, (prompts, workers); min: at its best |
     | l, Q, c | prompts a second; mean seconds of backlog of a worker; workers |
-
-    Args:
-        service_s: seconds of each prompt on each worker, (prompts, workers).
-        age_s: seconds since each prompt arrived, (prompts,).
-        own: index of the worker that claims.
     """
     values, busy = np.empty(len(service_s)), load.free_s.copy()
     workers = len(busy)
@@ -77,7 +72,6 @@ def _values(
     service: Seconds, age: Seconds, own: int, free: Seconds, rise: float, toll: float,
     busy: Seconds, values: Seconds,
 ) -> None:  # fmt: skip
-    """Write the value of each claim; see `claim_values`. `busy` is written to as well."""
     prompts, workers = service.shape
     next_free = np.inf
     for w in range(workers):
@@ -98,7 +92,6 @@ def _values(
 
 @bare_kernel
 def _fastest(service: Seconds, prompt: int) -> float:
-    """Return the seconds of a prompt on the worker that has most of it cached."""
     seconds = np.inf
     for w in range(service.shape[1]):
         seconds = min(seconds, service[prompt, w])
@@ -126,7 +119,7 @@ def _cost(
 
 
 def recent_mean(mean: float, value: float) -> float:
-    """Return the mean of the last `_MEMORY` values or so, with one more; a mean of 0 is none."""
+    """Return the mean of the last 32 values or so, with one more; a mean of 0 is none."""
     return mean + (value - mean) / _MEMORY if mean else value
 
 

@@ -65,11 +65,9 @@ class PullQueueConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
             raise ConfigError(f"prefill queue: lease_s is {self.lease_s}; it must be above 0")
 
     def is_local(self, uncached: int, queued: int) -> bool:
-        """Return whether a prompt that was routed to a prefill worker stays at its decode worker.
+        """True if a prompt that was routed to a prefill worker stays at its decode worker.
 
-        Args:
-            uncached: tokens of the prompt that the decode worker has not cached.
-            queued: prompts that wait in the queue.
+        `uncached` are tokens that the decode worker lacks, `queued` the prompts that wait.
         """
         if self.local == "price":  # the routing policy has decided
             return False
@@ -79,11 +77,8 @@ class PullQueueConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 def pull_queue_config(values: Mapping[str, Any]) -> PullQueueConfig | None:
     """Return the configuration of `push`, None, or of `pull` with parameters.
 
-    Args:
-        values: `mode`, and fields of `PullQueueConfig`.
-
     Raises:
-        ConfigError: another mode, an unknown field, or a value that is refused.
+        ConfigError: another `mode`, an unknown field, or a value that is refused.
     """
     fields = dict(values)
     mode = fields.pop("mode", PUSH)

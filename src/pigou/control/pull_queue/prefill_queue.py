@@ -63,11 +63,7 @@ ServiceLaw: TypeAlias = Callable[[Sequence[PrefillItem]], ServiceTable]
 
 
 class QueueCounts(msgspec.Struct):
-    """What became of the prompts of a queue.
-
-    Attributes:
-        queued, claimed, acked: prompts; redelivered ones are claimed several times.
-    """
+    """What became of the prompts of a queue; redelivered ones are claimed several times."""
 
     queued: int = 0
     claimed: int = 0
@@ -117,9 +113,6 @@ class PrefillQueue:
         queue.enqueue(PrefillItem("r1", tokens=800, arrival_ns=0), 0)
         (claim,) = queue.claim("p0", 0)
         assert queue.ack("r1", 0, 5)
-
-    Attributes:
-        workers: that pull, in the order of a service law's columns.
     """
 
     def __init__(self, config: PullQueueConfig) -> None:
@@ -147,16 +140,16 @@ class PrefillQueue:
     # --- workers ------------------------------------------------------------------------------
 
     def worker_up(self, worker: str) -> None:
-        """A worker pulls from now on."""
+        """Let a worker pull."""
         if worker not in self.workers:
             self.workers = (*self.workers, worker)
 
     def worker_stops(self, worker: str) -> None:
-        """A worker pulls nothing more, and ends what it has claimed."""
+        """Let a worker pull nothing more, and end what it has claimed."""
         self.workers = tuple(other for other in self.workers if other != worker)
 
     def worker_down(self, worker: str, now_ns: int) -> list[QueueEffect]:
-        """A worker is gone: what it had is delivered again, at once."""
+        """Forget a worker: what it had is delivered again, at once."""
         self.worker_stops(worker)
         lost = list(self._claims.get(worker, ()))
         return [effect for entry in lost for effect in self._redeliver(entry, now_ns)]
@@ -212,9 +205,7 @@ class PrefillQueue:
     ) -> list[PrefillClaim]:
         """Give a worker the smallest batch that saturates it; empty where nothing is worth it.
 
-        Args:
-            now_ns: nanoseconds.
-            service: of prompts on the workers; None where that is unknown: the head goes.
+        Without a `service` law the head goes.
         """
         if worker not in self.workers or not self._ready(now_ns):
             return []
@@ -276,7 +267,7 @@ class PrefillQueue:
         return len(claims)
 
     def ack(self, request: str, incarnation: int, now_ns: int) -> bool:
-        """A prompt is computed; return whether this is the first ack: its KV offer counts.
+        """Record that a prompt is computed; return whether this ack is the first, and counts.
 
         A late one counts as well, of a worker whose lease had ended, if nobody was quicker. Who
         offers after that frees its blocks.
@@ -294,7 +285,7 @@ class PrefillQueue:
     def nak(
         self, request: str, worker: str, now_ns: int, delay_s: float = 0.0
     ) -> list[QueueEffect]:
-        """A worker gives a prompt back, which is delivered again after `delay_s` seconds."""
+        """Give a prompt back, which is delivered again after `delay_s` seconds."""
         entry = self._entries.get(request)
         if entry is None or entry.claim is None or entry.claim.worker != worker:
             return []
@@ -337,7 +328,6 @@ class PrefillQueue:
     # --- inside -------------------------------------------------------------------------------
 
     def _open(self, now_ns: int) -> list[_Entry]:
-        """Return the prompts that may be claimed, the first ones of the queue."""
         window = self.config.window
         entries: list[_Entry] = []
         for entry in self._waiting:
@@ -348,7 +338,6 @@ class PrefillQueue:
         return entries
 
     def _ready(self, now_ns: int) -> bool:
-        """Whether there is a batch, or the wait for one is over."""
         entries = self._open(now_ns)
         if not entries or len(entries) == self.config.window:
             return bool(entries)
@@ -381,7 +370,6 @@ class PrefillQueue:
         return entries[index], float(table.seconds[index, own]), int(table.tokens[index, own])
 
     def _must_go(self, entry: _Entry, now_ns: int) -> bool:
-        """Whether nobody may go before a prompt any more."""
         bypass_ns = entry.item.arrival_ns + round(self.config.max_bypass_s * SECOND)
         spent = entry.passed_over >= self.config.max_bypass or now_ns >= bypass_ns
         return spent or self.config.order == "fifo"
@@ -389,7 +377,6 @@ class PrefillQueue:
     def _values(
         self, entries: list[_Entry], seconds: Seconds, worker: str, free_ns: int, now_ns: int
     ) -> Seconds:
-        """Return what the worker's claim of each prompt is worth."""
         own = self.workers.index(worker)
         free_s = np.array([self.free_s(other, now_ns) for other in self.workers])
         free_s[own] = (free_ns - now_ns) / SECOND
@@ -421,7 +408,6 @@ class PrefillQueue:
         return []
 
     def _leave(self, entry: _Entry) -> None:
-        """Take a prompt that waits out of the order."""
         del self._waiting[bisect_left(self._waiting, entry.order, key=_order)]
 
     def _arrivals(self, now_ns: int) -> float:

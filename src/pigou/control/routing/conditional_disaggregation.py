@@ -33,9 +33,7 @@ class ConditionalDisaggregation:
 
     cost(c) = inner cost(c) where the threshold leaves c, infinity elsewhere. The policy inside
     is asked about what is left only. A decode worker that is offered in one way keeps that way.
-
-    Attributes:
-        inner: the policy inside; its parameters can be overridden as if they were this one's.
+    Parameters of `inner` can be overridden as if they were this one's.
     """
 
     Params: ClassVar[type[ConditionalDisaggregationParams]]

@@ -27,7 +27,10 @@ Costs: TypeAlias = NDArray[np.float64]
 class RoutingPolicy(Protocol):
     """A formula over candidates.
 
-    It may have the methods of `PricedPolicy` and of `NotingPolicy` as well.
+    It may also have `parts(request, fleet, candidates)`, which returns the parts of the cost by
+    name (`costs` is their sum, and is not asked for; None where it has none), and `note(request,
+    fleet, candidates, chosen, parts)`, which takes the index of the candidate that was chosen.
+    `costs` and `parts` must change nothing: they are also asked for without a choice.
 
     A policy with parameters keeps them in an attribute `params`, a frozen `msgspec.Struct` with
     defaults, and takes one as its only argument: then its parameters can be configured, and
@@ -44,12 +47,9 @@ class RoutingPolicy(Protocol):
 
 
 class CostTable(Mapping[str, Costs]):
-    """Parts of the costs of candidates in one array, for policies that fill it in one go.
+    """Parts of the costs of candidates by name, (candidates,) each, in one array.
 
-    It reads as parts by name, each of shape (candidates,).
-
-    Attributes:
-        rows: the parts in that order, and last their sum, shape (parts + 1, candidates).
+    `rows` has the parts in that order, and last their sum, shape (parts + 1, candidates).
     """
 
     __slots__ = ("names", "rows")
@@ -183,19 +183,14 @@ def load(name: str, params: Mapping[str, Any] | None = None) -> RoutingPolicy:
     """Return a new policy by its name in the entry point group `pigou.routing`.
 
     Raises:
-        ConfigError: there is none of that name (the message lists those that there are), or it
-            has no such parameter.
+        ConfigError: there is no such policy (the message lists those that there are) or parameter.
     """
     policy: RoutingPolicy = named(GROUP, name, "policy")()
     return override(policy, params or {})
 
 
 def check_minimum(params: msgspec.Struct, minimum: float, *names: str) -> None:
-    """Check that fields are numbers from `minimum` up; infinity is one.
-
-    Raises:
-        ValueError: one is not.
-    """
+    """Raise a ValueError unless fields are numbers from `minimum` up; infinity is one."""
     for name in names:
         value = getattr(params, name)
         if not value >= minimum:
@@ -203,11 +198,7 @@ def check_minimum(params: msgspec.Struct, minimum: float, *names: str) -> None:
 
 
 def check_finite(params: msgspec.Struct, *names: str) -> None:
-    """Check that fields are numbers from 0 to 1e9, with which every cost is finite.
-
-    Raises:
-        ValueError: one is not.
-    """
+    """Raise a ValueError unless fields are numbers from 0 to 1e9: then every cost is finite."""
     for name in names:
         value = getattr(params, name)
         if not 0.0 <= value <= _MAX_WEIGHT:
@@ -215,11 +206,7 @@ def check_finite(params: msgspec.Struct, *names: str) -> None:
 
 
 def check_share(params: msgspec.Struct, *names: str) -> None:
-    """Check that fields are shares, from 0 to 1.
-
-    Raises:
-        ValueError: one is not.
-    """
+    """Raise a ValueError unless fields are shares, from 0 to 1."""
     for name in names:
         value = getattr(params, name)
         if not 0.0 <= value <= 1.0:

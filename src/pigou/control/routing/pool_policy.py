@@ -101,14 +101,12 @@ def ranked(first: Costs, second: Costs) -> Costs:
 
 
 def _distinct(at: Rows, workers: int) -> Rows:
-    """Return the workers that occur in `at`, in order; -1 is none."""
     marks = np.zeros(workers + 1, dtype=np.bool_)
     marks[at] = True
     return np.flatnonzero(marks[:-1])
 
 
 def _spread(part: Costs, rows: Rows, at: Rows, workers: int) -> Costs:
-    """Return the entries of `part`, one for each of `rows`, for the workers at `at`; 0 for -1."""
     whole = np.zeros(workers + 1)
     whole[rows] = part
     entries: Costs = whole[at]

@@ -50,15 +50,9 @@ def best_sources(
 ) -> bool:
     """Write which worker of each layout has most of a prompt on its device, the idlest of equals.
 
-    Args:
-        layout: of the workers, from 1 on; 0 for those that nobody fetches from, (workers,).
-        device: leading blocks on each one's device, (workers,).
-        pending_tokens: uncached tokens that wait there, (workers,).
-        open_: who may be used, (workers,).
-        best: takes the row of each layout, -1 where it has nothing, (layouts,).
-
-    Returns:
-        Whether there is any.
+    `layout` is 0 for workers that nobody fetches from, `device` the leading blocks on each one's
+    device, `open_` who may be used, (workers,) each; `best` takes rows, -1 for none, (layouts,).
+    Returns False if there is none.
     """
     some = False
     for i in range(best.shape[0]):
@@ -85,17 +79,10 @@ def choose_fetches(
 ) -> int:  # fmt: skip
     """Write what each worker would fetch, as `RemoteFetches`; return how many would.
 
-    Args:
-        table: `Estimates.table`.
-        best: who would be fetched from, by layout (`best_sources`).
-        device: leading blocks of the prompt on each one's device, (workers,).
-        cached: tokens of the prompt that each holds in any tier, (workers,).
-        block_size: tokens in a block, (workers,).
-        prompt: tokens.
-        restore: shares of a token's seconds that one from host and one from storage takes.
-        links: hosts of the workers, and factors of the links between them.
-        fetches: as `RemoteFetches`. Ready, host and storage are what the worker has itself when
-            this is called.
+    `best` is by layout (`best_sources`), `device` leading blocks, `cached` tokens in any tier,
+    `restore` the shares of a token's seconds that one from host and one from storage takes, `links`
+    hosts of the workers and factors between them. Ready, host and storage are what the worker has
+    itself when this is called.
     """
     source, ready, host, storage, seconds, saves = fetches
     host_restore, storage_restore = restore
@@ -127,7 +114,7 @@ def choose_fetches(
 def price_fetches(
     fleet: FleetView, prompt: int, open_: NDArray[np.bool_], restore: tuple[float, float]
 ) -> RemoteFetches | None:
-    """Return what each worker would read if it computed a prompt of so many tokens.
+    """Return what each worker would read if it computed a prompt; None where nobody would.
 
     Worker i, which has o tokens on its device and c in all of its tiers, reads the r tokens that
     worker j of its layout has on its own device, the most of all such, where
@@ -137,14 +124,6 @@ def price_fetches(
     `service` being what computing takes there and `restore` what bringing back from its lower
     tiers does (both as in `Toll`). What the others in i's queue save by it comes on top, and is in
     the tolls. Copies in the lower tiers of j are left out: they would have to come up first.
-
-    Args:
-        prompt: tokens.
-        open_: workers that may be used, (workers,).
-        restore: shares of a token's seconds that one from host and one from storage takes.
-
-    Returns:
-        None where nobody would.
     """
     layouts = int(fleet.layout.max(initial=0)) + 1
     if layouts == 1:

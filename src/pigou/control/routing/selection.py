@@ -55,16 +55,11 @@ def select(
     temperature: float = 0.0,
     softmax: Softmax = "min-max",
 ) -> Pick | None:
-    """Choose a candidate; None when all are forbidden.
+    """Choose a candidate; None when all are forbidden (infinite).
 
     At temperature 0 the cheapest, ties broken at random. Above it candidate i is drawn with
     probability proportional to exp(-c_i / temperature) (Georgiou 2026, Eq. 2); with `min-max`,
     c_i is divided by max c - min c first (the selector of Dynamo 1.x).
-
-    Args:
-        costs: shape (candidates,); infinity forbids.
-        temperature: in the unit of the costs, or of their range; at least 0.
-        softmax: form of the exponent.
 
     Raises:
         ValueError: a cost is not a number, or minus infinity.

@@ -87,7 +87,6 @@ class FleetView(msgspec.Struct, eq=False):
         return self._max_cached
 
     def _count(self, prompt: int) -> None:
-        """Count the tokens that are held, once for all who ask."""
         self._counted, self._prompt = self.overlap, prompt
         self._cached = np.empty(len(self.overlap), dtype=np.int64)
         self._max_cached = cached_tokens(self.overlap, self.block_size, prompt, self._cached)
@@ -131,10 +130,7 @@ class FleetView(msgspec.Struct, eq=False):
 def cached_tokens(
     overlap: NDArray[np.int64], block_size: NDArray[np.int64], prompt: int, out: NDArray[np.int64]
 ) -> int:
-    """Write the tokens of a prompt that each worker holds, (workers,); return the most of them.
-
-    At least one token is left to compute.
-    """
+    """Write the tokens of a prompt that each worker holds, one left to compute; return the most."""
     limit = max(0, prompt - 1)
     max_tokens = 0
     for i in range(overlap.shape[0]):

@@ -80,11 +80,7 @@ class PromptsUnderWay(NamedTuple):
 
 
 class PromptCaches(NamedTuple):
-    """What each worker has of the prompt, (workers,) each.
-
-    Attributes:
-        host, storage: blocks of those that it would bring back to its device.
-    """
+    """What each worker has of the prompt, (workers,) each."""
 
     cached: Counts  # tokens that it holds
     ready: Counts  # tokens that it would not compute
@@ -116,15 +112,7 @@ SettingValues: TypeAlias = tuple[float, float, float, float]
 def cost_rows(
     request: Request, fleet: FleetView, candidates: Candidates, setting: SettingValues
 ) -> Numbers:
-    """Return the parts of each candidate's cost in the order of `PARTS`, and last their sum.
-
-    Args:
-        candidates: pairs of workers.
-        setting: fields of `TollSetting`.
-
-    Returns:
-        Seconds, shape (parts + 1, candidates).
-    """
+    """Return the parts of each candidate's cost by `PARTS`, then their sum, (parts + 1, candidates)."""
     rows = np.empty((_PARTS + 1, len(candidates)))
     cached, backlog, fetches = fleet.cached(request.prompt), fleet.backlog, fleet.fetches
     first, links = backlog or _NO_BACKLOG, fleet.estimates.link_table
@@ -267,18 +255,10 @@ def prospect_of(
     pair: tuple[int, int], prompt: int, output: float, restore: tuple[float, float],
     around: tuple[int, float], links: LinkArrays,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Return the fields of `Prospect` for one candidate.
+    """Return the fields of `Prospect` for one candidate, a pair that computes and that decodes.
 
-    Args:
-        table: `Estimates.table`.
-        load_arrays: `WorkerLoad`.
-        cache_arrays: `PromptCaches`.
-        waits_s: seconds of the prompts that each worker has to compute, (workers,).
-        pair: the worker that computes, and the one that decodes.
-        prompt: tokens.
-        output: tokens expected.
-        restore: seconds of a token from host memory, and from storage, as shares of computing it.
-        links: hosts of the workers, and factors of the links between them.
+    `waits_s` are seconds of the prompts that each worker has to compute; `restore` those of a token
+    from host memory, and from storage, as shares of computing it.
     """
     load, caches = WorkerLoad(*load_arrays), PromptCaches(*cache_arrays)
     p, d = pair
@@ -335,21 +315,10 @@ def price(
     waits_s: Numbers,
     costs: Numbers,
 ) -> None:
-    """Write the parts of each candidate's cost, and in the last row their sum.
+    """Write the parts of each candidate's cost, and in the last row their sum: (9, candidates).
 
-    Args:
-        table: `Estimates.table`.
-        load_arrays: `WorkerLoad`.
-        under_way: `PromptsUnderWay`.
-        now_ns: nanoseconds.
-        cache_arrays: `PromptCaches`.
-        candidates: their workers that prefill (-1 for local) and that decode, (candidates,).
-        prompt: tokens.
-        output: tokens expected.
-        setting_values: `TollSetting`.
-        links: hosts of the workers, and factors of the links between them.
-        waits_s: to work in, (workers,).
-        costs: takes the parts in the order of `PARTS`, and the sum, shape (9, candidates).
+    Groups are plain tuples: `WorkerLoad`, `PromptsUnderWay`, `PromptCaches`, `TollSetting`.
+    `waits_s` is to work in, (workers,).
     """
     setting = TollSetting(*setting_values)
     prefill, decode = candidates

@@ -70,10 +70,7 @@ class Toll:
         self, _: RequestView, _fleet: FleetView, _candidates: Candidates, chosen: int,
         parts: CostTable, /,
     ) -> None:  # fmt: skip
-        """Remember the TTFT that is expected of the candidate that was chosen.
-
-        Later requests are weighed by it. Asking for prices changes nothing.
-        """
+        """Remember the TTFT expected of the chosen candidate: later requests are weighed by it."""
         wait, prefill, transfer = parts.rows[:3, chosen]
         self.recent_ttft.add(float(wait + prefill + transfer))
 
