@@ -83,30 +83,30 @@ class Estimates:
     # between the hosts of the workers; None where they are not known.
     links: LinkTable | None = None
 
-    prefill_base = _row("prefill_base")
-    prefill_token = _row("prefill_token")
-    transfer_base = _row("transfer_base")
-    transfer_token = _row("transfer_token")
-    arrivals = _row("arrivals")
-    busy = _row("busy")
-    a = _row("a")
-    b = _row("b")
+    prefill_base = _row("prefill_base")  # of a prompt apart from its tokens
+    prefill_token = _row("prefill_token")  # of each uncached token of a prompt
+    transfer_base = _row("transfer_base")  # from remote prefill's end to first token, tokens apart
+    transfer_token = _row("transfer_token")  # of each transferred token
+    arrivals = _row("arrivals")  # prompts a second that are sent here to be computed
+    busy = _row("busy")  # share of its time that it computes prompts, 0 to under 1
+    a = _row("a")  # a to floor: the law of its ITL (`LatencyLaw`), streams holding as much as most;
+    b = _row("b")  # a law without a pole has a far one
     d = _row("d")
     n_sat = _row("n_sat")
     beta = _row("beta")
     floor = _row("floor")
-    interference_base = _row("interference_base")
-    interference_token = _row("interference_token")
-    mean_prefill = _row("mean_prefill")
-    arrival_cv2 = _row("arrival_cv2")
-    prefill_cv2 = _row("prefill_cv2")
-    prefill_pair = _row("prefill_pair")
-    prefill_per_token = _row("prefill_per_token")
-    fetch_base = _row("fetch_base")
-    fetch_token = _row("fetch_token")
-    fleet_arrivals = _row("fleet_arrivals")
-    context_token = _row("context_token")
-    mean_context = _row("mean_context")
+    interference_base = _row("interference_base")  # that a prompt takes from streams, tokens apart
+    interference_token = _row("interference_token")  # that each uncached token takes from streams
+    mean_prefill = _row("mean_prefill")  # of a prompt of mean length alone
+    arrival_cv2 = _row("arrival_cv2")  # variance of the fleet's gaps over squared mean
+    prefill_cv2 = _row("prefill_cv2")  # the same of the seconds of its prompts
+    prefill_pair = _row("prefill_pair")  # of each pair of a token and one before it (`pairs`)
+    prefill_per_token = _row("prefill_per_token")  # of an uncached token in the mean, with pairs
+    fetch_base = _row("fetch_base")  # of a fetch from another's cache, tokens apart; fleet-wide
+    fetch_token = _row("fetch_token")  # of each fetched token, likewise
+    fleet_arrivals = _row("fleet_arrivals")  # prompts a second that come to the whole fleet
+    context_token = _row("context_token")  # that each token held by streams adds to a step
+    mean_context = _row("mean_context")  # tokens that a stream holds in the mean
 
     @classmethod
     def prior(cls, workers: int, law: LatencyLaw = PRIOR_LAW) -> Self:

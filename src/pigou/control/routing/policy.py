@@ -85,30 +85,6 @@ class CostTable(Mapping[str, Costs]):
 CostParts: TypeAlias = Mapping[str, Costs]
 
 
-class PricedPolicy(RoutingPolicy, Protocol):
-    """A policy whose cost is a sum of parts, which explain its decisions."""
-
-    def parts(
-        self, request: RequestView, fleet: FleetView, candidates: Candidates
-    ) -> CostParts | None:
-        """Return the parts; `costs` is their sum, and is not asked for. None where it has none."""
-        ...
-
-
-class NotingPolicy(RoutingPolicy, Protocol):
-    """A policy that keeps what it learns of its choices."""
-
-    def note(
-        self, request: RequestView, fleet: FleetView, candidates: Candidates, chosen: int,
-        parts: CostParts | None, /,
-    ) -> None:  # fmt: skip
-        """Take the index of the candidate that was chosen, and the parts that it was chosen by.
-
-        `costs` and `parts` must change nothing: they are also asked for without a choice.
-        """
-        ...
-
-
 def total(parts: CostParts, count: int) -> Costs:
     """Return the sum of parts of shape (count,); zeros where there are none."""
     if isinstance(parts, CostTable):

@@ -112,7 +112,7 @@ SettingValues: TypeAlias = tuple[float, float, float, float]
 def cost_rows(
     request: Request, fleet: FleetView, candidates: Candidates, setting: SettingValues
 ) -> Numbers:
-    """Return the parts of each candidate's cost by `PARTS`, then their sum, (parts + 1, candidates)."""
+    """Return the parts of each candidate's cost by `PARTS`, then their sum, in seconds."""
     rows = np.empty((_PARTS + 1, len(candidates)))
     cached, backlog, fetches = fleet.cached(request.prompt), fleet.backlog, fleet.fetches
     first, links = backlog or _NO_BACKLOG, fleet.estimates.link_table
