@@ -210,9 +210,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
         device = ["--blocks", str(args.blocks), "--dtype", args.dtype]
-        tiers = ["--host-cache", args.host_cache, "--tier-policy", args.tier_policy]
+        policy = f",policy={args.tier_policy}"
+        tiers = ["--tier", f"host={args.host_cache}{policy}"]
         if args.disk_cache != "0":
-            tiers += ["--disk-cache", args.disk_cache, "--disk-path", str(folder / "kv")]
+            tiers += ["--tier", f"disk={args.disk_cache}@{folder / 'kv'}{policy}"]
         plain = Way("plain", start("plain", device, folder))
         stack.callback(plain.server.stop)
         tiered = Way("tiers", start("tiers", [*device, *tiers], folder))
@@ -225,8 +226,8 @@ def main() -> None:
         console.print(f"{wrong} of {len(plain.turns)} answers differ")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        disk = ["--disk-cache", "256MiB", "--disk-path", str(folder / "kv")]
-        restart(console, ["--blocks", str(args.blocks), "--host-cache", "16MiB", *disk], folder, 1)
+        tiers = ["--tier", "host=16MiB", "--tier", f"disk=256MiB@{folder / 'kv'}"]
+        restart(console, ["--blocks", str(args.blocks), *tiers], folder, 1)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ import msgspec
 #: How an option is written, where the field holds something else than what is typed.
 #: `size`: bytes, as 512MiB. `seconds`: the field is in nanoseconds. `numbers`: NAME=NUMBER,
 #: repeatable. `named`: NAME[,key=value]... `weights`: NAME=weight[,NAME=weight]...
-#: `entries`: NAME,key=value..., repeatable; each is a struct. `rate`: a number, or a text.
+#: `entries`: NAME,key=value... (tiers: NAME=SIZE[@PLACE],key=value...), repeatable; each is a
+#: struct. `rate`: a number, or a text.
 Form = Literal["plain", "size", "seconds", "numbers", "named", "weights", "entries", "rate"]
 #: Heading of options that belong to no group; it comes last.
 OTHER_OPTIONS = "Options"

@@ -50,7 +50,8 @@ from pigou.request import Role
         (["--polcy", "toll"], "--polcy is no option; did you mean --policy"),
         (["--max-seqs", "x"], "Invalid value for '--max-seqs'"),
         (["--", "--max-seqs", "0"], "--max-seqs is 0; it must be at least 1"),
-        (["--disk-cache", "1GiB"], "--disk-path ''; give both or neither"),
+        (["--tier", "disk=1GiB"], "tier disk has no place; write disk=SIZE@PLACE"),
+        (["--disk-cache", "1GiB"], "--disk-cache is no option any more; give --tier, as host=8GiB"),
         (["--", "--port=8100"], "--port is each worker's own, and pigou serve gives it"),
         (["--role", "decode"], "--role is each worker's own"),
         (["./nowhere"], "--model './nowhere' is no folder; give a folder or a Hugging Face hub id"),
@@ -104,7 +105,7 @@ def test_all_that_is_wrong_is_said_at_once_a_line_each_before_a_process_starts(
 
 def test_the_model_and_workers_options_need_no_separator() -> None:
     assert split_model(["m", "--max-model-len", "512"]) == ("m", ["--max-model-len", "512"])
-    assert split_model(["--disk-cache=1GiB", "o/m"]) == ("o/m", ["--disk-cache=1GiB"])
+    assert split_model(["--tier=host=1GiB", "o/m"]) == ("o/m", ["--tier=host=1GiB"])
     assert split_model(["--eviction-param", "a=1"]) == ("", ["--eviction-param", "a=1"])
 
 
@@ -148,11 +149,18 @@ def test_local_workers_are_named_by_role_and_take_devices_in_turn() -> None:
 
 
 def test_no_two_local_workers_keep_their_caches_in_one_place() -> None:
-    options = ["--disk-path", "/d/", "--bucket-url=s3://b/p", "--disk-cache", "1G"]
+    options = [
+        "--tier",
+        "host=1G",
+        "--tier",
+        "disk=1G@/d/,policy=lru",
+        "--tier=bucket=1G@s3://b/p?region=x",
+    ]
     first, second = (w.arguments[2:] for w in local_workers(0, 2, 0, options, ["cpu"]))
-    assert first == ("--disk-path", "/d/decode-0", "--bucket-url=s3://b/p/decode-0",
-                     "--disk-cache", "1G")  # fmt: skip
-    assert second[:3] == ("--disk-path", "/d/decode-1", "--bucket-url=s3://b/p/decode-1")
+    assert first == ("--tier", "host=1G", "--tier", "disk=1G@/d/decode-0,policy=lru",
+                     "--tier=bucket=1G@s3://b/p/decode-0?region=x")  # fmt: skip
+    assert second[3:] == ("disk=1G@/d/decode-1,policy=lru",
+                          "--tier=bucket=1G@s3://b/p/decode-1?region=x")  # fmt: skip
 
 
 def test_an_attached_worker_is_read_from_one_word() -> None:

@@ -204,7 +204,7 @@ def test_the_same_seed_gives_the_same_figures_to_the_last_byte(tmp_path: Path) -
         (["--policy", "toll,magic=1"], ["magic"]),
         (["--engine", "magic"], ["magic"]),
         (["--max-seqs", "0"], ["--max-seqs"]),
-        (["--tier", "host,gib=1", "--tier", "host,gib=2"], ["host, host", "a name of its own"]),
+        (["--tier", "host=1GiB", "--tier", "host=2GiB"], ["host, host", "a name of its own"]),
         (["--json", "gone/file.json"], ["gone", "folder"]),
         (["--json", "/"], ["--json is '/'", "name a file"]),
     ],
@@ -303,9 +303,12 @@ def test_how_arrivals_vary_is_refused_where_the_trace_has_its_own(tmp_path: Path
         (["--workload", "closed:hold=5"], "missing required field `C`"),
         (["--timing", "law:itl_a=x"], "timing law: itl_a is 'x': expected `float`"),
         (["--timing", "law:itl_a=1,cook=1"], "`cook`; its keys are: itl_a, itl_b"),
-        (["--tier", "host,gib=x"], "--tier is 'host,gib=x': gib is 'x': expected `float`"),
-        (["--tier", "host,gib=0"], "--tier is 'host,gib=0': tier host: gib is 0.0; it must be"),
-        (["--tier", "host,gib=1,x=1"], "unknown field `x`"),
+        (
+            ["--tier", "host,gib=1"],
+            "--tier is 'host,gib=1': a tier is 'host,gib=1'; write NAME=SIZE",
+        ),
+        (["--tier", "host=0GiB"], "--tier is 'host=0GiB': tier host: gib is 0.0; it must be"),
+        (["--tier", "host=1GiB,x=1"], "unknown field `x`"),
     ],
 )
 def test_a_refused_option_is_named_as_it_was_typed(options: list[str], words: str) -> None:

@@ -19,25 +19,25 @@ SLEEP = ("--executor", "sleep", "--model", "bundled", "--blocks", "64")
         (["--port", "99999"], "--port is 99999; give 0 (any free port) to 65535"),
         (["--drain", "nan"], "--drain is nan; it must be at least 0"),
         (["--dtype", "fp8"], "give auto, bf16 or fp32"),
+        (["--tier", "disk=1G"], "tier disk has no place; write disk=SIZE@PLACE"),
+        (["--tier", "host=1G@/d"], "tier host has place '/d'; leave it out"),
+        (["--tier", "disk=1G@/d", "--tier", "host=1G"], "tier host is not the first"),
+        (["--tier", "host=1G", "--tier", "host=2G"], "give each a name of its own"),
+        (["--tier", "host,gib=1"], "--tier is 'host,gib=1': a tier is 'host,gib=1'; write NAME=S"),
+        (["--tier", "host=1G,gbps=3"], "unknown field `gbps`"),
+        (["--tier", "host=1G,gib=3"], "gib is not written so; give NAME=SIZE[@PLACE]"),
+        ([*SLEEP, "--tier", "tape=1G@/d"], "tier is 'tape'; it must be one of: bucket, disk, host"),
+        (["--bucket-region", "x"], "--bucket-region is no option any more; give --tier bucket="),
+        (["--tier-policy", "arc"], "--tier-policy is no option any more; give --tier NAME=SIZE,po"),
         (
-            ["--disk-cache", "1G"],
-            "--disk-cache is 1073741824 and --disk-path ''; give both or neither",
-        ),
-        (["--disk-path", "/d"], "--disk-cache is 0 and --disk-path '/d'; give both or neither"),
-        (["--bucket-cache", "1G"], "and --bucket-url ''; give both or neither"),
-        (["--bucket-region", "x"], "--bucket-region is 'x', and --bucket-url is missing"),
-        (["--tier-policy", "arc"], "give --host-cache, --disk-cache or --bucket-cache"),
-        (
-            [*SLEEP, "--host-cache", "1M", "--tier-policy", "nonsense"],
+            [*SLEEP, "--tier", "host=1M,policy=nonsense"],
             "eviction policy is 'nonsense'; it must be one of: arc, ",
         ),
-        ([*SLEEP, "--host-cache", "1K"], "--host-cache is 1024 bytes; blocks of 4096 bytes need"),
-        (
-            [*SLEEP, "--disk-cache", "1K", "--disk-path", "PLACE"],
-            "--disk-cache is 1024 bytes; blocks",
-        ),
-        ([*SLEEP, "--disk-cache", "1M", "--disk-path", "/proc/nowhere"], "/proc/nowhere cannot"),
-        (["--no-prefix-caching", "--host-cache", "1M"], "--prefix-caching is off"),
+        ([*SLEEP, "--tier", "host=1K"], "tier host has 1024 bytes; blocks of 4096 bytes need"),
+        ([*SLEEP, "--tier", "disk=1K@PLACE"], "tier disk has 1024 bytes, room for 0 blocks of 4"),
+        ([*SLEEP, "--tier", "disk=1M@/proc/nowhere"], "/proc/nowhere cannot"),
+        ([*SLEEP, "--tier", "bucket=1M@s3://b?key=x"], "has 'key' after '?'; give endpoint="),
+        (["--no-prefix-caching", "--tier", "host=1M"], "--prefix-caching is off"),
         (["--eviction-recent", "9"], "--eviction-recent is 9, and eviction is not given"),
         (["--eviction-param", "x=1"], "--eviction-param is {'x': 1.0}, and eviction is not given"),
         (["--eviction", "h2o", "--eviction-recent", "0"], "--eviction-recent is 0; it must be at"),
@@ -54,7 +54,7 @@ SLEEP = ("--executor", "sleep", "--model", "bundled", "--blocks", "64")
         ([*SLEEP, "--eviction", "h2o"], "it has no cache entries; leave one out"),
         ([*SLEEP, "--kv-events-endpoint", "zz"], "--kv-events-endpoint is 'zz', which cannot be"),
         ([*SLEEP, "--kv-replay-endpoint", "tcp://x:99999"], "--kv-replay-endpoint is 'tcp://x:"),
-        (["--host-cache", "much"], "'much' is no size; write for example 512MiB"),
+        (["--tier", "host=much"], "'much' is no size; write for example 512MiB"),
         (["--model", "./nowhere", "--executor", "sleep"], "has no config.json"),
     ],
     ids=lambda value: str(value)[:30],
@@ -63,7 +63,7 @@ def test_a_bad_option_is_named_with_its_remedy(
     options: list[str], words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     with pytest.raises(SystemExit) as caught:
-        main(["worker", *(str(tmp_path) if option == "PLACE" else option for option in options)])
+        main(["worker", *(option.replace("PLACE", str(tmp_path)) for option in options)])
     assert caught.value.code == 2
     shown = " ".join(capsys.readouterr().err.replace("│", " ").split())
     assert words in shown

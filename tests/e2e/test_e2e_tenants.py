@@ -71,8 +71,8 @@ def test_no_tier_below_the_device_hits_across_tenures(
     """The device has room for half of the tenures, the tier for all."""
     tenants = Tenants.granted(tmp_path)
     below = {
-        "host": ("--host-cache", "4MiB"),
-        "disk": ("--disk-cache", "4MiB", "--disk-path", str(tmp_path / "kv")),
+        "host": ("--tier", "host=4MiB"),
+        "disk": ("--tier", f"disk=4MiB@{tmp_path / 'kv'}"),
     }
     quick = ("--sleep-base", "1000000", "--sleep-prefill-rate", "20000")
     both = worker("both-0", checkpoint, *SLEEP, *below[tier], *quick)

@@ -15,7 +15,7 @@ from pigou.kv.offload import RecomputeCost
 from pigou.sim.client import ClientConfig
 from pigou.sim.fleet_config import FleetConfig, Outage, WorkerGroup
 from pigou.sim.setup import TierConfig
-from pigou.sim.tiers import build_tiers, recompute_cost_of
+from pigou.sim.tiers import recompute_cost_of, simulated_tiers
 from pigou.sim.timing_models import build_timing
 
 #: A block of 16 tokens of Llama-3.1-8B has 2 MiB.
@@ -96,7 +96,7 @@ def test_what_computing_takes_is_read_off_the_timing() -> None:
 @pytest.mark.parametrize(
     ("tiers", "message"),
     [
-        ((near(0.5),), "gib is"),
+        ((near(0.5),), "it needs room for 1"),
         ((near(9, policy="belady"),), "eviction policy"),
         ((near(9, params={"half": 2.0}),), "eviction policy"),
     ],
@@ -112,7 +112,7 @@ def test_tiers_without_a_model_are_refused() -> None:
 
 
 def test_all_but_the_last_tier_have_room_for_what_is_on_its_way_down() -> None:
-    tiers = build_tiers((near(32), SLOW), 2**21, 64, RecomputeCost())
+    tiers = simulated_tiers((near(32), SLOW), 2**21, 64, RecomputeCost())
     assert tiers.tiers[0].cap_bytes == 30 * 2**21
     assert tiers.tiers[1].cap_bytes == 100 * 2**21
     assert tiers.copies == 32

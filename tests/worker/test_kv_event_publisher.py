@@ -125,7 +125,7 @@ def test_a_worker_without_events_names_no_source(start_worker: Callable[..., Wor
 def test_what_reaches_the_host_is_told_by_hashes_that_are_known(
     start_worker: Callable[..., Worker],
 ) -> None:
-    worker = start_worker("--blocks", "64", "--host-cache", "64MB")
+    worker = start_worker("--blocks", "64", "--tier", "host=64MB")
     subscriber = Subscriber(worker)
     worker.complete([4 + i % 50 for i in range(40)], max_tokens=1)
     events: list[Any] = []

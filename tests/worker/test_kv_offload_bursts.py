@@ -16,7 +16,7 @@ from pigou.runtime.kv_offload.host_store import HostStore
 from pigou.sampling import SamplingParams
 from pigou.worker.build import build
 from pigou.worker.commands import Abort, Add, ClearCache, Report, Stop
-from pigou.worker.config import WorkerConfig
+from pigou.worker.config import StoreTier, WorkerConfig
 from pigou.worker.engine_thread import EngineThread
 from pigou.worker.kv_offload import OffloadConnector
 from pigou.worker.kv_transfer.connector import NoTransfers
@@ -34,8 +34,11 @@ class Burst:
     def __init__(self, model: Path, disk: Path) -> None:
         config = WorkerConfig(
             model=str(model), executor="sleep", blocks=40, max_seqs=6, kv_transfer="none",
-            host_cache=24 * BLOCK, disk_cache=60 * BLOCK, disk_path=str(disk), sleep_base=1,
-            sleep_per_seq=1, sleep_prefill_rate=1e9, max_batched_tokens=128,
+            tiers=(
+                StoreTier(name="host", gib=24 * BLOCK / 2**30),
+                StoreTier(name="disk", gib=60 * BLOCK / 2**30, place=str(disk)),
+            ),
+            sleep_base=1, sleep_per_seq=1, sleep_prefill_rate=1e9, max_batched_tokens=128,
         )  # fmt: skip
         parts = build(config)
         assert parts.tiers is not None
@@ -67,7 +70,7 @@ class Burst:
                 files += path.stat().st_size
             except FileNotFoundError:  # deleted meanwhile
                 continue
-        if files > self.config.disk_cache:
+        if files > 60 * BLOCK:
             self.faults.append(f"{files} bytes of files")
         for name, store in self.mover.stores.items():
             if store.used_bytes > store.cap_bytes:

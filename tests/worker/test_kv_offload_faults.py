@@ -77,8 +77,7 @@ def test_a_dead_object_storage_is_a_miss_until_it_is_back(
             urllib.request.urlopen(request, timeout=60).close()
 
         worker = begin(
-            "--bucket-cache", "32MiB", "--bucket-url", "s3://test/kv",
-            "--bucket-endpoint", url, "--bucket-region", "us-east-1",
+            "--tier", f"bucket=32MiB@s3://test/kv?endpoint={url}&region=us-east-1,policy=lru"
         )  # fmt: skip
 
         seen = iter(range(PROMPTS, 10_000))

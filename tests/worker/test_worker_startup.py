@@ -17,7 +17,7 @@ from pigou.engine.core import EngineCore
 from pigou.engine.startup_profiling import CONTEXT_TOKENS, DECODE_STEPS, profiled_loads
 from pigou.request import SECOND
 from pigou.worker.build import build
-from pigou.worker.config import WorkerConfig
+from pigou.worker.config import StoreTier, WorkerConfig
 from pigou.worker.mock_worker import MockBackend, TimingLaw
 from pigou.worker.startup import profile_at_startup
 
@@ -58,7 +58,8 @@ def check_empty(core: EngineCore) -> None:
 
 @pytest.mark.parametrize("options", [
     {}, {"eviction": "pigou"}, {"eviction": "paper"}, {"order": "edf", "prefix_caching": False},
-    {"host_cache": 2**20}, {"max_waiting": 2, "max_seqs": 5}, {"blocks": 20, "max_model_len": 320},
+    {"tiers": (StoreTier(name="host", gib=2**-10),)}, {"max_waiting": 2, "max_seqs": 5},
+    {"blocks": 20, "max_model_len": 320},
 ])  # fmt: skip
 def test_a_rehearsal_of_a_model_leaves_nothing_behind(options: dict[str, Any]) -> None:
     config = {"blocks": 512, "max_model_len": 1024, "kv_transfer": "none", **options}

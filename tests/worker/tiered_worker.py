@@ -32,9 +32,7 @@ class TieredWorker:
         self.worker: Worker = self.start()
 
     def start(self) -> Worker:
-        # By age alone: what is stored when does not depend on how quick the machine is.
-        policy = ("--tier-policy", "lru") if self.options else ()
-        self.worker = start("bundled", *DEVICE, *self.options, *policy, log=self.log)
+        self.worker = start("bundled", *DEVICE, *self.options, log=self.log)
         return self.worker
 
     def kill(self) -> None:
@@ -83,4 +81,5 @@ def until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
 
 
 def caches(disk: Path) -> tuple[str, ...]:
-    return ("--host-cache", "3MiB", "--disk-cache", "32MiB", "--disk-path", str(disk))
+    # By age alone: what is stored when does not depend on how quick the machine is.
+    return ("--tier", "host=3MiB,policy=lru", "--tier", f"disk=32MiB@{disk},policy=lru")

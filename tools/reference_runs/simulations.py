@@ -194,27 +194,27 @@ SIMULATIONS: dict[str, Simulation] = {
     # --- KV: tiers, peers, none ----------------------------------------------------------------
     "tiers-price": _policy(
         "host and disk tiers by price, recall", "toll",
-        f"{_AGENTS} --tier host,gib=1 --tier disk,gib=4,gbps=24,latency_us=150", report=True,
+        f"{_AGENTS} --tier host=1GiB --tier disk=4GiB,gbps=24,latency_us=150", report=True,
     ),
     "tiers-lru-arc": _policy(
         "tiers by lru and arc, no recall", "toll",
-        f"{_AGENTS} --tier host,gib=0.5,policy=lru --tier disk,gib=2,policy=arc --no-tier-recall",
+        f"{_AGENTS} --tier host=0.5GiB,policy=lru --tier disk=2GiB,policy=arc --no-tier-recall",
     ),
     "tiers-fifo-frequency": _policy(
         "tiers by fifo and frequency", "dynamo",
-        f"{_AGENTS} --tier host,gib=0.5,policy=fifo --tier disk,gib=2,policy=frequency",
+        f"{_AGENTS} --tier host=0.5GiB,policy=fifo --tier disk=2GiB,policy=frequency",
     ),
     "tiers-gdsf-kvbm": _policy(
         "tiers by gdsf and kvbm", "toll",
-        f"{_AGENTS} --tier host,gib=0.5,policy=gdsf --tier disk,gib=2,policy=kvbm",
+        f"{_AGENTS} --tier host=0.5GiB,policy=gdsf --tier disk=2GiB,policy=kvbm",
     ),
     "tiers-lfu-random": _policy(
         "tiers by lfu and random", "lmetric",
-        f"{_AGENTS} --tier host,gib=0.5,policy=lfu --tier disk,gib=2,policy=random",
+        f"{_AGENTS} --tier host=0.5GiB,policy=lfu --tier disk=2GiB,policy=random",
     ),
     "tiers-s3fifo-sieve": _policy(
         "tiers by s3fifo and sieve", "toll",
-        f"{_AGENTS} --tier host,gib=0.5,policy=s3fifo --tier disk,gib=2,policy=sieve",
+        f"{_AGENTS} --tier host=0.5GiB,policy=s3fifo --tier disk=2GiB,policy=sieve",
     ),
     "tiers-of-each-worker": _policy(
         "tiers that differ by worker, a disk that outlives its worker", "toll",
@@ -228,7 +228,7 @@ SIMULATIONS: dict[str, Simulation] = {
     "peer-reads-split": _policy(
         "reads from peers by prefill workers, tiers, vLLM's ways", "least-loaded",
         f"--workload {{sessions}} --fleet 2p+2d {_SMALL} --peer-reads --rehearses "
-        "--tier host,gib=1",
+        "--tier host=1GiB",
     ),
     "no-prefix-caching": _policy(
         "no prefix caching, blocks of 32", "toll", f"{_PREFIXES} --fleet {{uncached}} {_LLAMA}",

@@ -138,7 +138,7 @@ SERVERS = {
         "preempted to host memory", f"{_WORKER} --blocks 40 --host-blocks 128", {}, TOGETHER
     ),
     "host-tier": Servers(
-        "blocks that come back from host memory", f"{_WORKER} --blocks 40 --host-cache 16MiB",
+        "blocks that come back from host memory", f"{_WORKER} --blocks 40 --tier host=16MiB",
         TURNS, {},
     ),
 }  # fmt: skip

@@ -33,6 +33,7 @@ from pigou.cli.option_values import (
 )
 from pigou.config import ConfigError, check_all, wrong
 from pigou.config_option import OTHER_OPTIONS, Option, option_of
+from pigou.kv.tier_config import TierOption, split_tier
 from pigou.request import SECOND
 from pigou.small_file import read_bytes
 from pigou.yaml_file import load_yaml
@@ -314,13 +315,29 @@ class ConfigOption:
 
 
 def read_struct(flag: str, text: str, kind: type[Struct], first: str = "name") -> Struct:
-    """Read `VALUE,key=value,...`: the value of the field `first`, and those of others."""
-    name, params = named(flag, text)
-    values = {first: name, **params}
+    """Read `VALUE,key=value,...` (a tier: `NAME=SIZE[@PLACE],...`); `first` is VALUE's field."""
+    if issubclass(kind, TierOption):
+        values = _tier(flag, text)
+    else:
+        name, params = named(flag, text)
+        values = {first: name, **params}
     try:
         return msgspec.convert(values, kind, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{flag} is {text!r}: {wrong(error, kind, values)}") from error
+
+
+def _tier(flag: str, text: str) -> dict[str, object]:
+    """Read `NAME=SIZE[@PLACE][,key=value]...`."""
+    try:
+        name, size, place, rest = split_tier(text)
+        params = named(flag, name + rest)[1]
+        if twice := params.keys() & {"name", "gib", "place"}:
+            raise ConfigError(f"{min(twice)} is not written so; give NAME=SIZE[@PLACE]")
+    except ConfigError as error:
+        raise ConfigError(f"{flag} is {text!r}: {error}") from None
+    values = {"name": name, "gib": parse_size(size) / 2**30, **params}
+    return {**values, "place": place} if place else values
 
 
 def config_options(
@@ -440,8 +457,30 @@ def in_flags(message: str, flags: Mapping[str, str]) -> str:
     return re.sub(rf"(?<![\w.$'/-])({marked})\b", lambda match: flags[match[1]], message)
 
 
+_TIERS = "give --tier, as host=8GiB, disk=100GiB@/DIR or bucket=1TiB@s3://BUCKET/PREFIX"
+#: What to give in place of options that are no more, by parameter.
+REPLACED = dict.fromkeys(
+    ("host_cache", "disk_cache", "disk_path", "bucket_cache", "bucket_url"), _TIERS
+) | {
+    "bucket_endpoint": "give --tier bucket=SIZE@s3://BUCKET/PREFIX?endpoint=URL",
+    "bucket_region": "give --tier bucket=SIZE@s3://BUCKET/PREFIX?region=NAME",
+    "tier_policy": "give --tier NAME=SIZE,policy=NAME",
+}
+
+
 class GroupedCommand(TyperCommand):
     """A command whose help shows its options in groups, in plain text of the terminal's width."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse, and say what to give in place of options that are no more."""
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            name = str(getattr(error, "option_name", ""))
+            remedy = REPLACED.get(name.removeprefix("--").replace("-", "_"))
+            if remedy is None:
+                raise
+            raise typer.BadParameter(f"{name} is no option any more; {remedy}") from None
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write arguments, required options, groups of options, and those without a group."""

@@ -16,8 +16,8 @@ from pigou.request import SECOND
 
 #: Seconds; some more would be no integer of 64 bits in nanoseconds.
 _MAX_SECONDS = 10**9
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:i?B)?", re.IGNORECASE)
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 
 
 def parse_size(text: str) -> int:
@@ -30,7 +30,7 @@ def parse_size(text: str) -> int:
 
 def format_size(size_bytes: int) -> str:
     """Return a size as `parse_size` reads it, in the largest unit that divides it."""
-    for unit in ("G", "M", "K"):
+    for unit in ("T", "G", "M", "K"):
         if size_bytes and size_bytes % _UNITS[unit] == 0:
             return f"{size_bytes // _UNITS[unit]}{unit}iB"
     return str(size_bytes)

@@ -52,7 +52,7 @@ class TrialOptions(msgspec.Struct, frozen=True, kw_only=True):
         tuple[TierConfig, ...],
         option(
             "A tier of each worker beyond its device, nearest first: "
-            "NAME,gib=64[,gbps=200][,latency_us=20]; may be given again.",
+            "NAME=SIZE[,gbps=200][,latency_us=20], as host=64GiB; repeatable.",
             _TRIALS,
             name="tier",
             form="entries",

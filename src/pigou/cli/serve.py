@@ -45,7 +45,7 @@ def serve(
         typer.Argument(
             metavar="[MODEL]",
             help="The model, as --model, and options of `pigou worker` for all workers. Of "
-            "--disk-path and --bucket-url each takes a part of its own, named after it.",
+            "the place of a --tier each takes a part of its own, named after it.",
         ),
     ] = None,
 ) -> None:

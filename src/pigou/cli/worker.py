@@ -38,7 +38,7 @@ _ELSEWHERE = {
     "--mem-fraction-static": "give --memory, as 20GiB, for KV blocks",
     "--model-path": "give the model as `pigou serve MODEL`",
     "--quantization": "quantised models run on vLLM or SGLang servers: --attach URL",
-    "--swap-space": "give --host-cache, as 4GiB",
+    "--swap-space": "give --tier host=4GiB",
     "--trust-remote-code": "leave it out: no code of a model's folder is run",
 } | dict.fromkeys(
     ("--tensor-parallel-size", "-tp", "--tp", "--tp-size", "--pipeline-parallel-size", "-pp"),

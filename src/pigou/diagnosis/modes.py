@@ -60,7 +60,7 @@ _MEMORY = (
         "for {seconds:.0f} s.",
         limits={"idle": 0.2, "seconds": 30},
         lasts_s=30,
-        smallest_fix="Offload idle sessions (--host-cache); shorten the lease (--kv-lease).",
+        smallest_fix="Offload idle sessions (--tier host=SIZE); shorten the lease (--kv-lease).",
         remedy="Release on wait: end the request at the tool call, and let the prefix cache and "
         "its tiers bring it back.",
         look=("`pigou_kv_requests_held` of each worker.",

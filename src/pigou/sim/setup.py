@@ -10,23 +10,19 @@ import msgspec
 
 from pigou.config import ConfigError
 from pigou.config_option import option
+from pigou.kv.tier_config import TierOption
 
 
-class TierConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class TierConfig(TierOption, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A tier of a worker, and its link to the one above."""
 
-    name: str  # that reports give it; `host` is memory, what has another name outlives its worker
-    gib: float  # of KV blocks, 2^30 bytes each
     gbps: float = 200.0  # gigabits a second, each way; moves take their turns
     latency_us: float = 20.0  # microseconds until the first byte
-    policy: str = "price"  # of its eviction, as registered under `pigou.eviction`
-    params: dict[str, float] = {}
 
     def __post_init__(self) -> None:
-        for name in ("gib", "gbps"):
-            if not 0.0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"tier {self.name}: {name} is {getattr(self, name)}; it must be "
-                                  "above 0")  # fmt: skip
+        TierOption.__post_init__(self)
+        if not 0.0 < self.gbps < math.inf:
+            raise ConfigError(f"tier {self.name}: gbps is {self.gbps}; it must be above 0")
         if not 0.0 <= self.latency_us < math.inf:
             raise ConfigError(f"tier {self.name}: latency_us is {self.latency_us}; at least 0")
 
@@ -73,7 +69,7 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         tuple[TierConfig, ...],
         option(
             "A tier of each worker beyond its device, nearest first: "
-            "NAME,gib=64[,gbps=200][,latency_us=20][,policy=price]; may be given again.",
+            "NAME=SIZE[,gbps=200][,latency_us=20][,policy=price], as host=64GiB; repeatable.",
             "Fleet",
             name="tier",
             form="entries",

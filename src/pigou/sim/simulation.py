@@ -18,6 +18,7 @@ from pigou.control.pull_queue.config import pull_queue_config
 from pigou.control.routing.policy import RoutingPolicy
 from pigou.cost.fleet_bill import FleetBill
 from pigou.engine import startup_profiling
+from pigou.kv.tier_config import check_names
 from pigou.sim.client import ClientConfig, SimulatedClient
 from pigou.sim.cost import simulated_cost_meter
 from pigou.sim.fleet import SimulatedFleet
@@ -225,12 +226,7 @@ def _worker_spec(
     tiers = group.tiers or (setup.tiers if group.prefix_caching else ())
     if not tiers:
         return WorkerSpec(group, engine, timing, size, vllm)
-    names = [tier.name for tier in tiers]
-    if len(set(names)) < len(names):
-        raise ConfigError(
-            f"tiers are named {', '.join(names)}; give each a name of its own, by which its "
-            "figures are told"
-        )
+    check_names(tiers)
     if not size:
         raise ConfigError("tiers are given, and no model; its KV's size is needed: give --model")
     recompute_cost = recompute_cost_of(timing, engine.block_size, engine.max_batched_tokens)

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TypeAlias
 
 import numpy as np
 
-from pigou.config import ConfigError
 from pigou.engine.core import EngineCore
 from pigou.engine.plan import Effects, Load
-from pigou.events import Medium
-from pigou.kv.offload import NOWHERE, Move, RecomputeCost, TierSpeed, staging_of
-from pigou.kv.tier import Tier
-from pigou.kv.tier_eviction.policy import TierSetting, load
+from pigou.kv.offload import NOWHERE, Move, RecomputeCost, TierSpeed
+from pigou.kv.tier_config import build_tiers
 from pigou.kv.tiers import Tiers
 from pigou.request import SECOND
 from pigou.sim.setup import TierConfig
@@ -34,28 +32,24 @@ _READS = 4096
 Tell: TypeAlias = Callable[[Callable[[int], Effects], int], None]
 
 
-def build_tiers(
+def simulated_tiers(
     configs: Sequence[TierConfig], block_bytes: int, blocks: int, recompute_cost: RecomputeCost
 ) -> Tiers:
-    """Make a worker's tiers."""
-    capacities = [int(config.gib * 2**30) // block_bytes for config in configs]
-    staging = staging_of(capacities)
-    tiers, speeds = [], []
-    for config, blocks_in_tier, staged in zip(configs, capacities, staging, strict=True):
-        if blocks_in_tier <= staged:
-            raise ConfigError(
-                f"tier {config.name}: gib is {config.gib}; a block has {block_bytes} bytes, and "
-                f"{staged + 1} are needed"
-            )
-        cap = (blocks_in_tier - staged) * block_bytes
-        own = RecomputeCost(recompute_cost.base, recompute_cost.slope, config.seconds(1))
-        tiers.append(Tier(cap, load(config.policy, TierSetting(cap, own), config.params)))
-        speeds.append(TierSpeed(config.latency_us * 1e-6, config.seconds(block_bytes)))
-    media = [Medium.HOST if config.name == "host" else Medium.STORAGE for config in configs]
-    copies = max(1, blocks // _COPIES)
-    made = Tiers(tiers, block_bytes, staging, speeds, copies, media)
-    made.recompute_cost = recompute_cost
-    return made
+    """Make the tiers of a worker with `blocks` device blocks, at the speeds of their links.
+
+    Raises:
+        ConfigError: an unknown policy, or a tier without room for a block.
+    """
+    tiers = build_tiers(
+        configs,
+        [config.size_bytes // block_bytes for config in configs],
+        block_bytes,
+        [replace(recompute_cost, restore=config.seconds(1)) for config in configs],
+        max(1, blocks // _COPIES),
+        [TierSpeed(config.latency_us * 1e-6, config.seconds(block_bytes)) for config in configs],
+    )
+    tiers.recompute_cost = recompute_cost
+    return tiers
 
 
 def recompute_cost_of(timing: Timing, block_size: int, tokens: int) -> RecomputeCost:

@@ -22,7 +22,7 @@ from pigou.kv.tiers import Tiers
 from pigou.request import SECOND, Rehearsed, Role, Worker
 from pigou.sim.fleet_config import FleetConfig, WorkerGroup
 from pigou.sim.setup import TierConfig
-from pigou.sim.tiers import build_tiers
+from pigou.sim.tiers import simulated_tiers
 from pigou.sim.timing import StepShape, Timing
 from pigou.sim.virtual_clock import EPOCH
 from pigou.sim.worker import SimWorker
@@ -53,7 +53,7 @@ class WorkerSpec:
             return None
         engine = self.engine
         size = self.kv_bytes * engine.block_size
-        made = build_tiers(self.tiers, size, engine.blocks, self.recompute_cost)
+        made = simulated_tiers(self.tiers, size, engine.blocks, self.recompute_cost)
         made.recall = self.recall
         return made
 

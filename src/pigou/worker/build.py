@@ -27,7 +27,7 @@ from pigou.wire.names import advertised
 from pigou.wire.sampling_params import ModelLimits
 from pigou.worker.backend import Backend
 from pigou.worker.config import WorkerConfig
-from pigou.worker.kv_offload import TierParts, build_tiers
+from pigou.worker.kv_offload import WorkerTiers, open_tiers
 from pigou.worker.kv_transfer import BlockStore, HostBlockStore, SharedMemory, TransferConfig
 from pigou.worker.mock_worker import MockBackend, MockTimes, SimulatedLink, TimingLaw, timed
 from pigou.worker.served_model import (
@@ -148,7 +148,7 @@ def _build_torch(config: WorkerConfig) -> WorkerParts:
             config.max_batched_tokens,
         )
     blocks = _blocks(config, layout, max_tokens, room)
-    tiers = build_tiers(config, layout, blocks)
+    tiers = open_tiers(config, layout, blocks)
     core = _core(config, blocks, max_tokens, tiers)
     memory = _shared_memory(config, blocks * layout.block_bytes) if on_cpu else None
     cache = loaded.cache(
@@ -224,7 +224,7 @@ def _build_sleeping(config: WorkerConfig) -> WorkerParts:
         block_bytes=_SLEEP_BYTES,
     )
     blocks = _blocks(config, layout, max_tokens, CPU_MEMORY)
-    tiers = build_tiers(config, layout, blocks)
+    tiers = open_tiers(config, layout, blocks)
     core = _core(config, blocks, max_tokens, tiers)
     memory = _shared_memory(config, blocks * layout.block_bytes)
     data = memory.buffer if memory is not None else np.zeros(blocks * _SLEEP_BYTES, dtype=np.uint8)
@@ -303,13 +303,13 @@ def _blocks(config: WorkerConfig, layout: KVLayout, max_tokens: int, room: int) 
 
 
 def _core(
-    config: WorkerConfig, blocks: int, max_tokens: int, tiers: TierParts | None
+    config: WorkerConfig, blocks: int, max_tokens: int, tiers: WorkerTiers | None
 ) -> EngineCore:
     limits = _engine_config(config, blocks, max_tokens)
     return EngineCore(limits, _epoch(), tiers.tiers if tiers is not None else None)
 
 
-def _open(tiers: TierParts | None, device: DeviceBlocks) -> tuple[list[str], KVOffloader] | None:
+def _open(tiers: WorkerTiers | None, device: DeviceBlocks) -> tuple[list[str], KVOffloader] | None:
     """Start what moves the blocks of this device."""
     return None if tiers is None else (tiers.names, tiers.offloader(device))
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 
 from pigou.config import ConfigError, EvictionConfig, QueueOrder
 from pigou.config_option import option
 from pigou.control.placement.topology import read_location
+from pigou.kv.tier_config import HOST, TierOption, check_names
 from pigou.logs import AccessLogOption, LogFormatOption, LogLevelOption
 from pigou.request import Role
 from pigou.tracing.config import TracingConfig
@@ -25,6 +26,19 @@ _TIMING = "Timing in place of a model"
 #: Values of eviction where nobody says.
 _EVICTION = EvictionConfig()
 _EVICTION_FIELDS = tuple(name for name in EvictionConfig.__struct_fields__ if name != "policy")
+
+
+class StoreTier(TierOption, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A tier of a worker's KV blocks, and where its store keeps them."""
+
+    place: str = ""  # a folder, a URL; none for host memory
+
+    def __post_init__(self) -> None:
+        TierOption.__post_init__(self)
+        if self.name == HOST and self.place:
+            raise ConfigError(f"tier {HOST} has place {self.place!r}; leave it out")
+        if self.name != HOST and not self.place:
+            raise ConfigError(f"tier {self.name} has no place; write {self.name}=SIZE@PLACE")
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -84,35 +98,16 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     host_blocks: Annotated[
         int, option("Blocks of host memory that preempted requests may be swapped to.", "KV memory")
     ] = 0
-    host_cache: Annotated[
-        int,
+    tiers: Annotated[
+        tuple[StoreTier, ...],
         option(
-            "Host memory for blocks that leave the device, like 4GiB.", "KV memory", form="size"
+            "A tier of blocks beyond the device, nearest first: NAME=SIZE[@PLACE][,policy=price], "
+            "as host=8GiB, disk=100GiB@/DIR or bucket=1TiB@s3://BUCKET/PREFIX; repeatable.",
+            "KV memory",
+            name="tier",
+            form="entries",
         ),
-    ] = 0
-    disk_cache: Annotated[
-        int,
-        option("Disk space for blocks, with --disk-path, like 100GiB.", "KV memory", form="size"),
-    ] = 0
-    disk_path: Annotated[str, option("Folder for them, of this worker alone.", "KV memory")] = ""
-    bucket_cache: Annotated[
-        int,
-        option(
-            "Room for blocks in an object storage, with --bucket-url.", "KV memory", form="size"
-        ),
-    ] = 0
-    bucket_url: Annotated[
-        str, option("The object storage, as s3://BUCKET/PREFIX.", "KV memory")
-    ] = ""
-    bucket_endpoint: Annotated[
-        str, option("Of an S3-compatible server; by default AWS_ENDPOINT_URL's.", "KV memory")
-    ] = ""
-    bucket_region: Annotated[
-        str, option("Of an S3 bucket; by default what the environment says.", "KV memory")
-    ] = ""
-    tier_policy: Annotated[
-        str, option("What these caches give up first: price, lru, arc, ...", "KV memory")
-    ] = "price"
+    ] = ()
     tier_recall: Annotated[
         bool, option("Bring back what a session needs before it is expected.", "KV memory")
     ] = True
@@ -284,7 +279,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     allow_open: Annotated[
         bool, option("Listen beyond loopback although there is no fleet secret.")
     ] = False
-    tier_params: dict[str, Any] = {}  # parameters of `tier_policy`, by name
 
     def __post_init__(self) -> None:
         read_location(self.location)
@@ -293,8 +287,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
         for name in ("blocks", "memory", "host_blocks", "max_model_len", "max_waiting", "drain",
-                     "max_background_tokens", "host_cache", "disk_cache",
-                     "bucket_cache"):  # fmt: skip
+                     "max_background_tokens"):  # fmt: skip
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 0")
         if not 0 <= self.port <= 65535:
@@ -320,30 +313,14 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         """Whether it has no model, and only takes time."""
         return self.executor == "sleep" or bool(self.timing)
 
-    @property
-    def tiered(self) -> bool:
-        """Whether blocks have somewhere to go beyond the device."""
-        return bool(self.host_cache or self.disk_cache or self.bucket_cache)
-
     def _check_tiers(self) -> None:
-        for size, location in (("disk_cache", "disk_path"), ("bucket_cache", "bucket_url")):
-            if bool(getattr(self, size)) != bool(getattr(self, location)):
-                raise ConfigError(
-                    f"{size} is {getattr(self, size)} and {location} {getattr(self, location)!r}; "
-                    "give both or neither"
-                )
-        for name in ("bucket_endpoint", "bucket_region"):
-            if getattr(self, name) and not self.bucket_url:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}, and bucket_url is missing")
-        if (self.tier_params or self.tier_policy != "price") and not self.tiered:
+        check_names(self.tiers)
+        if any(tier.name == HOST for tier in self.tiers[1:]):
+            raise ConfigError(f"tier {HOST} is not the first; it is the nearest: give it first")
+        if self.tiers and not self.prefix_caching:
             raise ConfigError(
-                f"tier_policy is {self.tier_policy!r}, and there is no cache beyond the device; "
-                "give host_cache, disk_cache or bucket_cache"
-            )
-        if self.tiered and not self.prefix_caching:
-            raise ConfigError(
-                "prefix_caching is off, and a cache beyond the device is given; there is nothing "
-                "that it could keep: leave one of them out"
+                "prefix_caching is off, and tiers are given; there is nothing that they could "
+                "keep: leave one of them out"
             )
 
     @property

@@ -8,25 +8,22 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from pigou.config import ConfigError
 from pigou.engine.plan import Load
-from pigou.events import Medium
 from pigou.kv.block import Block, KVLayout, hashes_of
-from pigou.kv.offload import DEVICE, NOWHERE, Move, RecomputeCost, TierSpeed, staging_of
-from pigou.kv.tier import Tier
-from pigou.kv.tier_eviction.policy import TierSetting, load
+from pigou.kv.offload import DEVICE, NOWHERE, Move, RecomputeCost, TierSpeed
+from pigou.kv.tier_config import HOST, STORES, build_tiers
 from pigou.kv.tiers import Tiers
+from pigou.registry import named
 from pigou.request import Ints
-from pigou.runtime.kv_offload.disk_store import DiskStore
 from pigou.runtime.kv_offload.host_store import HostStore
 from pigou.runtime.kv_offload.offloader import DEVICE as DEVICE_NAME
-from pigou.runtime.kv_offload.offloader import HOST, KVOffloader, StoreStatus
+from pigou.runtime.kv_offload.offloader import KVOffloader, StoreStatus
 from pigou.runtime.kv_offload.records import BlockRecords
-from pigou.runtime.kv_offload.store import Store, StoreError
+from pigou.runtime.kv_offload.store import OpenStore, Store, StoreError
 from pigou.runtime.kv_offload.transfer_jobs import DeviceBlocks, make_arena
 from pigou.runtime.kv_offload.transfer_queue import OffloadResult
 from pigou.worker.commands import Command, OffloadDone, Recovered, Restored
@@ -178,102 +175,76 @@ _TOKEN, _BACK = 1e-4, 1e9
 
 
 @dataclass(frozen=True, slots=True)
-class HostMemoryPlan:
-    """How large everything is, in blocks."""
+class WorkerTiers:
+    """Tiers with open stores; `offloader` starts what moves blocks there."""
 
-    rows: int
-    copies: int
-    host: int  # blocks of the host's store; 0 for no such tier
+    tiers: Tiers
+    names: list[str]  # of the tiers, nearest first
+    stores: dict[str, Store]  # all but the host's, by name
+    host: HostMemory
+
+    def offloader(self, device: DeviceBlocks) -> KVOffloader:
+        """Start to move blocks between a device and the stores."""
+        store = HostStore(make_arena(device, self.host.rows), self.host.blocks)
+        return KVOffloader(device, store, self.stores)
 
 
 @dataclass(frozen=True, slots=True)
-class TierParts:
-    """Tiers, the names of their stores, and what makes the mover, given the device's blocks."""
+class HostMemory:
+    """How host memory is divided, in blocks."""
 
-    tiers: Tiers
-    names: list[str]
-    offloader: Callable[[DeviceBlocks], KVOffloader]
+    rows: int  # all of it
+    copies: int  # under way from the device
+    blocks: int  # of the host tier; 0 without one
 
 
-def plan_host(config: WorkerConfig, layout: KVLayout, blocks: int) -> HostMemoryPlan:
-    """Divide the host's memory; `blocks` is how many the device has.
+def divide_host_memory(config: WorkerConfig, layout: KVLayout, blocks: int) -> HostMemory:
+    """Divide the host's memory for a device of `blocks` blocks.
 
     Raises:
-        ConfigError: `host_cache` has no room for a block besides those under way.
+        ConfigError: the host tier has no room for a block besides those under way.
     """
-    far = bool(config.disk_cache) + bool(config.bucket_cache)
+    host = [tier for tier in config.tiers if tier.name == HOST]
+    far = len(config.tiers) - len(host)
     reads = _READS if far > 1 or (far and config.device != "cpu") else 0
     copies = max(1, min(blocks // _COPIES, _MAX_COPIES))
-    if not config.host_cache:
-        return HostMemoryPlan(copies + reads, copies, 0)
-    rows = config.host_cache // layout.block_bytes
+    if not host:
+        return HostMemory(copies + reads, copies, 0)
+    rows = host[0].size_bytes // layout.block_bytes
     copies = min(copies, max(1, rows // 4))
-    host = rows - copies - reads
-    if host < 2:
+    if rows - copies - reads < 2:
         raise ConfigError(
-            f"host_cache is {config.host_cache} bytes; blocks of {layout.block_bytes} bytes need "
-            f"at least {(copies + reads + 2) * layout.block_bytes}"
+            f"tier {HOST} has {host[0].size_bytes} bytes; blocks of {layout.block_bytes} bytes "
+            f"need at least {(copies + reads + 2) * layout.block_bytes}"
         )
-    return HostMemoryPlan(rows, copies, host)
+    return HostMemory(rows, copies, rows - copies - reads)
 
 
-def build_tiers(config: WorkerConfig, layout: KVLayout, blocks: int) -> TierParts | None:
+def open_tiers(config: WorkerConfig, layout: KVLayout, blocks: int) -> WorkerTiers | None:
     """Make the tiers that are configured, and open their stores; None where there are none.
 
     Raises:
         ConfigError: a size that holds nothing, an unknown policy, a place that cannot be used.
     """
-    if not config.tiered:
+    if not config.tiers:
         return None
-    plan = plan_host(config, layout, blocks)
-    stores = _stores(config, layout)
-    rooms = {HOST: plan.host} if plan.host else {}
-    rooms |= {name: store.capacity for name, store in stores.items()}
-    names = list(rooms)
-    staging = staging_of(list(rooms.values()))
-    tiers = [
-        _tier(config, layout, name, rooms[name] - spare)
-        for name, spare in zip(names, staging, strict=True)
-    ]
-    media = [Medium.HOST if name == HOST else Medium.STORAGE for name in names]
-    made = Tiers(tiers, layout.block_bytes, staging, copies=plan.copies, media=media)
-    made.recall = config.tier_recall
-    return TierParts(made, names, lambda device: _offloader(device, plan, stores))
-
-
-def _stores(config: WorkerConfig, layout: KVLayout) -> dict[str, Store]:
-    space = bytes.fromhex(layout.fingerprint())
+    host = divide_host_memory(config, layout, blocks)
+    namespace = bytes.fromhex(layout.fingerprint())
     stores: dict[str, Store] = {}
-    try:
-        if config.disk_cache:
-            stores["disk"] = DiskStore(
-                Path(config.disk_path), space, layout.block_bytes, config.disk_cache
+    for tier in config.tiers:
+        if tier.name == HOST:
+            continue
+        open_store: OpenStore = named(STORES, tier.name, "tier")
+        try:
+            stores[tier.name] = open_store(
+                tier.place, namespace, layout.block_bytes, tier.size_bytes
             )
-        if config.bucket_cache:
-            stores["bucket"] = _bucket(config, layout, space)
-    except (StoreError, ValueError) as error:
-        raise ConfigError(f"a cache beyond the device cannot be used: {error}") from None
-    return stores
-
-
-def _bucket(config: WorkerConfig, layout: KVLayout, space: bytes) -> Store:
-    from pigou.runtime.kv_offload.bucket_location import BucketLocation
-    from pigou.runtime.kv_offload.bucket_store import BucketStore  # its client is not small
-
-    location = BucketLocation(config.bucket_url, config.bucket_endpoint, config.bucket_region)
-    return BucketStore(location, space, layout.block_bytes, config.bucket_cache)
-
-
-def _tier(config: WorkerConfig, layout: KVLayout, name: str, room: int) -> Tier:
-    if room < 1:
-        raise ConfigError(
-            f"{name}_cache is {getattr(config, f'{name}_cache')} bytes; blocks of "
-            f"{layout.block_bytes} bytes need at least {2 * layout.block_bytes + 512}"
-        )
-    cap = room * layout.block_bytes
-    recompute_cost = RecomputeCost(base=layout.block_size * _TOKEN, restore=1 / _BACK)
-    return Tier(cap, load(config.tier_policy, TierSetting(cap, recompute_cost), config.tier_params))
-
-
-def _offloader(device: DeviceBlocks, plan: HostMemoryPlan, stores: dict[str, Store]) -> KVOffloader:
-    return KVOffloader(device, HostStore(make_arena(device, plan.rows), plan.host), stores)
+        except (StoreError, ValueError) as error:
+            raise ConfigError(f"tier {tier.name} cannot be used: {error}") from None
+    names = [tier.name for tier in config.tiers]
+    capacities = [host.blocks if name == HOST else stores[name].capacity for name in names]
+    cost = RecomputeCost(base=layout.block_size * _TOKEN, restore=1 / _BACK)
+    costs = [cost] * len(names)
+    tiers = build_tiers(config.tiers, capacities, layout.block_bytes, costs, host.copies)
+    tiers.recall = config.tier_recall
+    return WorkerTiers(tiers, names, stores, host)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import re
+from collections.abc import Callable
 from ctypes.util import find_library
+from functools import partial
 
 from pigou.config import ConfigError, check_all
+from pigou.kv.tier_config import HOST, STORES
 from pigou.models import ModelError, model_folder
 from pigou.models.hf_config import HfConfig, read_config
 from pigou.models.read import served_family
+from pigou.registry import named
 from pigou.worker.config import WorkerConfig
 
 #: Drivers that torch's `cuda` devices need, one of which a machine with GPUs has.
@@ -19,14 +23,17 @@ _CUDA_DEVICE = re.compile(r"cuda(?::(\d+))?")
 
 
 def check_worker(config: WorkerConfig) -> None:
-    """Refuse a worker whose model or device cannot be had; loads neither.
+    """Refuse a worker whose model, device or tiers cannot be had; loads and opens none.
 
     Raises:
         ConfigError: one line for each that is wrong.
     """
-    if config.sleeps:
-        return
-    check_all(lambda: _check_model(config.model), lambda: _check_device(config.device))
+    checks: list[Callable[[], object]] = [
+        partial(named, STORES, tier.name, "tier") for tier in config.tiers if tier.name != HOST
+    ]
+    if not config.sleeps:
+        checks += [partial(_check_model, config.model), partial(_check_device, config.device)]
+    check_all(*checks)
 
 
 def _check_model(model: str) -> None:

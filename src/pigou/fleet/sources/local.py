@@ -19,17 +19,14 @@ from pigou.fleet.probe import ProbeFailed, probe
 from pigou.fleet.provider import ProvidedPool
 from pigou.fleet.worker_process import MemberProcess, WorkerProcess
 from pigou.imports import require
+from pigou.kv.tier_config import place_below
 from pigou.request import Role
-
-#: Options of a worker that name a place which no other worker may use.
-OWN = ("--disk-path", "--bucket-url")
 
 
 class WorkerTemplate(msgspec.Struct, frozen=True, kw_only=True):
     """What further workers of a local fleet are made from."""
 
-    # of `pigou worker`, the same for all; but where one worker alone may keep its cache (`OWN`),
-    # each gets a part that is named after it.
+    # of `pigou worker`, the same for all; but each gets a part of a tier's place, by its name.
     arguments: tuple[str, ...] = ()
     devices: tuple[str, ...] = ("cpu",)
     model: str = ""  # that they serve, of several; empty where there is one
@@ -124,21 +121,17 @@ def sleeps(arguments: Sequence[str]) -> bool:
 
 
 def _apart(arguments: Sequence[str], name: str) -> list[str]:
-    """Return the arguments with a place of its own for each cache of the worker `name`."""
+    """Return the arguments with a place of its own for each tier of the worker `name`."""
     own_arguments: list[str] = []
     for argument in arguments:
-        option, equals, path = argument.partition("=")
-        if equals and option in OWN and path:
-            own_arguments.append(f"{option}={_below(path, name)}")
-        elif own_arguments and own_arguments[-1] in OWN and argument:
-            own_arguments.append(_below(argument, name))
+        option, equals, tier = argument.partition("=")
+        if equals and option == "--tier":
+            own_arguments.append(f"{option}={place_below(tier, name)}")
+        elif own_arguments and own_arguments[-1] == "--tier":
+            own_arguments.append(place_below(argument, name))
         else:
             own_arguments.append(argument)
     return own_arguments
-
-
-def _below(path: str, name: str) -> str:
-    return f"{path.rstrip('/')}/{name}"
 
 
 def threads_each(workers: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 from obstore.exceptions import BaseError
 from obstore.store import ObjectStore, from_url
@@ -45,6 +45,19 @@ class BucketLocation:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
         if self.retries < 0:
             raise ValueError(f"retries is {self.retries}; it must not be negative")
+
+    @classmethod
+    def parse(cls, place: str) -> BucketLocation:
+        """Read `URL[?endpoint=URL][&region=NAME]`.
+
+        Raises:
+            ValueError: it is not written so.
+        """
+        url, _, query = place.partition("?")
+        given = dict(parse_qsl(query, keep_blank_values=True))
+        if unknown := sorted(given.keys() - {"endpoint", "region"}):
+            raise ValueError(f"{place} has {unknown[0]!r} after '?'; give endpoint= or region=")
+        return cls(url, **given)
 
     def open(self) -> ObjectStore:
         """Make a client; nothing is sent yet.

@@ -57,7 +57,7 @@ class BucketStore:
 
     def __init__(
         self,
-        location: BucketLocation,
+        location: BucketLocation | str,
         namespace: bytes,
         block_bytes: int,
         cap_bytes: int,
@@ -75,6 +75,8 @@ class BucketStore:
             StoreError: the location is of no use.
         """
         self.counts = StoreCounts()
+        if isinstance(location, str):
+            location = BucketLocation.parse(location)
         self.location = location
         self._namespace = namespace
         self._block_bytes = block_bytes

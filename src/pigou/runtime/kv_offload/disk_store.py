@@ -46,7 +46,7 @@ class DiskStore:
 
     def __init__(
         self,
-        path: Path,
+        path: Path | str,
         namespace: bytes,
         block_bytes: int,
         cap_bytes: int,
@@ -73,7 +73,7 @@ class DiskStore:
         self._reading = 0
         self._idle = threading.Condition(self._lock)
         self._closed = False
-        self.path = path
+        self.path = path = Path(path)
         self._folder = SegmentFolder(path, namespace, block_bytes, cap_bytes)
         try:
             for number, segment in list(self._folder.segments.items()):

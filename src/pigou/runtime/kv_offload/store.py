@@ -17,8 +17,9 @@ Trouble with the medium as a whole (disk full or gone, server dead) raises `Stor
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from pigou.kv.block import Bytes
 from pigou.kv.checksum import Checksums
@@ -140,3 +141,8 @@ class Store(Protocol):
     def close(self) -> None:
         """Let go of files and connections; later calls raise StoreError, a second `close` not."""
         ...
+
+
+#: What the entry point of a store names, given the place of `NAME=SIZE@PLACE`, the layout's
+#: fingerprint (16 bytes), the bytes of a block and the cap; raises StoreError or ValueError.
+OpenStore: TypeAlias = Callable[[str, bytes, int, int], Store]
