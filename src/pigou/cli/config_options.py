@@ -54,6 +54,15 @@ COMMON = {
     "max_seqs engine seed out url decode_workers api_key",
 }
 _MARK = "__configured__"
+_TIERS = "give --tier, as host=8GiB, disk=100GiB@/DIR or bucket=1TiB@s3://BUCKET/PREFIX"
+#: What to give in place of options that are no more, by parameter.
+REPLACED = dict.fromkeys(
+    ("host_cache", "disk_cache", "disk_path", "bucket_cache", "bucket_url"), _TIERS
+) | {
+    "bucket_endpoint": "give --tier bucket=SIZE@s3://BUCKET/PREFIX?endpoint=URL",
+    "bucket_region": "give --tier bucket=SIZE@s3://BUCKET/PREFIX?region=NAME",
+    "tier_policy": "give --tier NAME=SIZE,policy=NAME",
+}
 
 
 def configured(function: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -179,6 +188,8 @@ def _key(context: typer.Context, key: Any, file: str) -> str:
                 known[option[2:].replace("-", "_")] = parameter.name
     name = known.get(str(key).replace("-", "_"))
     if name is None:
+        if replaced := REPLACED.get(str(key).replace("-", "_")):
+            raise typer.BadParameter(f"{file!r} has {key!r}, no option any more; {replaced}")
         near = difflib.get_close_matches(str(key).replace("-", "_"), known, 1)
         hint = f"did you mean {near[0].replace('_', '-')!r}?" if near else "see --help"
         raise typer.BadParameter(f"{file!r} has {key!r}, which is no option; {hint}")
@@ -455,17 +466,6 @@ def in_flags(message: str, flags: Mapping[str, str]) -> str:
     if not marked:
         return message
     return re.sub(rf"(?<![\w.$'/-])({marked})\b", lambda match: flags[match[1]], message)
-
-
-_TIERS = "give --tier, as host=8GiB, disk=100GiB@/DIR or bucket=1TiB@s3://BUCKET/PREFIX"
-#: What to give in place of options that are no more, by parameter.
-REPLACED = dict.fromkeys(
-    ("host_cache", "disk_cache", "disk_path", "bucket_cache", "bucket_url"), _TIERS
-) | {
-    "bucket_endpoint": "give --tier bucket=SIZE@s3://BUCKET/PREFIX?endpoint=URL",
-    "bucket_region": "give --tier bucket=SIZE@s3://BUCKET/PREFIX?region=NAME",
-    "tier_policy": "give --tier NAME=SIZE,policy=NAME",
-}
 
 
 class GroupedCommand(TyperCommand):
