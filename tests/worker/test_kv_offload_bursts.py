@@ -36,7 +36,7 @@ class Burst:
             model=str(model), executor="sleep", blocks=40, max_seqs=6, kv_transfer="none",
             tiers=(
                 StoreTier(name="host", gib=24 * BLOCK / 2**30),
-                StoreTier(name="disk", gib=60 * BLOCK / 2**30, place=str(disk)),
+                StoreTier(name="disk", gib=60 * BLOCK / 2**30, uri=str(disk)),
             ),
             sleep_base=1, sleep_per_seq=1, sleep_prefill_rate=1e9, max_batched_tokens=128,
         )  # fmt: skip

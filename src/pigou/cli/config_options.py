@@ -341,14 +341,14 @@ def read_struct(flag: str, text: str, kind: type[Struct], first: str = "name") -
 def _tier(flag: str, text: str) -> dict[str, object]:
     """Read `NAME=SIZE[@PLACE][,key=value]...`."""
     try:
-        name, size, place, rest = split_tier(text)
+        name, size, uri, rest = split_tier(text)
         params = named(flag, name + rest)[1]
-        if twice := params.keys() & {"name", "gib", "place"}:
+        if twice := params.keys() & {"name", "gib", "uri"}:
             raise ConfigError(f"{min(twice)} is not written so; give NAME=SIZE[@PLACE]")
     except ConfigError as error:
         raise ConfigError(f"{flag} is {text!r}: {error}") from None
     values = {"name": name, "gib": parse_size(size) / 2**30, **params}
-    return {**values, "place": place} if place else values
+    return {**values, "uri": uri} if uri else values
 
 
 def config_options(

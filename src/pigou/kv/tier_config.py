@@ -22,7 +22,7 @@ HOST = "host"
 #: Entry point group of the stores of other tiers, by the tier's name.
 STORES = "pigou.tier_store"
 _TEXT = re.compile(
-    r"(?P<name>[\w.-]+)=(?P<size>[^@,]+)(?:@(?P<place>.+?))?(?P<rest>(?:,[\w.]+=[^,]*)*)"
+    r"(?P<name>[\w.-]+)=(?P<size>[^@,]+)(?:@(?P<uri>.+?))?(?P<rest>(?:,[\w.]+=[^,]*)*)"
 )
 
 
@@ -57,15 +57,15 @@ def split_tier(text: str) -> tuple[str, str, str, str]:
             f"a tier is {text!r}; write NAME=SIZE[@PLACE][,key=value]..., as host=8GiB or "
             "disk=100GiB@/DIR"
         )
-    return match["name"], match["size"], match["place"] or "", match["rest"]
+    return match["name"], match["size"], match["uri"] or "", match["rest"]
 
 
-def place_below(text: str, part: str) -> str:
+def uri_below(text: str, part: str) -> str:
     """Return a tier's text with `part` appended to the path of its place, where it has one."""
-    name, size, place, rest = split_tier(text)
-    if not place:
+    name, size, uri, rest = split_tier(text)
+    if not uri:
         return text
-    path, mark, query = place.partition("?")
+    path, mark, query = uri.partition("?")
     return f"{name}={size}@{path.rstrip('/')}/{part}{mark}{query}{rest}"
 
 

@@ -31,13 +31,13 @@ _EVICTION_FIELDS = tuple(name for name in EvictionConfig.__struct_fields__ if na
 class StoreTier(TierOption, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A tier of a worker's KV blocks, and where its store keeps them."""
 
-    place: str = ""  # a folder, a URL; none for host memory
+    uri: str = ""  # a folder, a URL; none for host memory
 
     def __post_init__(self) -> None:
         TierOption.__post_init__(self)
-        if self.name == HOST and self.place:
-            raise ConfigError(f"tier {HOST} has place {self.place!r}; leave it out")
-        if self.name != HOST and not self.place:
+        if self.name == HOST and self.uri:
+            raise ConfigError(f"tier {HOST} has place {self.uri!r}; leave it out")
+        if self.name != HOST and not self.uri:
             raise ConfigError(f"tier {self.name} has no place; write {self.name}=SIZE@PLACE")
 
 

@@ -236,9 +236,7 @@ def open_tiers(config: WorkerConfig, layout: KVLayout, blocks: int) -> WorkerTie
             continue
         open_store: OpenStore = named(STORES, tier.name, "tier")
         try:
-            stores[tier.name] = open_store(
-                tier.place, namespace, layout.block_bytes, tier.size_bytes
-            )
+            stores[tier.name] = open_store(tier.uri, namespace, layout.block_bytes, tier.size_bytes)
         except (StoreError, ValueError) as error:
             raise ConfigError(f"tier {tier.name} cannot be used: {error}") from None
     names = [tier.name for tier in config.tiers]

@@ -19,7 +19,7 @@ from pigou.fleet.probe import ProbeFailed, probe
 from pigou.fleet.provider import ProvidedPool
 from pigou.fleet.worker_process import MemberProcess, WorkerProcess
 from pigou.imports import require
-from pigou.kv.tier_config import place_below
+from pigou.kv.tier_config import uri_below
 from pigou.request import Role
 
 
@@ -126,9 +126,9 @@ def _apart(arguments: Sequence[str], name: str) -> list[str]:
     for argument in arguments:
         option, equals, tier = argument.partition("=")
         if equals and option == "--tier":
-            own_arguments.append(f"{option}={place_below(tier, name)}")
+            own_arguments.append(f"{option}={uri_below(tier, name)}")
         elif own_arguments and own_arguments[-1] == "--tier":
-            own_arguments.append(place_below(argument, name))
+            own_arguments.append(uri_below(argument, name))
         else:
             own_arguments.append(argument)
     return own_arguments

@@ -47,16 +47,16 @@ class BucketLocation:
             raise ValueError(f"retries is {self.retries}; it must not be negative")
 
     @classmethod
-    def parse(cls, place: str) -> BucketLocation:
+    def parse(cls, uri: str) -> BucketLocation:
         """Read `URL[?endpoint=URL][&region=NAME]`.
 
         Raises:
             ValueError: it is not written so.
         """
-        url, _, query = place.partition("?")
+        url, _, query = uri.partition("?")
         given = dict(parse_qsl(query, keep_blank_values=True))
         if unknown := sorted(given.keys() - {"endpoint", "region"}):
-            raise ValueError(f"{place} has {unknown[0]!r} after '?'; give endpoint= or region=")
+            raise ValueError(f"{uri} has {unknown[0]!r} after '?'; give endpoint= or region=")
         return cls(url, **given)
 
     def open(self) -> ObjectStore:
