@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 import reprlib
 from collections.abc import Callable
@@ -18,6 +19,27 @@ BY_PRICE = ("paper", "paper-lossy")
 
 class ConfigError(ValueError):
     """A configuration value that cannot be honoured; names the field, the value, the remedy."""
+
+
+def check_bounds(
+    name: str, value: float, *, ge: float | None = None, gt: float | None = None,
+    le: float | None = None, lt: float | None = None, unit: str = "",
+) -> None:  # fmt: skip
+    """Refuse a value that is not finite, or outside bounds named as those of `msgspec.Meta`."""
+    bounds = [
+        (word, bound, inside)
+        for word, bound, inside in (
+            ("at least", ge, operator.ge), ("above", gt, operator.gt),
+            ("at most", le, operator.le), ("below", lt, operator.lt),
+        )
+        if bound is not None
+    ]  # fmt: skip
+    finite = value - value == 0
+    if finite and all(inside(value, bound) for _, bound, inside in bounds):
+        return
+    text = ", ".join(f"{word} {bound}" for word, bound, _ in bounds)
+    text = f"{ge} to {le}" if ge is not None and le is not None else text
+    raise ConfigError(f"{name} is {value}; it must be {'' if finite else 'finite, '}{text}{unit}")
 
 
 def check_all(*checks: Callable[[], object]) -> None:
@@ -92,17 +114,16 @@ class EvictionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     floors: dict[str, int] = {}  # blocks that a tenant's requests keep together, by tenant
 
     def __post_init__(self) -> None:
-        _check_minimum("eviction.sinks", self.sinks, 0)
-        _check_minimum("eviction.recent", self.recent, 1)
-        _check_minimum("eviction.least", self.least, self.sinks + self.recent)
-        _check_minimum("eviction.interval", self.interval, 1)
+        check_bounds("eviction.sinks", self.sinks, ge=0)
+        check_bounds("eviction.recent", self.recent, ge=1)
+        check_bounds("eviction.least", self.least, ge=self.sinks + self.recent)
+        check_bounds("eviction.interval", self.interval, ge=1)
         for name in ("ceiling", "rate"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"eviction.{name} is {getattr(self, name)}; it must be above 0")
-        if not 0 <= self.slack < float("inf"):
-            raise ConfigError(f"eviction.slack is {self.slack}; it must be finite, at least 0")
+        check_bounds("eviction.slack", self.slack, ge=0)
         for tenant, blocks in self.floors.items():
-            _check_minimum(f"eviction.floors of {tenant!r}", blocks, 0)
+            check_bounds(f"eviction.floors of {tenant!r}", blocks, ge=0)
 
     @property
     def by_price(self) -> bool:
@@ -137,13 +158,11 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     eviction: EvictionConfig | None = None  # of cache entries of running requests; None for none
 
     def __post_init__(self) -> None:
-        for name in ("blocks", "block_size", "max_seqs", "max_batched_tokens", "max_model_len"):
-            _check_minimum(name, getattr(self, name), 1)
-        _check_minimum("max_repeat", self.max_repeat, 1)
-        _check_minimum("host_blocks", self.host_blocks, 0)
-        _check_minimum("max_waiting", self.max_waiting, 0)
-        _check_minimum("headroom", self.headroom, 0)
-        _check_minimum("max_background_tokens", self.max_background_tokens, 0)
+        for name in ("blocks", "block_size", "max_seqs", "max_batched_tokens", "max_model_len",
+                     "max_repeat"):  # fmt: skip
+            check_bounds(name, getattr(self, name), ge=1)
+        for name in ("host_blocks", "max_waiting", "headroom", "max_background_tokens"):
+            check_bounds(name, getattr(self, name), ge=0)
         if self.eviction is not None and self.eviction.interval < self.block_size:
             raise ConfigError(
                 f"eviction.interval is {self.eviction.interval}; it must be at least the block "
@@ -176,7 +195,7 @@ class IndexConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     def __post_init__(self) -> None:
         for name in ("max_blocks", "max_total", "ttl"):
-            _check_minimum(f"index.{name}", getattr(self, name), 1)
+            check_bounds(f"index.{name}", getattr(self, name), ge=1)
 
 
 class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -291,16 +310,7 @@ class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             "max_queued", "max_queued_tokens", "max_inflight", "max_inflight_tokens",
             "max_request_inflight", "prefill_ahead_ms", "queue_timeout", "seed", "max_decisions"
         ):  # fmt: skip
-            _check_minimum(name, getattr(self, name), 0)
+            check_bounds(name, getattr(self, name), ge=0)
         for tenant, weight in self.tenant_weights.items():
-            if not 0.0 < weight < float("inf"):
-                raise ConfigError(
-                    f"tenant_weights of {tenant!r} is {weight}; it must be finite and above 0"
-                )
-        if not 0.0 <= self.temperature < float("inf"):
-            raise ConfigError(f"temperature is {self.temperature}; it must be finite, at least 0")
-
-
-def _check_minimum(name: str, value: int, minimum: int) -> None:
-    if value < minimum:
-        raise ConfigError(f"{name} is {value}; it must be at least {minimum}")
+            check_bounds(f"tenant_weights of {tenant!r}", weight, gt=0)
+        check_bounds("temperature", self.temperature, ge=0)

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from pigou.config import ConfigError
+from pigou.config import ConfigError, check_bounds
 from pigou.config_option import option
 from pigou.models.architecture import Architecture
 from pigou.sim.gpus import GIB, Gpu
@@ -50,13 +50,10 @@ class VramConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     def __post_init__(self) -> None:
         for name in ("tp", "block_size", "max_batched_tokens", "max_seqs", "adapter_rank"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if not 0.0 < self.utilization <= 1.0:
-            raise ConfigError(f"utilization is {self.utilization}; it must be above 0, at most 1")
-        if self.adapters < 0 or not 0.0 <= self.runtime_gib < float("inf"):
-            name = "adapters" if self.adapters < 0 else "runtime_gib"
-            raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 0")
+            check_bounds(name, getattr(self, name), ge=1)
+        check_bounds("utilization", self.utilization, gt=0, le=1)
+        check_bounds("adapters", self.adapters, ge=0)
+        check_bounds("runtime_gib", self.runtime_gib, ge=0)
         for target in self.adapter_targets:
             if target not in ADAPTER_TARGETS:
                 known = ", ".join(ADAPTER_TARGETS)
@@ -164,8 +161,7 @@ def mix_demand(
     Args:
         margin: share of the cache to keep free, 0 to 1.
     """
-    if not 0.0 <= margin < 1.0:
-        raise ConfigError(f"margin is {margin}; it must be at least 0, below 1")
+    check_bounds("margin", margin, ge=0, lt=1)
     demand = sum(count * model.sequence_bytes(tokens, tp) for count, tokens in sequences)
     safe = int(memory.cache * (1.0 - margin))
     reads_s = (memory.weights / device.streaming + demand / device.cache) / device.bandwidth

@@ -153,7 +153,6 @@ def _warn_of_unknown(name: str, prefix: str, known: set[str]) -> None:
 
 
 def _read(context: typer.Context, file: str) -> str:
-    """Take the defaults of the other options from a file."""
     if file:
         values = _load(file)
         context.default_map = {
@@ -177,7 +176,6 @@ def _load(file: str) -> Mapping[Any, Any]:
 
 
 def _key(context: typer.Context, key: Any, file: str) -> str:
-    """Return the parameter that a key of the file names."""
     known = {}
     for parameter in context.command.params:
         if parameter.name in (None, _OPTION, _HELP, "help"):
@@ -264,7 +262,6 @@ class ConfigOption:
         return self.option.form in ("numbers", "entries") or get_origin(self.kind) is tuple
 
     def _typed(self) -> Any:
-        """Return the type of what is typed."""
         if self.repeatable:
             return list[str] | None
         if self.option.form in ("size", "named", "weights"):
@@ -278,7 +275,6 @@ class ConfigOption:
         return self.kind
 
     def _typed_default(self) -> Any:
-        """Return the default as it is typed."""
         option, default = self.option, self.default
         if option.default is not msgspec.NODEFAULT:
             return option.default

@@ -99,7 +99,6 @@ def _is_url(target: str) -> bool:
 
 
 def _windows(target: str, journal: str, seconds: float, key: str) -> tuple[FleetObservation, ...]:
-    """Return the windows of a journal, a URL or a file."""
     if journal:
         from pigou.windows.journal import journal_windows
         from pigou.workload.journal_file import entries

@@ -134,19 +134,16 @@ def remove(
 
 
 def _path(worker: str, rest: str) -> str:
-    """Return the path of a worker, and what follows it."""
     return f"/workers/{quote(worker, safe='')}{rest}"
 
 
 def _limited(limit_s: float | None) -> dict[str, Any]:
-    """Return the body's part of the limit, which may be left out."""
     return {} if limit_s is None else {"limit_s": limit_s}
 
 
 def _change(
     command: str, url: str, key: str, json: bool, path: str, body: Any, method: str = "POST"
 ) -> None:
-    """Ask for a change, and print the workers that it is about."""
     answer = _ask(command, url, key, method, path, body)
     if json:
         typer.echo(msgspec.json.encode(answer).decode())
@@ -193,7 +190,6 @@ def _ask(
 
 
 def _message(body: bytes) -> str:
-    """Return the message of an error's body; empty where it has none."""
     try:
         error = msgspec.json.decode(body, type=dict[str, Any]).get("error")
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -324,7 +324,6 @@ def _measure(
     config: SweepConfig, setup: Setup, watch: Callable[[int, int, str], None],
     url: str, api_key: str, decode_workers: int,
 ) -> SweepTables | None:  # fmt: skip
-    """Return the tables; None when a live sweep was stopped."""
     if not url:
         from pigou.sim.sweep import sweep as run_sweep
 

@@ -20,7 +20,7 @@ from rich.table import Table
 from pigou.cli.config_options import config_command
 from pigou.cli.option_values import check_json, write_json
 from pigou.cli.progress import WorkProgress
-from pigou.config import ConfigError
+from pigou.config import ConfigError, check_bounds
 from pigou.config_option import option
 from pigou.sim.setup import TierConfig
 
@@ -65,8 +65,7 @@ class TrialOptions(msgspec.Struct, frozen=True, kw_only=True):
             ("jobs", self.jobs, 0),
             ("seed", self.seed, 0),
         ):
-            if value < lowest:
-                raise ConfigError(f"{name} is {value}; it must be at least {lowest}")
+            check_bounds(name, value, ge=lowest)
 
 
 @config_command("plan")

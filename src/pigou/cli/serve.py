@@ -123,7 +123,6 @@ def _gpu(gateway: GatewayConfig, fleet: WorkersConfig) -> str:
 
 
 def _bus(peers: PeersConfig, secret: FleetSecret | None) -> PeerBus | None:
-    """Return the bus to other gateways; None where none is asked for."""
     if not peers.peers:
         return None
     if secret is None:
@@ -137,7 +136,6 @@ def _bus(peers: PeersConfig, secret: FleetSecret | None) -> PeerBus | None:
 
 
 def _worker_options(gateway: GatewayConfig, log: LogConfig) -> list[str]:
-    """Return what workers are told of the gateway's options and of the logs."""
     arguments = ["--log-format", log.log_format] if log.log_format != "text" else []
     arguments += ["--log-level", log.level] if log.level == "debug" else []
     arguments += ["--access-log"] if log.access_log else []
@@ -242,7 +240,6 @@ def _banner(serving: Serving, host: str, registry: str = "") -> str:
 
 
 def _without_user(url: str) -> str:
-    """Return a URL without user and password."""
     scheme, separator, rest = url.partition("://")
     host, slash, path = rest.partition("/")
     return scheme + separator + host.rpartition("@")[2] + slash + path

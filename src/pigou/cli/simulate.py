@@ -157,7 +157,6 @@ def simulate(
 
 
 def _without_limits(control: ControlConfig) -> ControlConfig:
-    """Return the configuration with no limit where an option is 0."""
     from pigou.sim.simulation import UNLIMITED
 
     names = ("max_inflight", "max_inflight_tokens", "max_queued", "queue_timeout")

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from rich.table import Table
 
 from pigou.cli.config_options import in_flags
-from pigou.config import ConfigError
+from pigou.config import ConfigError, check_bounds
 
 if TYPE_CHECKING:
     from pigou.workload.catalogue import Watch
@@ -147,10 +147,8 @@ def sample(
 
     with _failing("sample"):
         for name, value in (("--scale", scale), ("--speed", speed)):
-            if not 0.0 < value < math.inf:
-                raise ConfigError(f"{name} is {value}; it must be finite and above 0")
-        if seed < 0:
-            raise ConfigError(f"--seed is {seed}; it must be at least 0")
+            check_bounds(name, value, gt=0)
+        check_bounds("--seed", seed, ge=0)
         recorded = window(read_trace(file, block, unit), begin, end)
         if sessions is not None:
             recorded = some(recorded, sessions, np.random.default_rng(seed))
@@ -160,7 +158,6 @@ def sample(
 
 @contextmanager
 def _failing(command: str) -> Iterator[None]:
-    """Tell of what went wrong in a line."""
     from pigou.workload.catalogue import DownloadError
 
     try:

@@ -110,7 +110,6 @@ def vram(
 
 
 def _measured(url: str, key: str) -> dict[str, Any]:
-    """Return what `--json` writes of a live worker."""
     from http.client import HTTPException
     from urllib.request import Request, urlopen
 
@@ -131,7 +130,6 @@ def _measured(url: str, key: str) -> dict[str, Any]:
 
 
 def _parse_sequences(text: str) -> list[tuple[int, int]]:
-    """Read `COUNTxTOKENS,...`."""
     batch = []
     for item in text.split(",") if text else ():
         match = _SEQUENCES.fullmatch(item.strip())

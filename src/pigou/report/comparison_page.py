@@ -85,7 +85,6 @@ def _line(
 
 
 def _paired(values: Sequence[Any], form: Form, *, ratios: bool = True) -> list[Cell]:
-    """Return each value, and from the second on its ratio to the first."""
     cells = [Cell(values[0], form)]
     for value in values[1:]:
         cells.append(Cell(value, form))
@@ -119,12 +118,10 @@ def counts(runs: Sequence[RunRecord], labels: Sequence[str]) -> ReportTable:
 
 
 def _known_poa(poa: Mapping[str, Any]) -> float | None:
-    """Return the Price of Anarchy of a run; None where it has no interval."""
     return poa.get("whole") if poa.get("interval") else None
 
 
 def _latencies(runs: Sequence[RunRecord], labels: Sequence[str]) -> tuple[ReportTable, ...]:
-    """Return a table for each figure of latency, with ratios to the first run."""
     tables = []
     for key, name in LATENCIES.items():
         spreads = [run.figures.get(key) or {} for run in runs]
@@ -195,7 +192,6 @@ def shares(attainment: Attainment) -> dict[tuple[float, float], float]:
 
 
 def _loads(runs: Sequence[RunRecord], labels: Sequence[str]) -> tuple[Chart, ...]:
-    """Return latency against throughput, and against requests in flight."""
     ranges = []
     for index, (run, label) in enumerate(zip(runs, labels, strict=True)):
         rate, ttft = run.figures.get("throughput_rps"), run.figures["ttft_s"]

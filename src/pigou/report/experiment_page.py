@@ -102,7 +102,6 @@ def _level(rows: Sequence[Row]) -> str:
 
 
 def _with_paper(rows: Sequence[Row], paper: Sequence[Row], against: str) -> list[Row]:
-    """Return rows with the paper's figures of each, as `paper`."""
     papers = {row.get(against): row for row in paper}
     return [
         row if isinstance(row.get("paper"), Mapping)
@@ -121,7 +120,6 @@ def _columns(rows: Sequence[Row], against: str) -> tuple[str, ...]:
 
 
 def _kinds(rows: Sequence[Row], against: str) -> dict[str, list[Row]]:
-    """Return rows by kind: by their settings, and by texts that are no results."""
     keys = dict.fromkeys(
         key for row in rows for key, value in row.items()
         if (isinstance(value, str) and not key.startswith("regime") and key != "experiment")

@@ -137,7 +137,6 @@ def _heat(heat: Heat) -> dict[str, Any]:
 
 
 def _scale(heat: Heat) -> dict[str, Any]:
-    """Return the ticks of a map's colours."""
     marks = ticks(heat.unit, 0.0, heat.top)
     if marks:
         return {"tickvals": [value for value, _ in marks], "ticktext": [text for _, text in marks]}
@@ -164,7 +163,6 @@ def _layout(height: int, entries: int) -> dict[str, Any]:
 
 
 def _axis(axis: Axis, low: float, high: float, *, tight: bool = False) -> dict[str, Any]:
-    """Return an axis over these values; a tight one leaves no room around them."""
     layout: dict[str, Any] = {
         "title": {"text": axis.title, "font": {"color": "@muted", "size": 12.5}, "standoff": 10},
         "gridcolor": "@grid",
@@ -204,7 +202,6 @@ def _drawable(values: Values, axis: Axis) -> list[float | None]:
 
 
 def _hover_text(value: float | None, axis: Axis) -> str:
-    """Return a value as text under the pointer."""
     if value is None:
         return "–"
     for tick, label in axis.ticks:

@@ -354,7 +354,6 @@ def _thinned(count: int) -> str:
 
 
 def _shown_points(count: int, max_points: int = ROWS) -> Sequence[int]:
-    """Return indices of the points to show: the first, the last, and even ones between."""
     if count <= max_points:
         return range(count)
     return sorted({round(k * (count - 1) / (max_points - 1)) for k in range(max_points)})
@@ -440,7 +439,6 @@ def html(page: Page) -> str:
 
 
 def _data(figures: Sequence[Figure]) -> str:
-    """Return figures and colours as JSON that may stand in a script element."""
     drawings = [drawing(figure) for figure in figures if not figure.empty]
     text = json.dumps(
         {"figures": drawings, "colours": COLOURS}, separators=(",", ":"), allow_nan=False
@@ -449,7 +447,6 @@ def _data(figures: Sequence[Figure]) -> str:
 
 
 def _style() -> str:
-    """Return the styles; the colours are those of the figures."""
     light, dark = (
         ";".join(f"--{name}:{value}" for name, value in COLOURS[theme].items())
         for theme in ("light", "dark")
@@ -531,7 +528,6 @@ def write(
 
 
 def _clear(folder: Path) -> None:
-    """Remove the pictures whose figures an earlier page in the folder has, and no others."""
     page = folder / PAGE
     if not page.is_file():
         return

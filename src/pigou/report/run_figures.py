@@ -284,7 +284,6 @@ def _constant(temperature: Sequence[float | None]) -> str:
 
 
 def _temperature(samples: Samples) -> tuple[Chart, ...]:
-    """Return the temperature over time, where it changed."""
     temperatures = samples.fleet["temperature"]
     if len(set(temperatures)) < 2:
         return ()
@@ -317,7 +316,6 @@ def _workers(
     id_: str, title: str, note: str, x: Sequence[float],
     shown: dict[str, list[float | None]], axis: Axis,
 ) -> Figure:  # fmt: skip
-    """Return lines for a few workers, a map for many."""
     if len(shown) > LINES:
         return Heat(id_, title, note, TIME, x, tuple(shown), tuple(shown.values()), axis)
     lines = tuple(ChartLine(name, x, y, index) for index, (name, y) in enumerate(shown.items()))

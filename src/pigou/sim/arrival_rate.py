@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from pigou.config import ConfigError
+from pigou.config import ConfigError, check_bounds
 from pigou.control.planner import config as planner_config
 from pigou.request import SECOND
 from pigou.small_file import read_text
@@ -42,10 +42,7 @@ class RateSchedule(msgspec.Struct, frozen=True, kw_only=True):
                     f"rate: second {after:g} comes after second {before:g}; let the seconds ascend"
                 )
         for second in self.seconds:
-            if not 0.0 <= second <= MAX_SECONDS:
-                raise ConfigError(
-                    f"rate: second is {second}; it must be 0 to {MAX_SECONDS} (a year)"
-                )
+            check_bounds("rate: second", second, ge=0, le=MAX_SECONDS, unit=" (a year)")
         for rate in self.rates:
             if rate and not 1 / MAX_SECONDS < rate < math.inf:
                 raise ConfigError(

@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from pigou.config import ConfigError
+from pigou.config import ConfigError, check_bounds
 from pigou.request import SECOND
 from pigou.sim.arrival_rate import MAX_SECONDS
 from pigou.sim.request_run import RequestRun, RunOutcome
@@ -40,16 +40,10 @@ class ClientConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     def __post_init__(self) -> None:
         for name in ("pool", "retries"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 0")
+            check_bounds(name, getattr(self, name), ge=0)
         for name in ("timeout", "backoff"):
-            if not 0.0 <= getattr(self, name) <= MAX_SECONDS:
-                raise ConfigError(
-                    f"{name} is {getattr(self, name)}; it must be at least 0, and at most "
-                    f"{MAX_SECONDS} seconds (a year)"
-                )
-        if not 0.0 <= self.barging < 1.0:
-            raise ConfigError(f"barging is {self.barging}; it must be at least 0, and below 1")
+            check_bounds(name, getattr(self, name), ge=0, le=MAX_SECONDS, unit=" seconds (a year)")
+        check_bounds("barging", self.barging, ge=0, lt=1)
         if self._max_retry_s > MAX_SECONDS:
             raise ConfigError(
                 f"retries is {self.retries}, and backoff {self.backoff} s, doubled each time: they "
@@ -127,7 +121,6 @@ class SimulatedClient:
     # --- users --------------------------------------------------------------------------------
 
     def _add_user(self, specs: Iterator[RequestSpec], at: int) -> None:
-        """Add a user, who will want to send at this time."""
         user = _User(len(self._users), specs, busy=True)
         self._users.append(user)
         self._busy += 1
@@ -182,7 +175,6 @@ class SimulatedClient:
             self._add_user(self._draws, now)
 
     def _stopped(self, now: int) -> None:  # noqa: ARG002  (a clock event)
-        """End the sending of a closed loop."""
         assert self._closed is not None
         if not self._closed.drain or not self._busy:
             self.done = True
@@ -228,7 +220,6 @@ class SimulatedClient:
     # --- requests -----------------------------------------------------------------------------
 
     def _intend(self, user: _User, spec: RequestSpec, now: int) -> None:
-        """A user means to send a request now."""
         if now >= self._stop or not self._may_send:
             self._idle(user, now)
             return
@@ -239,7 +230,6 @@ class SimulatedClient:
         self._acquire(run, now)
 
     def _acquire(self, run: RequestRun, now: int) -> None:
-        """Send a request as soon as there is a connection."""
         if self._config.pool and not self._free:
             self._waiting.append(run)
             return
@@ -259,7 +249,6 @@ class SimulatedClient:
         self._server.send(run, now)
 
     def _attempt_ended(self, run: RequestRun, now: int) -> None:
-        """At the end of an attempt its connection is free."""
         self._free += 1
         config = self._config
         failed = run.outcome is not RunOutcome.DONE
@@ -286,7 +275,6 @@ class SimulatedClient:
         self._acquire(run, now)
 
     def _hand_out(self, now: int) -> None:
-        """Give free connections to waiting requests."""
         while self._waiting and self._free > 0:
             take = self._config.take
             if take == "fifo":

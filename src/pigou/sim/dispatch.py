@@ -167,7 +167,6 @@ class Dispatcher:
         self._perform(attempt, lifecycle.begin(), now)
 
     def _end(self, attempt: Attempt, end: EndRequest, now: int) -> None:
-        """End an attempt, whether it was served or not."""
         run, id_ = attempt.run, attempt.lifecycle.id
         if end.shed is not None:
             self.shed += 1
@@ -266,7 +265,6 @@ class Dispatcher:
     # --- legs ---------------------------------------------------------------------------------
 
     def _prefill(self, attempt: Attempt, start: StartPrefill, now: int) -> None:
-        """Have a prefill worker compute the prompt: the one that was chosen, or one that pulls."""
         if self.pull is not None:
             self.pull.start(attempt, start, now)
         else:
@@ -279,7 +277,6 @@ class Dispatcher:
         self._send_leg(leg, now)
 
     def _decode(self, attempt: Attempt, start: StartDecode, now: int) -> None:
-        """Begin the leg that streams."""
         request, source = attempt.request, attempt.source
         if request is None or attempt.lifecycle.moves or source.tokens:
             rest = attempt.run.spec.output_tokens - attempt.run.output_tokens
@@ -328,7 +325,6 @@ class Dispatcher:
             self.leases.release(leg.source.worker, leg.source.hold_id, now)
 
     def _settle(self, leg: Leg, now: int) -> None:
-        """Count the tokens of a leg so far, before it leaves its worker."""
         worker = self._workers[leg.worker]
         if worker.sim is not None:
             worker.sim.settle(leg)
@@ -336,7 +332,6 @@ class Dispatcher:
             self._count_tokens(leg, now)
 
     def _count_tokens(self, leg: Leg, now: int) -> None:
-        """Count a stream's tokens, and publish those that are not published yet."""
         attempt = leg.attempt
         attempt.run.output_tokens += leg.produced
         if leg.produced > leg.published:
@@ -354,7 +349,6 @@ class Dispatcher:
             self._failed(leg, "its worker died", now)
 
     def _failed(self, leg: Leg, reason: str, now: int) -> None:
-        """A worker failed an attempt."""
         attempt = leg.attempt
         self._settle(leg, now)
         attempt.run.moves += 1

@@ -117,7 +117,6 @@ class FleetPlacer:
             self._scheduler.flip(_GANG, Replica(role, location.host, gpus), next_role)
 
     def _draw(self, role: Role) -> Replica:
-        """Return any host with room."""
         gpus = self._gpus.get(role, 1)
         able = [host for host, free in self._free.items() if free >= gpus]
         if not able:
@@ -295,12 +294,10 @@ class SimulatedFleet:
             self.dispatcher.broken(leg, now)
 
     def _free_host(self, worker: FleetWorker) -> None:
-        """A worker is gone for good: its host has room for another."""
         if self.placer is not None:
             self.placer.remove(worker.info.role, worker.info.location)
 
     def _way(self, source: int, target: int) -> Way:
-        """Return what lies between two workers."""
         locations = (self.workers[number].info.location for number in (source, target))
         return self._links[distance(*locations)]
 
@@ -310,7 +307,6 @@ class SimulatedFleet:
         self.dispatcher.observe(WorkerUp(worker.info), now)
 
     def _end_life(self, worker: FleetWorker) -> list[Leg]:
-        """End the core of a worker; return its legs."""
         if worker.sim is None:
             return []
         legs = worker.sim.die()
@@ -338,7 +334,6 @@ class SimulatedFleet:
             self.dispatcher.broken(leg, now)
 
     def _notice_death(self, worker: FleetWorker, now: int) -> None:
-        """The control plane notices that a worker is dead."""
         if worker.sim is None and worker.registered:
             worker.registered = False
             self.dispatcher.observe(WorkerDown(worker.name), now)

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from pigou.config import ConfigError, wrong
+from pigou.config import ConfigError, check_bounds, wrong
 from pigou.config_option import option
 from pigou.control.placement.gang import Pack
 from pigou.control.placement.topology import Distance, DistanceCosts, Node
@@ -33,11 +33,9 @@ class GatewaysConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     exchanges: bool = True  # whether they send one another what they route
 
     def __post_init__(self) -> None:
-        if not 1 <= self.count <= _MAX_GATEWAYS:
-            raise ConfigError(f"count is {self.count}; it must be 1 to {_MAX_GATEWAYS}")
+        check_bounds("count", self.count, ge=1, le=_MAX_GATEWAYS)
         check_wait("lag_s", self.lag_s, 1)
-        if not 0.0 <= self.loss < 1.0:
-            raise ConfigError(f"loss is {self.loss}; it must be at least 0, and below 1")
+        check_bounds("loss", self.loss, ge=0, lt=1)
         if self.count == 1 and (self.lag_s or self.loss):
             raise ConfigError(
                 f"lag_s is {self.lag_s} and loss {self.loss}, and there is 1 gateway, which tells "
@@ -45,7 +43,7 @@ class GatewaysConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             )
 
 
-_MAX_FACTOR = 1e6  # of a step's time, and of losses an hour
+_MAX_FACTOR = 10**6  # of a step's time, and of losses an hour
 
 
 class StartUpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -62,23 +60,14 @@ class StartUpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     def __post_init__(self) -> None:
         for name in ("seconds", "warm_up_s"):
             check_wait(f"start_up.{name}", getattr(self, name))
-        if not 0.0 <= self.cv <= 10.0:
-            raise ConfigError(f"start_up.cv is {self.cv}; it must be 0 to 10")
-        if not 0.0 <= self.losses_per_hour <= _MAX_FACTOR:
-            raise ConfigError(
-                f"start_up.losses_per_hour is {self.losses_per_hour}; it must be 0 to "
-                f"{_MAX_FACTOR:g}"
-            )
-        if not 0.0 <= self.failures <= 1.0:
-            raise ConfigError(f"start_up.failures is {self.failures}; it must be 0 to 1")
+        check_bounds("start_up.cv", self.cv, ge=0, le=10)
+        check_bounds("start_up.losses_per_hour", self.losses_per_hour, ge=0, le=_MAX_FACTOR)
+        check_bounds("start_up.failures", self.failures, ge=0, le=1)
+        check_bounds("start_up.warm_up_factor", self.warm_up_factor, ge=1, le=_MAX_FACTOR)
         if self.failures and not self.seconds:
             raise ConfigError(
                 f"start_up.failures is {self.failures}, and starts take no time; give "
                 "start_up.seconds above 0"
-            )
-        if not 1.0 <= self.warm_up_factor <= _MAX_FACTOR:
-            raise ConfigError(
-                f"start_up.warm_up_factor is {self.warm_up_factor}; it must be 1 to {_MAX_FACTOR:g}"
             )
 
 
@@ -219,10 +208,7 @@ class Slow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     end: float = math.inf
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.factor <= _MAX_FACTOR:
-            raise ConfigError(
-                f"factor is {self.factor}; it must be above 0, at most {_MAX_FACTOR:g}"
-            )
+        check_bounds("factor", self.factor, gt=0, le=_MAX_FACTOR)
         _check_times(self.start, self.end)
 
 
@@ -269,8 +255,7 @@ class WorkerGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             ("count", 1), ("block_size", 1), ("blocks", 0), ("max_seqs", 0),
             ("max_batched_tokens", 0), ("tp", 0),
         ):  # fmt: skip
-            if getattr(self, name) < minimum:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {minimum}")
+            check_bounds(name, getattr(self, name), ge=minimum)
         if self.tiers and not self.prefix_caching:
             raise ConfigError("prefix_caching is off, and tiers are given; leave one of them out")
         check_wait("starts", self.starts, 1)
@@ -296,8 +281,7 @@ class Signals(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
                 f"report_every_ms is {self.report_every_ms}; it must be at least 1, or 0 for none"
             )
         for name in ("event_loss", "report_loss"):
-            if not 0.0 <= getattr(self, name) <= 1.0:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be 0 to 1")
+            check_bounds(name, getattr(self, name), ge=0, le=1)
 
 
 class FleetConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

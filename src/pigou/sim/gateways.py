@@ -165,7 +165,6 @@ class SimulatedGateways:
     # --- the exchange -------------------------------------------------------------------------
 
     def _choose(self, request: Request) -> int:
-        """Return the gateway that a client sends its request to."""
         count = len(self.planes)
         if self._config.split == "tenant":
             return self._tenants.setdefault(request.tenant, len(self._tenants) % count)

@@ -174,7 +174,6 @@ class Membership:
             self._change_role(worker, pool, now)
 
     def _make_pools(self, config: FleetConfig, specs: Sequence[WorkerSpec]) -> list[str]:
-        """Make the pools; return the name of the one of each group."""
         names = []
         for group, spec in zip(config.workers, specs, strict=True):
             steady = msgspec.structs.replace(group, **_DEFAULTS)
@@ -221,7 +220,6 @@ class Membership:
         worker.sim.call_core(lambda _: core.set_limits(seqs, tokens), now)
 
     def _warm_up(self, worker: FleetWorker, now: int) -> None:
-        """Let the first steps of a worker take longer."""
         config, sim = self._config.start_up, worker.sim
         if sim is None or not config.warm_up_s or config.warm_up_factor == 1.0:
             return
@@ -230,7 +228,6 @@ class Membership:
         self._at(warm_ns, worker, lambda at: sim.retime(worker.spec.timing, at))
 
     def _expect_loss(self, worker: FleetWorker, now: int) -> None:
-        """Let a worker that joined be lost some time, as spot machines are."""
         rate = self._config.start_up.losses_per_hour
         if not rate:
             return
@@ -252,7 +249,6 @@ class Membership:
             self._clock.at(now + TICK, Phase.TICK, _DRAIN_KEY, self._look)
 
     def _look(self, now: int) -> None:
-        """Go on with the workers that are drained."""
         for name, drain in list(self._drains.items()):
             worker = self.worker(name)
             if worker is None or worker.state is not WorkerState.DRAINING:  # it died
@@ -310,7 +306,6 @@ class Membership:
             serve(now)
 
     def _migrate(self, worker: FleetWorker, now: int) -> None:
-        """Let the streams of a worker go on elsewhere."""
         for leg in self._fleet.dispatcher.legs_on(worker.name):
             self._fleet.dispatcher.broken(leg, now)
 

@@ -9,12 +9,12 @@ from typing import Literal
 
 import msgspec
 
-from pigou.config import ConfigError
+from pigou.config import ConfigError, check_bounds
 from pigou.kv.resharding import TransferSplit
 from pigou.sim.virtual_clock import Clock, Event, Phase
 
 #: Gigabits a second: a thousand bits. Microseconds: an hour.
-_MIN_GBPS, _MAX_LATENCY_US = 1e-6, 3.6e9
+_MIN_GBPS, _MAX_LATENCY_US = 1e-6, 3_600_000_000
 
 
 class LinkConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -39,10 +39,7 @@ class LinkConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         if self.gbps and not _MIN_GBPS <= self.gbps < math.inf:
             raise ConfigError(f"gbps is {self.gbps}; it must be 0, or at least {_MIN_GBPS:g}")
         for name in ("latency_us", "message_us"):
-            if not 0.0 <= getattr(self, name) <= _MAX_LATENCY_US:
-                raise ConfigError(
-                    f"{name} is {getattr(self, name)}; it must be 0 to {_MAX_LATENCY_US:g}"
-                )
+            check_bounds(name, getattr(self, name), ge=0, le=_MAX_LATENCY_US)
 
     @property
     def nanos_per_byte(self) -> float:
@@ -124,7 +121,6 @@ class Network:
         self._clock.at(at, Phase.LINK, transfer.number, transfer.done)
 
     def _share(self, source: int, target: int, now: int) -> None:
-        """Divide the links of a sender and of a receiver anew."""
         touched = {transfer.number: transfer for transfer in self._out[source] + self._in[target]}
         for transfer in touched.values():
             split = transfer.split

@@ -57,7 +57,6 @@ def measure_performance(spec: WorkerSpec, role: Role, fleet: FleetConfig) -> Per
 
 
 def _prompt_s(timing: Timing, tokens: int, chunk_tokens: int) -> float:
-    """Return the seconds of a prompt alone, in chunks."""
     nanos, done = 0, 0
     while done < tokens:
         chunk = min(chunk_tokens, tokens - done)
@@ -67,5 +66,4 @@ def _prompt_s(timing: Timing, tokens: int, chunk_tokens: int) -> float:
 
 
 def _step_s(timing: Timing, streams: int, context: int) -> float:
-    """Return the seconds of a step in which streams decode a token each."""
     return step_nanos(timing, 0, 0, False, streams, context) / SECOND

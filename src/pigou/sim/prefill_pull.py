@@ -127,7 +127,6 @@ class PrefillPull:
             self._clock.at(at_ns, Phase.TICK, _KEY, self._pull)
 
     def _pull(self, now: int) -> None:
-        """Let idle workers pull."""
         if now != self._next_ns:
             return
         self._next_ns = NEVER

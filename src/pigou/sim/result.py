@@ -153,7 +153,6 @@ class SimulationResult:
         }
 
     def _objective(self) -> dict[str, Any]:
-        """Return how far the objectives were attained, and what the planner did for them."""
         figures: dict[str, Any] = {}
         if self.objectives.known:
             figures["slo"] = objectives_document(self.objectives, self.runs)
@@ -205,7 +204,6 @@ def _anarchy(assessments: Sequence[PoAEstimate]) -> dict[str, Any]:
 
 
 def _placements(placements: Sequence[Placement]) -> float | None:
-    """Geometric mean over the games, each weighted by its prompts."""
     if not placements:
         return None
     weights = np.array([placement.prompts for placement in placements], dtype=np.float64)

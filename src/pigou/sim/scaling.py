@@ -237,7 +237,6 @@ class ScaledFleets:
         fleet.membership.flip(worker, own, now)
 
     def _pool(self, name: str) -> tuple[ScaledFleet, str]:
-        """Return the fleet of a pool, and the pool's name there."""
         for fleet in self._fleets:
             own = fleet.own_name(name)
             if own is not None and own in fleet.membership.pools:
@@ -245,7 +244,6 @@ class ScaledFleets:
         raise KeyError(name)
 
     def _find(self, name: str) -> tuple[ScaledFleet | None, FleetWorker | None]:
-        """Return a worker that is not gone, and its fleet."""
         for fleet in self._fleets:
             own = fleet.own_name(name)
             worker = None if own is None else fleet.membership.worker(own)
@@ -254,7 +252,6 @@ class ScaledFleets:
         return None, None
 
     def _at(self, name: str) -> tuple[ScaledFleet, FleetWorker]:
-        """Return a worker that must be there, and its fleet."""
         fleet, worker = self._find(name)
         if fleet is None or worker is None:
             raise KeyError(name)
@@ -312,7 +309,6 @@ def planner_setup(
 
 
 def _tables(config: ScalingConfig, fleets: Sequence[PlannedFleet]) -> SweepTables | None:
-    """Return the tables that are given instead of measuring; None without any."""
     if not config.performance:
         return None
     makes = {pool.make for fleet in fleets for pool in fleet.membership.pools.values()}
@@ -417,7 +413,6 @@ class Scaling:
         self._clock.at(now + self._sample_ns, Phase.TICK, _PLANNER_KEY, self._sample)
 
     def _plan(self, now: int) -> None:
-        """Observe a window, decide, and do it."""
         windows = [(fleet.prefix, fleet.meter.window(now)) for fleet in self._fleets]
         self._planner.observe(_merged(windows))
         decision = self._planner.tick(now)
@@ -431,7 +426,6 @@ class Scaling:
         self._clock.at(now + self._interval_ns, Phase.TICK, _PLANNER_KEY, self._plan)
 
     def _record(self, now: int) -> None:
-        """Record the workers of each pool, where they have changed."""
         pools = {
             fleet.prefix + pool: fleet.membership.counts(pool)
             for fleet in self._fleets

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
-from pigou.config import ConfigError
+from pigou.config import ConfigError, check_bounds
 from pigou.config_option import option
 from pigou.kv.tier_config import TierOption
 
@@ -148,10 +148,8 @@ class SweepConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         cells += len(self.user_counts) * len(self.context_tokens)
         if cells > _MAX_CELLS:
             raise ConfigError(f"isl gives {cells:,} cells with the others; at most {_MAX_CELLS:,}")
-        if not 10 <= self.requests <= 1_000_000:
-            raise ConfigError(f"requests is {self.requests}; it must be 10 to 1000000")
-        if not 2 <= self.osl <= 100_000:
-            raise ConfigError(f"osl is {self.osl}; it must be 2 to 100000")
+        check_bounds("requests", self.requests, ge=10, le=1_000_000)
+        check_bounds("osl", self.osl, ge=2, le=100_000)
         if min(self.context_tokens) <= self.osl // 2:
             raise ConfigError(
                 f"contexts is {self.contexts!r}; each must be above half of osl, {self.osl // 2}"
@@ -195,7 +193,6 @@ class SweepConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 def _numbers(
     name: str, text: str, kind: Callable[[str], _Number], low: float, high: float
 ) -> tuple[_Number, ...]:
-    """Read numbers with commas between them."""
     try:
         values = sorted({kind(part) for part in text.split(",")})
     except ValueError:

@@ -252,7 +252,6 @@ def _figures(workers: Sequence[FleetWorker], duration_ns: int) -> list[dict[str,
 
 
 def _tiers(worker: FleetWorker) -> dict[str, Any]:
-    """Return the counts of a worker's tiers since its start; empty without tiers."""
     tiers = worker.sim.core.tiers if worker.sim is not None else None
     if tiers is None:
         return {}

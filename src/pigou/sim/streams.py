@@ -114,7 +114,6 @@ class Streams:
         self._produced[rows] -= steps  # these are counted when the plan ends
 
     def _set_awaiting(self, row: int, awaiting: bool) -> None:
-        """Set whether a row waits for its first token."""
         self._awaiting += awaiting - bool(self._awaits_first[row])
         self._awaits_first[row] = awaiting
 

@@ -148,7 +148,6 @@ def _prefill(setup: Setup, workers: int, isl: int, rate: float, requests: int, s
 def _decode(
     setup: Setup, known: PerformanceModel, users: int, context: int, config: SweepConfig
 ) -> DecodePoint:
-    """Measure one decode worker with so many users."""
     isl = max(context - config.osl // 2, 1)
     output_s = config.osl * known.decode.itl_s(float(users), float(context))
     output_s += known.prefill.seconds(float(isl), float(isl)) * max(users / _FEEDERS, 1.0)

@@ -141,5 +141,4 @@ class TierLinks:
 
 
 def _ignoring(call: Callable[[], Effects], _: int) -> Effects:
-    """Call without the time."""
     return call()

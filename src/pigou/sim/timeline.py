@@ -91,7 +91,6 @@ class Timeline:
         simulation.clock.at(now + self.period, Phase.PLAN, _LAST, self._sample)
 
     def _sample_workers(self, row: int, now: int) -> tuple[float, float]:
-        """Sample the workers' loads; return all requests that run, and all that wait."""
         self._add_workers()
         columns = [self._worker[name][row] for name in WORKER]
         for column in columns:
@@ -103,7 +102,6 @@ class Timeline:
         return float(np.nansum(running)), float(np.nansum(waiting))
 
     def _sample_plane(self, row: int, now: int) -> dict[str, float]:
-        """Sample the tolls of workers; return the control plane's values of `FLEET`."""
         status = self._simulation.fleet.plane.status(now)
         tolls = self._worker["toll"][row]
         for name, toll in zip(status.workers, status.tolls.tolist(), strict=True):
@@ -129,7 +127,6 @@ class Timeline:
         return sample
 
     def _add_workers(self) -> None:
-        """Give columns to the workers that have joined since."""
         workers = self._simulation.fleet.workers
         known = len(self._row)
         if len(workers) == known:

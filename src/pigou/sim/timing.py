@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.compiled import bare_kernel, inlined
-from pigou.config import ConfigError
+from pigou.config import ConfigError, check_bounds
 from pigou.engine.plan import Plan
 from pigou.models.architecture import Architecture, LayerKind, Matrix
 from pigou.request import SECOND, Ints, Nanos
@@ -180,12 +180,9 @@ class Law(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     def __post_init__(self) -> None:
         for name in ("itl_b", "prefill", "prefill_token", "mixed", "overhead"):
             value = getattr(self, name)
-            if value is not None and not 0.0 <= value <= _HOUR_S:
-                raise ConfigError(f"{name} is {value}; it must be 0 to {_HOUR_S} seconds (an hour)")
-        if not 0.0 < self.itl_a <= _HOUR_S:
-            raise ConfigError(
-                f"itl_a is {self.itl_a}; it must be above 0, at most {_HOUR_S} seconds (an hour)"
-            )
+            if value is not None:
+                check_bounds(name, value, ge=0, le=_HOUR_S, unit=" seconds (an hour)")
+        check_bounds("itl_a", self.itl_a, gt=0, le=_HOUR_S, unit=" seconds (an hour)")
         if self.few < 0 or (self.few > 0) != (0.0 < self.itl_few <= _HOUR_S):
             raise ConfigError(
                 f"few is {self.few} and itl_few {self.itl_few}; give both, above 0 and itl_few at "

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from pigou.config import ConfigError
+from pigou.config import ConfigError, check_bounds
 from pigou.request import SECOND, Nanos
 from pigou.sim.timing import StepKey, StepShape
 from pigou.small_file import read_bytes
@@ -74,8 +74,7 @@ class WorkerProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
                 "none"
             )
         for name in ("alone", "context", "prompt", "overhead"):
-            if not 0.0 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 0 seconds")
+            check_bounds(name, getattr(self, name), ge=0, unit=" seconds")
         for name, first in (("decodes", 1), ("prompts", 0), ("cache", 0)):
             curve: TimeCurve = getattr(self, name)
             xs = [x for x, _ in curve]
@@ -168,7 +167,6 @@ class MeasuredTiming:
         return seconds
 
     def _row_at(self, name: str, n: int) -> _Array:
-        """Return a row of `rhythm` or `scatter`; empty where there is none."""
         known = self._rows.get((name, n))
         if known is None:
             table: VariationTable = getattr(self.measured, name)
@@ -177,7 +175,6 @@ class MeasuredTiming:
 
     @cached_property
     def _rows(self) -> dict[tuple[str, int], _Array]:
-        """Rows of `rhythm` and `scatter` that were asked for."""
         return {}
 
     @cached_property

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from pigou.config import ConfigError
+from pigou.config import ConfigError, check_bounds
 from pigou.models.architecture import Architecture
 from pigou.models.quantisation import DTYPE_BYTES
 from pigou.models.read import architecture
@@ -57,8 +57,7 @@ def kv_blocks(
         tp: GPUs of the worker. Where it is more than the KV heads, these are held several times.
         utilization: part of the memory that the engine may take, 0 to 1.
     """
-    if not 0.0 < utilization <= 1.0:
-        raise ConfigError(f"utilization is {utilization}; it must be above 0, at most 1")
+    check_bounds("utilization", utilization, gt=0, le=1)
     if tp < 1 or model.heads % tp:
         raise ConfigError(f"tp is {tp}; it must divide the {model.heads} heads of the model")
     device.check_tp(tp)
@@ -97,8 +96,7 @@ def build_timing(text: str, model: str, gpu: str, tp: int, kv_dtype: str = "") -
             `pigou profile`, whose name ends in `.json`.
         kv_dtype: number format of the KV cache; "" for the model's own.
     """
-    if tp < 1:
-        raise ConfigError(f"tp is {tp}; it must be at least 1")
+    check_bounds("tp", tp, ge=1)
     if gpu:
         find_gpu(gpu)  # a law does not look at it, and what is misspelt is refused all the same
     name, _, rest = text.partition(":")

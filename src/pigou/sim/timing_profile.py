@@ -178,7 +178,6 @@ def read_tables(folder: Path, tp: int = 1) -> Tables:
 
 
 def _columns(path: Path, names: list[str]) -> list[list[str]]:
-    """Read columns of a CSV file by their names."""
     try:
         rows = list(csv.DictReader(io.StringIO(read_text(path), newline="")))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
@@ -212,7 +211,6 @@ def _read_experts(path: Path) -> tuple[Floats, list[LayerCurve]]:
 
 
 def _meta(folder: Path) -> Mapping[str, Any]:
-    """Read the meta.yaml beside a folder of tables; empty where there is none."""
     path = folder.parent / "meta.yaml"
     if not path.is_file():
         return {}
@@ -221,7 +219,6 @@ def _meta(folder: Path) -> Mapping[str, Any]:
 
 
 def _skew(meta: Mapping[str, Any], tp: int) -> float:
-    """Return `skew_fit: per_tp: N: alpha_default`; 0 where skew was not measured."""
     fits = (meta.get("skew_fit") or {}).get("per_tp") or {}
     fit = fits.get(tp) or fits.get(str(tp)) or {}
     return min(max(float(fit.get("alpha_default", 0.0)), 0.0), 1.0)
@@ -397,7 +394,6 @@ def _dense(tables: Tables, architecture: Architecture, gpu: Gpu, tp: int, graphs
 
 
 def _captured(tokens: int) -> int:
-    """Return the tokens that are computed for a batch of `tokens`."""
     if not 0 < tokens <= CAPTURED[-1]:
         return tokens
     return CAPTURED[bisect.bisect_left(CAPTURED, tokens)]

@@ -186,7 +186,6 @@ class SimWorker:
 
     @property
     def _idle(self) -> bool:
-        """Whether nothing is computed here."""
         return not self.core.computing
 
     def _add(self, leg: Leg, now: int) -> None:
@@ -314,7 +313,6 @@ class SimWorker:
         self._end_after(repeat)
 
     def _end_plan(self) -> None:
-        """Forget the plan under way."""
         self._plan = None
         self._version += 1
         if self._many_chunks and self._lagging is not None:
@@ -322,7 +320,6 @@ class SimWorker:
             del self._lagging[self.number]
 
     def _end_after(self, steps: int) -> None:
-        """The plan under way ends after so many steps."""
         self._end_step = steps
         self._version += 1
         version = self._version

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.compiled import kernel
-from pigou.config import ConfigError
+from pigou.config import ConfigError, check_bounds
 from pigou.request import SECOND, BlockHashes
 from pigou.sim.arrival_rate import MAX_CV, MAX_SECONDS, MIN_CV, RateSchedule, renewal_times
 
@@ -112,8 +112,7 @@ class RequestLengths(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
                 raise ConfigError(
                     f"{name} is {low}:{high}; write N or MIN:MAX, from 1 to {MAX_TOKENS}"
                 )
-        if self.templates < 0:
-            raise ConfigError(f"templates is {self.templates}; it must be at least 0")
+        check_bounds("templates", self.templates, ge=0)
 
     @property
     def max_tokens(self) -> int:
@@ -158,12 +157,8 @@ class ClosedLoop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         if not self.phases:
             raise ConfigError("closed: no phase is given; write C=USERS,hold=SECONDS")
         for name in ("ramp", "barrier", "think", "seconds"):
-            if not 0 <= getattr(self, name) <= MAX_SECONDS:
-                raise ConfigError(
-                    f"{name} is {getattr(self, name)}; it must be 0 to {MAX_SECONDS} (a year)"
-                )
-        if self.requests < 0:
-            raise ConfigError(f"n is {self.requests}; it must be at least 0")
+            check_bounds(name, getattr(self, name), ge=0, le=MAX_SECONDS, unit=" (a year)")
+        check_bounds("n", self.requests, ge=0)
 
     @property
     def max_tokens(self) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
@@ -10,7 +9,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from pigou.config import ConfigError
+from pigou.config import ConfigError, check_bounds
 from pigou.config_option import option
 from pigou.objectives import Slo
 
@@ -128,14 +127,16 @@ class BenchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     def __post_init__(self) -> None:
         self._check_conflicts()
-        for name in ("concurrency", "max_inflight", "requests", "sessions"):
-            _check_minimum(name, getattr(self, name), 1)
-        for name in ("warmup", "prefixes", "prefix_length", "seed"):
-            _check_minimum(name, getattr(self, name), 0)
+        for minimum, names in (
+            (1, ("concurrency", "max_inflight", "requests", "sessions")),
+            (0, ("warmup", "prefixes", "prefix_length", "seed")),
+        ):
+            for name in names:
+                if (value := getattr(self, name)) is not None:
+                    check_bounds(f"--{name.replace('_', '-')}", value, ge=minimum)
         for name in ("rate", "duration", "timeout", "trace_scale", "trace_speed"):
-            value = getattr(self, name)
-            if not isinstance(value, str | None) and not (math.isfinite(value) and value > 0):
-                raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be above 0")
+            if not isinstance(value := getattr(self, name), str | None):
+                check_bounds(f"--{name.replace('_', '-')}", value, gt=0)
         from pigou.sim.arrival_rate import MAX_CV, MIN_CV  # here, as it loads compiled kernels
 
         if self.cv and not MIN_CV <= self.cv <= MAX_CV:
@@ -237,8 +238,3 @@ class BenchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     def slots(self) -> int:
         """Requests in flight of the closed loop."""
         return self.concurrency or 1
-
-
-def _check_minimum(name: str, value: int | None, minimum: int) -> None:
-    if value is not None and value < minimum:
-        raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be {minimum} or more")

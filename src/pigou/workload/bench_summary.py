@@ -122,7 +122,6 @@ def summarize(
 
 
 def _attained(outcomes: Sequence[SentRequest], slo: Slo) -> float:
-    """Return the share of requests inside an objective."""
     inside = 0
     for sent in outcomes:
         stream = sent.result

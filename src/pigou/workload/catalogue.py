@@ -262,7 +262,6 @@ def _copy(
 
 
 def _start(answer: HTTPResponse) -> int:
-    """Return the offset of the first byte of an answer."""
     match = _RANGE.match(answer.headers.get("content-range", "")) if answer.status == 206 else None
     return int(match[1]) if match and match[1] else 0
 

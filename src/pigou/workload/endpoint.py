@@ -109,7 +109,6 @@ class EndpointClient:
         return SentRequest(intended, sent, job.output, result)
 
     async def _stream(self, body: bytes, bytes_left: int) -> Stream:
-        """Send a body; return the stream that comes, of at most `bytes_left` bytes."""
         path = "chat/completions" if self.chat else "completions"
         counter, reader, answered = TokenCounter(), Reader(), False
         try:

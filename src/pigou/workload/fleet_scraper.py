@@ -75,7 +75,6 @@ class FleetScraper:
         return FleetScrape(time.monotonic(), page, await self._workers(), table)
 
     async def _workers(self) -> dict[str, MetricPage]:
-        """Return the workers' pages, out of the gateway's page of all."""
         status, text = await self._get("/metrics/workers")
         return MetricPage.read(text).by_label("worker") if status == 200 else {}
 

@@ -137,7 +137,6 @@ async def live_sweep(
 
 
 def _seconds(latency: LatencyDistribution | None) -> dict[str, float]:
-    """Return the figures of a distribution in seconds."""
     if latency is None:
         raise EndpointError("no request had two tokens; give a model that goes on past its end")
     names = ("mean", "p50", "p90", "p95", "p99")

@@ -138,7 +138,6 @@ def _fits(tokens: int, count: int, size: float) -> bool:
 
 
 def _seconds(stamps: Sequence[float | None], unit: str, default: str, path: str) -> float:
-    """Return the seconds of a unit of the rows' times."""
     if unit and unit not in UNITS:
         raise ConfigError(f"trace: unit is {unit!r}; it must be one of {', '.join(UNITS)}")
     times = [time for time in stamps if time is not None]

@@ -39,7 +39,6 @@ def lint_trace(path: str | Path) -> PrefixReport:
 
 
 def _trace(path: str | Path) -> Trace:
-    """Read a journal or a trace."""
     try:
         with _open(Path(path)) as file:
             first = file.readline(_MAX_LINE)
@@ -53,7 +52,6 @@ def _open(path: Path) -> Any:
 
 
 def _contents(path: Path) -> list[Sequence[Hashable]] | None:
-    """Return prompts by content; None where the first line has none."""
     prompts: list[Sequence[Hashable]] = []
     try:
         with _open(path) as file:

@@ -194,7 +194,6 @@ class TokenCounter:
         )
 
     def _counts(self) -> tuple[Counted, list[int]]:
-        """Return the tokens of each chunk, and what told them."""
         events = self._events
         usages = [event.usage for event in events]
         if any(value is not None for value in usages):

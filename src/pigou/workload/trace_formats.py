@@ -118,7 +118,6 @@ def of_rows(rows: Sequence[TraceRow], numbers: Sequence[int] = (), block: float 
 
 
 def _block(rows: Sequence[TraceRow], given: float) -> float:
-    """Return the tokens in a block: those that rows say, or that all rows fit."""
     sizes = {row.block for row in rows if row.block is not None} | ({given} if given else set())
     if not sizes or None in {row.block for row in rows if row.hash_ids}:
         pairs = [(row.input, len(row.hash_ids)) for row in rows if row.hash_ids and not row.block]

@@ -15,7 +15,7 @@ from typing import Self, TypeVar
 import msgspec
 import numpy as np
 
-from pigou.config import ConfigError
+from pigou.config import ConfigError, check_bounds
 from pigou.request import SECOND
 from pigou.sim.arrival_rate import (
     MAX_CV,
@@ -159,13 +159,11 @@ class _Trace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     def __post_init__(self) -> None:
         for name in ("speed", "scale"):
-            if not 0.0 < getattr(self, name) < float("inf"):
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0")
+            check_bounds(name, getattr(self, name), gt=0)
         if self.cv and not MIN_CV <= self.cv <= MAX_CV:
             raise ConfigError(f"cv is {self.cv}; it must be 0, or {MIN_CV:g} to {MAX_CV:g}")
         for name in ("sessions", "C"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 0")
+            check_bounds(name, getattr(self, name), ge=0)
         if self.C and self.rate:
             raise ConfigError("give C (sessions at once) or rate, not both")
 

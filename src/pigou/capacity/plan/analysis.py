@@ -362,7 +362,6 @@ class Analysis:
     def _split_latencies(
         self, rate_rps: float, prefill: PlannedPool, decode: PlannedPool
     ) -> tuple[float, float, float]:
-        """The same of a prefill and a decode pool."""
         both = self.split_load((prefill.kind, prefill.workers), (decode.kind, decode.workers))
         if both is None:
             return math.inf, math.inf, math.inf

@@ -133,7 +133,6 @@ def _groups(made: Configuration) -> list[dict[str, Any]]:
 
 
 def _addresses(made: Configuration) -> list[str]:
-    """Return what `--attach` reads, with a host's name for each worker, to be replaced."""
     return [
         f"http://{pool.role.value}-{number}:8000,role={pool.role.value}"
         for pool in made.pools
@@ -171,7 +170,6 @@ def _helm_pool(pool: PlannedPool) -> dict[str, Any]:
 
 
 def _limits(kind: WorkerKind) -> list[str]:
-    """Return options of a vLLM worker."""
     options = ["--max-num-seqs", f"{kind.max_seqs}", "--max-num-batched-tokens", f"{kind.chunk}"]
     return [*options, "--kv-cache-dtype", kind.kv_dtype] if kind.kv_dtype else options
 

@@ -242,7 +242,6 @@ def ranked_candidates(
 
 
 def _no_way(analysis: Analysis, seen: Sequence[Candidate], rate_rps: float) -> str:
-    """Say what is missing."""
     best = max(seen, key=lambda candidate: candidate.limit_rps)
     if best.limit_rps > 0.0:
         return (
@@ -330,7 +329,6 @@ def _round(
     pool: ProcessPoolExecutor | None,
     watch: Callable[[int, int], None],
 ) -> list[tuple[Candidate, LoadFigures]]:
-    """Simulate each entrant at its rate."""
     trials = [make_trial(request, analysis, *entrant, requests) for entrant in entrants]
     watch(0, len(trials))
     done = list[TrialFigures]()
@@ -365,7 +363,6 @@ def make_trial(
 
 
 def _merit(analysis: Analysis, figures: LoadFigures) -> tuple[float, float]:
-    """Order of simulated configurations: inside the objective first, then cheap for a token."""
     cost = figures.usd_per_million_output or 1.0 / max(figures.output_tok_s_per_gpu, 1e-9)
     return (_short(analysis, figures), cost)
 

@@ -120,7 +120,6 @@ async def find_target(config: ProfileConfig, session: aiohttp.ClientSession) -> 
 
 
 def _about(said: bytes) -> dict[str, Any]:
-    """Return what `/server_info` says; nothing where that is no JSON object."""
     try:
         return msgspec.json.decode(said, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -128,7 +127,6 @@ def _about(said: bytes) -> dict[str, Any]:
 
 
 def _count(value: object) -> int:
-    """Return a whole number from 0 up; 0 for what is none."""
     return value if type(value) is int and value > 0 else 0
 
 
@@ -314,7 +312,6 @@ class Measuring:
             del shapes[first:]
 
     def _steps(self, at: int) -> float:
-        """Return about how many steps of the worker a measurement of decodes takes."""
         n, length = self._batches[at]
         return (
             self._paces[at].steps + self._paces[at].lead + n * length / self._target.limits.tokens

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from pigou.config import ConfigError
+from pigou.config import ConfigError, check_bounds
 from pigou.config_option import option
 
 
@@ -60,17 +60,15 @@ class ProfileConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             ("max_batched_tokens", 0), ("max_seqs", 0), ("max_request_tokens", 0), ("repeats", 1),
             ("steps", 4), ("seed", 0)
         ):  # fmt: skip
-            if (getattr(self, name) or 0) < minimum:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {minimum}")
+            value = getattr(self, name)
+            check_bounds(name, minimum if value is None else value, ge=minimum)
         if self.max_request_tokens and self.max_request_tokens < 128:
             raise ConfigError(
                 f"max_request_tokens is {self.max_request_tokens}; give at least 128, or 0 "
                 "to ask the worker"
             )
-        if not 0.0 <= self.budget < float("inf"):
-            raise ConfigError(f"budget is {self.budget}; it must be at least 0 seconds")
-        if not 0.0 < self.timeout < float("inf"):
-            raise ConfigError(f"timeout is {self.timeout}; it must be above 0 seconds")
+        check_bounds("budget", self.budget, ge=0, unit=" seconds")
+        check_bounds("timeout", self.timeout, gt=0, unit=" seconds")
 
     @property
     def base(self) -> str:
