@@ -200,8 +200,8 @@ def work(lines: list[Line], config: EngineConfig, at_once: bool, timed: bool) ->
     core = EngineCore(config)
     drive(core, requests, tally, timed)
     core.check_integrity()
-    tally.queries, tally.hits = core.prefix_queries, core.prefix_hits
-    tally.preemptions = core.preemptions
+    tally.queries, tally.hits = core.stats.queried_tokens, core.stats.hit_tokens
+    tally.preemptions = core.stats.preemptions
     return tally
 
 

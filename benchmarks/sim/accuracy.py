@@ -143,7 +143,7 @@ class Replay:
             now = int(ends[steps - 1])
             run.plans += 1
             run.steps += steps
-        run.preemptions, run.end = core.preemptions, now
+        run.preemptions, run.end = core.stats.preemptions, now
         run.wall = time.perf_counter() - began
         return run
 

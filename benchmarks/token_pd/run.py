@@ -193,7 +193,7 @@ class Run:
             span=self.now / SECOND, busy=busy / last, steps=self.steps,
             rate=len(done) * SECOND / self.now, capacity=len(done) * SECOND / self.busy,
             p50=p50, p95=p95, at_once=self._crowd / self.busy, most=self._most,
-            short=self._short / self.busy, preemptions=self.engine.core.preemptions,
+            short=self._short / self.busy, preemptions=self.engine.core.stats.preemptions,
             dropped=self._dropped,
         )  # fmt: skip
 

@@ -59,9 +59,9 @@ def test_who_grows_beyond_what_there_is_gives_up_entries_in_place_of_its_row() -
         add(oracle, name, 6, 26)  # 31 tokens each have entries at last: 16 blocks each
     while step(oracle):
         pass
-    assert oracle.core.preemptions == 0
+    assert oracle.core.stats.preemptions == 0
     assert oracle.given > 0
-    assert oracle.core.entries_evicted == oracle.given
+    assert oracle.core.stats.evicted_tokens == oracle.given
 
 
 def test_a_newcomer_is_let_in_at_the_expense_of_who_runs() -> None:
@@ -85,7 +85,7 @@ def test_nobody_gives_up_what_is_worth_more_than_the_ceiling() -> None:
     while step(oracle):
         pass
     assert oracle.given == 0
-    assert oracle.core.preemptions > 0
+    assert oracle.core.stats.preemptions > 0
 
 
 def test_by_price_entries_come_back_when_there_is_room_again() -> None:
@@ -96,4 +96,4 @@ def test_by_price_entries_come_back_when_there_is_room_again() -> None:
     while step(oracle):
         pass
     assert oracle.given >= oracle.revived > 0
-    assert oracle.revived == oracle.core.entries_recomputed
+    assert oracle.revived == oracle.core.stats.recomputed_tokens

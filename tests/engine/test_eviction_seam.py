@@ -108,7 +108,7 @@ class EvictionSeam(Seam):
         if not hasattr(self, "oracle"):
             return
         core = self.core
-        assert 0 <= core.missing_entries <= core.entries_evicted - core.entries_recomputed
+        assert 0 <= core.missing_entries <= core.stats.evicted_tokens - core.stats.recomputed_tokens
         assert core.price > 0
 
 

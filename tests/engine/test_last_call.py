@@ -69,7 +69,7 @@ def test_it_is_copied_before_the_device_hands_it_out() -> None:
     for number in range(3, 9):  # more than the device holds
         scene.run(number, 4)
     assert scene.copied() > 4
-    assert scene.core.preemptions == 0
+    assert scene.core.stats.preemptions == 0
 
 
 def test_two_tiers_hold_more_together_than_each_holds() -> None:

@@ -173,10 +173,10 @@ def test_what_rests_keeps_its_blocks_and_nobody_rests_for_a_prompt_that_does_not
     free = core.free_blocks
     core.add(Request("large", 12, 2, priority=0))
     assert names(core, step(core)) == ["low"]
-    assert (core.waiting, core.free_blocks, core.preemptions) == (1, free, 0)
+    assert (core.waiting, core.free_blocks, core.stats.preemptions) == (1, free, 0)
     core.add(Request("small", 3, 2, priority=-1))
     assert names(core, step(core)) == ["small"]
-    assert (core.free_blocks, core.preemptions) == (free - 2, 0)
+    assert (core.free_blocks, core.stats.preemptions) == (free - 2, 0)
 
 
 def test_prompts_in_the_background_take_no_more_of_a_step_than_they_may() -> None:
@@ -224,7 +224,7 @@ def test_figures_count_what_there_is() -> None:
     step(core)
     core.add(Request("b", 5, 1, hashes))
     step(core)
-    assert (core.prefix_queries, core.prefix_hits, core.preemptions) == (10, 4, 0)
+    assert (core.stats.queried_tokens, core.stats.hit_tokens, core.stats.preemptions) == (10, 4, 0)
     assert (core.usage, core.cached_blocks) == (0.0, 2)
 
 

@@ -55,8 +55,8 @@ def test_without_rates_or_host_blocks_the_sequence_is_recomputed() -> None:
         crowd(core)
         plan = until_preempted(core)
         assert not len(plan.swap_out)
-        assert core.swaps == 0
-        assert core.preemptions == 1
+        assert core.stats.swaps == 0
+        assert core.stats.preemptions == 1
 
 
 def test_a_recomputed_sequence_keeps_its_tokens() -> None:
@@ -103,7 +103,7 @@ def test_a_swapped_sequence_comes_back_where_it_was() -> None:
     assert plan.swap_in[:, 0].tolist() == [0, 1, 2]
     assert plan.swap_in[:, 1].tolist() == core.tables[plan.started[0].row, :3].tolist()
     assert plan.counts.tolist() == [1]
-    assert core.swaps == 1
+    assert core.stats.swaps == 1
 
 
 def test_blocks_still_cached_are_not_swapped_in() -> None:

@@ -247,7 +247,7 @@ def test_a_session_that_is_expected_back_finds_its_blocks_on_the_device() -> Non
 
     def turn(name: str, tokens: list[int]) -> int:
         oracle.add(oracle.request(name, tokens, 1, arrival=now), tokens)
-        hits = core.prefix_hits
+        hits = core.stats.hit_tokens
         while name in core:
             plan = core.schedule(now)
             result = oracle.execute(plan)
@@ -256,7 +256,7 @@ def test_a_session_that_is_expected_back_finds_its_blocks_on_the_device() -> Non
             for load in list(oracle.loads):
                 oracle.observe(oracle.restore(load, 99))
         moves()
-        return core.prefix_hits - hits
+        return core.stats.hit_tokens - hits
 
     tokens = [1, 2, 3, 1, 2, 3, 1, 2]
     for number in range(4):  # the session pauses for a second each time

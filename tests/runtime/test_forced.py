@@ -41,7 +41,7 @@ def test_forced_tokens_are_as_probable_as_in_a_prompt(
         scripts.append(forcing.expect(outputs[-1].request, text[PROMPT:]))
     while any(output.reason is None for output in outputs):
         local.step()
-    assert (local.core.preemptions > 0) == ("blocks" in changes)
+    assert (local.core.stats.preemptions > 0) == ("blocks" in changes)
     assert forcing.spent > 0
     whole = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
     for text, output, script in zip(texts(3), outputs, scripts, strict=True):

@@ -116,7 +116,7 @@ def test_tokens_after_a_preemption_are_the_same(
     outputs = run(engine, prompts, 40)
     reference("mistral").check(prompts, [o.tokens for o in outputs])
     assert sum(o.preemptions for o in outputs) > 0
-    assert (engine.core.swaps > 0) == swap
+    assert (engine.core.stats.swaps > 0) == swap
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))

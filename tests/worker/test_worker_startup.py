@@ -50,8 +50,12 @@ def check_empty(core: EngineCore) -> None:
     core.check_integrity()
     assert (core.running, core.waiting, core.held, core.cached_blocks) == (0, 0, 0, 0)
     assert core.free_blocks == core.config.blocks
-    assert (core.prefix_hits, core.preemptions, core.swaps) == (0, 0, 0)
-    assert (core.entries_evicted, core.entries_recomputed, core.missing_entries) == (0, 0, 0)
+    assert (core.stats.hit_tokens, core.stats.preemptions, core.stats.swaps) == (0, 0, 0)
+    assert (core.stats.evicted_tokens, core.stats.recomputed_tokens, core.missing_entries) == (
+        0,
+        0,
+        0,
+    )
     assert core.abort("rehearsed-prompt").events == []
     assert not core.schedule(0)
 

@@ -57,8 +57,8 @@ def admit(state: EngineState, seq: Sequence, builder: ScheduleBuilder) -> bool:
     if len(seq.host_blocks):
         _swap_in(state, seq, shared, builder)
     if seq.cached_tokens < 0:
-        state.counters.queried_tokens += seq.request.prompt if state.config.prefix_caching else 0
-        state.counters.hit_tokens += fit.computed
+        state.stats.queried_tokens += seq.request.prompt if state.config.prefix_caching else 0
+        state.stats.hit_tokens += fit.computed
         seq.cached_tokens = fit.computed
     if seq.remote_tokens and _load_remote(state, seq, shared, builder):
         return True

@@ -56,6 +56,7 @@ class EngineCore:
         self._ahead = NO_LOOKAHEAD
         self._number = 0
         self.rows, self.tables = self._state.rows, self._state.rows.tables
+        self.stats = self._state.stats
 
     # --- calls ------------------------------------------------------------------------------
 
@@ -315,26 +316,6 @@ class EngineCore:
         return 1.0 - (self._state.pool.free - claimed) / self.config.blocks
 
     @property
-    def prefix_queries(self) -> int:
-        """Tokens of prompts looked up in the prefix cache since the start."""
-        return self._state.counters.queried_tokens
-
-    @property
-    def prefix_hits(self) -> int:
-        """Of those, tokens that were cached."""
-        return self._state.counters.hit_tokens
-
-    @property
-    def preemptions(self) -> int:
-        """How often a request lost its row since the start."""
-        return self._state.counters.preemptions
-
-    @property
-    def swaps(self) -> int:
-        """Of those, how often its KV was swapped to the host."""
-        return self._state.counters.swaps
-
-    @property
     def price(self) -> float:
         """Return that a block of entries has to earn to stay; 0 where none are evicted."""
         scores = self._state.scores
@@ -344,16 +325,6 @@ class EngineCore:
     def missing_entries(self) -> int:
         """Evicted entries that running requests do without."""
         return int(self._state.rows.dropped.sum())
-
-    @property
-    def entries_evicted(self) -> int:
-        """Cache entries that were evicted since the start."""
-        return self._state.counters.evicted_tokens
-
-    @property
-    def entries_recomputed(self) -> int:
-        """Of those, entries that were recomputed."""
-        return self._state.counters.recomputed_tokens
 
     def __contains__(self, request: str) -> bool:
         """Whether a request waits, loads or runs here."""

@@ -75,14 +75,14 @@ def _preempt(state: EngineState, builder: ScheduleBuilder, seq: Sequence) -> Non
         seq.host_blocks = state.host.allocate(used)
         seq.computed, seq.dropped = computed, dropped
         builder.swap_out.append(pairs(state.rows.tables[row, :used], seq.host_blocks))
-        state.counters.swaps += 1
+        state.stats.swaps += 1
     else:
         builder.evictions.pop(row, None)
     state.free_row(seq)
     state.stop(seq)
     seq.requeue()
     state.queue.push(seq)
-    state.counters.preemptions += 1
+    state.stats.preemptions += 1
     builder.preempted.append(seq.request.id)
 
 

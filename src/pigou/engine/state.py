@@ -30,7 +30,7 @@ class PinnedBlocks:
 
 
 @dataclass(slots=True)
-class EngineCounters:
+class EngineStats:
     """Totals since the start."""
 
     queried_tokens: int = 0  # tokens of prompts looked up in the prefix cache
@@ -102,7 +102,7 @@ class EngineState:
         self.rates: Rates | None = None
         #: The time of the last plan, in nanoseconds since 1970.
         self.unix_ns = 0
-        self.counters = EngineCounters()
+        self.stats = EngineStats()
         #: Sequences in flight by request id.
         self.sequences: dict[str, Sequence] = {}
         #: Prompts that another worker may pull, by request id.

@@ -273,7 +273,7 @@ def _evict_row(
     rows.compacted[row] = computed
     rows.known[row] = 0
     rows.cached[row] = min(int(rows.cached[row]), first // size)
-    state.counters.evicted_tokens += count * size
+    state.stats.evicted_tokens += count * size
     state.free_blocks(freed)
 
 
@@ -319,7 +319,7 @@ def _recompute_row(state: EngineState, builder: ScheduleBuilder, row: int, count
     used = -(-(entries + count * size) // size)
     builder.recomputations.append(Recomputation(row, entries, count * size, table[:used].copy()))
     builder.budget -= count * size
-    state.counters.recomputed_tokens += count * size
+    state.stats.recomputed_tokens += count * size
     scores_of(state).invalidate(row)
 
 

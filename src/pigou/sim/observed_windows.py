@@ -219,9 +219,10 @@ class WindowObserver:
             )
         engine, meter = worker.spec.engine, sim.meter
         _, busy_ns = sim.progress()
+        stats = sim.core.stats
         totals = Counter(
-            busy=busy_ns, preemptions=sim.core.preemptions, queried=sim.core.prefix_queries,
-            hits=sim.core.prefix_hits, steps=meter.prefill_steps, ns=meter.prefill_ns,
+            busy=busy_ns, preemptions=stats.preemptions, queried=stats.queried_tokens,
+            hits=stats.hit_tokens, steps=meter.prefill_steps, ns=meter.prefill_ns,
             tokens=meter.prefill_tokens,
         )  # fmt: skip
         new = Counter({key: value - sums.before[key] for key, value in totals.items()})

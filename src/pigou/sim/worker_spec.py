@@ -105,7 +105,7 @@ class FleetWorker:
         if self.sim is None:
             return self.past_totals
         core = self.sim.core
-        life = (self.sim.steps, self.sim.busy_ns, core.prefix_queries, core.prefix_hits)
+        life = (self.sim.steps, self.sim.busy_ns, core.stats.queried_tokens, core.stats.hit_tokens)
         steps, busy_ns, queries, hits = (a + b for a, b in zip(self.past_totals, life, strict=True))
         return steps, busy_ns, queries, hits
 

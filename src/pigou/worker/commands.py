@@ -188,12 +188,15 @@ class Gauges:
         self.table_blocks = int(rows.blocks[used].sum())
         self.table_tokens = int((rows.computed - rows.dropped)[used].sum())
         self.table_tokens += plan.tokens * plan.repeat
-        self.queries_total = core.prefix_queries - warm_queries
-        self.hits_total = core.prefix_hits
-        self.preemptions_total, self.swaps_total = core.preemptions, core.swaps
+        self.queries_total = core.stats.queried_tokens - warm_queries
+        self.hits_total = core.stats.hit_tokens
+        self.preemptions_total, self.swaps_total = core.stats.preemptions, core.stats.swaps
         if core.config.eviction is not None:
             self.price, self.missing = core.price, core.missing_entries
-            self.given_total, self.revived_total = core.entries_evicted, core.entries_recomputed
+            self.given_total, self.revived_total = (
+                core.stats.evicted_tokens,
+                core.stats.recomputed_tokens,
+            )
 
 
 @dataclass(frozen=True, slots=True)

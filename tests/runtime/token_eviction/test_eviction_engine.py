@@ -84,7 +84,7 @@ def test_all_requests_finish_in_a_pool_that_is_too_small(
     config = EvictionConfig(policy=policy, recent=8, least=16, interval=16)
     engine = make_engine(loaded("llama"), config, 30, max_repeat=repeat)
     watched(engine, make_prompts(8, VOCAB, 70, seed=6), 120)
-    assert engine.core.entries_evicted > 0
+    assert engine.core.stats.evicted_tokens > 0
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
