@@ -19,8 +19,8 @@ from benchmarks.token_pd.optimum import (
 )
 from benchmarks.token_pd.paper_tables import markdown
 from benchmarks.token_pd.record import Recorder, future_shares, lay_out
+from benchmarks.token_pd.regret_games import by_price, growth, optimum, regret, utility
 from benchmarks.token_pd.run import BLOCK, Run, Setting
-from pigou.kv.memory_price import by_price, growth, optimum, regret, utility
 from pigou.models import bundled_path
 from pigou.report.figure import Axis, Chart, ChartLine
 from pigou.report.figure_png import png

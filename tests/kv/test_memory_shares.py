@@ -10,20 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.token_pd.regret_games import admits, excess
 from pigou.kv.memory_price import (
     FLOOR,
+    EvictionCurve,
     MemoryPrice,
-    admits,
     averaged_price,
     blocks_above,
     blocks_below,
-    excess,
-    exponentiated_price,
-)
-from pigou.kv.memory_shares import (
-    EvictionCurve,
     cheapest_evictions,
     evictable_by_tenant,
+    exponentiated_price,
     marginal_ahead,
 )
 

@@ -18,9 +18,12 @@ from pigou.engine.plan import Compaction, Plan, Recomputation, Result
 from pigou.engine.schedule_builder import RowEviction, ScheduleBuilder
 from pigou.engine.state import EngineState, EvictionScores
 from pigou.kv.block_pool import REFS
-from pigou.kv.memory_price import FLOOR, Floats, blocks_above, blocks_below
-from pigou.kv.memory_shares import (
+from pigou.kv.memory_price import (
+    FLOOR,
     EvictionCurve,
+    Floats,
+    blocks_above,
+    blocks_below,
     cheapest_evictions,
     evictable_by_tenant,
     marginal_ahead,

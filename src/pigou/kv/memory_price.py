@@ -1,16 +1,24 @@
-"""The price of memory: the return that a block of cache entries must have to stay.
+"""The price of memory, and eviction across requests: which give up how many blocks.
 
-Source: seed token-pd (Token-PD), section 4. Its price `mu` is per byte and its cost `c` the bytes
-of a token; here prices are per block, and a block costs 1, so that `mu c` is the price itself.
-Returns are in the unit of their prediction.
+Source: seed token-pd (Token-PD), sections 3 and 4. Its price `mu` is per byte and its cost `c` the
+bytes of a token; here prices are per block, and a block costs 1, so that `mu c` is the price
+itself. Returns are in the unit of their prediction. Eviction is a knapsack of tokens of equal size
+over all requests, whose optimum is a threshold on their returns. Its price meets the budget on
+average only; here the cut is exact, for blocks come free as wholes, and the price is what the cut
+shows.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
+from heapq import heapify, heappop, heapreplace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from pigou.request import Ints
 
 Floats = NDArray[np.float64]
 
@@ -34,7 +42,7 @@ def averaged_price(price: float, marginal: float, share: float, deadband: float)
     """Move a price towards the marginal return at a cut, on a logarithmic scale.
 
     The exact dual variable of one cut is the return of the dearest block given up
-    (`pigou.kv.memory_shares`); from cut to cut it jumps. Its geometric mean over time, newer cuts
+    (`cheapest_evictions`); from cut to cut it jumps. Its geometric mean over time, newer cuts
     weighing more, is exponentiated gradient with a constant rate. The price moves by `share` of the
     distance; distances below `deadband`, in natural logarithms, change nothing.
     """
@@ -43,21 +51,6 @@ def averaged_price(price: float, marginal: float, share: float, deadband: float)
     if abs(distance) < deadband:
         return price
     return max(price * math.exp(share * distance), FLOOR)
-
-
-def excess(returns: Floats, variances: Floats, risk: float, price: float) -> Floats:
-    """Return what entries earn beyond their price: g = R - risk sigma^2 - mu (Token-PD, Eq. 4).
-
-    `risk` is lambda, negative where uncertainty is worth keeping (eviction is for good).
-    """
-    excess_returns: Floats = returns - risk * variances - price
-    return excess_returns
-
-
-def admits(returns: Floats, variances: Floats, risk: float, price: float) -> NDArray[np.bool_]:
-    """Return which entries stay at a price: those with g >= 0 (Token-PD, Eq. 4)."""
-    admitted: NDArray[np.bool_] = excess(returns, variances, risk, price) >= 0.0
-    return admitted
 
 
 def blocks_below(ascending: Floats, price: float) -> int:
@@ -124,103 +117,91 @@ class MemoryPrice:
             self.price = exponentiated_price(self.price, wanted, self._budget, self._rate, steps)
 
 
-Flags = NDArray[np.bool_]
+class EvictionCurve(NamedTuple):
+    """What one request can give up."""
+
+    lost_returns: Floats  # return that is lost with each further block, ascending, shape (blocks,)
+    tenant: str = ""
 
 
-def utility(
-    returns: Floats, variances: Floats, in_cache: Flags, exists: Flags, risk: float, penalty: float
-) -> Floats:
-    """Return each step's utility: x (R - risk sigma^2) - (1 - x) penalty, summed over tokens.
+class EvictionChoice(NamedTuple):
+    """How many blocks each request gives up."""
 
-    Args:
-        returns: realised, (T, n).
-        variances: of the returns, (T, n).
-        in_cache: tokens in the cache, (T, n).
-        exists: tokens that exist, (T, n).
-        penalty: delta, of computing a token again.
+    counts: Ints  # blocks of each offer, shape (offers,)
+    marginal: float  # return of the dearest block among them; -inf for none
 
-    Returns:
-        Shape (T,), in the unit of the returns.
+    @property
+    def blocks(self) -> int:
+        """Blocks in all."""
+        return int(self.counts.sum())
+
+
+def cheapest_evictions(
+    offers: Sequence[EvictionCurve],
+    min_blocks: int,
+    max_blocks: int,
+    ceiling: float = math.inf,
+    evictable_by_tenant: Mapping[str, int] | None = None,
+) -> EvictionChoice | None:
+    """Return the blocks that lose the least return, across requests; None for too few.
+
+    A heap merges the curves. As each is ascending, and the bounds are nested (blocks of a request
+    within those of its tenant within all), the greedy merge is optimal. It takes up to
+    `max_blocks`, none that loses more than `ceiling`, and no more of a tenant than
+    `evictable_by_tenant`.
     """
-    earned = np.where(in_cache & exists, returns - risk * variances, 0.0)
-    missed = (exists & ~in_cache).sum(axis=1) * penalty
-    utilities: Floats = earned.sum(axis=1) - missed
-    return utilities
-
-
-def optimum(
-    returns: Floats, variances: Floats, exists: Flags, budget: int, risk: float, penalty: float
-) -> Floats:
-    """Return the best utility of each step with known returns: the top `budget`.
-
-    Args are those of `utility`; `budget` is in tokens. Nothing is kept that costs more than it
-    spares, R - risk sigma^2 + penalty < 0.
-    """
-    values = np.where(exists, returns - risk * variances + penalty, -np.inf)
-    count = min(budget, values.shape[1])
-    best = np.sort(values, axis=1)[:, ::-1][:, :count]
-    utilities: Floats = np.maximum(best, 0.0).sum(axis=1) - exists.sum(axis=1) * penalty
-    return utilities
-
-
-def by_price(
-    returns: Floats, exists: Flags, budget: int, rate: float, capped: bool = False
-) -> tuple[Flags, Floats]:
-    """Play Token-PD's rule where its bound is proved (appendix A), and return what it keeps.
-
-    There, returns are seen before each choice, what was dropped is back the moment it is worth its
-    price, and the budget holds on average alone. Eq. 4 chooses, Eq. 5 moves the price; the first
-    step that has more than the budget sets it to the return of the first token too many.
-
-    Args:
-        returns: realised, (T, n).
-        exists: tokens that exist, (T, n).
-        budget: tokens that may be kept, above 0.
-        rate: learning rate, above 0.
-        capped: whether no more than the budget is kept in any step, those of the highest returns.
-
-    Returns:
-        What is kept, and by how many tokens what earns its price exceeds the budget, of shapes
-        (T, n) and (T,); 0 as long as there was no price.
-    """
-    in_cache, excess_tokens, price = exists.copy(), np.zeros(len(returns)), 0.0
-    for t in range(len(returns)):
-        tokens = np.flatnonzero(exists[t])
-        values = returns[t, tokens]
-        if not price and len(tokens) > budget:
-            price = max(float(np.partition(values, -budget - 1)[-budget - 1]), FLOOR)
-        if not price:
+    left = dict(evictable_by_tenant or {})
+    counts: Ints = np.zeros(len(offers), dtype=np.int32)
+    # Of equal losses, the one with more to give goes first; then the first offer.
+    heap = [
+        (float(offer.lost_returns[0]), -len(offer.lost_returns), i)
+        for i, offer in enumerate(offers)
+        if len(offer.lost_returns)
+    ]
+    heapify(heap)
+    done, marginal = 0, -math.inf
+    while heap and done < max_blocks:
+        loss, _, i = heap[0]
+        if loss > ceiling:
+            break
+        lost_returns, tenant = offers[i]
+        if left.get(tenant, 1) <= 0:
+            heappop(heap)
             continue
-        in_cache[t, tokens] = admits(values, np.zeros_like(values), 0.0, price)
-        wanted = int(in_cache[t].sum())
-        if capped and wanted > budget:
-            in_cache[t, tokens[np.argsort(-values, kind="stable")[budget:]]] = False
-        excess_tokens[t] = wanted - budget
-        price = exponentiated_price(price, wanted, budget, rate)
-    return in_cache, excess_tokens
+        if tenant in left:
+            left[tenant] -= 1
+        counts[i] += 1
+        done += 1
+        marginal = max(marginal, loss)
+        rest = len(lost_returns) - int(counts[i])
+        if rest:
+            heapreplace(heap, (float(lost_returns[counts[i]]), -rest, i))
+        else:
+            heappop(heap)
+    return EvictionChoice(counts, marginal) if done >= min_blocks else None
 
 
-def regret(optimal: Floats, realised: Floats) -> Floats:
-    """Return the cumulative regret after each step, both of shape (T,)."""
-    cumulative: Floats = np.cumsum(optimal - realised)
-    return cumulative
+def marginal_ahead(offers: Sequence[EvictionCurve], counts: Ints, growth_blocks: float) -> float:
+    """Return what the dearest block earns that will have to go before curves are renewed.
 
-
-def growth(cumulative: Floats, begin: int = 1) -> float:
-    """Return the exponent a of the power law c t^a that fits a cumulative regret best.
-
-    By least squares of logarithms, over steps where the regret is above 0.
-
-    Args:
-        cumulative: regret after each step, (T,).
-        begin: first step (from 1) that counts.
-
-    Returns:
-        The exponent; 0 where the regret is never above 0, or at one step only.
+    Until then each request gives up as much as it grows (`growth_blocks`), wherever that is
+    cheapest. The return at that cut is the exact dual variable of what is foreseen. `offers` are
+    from before a cut that takes `counts` of each; unknown (infinite) curves are left out. -inf
+    where no block is left.
     """
-    steps = np.arange(1, len(cumulative) + 1)
-    good = (cumulative > 0) & (steps >= begin)
-    if good.sum() < 2:
-        return 0.0
-    slope, _ = np.polyfit(np.log(steps[good]), np.log(cumulative[good]), 1)
-    return float(slope)
+    curves = [
+        o.lost_returns[n:]
+        for o, n in zip(offers, counts.tolist(), strict=True)
+        if len(o.lost_returns)
+    ]
+    known = [curve for curve in curves if len(curve) and math.isfinite(curve[0])]
+    if not known:
+        return -math.inf
+    rest = np.concatenate(known)
+    last = min(math.ceil(growth_blocks * len(known)), len(rest)) - 1
+    return float(np.partition(rest, last)[last])
+
+
+def evictable_by_tenant(floors: Mapping[str, int], held: Mapping[str, int]) -> dict[str, int]:
+    """Return how many blocks each tenant with a floor can still give up."""
+    return {tenant: max(0, held.get(tenant, 0) - floor) for tenant, floor in floors.items()}

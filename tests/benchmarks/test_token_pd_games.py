@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pigou.kv.memory_price import by_price, growth, optimum, regret, utility
-from pigou.kv.memory_shares import EvictionCurve, cheapest_evictions
+from benchmarks.token_pd.regret_games import by_price, growth, optimum, regret, utility
+from pigou.kv.memory_price import EvictionCurve, cheapest_evictions
 
 
 @given(
