@@ -10,7 +10,7 @@ from eviction_names import policy
 from pigou.kv.block import Block
 from pigou.kv.offload import RecomputeCost
 from pigou.kv.tier import Tier
-from pigou.kv.tier_eviction.policy import BaseEviction, TierSetting
+from pigou.kv.tier_eviction.policy import EvictionPolicy, TierSetting
 from pigou.kv.tiers import Tiers, TierSpeed
 from pigou.request import NEVER
 
@@ -32,7 +32,7 @@ def test_policies_value_blocks_by_what_was_measured() -> None:
     assert kinds[1].setting.recompute_cost == RecomputeCost(1.0)  # type: ignore[attr-defined]
 
 
-class Refuses(BaseEviction):
+class Refuses(EvictionPolicy):
     """Takes nothing, and counts what it was offered."""
 
     def __init__(self) -> None:

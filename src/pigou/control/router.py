@@ -20,10 +20,10 @@ from pigou.control.routing.policy import (
     param_of,
     params_of,
 )
-from pigou.control.routing.remote_kv_fetch import RemoteFetches, fetch_of, price_fetches
+from pigou.control.routing.remote_kv_fetch import fetch_of, price_fetches
 from pigou.control.routing.selection import Pick, select
 from pigou.control.routing.toll.policy import Toll
-from pigou.control.routing.view import Candidates, Counts, FleetView
+from pigou.control.routing.view import Candidates, Counts, FleetView, RemoteFetches
 from pigou.control.state import both
 from pigou.request import Request
 

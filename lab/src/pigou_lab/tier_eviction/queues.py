@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import msgspec
 
 from pigou.kv.block import Block, Entry
-from pigou.kv.tier_eviction.policy import BaseEviction, TierSetting
+from pigou.kv.tier_eviction.policy import EvictionPolicy, TierSetting
 
 Queue = OrderedDict[bytes, Entry]
 
@@ -19,7 +19,7 @@ def oldest(queue: Queue) -> Entry:
     return next(iter(queue.values()))
 
 
-class SieveEviction(BaseEviction):
+class SieveEviction(EvictionPolicy):
     """SIEVE (Zhang et al., NSDI '24): a queue, and a hand that evicts what was not visited.
 
     The hand moves from the oldest block to the youngest. Of a visited one it takes the mark; one
@@ -74,7 +74,7 @@ class S3FifoParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     promote: int = 2  # uses on probation that lead to the main queue
 
 
-class S3FifoEviction(BaseEviction):
+class S3FifoEviction(EvictionPolicy):
     """S3-FIFO (Yang et al., SOSP '23): a small queue on probation, a main queue, and ghosts.
 
     What leaves the small queue with `promote` uses goes to the main one, otherwise it is evicted
@@ -204,7 +204,7 @@ class GhostBlocks:
         self.bytes -= size
 
 
-class ArcEviction(BaseEviction):
+class ArcEviction(EvictionPolicy):
     """Adaptive replacement cache (Megiddo and Modha, FAST '03), by bytes.
 
     T1 holds blocks used once, T2 those used again, both in order of use; B1 and B2 are their

@@ -10,7 +10,7 @@ import msgspec
 
 from pigou.kv.block import Block, Entry
 from pigou.kv.tier_eviction.lru import LruEviction, RankedEviction
-from pigou.kv.tier_eviction.policy import BaseEviction, TierSetting
+from pigou.kv.tier_eviction.policy import EvictionPolicy, TierSetting
 from pigou.request import SECOND
 
 
@@ -198,7 +198,7 @@ class KvbmEviction(LruEviction):
         self._counts = {key: count - 1 for key, count in self._counts.items() if count > 1}
 
 
-class RandomEviction(BaseEviction):
+class RandomEviction(EvictionPolicy):
     """Any free block, each as likely as another."""
 
     def __init__(self, setting: TierSetting, params: msgspec.Struct | None = None) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from pigou.config import ControlConfig
 from pigou.control.admission.admission_queue import MIN_RETRY, AdmissionQueue, DrainRate
 from pigou.control.admission.fair_order import Fair
-from pigou.control.admission.queue_order import KeyedOrder, QueuedRequest, load
+from pigou.control.admission.queue_order import QueuedRequest, QueueOrder, load
 from pigou.control.admission.tenant_quota import Refusal, TenantActivity, TenantQuota
 from pigou.control.admission.worker_capacity import (
     UNLIMITED,
@@ -60,7 +60,7 @@ class AdmissionController:
         self.drain_rate = DrainRate()
         self._weights = config.tenant_weights
         #: whether the order counts the tokens that each tenant is served
-        self.counts_tokens = getattr(type(order), "served", None) is not KeyedOrder.served
+        self.counts_tokens = getattr(type(order), "served", None) is not QueueOrder.served
         self._timeout = config.queue_timeout
         self._max_per_request = config.max_request_inflight
         self._displaced: list[Shed] = []

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from pigou.config import ConfigError
-from pigou.control.admission.queue_order import Heap, QueuedRequest
+from pigou.control.admission.queue_order import Heap, QueuedRequest, QueueOrder
 from pigou.control.peers.bookings import TenantService
 from pigou.request import Request
 
@@ -61,7 +61,7 @@ class _Tenant:
         self.entry: tuple[float, int, str] | None = None
 
 
-class Fair:
+class Fair(QueueOrder):
     """The tenant that had least service goes first (virtual token counter).
 
     Every tenant f has a counter c_f of the service it had, over its weight. When it begins to
@@ -86,7 +86,6 @@ class Fair:
 
     Params: ClassVar[type[msgspec.Struct]] = FairParams
     holds_back: ClassVar[bool] = True
-    refuses_late: ClassVar[bool] = False
 
     def __init__(self, params: FairParams | None = None) -> None:
         self.params = params or FairParams()
@@ -126,7 +125,7 @@ class Fair:
             tenant.entry = None
             self._last = tenant
 
-    def first(self, now: int) -> QueuedRequest | None:  # noqa: ARG002 (protocol)
+    def first(self, now: int) -> QueuedRequest | None:
         """Return the first of the tenant that had least."""
         tenant = self._lowest()
         return None if tenant is None else tenant.queue.first()
@@ -147,7 +146,7 @@ class Fair:
         if served > 0.0:
             self._charge(name, served)
 
-    def last(self, waiting: QueuedRequest, max_count: int, own: bool) -> list[QueuedRequest]:  # noqa: ARG002
+    def last(self, waiting: QueuedRequest, max_count: int, own: bool) -> list[QueuedRequest]:
         """Return the tenant's own requests that go after this one; never another tenant's."""
         tenant = self._tenants.get(waiting.request.tenant)
         if tenant is None or self.params.within == "fcfs":
@@ -178,7 +177,7 @@ class Fair:
         margin = 0.5 * self.params.credit
         return margin > 0.0 and self.counter(waiting.request.tenant) < self._max - margin
 
-    def priority(self, waiting: QueuedRequest, above: bool) -> int | None:  # noqa: ARG002 (protocol)
+    def priority(self, waiting: QueuedRequest, above: bool) -> int | None:
         """Let tenants above their part yield to the others inside the workers as well.
 
         What a client asked for does not count there: it would overtake other tenants.
@@ -263,7 +262,7 @@ _MAX_BANDS = 64
 _HIGHEST = 2**31 - 1
 
 
-class PriorityFair:
+class PriorityFair(QueueOrder):
     """Lower `Request.priority` first; within one priority as `Fair`, with counters of its own.
 
     So the bound of `Fair` holds for two tenants that wait in the same band, while it is served.
@@ -273,7 +272,6 @@ class PriorityFair:
 
     Params: ClassVar[type[msgspec.Struct]] = FairParams
     holds_back: ClassVar[bool] = True
-    refuses_late: ClassVar[bool] = False
 
     def __init__(self, params: FairParams | None = None) -> None:
         self.params = params or FairParams()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import msgspec
 
@@ -19,64 +19,6 @@ NAME = "order"
 
 class NoOrderParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Of an order without parameters."""
-
-
-class QueueOrder(Protocol):
-    """Which of the waiting requests goes next.
-
-    Every request goes through it, also one that is routed at once: `add`, `first`, `taken`.
-    """
-
-    # parameters, a frozen `msgspec.Struct`; the class is called with one.
-    Params: ClassVar[type[msgspec.Struct]]
-    # whether the order needs queues in the workers that are all but empty.
-    holds_back: ClassVar[bool]
-    # whether a newcomer is refused whose deadline cannot be met any more.
-    refuses_late: ClassVar[bool]
-
-    @property
-    def reserve(self) -> float:
-        """Share of each worker that is closed to tenants above their part of the fleet."""
-        ...
-
-    def add(self, waiting: QueuedRequest) -> None:
-        """Add a request that waits."""
-        ...
-
-    def remove(self, waiting: QueuedRequest) -> None:
-        """Take out a request that waits no more, and was not served."""
-        ...
-
-    def first(self, now: int) -> QueuedRequest | None:
-        """Return which goes next; it stays until it is removed or taken. None of an empty queue."""
-        ...
-
-    def last(self, waiting: QueuedRequest, max_count: int, own: bool) -> list[QueuedRequest]:
-        """Return those that may be shed so that a newcomer can wait, the least urgent first.
-
-        All of them, at most `max_count`, are less urgent than the newcomer; if `own`, of its tenant
-        alone. An order without this method sheds none.
-        """
-        ...
-
-    def taken(self, waiting: QueuedRequest, uncached: int) -> None:
-        """Record that a request was sent to a worker, which computes `uncached` tokens."""
-        ...
-
-    def served(self, request: Request, tokens: int) -> None:
-        """Count output tokens of a routed request."""
-        ...
-
-    def underserved(self, waiting: QueuedRequest) -> bool:
-        """True if its tenant had so much less than others that it counts as above no part."""
-        ...
-
-    def priority(self, waiting: QueuedRequest, above: bool) -> int | None:
-        """Return the priority that workers are sent, None for the client's own.
-
-        `above`: its tenant has more than its part of the fleet.
-        """
-        ...
 
 
 def load(chosen: Mapping[str, Any]) -> QueueOrder:
@@ -106,11 +48,17 @@ def _lower(text: str) -> str:
 _MILLISECOND = SECOND // 1000
 
 
-class KeyedOrder:
-    """One heap by `key`, which subclasses give; by itself first come, first served."""
+class QueueOrder:
+    """Which of the waiting requests goes next: one heap by `key`, here first come, first served.
+
+    Every request goes through it, also one that is routed at once: `add`, `first`, `taken`. The
+    class is called with its parameters, a frozen `msgspec.Struct` of type `Params`.
+    """
 
     Params: ClassVar[type[msgspec.Struct]] = NoOrderParams
+    #: Whether the order needs queues in the workers that are all but empty.
     holds_back: ClassVar[bool] = False
+    #: Whether a newcomer is refused whose deadline cannot be met any more.
     refuses_late: ClassVar[bool] = False
 
     def __init__(self, params: msgspec.Struct | None = None) -> None:
@@ -119,7 +67,7 @@ class KeyedOrder:
 
     @property
     def reserve(self) -> float:
-        """Nothing is reserved."""
+        """Share of each worker that is closed to tenants above their part of the fleet."""
         return 0.0
 
     def key(self, waiting: QueuedRequest) -> Any:
@@ -131,43 +79,50 @@ class KeyedOrder:
         self._heap.add(self.key(waiting), waiting)
 
     def remove(self, waiting: QueuedRequest) -> None:
-        """Take out a request that waits no more."""
+        """Take out a request that waits no more, and was not served."""
         self._heap.remove(waiting)
 
-    def first(self, now: int) -> QueuedRequest | None:  # noqa: ARG002 (protocol)
-        """Return which goes next."""
+    def first(self, now: int) -> QueuedRequest | None:
+        """Return which goes next; it stays until it is removed or taken. None of an empty queue."""
         return self._heap.first()
 
     def last(self, waiting: QueuedRequest, max_count: int, own: bool) -> list[QueuedRequest]:
-        """Return those of greater keys, the greatest first."""
+        """Return those that may be shed so that a newcomer can wait, the least urgent first.
+
+        All of them, at most `max_count`, are less urgent than the newcomer; if `own`, of its tenant
+        alone. An order without this method sheds none.
+        """
         tenant = waiting.request.tenant if own else None
         return self._heap.last(max_count, self.key(waiting), tenant)
 
-    def taken(self, waiting: QueuedRequest, uncached: int) -> None:  # noqa: ARG002 (protocol)
-        """Take out a request that was sent to a worker."""
+    def taken(self, waiting: QueuedRequest, uncached: int) -> None:
+        """Record that a request was sent to a worker, which computes `uncached` tokens."""
         self._heap.remove(waiting)
 
     def served(self, request: Request, tokens: int) -> None:
-        """Output tokens do not count."""
+        """Count output tokens of a routed request."""
 
-    def underserved(self, waiting: QueuedRequest) -> bool:  # noqa: ARG002 (protocol)
-        """No tenant's service is counted."""
+    def underserved(self, waiting: QueuedRequest) -> bool:
+        """True if its tenant had so much less than others that it counts as above no part."""
         return False
 
-    def priority(self, waiting: QueuedRequest, above: bool) -> int | None:  # noqa: ARG002 (protocol)
-        """Leave the client's own."""
+    def priority(self, waiting: QueuedRequest, above: bool) -> int | None:
+        """Return the priority that workers are sent, None for the client's own.
+
+        `above`: its tenant has more than its part of the fleet.
+        """
         return None
 
 
-class Fcfs(KeyedOrder):
+class Fcfs(QueueOrder):
     """First come, first served."""
 
-    def last(self, waiting: QueuedRequest, max_count: int, own: bool) -> list[QueuedRequest]:  # noqa: ARG002
+    def last(self, waiting: QueuedRequest, max_count: int, own: bool) -> list[QueuedRequest]:
         """Return none: the newcomer itself is the last."""
         return []
 
 
-class Priority(KeyedOrder):
+class Priority(QueueOrder):
     """Lower `Request.priority` first, as vLLM has it; first come, first served within one.
 
     A stream of urgent requests keeps the others waiting until they time out: priority is strict.
@@ -189,7 +144,7 @@ class ShortestParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             raise ConfigError(f"ageing is {self.ageing}; it must be at least 1 token a second")
 
 
-class Shortest(KeyedOrder):
+class Shortest(QueueOrder):
     """Fewest uncached prompt tokens first, with ageing.
 
     At time t a request that waits since s with u uncached tokens ranks by u - ageing (t - s).
@@ -216,7 +171,7 @@ class EdfParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
             raise ConfigError(f"patience_ms is {self.patience_ms}; it must be at least 0")
 
 
-class Edf(KeyedOrder):
+class Edf(QueueOrder):
     """Earliest deadline of the first token first.
 
     Under overload, plain EDF serves late requests first, and makes all others late too. So a

@@ -7,9 +7,8 @@ than the worker's own tiers cost, or computing it again.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -23,25 +22,11 @@ from pigou.control.latency_model.estimates import (
     prefill_s,
 )
 from pigou.control.messages import RemoteKVFetch
+from pigou.control.routing.view import Counts, FleetView, RemoteFetches
 
-if TYPE_CHECKING:
-    from pigou.control.routing.view import FleetView
-
-Counts: TypeAlias = NDArray[np.int64]
 Seconds: TypeAlias = NDArray[np.float64]
 #: The fields of `RemoteFetches`, in order.
 FetchArrays: TypeAlias = tuple[Counts, Counts, Counts, Counts, Seconds, Seconds]
-
-
-class RemoteFetches(msgspec.Struct, eq=False):
-    """One entry a worker, (workers,): what it would do if it computed the prompt."""
-
-    source: Counts  # row of the worker that it fetches from; -1 where it does better without
-    ready: Counts  # leading tokens that it would not compute: fetched, or its own in any tier
-    host: Counts  # blocks of its own that it would bring back from host memory
-    storage: Counts  # the same from disk and object storage
-    seconds: Seconds  # that fetching takes, 0 where it does not
-    saves: Seconds  # seconds that fetching saves, its own taken off; 0 where it does not
 
 
 @bare_kernel_over("control/routing", "control/latency_model")

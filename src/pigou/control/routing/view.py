@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from pigou.compiled import bare_kernel
 from pigou.control.latency_model.estimates import Estimates
-from pigou.control.routing.remote_kv_fetch import RemoteFetches
 from pigou.control.stream_slots import PrefillBacklog
 from pigou.request import Ints
 
@@ -22,6 +21,17 @@ Flags = NDArray[np.bool_]
 _NOTHING: Counts = np.zeros(0, dtype=np.int64)
 #: Fields that are no arrays of workers.
 _SCALARS = ("fetches", "backlog", "now")
+
+
+class RemoteFetches(msgspec.Struct, eq=False):
+    """One entry a worker, (workers,): what it would do if it computed the prompt."""
+
+    source: Counts  # row of the worker that it fetches from; -1 where it does better without
+    ready: Counts  # leading tokens that it would not compute: fetched, or its own in any tier
+    host: Counts  # blocks of its own that it would bring back from host memory
+    storage: Counts  # the same from disk and object storage
+    seconds: Shares  # that fetching takes, 0 where it does not
+    saves: Shares  # seconds that fetching saves, its own taken off; 0 where it does not
 
 
 class FleetView(msgspec.Struct, eq=False):

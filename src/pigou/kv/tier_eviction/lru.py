@@ -9,10 +9,10 @@ from itertools import count
 import msgspec
 
 from pigou.kv.block import Block, Entry
-from pigou.kv.tier_eviction.policy import BaseEviction, TierSetting
+from pigou.kv.tier_eviction.policy import EvictionPolicy, TierSetting
 
 
-class RankedEviction(BaseEviction):
+class RankedEviction(EvictionPolicy):
     """A heap of free blocks. Items of blocks that have a newer rank, or are not free, are stale."""
 
     def __init__(self, setting: TierSetting, params: msgspec.Struct | None = None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -30,8 +30,8 @@ class NoEvictionParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A policy without parameters."""
 
 
-class EvictionPolicy(Protocol):
-    """The order in which the blocks of one tier go.
+class EvictionPolicy:
+    """The order in which the blocks of one tier go; by itself it admits all, and notes nothing.
 
     It is made as `Policy(setting, params)`, where `params` is of the type in its class attribute
     `Params`. A tier calls it so: `on_miss` with blocks that are used and that it does not hold;
@@ -41,52 +41,46 @@ class EvictionPolicy(Protocol):
     """
 
     #: The type of its parameters, a frozen `msgspec.Struct` with defaults.
-    Params: type[msgspec.Struct]
-    #: Whether `hit` wants every block of the path; if not, the deepest.
-    paths: bool
-
-    #: What a byte of the tier costs: seconds of prefill for each second that it is held.
-    price: float
-    #: Whether it heeds `above`.
-    exclusive: bool
+    Params: type[msgspec.Struct] = NoEvictionParams
+    paths = False  # whether `hit` wants every block of the path; if not, the deepest
+    price = 0.0  # of a byte of the tier: seconds of prefill for each second that it is held
+    exclusive = False  # whether it heeds `above`
     #: Whether the tier above holds a block, and will offer it again before it gives it up; None
     #: where nothing above does that.
-    above: Callable[[bytes], bool] | None
+    above: Callable[[bytes], bool] | None = None
+
+    def __init__(self, setting: TierSetting, params: msgspec.Struct | None = None) -> None:
+        self.setting = setting
 
     def learn(self, cost: RecomputeCost) -> None:
         """Take another recompute cost from now on."""
-        ...
+        self.setting = replace(self.setting, recompute_cost=cost)
 
     def on_miss(self, blocks: Sequence[Block], now: int) -> None:
         """Take note of a use of blocks that are not held, a run of one chain."""
-        ...
 
     def admits(self, blocks: Sequence[Block], now: int) -> list[bool]:
         """Return which blocks may come in: those of one chain that are offered and not held."""
-        ...
+        return [True] * len(blocks)
 
     def victim(self, newcomer: Block, now: int) -> Entry | None:
         """Return a free block that should make room for the newcomer, or None: it stays out."""
-        ...
+        raise NotImplementedError
 
     def insert(self, entry: Entry, now: int) -> None:
         """Take note of a block that is now held."""
-        ...
 
     def hit(self, entry: Entry, now: int) -> None:
         """Take note of a use; `entry.last` and `entry.uses` already tell of it."""
-        ...
 
     def freed(self, entry: Entry, now: int) -> None:
         """Take note of a held block that has become free: its last child or pin has gone."""
-        ...
 
     def remove(self, entry: Entry, evicted: bool, now: int) -> None:
         """Forget a block: evicted as the policy's victim, or dropped for another reason.
 
         `entry.up` is still its parent, which has inherited `uses` and `last`.
         """
-        ...
 
 
 def load(
@@ -113,39 +107,3 @@ def make(
         reason = wrong(error, kind.Params, values)
         raise ConfigError(f"eviction policy {name or kind.__name__}: {reason}") from None
     return policy
-
-
-class BaseEviction:
-    """Admits everything; notes nothing."""
-
-    Params: type[msgspec.Struct] = NoEvictionParams
-    paths = False
-    price = 0.0
-    exclusive = False
-    above: Callable[[bytes], bool] | None = None
-
-    def __init__(self, setting: TierSetting, params: msgspec.Struct | None = None) -> None:
-        self.setting = setting
-
-    def learn(self, cost: RecomputeCost) -> None:
-        """Take another recompute cost from now on."""
-        self.setting = replace(self.setting, recompute_cost=cost)
-
-    def on_miss(self, blocks: Sequence[Block], now: int) -> None:
-        """Do nothing."""
-
-    def admits(self, blocks: Sequence[Block], now: int) -> list[bool]:
-        """Return True for each."""
-        return [True] * len(blocks)
-
-    def insert(self, entry: Entry, now: int) -> None:
-        """Do nothing."""
-
-    def hit(self, entry: Entry, now: int) -> None:
-        """Do nothing."""
-
-    def freed(self, entry: Entry, now: int) -> None:
-        """Do nothing."""
-
-    def remove(self, entry: Entry, evicted: bool, now: int) -> None:
-        """Do nothing."""

@@ -12,7 +12,7 @@ import msgspec
 
 from pigou.kv.block import Block, Entry
 from pigou.kv.offload import RecomputeCost
-from pigou.kv.tier_eviction.policy import BaseEviction, TierSetting
+from pigou.kv.tier_eviction.policy import EvictionPolicy, TierSetting
 from pigou.kv.tier_eviction.reuse import AT_ONCE, ReuseModel, age_bin, use_class
 from pigou.request import SECOND
 
@@ -29,7 +29,7 @@ class PriceParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     remembered: int = 262_144  # most blocks whose uses are remembered while they are not held
 
 
-class PriceEviction(BaseEviction):
+class PriceEviction(EvictionPolicy):
     """The block that earns least goes, and one comes in that earns more and pays the price.
 
     What a block earns, in seconds of prefill for each byte and second that it is held:
