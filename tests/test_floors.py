@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.lib.source_tree import SRC, modules, name, parsed
+from tests.lib.source_tree import ROOT, SRC, modules, name, parsed
 
 #: First part of the module's name within pigou -> floor.
 FLOORS = {
@@ -24,6 +25,8 @@ FLOORS = {
 PURE = {"games", "kv", "engine", "control", "lifecycle", "cost", "diagnosis"}
 PURE |= {"windows", "performance"}
 IMPURE_MODULES = {"asyncio", "socket", "socketserver", "time", "zmq", "aiohttp", "threading"}
+#: Packages of this repository.
+OURS = {"pigou", "pigou_lab", "tests", "benchmarks", "tools"}
 #: Neighbours on a floor that may know one another, one way.
 NEIGHBOURS = {
     ("worker", "runtime"),
@@ -93,3 +96,51 @@ def test_pure_cores_have_no_clock_and_no_io() -> None:
         for imported in imports(path)
         if imported.split(".")[0] in IMPURE_MODULES
     ]
+
+
+def module_file(module: str) -> Path | None:
+    """Return the file of a module of this repository; None where there is no such module."""
+    for root in (ROOT / "src", ROOT / "lab" / "src", ROOT):
+        path = root.joinpath(*module.split("."))
+        if path.with_suffix(".py").exists():
+            return path.with_suffix(".py")
+        if path.is_dir():
+            return path / "__init__.py"
+    return None
+
+
+@functools.cache
+def top_names(path: Path) -> set[str]:
+    """Return the names that a file defines, assigns or imports, at any depth."""
+    names: set[str] = set()
+    for node in ast.walk(parsed(path)) if path.exists() else ():
+        match node:
+            case ast.FunctionDef(name=text) | ast.AsyncFunctionDef(name=text):
+                names.add(text)
+            case ast.ClassDef(name=text) | ast.Name(id=text, ctx=ast.Store()):
+                names.add(text)
+            case ast.alias(name=text, asname=other):
+                names.add(other or text.partition(".")[0])
+    return names
+
+
+def test_imports_name_what_exists() -> None:
+    """Those of tests and benchmarks too, which no run of a few files would import."""
+    wrong = []
+    for folder in ("src", "lab", "tests", "benchmarks", "tools"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for node in ast.walk(parsed(path)):
+                if not isinstance(node, ast.ImportFrom) or node.module is None:
+                    continue
+                if node.module.split(".")[0] not in OURS:
+                    continue
+                file = module_file(node.module)
+                known = top_names(file) if file else set()
+                wrong += [
+                    f"{path.relative_to(ROOT)}:{node.lineno} {node.module}.{alias.name}"
+                    for alias in node.names
+                    if alias.name not in known
+                    and "__getattr__" not in known
+                    and module_file(f"{node.module}.{alias.name}") is None
+                ]
+    assert not wrong

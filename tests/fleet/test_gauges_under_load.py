@@ -17,11 +17,11 @@ from tests.fleet.harness import Client, running
 
 from pigou.config import ControlConfig
 from pigou.control.state import LOADS
-from pigou.diagnosis import scraped_windows
 from pigou.diagnosis.alert_rules import alert_rules
 from pigou.diagnosis.metric_pages import MetricPage
 from pigou.fleet import probe, worker_report
 from pigou.fleet.planner_windows import PlannerWindows
+from pigou.windows import scrape
 from pigou.windows.planner_window import WorkerWindow
 from pigou.wire import metrics_text
 
@@ -149,7 +149,7 @@ NOT_OF = {
 
 def read_names() -> set[str]:
     """Return the metrics that the readers of the pages name."""
-    sources: Sequence[object] = (scraped_windows, metrics_text, worker_report, probe)
+    sources: Sequence[object] = (scrape, metrics_text, worker_report, probe)
     text = "\n".join(inspect.getsource(each) for each in sources)  # type: ignore[arg-type]
     text += alert_rules() + " ".join(str(name, "ascii") for name in worker_report._NAMES)
     return set(_NAME.findall(text)) - {

@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 from pigou.config import ConfigError
 from pigou.control.planner.predictors.calibrated import ErrorQuantiles, student
 from pigou.control.planner.predictors.predictor import MAX_LOAD, LoadPredictor, load
-from pigou.imports import EXTRAS
 
 FAST = ("last-value", "ewma", "seasonal-naive", "kalman", "dynamo-kalman", "arrivals")
 FITTED = ("holt-winters", "auto-arima", "dynamo-arima")
 PARAMS: dict[str, dict[str, Any]] = {"seasonal-naive": {"season": 5}, "arrivals": {"bins": 8}}
-HAS_LIBRARIES = all(find_spec(module) for module in EXTRAS["forecast"])
+HAS_LIBRARIES = all(find_spec(module) for module in ("pmdarima", "statsmodels"))
 needs_libraries = pytest.mark.skipif(not HAS_LIBRARIES, reason="needs pigou-lab[forecast]")
 ALL = (*FAST, *(pytest.param(name, marks=needs_libraries) for name in FITTED))
 
