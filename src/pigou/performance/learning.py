@@ -1,10 +1,11 @@
-"""Speeds learned while serving, and what observations say of a model, kept apart by cause."""
+"""Speeds of a pool, learned while serving, and corrections of a measured model, apart by cause."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+from typing import TypeGuard
 
 import numpy as np
 from scipy.optimize import nnls
@@ -15,24 +16,30 @@ from pigou.objectives import ProvisioningTimes
 from pigou.performance.model import PerformanceModel
 from pigou.performance.speed import DecodeLaw, PrefillLine, RequestMix
 from pigou.request import SECOND, Role
-from pigou.windows.planner_window import PlannerWindow, PoolWindow, WorkerState, WorkerWindow
+from pigou.windows.planner_window import (
+    LoadWindow,
+    PlannerWindow,
+    PoolWindow,
+    WorkerState,
+    WorkerWindow,
+)
 
-#: Samples after which a fit is taken instead of its prior.
-MIN_SAMPLES = 5
-#: Samples further from the fit than this share of it count for less (Huber 1964).
-_HUBER = 0.25
 #: Factors outside of these bounds are faults of the metrics, not of a model.
 MIN_FACTOR, MAX_FACTOR = 0.25, 4.0
+#: Samples after which a fit is taken instead of its prior.
+MIN_SAMPLES = 5
+#: Samples further from the fit than this share count for less (Huber 1964).
+_HUBER = 0.25
 #: Utilisation from which on waits say nothing of a stationary queue.
 _MAX_BUSY = 0.9
-#: Services that a wait must be expected to take before its ratio to what is seen means anything:
-#: below, what the model leaves out of TTFT would count as queueing.
+#: Expected wait, in services, from which on its ratio to the observed one means anything. Below,
+#: what the model leaves out of TTFT would count as queueing.
 _MIN_WAIT = 0.3
-#: Services that a wait takes at most where what is left of TTFT is overhead.
+#: Expected wait, in services, up to which what is left of TTFT is overhead.
 _NO_WAIT = 0.1
 #: Share of a window that a decode worker's own prompts may take where its ITL is that of streams.
 _MAX_OWN_PROMPTS = 0.2
-#: The same of one that does both: beyond, nearly every step has a chunk of a prompt.
+#: The same of a worker that does both: beyond, nearly every step has a chunk of a prompt.
 _MAX_PROMPTS = 0.95
 #: Waits are compared when the speed is known up to so much, as a logarithm.
 _SPEED_KNOWN = 0.05
@@ -42,12 +49,9 @@ class WarmUp:
     """Finds the warm workers of one pool, window after window.
 
     A worker is warm when it was ready for `warm_up_s` before the window, and has worked in windows
-    of so many seconds: one that nobody asked yet has its slow first passes before it, however old
-    it is. Cold samples are left out of every fit: they made a planner ask for many more workers
-    than it needed.
-
-    Args:
-        times: of the warm-up; at 0 every worker that was ready all the window is warm.
+    of so many seconds: its first passes are slow, however late they come. Cold samples made a
+    planner ask for many more workers than it needed. At `warm_up_s` of 0 all ready workers are
+    warm.
     """
 
     def __init__(self, times: ProvisioningTimes) -> None:
@@ -56,26 +60,23 @@ class WarmUp:
 
     def warm(self, window: PlannerWindow, pool: PoolWindow) -> list[WorkerWindow]:
         """Take in a window; return the workers of the pool that were warm in all of it."""
-        ready = pool.in_state(WorkerState.READY)
-        keys = [(worker.id, worker.since_ns) for worker in ready]
-        before = {key: self._worked_s.get(key, 0.0) for key in keys}
+        ready = {
+            (worker.id, worker.since_ns): worker for worker in pool.in_state(WorkerState.READY)
+        }
+        before = {key: self._worked_s.get(key, 0.0) for key in ready}
         self._worked_s = {
-            key: before[key] + window.seconds * _works(worker)
-            for key, worker in zip(keys, ready, strict=True)
+            key: before[key] + window.seconds * _works(worker) for key, worker in ready.items()
         }
         return [
             worker
-            for key, worker in zip(keys, ready, strict=True)
-            if before[key] >= self._warm_up_s and self._is_old(worker, window)
+            for key, worker in ready.items()
+            if before[key] >= self._warm_up_s
+            and (window.now_ns - worker.since_ns) / SECOND >= self._warm_up_s + window.seconds
         ]
-
-    def _is_old(self, worker: WorkerWindow, window: PlannerWindow) -> bool:
-        age_s = (window.now_ns - worker.since_ns) / SECOND
-        return age_s >= self._warm_up_s + window.seconds
 
 
 def _works(worker: WorkerWindow) -> bool:
-    """Whether a worker had something to do in a window; one without figures counts as so."""
+    """Whether a worker had something to do; one without figures counts as working."""
     figures = (worker.computed_prompts, worker.running, worker.mean_running)
     return any(figures) or all(figure is None for figure in figures)
 
@@ -84,7 +85,7 @@ class AffineRegression:
     """y = x . theta with theta >= 0, by least squares of relative residuals that are forgotten.
 
     Args:
-        prior: theta before anything was seen; it counts for a tenth of a sample, so that what the
+        prior: theta before anything was seen. It counts for a tenth of a sample, so that what the
             samples do not tell apart stays as it is.
         half_life_s: after which a sample counts for half.
     """
@@ -93,13 +94,8 @@ class AffineRegression:
         self._prior = np.asarray(prior, dtype=np.float64)
         self._half_life_s = half_life_s
         self._moments = np.zeros((len(self._prior) + 1,) * 2)
-        self._theta = self._prior
+        self.theta = self._prior  # the coefficients, shape of the prior
         self.samples = 0.0
-
-    @property
-    def theta(self) -> Floats:
-        """The coefficients, shape of the prior."""
-        return self._theta
 
     def forget(self, seconds: float) -> None:
         """Let so many seconds pass."""
@@ -111,7 +107,7 @@ class AffineRegression:
         """Add a sample with y > 0; shape of x as of the prior."""
         weight = 1.0
         if self.samples >= MIN_SAMPLES:
-            deviation = abs(float(x @ self._theta) / y - 1.0)
+            deviation = abs(float(x @ self.theta) / y - 1.0)
             weight = min(1.0, _HUBER / max(deviation, 1e-12))
         row = np.append(x, y) / y
         self._moments += weight * np.outer(row, row)
@@ -128,7 +124,7 @@ class AffineRegression:
         values, vectors = np.linalg.eigh(moments)
         root = (vectors * np.sqrt(np.maximum(values, 0.0))) @ vectors.T
         solution, _ = nnls(root[:, :size], root[:, size])
-        self._theta = solution * scale
+        self.theta = solution * scale
 
 
 class SpeedLearner:
@@ -165,7 +161,7 @@ class SpeedLearner:
     def observe(
         self, window: PlannerWindow, pool: PoolWindow, siblings: Sequence[PoolWindow] = ()
     ) -> None:
-        """Add what one window showed of the pool; workers that are not warm are left out.
+        """Add what one window showed of the pool's warm workers.
 
         Args:
             siblings: pools of the same model and GPUs, whose prompts teach a prefill pool to which
@@ -187,12 +183,11 @@ class SpeedLearner:
 
     def _add_prefill(self, worker: WorkerWindow, role: Role) -> None:
         prompts, tokens, seconds = worker.computed_prompts, worker.computed_tokens, worker.prefill_s
-        if not prompts or tokens is None or not _positive(seconds) or not _positive(tokens):
+        if not prompts or not _positive(seconds) or not _positive(tokens):
             return
         pairs = worker.computed_pairs
         if pairs is None:  # equal prompts, nothing cached
             pairs = 0.5 * tokens * tokens / prompts
-        assert seconds is not None
         if role.decodes:  # its steps decode too
             model = self.model
             seconds = max(seconds - _chunks(worker, model) * _step_s(worker, model), 0.2 * seconds)
@@ -207,62 +202,44 @@ class SpeedLearner:
         if role.decodes and (worker.prefill_s or 0.0) > limit * seconds:
             self._overloads += 1.0
             return
-        assert streams is not None
-        assert itl_s is not None
         held = min(held, worker.kv_tokens or math.inf)
         itl_s *= 1.0 - prefill_share(worker, self.model, seconds)  # prompts take a part of the time
         self._decode.add(np.array([1.0, max(streams, 1.0), held]), itl_s)
 
-    @property
-    def prefill_samples(self) -> float:
-        """Samples of prompts, those forgotten not counted."""
-        return self._prefill.samples
+    def is_ready(self, role: Role) -> bool:
+        """Whether there are samples enough to plan a pool of this role.
 
-    @property
-    def decode_samples(self) -> float:
-        """Samples of ITL, those forgotten not counted.
-
-        Windows of an overload count, too: a pool that is overloaded from its start on has no
-        others, and is planned for with the prior's ITL.
+        Windows of an overload count: a pool that is overloaded from its start on has no others, and
+        is planned for with the prior's ITL.
         """
-        return self._decode.samples + self._overloads
+        decodes = self._decode.samples + self._overloads >= MIN_SAMPLES or not role.decodes
+        return decodes and (self._prefill.samples >= MIN_SAMPLES or not role.prefills)
 
     @property
     def model(self) -> PerformanceModel:
         """The model as learned; parts that were not seen often enough are the prior's."""
-        prefill, decode = self._prior.prefill, self._prior.decode
+        prior = self._prior
+        prefill, decode = prior.prefill, prior.decode
         if self._prefill.samples >= MIN_SAMPLES:
             prefill = PrefillLine(*(float(value) for value in self._prefill.theta))
         if self._decode.samples >= MIN_SAMPLES:
             base, stream, held = (float(value) for value in self._decode.theta)
             decode = DecodeLaw(LatencyLaw(stream, base), held)
-        prior = self._prior
         return PerformanceModel(
             prefill, decode, prior.kv_tokens, prior.max_seqs, prior.chunk_tokens,
             prior.overhead_s, prior.transfer_token_s, pooled=prior.pooled,
         )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class TtftCauses:
-    """Observed over expected mean TTFT, as a product of three causes."""
-
-    # seconds of prefill with the hits that there were, over those that were expected.
-    hits: float = 1.0
-    speed: float = 1.0  # observed over predicted seconds of the same tokens
-    queueing: float = 1.0  # observed over predicted waits
-
-
 class Corrections:
     """Observed over predicted speeds and waits of one pool, each apart.
 
-    A correction factor that mixes the causes adds workers for a slow GPU and removes them for
-    prefix hits, or the other way round. Each factor here moves by its own evidence:
+    A factor that mixes the causes adds workers for a slow GPU and removes them for prefix hits, or
+    the other way round. Hits are measured, and shorten the prompts that the model is asked about.
 
-    - hits are measured, and shorten the prompts that the model is asked about;
-    - speed is the seconds of warm workers over what the model says of the same work;
-    - queueing is the mean wait over that of the model, where the pool is settled;
-    - overhead is what is left of TTFT where next to nobody waits: legs, transfer, first step.
+    - speed: seconds of warm workers over what the model says of the same work;
+    - queueing: the mean wait over that of the model, where the pool is settled;
+    - overhead: what is left of TTFT where next to nobody waits (legs, transfer, first step).
 
     A factor closes a loop with the lag of a start-up: it moves by a gain of at most
     pi / 4 / (start-up time) a second, half of where an integrator with that lag would be unstable.
@@ -292,24 +269,16 @@ class Corrections:
         """Observed over predicted waits."""
         return math.exp(self._log_wait)
 
-    def causes(self, model: PerformanceModel, mix: RequestMix, expected_hits: float) -> TtftCauses:
-        """Return why TTFT is not as expected with a share of hits."""
-        computed = model.prefill.seconds(mix.computed, mix.isl)
-        expected = model.prefill.seconds(mix.isl * (1.0 - expected_hits), mix.isl)
-        hits = computed / expected if expected > 0 else 1.0
-        return TtftCauses(hits, self.prefill_factor, self.wait_factor)
-
     def observe(
         self, window: PlannerWindow, pool: PoolWindow, model: PerformanceModel, mix: RequestMix,
         rps: float | None, mean_ttft_s: float | None,
     ) -> None:  # fmt: skip
-        """Compare one window with the model.
+        """Compare one window with the model, which has no corrections.
 
         Args:
-            model: without corrections.
-            mix: what the requests of the window were like, hits counted.
+            mix: requests of the window, hits counted.
             rps: requests a second to the pool; None where not known.
-            mean_ttft_s: mean TTFT of the window; None where not known.
+            mean_ttft_s: of the window; None where not known.
         """
         step = 1.0 - math.exp(-self._gain_per_s * window.seconds)
         warm = self._warm_up.warm(window, pool)
@@ -320,9 +289,7 @@ class Corrections:
         is_settled = self._is_settled(window, pool, warm) and abs(change) <= _SPEED_KNOWN
         if not is_settled or rps is None or not _positive(mean_ttft_s):
             return
-        assert mean_ttft_s is not None
-        factors = (self.prefill_factor, self.decode_factor, 1.0)
-        own = model.corrected(*factors, self.overhead_s)
+        own = model.corrected(self.prefill_factor, self.decode_factor, 1.0, self.overhead_s)
         latency = own.latency(pool.role, rps, len(warm), mix, 0.5)
         if not (pool.role.prefills and latency.utilisation <= _MAX_BUSY):
             return
@@ -345,6 +312,67 @@ class Corrections:
         return bool(workers) and settled_s >= min(self._times.start_up_s, 60.0)
 
 
+class PoolSpeed:
+    """The performance model of one pool: measured and corrected, or learned."""
+
+    def __init__(
+        self, measured: PerformanceModel | None, role: Role, times: ProvisioningTimes
+    ) -> None:
+        self._measured, self._role = measured, role
+        self._corrections = Corrections(times)
+        self._learner = SpeedLearner(prior_model(role), times) if measured is None else None
+        self._kv_tokens = math.inf
+        self._model: PerformanceModel | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether enough is known to plan with it."""
+        return self._learner is None or self._learner.is_ready(self._role)
+
+    @property
+    def model(self) -> PerformanceModel:
+        """The model as it is now."""
+        if self._model is None:
+            own = self._corrections
+            # Where speeds are learned, only what is not a worker's work is corrected.
+            factors = (own.prefill_factor, own.decode_factor) if self._measured else (1.0, 1.0)
+            self._model = self._uncorrected().corrected(*factors, own.wait_factor, own.overhead_s)
+        return self._model
+
+    def _uncorrected(self) -> PerformanceModel:
+        if self._measured is not None:
+            return self._measured
+        assert self._learner is not None
+        return replace(self._learner.model, kv_tokens=self._kv_tokens)
+
+    def observe(
+        self, window: PlannerWindow, pool: PoolWindow, load: LoadWindow | None,
+        mix: RequestMix | None, rps: float,
+    ) -> None:  # fmt: skip
+        """Learn from one window.
+
+        Args:
+            load: of the pool's model; None where TTFT does not show its waits.
+            mix: requests of the model; None while none was seen.
+            rps: requests a second of the model.
+        """
+        self._model = None
+        sizes = [w.kv_tokens for w in pool.in_state(WorkerState.READY) if w.kv_tokens]
+        if sizes:
+            self._kv_tokens = float(min(sizes))
+        if self._learner is not None:
+            siblings = [
+                other
+                for other in window.pools
+                if (other.model, other.gpus) == (pool.model, pool.gpus) and other.role.decodes
+            ]
+            self._learner.observe(window, pool, siblings if not pool.role.decodes else ())
+        if self.is_ready and mix is not None:
+            known_rps = rps if load is not None and load.arrivals is not None else None
+            ttft_s = load.ttft.mean if load is not None else None
+            self._corrections.observe(window, pool, self._uncorrected(), mix, known_rps, ttft_s)
+
+
 def _prefill_ratios(
     workers: list[WorkerWindow], model: PerformanceModel, role: Role
 ) -> list[float]:
@@ -354,11 +382,9 @@ def _prefill_ratios(
     """
     ratios = []
     for worker in workers:
-        prompts, tokens, seconds = worker.computed_prompts, worker.computed_tokens, worker.prefill_s
-        if not prompts or not _positive(tokens) or not _positive(seconds):
+        prompts, seconds = worker.computed_prompts, worker.prefill_s
+        if not prompts or not _positive(worker.computed_tokens) or not _positive(seconds):
             continue
-        assert tokens is not None
-        assert seconds is not None
         expected = prompts * _prompt_s(worker, model)
         if role is Role.BOTH:
             expected += _chunks(worker, model) * _step_s(worker, model)
@@ -372,34 +398,24 @@ def _decode_ratios(
 ) -> list[float]:  # fmt: skip
     """Return observed over predicted ITL of workers.
 
-    A stream holds at most a whole request: what is counted beyond waits, and is not read. On a
-    worker that does both, prompts take a part of the window's time (`PerformanceModel`).
+    A stream holds at most a whole request: what is counted beyond waits, and is not read. Workers
+    that computed many prompts are left out: a decode worker does where their KV was not held for
+    as long as they waited, one that does both where it is overloaded.
     """
     ratios = []
+    limit = _MAX_OWN_PROMPTS if role is Role.DECODE else _MAX_PROMPTS
     for worker in workers:
         streams, held, itl_s = worker.mean_running, worker.mean_held_tokens, worker.itl_s
         if not _positive(streams) or not _positive(itl_s) or held is None:
             continue
-        if _computes_prompts(worker, role, seconds):
+        if role.decodes and worker.prefill_s is not None and worker.prefill_s > limit * seconds:
             continue
-        assert streams is not None
-        assert itl_s is not None
         context = min(held / max(streams, 1.0), mix.isl + mix.osl)
         expected = model.decode.itl_s(max(streams, 1.0), context)
         if role is Role.BOTH:
             expected /= 1.0 - prefill_share(worker, model, seconds)
         ratios.append(itl_s / expected)
     return ratios
-
-
-def _computes_prompts(worker: WorkerWindow, role: Role, seconds: float) -> bool:
-    """Whether a worker computed so many prompts that its steps are no measure of its streams.
-
-    A decode worker does where their KV was not held for as long as they waited; one that does
-    both, where it is overloaded: then nearly every step has a chunk.
-    """
-    own_s, limit = worker.prefill_s, _MAX_OWN_PROMPTS if role is Role.DECODE else _MAX_PROMPTS
-    return role.decodes and own_s is not None and own_s > limit * seconds
 
 
 def prefill_share(worker: WorkerWindow, model: PerformanceModel, seconds: float) -> float:
@@ -432,7 +448,6 @@ def _step_s(worker: WorkerWindow, model: PerformanceModel) -> float:
     streams = worker.mean_running
     if not _positive(streams):
         return 0.0
-    assert streams is not None
     held = worker.mean_held_tokens or 0.0
     return model.decode.itl_s(max(streams, 1.0), held / max(streams, 1.0))
 
@@ -445,7 +460,7 @@ def _log_change(log_factor: float, ratios: list[float]) -> float:
     return math.log(ratio) - log_factor
 
 
-def _positive(value: float | None) -> bool:
+def _positive(value: float | None) -> TypeGuard[float]:
     return value is not None and math.isfinite(value) and value > 0
 
 
@@ -453,5 +468,4 @@ def prior_model(role: Role = Role.BOTH) -> PerformanceModel:
     """Return a model to learn from: the priors of the latency model, for any role."""
     line = PrefillLine(0.005, 1e-4)
     law = DecodeLaw(LatencyLaw(0.0005, 0.02))
-    overhead = 0.0 if role is Role.BOTH else 0.005
-    return PerformanceModel(line, law, overhead_s=overhead)
+    return PerformanceModel(line, law, overhead_s=0.0 if role is Role.BOTH else 0.005)

@@ -143,6 +143,14 @@ class PerformanceModel:
             self.decode, mix.context, itl_s / self.decode_factor, self.max_streams(mix)
         )
 
+    def throughput_rps(self, role: Role, mix: RequestMix) -> float:
+        """Return the most requests a second of one worker, whatever they wait."""
+        prefill = 1.0 / self.service_s(mix) if role.prefills else math.inf
+        if not role.decodes:
+            return prefill
+        batch = self.batch(mix, math.inf)
+        return min(prefill, batch / (mix.osl * self.itl_at(batch, mix)))
+
     # --- latency by load -------------------------------------------------------------------
 
     def latency(

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from pigou.control.planner.predictors.arrivals import ArrivalRate
-from pigou.control.planner.price.load_tracker import LoadTracker
-from pigou.control.planner.price.params import PricePlannerParams
+from pigou.control.planner.price.load_band import LoadBand
+from pigou.control.planner.price.terms import PricePlannerParams
 from pigou.objectives import ProvisioningTimes
 from pigou.windows.planner_window import LoadWindow
 
 
-def tracker(counts: list[int], osl: float = 100.0, scv: float = 1.0) -> LoadTracker:
-    made = LoadTracker(PricePlannerParams(), ProvisioningTimes(), 5.0)
+def tracker(counts: list[int], osl: float = 100.0, scv: float = 1.0) -> LoadBand:
+    made = LoadBand(PricePlannerParams(), ProvisioningTimes(), 5.0)
     for count in counts:
         load = LoadWindow(arrivals=count, isl=1000.0, osl=osl, arrival_scv=scv, completed=count)
         made.observe(float(count), 5.0, load, 0.0)
@@ -35,14 +35,14 @@ def test_lengths_are_means_over_requests_not_over_windows() -> None:
     made = tracker([90])
     load = LoadWindow(arrivals=10, isl=2000.0, osl=200.0, completed=10)
     made.observe(10.0, 5.0, load, 0.0)
-    mix = made.mix
+    mix = made.estimate.mix
     assert mix is not None
     assert mix.isl == pytest.approx(1100.0, rel=0.01)
     assert mix.osl == pytest.approx(110.0, rel=0.01)
 
 
 def test_gaps_of_few_arrivals_count_as_those_of_a_poisson_process() -> None:
-    few, many = tracker([3], scv=5.0).mix, tracker([300] * 10, scv=5.0).mix
+    few, many = tracker([3], scv=5.0).estimate.mix, tracker([300] * 10, scv=5.0).estimate.mix
     assert few is not None
     assert many is not None
     assert few.arrival_scv == pytest.approx(1.0 + 4.0 * 3 / 33)

@@ -10,12 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.control.planner.fluid_fleet import MIX, PREFILL
 
-from pigou.control.planner.price.capacity import CapacityCurve, PoolOption, reachable
-from pigou.control.planner.price.clearing import clear_budget, shadow_price
-from pigou.control.planner.price.frontier import FrontierPoint, ModelPlan
-from pigou.control.planner.price.params import PricePlannerParams
+from pigou.control.planner.price.frontier import (
+    FrontierPoint,
+    ModelPlan,
+    PoolOption,
+    clear_budget,
+    shadow_price,
+)
+from pigou.control.planner.price.terms import PricePlannerParams
 from pigou.games.latency import LatencyLaw
 from pigou.objectives import Slo
+from pigou.performance.capacity import CapacityCurve, reachable
 from pigou.performance.model import PerformanceModel, joint_share
 from pigou.performance.speed import DecodeLaw, PrefillLine, RequestMix
 from pigou.request import Role

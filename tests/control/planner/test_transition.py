@@ -7,8 +7,7 @@ import pytest
 from pigou.control.placement.cost import removal_costs
 from pigou.control.placement.topology import DistanceCosts
 from pigou.control.planner.messages import DrainWorker
-from pigou.control.planner.price.membership import PoolMembership
-from pigou.control.planner.price.transition import MoveRates, Transition
+from pigou.control.planner.price.transition import MoveRates, PoolMembership, Transition
 from pigou.objectives import Budget, ProvisioningTimes
 from pigou.request import SECOND, Location, Role
 from pigou.windows.planner_window import PlannerWindow, PoolWindow, WorkerWindow

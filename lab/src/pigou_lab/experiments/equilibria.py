@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pigou.control.planner.price.params import PricePlannerParams
+from pigou.control.planner.price.terms import PricePlannerParams
 from pigou.objectives import Slo
 from pigou.performance.model import PerformanceModel
 from pigou.request import Role

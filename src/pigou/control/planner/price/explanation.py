@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+
+import msgspec
 
 from pigou.control.planner.messages import (
     Action,
@@ -13,41 +14,29 @@ from pigou.control.planner.messages import (
     DrainWorker,
     FlipRole,
     LoadForecast,
+    PlannerDecision,
     PoolPlan,
     RebalancePool,
     RemoveWorker,
 )
-from pigou.control.planner.planner import PlannerSetup
 from pigou.control.planner.price.frontier import ModelPlan
-from pigou.control.planner.price.membership import PoolMembership
 from pigou.control.planner.price.model_state import ModelState
-from pigou.control.planner.price.params import PricePlannerParams
+from pigou.control.planner.price.terms import COOL, HOT, PricePlannerParams, idle, rent
+from pigou.control.planner.price.transition import PoolMembership
+from pigou.objectives import ProvisioningTimes
 from pigou.performance.model import PoolLatency, joint_share
 from pigou.request import Role
 from pigou.windows.planner_window import PlannerWindow, PoolWindow, WorkerState
-
-#: KV use of one worker that is hot, and of its pool's mean that is not.
-_HOT, _COOL = 0.9, 0.5
-
-
-@dataclass(slots=True)
-class Explained:
-    """Parts of a decision that explain it."""
-
-    forecasts: tuple[LoadForecast, ...] = ()
-    pools: tuple[PoolPlan, ...] = ()
-    alternatives: tuple[Alternative, ...] = ()
-    reasons: list[str] = field(default_factory=list)
 
 
 class DecisionExplanation:
     """Explains decisions; predicted latencies are computed once a plan."""
 
-    def __init__(self, setup: PlannerSetup, params: PricePlannerParams) -> None:
-        self._setup, self._params = setup, params
+    def __init__(self, times: ProvisioningTimes, params: PricePlannerParams) -> None:
+        self._times, self._params = times, params
         self._latencies: dict[str, tuple[ModelPlan, int, PoolLatency]] = {}
 
-    def of(
+    def explained(
         self,
         window: PlannerWindow,
         models: Mapping[str, ModelState],
@@ -55,78 +44,61 @@ class DecisionExplanation:
         members: PoolMembership,
         actions: tuple[Action, ...],
         shadow_price: float,
-    ) -> Explained:
-        """Explain what is done now."""
+    ) -> PlannerDecision:
+        """Return the decision to do these actions now, and why."""
         supplies = {pool.name: members.supply(pool, window.now_ns) for pool in window.pools}
         price = max(self._params.gpu_price, shadow_price)
-        plans, alternatives = [], []
+        plans: list[PoolPlan] = []
+        alternatives: list[Alternative] = []
         for pool in window.pools:
-            state = models[pool.model]
-            own = [other for other in window.pools if other.model == pool.model]
-            counts = {other.name: supplies[other.name] for other in own}
             target = wanted.get(pool.name, supplies[pool.name])
             pending = members.pending(pool, window.now_ns)
-            if state.plan is None:
-                plans.append(
-                    PoolPlan(pool=pool.name, ready=pool.ready, pending=pending, wanted=target)
-                )
+            known = PoolPlan(pool=pool.name, ready=pool.ready, pending=pending, wanted=target)
+            plan = models[pool.model].plan
+            if plan is None:
+                plans.append(known)
                 continue
-            latency = self._latency(state.plan, pool, target)
+            counts = {o.name: supplies[o.name] for o in window.pools if o.model == pool.model}
+            latency = self._latency(plan, pool, target)
             plans.append(
-                PoolPlan(
-                    pool=pool.name,
-                    ready=pool.ready,
-                    pending=pending,
-                    wanted=target,
-                    capacity_rps=state.plan.curves[pool.name](target),
+                msgspec.structs.replace(
+                    known,
+                    capacity_rps=plan.curves[pool.name](target),
                     ttft_s=_finite(latency.ttft_s),
                     itl_s=_finite(latency.itl_s),
                     utilisation=_finite(latency.utilisation),
-                    value=state.plan.marginal(counts, {pool.name: 1}),
-                    price=price * pool.gpus,
+                    value=plan.marginal(counts, {pool.name: 1}),
+                    price=rent(price, pool.gpus),
                 )
             )
-            alternatives += self._alternatives(state.plan, pool, counts, price, actions)
+            alternatives += self._alternatives(plan, pool, counts, price, actions)
         alternatives.sort(key=lambda alternative: not alternative.chosen)
-        return Explained(
-            self._forecasts(window, models), tuple(plans), tuple(alternatives),
-            [f"{hot.pool}: {hot.worker} is full while its pool is not" for hot in actions
-             if isinstance(hot, RebalancePool)] + better_splits(window, supplies),
-        )  # fmt: skip
+        hot = [
+            f"{hot.pool}: {hot.worker} is full while its pool is not"
+            for hot in actions
+            if isinstance(hot, RebalancePool)
+        ]
+        return PlannerDecision(
+            now_ns=window.now_ns,
+            planner="price",
+            actions=actions,
+            forecasts=_forecasts(window, models),
+            pools=tuple(plans),
+            alternatives=tuple(alternatives),
+            shadow_price=shadow_price,
+            reasons=(*hot, *better_splits(window, supplies)),
+        )
 
     def _latency(self, plan: ModelPlan, pool: PoolWindow, count: int) -> PoolLatency:
         known = self._latencies.get(pool.name)
         if known is not None and known[0] is plan and known[1] == count:
             return known[2]
-        option = next(option for option in plan.pools if option.name == pool.name)
         share = max(joint_share(slo) for slo in plan.slos)
         rps = min(plan.load_rps, max(plan.curves[pool.name](count), 1e-9))
-        latency = option.performance.latency(pool.role, rps, count, plan.mix, share)
+        performance = plan.pool(pool.name).performance
+        latency = performance.latency(pool.role, rps, count, plan.mix, share)
         self._latencies[pool.name] = (plan, count, latency)
         return latency
-
-    def _forecasts(
-        self, window: PlannerWindow, models: Mapping[str, ModelState]
-    ) -> tuple[LoadForecast, ...]:
-        forecasts = []
-        for name in window.models:
-            tracker = models[name].tracker
-            if tracker is None or not tracker.is_known:
-                continue
-            load = tracker.planned
-            forecasts.append(
-                LoadForecast(
-                    model=name,
-                    rps=load.observed_rps,
-                    planned_rps=load.rps,
-                    low_rps=load.low_rps,
-                    high_rps=load.high_rps,
-                    isl=load.mix.isl,
-                    osl=load.mix.osl,
-                    hit_rate=load.mix.hit_rate,
-                )
-            )
-        return tuple(forecasts)
 
     def _alternatives(
         self,
@@ -137,39 +109,38 @@ class DecisionExplanation:
         actions: tuple[Action, ...],
     ) -> list[Alternative]:
         """Return one more, one less, and a flip from each other pool, against the present."""
-        params, times = self._params, self._setup.times
+        params, times = self._params, self._times
         own = {worker.id for worker in pool.workers}
-        start = params.gpu_price * pool.gpus * times.start_up_s / params.horizon_s
-        drain = params.gpu_price * pool.gpus * times.drain_s / params.horizon_s
-        option = next(option for option in plan.pools if option.name == pool.name)
+        start = idle(params, pool.gpus, times.start_up_s) / params.horizon_s
+        drain = idle(params, pool.gpus, times.drain_s) / params.horizon_s
         added = sum(a.count for a in actions if isinstance(a, AddWorkers) and a.pool == pool.name)
         gone = sum(isinstance(a, DrainWorker | RemoveWorker) and a.worker in own for a in actions)
+        more = max(added, 1)
         moves = [
             Alternative(
-                move=f"add {max(added, 1)} {pool.name}",
-                value=plan.marginal(counts, {pool.name: max(added, 1)}),
-                price=max(added, 1) * (price * pool.gpus + start),
+                move=f"add {more} {pool.name}",
+                value=plan.marginal(counts, {pool.name: more}),
+                price=more * (rent(price, pool.gpus) + start),
                 chosen=added > 0,
             )
         ]
         if counts[pool.name] > 0:
             number = min(max(gone, 1), counts[pool.name])
+            loss = plan.pool(pool.name).removal_cost / params.horizon_s
             moves.append(
                 Alternative(
                     move=f"remove {number} {pool.name}",
                     value=plan.marginal(counts, {pool.name: -number}),
-                    price=number
-                    * (option.removal_cost / params.horizon_s + drain - price * pool.gpus),
+                    price=number * (loss + drain - rent(price, pool.gpus)),
                     chosen=gone > 0,
                 )
             )
         for other in plan.pools:
-            flips = times.flip_s < times.start_up_s and params.flips
             same = other.gpus == pool.gpus and other.role is not pool.role
-            if flips and same and counts[other.name] > 0:
+            if params.can_flip(times) and same and counts[other.name] > 0:
                 chosen = sum(isinstance(a, FlipRole) and a.pool == pool.name for a in actions)
                 number = min(max(chosen, 1), counts[other.name])
-                loss = other.removal_cost + params.gpu_price * pool.gpus * times.flip_s
+                loss = other.removal_cost + idle(params, pool.gpus, times.flip_s)
                 moves.append(
                     Alternative(
                         move=f"flip {number} {other.name} to {pool.name}",
@@ -179,6 +150,27 @@ class DecisionExplanation:
                     )
                 )
         return moves
+
+
+def _forecasts(window: PlannerWindow, models: Mapping[str, ModelState]) -> tuple[LoadForecast, ...]:
+    loads = {
+        name: models[name].band.planned
+        for name in window.models
+        if models[name].band.estimate.is_known
+    }
+    return tuple(
+        LoadForecast(
+            model=name,
+            rps=load.observed_rps,
+            planned_rps=load.rps,
+            low_rps=load.low_rps,
+            high_rps=load.high_rps,
+            isl=load.mix.isl,
+            osl=load.mix.osl,
+            hit_rate=load.mix.hit_rate,
+        )
+        for name, load in loads.items()
+    )
 
 
 def better_splits(window: PlannerWindow, supplies: Mapping[str, int]) -> list[str]:
@@ -215,7 +207,7 @@ def hot_workers(window: PlannerWindow) -> tuple[RebalancePool, ...]:
             continue
         mean = sum(usage for usage, _ in known) / len(known)
         usage, worker = max(known)
-        if usage >= _HOT and mean < _COOL:
+        if usage >= HOT and mean < COOL:
             advice.append(RebalancePool(pool.name, worker))
     return tuple(advice)
 

@@ -1,22 +1,47 @@
-"""What a model's GPUs are worth: the best split of each number of them."""
+"""The best split of each number of GPUs of a model, and the price that clears the budget."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pigou.control.planner.price.capacity import CapacityCurve, PoolOption, RoleCapacity
-from pigou.control.planner.price.params import PricePlannerParams
+import numpy as np
+
+from pigou.control.planner.price.terms import (
+    PRICE_WIDTH,
+    SPLITS,
+    PricePlannerParams,
+    goodput,
+    rent,
+    saved,
+    scarce_goodput,
+)
 from pigou.objectives import Slo
+from pigou.performance.capacity import CapacityCurve
+from pigou.performance.model import PerformanceModel
 from pigou.performance.speed import RequestMix
 from pigou.request import Role
 
-#: Workers of a pool that does both, beyond which not every number is tried.
-_EACH_MIXED = 8
-#: Counts of each role that are paired where GPUs are scarce.
-_LAST_COUNTS = 8
-#: Part of a value that assumes that what is too much is not admitted.
-_ADMITTED = 0.5
+
+@dataclass(frozen=True, slots=True)
+class PoolOption:
+    """A pool that a model's plan may use."""
+
+    name: str
+    role: Role
+    gpus: int
+    performance: PerformanceModel
+    min_workers: int
+    max_workers: int
+    supply: int  # workers that serve or are on their way
+    start_cost: float = 0.0  # of one start, in weighted seconds of delay
+    removal_cost: float = 0.0  # of one removal, the same unit
+
+    def move_cost(self, workers: int) -> float:
+        """Return what the moves to so many workers cost once."""
+        change = workers - self.supply
+        return self.start_cost * change if change > 0 else -self.removal_cost * change
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,25 +51,71 @@ class FrontierPoint:
     gpus: int
     rps: float  # that it serves inside the objective, at most the planned load
     value: float  # weighted seconds of delay a second that it saves against serving nothing
-    cost: float  # the same unit: what the moves from the present to it cost
+    cost: float  # of the moves from the present to it, the same unit
     counts: dict[str, int]  # workers by pool
+
+
+class RoleCapacity:
+    """Capacity of all pools of one role, filled one after another.
+
+    Pools with the most capacity a GPU come first. Load is split in proportion to capacity, so
+    capacities add.
+    """
+
+    def __init__(self, pools: Sequence[tuple[PoolOption, CapacityCurve]]) -> None:
+        self._pools = sorted(pools, key=lambda item: (-item[1](1) / item[0].gpus, item[0].name))
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no pool has this role."""
+        return not self._pools
+
+    def counts_for(self, rps: float) -> dict[str, int]:
+        """Return workers by pool that serve a load, or all that there may be."""
+        counts = {option.name: option.min_workers for option, _ in self._pools}
+        for option, curve in self._pools:
+            others = self.rps(counts) - curve(counts[option.name])
+            if others + curve(counts[option.name]) >= rps:
+                break
+            wanted = curve.workers_for(rps - others, option.max_workers)
+            counts[option.name] = max(wanted, option.min_workers)
+        return counts
+
+    def rps(self, counts: Mapping[str, int]) -> float:
+        """Return the load that workers of these pools serve."""
+        return sum(curve(counts.get(option.name, 0)) for option, curve in self._pools)
+
+    def inside_share(self, rps: float, counts: Mapping[str, int]) -> float:
+        """Return the share of requests inside, the load split in proportion to capacity."""
+        limits = {o.name: curve(counts.get(o.name, 0)) for o, curve in self._pools}
+        total = sum(limits.values())
+        if total <= 0:
+            return 0.0
+        return sum(
+            limits[option.name] / total
+            * curve.inside_share(rps * limits[option.name] / total, counts[option.name])
+            for option, curve in self._pools
+            if limits[option.name] > 0
+        )  # fmt: skip
+
+    def levels(self, rps: float) -> list[float]:
+        """Return the capacities below a load at which one more worker is needed, and the load."""
+        top = self.counts_for(rps)
+        counts = {option.name: option.min_workers for option, _ in self._pools}
+        levels = {rps, min(self.rps(counts), rps)}
+        for option, curve in self._pools:
+            others = self.rps(counts) - curve(counts[option.name])
+            for count in range(counts[option.name], top[option.name] + 1):
+                levels.add(min(others + curve(count), rps))
+            counts[option.name] = top[option.name]
+        return sorted(level for level in levels if math.isfinite(level))
 
 
 class ModelPlan:
     """Value of the pools of one model at its planned load.
 
-    | symbol | meaning |
-    |---|---|
-    | lambda | planned requests a second |
-    | R_k(n) | requests a second that n workers of a pool k serve inside the objective |
-    | g | min(lambda, min(R_P, R_D) + R_B): goodput |
-    | w | mean weight of the classes |
-
-    Decode arrivals are what prefill lets through, and the other way round: the minimum is the
-    coupling of the two games. A request outside its objective counts for `late_s` seconds of delay,
-    so the delay saved is w late_s g a second (`_effective_rps` where g < lambda). At the levels
-    of g where one more worker is needed, the cheapest counts make the frontier; pools B that do
-    both serve a part of the load, or all.
+    At the levels of goodput where one more worker is needed, the cheapest counts make the frontier;
+    pools that do both serve a part of the load, or all.
     """
 
     def __init__(
@@ -57,8 +128,7 @@ class ModelPlan:
         weight: float = 1.0,
     ) -> None:
         self.params, self.load_rps, self.mix, self.weight = params, load_rps, mix, weight
-        self.pools = tuple(pools)
-        self.slos = tuple(slos)
+        self.pools, self.slos = tuple(pools), tuple(slos)
         self.curves: dict[str, CapacityCurve] = {}
         self._cached_splits: list[dict[str, int]] | None = None
         self.set_pools(pools)
@@ -84,34 +154,28 @@ class ModelPlan:
         """Whether no number of workers meets the objective."""
         return any(self.curves[pool.name].is_relaxed for pool in self.pools)
 
+    def pool(self, name: str) -> PoolOption:
+        """Return a pool by its name."""
+        return next(pool for pool in self.pools if pool.name == name)
+
     def rps(self, counts: Mapping[str, int]) -> float:
         """Return the requests a second that workers serve inside the objective."""
-        own = dict(counts)
-        split = min(self._roles[Role.PREFILL].rps(own), self._roles[Role.DECODE].rps(own))
-        return split + self._roles[Role.BOTH].rps(own)
+        roles = (Role.PREFILL, Role.DECODE, Role.BOTH)
+        return goodput(*(self._roles[role].rps(counts) for role in roles))
 
     def value(self, counts: Mapping[str, int]) -> float:
         """Return weighted seconds of delay a second that workers save."""
-        return self.weight * self.params.late_s * self._effective_rps(counts)
+        return saved(self.params, self.weight, self._effective_rps(counts))
 
     def _effective_rps(self, counts: Mapping[str, int]) -> float:
-        """Return the requests a second that are inside, g where the load is served.
-
-        Beyond g nobody is turned away: of pools that only prefill and decode, lambda a_P a_D / p
-        requests are inside, with a their shares at the load and p the objective's. That is half of
-        what counts; the other half is g, which is what is inside with admission, and which alone
-        says what is best while all are late.
-        """
+        """Return the requests a second that count: goodput, where the load is served."""
         rps = min(self.rps(counts), self.load_rps)
         if rps >= self.load_rps or any(p.role is Role.BOTH for p in self.pools):
             return rps
-        own = dict(counts)
         share = 1.0
         for role in (Role.PREFILL, Role.DECODE):
-            share *= self._roles[role].inside_share(self.load_rps, own)
-        goal = max(slo.share for slo in self.slos)
-        inside = self.load_rps * min(share / max(goal, 1e-9), 1.0)
-        return (1.0 - _ADMITTED) * inside + _ADMITTED * rps
+            share *= self._roles[role].inside_share(self.load_rps, counts)
+        return scarce_goodput(self.load_rps, rps, share, max(slo.share for slo in self.slos))
 
     def marginal(self, counts: Mapping[str, int], changes: Mapping[str, int]) -> float:
         """Return what a change of counts adds to the value."""
@@ -152,9 +216,8 @@ class ModelPlan:
             return [minimum | mixed.counts_for(g) for g in mixed.levels(self.load_rps)]
         splits = []
         mixed_levels = [0.0] if mixed.is_empty else mixed.levels(self.load_rps)
-        if len(mixed_levels) > _EACH_MIXED:
-            step = len(mixed_levels) // _EACH_MIXED
-            mixed_levels = [*mixed_levels[::step], mixed_levels[-1]]
+        if len(mixed_levels) > SPLITS:
+            mixed_levels = [*mixed_levels[:: len(mixed_levels) // SPLITS], mixed_levels[-1]]
         for part in mixed_levels:
             both = {} if mixed.is_empty else mixed.counts_for(part)
             rest = max(self.load_rps - (mixed.rps(both) if both else 0.0), 0.0)
@@ -172,20 +235,109 @@ class ModelPlan:
             for role in roles
         ]
         return [
-            dict(one) | dict(other)
-            for one in sides[0][-_LAST_COUNTS:]
-            for other in sides[1][-_LAST_COUNTS:]
+            dict(one) | dict(other) for one in sides[0][-SPLITS:] for other in sides[1][-SPLITS:]
         ]
 
     def _point(self, counts: dict[str, int], is_scarce: bool) -> FrontierPoint:
         gpus = sum(counts[pool.name] * pool.gpus for pool in self.pools)
         rps = min(self.rps(counts), self.load_rps)
-        inside = self._effective_rps(counts) if is_scarce else rps
-        value = self.weight * self.params.late_s * inside
-        moves = sum(self._move_cost(pool, counts[pool.name]) for pool in self.pools)
+        value = saved(self.params, self.weight, self._effective_rps(counts) if is_scarce else rps)
+        moves = sum(pool.move_cost(counts[pool.name]) for pool in self.pools)
         return FrontierPoint(gpus, rps, value, moves / self.params.horizon_s, counts)
 
-    @staticmethod
-    def _move_cost(pool: PoolOption, count: int) -> float:
-        change = count - pool.supply
-        return pool.start_cost * change if change > 0 else -pool.removal_cost * change
+
+# --- the budget of all models ----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Clearing:
+    """What each model is given."""
+
+    points: tuple[FrontierPoint, ...]  # of the models' frontiers, in their order
+    price: float  # of a GPU at which the models' demands fit the budget; 0 where it is slack
+    is_feasible: bool  # whether the minimum of all models fits
+
+
+def clear_budget(
+    frontiers: Sequence[Sequence[FrontierPoint]], gpus: int | None, gpu_price: float
+) -> Clearing:
+    """Divide a budget: the largest sum of value less moves less price of the GPUs.
+
+    Args:
+        frontiers: of each model, by rising GPUs; the first point is its minimum.
+        gpus: in all; None for no limit.
+        gpu_price: lowest price of a GPU.
+    """
+    own = [_demand(frontier, gpu_price) for frontier in frontiers]
+    if gpus is None or sum(point.gpus for point in own) <= gpus:
+        return Clearing(tuple(own), 0.0, True)
+    if sum(frontier[0].gpus for frontier in frontiers) > gpus:
+        return Clearing(tuple(frontier[0] for frontier in frontiers), math.inf, False)
+    price = shadow_price(frontiers, gpus, gpu_price)
+    return Clearing(_divide(frontiers, gpus, gpu_price), price, True)
+
+
+def is_scarce(
+    frontiers: Sequence[Sequence[FrontierPoint]], gpus: int | None, gpu_price: float
+) -> bool:
+    """Whether models would take more than the budget at the price of a GPU."""
+    demand = sum(_demand(frontier, gpu_price).gpus for frontier in frontiers)
+    return gpus is not None and demand > gpus
+
+
+def shadow_price(
+    frontiers: Sequence[Sequence[FrontierPoint]], gpus: int, gpu_price: float
+) -> float:
+    """Return the price of a GPU at which demand fits the budget, by tatonnement.
+
+    price := price exp(step excess / budget), the step halved whenever demand changes sides. Demand
+    falls with the price, so this converges: below 2 / slope a step does not overshoot (Walras;
+    Uzawa 1960), and halving finds that bound. It answers to demand that is computed here, at
+    once; what has a lag is the fleet, and that is not waited for.
+    """
+    price, step = max(gpu_price, 1e-12), 1.0
+    low, high = price, math.inf  # too low, high enough
+    side = 0
+    for _ in range(200):
+        demand = sum(_demand(frontier, price).gpus for frontier in frontiers)
+        if demand > gpus:
+            low = max(low, price)
+        else:
+            high = min(high, price)
+        if high - low <= PRICE_WIDTH * high and high < math.inf:
+            break
+        new_side = 1 if demand > gpus else -1
+        step = 0.5 * step if side and side != new_side else step
+        side = new_side
+        excess = min(max(abs(demand - gpus) / max(gpus, 1), 0.05), 1.0) * new_side
+        price *= math.exp(step * excess)
+        if price <= low or price >= high:
+            price = math.sqrt(low * high) if high < math.inf else 1.5 * low
+    return high if high < math.inf else price
+
+
+def _demand(frontier: Sequence[FrontierPoint], price: float) -> FrontierPoint:
+    """Return the best point at a price; with equal ones, that of the fewest GPUs."""
+    return max(frontier, key=lambda p: (p.value - p.cost - rent(price, p.gpus), -p.gpus))
+
+
+def _divide(
+    frontiers: Sequence[Sequence[FrontierPoint]], gpus: int, gpu_price: float
+) -> tuple[FrontierPoint, ...]:
+    """Return the best points within the budget, exactly: by dynamic programming over GPUs."""
+    best = np.zeros(gpus + 1)
+    choices = []
+    for frontier in frontiers:
+        totals = np.full((len(frontier), gpus + 1), -np.inf)
+        for index, point in enumerate(frontier):
+            if point.gpus <= gpus:
+                net = point.value - point.cost - rent(gpu_price, point.gpus)
+                totals[index, point.gpus :] = best[: gpus + 1 - point.gpus] + net
+        choices.append(totals.argmax(axis=0))
+        best = totals.max(axis=0)
+    left, points = gpus, []
+    for frontier, choice in zip(reversed(frontiers), reversed(choices), strict=True):
+        point = frontier[int(choice[left])]
+        points.append(point)
+        left -= point.gpus
+    return tuple(reversed(points))

@@ -3,43 +3,37 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import ClassVar
 
 import msgspec
 
 from pigou.control.planner.messages import Action, PlannerDecision, SetOperatingPoint
 from pigou.control.planner.planner import PlannerSetup
-from pigou.control.planner.price.capacity import PoolOption
-from pigou.control.planner.price.clearing import clear_budget, is_scarce
 from pigou.control.planner.price.explanation import DecisionExplanation, hot_workers
-from pigou.control.planner.price.frontier import FrontierPoint, ModelPlan
-from pigou.control.planner.price.membership import PoolMembership
+from pigou.control.planner.price.frontier import (
+    FrontierPoint,
+    ModelPlan,
+    PoolOption,
+    clear_budget,
+    is_scarce,
+)
 from pigou.control.planner.price.model_state import ModelState
-from pigou.control.planner.price.params import PricePlannerParams
-from pigou.control.planner.price.transition import MoveRates, Transition
+from pigou.control.planner.price.terms import MIN_LAG_S, PricePlannerParams, idle, lost
+from pigou.control.planner.price.transition import MoveRates, PoolMembership, Transition
+from pigou.performance.capacity import KNOTS
 from pigou.request import SECOND, Role
 from pigou.windows.planner_window import PlannerWindow, PoolWindow, WorkerState, WorkerWindow
 
-#: Seconds of recent growth or drains after which a model's pools count as settled.
-_MIN_SETTLED_S = 30.0
-#: Seconds that a stream waits while its worker goes.
-_MOVE_S = 0.1
-#: Pools without a limit have at most so many workers.
-_NO_LIMIT = 1024
-
 
 class PricePlanner:
-    """Wants of each pool what the delay saved by it is worth.
+    """Buys workers while the delay that they save is worth more than their price (`terms`).
 
-    Each window updates, for each model, the load that is planned for (`LoadTracker`) and the speeds
-    of its pools (`PoolSpeed`). While they stay within their deadbands the plan stays, and so do the
-    pools. Otherwise:
+    Each window updates, for each model, the planned load (`LoadBand`) and the speeds of its pools
+    (`PoolSpeed`). While they stay within their bands the plan stays, and so do the pools. Else
 
-    1. the value of every number of GPUs of a model comes from the performance model
-       (`ModelPlan.frontier`);
-    2. one price clears the budget (`clear_budget`): GPUs go where their value less the price of
-       GPU-seconds and of the moves is largest;
+    1. the performance model gives the value of each number of GPUs (`ModelPlan.frontier`);
+    2. one price clears the budget (`clear_budget`);
     3. `Transition` carries it out.
 
     Workers that start count as supply; those that cannot start do not. What others add or drain
@@ -62,7 +56,7 @@ class PricePlanner:
         self._shadow_price = 0.0
         self._is_feasible = True
         self._unsettled_ns: dict[str, int] = {}
-        self._explanation = DecisionExplanation(setup, params)
+        self._explanation = DecisionExplanation(setup.times, params)
 
     def observe(self, window: PlannerWindow) -> None:
         """Note what one interval showed."""
@@ -71,7 +65,9 @@ class PricePlanner:
         self._members.observe(window)
         self._window = window
         for model in window.models:
-            state = self._models.setdefault(model, ModelState(model, self.setup, self.params))
+            if model not in self._models:
+                self._models[model] = ModelState(model, self.setup, self.params, window.seconds)
+            state = self._models[model]
             state.observe(window, self._is_settled(window, model), self._lacks(window, model))
         for pool in window.pools:
             self._adopt(pool, window.now_ns)
@@ -83,47 +79,30 @@ class PricePlanner:
             return PlannerDecision(now_ns=now_ns, planner=self.name)
         limits = {pool.name: self._max_workers(window, pool, now_ns) for pool in window.pools}
         stale = [state for state in self._models.values() if state.is_stale and state.is_ready]
-        moved = {pool.model for pool in window.pools if self._moved(pool, limits)}
-        if stale or (moved and self._has_plans):
+        moved = {
+            pool.model for pool in window.pools if limits[pool.name] != self._limits.get(pool.name)
+        }
+        if stale or (moved and any(state.plan is not None for state in self._models.values())):
             self._limits = limits
             self._plan(window, stale, moved, now_ns)
-        self._wake(window, now_ns)
+        unknown = [model for model in window.models if not self._models[model].is_ready]
+        self._wake(window, unknown, now_ns)
         actions, reasons = self._act(window, now_ns)
-        explained = self._explanation.of(
+        explained = self._explanation.explained(
             window, self._models, self._wanted, self._members, actions, self._shadow_price
         )
-        unknown = [
-            f"{model or 'model'}: load or speeds are not known yet"
-            for model in self._unready_models(window)
-        ]
-        relaxed = [
+        reasons += explained.reasons
+        reasons += [f"{model or 'model'}: load or speeds are not known yet" for model in unknown]
+        reasons += [
             f"{state.name or 'model'}: one request alone breaks the objective; planned for less"
             for state in self._models.values()
             if state.plan is not None and state.plan.is_relaxed
         ]
-        infeasible = [] if self._is_feasible else ["the budget is below the minimum of all pools"]
-        return PlannerDecision(
-            now_ns=now_ns,
-            planner=self.name,
-            actions=actions,
-            forecasts=explained.forecasts,
-            pools=explained.pools,
-            alternatives=explained.alternatives,
-            shadow_price=self._shadow_price,
-            reasons=(*reasons, *explained.reasons, *unknown, *relaxed, *infeasible),
-        )
+        if not self._is_feasible:
+            reasons.append("the budget is below the minimum of all pools")
+        return msgspec.structs.replace(explained, now_ns=now_ns, reasons=tuple(reasons))
 
     # --- planning --------------------------------------------------------------------------
-
-    @property
-    def _has_plans(self) -> bool:
-        return any(state.plan is not None for state in self._models.values())
-
-    def _unready_models(self, window: PlannerWindow) -> list[str]:
-        return [model for model in window.models if not self._models[model].is_ready]
-
-    def _moved(self, pool: PoolWindow, limits: Mapping[str, int]) -> bool:
-        return limits[pool.name] != self._limits.get(pool.name)
 
     def _plan(
         self, window: PlannerWindow, stale: list[ModelState], moved: set[str], now_ns: int
@@ -157,20 +136,20 @@ class PricePlanner:
                     self._wanted[pool] = self._unless_adopted(pool, state, count)
 
     def _make_plan(self, state: ModelState, window: PlannerWindow, now_ns: int) -> None:
-        assert state.tracker is not None
-        load = state.tracker.planned
+        load = state.band.planned
         old = state.plan
         options = self._options(state, window, now_ns)
-        state.use_models({option.name: option.performance for option in options})
+        models = {option.name: option.performance for option in options}
+        state.planned_models = models
         plan = ModelPlan(self.params, load.rps, load.mix, options, state.slos, state.weight)
         if old is None:
-            state.tracker.begin(plan.rps({option.name: option.supply for option in options}))
-            plan.load_rps = state.tracker.planned.rps
-        elif old.mix == plan.mix and old.slos == plan.slos:
-            models = {pool.name: pool.performance for pool in old.pools}
-            if models == {option.name: option.performance for option in options}:
-                plan.curves.update(old.curves)
-                plan.set_pools(options)
+            state.band.begin(plan.rps({option.name: option.supply for option in options}))
+            plan.load_rps = state.band.planned.rps
+        elif (old.mix, old.slos) == (plan.mix, plan.slos) and models == {
+            pool.name: pool.performance for pool in old.pools
+        }:
+            plan.curves.update(old.curves)
+            plan.set_pools(options)
         state.plan = plan
         state.is_stale = False
 
@@ -191,10 +170,7 @@ class PricePlanner:
                 continue
             minimum = self.setup.budget.min_of(pool.name)
             loss_s = self._removal_costs(pool)
-            removal = (
-                min((loss_s(worker) for worker in pool.workers), default=0.0)
-                + params.gpu_price * pool.gpus * times.drain_s
-            )
+            loss = min((loss_s(worker) for worker in pool.workers), default=0.0)
             options.append(
                 PoolOption(
                     name=pool.name,
@@ -204,8 +180,8 @@ class PricePlanner:
                     min_workers=minimum,
                     max_workers=max(self._limits.get(pool.name, minimum), minimum),
                     supply=self._members.supply(pool, now_ns),
-                    start_cost=params.gpu_price * pool.gpus * times.start_up_s,
-                    removal_cost=removal,
+                    start_cost=idle(params, pool.gpus, times.start_up_s),
+                    removal_cost=loss + idle(params, pool.gpus, times.drain_s),
                 )
             )
         return options
@@ -213,7 +189,7 @@ class PricePlanner:
     def _max_workers(self, window: PlannerWindow, pool: PoolWindow, now_ns: int) -> int:
         """Return the most workers that a pool can have: by the budget, and by what can start."""
         budget = self.setup.budget
-        gpus = [_NO_LIMIT * pool.gpus]
+        gpus = [KNOTS[-1] * pool.gpus]
         if budget.max_gpus is not None:
             gpus.append(budget.max_gpus)
         gpus += [budget.model_gpus[pool.model]] if pool.model in budget.model_gpus else []
@@ -223,7 +199,7 @@ class PricePlanner:
             return limit
         stuck = 0 if self._members.is_closed(pool, now_ns) else pool.starting
         donors = 0
-        if self.params.flips and self.setup.times.flip_s < self.setup.times.start_up_s:
+        if self.params.can_flip(self.setup.times):
             donors = sum(
                 other.ready
                 for other in window.pools
@@ -231,9 +207,9 @@ class PricePlanner:
             )
         return min(limit, self._members.supply(pool, now_ns) + donors + stuck)
 
-    def _wake(self, window: PlannerWindow, now_ns: int) -> None:
+    def _wake(self, window: PlannerWindow, unknown: list[str], now_ns: int) -> None:
         """Want one worker where requests come to a model without any, and nothing is known yet."""
-        for model in self._unready_models(window):
+        for model in unknown:
             load = next((x for x in window.loads if x.model == model and x.arrivals), None)
             pools = [pool for pool in window.pools if pool.model == model]
             if load is None or any(self._members.supply(pool, now_ns) for pool in pools):
@@ -270,20 +246,17 @@ class PricePlanner:
         return values
 
     def _removal_costs(self, pool: PoolWindow) -> Callable[[WorkerWindow], float]:
-        """Return the weighted seconds that the removal of a worker of a pool costs once.
-
-        Cached tokens times the seconds of each times the share of prompts that hits, and what its
-        streams wait while they move.
-        """
-        state = self._models.get(pool.model)
-        if state is None or state.tracker is None or state.tracker.mix is None:
+        """Return what the removal of a worker of a pool costs once (`terms.lost`)."""
+        state = self._models[pool.model]
+        mix, weight = state.band.estimate.mix, state.weight
+        if mix is None:
             return lambda worker: 0.0  # noqa: ARG005
-        mix, weight = state.tracker.mix, state.weight
         token_s = state.speeds[pool.name].model.service_s(mix) / max(mix.computed, 1.0)
+        hit_rate = mix.hit_rate
 
         def loss_s(worker: WorkerWindow) -> float:
-            lost = (worker.cached_tokens or 0.0) * token_s * mix.hit_rate
-            return weight * (lost + _MOVE_S * (worker.running or 0))
+            cached_s = (worker.cached_tokens or 0.0) * token_s * hit_rate
+            return lost(weight, cached_s, worker.running or 0)
 
         return loss_s
 
@@ -294,11 +267,11 @@ class PricePlanner:
             plan = self._models[pool.model].plan
             if plan is None or pool.role is not Role.DECODE:
                 continue
-            model = next(p.performance for p in plan.pools if p.name == pool.name)
             itl_s = min(slo.itl_s for slo in plan.slos)
+            model = plan.pool(pool.name).performance
             batch = max(math.floor(model.batch(plan.mix, itl_s)), 1)
             old = self._batches.get(pool.name)
-            if old is None or abs(batch - old) > 0.1 * old:
+            if old is None or abs(batch - old) > self.params.mix * old:
                 self._batches[pool.name] = batch
                 points.append(SetOperatingPoint(pool=pool.name, max_seqs=batch))
         return tuple(points)
@@ -316,15 +289,13 @@ class PricePlanner:
         else:
             minimum = self.setup.budget.min_of(pool.name)
             self._wanted[pool.name] = max(min(self._wanted[pool.name], supply), minimum)
-        tracker = self._models[pool.model].tracker
-        assert tracker is not None
-        self._adopted[pool.name] = (tracker.planned.rps, self._wanted[pool.name])
+        planned = self._models[pool.model].band.planned
+        self._adopted[pool.name] = (planned.rps, self._wanted[pool.name])
 
     def _unless_adopted(self, pool: str, state: ModelState, count: int) -> int:
         """Return workers of a new plan, or those adopted while the load is as it was then."""
-        assert state.tracker is not None
         rps, adopted = self._adopted.get(pool, (0.0, count))
-        if abs(state.tracker.planned.rps - rps) <= self.params.down * rps:
+        if abs(state.band.planned.rps - rps) <= self.params.down * rps:
             return min(adopted, self._limits.get(pool, adopted))
         self._adopted.pop(pool, None)
         return count
@@ -342,6 +313,6 @@ class PricePlanner:
             self._wanted.get(pool.name, pool.ready) > pool.ready for pool in pools
         ):
             self._unsettled_ns[model] = window.now_ns
-        settled_s = max(self.setup.times.start_up_s, _MIN_SETTLED_S)
+        settled_s = max(self.setup.times.start_up_s, MIN_LAG_S)
         since = self._unsettled_ns.setdefault(model, window.now_ns)
         return window.now_ns - since >= settled_s * SECOND

@@ -3,15 +3,131 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pigou.control.placement.cost import removal_costs
 from pigou.control.placement.topology import DistanceCosts
-from pigou.control.planner.messages import Action, AddWorkers, DrainWorker, FlipRole, RemoveWorker
-from pigou.control.planner.price.membership import PoolMembership
+from pigou.control.planner.messages import (
+    Action,
+    AddWorkers,
+    DrainWorker,
+    FlipRole,
+    RemoveWorker,
+)
+from pigou.control.planner.price.terms import CREDIT_WINDOWS
+from pigou.control.planner.target_planner import free_gpus
 from pigou.objectives import Budget, ProvisioningTimes
 from pigou.request import SECOND, Role
 from pigou.windows.planner_window import PlannerWindow, PoolWindow, WorkerState, WorkerWindow
+
+
+@dataclass(slots=True)
+class PoolMembers:
+    """What is known of one pool beyond its window."""
+
+    # workers that were ordered, and in how many windows they did not show.
+    ordered: list[int] = field(default_factory=list)
+    seen_ns: int = 0  # when it was first seen
+    grown_ns: int = 0  # when it last grew since; 0 where it did not
+    blocked_ns: int = 0  # until when nothing is started, because starts failed
+    # workers that somebody else added (above 0) or drained (below 0) since the last window.
+    foreign: int = 0
+
+
+class PoolMembership:
+    """Follows the workers of all pools from window to window.
+
+    Args:
+        times: how long a starting worker counts as supply.
+    """
+
+    def __init__(self, times: ProvisioningTimes) -> None:
+        self._times = times
+        self._pools: dict[str, PoolMembers] = {}
+        self._known: set[str] = set()
+        self._own_drains: set[str] = set()
+        self._flips: dict[str, str] = {}
+        self._drains: set[str] = set()
+        self._is_first = True
+
+    def observe(self, window: PlannerWindow) -> None:
+        """Compare a window with the one before: who came, who drains, on whose order."""
+        ids: set[str] = set()
+        drains: set[str] = set()
+        for pool in window.pools:
+            members = self._pools.get(pool.name)
+            if members is None:
+                members = self._pools[pool.name] = PoolMembers(seen_ns=window.now_ns)
+            own = {worker.id for worker in pool.workers}
+            own_drains = {worker.id for worker in pool.in_state(WorkerState.DRAINING)}
+            new = len(own - self._known)
+            expected = min(new, len(members.ordered))
+            del members.ordered[:expected]
+            members.ordered = [n + 1 for n in members.ordered if n + 1 < CREDIT_WINDOWS]
+            members.foreign = 0
+            if not self._is_first:
+                members.foreign = new - expected
+                members.foreign -= len(own_drains - self._drains - self._own_drains)
+            if new > 0 and not self._is_first:
+                members.grown_ns = window.now_ns
+            self._flips = {w: p for w, p in self._flips.items() if p != pool.name or w not in own}
+            ids |= own
+            drains |= own_drains
+        self._known, self._drains, self._is_first = ids, drains, False
+        self._own_drains &= ids
+        self._flips = {worker: pool for worker, pool in self._flips.items() if worker in ids}
+
+    def note(self, actions: tuple[Action, ...], now_ns: int) -> None:
+        """Note what was just ordered."""
+        for action in actions:
+            match action:
+                case AddWorkers(pool=pool, count=count):
+                    self._pools[pool].ordered += [0] * count
+                    self._pools[pool].grown_ns = now_ns
+                case DrainWorker(worker=worker) | RemoveWorker(worker=worker):
+                    self._own_drains.add(worker)
+                case FlipRole(worker=worker, pool=pool):
+                    self._own_drains.add(worker)
+                    self._flips[worker] = pool
+                    self._pools[pool].grown_ns = now_ns
+
+    def of(self, pool: str) -> PoolMembers:
+        """Return what is known of a pool."""
+        return self._pools[pool]
+
+    def is_viable(self, worker: WorkerWindow, now_ns: int) -> bool:
+        """Whether a starting worker can be expected to start."""
+        age_s = (now_ns - worker.since_ns) / SECOND
+        return not worker.unplaceable and age_s < self._times.patience_s
+
+    def pending(self, pool: PoolWindow, now_ns: int) -> int:
+        """Return the workers on their way: viable starts, flips, orders that do not show yet."""
+        starting = pool.in_state(WorkerState.STARTING)
+        viable = sum(self.is_viable(worker, now_ns) for worker in starting)
+        flips = sum(target == pool.name for target in self._flips.values())
+        return viable + flips + len(self._pools[pool.name].ordered)
+
+    def stuck(self, pool: PoolWindow, now_ns: int) -> list[WorkerWindow]:
+        """Return the starting workers that cannot start, the newest first."""
+        starting = pool.in_state(WorkerState.STARTING)
+        own = [worker for worker in starting if not self.is_viable(worker, now_ns)]
+        return sorted(own, key=lambda worker: (-worker.since_ns, worker.id))
+
+    def supply(self, pool: PoolWindow, now_ns: int) -> int:
+        """Return the workers that serve or are on their way."""
+        return pool.ready + self.pending(pool, now_ns)
+
+    def can_start(self, pool: PoolWindow, now_ns: int) -> bool:
+        """Whether further starts are worth trying."""
+        return not (self.is_closed(pool, now_ns) or self.stuck(pool, now_ns))
+
+    def is_closed(self, pool: PoolWindow, now_ns: int) -> bool:
+        """Whether nothing can start: its provider says so, or the last starts failed."""
+        return not pool.can_start or now_ns < self._pools[pool.name].blocked_ns
+
+    def block(self, pool: str, now_ns: int) -> None:
+        """Start nothing in a pool for as long as a start is waited for: its starts failed."""
+        self._pools[pool].blocked_ns = now_ns + int(self._times.patience_s * SECOND)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +152,8 @@ class Transition:
        holds while workers drain. Pools with the largest value a GPU come first.
     5. What is surplus still is drained, cheapest victims first (of equals that without which KV
        has the shortest way), but not before `hold_s` since the pool last grew, or was first seen.
-       What another pool lacks for want of GPUs, or by a flip,
-       a pool gives that did not grow for so long: its first sight is no reason to starve others.
+       A pool that was first seen, but did not grow, gives what another lacks: by a flip, or for
+       want of GPUs.
 
     Args:
         wanted: workers by pool.
@@ -145,7 +261,8 @@ class Transition:
         if not self._members.can_start(pool, self._now_ns):
             self.reasons.append(f"{pool.name}: {missing} more are needed, and none can start now")
             return
-        count = min(missing, self._free_gpus(pool) // pool.gpus)
+        free = free_gpus(self._window.pools, self._used, pool, self._budget)
+        count = min(missing, free // pool.gpus)
         if count < missing:
             self._short_gpus += (missing - count) * pool.gpus
             self.reasons.append(
@@ -212,16 +329,3 @@ class Transition:
         self._gone.add(worker.id)
         self._used[pool.name] -= pool.gpus
         self._supply[pool.name] -= counted
-
-    def _free_gpus(self, pool: PoolWindow) -> int:
-        """Return the GPUs that a pool may still take, by each limit of the budget."""
-        budget = self._budget
-        limits = [2**31]
-        if budget.max_gpus is not None:
-            limits.append(budget.max_gpus - sum(self._used.values()))
-        if pool.model in budget.model_gpus:
-            own = [p.name for p in self._window.pools if p.model == pool.model]
-            limits.append(budget.model_gpus[pool.model] - sum(self._used[name] for name in own))
-        if pool.name in budget.pool_gpus:
-            limits.append(budget.pool_gpus[pool.name] - self._used[pool.name])
-        return max(min(limits), 0)
