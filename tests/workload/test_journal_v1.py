@@ -30,9 +30,8 @@ from pigou.control.messages import (
 from pigou.control.prefix_index.index import KeyedCleared, KeyedRemoved, KeyedStored
 from pigou.gateway.journal import Journal
 from pigou.request import FinishReason, Role, Worker
-from pigou.workload.journal_file import lines, read_workload
+from pigou.workload.journal_file import decode_v1, lines, read_workload
 from pigou.workload.journal_replay import replay_journal
-from pigou.workload.journal_v1 import decode
 
 RECORDED = Path(__file__).with_name("journal_v1.jsonl")
 MESSAGES = {
@@ -57,7 +56,7 @@ MESSAGES = {
 
 
 def entry(line: str) -> JournalEntry:
-    return decode(f'{{"now":5,{line}}}'.encode())
+    return decode_v1(f'{{"now":5,{line}}}'.encode())
 
 
 @pytest.mark.parametrize("line", MESSAGES)

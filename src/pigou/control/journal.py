@@ -13,7 +13,7 @@ import binascii
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -220,30 +220,6 @@ def replay_call(plane: ControlPlane, entry: JournalEntry) -> tuple[list[Any], st
     return encoded_decisions(decisions), ""
 
 
-class PlaneCalls(Protocol):
-    """What a driver calls of a ControlPlane, or of what records its calls."""
-
-    def submit(self, request: Request, now: int, exclude: frozenset[str] = ...) -> Decision:
-        """As `ControlPlane.submit`."""
-        ...
-
-    def observe(self, observation: Observation, now: int) -> Sequence[Decision]:
-        """As `ControlPlane.observe`."""
-        ...
-
-    def slot(self, request: str) -> int:
-        """As `ControlPlane.slot`."""
-        ...
-
-    def on_tokens(self, slots: NDArray[np.int64], counts: NDArray[np.int64], now: int) -> None:
-        """As `ControlPlane.on_tokens`."""
-        ...
-
-    def tick(self, now: int) -> Sequence[Action]:
-        """As `ControlPlane.tick`."""
-        ...
-
-
 def report_tokens(plane: PlaneCalls, counts: Sequence[tuple[str, int]], now: int) -> None:
     """Tell a plane of tokens by the ids of their requests; those without a slot are left out."""
     known = [(slot, count) for request, count in counts if (slot := plane.slot(request)) >= 0]
@@ -322,6 +298,10 @@ class JournalRecorder:
         entry.out = _without_snapshots(decisions)
         self._write(entry)
         return decisions
+
+
+#: What a driver calls.
+PlaneCalls: TypeAlias = ControlPlane | JournalRecorder
 
 
 def _without_snapshots(decisions: Sequence[Any]) -> list[Any]:

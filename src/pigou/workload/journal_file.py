@@ -1,4 +1,4 @@
-"""A journal's file, read: its runs and entries, and the workload that it recorded."""
+"""A journal's file, read: its runs and entries of any version, and the workload in it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
+
+import msgspec
 
 from pigou.config import ConfigError
 from pigou.control import journal
@@ -16,22 +18,117 @@ from pigou.control.journal import (
     JournalHead,
     UnknownVersionError,
     decode_head,
+    decode_value,
 )
 from pigou.control.messages import Ended, FirstToken, Submit, Tokens, WorkerUp
-from pigou.request import NEVER, SECOND, FinishReason, Request, Worker
-from pigou.workload import journal_v1
+from pigou.control.price_of_anarchy import PoAEstimate
+from pigou.request import NEVER, SECOND, FinishReason, Request
 from pigou.workload.packed import unpacked
 from pigou.workload.trace import Trace, TraceSession, Turn, ordered
 
-#: Reads a line that is no head, by the version of its run.
-_READERS: Mapping[int, Callable[[bytes], JournalHead | JournalEntry]] = {
-    journal.VERSION: journal.decode,
-    journal_v1.VERSION: journal_v1.decode,
+#: Lines of version 1 had the message's fields beside `k`, `now`, `out` and `error`, under shorter
+#: names; their decisions had no `kind`, and words were the same base 64. By `k`: the message's
+#: kind, and today's name of each of its fields.
+_MESSAGES: Mapping[str, tuple[str, Mapping[str, str]]] = {
+    "up": ("worker_up", {"worker": "worker"}),
+    "down": ("worker_down", {"worker": "worker"}),
+    "prefilled": ("prefill_done", {"id": "request", "well": "well"}),
+    "unread": ("read_failed", {"id": "request"}),
+    "first": ("first_token", {"id": "request"}),
+    "end": ("ended", {"id": "request", "reason": "reason"}),
+    "group": ("group_ended", {"id": "group"}),
+    "cache": ("cache_keyed", {"worker": "worker", "events": "events"}),
+    "lost": ("cache_lost", {"worker": "worker"}),
+    "load": (
+        "load_report",
+        {"worker": "worker", "running": "running", "waiting": "waiting", "usage": "kv_usage"},
+    ),
+    "assessed": ("assessed", {"found": "assessment"}),
+    "tick": ("tick", {}),
+    "tokens": ("tokens", {"id": "id", "count": "count"}),
+    "submit": ("submit", {"exclude": "exclude"}),
 }
+#: Of a request, those of its fields whose names differ.
+_REQUEST = {"most": "max_tokens"}
+#: Fields of a KV event, which was an array.
+_EVENTS = {
+    "stored": ("hashes", "keys", "parent", "medium"),
+    "removed": ("hashes", "medium"),
+    "cleared": (),
+}
+#: A decision's kind, by a field that only it had.
+_DECISIONS = {
+    "choice": "route", "ahead": "queue", "retry_after": "shed", "worker": "recall",
+    "assess": "assess",
+}  # fmt: skip
+
+
+def decode_v1(line: bytes) -> JournalEntry:
+    """Return the entry of a line of version 1; raise a JournalError for another."""
+    try:
+        fields: dict[str, Any] = msgspec.json.decode(line, type=dict[str, Any])
+        entry: dict[str, Any] = {
+            name: fields.pop(name) for name in ("now", "error") if name in fields
+        }
+        entry |= {"k": "call", "out": [_decision(decision) for decision in fields.pop("out", [])]}
+        entry["message"] = _message(fields.pop("k"), fields)
+        return msgspec.convert(entry, JournalEntry, strict=False, dec_hook=decode_value)
+    except KeyError as error:
+        raise JournalError(f"there is no {error}") from error
+    except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:
+        raise JournalError(str(error)) from error
+
+
+def _decision(decision: dict[str, Any]) -> dict[str, Any]:
+    kind = next(kind for field, kind in _DECISIONS.items() if field in decision)
+    rest = {} if kind == "assess" else decision
+    return {"kind": kind, **rest}
+
+
+def _message(k: str, fields: dict[str, Any]) -> dict[str, Any]:
+    kind, names = _MESSAGES[k]
+    message: dict[str, Any] = {"kind": kind}
+    if kind == "submit":
+        exclude = fields.pop("exclude", [])
+        return message | {"request": _request(fields), "exclude": exclude}
+    message |= {names[field]: value for field, value in fields.items()}
+    if kind == "tokens":
+        return {"kind": kind, "counts": [(fields["id"], fields["count"])]}
+    if kind == "cache_keyed":
+        message["events"] = [_event(*event) for event in fields["events"]]
+    if kind == "assessed":
+        message["assessment"] = _finite(fields.get("found"))
+    return message
+
+
+def _request(fields: dict[str, Any]) -> dict[str, Any]:
+    request = {_REQUEST.get(field, field): value for field, value in fields.items()}
+    if request.get("hashes"):
+        request["hashes"] = {"columns": 2, "words": request["hashes"]}
+    return request
+
+
+def _event(kind: str, *values: Any) -> dict[str, Any]:
+    return {"kind": kind, **dict(zip(_EVENTS[kind], values, strict=True))}
+
+
+def _finite(estimate: Any) -> Any:  # infinite parts were null
+    try:
+        msgspec.convert(estimate, PoAEstimate | None)
+    except msgspec.ValidationError:
+        return None
+    return estimate
 
 
 #: Bytes of a line.
 _MAX_LINE = 256 << 20
+
+
+#: Reads a line that is no head, by the version of its run.
+_READERS: Mapping[int, Callable[[bytes], JournalHead | JournalEntry]] = {
+    journal.VERSION: journal.decode,
+    1: decode_v1,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +213,6 @@ def _bounded(file: IO[bytes], path: str | Path) -> Iterator[bytes]:
 
 
 def _checked(entry: JournalHead | JournalEntry) -> JournalHead | JournalEntry:
-    """Return an entry whose decisions all have a kind.
-
-    Raises:
-        JournalError: one has none.
-    """
     for decision in entry.out if isinstance(entry, JournalEntry) else ():
         if not isinstance(decision, dict) or not isinstance(decision.get("kind"), str):
             raise JournalError(f"a decision of `out` has no kind: {str(decision)[:80]}")
@@ -142,13 +234,11 @@ class _RecordedRequest:
     shed: bool = False
 
     def is_load(self, reason: FinishReason | None) -> bool:
-        """Whether it was there to be served, as far as its end (None: it has none) tells."""
         if self.answered or self.shed:
             return True
         return self.routed and reason is not FinishReason.ERROR
 
     def tokens(self, mean_output: float) -> int:
-        """Return the tokens of its output; `mean_output` are those of others."""
         if self.shed and not self.answered:
             return max(1, round(min(self.request.max_tokens, mean_output)))
         return max(1, self.output)
@@ -176,7 +266,8 @@ def read_workload(path: str | Path) -> Trace:
         )
     sizes = Counter(size for recorded in requests for size in recorded.request.keys)
     size = min((size for size, uses in sizes.items() if uses == max(sizes.values())), default=1)
-    mean_output = _mean_output(requests)
+    outputs = [recorded.output for recorded in requests if recorded.output]
+    mean_output = sum(outputs) / len(outputs) if outputs else NEVER
     ids: dict[int, int] = {}
     sessions = []
     for number, recorded in enumerate(requests):
@@ -194,12 +285,6 @@ def read_workload(path: str | Path) -> Trace:
     return ordered(float(size), sessions)
 
 
-def _mean_output(requests: list[_RecordedRequest]) -> float:
-    """Return the mean output of those that were answered; without any there is no bound."""
-    outputs = [recorded.output for recorded in requests if recorded.output]
-    return sum(outputs) / len(outputs) if outputs else NEVER
-
-
 def _requests(path: str | Path) -> Iterator[_RecordedRequest]:
     shift = max_capacity = 0
     recorded: dict[str, _RecordedRequest] = {}
@@ -211,7 +296,8 @@ def _requests(path: str | Path) -> Iterator[_RecordedRequest]:
         elif entry is not None:
             match entry.message:
                 case WorkerUp(worker):
-                    max_capacity = max(max_capacity, _held(worker))
+                    held = worker.blocks * worker.block_size or NEVER  # it did not say
+                    max_capacity = max(max_capacity, held)
                 case Submit(request) if request.id not in recorded:
                     start = (min(request.arrival, entry.now) or entry.now) + shift
                     recorded[request.id] = _RecordedRequest(request, start, request.prompt)
@@ -237,20 +323,13 @@ def _count_tokens(counts: Iterable[tuple[str, int]], recorded: dict[str, _Record
 
 
 def _left(recorded: dict[str, _RecordedRequest]) -> Iterator[_RecordedRequest]:
-    """Take out those that have no end."""
     yield from (request for request in recorded.values() if request.is_load(None))
     recorded.clear()
-
-
-def _held(worker: Worker) -> int:
-    """Return the most tokens that a worker holds; without a bound where it did not say."""
-    return worker.blocks * worker.block_size or NEVER
 
 
 def _note_decisions(
     entry: JournalEntry, recorded: dict[str, _RecordedRequest], max_tokens: int
 ) -> None:
-    """Note who was routed, and who was shed, unless its prompt is over `max_tokens`."""
     for decision in entry.out:
         request = recorded.get(decision.get("request", ""))
         if request is None:
