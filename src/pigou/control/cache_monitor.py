@@ -94,15 +94,10 @@ class CacheMonitor:
     def status(self, state: FleetState) -> CacheStatus:
         """Return the present state of the caches."""
         return CacheStatus(
-            rho=occupancy(state.columns),
-            fleet_rho=_together(state),
-            evicted=self._evicted,
-            rate=self._rate,
-            first_eviction=self._first,
-            placement=self.placement,
-            before=self._before,
-            after=self._after,
-        )
+            rho=occupancy(state.columns), fleet_rho=_together(state), evicted=self._evicted,
+            rate=self._rate, first_eviction=self._first, placement=self.placement,
+            before=self._before, after=self._after,
+        )  # fmt: skip
 
     def summary(self, index: PrefixIndex) -> dict[str, float | int | None]:
         """Return the figures of the whole run; None where one is not known."""

@@ -93,21 +93,13 @@ def plane_status(
     columns, estimates = state.columns, tracker.latency_model.peek(now)
     output = tracker.latency_model.expected_output(NEVER)
     return Status(
-        policy=router.name,
-        controller=controller,
-        regime=detector.regime,
-        signal=detector.signal,
-        temperature=router.temperature,
-        parameters=dict(params_of(router.policy)),
-        poa=None if unknown else poa,
-        unknown=unknown,
-        caching=cache_monitor.status(state),
-        workers=state.ids,
-        tolls=stream_tolls(estimates, columns.decode_requests, output),
-        memory=memory_prices(estimates, index.recomputed_share(state.ids)),
-        estimates=estimates,
+        policy=router.name, controller=controller, regime=detector.regime, signal=detector.signal,
+        temperature=router.temperature, parameters=dict(params_of(router.policy)),
+        poa=None if unknown else poa, unknown=unknown, caching=cache_monitor.status(state),
+        workers=state.ids, tolls=stream_tolls(estimates, columns.decode_requests, output),
+        memory=memory_prices(estimates, index.recomputed_share(state.ids)), estimates=estimates,
         output=output,
-    )
+    )  # fmt: skip
 
 
 def _unknown(

@@ -209,16 +209,11 @@ def _window(
     entered = np.where(prefill == LOCAL, started, prefill_done)
     prompts, streams = _work(records, snapshot.estimates)
     return RequestWindow.from_times(
-        arrived=seconds("arrived_at"),
-        started=started,
-        prefill_done=prefill_done,
-        ended=np.maximum(seconds("ended_at"), entered + 1e-9),
-        prefill=prefill,
-        decode=np.array([row[times.decode] for times in records]),
-        scored=snapshot.scored,
-        prefill_work=prompts,
-        decode_work=np.where(prefill == LOCAL, prompts + streams, streams),
-    )
+        arrived=seconds("arrived_at"), started=started, prefill_done=prefill_done,
+        ended=np.maximum(seconds("ended_at"), entered + 1e-9), prefill=prefill,
+        decode=np.array([row[times.decode] for times in records]), scored=snapshot.scored,
+        prefill_work=prompts, decode_work=np.where(prefill == LOCAL, prompts + streams, streams),
+    )  # fmt: skip
 
 
 def _work(

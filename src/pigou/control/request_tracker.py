@@ -222,32 +222,14 @@ class RequestTracker:
         columns, ids = self.state.columns, self.state.ids
         held = self._held(request, index).rows  # unpacking an array takes three times as long
         return FleetView(
-            ids,
-            columns.prefills,
-            columns.decodes,
-            columns.prefill_requests,
-            columns.prefill_tokens,
-            columns.prefill_pairs,
-            columns.decode_requests,
-            columns.decode_tokens,
-            columns.served,
-            columns.running,
-            columns.waiting,
-            columns.kv_usage,
-            held[RUN],
-            held[ON_DEVICE],
-            held[ON_HOST],
-            held[ON_STORAGE],
-            index.recomputed_share(ids),
-            columns.block_size,
-            columns.blocks,
-            self.estimates(now),
-            self.latency_model.expected_output(request.max_tokens),
-            columns.layout,
-            version=columns.version,
-            backlog=self.state.backlog,
-            now=now,
-        )
+            ids, columns.prefills, columns.decodes, columns.prefill_requests,
+            columns.prefill_tokens, columns.prefill_pairs, columns.decode_requests,
+            columns.decode_tokens, columns.served, columns.running, columns.waiting,
+            columns.kv_usage, held[RUN], held[ON_DEVICE], held[ON_HOST], held[ON_STORAGE],
+            index.recomputed_share(ids), columns.block_size, columns.blocks, self.estimates(now),
+            self.latency_model.expected_output(request.max_tokens), columns.layout,
+            version=columns.version, backlog=self.state.backlog, now=now,
+        )  # fmt: skip
 
     def _held(self, request: Request, index: PrefixIndex) -> Overlaps:
         sizes = self.state.block_sizes
@@ -281,15 +263,9 @@ class RequestTracker:
             self.latency_model.prompt_computed(row, routed.uncached, sent_at, now, prompt)
         else:
             self.latency_model.prompt_fetched(
-                row,
-                routed.uncached,
-                routed.read.tokens,
-                sent_at,
-                now,
-                prompt,
-                not routed.prompts_ahead,
-                self.state.row.get(routed.read.worker),
-            )
+                row, routed.uncached, routed.read.tokens, sent_at, now, prompt,
+                not routed.prompts_ahead, self.state.row.get(routed.read.worker),
+            )  # fmt: skip
 
     def _has_no_prompts(self, routed: RoutedRequest) -> bool:
         if routed.decode is None:
@@ -334,13 +310,8 @@ def _times(routed: RoutedRequest, now: int) -> RequestTimes | None:
     if routed.decode is None:
         return None
     return RequestTimes(
-        arrived_at=routed.arrived_at,
-        routed_at=routed.routed_at,
+        arrived_at=routed.arrived_at, routed_at=routed.routed_at,
         prefill_done_at=(routed.prefill_done_at or now) if routed.remote else routed.routed_at,
-        ended_at=now,
-        prefill=routed.prefill_worker,
-        decode=routed.decode,
-        uncached=routed.uncached,
-        pairs=routed.pairs,
-        generated=max(1, routed.generated),
-    )
+        ended_at=now, prefill=routed.prefill_worker, decode=routed.decode,
+        uncached=routed.uncached, pairs=routed.pairs, generated=max(1, routed.generated),
+    )  # fmt: skip

@@ -214,23 +214,10 @@ class Router:
                 prices = self._price.parts(request, fleet, candidates)
             self._price.note(request, fleet, candidates, pick.index, prices)
             explanation = Explanation(
-                request.id,
-                now,
-                self.name,
-                temperature,
-                self.regime,
-                request.prompt,
-                pick.index,
-                fleet.ids,
-                candidates,
-                held,
-                costs,
-                split,
-                prices,
-                choice,
-                fleet.fetches,
+                request.id, now, self.name, temperature, self.regime, request.prompt, pick.index,
+                fleet.ids, candidates, held, costs, split, prices, choice, fleet.fetches,
                 request.tenant,
-            )
+            )  # fmt: skip
             self.ledger.add(explanation)
         return choice
 

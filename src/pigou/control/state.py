@@ -83,14 +83,9 @@ _KINDS: dict[str, type] = {"Flags": np.bool_, "Counts": np.int64, "Shares": np.f
 _NAMES = tuple(field.name for field in fields(Columns))
 #: Columns that say how much a worker has to do, as the status API shows them.
 LOADS = (
-    "prefill_requests",
-    "prefill_tokens",
-    "decode_requests",
-    "decode_tokens",
-    "running",
-    "waiting",
-    "kv_usage",
-)
+    "prefill_requests", "prefill_tokens", "decode_requests", "decode_tokens", "running",
+    "waiting", "kv_usage",
+)  # fmt: skip
 
 
 class FleetState:
@@ -206,20 +201,13 @@ class FleetState:
         """
         computes = self.row[choice.prefill or choice.decode]
         routed = RoutedRequest(
-            request=request,
-            decode=choice.decode,
-            prefill=choice.prefill or choice.decode,
-            prefill_worker=choice.prefill or "",
-            uncached=uncached,
-            routed_at=now,
-            slots=self.slots,
-            inflight=self.inflight + 1,
+            request=request, decode=choice.decode, prefill=choice.prefill or choice.decode,
+            prefill_worker=choice.prefill or "", uncached=uncached, routed_at=now,
+            slots=self.slots, inflight=self.inflight + 1,
             prompts_ahead=self.columns.prefill_requests.item(computes),
             background=priority > 0 and self.workers[computes].overtakes,
-            pairs=int(pairs(uncached, request.prompt)),
-            read=choice.read,
-            cached=choice.cached,
-        )
+            pairs=int(pairs(uncached, request.prompt)), read=choice.read, cached=choice.cached,
+        )  # fmt: skip
         row = self.row[choice.decode]
         expected = request.prompt + output * request.sequences
         routed.slot = self.slots.allocate(routed, row, request.prompt, expected)

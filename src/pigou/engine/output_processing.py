@@ -47,15 +47,9 @@ from pigou.request import BlockHashes, FinishReason, Ints
 
 @bare_kernel
 def advance(
-    rows: Ints,
-    counts: Ints,
-    samples: NDArray[np.bool_],
-    steps: Ints,
-    done: int,
-    columns: Ints,
-    block_size: int,
-    work: Ints,
-) -> tuple[int, int]:
+    rows: Ints, counts: Ints, samples: NDArray[np.bool_], steps: Ints, done: int, columns: Ints,
+    block_size: int, work: Ints,
+) -> tuple[int, int]:  # fmt: skip
     """Move the rows of a plan on by `steps`, each its own number, or by `done` where it is empty.
 
     Writes tokens, steps, and the entries that ended or have full blocks to `work`. Rows that lost
@@ -90,18 +84,9 @@ def advance(
 
 @bare_kernel_over("engine", "kv")
 def process_steps(
-    rows: Ints,
-    counts: Ints,
-    samples: NDArray[np.bool_],
-    steps: Ints,
-    done: int,
-    columns: Ints,
-    tables: Ints,
-    block_size: int,
-    pool: PoolArrays,
-    wanted: int,
-    work: Ints,
-) -> tuple[int, int, int, int]:
+    rows: Ints, counts: Ints, samples: NDArray[np.bool_], steps: Ints, done: int, columns: Ints,
+    tables: Ints, block_size: int, pool: PoolArrays, wanted: int, work: Ints,
+) -> tuple[int, int, int, int]:  # fmt: skip
     """Move the rows of a plan on, and take the lookahead blocks that its steps wrote to.
 
     `steps` count for each entry, (entries,); empty where all do. `wanted` is the lookahead's
@@ -136,18 +121,9 @@ def return_blocks(meta: Ints, counts: Counts, blocks: Ints, count: int) -> None:
 
 @bare_kernel_over("engine", "kv")
 def cache_row(
-    row: int,
-    start: int,
-    count: int,
-    done: int,
-    columns: Ints,
-    tables: Ints,
-    block_size: int,
-    pool: PoolArrays,
-    wanted: int,
-    hashes: BlockHashes,
-    work: Ints,
-) -> tuple[int, int, int, bool]:
+    row: int, start: int, count: int, done: int, columns: Ints, tables: Ints, block_size: int,
+    pool: PoolArrays, wanted: int, hashes: BlockHashes, work: Ints,
+) -> tuple[int, int, int, bool]:  # fmt: skip
     """Cache a row's blocks at the steps of a plan in which they became full.
 
     The plan computes it from `start` on, `count` tokens a step. Before each block, the lookahead

@@ -95,13 +95,8 @@ def write_starts(
 
 @bare_kernel
 def look_ahead(
-    rows: Ints,
-    columns: Ints,
-    block_size: int,
-    max_steps: int,
-    free: int,
-    work: Ints,
-) -> tuple[int, int]:
+    rows: Ints, columns: Ints, block_size: int, max_steps: int, free: int, work: Ints,
+) -> tuple[int, int]:  # fmt: skip
     """Return for how many steps decoding rows can go on unchanged, and the blocks they need.
 
     The blocks of step 0 are there already. Rows and steps of later needs are written to `work` in
@@ -141,14 +136,9 @@ def look_ahead(
 
 @bare_kernel_over("engine", "kv")
 def start_decodes(
-    order: Ints,
-    columns: Ints,
-    tables: Ints,
-    block_size: int,
-    budget: int,
-    pool: PoolArrays,
+    order: Ints, columns: Ints, tables: Ints, block_size: int, budget: int, pool: PoolArrays,
     work: Ints,
-) -> tuple[int, int]:
+) -> tuple[int, int]:  # fmt: skip
     """Write the decoding rows of `order` to `work`, at most `budget`; give each its block.
 
     Returns how many rows, and how many hashes were removed (the pool's `removed` takes them). Where
@@ -181,18 +171,9 @@ def lay_out(tables: Ints, blocks: Ints, rows: Ints, count: int, work: Ints) -> N
 
 @bare_kernel_over("engine", "kv")
 def finish_plan(
-    decodes: int,
-    columns: Ints,
-    tables: Ints,
-    block_size: int,
-    max_steps: int,
-    chunks: bool,
-    spare: int,
-    pool: PoolArrays,
-    work: Ints,
-    plan: Ints,
-    samples: NDArray[np.bool_],
-) -> tuple[int, int]:
+    decodes: int, columns: Ints, tables: Ints, block_size: int, max_steps: int, chunks: bool,
+    spare: int, pool: PoolArrays, work: Ints, plan: Ints, samples: NDArray[np.bool_],
+) -> tuple[int, int]:  # fmt: skip
     """Write a plan's entries, and lay out blocks for as many steps as it can go on unchanged.
 
     The first `decodes` entries decode; where `chunks`, a last one may compute equal chunks of its
@@ -230,17 +211,9 @@ def finish_plan(
 
 @bare_kernel_over("engine", "kv")
 def plan_decodes(
-    order: Ints,
-    columns: Ints,
-    tables: Ints,
-    block_size: int,
-    budget: int,
-    max_steps: int,
-    pool: PoolArrays,
-    work: Ints,
-    plan: Ints,
-    samples: NDArray[np.bool_],
-) -> tuple[int, int, int, int]:
+    order: Ints, columns: Ints, tables: Ints, block_size: int, budget: int, max_steps: int,
+    pool: PoolArrays, work: Ints, plan: Ints, samples: NDArray[np.bool_],
+) -> tuple[int, int, int, int]:  # fmt: skip
     """Do what `start_decodes` and `finish_plan` do where no prompt is computed, without tiers.
 
     `plan` and `samples` have an entry for each row of `order`; the entries' counts in `work` are 1.

@@ -32,22 +32,10 @@ class Sequence:
     """
 
     __slots__ = (
-        "cached_tokens",
-        "computed",
-        "copy_source",
-        "dropped",
-        "duplicates",
-        "hashes",
-        "host_blocks",
-        "key",
-        "length",
-        "load",
-        "preemptions",
-        "remote_tokens",
-        "request",
-        "row",
+        "cached_tokens", "computed", "copy_source", "dropped", "duplicates", "hashes",
+        "host_blocks", "key", "length", "load", "preemptions", "remote_tokens", "request", "row",
         "state",
-    )
+    )  # fmt: skip
 
     def __init__(self, request: Request, key: tuple[int, int, int], hashes: BlockHashes) -> None:
         self.request = request

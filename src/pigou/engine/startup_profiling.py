@@ -113,14 +113,9 @@ def _warm_up_config(
     eviction: EvictionConfig | None = None,
 ) -> EngineConfig:
     return EngineConfig(
-        blocks=blocks,
-        block_size=1,
-        max_seqs=2,
-        max_batched_tokens=max_batched_tokens,
-        max_model_len=8,
-        max_repeat=max_repeat,
-        eviction=eviction,
-    )
+        blocks=blocks, block_size=1, max_seqs=2, max_batched_tokens=max_batched_tokens,
+        max_model_len=8, max_repeat=max_repeat, eviction=eviction,
+    )  # fmt: skip
 
 
 def _run(core: EngineCore) -> None:

@@ -291,14 +291,10 @@ class EngineState:
     def finished(self, seq: Sequence, reason: FinishReason, held: Ints = NO_BLOCKS) -> Finished:
         """Describe a sequence that left; it has no row any more."""
         return Finished(
-            request=seq.request.id,
-            reason=reason,
-            prompt=seq.request.prompt,
-            cached=max(seq.cached_tokens, 0),
-            generated=seq.length - seq.request.prompt,
-            preemptions=seq.preemptions,
-            held=held,
-        )
+            request=seq.request.id, reason=reason, prompt=seq.request.prompt,
+            cached=max(seq.cached_tokens, 0), generated=seq.length - seq.request.prompt,
+            preemptions=seq.preemptions, held=held,
+        )  # fmt: skip
 
     def flush(self, effects: Effects) -> Effects:
         """Move what has happened since the last call into the effects."""

@@ -137,12 +137,9 @@ class EvictionChoice(NamedTuple):
 
 
 def cheapest_evictions(
-    offers: Sequence[EvictionCurve],
-    min_blocks: int,
-    max_blocks: int,
-    ceiling: float = math.inf,
+    offers: Sequence[EvictionCurve], min_blocks: int, max_blocks: int, ceiling: float = math.inf,
     evictable_by_tenant: Mapping[str, int] | None = None,
-) -> EvictionChoice | None:
+) -> EvictionChoice | None:  # fmt: skip
     """Return the blocks that lose the least return, across requests; None for too few.
 
     A heap merges the curves. As each is ascending, and the bounds are nested (blocks of a request

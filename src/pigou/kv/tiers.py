@@ -53,12 +53,9 @@ class TierEvents:
     """
 
     def __init__(
-        self,
-        tiers: Sequence[Tier],
-        incoming: Sequence[Set[bytes]],
-        leaving: Sequence[Set[bytes]],
-        media: Sequence[Medium] | None = None,
-    ) -> None:
+        self, tiers: Sequence[Tier], incoming: Sequence[Set[bytes]],
+        leaving: Sequence[Set[bytes]], media: Sequence[Medium] | None = None,
+    ) -> None:  # fmt: skip
         self.media = list(media) if media is not None else _default_media(len(tiers))
         self._tiers, self._incoming, self._leaving = tiers, incoming, leaving
         self._pending: list[_PendingEvent] = []
@@ -473,13 +470,9 @@ def path_down(
 
 
 def check_tier(
-    number: int,
-    tier: Tier,
-    incoming: Set[bytes],
-    leaving: Set[bytes],
-    staging: int,
+    number: int, tier: Tier, incoming: Set[bytes], leaving: Set[bytes], staging: int,
     under: Collection[Move],
-) -> None:
+) -> None:  # fmt: skip
     """Check a tier, and the moves to it and from it; `leaving` keys are evicted, and still read.
 
     A tier's store holds the tier's blocks, and those that are still read there for the next tier:

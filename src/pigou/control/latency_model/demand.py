@@ -70,13 +70,9 @@ class ArrivalGaps:
 
 @bare_kernel
 def decay_rates(
-    rate: NDArray[np.float64],
-    rated_at: NDArray[np.int64],
-    service_s: NDArray[np.float64],
-    now: int,
-    arrivals: NDArray[np.float64],
-    busy: NDArray[np.float64],
-) -> None:
+    rate: NDArray[np.float64], rated_at: NDArray[np.int64], service_s: NDArray[np.float64],
+    now: int, arrivals: NDArray[np.float64], busy: NDArray[np.float64],
+) -> None:  # fmt: skip
     """Write the rates as of `now`, and the share of its time that each worker computes prompts.
 
     Prompts a second as of `rated_at`, and the mean seconds of a prompt, (workers,) each. Compiled,

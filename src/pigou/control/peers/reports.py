@@ -86,10 +86,8 @@ class PeerReports:
 
     def _change(self, before: TenantService, after: TenantService, now: int) -> None:
         change = TenantService(
-            after.tenant,
-            growth(before.prompt_tokens, after.prompt_tokens),
-            growth(before.output_tokens, after.output_tokens),
-            after.streams - before.streams,
+            after.tenant, growth(before.prompt_tokens, after.prompt_tokens),
+            growth(before.output_tokens, after.output_tokens), after.streams - before.streams,
             after.waiting - before.waiting,
-        )
+        )  # fmt: skip
         self._admission.peer_service(change, bool(after.streams or after.waiting), now)

@@ -286,13 +286,9 @@ class PrefixIndex:
         self._store(cache, _column(hashes), _column(keys), parent, event.medium)
 
     def _store(
-        self,
-        cache: WorkerCache,
-        hashes: Words,
-        keys: Words,
-        parent: int | None,
+        self, cache: WorkerCache, hashes: Words, keys: Words, parent: int | None,
         medium: str | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Store blocks; hashes and keys are in the last columns."""
         if self._blocks + len(hashes) > self._max_total:
             self._make_room(cache.holdings.count_absent(hashes))

@@ -184,13 +184,9 @@ class WorkerCache:
     def stats(self) -> WorkerCacheStats:
         """Counts as they stand."""
         return WorkerCacheStats(
-            blocks=len(self.holdings),
-            held=self.holdings.known,
-            predicted=len(self.predictions),
-            events=self.events,
-            event_gaps=self.event_gaps,
-            evicted=self.evicted,
-        )
+            blocks=len(self.holdings), held=self.holdings.known, predicted=len(self.predictions),
+            events=self.events, event_gaps=self.event_gaps, evicted=self.evicted,
+        )  # fmt: skip
 
     def store(
         self, table: HolderTable, ghosts: Ghosts, hashes: Words, keys: Words, parent: int | None,
@@ -270,19 +266,10 @@ def recomputed_share(counts: Rates, workers: Counts, shares: Rates) -> None:
 
 @bare_kernel
 def store(
-    entry_arrays: Entries,
-    rows: Words,
-    row_slots: Words,
-    duplicates: Words,
-    totals: Counts,
-    ghosts: Words,
-    ghost_counts: Rates,
-    media: int,
-    parent: np.uint64,
-    hashes: Words,
-    keys: Words,
+    entry_arrays: Entries, rows: Words, row_slots: Words, duplicates: Words, totals: Counts,
+    ghosts: Words, ghost_counts: Rates, media: int, parent: np.uint64, hashes: Words, keys: Words,
     reserved: bool,
-) -> int:
+) -> int:  # fmt: skip
     """Store consecutive blocks in one tier; return by how many the holdings grew, or `NO_ROOM`.
 
     Fields of `TableArrays` and `GhostArrays` are passed one by one: each tuple that Python hands

@@ -94,12 +94,9 @@ def probabilities(
 
 
 def _draw(
-    costs: NDArray[np.float64],
-    lowest: float,
-    generator: np.random.Generator,
-    temperature: float,
+    costs: NDArray[np.float64], lowest: float, generator: np.random.Generator, temperature: float,
     softmax: Softmax,
-) -> int:
+) -> int:  # fmt: skip
     if costs.size == 1 or costs.max() == lowest:
         return int(generator.integers(costs.size))
     chances = np.cumsum(probabilities(costs, temperature, softmax))

@@ -144,12 +144,9 @@ def cost_rows(
 
 @bare_kernel_over(*_OVER)
 def write_backlogs(
-    table: Numbers,
-    load_arrays: LoadArrays,
-    under_way: UnderWayArrays,
-    now_ns: int,
+    table: Numbers, load_arrays: LoadArrays, under_way: UnderWayArrays, now_ns: int,
     waits_s: Numbers,
-) -> None:
+) -> None:  # fmt: skip
     """Write the seconds of prompts that each worker has to compute, (workers,).
 
     The first has run since it began; late, it takes nothing off those behind it.
@@ -302,19 +299,10 @@ def prospect_of(
 
 @bare_kernel_over(*_OVER)
 def price(
-    table: Numbers,
-    load_arrays: LoadArrays,
-    under_way: UnderWayArrays,
-    now_ns: int,
-    cache_arrays: CacheArrays,
-    candidates: PairArrays,
-    prompt: int,
-    output: float,
-    setting_values: SettingValues,
-    links: LinkArrays,
-    waits_s: Numbers,
-    costs: Numbers,
-) -> None:
+    table: Numbers, load_arrays: LoadArrays, under_way: UnderWayArrays, now_ns: int,
+    cache_arrays: CacheArrays, candidates: PairArrays, prompt: int, output: float,
+    setting_values: SettingValues, links: LinkArrays, waits_s: Numbers, costs: Numbers,
+) -> None:  # fmt: skip
     """Write the parts of each candidate's cost, and in the last row their sum: (9, candidates).
 
     Groups are plain tuples: `WorkerLoad`, `PromptsUnderWay`, `PromptCaches`, `TollSetting`.
@@ -329,20 +317,9 @@ def price(
     for i in range(decode.shape[0]):
         d = int(decode[i])
         pair = (d if prefill[i] < 0 else int(prefill[i])), d
-        p = Prospect(
-            *prospect_of(
-                table,
-                load_arrays,
-                cache_arrays,
-                waits_s,
-                pair,
-                prompt,
-                output,
-                restore,
-                around,
-                links,
-            )
-        )
+        p = Prospect(*prospect_of(
+            table, load_arrays, cache_arrays, waits_s, pair, prompt, output, restore, around, links
+        ))  # fmt: skip
         parts = (
             p.wait_s, p.prefill_s, p.transfer_s, p.decode_s, _urgency(p, w), _toll_stream(p, w),
             _toll_queue(p, w), _toll_memory(p, w),
