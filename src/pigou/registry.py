@@ -13,6 +13,7 @@ LAB_NAMES = {
     "pigou.eviction": "arc fifo frequency gdsf kvbm lfu random s3fifo sieve",
     "pigou.planner": "apa dynamo dynamo-load dynamo-sla heteroscale hpa-cpu hpa-qps kpa ray wva",
     "pigou.predictor": "auto-arima dynamo-arima dynamo-kalman holt-winters kalman seasonal-naive",
+    "pigou.report": "experiment",
     "pigou.routing": "aibrix-prefix dynamo dynamo-conditional dynamo-paper llm-d "
     "llm-d-blend llm-d-conditional lmetric mooncake ray-prefix "
     "sglang-cache-aware",

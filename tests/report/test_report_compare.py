@@ -12,9 +12,10 @@ from pages import Read
 from runs import made
 
 from pigou.cli import main
-from pigou.report import comparison_page, experiment_page
+from pigou.report import comparison_page
 from pigou.report.page import ReportError, as_record, html, load
 from pigou.report.run_record import RunRecord
+from pigou_lab.experiments import page as experiment_page
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +142,7 @@ def test_simulate_reports_the_figures_of_its_json(
     for own in ("wall_s", "peak_rss_mb"):  # of the machine, not of the run
         del first[own], second[own]
     assert first == second
-    assert "%" not in capsys.readouterr().err  # no bar where there is no terminal
+    assert "━" not in capsys.readouterr().err  # no bar where there is no terminal
 
 
 def rows() -> list[dict[str, Any]]:

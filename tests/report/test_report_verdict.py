@@ -9,10 +9,12 @@ import pytest
 from pages import Read
 from runs import made
 
-from pigou.report import comparison_page, experiment_page
-from pigou.report.page import Cell, ReportTable, html, of_rows, of_run, of_runs
+from pigou.report import comparison_page
+from pigou.report.page import Cell, ReportTable, html, of_run, of_runs
 from pigou.report.run_page import page
 from pigou.report.run_record import RunRecord, Samples
+from pigou_lab.experiments import page as experiment_page
+from pigou_lab.experiments.page import of_rows
 
 
 @pytest.fixture(scope="module")

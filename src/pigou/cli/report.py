@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import msgspec
 import typer
@@ -13,6 +13,7 @@ from rich.progress import BarColumn, TextColumn
 from pigou.cli.progress import WorkProgress
 from pigou.config import ConfigError
 from pigou.imports import require
+from pigou.registry import named
 
 if TYPE_CHECKING:
     from pigou.report.page import Page
@@ -78,24 +79,12 @@ def _page(paths: Sequence[str]) -> Page:
             raise ReportError(
                 f"{names[rows.index(True)]} is an experiment; give it alone, or give runs only"
             )
-        return experiment_page(names[0], documents[0])
+        draw = named("pigou.report", "experiment", "report")
+        return cast("Page", draw(names[0], documents[0]))
     runs = [as_record(name, entry) for name, entry in zip(names, documents, strict=True)]
     if len(runs) == 1:
         return _single_run_page(names[0], runs[0])
     return comparison_page.page(runs, _different(labels, names))
-
-
-def experiment_page(name: str, document: Mapping[str, Any]) -> Page:
-    """Return the page of the document of an experiment; `name` where it does not tell its own.
-
-    Raises:
-        ValueError: it has nothing to draw.
-    """
-    from pigou.report import experiment_page
-
-    title = str(document.get("experiment") or Path(name).stem)
-    about = [f"{key} {document[key]}" for key in ("fleet", "reading") if document.get(key)]
-    return experiment_page.page(document["rows"], title=title, subtitle=", ".join(about))
 
 
 def _single_run_page(name: str, run: RunRecord) -> Page:

@@ -186,29 +186,6 @@ def _figure(value: Any, part: str) -> float | None:
     return float(value) if isinstance(value, int | float) and value > 0 else None
 
 
-def of_rows(rows: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> PageVerdict:
-    """Return how far an experiment's rows are from the paper's, figure by figure."""
-    errors: dict[str, list[float]] = {}
-    for row in rows:
-        for key, error in (row.get("relative_error") or {}).items():
-            if isinstance(error, int | float):
-                errors.setdefault(key, []).append(abs(float(error)))
-    if not errors:
-        return PageVerdict("good", f"{len(rows)} rows; the paper has no figures for them.")
-    medians = {key: statistics.median(values) for key, values in errors.items()}
-    reasons = tuple(
-        f"{names.get(key, key)}: {median:.1%} from the paper's (median of {len(errors[key])} rows, "
-        f"at most {max(errors[key]):.0%})."
-        for key, median in medians.items()
-    )
-    close = sum(median <= 0.1 for median in medians.values())
-    level: Literal["good", "fair", "bad"] = (
-        "good" if close == len(medians) else "fair" if close else "bad"
-    )
-    text = f"{close} of {len(medians)} figures are within 10% of the paper's in the median."
-    return PageVerdict(level, text, reasons)
-
-
 Value = str | int | float | None
 #: How a column's numbers read: plain, seconds in a fitting unit, percent, a factor, or a
 #: difference in percent.

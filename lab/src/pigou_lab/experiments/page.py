@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 from pigou.report.figure import LINES, STROKES, Axis, Chart, ChartLine, Figure
-from pigou.report.page import Cell, Form, Page, ReportTable, Section, of_rows
+from pigou.report.page import Cell, Form, Page, PageVerdict, ReportTable, Section
 
 Row = Mapping[str, Any]
 
@@ -31,6 +33,17 @@ FIGURES = {
 SETTINGS = ("overlap_weight", "temperature", "templates", "workers")
 #: Over so many times its least value, a figure is drawn by ratios.
 _WIDE = 20.0
+
+
+def experiment_page(name: str, document: Mapping[str, Any]) -> Page:
+    """Return the page of an experiment's document; `name` where it does not tell its own.
+
+    Raises:
+        ValueError: it has nothing to draw.
+    """
+    title = str(document.get("experiment") or Path(name).stem)
+    about = [f"{key} {document[key]}" for key in ("fleet", "reading") if document.get(key)]
+    return page(document["rows"], title=title, subtitle=", ".join(about))
 
 
 def page(
@@ -196,3 +209,26 @@ def _table(
                 line += [Cell(paper_value, form), Cell(error, "signed")]
         cells.append(tuple(line))
     return ReportTable(id_, title, tuple(columns), tuple(cells))
+
+
+def of_rows(rows: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> PageVerdict:
+    """Return how far an experiment's rows are from the paper's, figure by figure."""
+    errors: dict[str, list[float]] = {}
+    for row in rows:
+        for key, error in (row.get("relative_error") or {}).items():
+            if isinstance(error, int | float):
+                errors.setdefault(key, []).append(abs(float(error)))
+    if not errors:
+        return PageVerdict("good", f"{len(rows)} rows; the paper has no figures for them.")
+    medians = {key: statistics.median(values) for key, values in errors.items()}
+    reasons = tuple(
+        f"{names.get(key, key)}: {median:.1%} from the paper's (median of {len(errors[key])} rows, "
+        f"at most {max(errors[key]):.0%})."
+        for key, median in medians.items()
+    )
+    close = sum(median <= 0.1 for median in medians.values())
+    level: Literal["good", "fair", "bad"] = (
+        "good" if close == len(medians) else "fair" if close else "bad"
+    )
+    text = f"{close} of {len(medians)} figures are within 10% of the paper's in the median."
+    return PageVerdict(level, text, reasons)
