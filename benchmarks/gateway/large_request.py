@@ -19,6 +19,7 @@ from pigou.config import ControlConfig
 from pigou.fleet.config import WatchConfig
 from pigou.fleet.serve import Serving
 from pigou.fleet.sources.local import local_workers
+from pigou.fleet.supervisor import FleetSetup
 from pigou.gateway.config import GatewayConfig
 from pigou.gateway.proxy import sequences
 
@@ -44,7 +45,11 @@ async def measure(arguments: argparse.Namespace) -> None:
     if arguments.unsplit:
         sequences.splits = lambda call: False  # noqa: ARG005
     workers = local_workers(0, 0, arguments.workers, tuple(arguments.worker_arguments), ["cpu"])
-    serving = Serving(GatewayConfig(port=0), ControlConfig(), workers, WatchConfig(start=600.0))
+    serving = Serving(
+        GatewayConfig(port=0),
+        ControlConfig(),
+        FleetSetup(workers=workers, watch=WatchConfig(start=600.0)),
+    )
     await serving.start()
     url = f"http://127.0.0.1:{serving.port}"
     unlimited = aiohttp.ClientTimeout(total=None)

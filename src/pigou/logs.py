@@ -103,10 +103,10 @@ def configure(
     """Set up the logs of this process; what was set up before is replaced.
 
     Args:
-        level: least level of Pigou's own records; others are shown from warnings on.
+        level: of Pigou's own records; others are shown from warnings on.
         access: log each HTTP request once it is answered, whatever the level.
         times: whether lines of text begin with the time.
-        stream: is written to; by default stderr.
+        stream: by default stderr.
     """
     global _ids_wanted  # noqa: PLW0603
     _ids_wanted = log_format == "json"
@@ -155,12 +155,7 @@ def accessed(method: str, path: str) -> Iterator[dict[str, Any]]:
 
 
 def note_request(request_id: str = "", trace_id: str = "") -> None:
-    """Let lines of the current task have the ids of a request from now on.
-
-    Args:
-        request_id: of the request; empty for lines about none.
-        trace_id: of its trace; empty where it is not traced.
-    """
+    """Let lines of the current task have the ids of a request, if any, from now on."""
     if _ids_wanted:
         _ids.set(_named(request_id, trace_id) if request_id else None)
 
@@ -179,11 +174,7 @@ def traced(request_id: str, trace_id: str) -> Iterator[None]:
 
 
 def about(request: str) -> dict[str, Any]:
-    """Return `extra` of a line that a thread logs about a request.
-
-    Args:
-        request: id of an engine request, `REPLY-INDEX-NUMBER`; the reply's id is what logs have.
-    """
+    """Return `extra` of a line of a thread about an engine request, `REPLY-INDEX-NUMBER`."""
     request_id = request.rsplit("-", 2)[0]
     return {"ids": _named(request_id, _trace_ids.get(request_id, ""))}
 

@@ -39,10 +39,7 @@ def check_regular(status: os.stat_result, path: str | Path, max_bytes: int = MAX
 def read_bytes(path: str | Path, max_bytes: int = MAX_BYTES, *, follow: bool = True) -> bytes:
     """Return the content of a small regular file, and never block at a FIFO or device.
 
-    Args:
-        path: a regular file, or a pipe that the shell opened (`<(command)`).
-        max_bytes: larger files are refused.
-        follow: symbolic links; False refuses a link.
+    A pipe that the shell opened (`<(command)`) is read; a symbolic link only where `follow`.
 
     Raises:
         FileRefused: it is not regular, or has more bytes. OSError: it cannot be read.
@@ -62,30 +59,17 @@ def read_bytes(path: str | Path, max_bytes: int = MAX_BYTES, *, follow: bool = T
 
 
 def read_text(path: str | Path, max_bytes: int = MAX_BYTES) -> str:
-    """Return the UTF-8 text of a small regular file, without a byte order mark.
-
-    Raises:
-        OSError: as `read_bytes`. UnicodeDecodeError: it is no UTF-8.
-    """
+    """Return the UTF-8 text of a small regular file; raises OSError and UnicodeDecodeError."""
     return read_bytes(path, max_bytes).decode("utf-8-sig")
 
 
 def read_json(path: str | Path, max_bytes: int = MAX_BYTES) -> Any:
-    """Return the value of a small JSON file.
-
-    Raises:
-        OSError: as `read_bytes`.
-        ValueError: it is not JSON, or nested more deeply than `MAX_DEPTH`.
-    """
+    """Return the value of a small JSON file. Raises OSError, and ValueError as `parse_json`."""
     return parse_json(read_bytes(path, max_bytes))
 
 
 def parse_json(data: bytes) -> Any:
-    """Return the value of a JSON text; numbers may be NaN and infinite, as model files have them.
-
-    Raises:
-        ValueError: it is not JSON, or nested more deeply than `MAX_DEPTH`.
-    """
+    """Return the value of JSON, NaN and infinity included. Raises ValueError, also if too deep."""
     try:
         value = json.loads(data)
     except RecursionError:

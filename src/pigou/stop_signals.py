@@ -43,11 +43,10 @@ class StopSignals:
         insist: Callable[[], object] | None = None,
         insist_s: float = 0.0,
     ) -> None:
-        """Prepare.
+        """`insist` is called in the loop at the second signal.
 
         Args:
-            limit_s: seconds from then until the process is ended.
-            insist: called in the loop at the second signal; None for nothing.
+            limit_s: seconds from the first signal until the process is ended.
             insist_s: seconds from the second signal until the process is ended.
         """
         self._calls = (stop, insist)
@@ -125,10 +124,7 @@ class _UnwaitedExecutor(ThreadPoolExecutor):
 
 
 def end_with_threads(status: int) -> None:
-    """Return once all threads have ended that the interpreter would wait for, else end the process.
-
-    They are given `THREADS_S`.
-    """
+    """Return once all threads have ended, within `THREADS_S`, else end the process."""
     for thread in threading.enumerate():
         if thread is not threading.main_thread() and not thread.daemon:
             break

@@ -13,14 +13,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 def read_struct(where: str, kind: type[T], values: Mapping[str, Any]) -> T:
-    """Read values, which may be text, as a struct.
-
-    Args:
-        where: the values are of, for the message.
-
-    Raises:
-        ConfigError: it has no such field, or a value does not fit.
-    """
+    """Read values, which may be text, as a struct. Raises ConfigError, which names `where`."""
     try:
         return msgspec.convert(values, kind, strict=False)
     except msgspec.ValidationError as error:
@@ -28,16 +21,14 @@ def read_struct(where: str, kind: type[T], values: Mapping[str, Any]) -> T:
 
 
 def tagged(field: str, name: str, values: Mapping[str, Any], kinds: Any) -> Any:
-    """Read values as one of several tagged structs.
+    """Read values as one of a union of tagged structs.
 
     Args:
         field: of `ControlConfig` that the values are of.
         name: key that names the struct; the other values are its fields.
-        kinds: union of the structs.
 
     Raises:
-        ConfigError: there is none of that name (the message lists those that there are), it has no
-            such field, or a value does not fit.
+        ConfigError: there is none of that name, it has no such field, or a value does not fit.
     """
     known = {str(kind.__struct_config__.tag): kind for kind in get_args(kinds)}
     chosen, own = values.get(name), {key: values[key] for key in values if key != name}

@@ -11,11 +11,7 @@ from pigou.small_file import read_bytes
 
 
 def read_yaml(path: str | Path) -> Any:
-    """Return what a YAML file holds, as plain values.
-
-    Raises:
-        ConfigError: it cannot be read, is malformed or gives a key twice, or pyyaml is missing.
-    """
+    """Return what a YAML file holds, as plain values. Raises ConfigError."""
     try:
         return load_yaml(read_bytes(path))
     except ImportError:
@@ -27,12 +23,7 @@ def read_yaml(path: str | Path) -> Any:
 
 
 def load_yaml(text: bytes) -> Any:
-    """Return what YAML says, as plain values.
-
-    Raises:
-        ValueError: it is malformed, or gives a key twice; the message is one line.
-        ImportError: pyyaml is missing.
-    """
+    """Return what YAML says, as plain values. Raises ValueError (one line), ImportError."""
     import yaml
 
     try:

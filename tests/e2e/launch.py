@@ -20,6 +20,7 @@ from pigou.fleet.config import AttachedWorker, LocalWorker, WatchConfig
 from pigou.fleet.peers.bus import NatsBus, PeersConfig
 from pigou.fleet.registry.registry import open_registry
 from pigou.fleet.serve import Serving
+from pigou.fleet.supervisor import FleetSetup
 from pigou.gateway.config import GatewayConfig
 from pigou.wire.fleet_secret import FleetSecret
 
@@ -33,11 +34,13 @@ async def main(settings: dict[str, Any]) -> None:
     serving = Serving(
         msgspec.convert(settings["gateway"], GatewayConfig),
         msgspec.convert(settings["control"], ControlConfig),
-        workers,
-        msgspec.convert(settings["watch"], WatchConfig),
-        secret=secret,
-        registry=open_registry(url, secret) if url else None,
-        prefill_queue=settings.get("prefill_queue", ""),
+        FleetSetup(
+            workers=workers,
+            watch=msgspec.convert(settings["watch"], WatchConfig),
+            secret=secret,
+            registry=open_registry(url, secret) if url else None,
+            prefill_queue=settings.get("prefill_queue", ""),
+        ),
     )
     if peers := settings.get("peers"):
         serving.join_peers(NatsBus(PeersConfig(peers=peers).address(), "pigou"))

@@ -173,6 +173,7 @@ async def test_the_page_asks_for_a_key_and_says_when_it_is_wrong(tmp_path: Path)
     from pigou.config import ControlConfig as Control
     from pigou.fleet.serve import Serving
     from pigou.fleet.sources.local import local_workers
+    from pigou.fleet.supervisor import FleetSetup
     from pigou.gateway.auth.keys import make_key
     from pigou.gateway.config import GatewayConfig
 
@@ -182,7 +183,7 @@ async def test_the_page_asks_for_a_key_and_says_when_it_is_wrong(tmp_path: Path)
     keys.write_text(f"{line}\n{other}\n")
     serving = Serving(
         GatewayConfig(port=0, api_keys_file=str(keys)), Control(),
-        local_workers(0, 0, 1, ("--executor", "sleep"), ["cpu"]),
+        FleetSetup(workers=local_workers(0, 0, 1, ("--executor", "sleep"), ["cpu"])),
     )  # fmt: skip
     try:
         await serving.start()

@@ -17,6 +17,7 @@ from pigou.control.planner.config import PlannerConfig
 from pigou.fleet.config import AttachedWorker, DeclaredModel, LocalWorker, WatchConfig
 from pigou.fleet.serve import Serving
 from pigou.fleet.sources.local import WorkerTemplate, local_workers
+from pigou.fleet.supervisor import FleetSetup
 from pigou.gateway.config import GatewayConfig
 
 #: Looks often, so that tests wait for little.
@@ -101,8 +102,8 @@ async def running(
     if template is not None and not templates:
         templates = [WorkerTemplate(arguments=template)]
     serving = Serving(
-        gateway, control or ControlConfig(), workers, watch, planner=planner,
-        templates=templates, models=models,
+        gateway, control or ControlConfig(),
+        FleetSetup(workers=workers, watch=watch, templates=templates, models=models), planner,
     )  # fmt: skip
     try:
         await serving.start()

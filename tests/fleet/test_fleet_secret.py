@@ -16,6 +16,7 @@ from pigou.config import ControlConfig
 from pigou.fleet.config import AttachedWorker
 from pigou.fleet.probe import fleet_key
 from pigou.fleet.serve import Serving
+from pigou.fleet.supervisor import FleetSetup
 from pigou.fleet.worker_process import WorkerProcess
 from pigou.gateway.config import GatewayConfig
 from pigou.gateway.proxy.upstream import Engine, Upstream
@@ -51,8 +52,8 @@ async def test_an_attached_worker_of_the_fleet_needs_no_key() -> None:
         url = (await process.ready(120))["url"]
         assert await _status(url + "/v1/models") == 401
         serving = Serving(
-            GatewayConfig(port=0), ControlConfig(), [AttachedWorker(id="a", url=url)], WATCH,
-            secret=SECRET,
+            GatewayConfig(port=0), ControlConfig(),
+            FleetSetup(workers=[AttachedWorker(id="a", url=url)], watch=WATCH, secret=SECRET),
         )  # fmt: skip
         await serving.start()
         async with aiohttp.ClientSession() as session:

@@ -16,6 +16,7 @@ from tests.fleet.harness import PROMPT, SLEEP, WATCH, Client, running, text
 from pigou.config import ControlConfig
 from pigou.fleet.config import FleetError, LocalWorker
 from pigou.fleet.serve import Serving
+from pigou.fleet.supervisor import FleetSetup
 from pigou.gateway.config import GatewayConfig
 from pigou.request import Role
 
@@ -139,7 +140,9 @@ async def test_a_fleet_under_twice_its_capacity_sheds_and_serves() -> None:
 
 async def test_a_worker_that_never_comes_up_fails_the_start_with_its_last_words() -> None:
     worker = LocalWorker(id="w", role=Role.BOTH, arguments=("--block-size", "0"))
-    serving = Serving(GatewayConfig(port=0), ControlConfig(), [worker], WATCH)
+    serving = Serving(
+        GatewayConfig(port=0), ControlConfig(), FleetSetup(workers=[worker], watch=WATCH)
+    )
     with pytest.raises(FleetError, match="--block-size is 0"):
         await serving.start()
     await serving.stop()

@@ -24,6 +24,7 @@ from pigou.fleet.config import AttachedWorker
 from pigou.fleet.prefill_queue.messages import QueueAddress
 from pigou.fleet.registry.registration import RegistrationConfig
 from pigou.fleet.serve import Serving
+from pigou.fleet.supervisor import FleetSetup
 from pigou.gateway.config import GatewayConfig
 from pigou.request import Role
 from pigou.wire.fleet_secret import FleetSecret
@@ -89,10 +90,12 @@ async def gateway(
     roles = [Role.DECODE] if registered else [Role.PREFILL, Role.DECODE]
     serving = Serving(
         GatewayConfig(port=0, strict=False), ControlConfig(policy="least-loaded"),
-        [AttachedWorker(id=role.value, url=made.urls[role], role=role) for role in roles],
-        WATCH, secret=made.secret,
-        registry=open_registry(made.bucket, made.secret) if registered else None,
-        prefill_queue=f"{nats}/q" if pulls else "",
+        FleetSetup(
+            workers=[AttachedWorker(id=r.value, url=made.urls[r], role=r) for r in roles],
+            watch=WATCH, secret=made.secret,
+            registry=open_registry(made.bucket, made.secret) if registered else None,
+            prefill_queue=f"{nats}/q" if pulls else "",
+        ),
     )  # fmt: skip
     if bus:
         serving.join_peers(NatsBus(NatsAddress.parse([nats], "peers"), "fleet"))

@@ -16,13 +16,12 @@ from pigou.fleet.member import MemberSetup
 from pigou.fleet.planner_driver import PlannerDriver
 from pigou.fleet.sources.attached import AttachedProvider
 from pigou.fleet.sources.local import (
-    LocalMember,
     LocalProvider,
     WorkerTemplate,
     local_workers,
     start_workers,
 )
-from pigou.fleet.supervisor import Supervisor
+from pigou.fleet.supervisor import FleetSetup, Supervisor
 from pigou.gateway.plan_status import PlanStatus
 from pigou.gateway.plane_driver import PlaneDriver
 from pigou.request import Role
@@ -68,12 +67,12 @@ async def test_a_pool_is_there_once_a_worker_had_its_role() -> None:
 async def test_a_gpu_takes_as_many_workers_as_it_was_given_at_the_start() -> None:
     made = provider("cuda:0", "cuda:1", "cuda:2", start=2)
     third = made.make("decode")
-    assert third.device == "cuda:2"
+    assert made.device(third) == "cuda:2"
     assert made.start_refusal("decode") == "no device is free of cuda:0, cuda:1, cuda:2"
     with pytest.raises(FleetError, match="no device is free"):
         made.make("decode")
     made.discard(third)
-    assert made.make("prefill").device == "cuda:2"
+    assert made.device(made.make("prefill")) == "cuda:2"
     shared = provider("cuda:0", start=3)
     assert shared.start_refusal("decode")
 
@@ -112,7 +111,9 @@ async def test_a_server_is_attached_once() -> None:
 async def test_a_live_fleet_refuses_in_the_words_of_the_simulator() -> None:
     driver = PlaneDriver(ControlPlane(ControlConfig()))
     workers = [*local_workers(1, 1, 0, SLEEP, ["cpu"]), AttachedWorker.parse("http://h:1", 0)]
-    supervisor = Supervisor(driver, workers, templates=[WorkerTemplate(arguments=SLEEP)])
+    supervisor = Supervisor(
+        driver, FleetSetup(workers=workers, templates=[WorkerTemplate(arguments=SLEEP)])
+    )
     fleet = LiveFleet(supervisor)
     assert (fleet.size, fleet.pools) == (3, ("prefill", "decode", "both.attached"))
     managed = fleet.worker("decode-0")
@@ -148,7 +149,7 @@ async def test_a_planner_has_the_machines_room_by_default_and_what_is_said_other
     driver = PlaneDriver(ControlPlane(ControlConfig()))
     workers = start_workers([template], {"": (0, start, 0)})
     attached = AttachedWorker.parse("http://h:1", 0)
-    supervisor = Supervisor(driver, [*workers, attached], templates=[template])
+    supervisor = Supervisor(driver, FleetSetup(workers=[*workers, attached], templates=[template]))
     fleet = LiveFleet(supervisor)
     limits = [
         PlannerDriver(
@@ -170,7 +171,7 @@ async def test_models_share_gpus_and_never_flip_into_one_another() -> None:
         templates[0].worker(Role.BOTH, 0, "cuda:0"),
         templates[1].worker(Role.BOTH, 1, "cuda:1"),
     ]
-    supervisor = Supervisor(drivers["a"], workers, templates=templates, models=drivers)
+    supervisor = Supervisor(drivers["a"], FleetSetup(workers=workers, templates=templates), drivers)
     fleet = LiveFleet(supervisor)
     assert fleet.pools == ("both.a", "both.b")
     assert [pool.model for pool in fleet.provided.values()] == ["a", "b"]
@@ -183,12 +184,12 @@ async def test_models_share_gpus_and_never_flip_into_one_another() -> None:
     supervisor.remove(fleet.members[0])
     assert add_workers(fleet, "both.b", 1, 0, max_workers=2) == ""
     added = fleet.members[-1]
-    assert isinstance(added, LocalMember)
-    assert (added.id, added.model, added.pool, added.device) == ("both-2", "b", "both.b", "cuda:0")
+    assert (added.id, added.model, added.pool) == ("both-2", "b", "both.b")
+    assert supervisor.local.device(added) == "cuda:0"
     assert added.plane_driver is drivers["b"]
     # The last worker that decodes is so for its model.
     for member in fleet.members:
-        member._say("up", "")
+        member.say("up", "")
     assert not fleet.is_last_decoder("both-1")
     supervisor.remove(added)
     assert fleet.is_last_decoder("both-1")

@@ -19,6 +19,7 @@ from pigou.fleet.registry.record_store import MemoryStore
 from pigou.fleet.registry.registry import Registry
 from pigou.fleet.serve import Serving
 from pigou.fleet.sources.registered import RegistryProvider
+from pigou.fleet.supervisor import FleetSetup
 from pigou.gateway.config import GatewayConfig
 from pigou.request import Role
 from pigou.wire.fleet_secret import FleetSecret
@@ -74,8 +75,8 @@ class Discovered:
 async def discovered() -> AsyncIterator[Discovered]:
     store = MemoryStore()
     serving = Serving(
-        GatewayConfig(port=0, strict=False), ControlConfig(), [], WATCH, secret=SECRET,
-        registry=Registry(store, SECRET),
+        GatewayConfig(port=0, strict=False), ControlConfig(),
+        FleetSetup(watch=WATCH, secret=SECRET, registry=Registry(store, SECRET)),
     )  # fmt: skip
     provider = serving.supervisor.registered
     assert provider is not None

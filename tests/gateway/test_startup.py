@@ -14,6 +14,7 @@ from pigou.fleet import serve
 from pigou.fleet.config import FleetError
 from pigou.fleet.serve import Serving
 from pigou.fleet.sources.local import local_workers
+from pigou.fleet.supervisor import FleetSetup
 from pigou.gateway.config import GatewayConfig
 from pigou.gateway.startup_shutdown import STARTING_RETRY_AFTER_S, Startup
 from pigou.wire.errors import APIError
@@ -47,7 +48,12 @@ async def test_requests_while_kernels_are_compiled_get_503_and_workers_start_mea
             waiting.set()
 
     workers = local_workers(0, 0, 1, SLEEP, ["cpu"])
-    serving = Serving(GatewayConfig(port=0), ControlConfig(), workers, WATCH, on_stage=on_stage)
+    serving = Serving(
+        GatewayConfig(port=0),
+        ControlConfig(),
+        FleetSetup(workers=workers, watch=WATCH),
+        on_stage=on_stage,
+    )
     starting = asyncio.create_task(serving.start())
     try:
         # The worker is there before the kernels are: it was started beside their compilation.
@@ -85,7 +91,9 @@ async def test_a_fleet_that_fails_to_start_does_not_wait_for_the_kernels(
     compiled = threading.Event()
     monkeypatch.setattr(serve, "warm_up", lambda _: compiled.wait(200))
     workers = local_workers(0, 0, 1, ["--block-size", "0"], ["cpu"])
-    serving = Serving(GatewayConfig(port=0), ControlConfig(), workers, WATCH)
+    serving = Serving(
+        GatewayConfig(port=0), ControlConfig(), FleetSetup(workers=workers, watch=WATCH)
+    )
     try:
         with pytest.raises(FleetError, match="block-size"):
             await serving.start()

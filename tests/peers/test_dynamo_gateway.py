@@ -136,7 +136,7 @@ def test_a_pin_before_what_is_no_dynamo_is_refused() -> None:
     from pigou.fleet.config import AttachedWorker, WatchConfig
     from pigou.fleet.hang_detection import HangArbiter
     from pigou.fleet.member import MemberSetup
-    from pigou.fleet.sources.attached import AttachedMember
+    from pigou.fleet.sources.attached import ServerSource
     from pigou.gateway.plane_driver import PlaneDriver
 
     async def main() -> None:
@@ -152,7 +152,7 @@ def test_a_pin_before_what_is_no_dynamo_is_refused() -> None:
         spec = AttachedWorker.parse(f"http://{LOOPBACK}:{port},pin=7", 0)
         plane_driver = PlaneDriver(ControlPlane(ControlConfig()))
         setup = MemberSetup(plane_driver, WatchConfig(), HangArbiter(WatchConfig().hang))
-        member = AttachedMember(spec, setup)
+        member = ServerSource(spec).member(setup)
         await asyncio.wait_for(member.run(), 10)
         assert "no frontend of Dynamo" in member.failed
         await runner.cleanup()

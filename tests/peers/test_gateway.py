@@ -16,6 +16,7 @@ from pigou.config import ControlConfig
 from pigou.control.prefix_index import chain
 from pigou.fleet.config import AttachedWorker, WatchConfig
 from pigou.fleet.serve import Serving
+from pigou.fleet.supervisor import FleetSetup
 from pigou.gateway.config import GatewayConfig
 
 if TYPE_CHECKING:
@@ -32,7 +33,9 @@ IDS = [300 + i % 700 for i in range(200)]
 async def gateway(*attach: str) -> AsyncIterator[tuple[Serving, str, aiohttp.ClientSession]]:
     workers = [AttachedWorker.parse(text, i) for i, text in enumerate(attach)]
     config = GatewayConfig(port=0, strict=False)
-    serving = Serving(config, ControlConfig(policy="least-loaded"), workers, WATCH)
+    serving = Serving(
+        config, ControlConfig(policy="least-loaded"), FleetSetup(workers=workers, watch=WATCH)
+    )
     try:
         await serving.start()
         async with aiohttp.ClientSession() as session:

@@ -61,6 +61,7 @@ def serve(
         from pigou.fleet.registry.registry import open_registry
         from pigou.fleet.serve import Serving, workers_of
         from pigou.fleet.sources.local import WorkerTemplate, threads_each
+        from pigou.fleet.supervisor import FleetSetup
         from pigou.wire.fleet_secret import FleetSecret
 
     logs.configure(log.log_format, log.level, access=log.access_log, times=False)
@@ -85,26 +86,30 @@ def serve(
     try:
         secret = FleetSecret.given(fleet.fleet_secret_file)
         registry = open_registry(fleet.registry, secret) if fleet.registry else None
-        if registry is not None and fleet.on == "kubernetes":
+        scales = None
+        if fleet.on == "kubernetes":
             from pigou.fleet.kubernetes.kubernetes_provider import FleetScales
 
-            registry.scales = FleetScales.of(fleet.registry)
+            scales = FleetScales.of(fleet.registry)
         bus = _bus(gateways, secret)
 
         def make() -> Serving:
             serving = Serving(
                 gateway,
                 control,
-                workers,
-                watch,
-                fleet.tokenizer,
-                progress.report,
-                secret,
+                FleetSetup(
+                    workers=workers,
+                    watch=watch,
+                    secret=secret,
+                    templates=templates,
+                    registry=registry,
+                    scales=scales,
+                    models=fleet.models,
+                    tokenizer=fleet.tokenizer,
+                    prefill_queue=fleet.prefill_queue,
+                ),
                 scaling,
-                templates,
-                registry,
-                fleet.models,
-                fleet.prefill_queue,
+                progress.report,
             )
             if bus is not None:
                 serving.join_peers(bus)

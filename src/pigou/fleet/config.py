@@ -25,11 +25,7 @@ _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,255}", re.ASCII)
 
 
 class ModelPoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One of several models behind a gateway, and the local workers of it.
-
-    Attributes:
-        prefill, decode, both: local workers to start; one for both where nobody says.
-    """
+    """One of several models behind a gateway, and its local workers: one for both by default."""
 
     name: str
     model: str = ""  # folder, hub id or 'bundled'; empty for one that attached servers alone serve
@@ -104,17 +100,7 @@ class RayConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def ray_config(address: str, pack: str, device: str, threads: int) -> RayConfig:
-    """Return the cluster as the options of `pigou serve` say it.
-
-    Args:
-        address: of its head, or `auto`.
-        pack: a level, or `required:` and a level; empty for the cheapest nodes.
-        device: cpu or cuda.
-        threads: of each worker; 0 for one.
-
-    Raises:
-        ConfigError: a value is not understood.
-    """
+    """Return the cluster as the options of `pigou serve` say it. Raises ConfigError."""
     if device not in ("cpu", "cuda"):
         raise ConfigError(
             f"device is {device!r}; with --on ray give cpu or cuda: Ray chooses which"
@@ -170,10 +156,7 @@ _LOCAL = (1, 2)
 
 
 class WorkersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Which workers a fleet has: local ones to start, and running servers to attach.
-
-    The model, its name, dtype, threads, KV transfer and timing go to every local worker.
-    """
+    """Which workers a fleet has: local ones, all told the same, and running servers to attach."""
 
     model: Annotated[str, option("Folder, Hugging Face hub id, or 'bundled'.", _GROUP)] = "bundled"
     served_model_name: Annotated[
@@ -339,11 +322,7 @@ class WorkersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     @property
     def aliases(self) -> Mapping[str, str]:
-        """Names of model pools by alias.
-
-        Raises:
-            ConfigError: one is not understood, comes twice, or its model is not there.
-        """
+        """Names of model pools by alias. Raises ConfigError."""
         known, aliases = {pool.name for pool in self.model_pool}, dict[str, str]()
         for text in self.model_alias:
             alias, _, name = text.partition("=")
@@ -392,10 +371,7 @@ class WorkersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         return {"": (prefill, decode, self.both)}
 
     def arguments(self, threads: int, pool: ModelPoolConfig | None = None) -> list[str]:
-        """Return what `pigou worker` is told; `threads` where the configuration does not say.
-
-        With a `pool`, its model and name stand in place of the fleet's.
-        """
+        """Return the options of `pigou worker`; a `pool` replaces the fleet's model and name."""
         model = self.model if pool is None else pool.model
         arguments = ["--model", model, "--dtype", self.dtype]
         arguments += ["--kv-transfer", self.kv_transfer, "--threads", str(self.threads or threads)]
@@ -420,11 +396,7 @@ _ATTACH_OPTIONS = ("role", "events", "replay", "topic", "key", "pin", *Location.
 
 
 class AttachedWorker(msgspec.Struct, frozen=True, kw_only=True):
-    """A server that somebody else runs.
-
-    Attributes:
-        host, rack, zone: labels of its node; empty for what the server says itself.
-    """
+    """A server that somebody else runs."""
 
     id: str  # name in the fleet
     url: str  # base address, without a trailing slash
@@ -435,17 +407,13 @@ class AttachedWorker(msgspec.Struct, frozen=True, kw_only=True):
     key: str = ""  # sent as bearer key
     # of a frontend of NVIDIA Dynamo, the id of the one worker behind it that is meant.
     pin: str = ""
-    host: str = ""
+    host: str = ""  # labels of its node; empty for what the server says itself
     rack: str = ""
     zone: str = ""
 
     @classmethod
     def parse(cls, text: str, number: int) -> Self:
-        """Read `URL[,role=R][,events=ZMQ][,replay=ZMQ][,topic=T][,key=K][,pin=ID][,host=H]...`.
-
-        Raises:
-            ConfigError: the URL or an option is not understood.
-        """
+        """Read `URL[,role=R][,events=ZMQ]...`, with `_ATTACH_OPTIONS`. Raises ConfigError."""
         url, *rest = text.split(",")
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:

@@ -25,10 +25,7 @@ _ITEM = re.compile(r"(?:(prefill|decode|both)=)?([^=:,]+)(?::(\d+))?")
 
 
 def read_worker_gpus(text: str) -> dict[Role, tuple[str, int]]:
-    """Read the GPUs of workers: `H100:4`, or `prefill=H100:4,decode=H200:8`.
-
-    Returns:
-        GPU and their number by role; of all roles where none is named.
+    """Read `H100:4`, or `prefill=H100:4,decode=H200:8`; return GPU and count by role.
 
     Raises:
         ConfigError: it is not understood, or a GPU is not known.
@@ -47,7 +44,7 @@ def read_worker_gpus(text: str) -> dict[Role, tuple[str, int]]:
 
 
 def make_plane(control: ControlConfig, gateway: GatewayConfig) -> ControlPlane:
-    """Return the control plane of a model; with a cost meter where there are prices.
+    """Return the control plane of a model, with a cost meter where there are prices.
 
     Raises:
         ConfigError: prices or GPUs are not understood, or one is given without the other.

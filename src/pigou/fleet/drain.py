@@ -24,23 +24,14 @@ _HELD = b"pigou_kv_requests_held"
 
 
 class Drain:
-    """Waits until nothing runs on a worker, or is held there for others.
+    """Waits until nothing runs on a worker, nor is held there for others where its process `stops`.
 
     After the limit its requests are sent away: streams go on elsewhere from where they are.
-
-    Attributes:
-        stops: its process stops after the drain: then nothing may be held there for others.
     """
 
     def __init__(
         self, plane_driver: PlaneDriver, worker: str, limit_s: float, *, stops: bool
     ) -> None:
-        """Prepare the drain of a worker that the control plane knows as draining.
-
-        Args:
-            worker: its id.
-            limit_s: seconds that its requests are given.
-        """
         self.stops = stops
         self._plane_driver = plane_driver
         self._worker = worker

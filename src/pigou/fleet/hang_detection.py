@@ -72,29 +72,18 @@ def _engine_progress(engine: _EngineBody) -> EngineProgress:
 class HangDetector:
     """Adds up the seconds without progress, and without an answer, of one worker.
 
-    Seconds are those in which the watcher itself was on time: on a machine that gives the
-    watcher no time, nobody gets older.
-
-    Attributes:
-        silent_s: without any answer.
-        silent_looks: looks in a row without any answer.
+    Only seconds count in which the watcher itself was on time: on a stalled machine nobody ages.
     """
 
     def __init__(self, hang_s: float, failures: int) -> None:
-        """Begin well.
-
-        Args:
-            hang_s: seconds without progress after which an engine counts as hung; 0 for never.
-            failures: looks in a row that a stopped process may miss.
-        """
-        self._hang_s = hang_s
-        self._failures = failures
+        self._hang_s = hang_s  # without progress, until an engine counts as hung; 0 for never
+        self._failures = failures  # looks in a row that a stopped process may miss
         self._mark: Hashable = None
         self._planned_tokens = 0
         self._heard = False
         self.still_s = 0.0
         self.silent_s = 0.0
-        self.silent_looks = 0
+        self.silent_looks = 0  # in a row
 
     def observe(self, progress: EngineProgress | None, passed_s: float) -> None:
         """Take in a look at which the worker answered; None: it does not tell of its engine."""
@@ -103,12 +92,7 @@ class HangDetector:
         self._compare(progress, passed_s)
 
     def miss(self, passed_s: float, heard: EngineProgress | None = None) -> None:
-        """Take in a look at which `/health` did not answer in time.
-
-        Args:
-            passed_s: seconds since the look before.
-            heard: heartbeat that came meanwhile by another way; None where none did.
-        """
+        """Take in a look that `/health` did not answer; `heard` came by another way meanwhile."""
         self.silent_s += passed_s
         self._heard = heard is not None
         if heard is None:
@@ -142,8 +126,7 @@ class HangDetector:
         """Return why the worker counts as hung; empty while it does not.
 
         Args:
-            stopped: the system says that its process is stopped.
-            computes: the system says that its process uses the processor.
+            stopped, computes: what the system says of its process.
             is_outlier: another worker of the fleet is well. If none is, the machine is slow.
         """
         limit_s = self.limit_s
@@ -159,18 +142,14 @@ class HangDetector:
 
 
 class HangArbiter:
-    """Judges the workers of a fleet one at a time.
-
-    Attributes:
-        declared: id of the worker that was declared hung last, until it is back.
-    """
+    """Judges the workers of a fleet one at a time."""
 
     def __init__(self, hang_s: float) -> None:
         """Begin without workers; `hang_s` is the longest pause between two verdicts."""
         self._wait_s = hang_s
         self._detectors: dict[str, HangDetector] = {}
         self._since_s = 0.0
-        self.declared = ""
+        self.declared = ""  # id of the worker that was declared hung last, until it is back
 
     def add(self, worker: str, detector: HangDetector) -> None:
         """A worker is up, and watched."""

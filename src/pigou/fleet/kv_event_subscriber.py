@@ -53,9 +53,8 @@ class EventCursor:
     def judge(self, number: int) -> str:
         """Say what to do with a batch of this number: apply, replay, restart or skip.
 
-        The first batch is what we start from, and what came before it is asked for. A number
-        above the next one leaves a gap; one that falls by more than a repetition does means
-        that the publisher started anew.
+        The first batch is the start, and past ones are asked for. A number above the next leaves a
+        gap; one lower by more than a repetition means that the publisher started anew.
         """
         if self.next is None:
             return "apply" if number == 0 else "replay"
@@ -70,15 +69,9 @@ class EventSubscriber:
     """Reads the events of one publisher until it is cancelled."""
 
     def __init__(self, source: EventSource, apply: Apply, lose: Lose) -> None:
-        """Prepare.
-
-        Args:
-            apply: called with the events of each batch, in order.
-            lose: called when batches are missing for good, or the publisher started anew.
-        """
         self._source = source
-        self._apply = apply
-        self._lose = lose
+        self._apply = apply  # gets the events of each batch, in order
+        self._lose = lose  # batches are missing for good, or the publisher started anew
         self._order = EventCursor()
         self._faults = 0
 
@@ -169,11 +162,7 @@ class EventSubscriber:
         await asyncio.sleep(pause_s)
 
     async def _catch_up(self, context: zmq.asyncio.Context, until: int | None) -> bool:
-        """Take in past batches, up to and with `until`, or all that there are.
-
-        What the publisher no longer has is lost; we go on from what it has. Return whether
-        `until` was among them; if not, none was taken in.
-        """
+        """Take in past batches, all or up to `until`; return whether `until` was among them."""
         if not self._source.replay:
             return False
         with REPLIES.reserve() as held:
@@ -195,10 +184,7 @@ class EventSubscriber:
     async def _past(
         self, context: zmq.asyncio.Context, start: int, held: ByteReservation
     ) -> list[tuple[int, bytes]]:
-        """Ask for past batches; return them in order, none when nobody answers in time.
-
-        Their bytes are counted among those of all replies that this process holds.
-        """
+        """Ask for past batches; return them in order, none when nobody answers in time."""
         socket = context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)

@@ -14,9 +14,8 @@ from pigou.control.planner.actuation import (
     removal_refusal,
 )
 from pigou.fleet.config import FleetError
-from pigou.fleet.member import FleetMember, check_fit
+from pigou.fleet.member import Member, check_fit
 from pigou.fleet.provider import ProvidedPool, Provider
-from pigou.fleet.sources.local import LocalMember
 from pigou.fleet.supervisor import Supervisor
 from pigou.gateway.fleet_status import ChangeRefused, UnknownWorker, WorkerRow
 from pigou.request import Role
@@ -24,16 +23,13 @@ from pigou.windows.planner_window import WorkerState
 
 
 class LiveFleet:
-    """A live fleet as planners change it (a `ManagedFleet`).
-
-    Calls return at once: a worker that is added is starting then, one that leaves is draining.
-    """
+    """A live fleet as planners change it (a `ManagedFleet`); calls return at once."""
 
     def __init__(self, supervisor: Supervisor) -> None:
         self.supervisor = supervisor
 
     @property
-    def members(self) -> Sequence[FleetMember]:
+    def members(self) -> Sequence[Member]:
         """All members that are not gone: id, role, pool, state, epoch and what else is known."""
         return self.supervisor.members
 
@@ -45,7 +41,7 @@ class LiveFleet:
     @property
     def room(self) -> int:
         """Workers that a planner may have by default; servers of others are counted as they run."""
-        running = Counter(member.kind for member in self.members)
+        running = Counter(member.source.kind for member in self.members)
         providers = self.supervisor.providers
         return sum(running[own.kind] if own.room is None else own.room for own in providers)
 
@@ -120,7 +116,7 @@ class LiveFleet:
         """Let a ready worker drain, then serve in another pool."""
         self.supervisor.flip(self._member(id), _role(pool), pool)
 
-    def _member(self, id: str) -> FleetMember:
+    def _member(self, id: str) -> Member:
         member = self.supervisor.member(id)
         if member is None:
             raise KeyError(id)
@@ -133,12 +129,8 @@ class LiveFleet:
                 return provider
         return self.supervisor.local
 
-    def _check_roles(self, member: FleetMember, role: Role) -> None:
-        """Check that the workers fit together when one of them has another role.
-
-        Raises:
-            FleetError: they do not.
-        """
+    def _check_roles(self, member: Member, role: Role) -> None:
+        """Raise FleetError unless the workers fit together when one of them has another role."""
         ups = member.plane_driver.upstreams.values()
         check_fit(
             [(role if up.worker.id == member.id else up.worker.role, up.engine) for up in ups]
@@ -154,25 +146,14 @@ _log = logging.getLogger("pigou.fleet")
 
 
 class OperatorChanges:
-    """Adds, drains, flips and removes workers, whatever a planner does.
-
-    What is asked for a second time changes nothing: a draining worker goes on to drain, one of
-    the wanted role stays.
-    """
+    """Adds, drains, flips and removes workers; repeating a request changes nothing."""
 
     def __init__(self, live_fleet: LiveFleet) -> None:
         self._fleet = live_fleet
         self._supervisor = live_fleet.supervisor
 
     def start(self, role: Role, count: int, model: str = "") -> tuple[list[WorkerRow], str]:
-        """Start local workers, of a model where there are several.
-
-        Returns:
-            Their rows, and why not all of `count`.
-
-        Raises:
-            ChangeRefused: none can be started.
-        """
+        """Start local workers; return their rows, and why not all. Raises ChangeRefused."""
         rows: list[WorkerRow] = []
         pool = self._supervisor.local.pool(role, model)
         for _ in range(count):
@@ -185,11 +166,7 @@ class OperatorChanges:
         return rows, ""
 
     def attach(self, text: str) -> WorkerRow:
-        """Use one more server, described as `AttachedWorker.parse` reads it.
-
-        Raises:
-            ConfigError: the description is not understood. ChangeRefused: it is attached already.
-        """
+        """Use a server as `AttachedWorker.parse` reads it. Raises ConfigError, ChangeRefused."""
         try:
             member = self._supervisor.attached.attach(text)
         except FleetError as error:
@@ -199,11 +176,7 @@ class OperatorChanges:
         return member.row()
 
     def drain(self, id: str, limit_s: float | None) -> WorkerRow:
-        """Let a worker end what it has, for `limit_s` seconds at most, then go.
-
-        Raises:
-            UnknownWorker: there is none of that id. ChangeRefused: it cannot go.
-        """
+        """Let a worker end what it has, then go. Raises UnknownWorker, ChangeRefused."""
         member = self._member(id)
         if member.state is WorkerState.READY:
             _check(drain_refusal(self._fleet, id))
@@ -226,7 +199,7 @@ class OperatorChanges:
     def restart(self, id: str, limit_s: float | None) -> WorkerRow:
         """Let a local worker drain, then start again. Raises as `drain`."""
         member = self._member(id)
-        if not isinstance(member, LocalMember):
+        if not member.source.starts:
             raise ChangeRefused(f"{id} is not started here; start it again where it runs")
         if member.next_role is member.role:
             self._supervisor.limit_drain(member, limit_s)
@@ -244,7 +217,7 @@ class OperatorChanges:
         self._supervisor.remove(member)
         return member.row()
 
-    def _member(self, id: str) -> FleetMember:
+    def _member(self, id: str) -> Member:
         member = self._supervisor.member(id)
         if member is None:
             raise UnknownWorker(id)

@@ -1,4 +1,4 @@
-"""What every member of a fleet is: a worker that comes and goes under one name."""
+"""A member of a fleet: a worker that comes and goes under one name, wherever it comes from."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ import asyncio
 import logging
 import signal
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import Protocol
 
 from pigou.control.messages import WorkerDraining
 from pigou.control.planner.actuation import UNPLACEABLE
 from pigou.fleet.config import FleetError, WatchConfig
 from pigou.fleet.hang_detection import HangArbiter
-from pigou.fleet.probe import EventSource, ProbeResult
+from pigou.fleet.probe import EventSource, ProbeFailed, ProbeResult
 from pigou.fleet.worker_process import OUT_OF_MEMORY, MemberProcess
 from pigou.fleet.worker_watch import WorkerWatch
 from pigou.gateway.fleet_status import WorkerRow
@@ -42,19 +41,15 @@ class MemberSetup:
     """What the members of one fleet share."""
 
     plane_driver: PlaneDriver
-    config: WatchConfig  # how closely they are watched
+    config: WatchConfig
     arbiter: HangArbiter
-    # of the fleet; None leaves local workers open to this machine.
-    secret: FleetSecret | None = None
-    # plane drivers of several models, by name; none where there is one.
-    models: Mapping[str, PlaneDriver] = field(default_factory=dict)
+    secret: FleetSecret | None = (
+        None  # of the fleet; None leaves local workers open to this machine
+    )
+    models: Mapping[str, PlaneDriver] = field(default_factory=dict)  # by name, where several
 
     def driver_of(self, model: str) -> PlaneDriver:
-        """Return the plane driver of a model.
-
-        Raises:
-            FleetError: there are several, and it is none of them.
-        """
+        """Return the plane driver of a model. Raises FleetError."""
         if self.models and model not in self.models:
             raise FleetError(
                 f"the server serves {model!r}, and this gateway has {', '.join(self.models)}; "
@@ -63,51 +58,50 @@ class MemberSetup:
         return self.models.get(model, self.plane_driver)
 
 
-class FleetMember(ABC):
-    """One place in the fleet: a worker that comes and goes under one name.
+class Source(Protocol):
+    """How the worker of one member comes up: a process is started, or a server is found."""
 
-    Attributes:
-        id: name in the fleet, never used again.
-        pool: name of the pool that it is in.
-        model: that it serves, of several; empty where there is one, or it is not known yet.
-        epoch: how often its role has changed.
-        location: labels of its node, in place of what the worker says; unknown for those.
-        ready: set once the worker was up for the first time, or failed for good.
-        failed: why it never came up; empty otherwise.
-        may_fail: a first start that fails is tried again, and ends nothing.
-        next_role: that it drains for: its own where it starts again; None where it does not.
-        failed_starts: in a row.
-        start_up_s: seconds that its last start took; None before one.
-        since_ns: when its state began, by the monotonic clock.
-        on_stage: gets its id and the stage of its start.
-    """
+    kind: str  # as `/workers` shows it: local, ray, attached or registered
+    starts: bool  # whether its process is started, and ended, by this fleet
 
-    kind: ClassVar[str] = ""
+    async def live(self, member: Member) -> str:
+        """Bring the worker up and let the member serve until it is down; return why it is."""
+        ...
 
-    def __init__(self, id: str, role: Role, setup: MemberSetup, model: str = "") -> None:
-        self.id = id
-        self.role = role
-        self.pool = role.value
-        self.model = model
-        self.epoch = 0
-        self.location = UNKNOWN_LOCATION
-        self.ready = asyncio.Event()
-        self.failed = ""
-        self.may_fail = self.leaving = False
-        self.next_role: Role | None = None
-        self.failed_starts = 0
-        self.start_up_s: float | None = None
-        self.since_ns = time.monotonic_ns()
-        self.on_stage: Callable[[str, str], None] | None = None
+
+def pool_name(role: Role, model: str = "", kind: str = "") -> str:
+    """Return the name of a pool: `decode` of local workers, `decode.MODEL.attached` of servers."""
+    return ".".join(part for part in (role.value, model, kind) if part)
+
+
+class Member:
+    """One place in the fleet: a worker that comes and goes under one name."""
+
+    def __init__(
+        self, id: str, role: Role, setup: MemberSetup, source: Source, model: str = ""
+    ) -> None:
+        self.id, self.role = id, role  # the id is never used again
+        self.model = model  # empty where the fleet has one, or it is not known yet
+        self.source, self.setup = source, setup
+        self.pool = self._pool()
+        self.epoch = 0  # changes of its role
+        self.location = UNKNOWN_LOCATION  # of its node, in place of what the worker says
+        self.stock: bool | None = None  # another engine than Pigou's; None before it was seen
+        self.ready = asyncio.Event()  # up for the first time, or failed for good
+        self.failed = ""  # why it never came up
+        self.may_fail = False  # a first start that fails is tried again
+        self.leaving = False
+        self.suspected = ""  # why it gets nothing new; empty while it is trusted
+        self.next_role: Role | None = None  # that it drains for; its own where it starts again
+        self.failed_starts = 0  # in a row
+        self.start_up_s: float | None = None  # of its last start
+        self.since_ns = time.monotonic_ns()  # when its state began
+        self.on_stage: Callable[[str, str], None] | None = None  # gets id and stage of a start
         self.plane_driver = setup.driver_of(model) if model else setup.plane_driver
-        self._setup = setup
-        self._config = setup.config
-        self._arbiter = setup.arbiter
-        self._secret = setup.secret
         self._backoff = Backoff(setup.config)
         self._began_s, self._served = time.monotonic(), False
         self._row = WorkerRow(
-            id=id, url="", role=role.value, state="starting", kind=self.kind, pool=self.pool
+            id=id, url="", role=role.value, state="starting", kind=source.kind, pool=self.pool
         )
 
     def row(self) -> WorkerRow:
@@ -128,10 +122,12 @@ class FleetMember(ABC):
         failing = self.failed_starts >= UNPLACEABLE or bool(self.failed)
         return failing and self.state is WorkerState.STARTING
 
+    # --- orders -------------------------------------------------------------------------------
+
     def begin_drain(self, next_role: Role | None) -> None:
         """Send it nothing new: it is to have another role, or to go."""
         self.next_role, self.leaving = next_role, next_role is None
-        self._say("draining", "")
+        self.say("draining", "")
         if next_role is self.role:
             self._row.note = "it will start again"
         else:
@@ -141,7 +137,7 @@ class FleetMember(ABC):
     def let_go(self) -> None:
         """Say that it leaves: when it ends, it is not started again."""
         self.leaving = True
-        self._say("stopped", "")
+        self.say("stopped", "")
 
     def change_role(self, role: Role, pool: str) -> None:
         """Have another role, at once where it is up: its connections and cache stay."""
@@ -149,20 +145,72 @@ class FleetMember(ABC):
         self.epoch += 1
         if self.id in self.plane_driver.upstreams:
             self.plane_driver.flip(self.id, role)
-            self._say("up", "")
+            self.say("up", "")
+        self.suspect(self.suspected)
 
-    @abstractmethod
+    def suspect(self, why: str) -> None:
+        """Send it nothing new, for a reason; its streams go on."""
+        self.suspected = why
+        if why and self.id in self.plane_driver.upstreams and self._row.state == "up":
+            self.say("draining", f"suspect: {why}")
+            self.plane_driver.observe(WorkerDraining(self.id))
+
+    def trust(self) -> None:
+        """Send a suspect requests again, unless it drains for another reason."""
+        suspected, self.suspected = self.suspected, ""
+        drains = self.leaving or self.next_role is not None
+        if suspected and not drains and self.id in self.plane_driver.upstreams:
+            self.plane_driver.flip(self.id, self.role)
+            self.say("up", "")
+
+    # --- life ---------------------------------------------------------------------------------
+
     async def run(self) -> None:
-        """Keep the worker going until cancelled."""
+        """Bring the worker up again and again, until cancelled, or until it is down and leaves."""
+        while True:
+            self._began_s, self._served = time.monotonic(), False
+            if self._row.state == "stopped":
+                self.say("starting", "")
+            try:
+                why = await self.source.live(self)
+            except (FleetError, ProbeFailed, OSError) as error:
+                why = str(error)
+                if self._gives_up(error, why):
+                    return
+            except Exception as error:
+                self.plane_driver.background.failed(self.id, error)
+                why = f"{type(error).__name__}: {error}"
+                if self._gives_up(error, why):
+                    return
+            if self.leaving:
+                return
+            await asyncio.sleep(self._down(why))
 
-    def _never_up(self, why: str) -> bool:
-        """Give up where the first start failed; return whether it did."""
-        if self.ready.is_set() or self.may_fail:
+    def _gives_up(self, error: Exception, why: str) -> bool:
+        """Give up where the first start failed for good; return whether it did."""
+        misfit = isinstance(error, FleetError) and not self.source.starts
+        if misfit:
+            self.failed = why
+        if self.ready.is_set() or self.may_fail or not (misfit or self.source.starts):
             return False
         self.failed = why
-        self._say("stopped", why)
+        self.say("stopped", why)
         self.ready.set()
         return True
+
+    def _down(self, why: str) -> float:
+        """Note why the worker ended, or did not start; return the seconds to wait then."""
+        self.failed_starts += not self._served
+        self._row.out_of_memory += OUT_OF_MEMORY in why
+        wait_s = self._backoff.failed(time.monotonic() - self._began_s)
+        if self.failed_starts >= UNPLACEABLE:
+            why = f"{why} ({self.failed_starts} starts failed)"
+        if self.source.starts:
+            self.say("backoff", f"{why}; starts again in {wait_s:g} s")
+            self._row.pid = 0
+        else:
+            self.say("down", why)
+        return wait_s
 
     async def serve(
         self,
@@ -172,15 +220,9 @@ class FleetMember(ABC):
         sources: tuple[EventSource, ...],
         process: MemberProcess | None = None,
     ) -> str:
-        """Put the worker to use until it is down; return why.
-
-        Args:
-            key: sent as bearer key.
-
-        Raises:
-            FleetError: it does not fit the workers that are there.
-        """
+        """Serve until the worker is down; return why. Raises FleetError for a misfit."""
         sources = self._readable(sources)
+        self.stock = probed.engine.stock
         engine = self._join(probed.engine)
         worker = Worker(
             self.id,
@@ -198,19 +240,19 @@ class FleetMember(ABC):
         )
         self._row.host, self._row.rack, self._row.zone = worker.location
         if not self.plane_driver.compiled.is_set():
-            self._report("waiting for the gateway's kernels")
+            self.report("waiting for the gateway's kernels")
             await self.plane_driver.compiled.wait()
         async with self.plane_driver.joining:
             others = [up for up in self.plane_driver.upstreams.values() if up.worker.id != self.id]
             check_fit([(self.role, engine), *((up.worker.role, up.engine) for up in others)])
             await self.plane_driver.up(worker, engine, key)
-        self._report("ready")
-        self._is_up(url)
+        self.report("ready")
+        self._up(url)
         watch = WorkerWatch(
             self.plane_driver,
             self.plane_driver.upstreams[self.id],
-            self._config,
-            self._arbiter,
+            self.setup.config,
+            self.setup.arbiter,
             None if process is None else process.process_state,
             None if process is None else lambda: process.heartbeat,
         )
@@ -227,36 +269,24 @@ class FleetMember(ABC):
 
     def _join(self, engine: Engine) -> Engine:
         """Become a worker of the model that it reports; return its engine under that name."""
-        models = self._setup.models
-        if not models:
-            return engine
-        model = next((name for name in engine.names if name in models), engine.model)
-        self.plane_driver, self.model = self._setup.driver_of(model), model
-        return engine.named(model)
+        models = self.setup.models
+        if models:
+            model = next((name for name in engine.names if name in models), engine.model)
+            self.plane_driver, self.model = self.setup.driver_of(model), model
+            engine = engine.named(model)
+        self.pool = self._pool()
+        return engine
 
-    def _is_up(self, url: str) -> None:
-        """Note that it serves."""
-        self._say("up", "")
+    def _pool(self) -> str:
+        return pool_name(self.role, self.model, "" if self.source.starts else self.source.kind)
+
+    def _up(self, url: str) -> None:
+        self.say("up", "")
         self._row.url = url
         self.failed, self.failed_starts, self._served = "", 0, True
         self.start_up_s = time.monotonic() - self._began_s
         self.ready.set()
-
-    def _begin_start(self) -> None:
-        """Note that a start begins."""
-        self._began_s, self._served = time.monotonic(), False
-        if self._row.state == "stopped":
-            self._say("starting", "")
-
-    def _ended(self, why: str, state: str) -> float:
-        """Note why the worker ended, or did not start; return the seconds to wait then."""
-        self.failed_starts += not self._served
-        self._row.out_of_memory += OUT_OF_MEMORY in why
-        wait_s = self._backoff.failed(time.monotonic() - self._began_s)
-        if self.failed_starts >= UNPLACEABLE:
-            why = f"{why} ({self.failed_starts} starts failed)"
-        self._say(state, f"{why}; starts again in {wait_s:g} s" if state == "backoff" else why)
-        return wait_s
+        self.suspect(self.suspected)
 
     def _end(self, watch: WorkerWatch, process: MemberProcess | None) -> WorkerEnd:
         """Return how the worker ended; one that was let go has not."""
@@ -268,16 +298,10 @@ class FleetMember(ABC):
             return WorkerEnd.LOST
         return WorkerEnd.KILLED if -process.code in _OUTSIDE else WorkerEnd.CRASHED
 
-    def _report(self, stage: str) -> None:
-        """Report the stage of a start."""
-        if self._row.state == "starting" and not self.unplaceable:
-            self._row.note = stage
-        if self.on_stage is not None:
-            self.on_stage(self.id, stage)
-
     def _readable(self, sources: tuple[EventSource, ...]) -> tuple[EventSource, ...]:
-        """Return the sources of KV events with what is needed to read them."""
-        if any(source.encrypted for source in sources) and self._secret is None:
+        """Return the sources of KV events with the secret that reads them; none without it."""
+        secret = self.setup.secret
+        if any(source.encrypted for source in sources) and secret is None:
             _log.error(
                 "%s encrypts its KV events, and there is no fleet secret here, so what is cached "
                 "there is not seen: give --fleet-secret-file or PIGOU_FLEET_SECRET",
@@ -285,11 +309,18 @@ class FleetMember(ABC):
             )
             return ()
         return tuple(
-            replace(source, secret=self._secret) if source.encrypted else source
-            for source in sources
+            replace(source, secret=secret) if source.encrypted else source for source in sources
         )
 
-    def _say(self, state: str, note: str) -> None:
+    def report(self, stage: str) -> None:
+        """Report the stage of a start."""
+        if self._row.state == "starting" and not self.unplaceable:
+            self._row.note = stage
+        if self.on_stage is not None:
+            self.on_stage(self.id, stage)
+
+    def say(self, state: str, note: str) -> None:
+        """Show a state, and why it is in it."""
         if note:
             # The last words of a worker that ends the start are in the error of the fleet.
             shown = note.partition("\n")[0] if state == "stopped" else note
@@ -302,12 +333,7 @@ class FleetMember(ABC):
 
 
 def check_fit(workers: Sequence[tuple[Role, Engine]]) -> None:
-    """Refuse workers that do not fit together.
-
-    Raises:
-        FleetError: they serve different models, or blocks would have to move between engines of
-            different makes.
-    """
+    """Refuse workers that do not fit together. Raises FleetError."""
     models: list[set[str]] = []  # the names of each, which workers of one model share
     for _, engine in workers:
         same = [names for names in models if not names.isdisjoint(engine.names)]

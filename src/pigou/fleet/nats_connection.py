@@ -20,27 +20,15 @@ if TYPE_CHECKING:
 
 
 class TlsFiles(msgspec.Struct, frozen=True, kw_only=True):
-    """Paths of PEM files; empty for none.
-
-    Attributes:
-        cert, key: certificate of the client, and its key.
-    """
+    """Paths of PEM files; empty for none."""
 
     ca: str = ""  # certificates that are trusted, in place of the system's
-    cert: str = ""
+    cert: str = ""  # certificate of the client
     key: str = ""
 
     @classmethod
     def parse(cls, files: Mapping[str, str], what: str) -> TlsFiles:
-        """Read the parameters of a URL.
-
-        Args:
-            files: paths by name.
-            what: option that has the URL, for messages.
-
-        Raises:
-            ConfigError: a name is unknown, the key lacks, or a file cannot be read as such.
-        """
+        """Read the parameters of a URL, which option `what` has. Raises ConfigError."""
         unknown = set(files) - set(cls.__struct_fields__)
         if unknown:
             names = ", ".join(cls.__struct_fields__)
@@ -67,24 +55,16 @@ class TlsFiles(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NatsAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """Servers of one NATS system: `nats://[USER:PASSWORD@|TOKEN@]HOST:PORT`, or `tls://`.
-
-    Attributes:
-        user, password: of the login; a user alone is a token.
-    """
+    """Servers of one NATS system: `nats://[USER:PASSWORD@|TOKEN@]HOST:PORT`, or `tls://`."""
 
     urls: tuple[str, ...]
-    user: str = ""
+    user: str = ""  # alone, it is a token
     password: str = ""
     tls: TlsFiles = TlsFiles()
 
     @classmethod
     def parse(cls, urls: Iterable[str], what: str) -> NatsAddress:
-        """Read URLs; a login, and `?ca=FILE&cert=FILE&key=FILE`, of one of them holds for all.
-
-        Args:
-            urls: with `nats://` or `tls://`.
-            what: option that has them, for messages.
+        """Read URLs of option `what`; one's login, and `?ca=FILE&cert=FILE&key=FILE`, hold for all.
 
         Raises:
             ConfigError: one is none of NATS, has an unknown parameter, or cannot be honoured.
@@ -162,8 +142,7 @@ async def connect_nats(
         echo: whether the connection gets messages that it published itself.
 
     Raises:
-        nats.errors.Error, OSError, TimeoutError: nobody answers, the certificate is not trusted,
-            or the server refuses the login.
+        nats.errors.Error, OSError, TimeoutError: no answer, no trust, or no login.
     """
     client = _client(address)
     try:
@@ -215,10 +194,7 @@ async def _ignore(_: Exception) -> None:
 
 
 class ReconnectBackoff(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds between tries, doubled by each failure; a random part of `jitter` is added.
-
-    After an outage, workers come back at different times because of it.
-    """
+    """Seconds between tries, doubled by each failure; `jitter` spreads workers after an outage."""
 
     min_s: Annotated[float, msgspec.Meta(gt=0)] = 0.5
     max_s: Annotated[float, msgspec.Meta(gt=0)] = 5.0

@@ -42,21 +42,14 @@ _ANY_PROFILE = PoolProfile(
 class PlannerDriver:
     """Observes, decides and acts, every few seconds of the wall clock.
 
-    The fleet is looked at anew each time: what somebody else adds or drains is in the window. A
-    planner that raises changes nothing, and is asked again at the next interval.
+    Each window shows the fleet as it is, whoever changed it. A planner that raises changes nothing.
     """
 
     def __init__(
         self, config: PlannerConfig, live_fleet: LiveFleet, plane_driver: PlaneDriver,
         status: PlanStatus, drain_s: float = _DRAIN_S, others: Sequence[PlaneDriver] = (),
     ) -> None:  # fmt: skip
-        """Prepare.
-
-        Args:
-            plane_driver: of its gateway, and of its first model where there are several; its
-                journal gets the planner's entries.
-            drain_s: that requests on a worker which leaves are given, in seconds.
-            others: plane drivers of its other models; workers of all share `max_workers`.
+        """Take the drivers of the first model, whose journal gets the entries, and of `others`.
 
         Raises:
             ConfigError: there is no such planner, or a parameter is refused.
@@ -81,11 +74,7 @@ class PlannerDriver:
         return self._live_fleet.room if given is None else given
 
     def start(self, background: Background) -> None:
-        """Begin to plan; the first workers are up.
-
-        Raises:
-            ConfigError: the planner needs measured speeds, and the workers have none.
-        """
+        """Begin to plan; the first workers are up. Raises ConfigError."""
         try:
             self.describe().make()
         except ConfigError as error:
@@ -152,10 +141,7 @@ class PlannerDriver:
         return refusals
 
     def _limit(self, action: Action) -> tuple[int, str]:
-        """Return how many workers there may be after an action, and whose load sets that limit.
-
-        The recent load of each tenant counts up to its share of `max_workers`.
-        """
+        """Return the worker limit of an action, by the tenants' shares, and whose load sets it."""
         max_workers = self.max_workers
         if not isinstance(action, AddWorkers) or not max_workers:
             return max_workers, ""
@@ -229,11 +215,7 @@ class PlannerDriver:
 
 
 def _read_tables(path: str) -> SweepTables | None:
-    """Return the tables of a file; None without one.
-
-    Raises:
-        ConfigError: it cannot be read, or is no such file.
-    """
+    """Return the tables of a file; None without one. Raises ConfigError."""
     if not path:
         return None
     try:
@@ -243,10 +225,7 @@ def _read_tables(path: str) -> SweepTables | None:
 
 
 def profile_of(worker: Worker) -> PoolProfile | None:
-    """Return what a worker measured of itself before it was ready; None where that is too little.
-
-    Prompts beside streams are left out: the performance model makes them of both.
-    """
+    """Return what a worker measured of itself before it was ready; None for too little."""
     prompts = {entry.tokens: entry.seconds for entry in worker.rehearsed if not entry.streams}
     streams = {
         entry.streams: entry.seconds / entry.steps for entry in worker.rehearsed if not entry.tokens

@@ -7,7 +7,7 @@ import time
 from typing import NamedTuple
 
 from pigou.fleet.live_fleet import LiveFleet
-from pigou.fleet.member import FleetMember
+from pigou.fleet.member import Member
 from pigou.fleet.provider import ProvidedPool
 from pigou.fleet.worker_process import process_stat
 from pigou.gateway.plane_driver import PlaneDriver
@@ -39,16 +39,11 @@ class _Reported(NamedTuple):
 class PlannerWindows:
     """Makes the windows of a planner, each from the end of the one before.
 
-    A worker whose report is missing or old is a hole: its figures are None. One that left so
-    quickly that no window saw it drain is shown draining once: it did not crash.
+    A worker whose report is missing or old has None for its figures. One that left before a window
+    saw it drain is shown draining once: it did not crash.
     """
 
     def __init__(self, live_fleet: LiveFleet, *plane_drivers: PlaneDriver) -> None:
-        """Begin a window now; requests are remembered from now on.
-
-        Args:
-            plane_drivers: one for each of its models.
-        """
         self._live_fleet = live_fleet
         self._loads = [
             (driver, LoadMeter(driver.meter.objectives, driver.meter.model()))
@@ -60,7 +55,7 @@ class PlannerWindows:
         self._counts: dict[str, WorkerCounts] = {}
         self._prompts: dict[str, list[ComputedPrompt]] = {}  # that no report covers yet
         self._reported: dict[str, _Reported] = {}
-        self._members: dict[str, FleetMember] = {}  # that the last window had, draining ones not
+        self._members: dict[str, Member] = {}  # that the last window had, draining ones not
         for driver in plane_drivers:
             driver.meter.take(())
 
@@ -75,11 +70,7 @@ class PlannerWindows:
                     counts.sample(columns.decoding.item(row), columns.decode_tokens.item(row))
 
     def window(self, now: int) -> PlannerWindow:
-        """Return what happened since the last window.
-
-        Args:
-            now: nanoseconds of the gateway's clock.
-        """
+        """Return what happened since the last window; `now` is in ns of the gateway's clock."""
         loads: list[LoadWindow] = []
         price_of_anarchy, better_prefill = dict[str, float](), dict[str, int]()
         for driver, load_meter in self._loads:
@@ -132,7 +123,7 @@ class PlannerWindows:
         )
 
     def _worker(
-        self, member: FleetMember, driver: PlaneDriver, now: int, seconds: float
+        self, member: Member, driver: PlaneDriver, now: int, seconds: float
     ) -> WorkerWindow:
         plane, upstream = driver.plane, driver.upstreams.get(member.id)
         row = plane.state.row.get(member.id)
@@ -186,10 +177,7 @@ class PlannerWindows:
         )
 
     def _add_prompts(self, worker: str, counts: WorkerCounts, until_ns: int) -> None:
-        """Count the prompts that were computed by the time of a report.
-
-        So they are those of its seconds: a report can be a second old at the end of a window.
-        """
+        """Count the prompts that were computed by the time of a report, maybe a second ago."""
         prompts = self._prompts.pop(worker, [])
         for prompt in prompts:
             if prompt.at_ns <= until_ns:

@@ -37,13 +37,10 @@ class ProbeFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class EventSource:
-    """Where KV events come from: ZMQ addresses; `replay` is empty where there is none.
-
-    Where they are `encrypted` (ZMQ CURVE), `secret` is what both ends know.
-    """
+    """Where KV events come from: ZMQ addresses, with the `secret` that decrypts them (CURVE)."""
 
     endpoint: str
-    replay: str = ""
+    replay: str = ""  # where past ones can be asked for
     topic: str = ""
     encrypted: bool = False
     secret: FleetSecret | None = None
@@ -79,11 +76,7 @@ class _ModelCards(msgspec.Struct):
 
 
 async def probe(url: str, key: str = "", timeout_s: float = 10.0) -> ProbeResult:
-    """Ask a worker who it is.
-
-    Raises:
-        ProbeFailed: it does not answer, or not as a vLLM server does.
-    """
+    """Ask a worker who it is. Raises ProbeFailed."""
     headers = {"authorization": f"Bearer {key}"} if key else {}
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     try:
@@ -143,11 +136,7 @@ async def read_served(upstream: Upstream, timeout_s: float) -> ServedNames | Non
 
 
 def _cards(url: str, body: bytes) -> list[_ModelCard]:
-    """Return the cards of a list of models, the first `_MAX_SERVED` of them.
-
-    Raises:
-        ProbeFailed: there is none, or a name is too long. msgspec.MsgspecError: it is no list.
-    """
+    """Return the cards of a list of models, the first `_MAX_SERVED` of them. Raises ProbeFailed."""
     cards = msgspec.json.decode(body, type=_ModelCards).data[:_MAX_SERVED]
     if not cards:
         raise ProbeFailed(f"{url}/v1/models lists no model")
@@ -163,11 +152,7 @@ def _served(model: str, cards: list[_ModelCard]) -> ServedNames:
 
 
 async def fleet_key(url: str, secret: FleetSecret, timeout_s: float = 10.0) -> str:
-    """Return what requests to a server must carry: the fleet's token, if it knows the secret.
-
-    A server is told the token only after it has proved that it knows the secret itself; a stock
-    server gets nothing. Empty where it does not prove it, or does not answer.
-    """
+    """Return the fleet's token for a server that proves to know the secret; empty otherwise."""
     nonce = secrets.token_hex(16)
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     try:

@@ -1,13 +1,14 @@
-"""What a provider of workers is: it knows pools, and makes members of a fleet for them."""
+"""Where the members of a fleet come from: a provider knows pools, and makes members for them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import msgspec
 
-from pigou.fleet.member import FleetMember
+from pigou.fleet.config import FleetError
+from pigou.fleet.member import Member, pool_name
 from pigou.request import Role
 
 
@@ -17,57 +18,56 @@ class ProvidedPool(msgspec.Struct, frozen=True, kw_only=True):
     name: str  # unique over all providers: `decode` for local workers, `decode.attached`
     role: Role
     gpus: int = 1  # of each worker, at least 1
-    # seconds from the order of a worker until it serves, as seen; None where none was started yet.
-    start_up_s: float | None = None
+    start_up_s: float | None = None  # from order to service, as seen; None where none was started
     model: str = ""  # of its workers, of several; empty where there is one, or it is not known
 
 
-class Provider(Protocol):
-    """Where workers come from: processes of this machine, servers that others run, a cluster.
+class Provider:
+    """Processes of this machine, servers that others run, or a cluster.
 
-    The supervisor runs the members that a provider makes, drains them and lets them go. A member
-    says what its start, its end and a change of its role take (`FleetMember`).
+    The supervisor runs the members that a provider makes, drains them and lets them go. As it
+    stands, a provider names pools of running servers: it starts none, and flips those of Pigou.
     """
 
-    kind: ClassVar[str]  # of its members, as `/workers` shows it: local, attached
+    kind: ClassVar[str]  # of its members, as `/workers` shows it
+    not_started: ClassVar[str] = ""  # why no further server can be started
+    not_flipped: ClassVar[str] = ""  # what is said of a server that is not Pigou's
 
     @property
     def room(self) -> int | None:
-        """Workers that a planner may have by default; None for those that run, as it starts none.
-
-        An operator may add more by hand, and `--max-workers` allow more.
-        """
-        ...
+        """Workers that a planner may have by default; None for those that run already."""
+        return None
 
     @property
     def pools(self) -> Sequence[ProvidedPool]:
         """The pools, those without workers too."""
-        ...
+        raise NotImplementedError
 
     def pool(self, role: Role, model: str = "") -> str:
         """Return the name of the pool that its workers of a role, and model, are in."""
-        ...
+        return pool_name(role, model, self.kind)
 
-    def start_refusal(self, pool: str) -> str:
+    def start_refusal(self, pool: str) -> str:  # noqa: ARG002
         """Return why no further worker of a pool can be started now; empty where one can."""
-        ...
+        return self.not_started
 
-    def make(self, pool: str) -> FleetMember:
-        """Return a new member of a pool, which does not run yet; its id was never used before.
+    def make(self, pool: str) -> Member:
+        """Return a new member, which does not run yet. Raises FleetError: `start_refusal`."""
+        raise FleetError(self.start_refusal(pool))
 
-        Raises:
-            FleetError: `start_refusal` says why not.
-        """
-        ...
-
-    def flip_refusal(self, member: FleetMember, pool: str) -> str:
+    def flip_refusal(self, member: Member, pool: str) -> str:
         """Return why one of its members cannot serve in another pool; empty where it can."""
-        ...
+        if pool == member.pool or pool not in [self.pool(role, member.model) for role in Role]:
+            return f"{member.id} cannot serve in pool {pool!r}"
+        if self.not_flipped and member.stock is not False:
+            return f"{member.id} {self.not_flipped}"
+        return ""
 
-    def flipped(self, member: FleetMember) -> None:
+    def flipped(self, member: Member) -> None:
         """One of its members is in another pool now."""
-        ...
 
-    def discard(self, member: FleetMember) -> None:
+    def discard(self, member: Member) -> None:
         """A member is gone for good: what it used is free."""
-        ...
+
+    async def close(self) -> None:
+        """Give back what the fleet has beyond its members."""

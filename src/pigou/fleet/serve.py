@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +19,6 @@ from pigou.fleet.config import (
     AttachedWorker,
     DeclaredModel,
     LocalWorker,
-    WatchConfig,
     WorkersConfig,
 )
 from pigou.fleet.costs import follow_driver, make_plane
@@ -27,9 +27,8 @@ from pigou.fleet.peers.bus import PeerBus
 from pigou.fleet.peers.exchange import PeerExchange, PeerMetrics
 from pigou.fleet.planner_driver import PlannerDriver
 from pigou.fleet.prefill_queue.messages import queue_address
-from pigou.fleet.registry.registry import Registry
 from pigou.fleet.sources.local import WorkerTemplate, sleeps, start_workers
-from pigou.fleet.supervisor import Supervisor
+from pigou.fleet.supervisor import FleetSetup, Supervisor
 from pigou.gateway.app import Gateway
 from pigou.gateway.auth.keys import Keys
 from pigou.gateway.config import GatewayConfig
@@ -51,116 +50,77 @@ from pigou.wire.fleet_secret import FleetSecret
 
 
 class Serving:
-    """A gateway and its fleet; `start` and `stop` it, or `run` it until a signal.
-
-    Attributes:
-        plane_driver: drives the control plane.
-        supervisor: runs the workers.
-        startup: how far the start is.
-        peers: tells other gateways what this one sends; None where there are none.
-    """
+    """A gateway and its fleet; `start` and `stop` it, or `run` it until a signal."""
 
     def __init__(
         self,
         gateway: GatewayConfig,
         control: ControlConfig,
-        workers: Sequence[LocalWorker | AttachedWorker],
-        watch: WatchConfig | None = None,
-        tokenizer: str = "",
-        on_stage: StageListener | None = None,
-        secret: FleetSecret | None = None,
+        fleet: FleetSetup,
         planner: PlannerConfig | None = None,
-        templates: Sequence[WorkerTemplate] = (),
-        registry: Registry | None = None,
-        models: Sequence[DeclaredModel] = (),
-        prefill_queue: str = "",
+        on_stage: StageListener | None = None,
     ) -> None:
-        """Put the parts together; within a running event loop.
-
-        Args:
-            watch: how closely they are watched.
-            tokenizer: folder or hub id of the model's tokenizer; empty asks the workers.
-            on_stage: gets the stages of the start, of the gateway and of each worker.
-            secret: what the processes of the fleet prove to each other to know; None makes one.
-            planner: objectives of requests, and what changes the fleet for them.
-            templates: of further local workers, one for each model; none adds none.
-            registry: that further workers register in; None for none.
-            models: that are served, where workers do not say the one.
-            prefill_queue: URL of the queue that prefill workers pull from; empty for none.
+        """Put the parts together, within an event loop; `on_stage` gets the stages of the start.
 
         Raises:
             ConfigError: the policy or the planner is unknown, the keys file is not readable, the
                 journal not writable, there is no such tokenizer, or there are more workers than
                 the planner may have.
         """
-        self._watch = watch or WatchConfig()
         keys = Keys.read(Path(gateway.api_keys_file)) if gateway.api_keys_file else None
-        is_own_secret = secret is None
-        planner, secret = planner or PlannerConfig(), secret or FleetSecret.make()
+        planner = planner or PlannerConfig()
+        self._secret = fleet.secret or FleetSecret.make()
+        self._drain_s = fleet.watch.drain
         drivers: dict[str, PlaneDriver] = {}
-        for model in models or (DeclaredModel(tokenizer=tokenizer),):
+        for model in fleet.models or (DeclaredModel(tokenizer=fleet.tokenizer),):
             sibling = next(iter(drivers.values()), None)
             drivers[model.name] = _plane_driver(gateway, control, planner, model, sibling)
         self.plane_driver, *others = drivers.values()
-        by_name = drivers if models else {}
+        by_name = drivers if fleet.models else {}
         self.supervisor = Supervisor(
-            self.plane_driver, workers, self._watch, secret, templates, registry,
-            by_name,
-        )  # fmt: skip
-        if prefill_queue:
-            from pigou.fleet.prefill_queue.publisher import NatsPrefillQueue
-
-            address = queue_address(prefill_queue)
-            for driver in drivers.values():
-                driver.prefill_queue = NatsPrefillQueue(
-                    address, driver, secret, takes_unsigned=is_own_secret
-                )
-        registered = self.supervisor.registered
+            self.plane_driver, replace(fleet, secret=self._secret), by_name
+        )
+        if fleet.prefill_queue:
+            _pull_prefills(drivers.values(), fleet, self._secret)
         self.live_fleet = LiveFleet(self.supervisor)
         meters = {name: driver.meter for name, driver in by_name.items()}
         self.plan_status = PlanStatus(self.plane_driver.meter, meters)
         self._planner: PlannerDriver | None = None
         if planner.plans:
-            if 0 < (planner.max_workers or 0) < len(workers):
+            if 0 < (planner.max_workers or 0) < len(fleet.workers):
                 raise ConfigError(
                     f"max_workers is {planner.max_workers}, and the fleet begins with "
-                    f"{len(workers)}; give at least as many"
+                    f"{len(fleet.workers)}; give at least as many"
                 )
             self._planner = PlannerDriver(
-                planner, self.live_fleet, self.plane_driver, self.plan_status, self._watch.drain,
+                planner, self.live_fleet, self.plane_driver, self.plan_status, self._drain_s,
                 others,
             )  # fmt: skip
         self.startup = Startup(on_stage)
         self.supervisor.report_stages(self.startup.report)
-        metrics, fleet_status = Metrics(), FleetStatus(self.plane_driver, self.supervisor.rows)
-        self.peers: PeerExchange | None = None
-        self._metrics, self._secret = metrics, secret
+        self.peers: PeerExchange | None = None  # tells other gateways what this one sends
+        self._metrics = Metrics()
+        registered = self.supervisor.registered
         self._server = GatewayServer(
             Gateway(
                 config=gateway,
                 plane_driver=self.plane_driver,
-                metrics=metrics,
-                fleet_status=fleet_status,
+                metrics=self._metrics,
+                fleet_status=FleetStatus(self.plane_driver, self.supervisor.rows),
                 keys=keys,
                 created=int(time.time()),
                 startup=self.startup,
                 changes=OperatorChanges(self.live_fleet),
                 plan_status=self.plan_status,
                 registry=None if registered is None else registered.status,
-                models=self._routing(models, by_name),
+                models=self._routing(fleet.models, by_name),
                 tracer=open_tracer(gateway.tracing, "pigou-gateway"),
             ),
-            shutdown_s=self._watch.drain,
+            shutdown_s=self._drain_s,
         )
 
     def join_peers(self, bus: PeerBus) -> None:
-        """Let other gateways of the fleet, which know its secret, hear what this one sends.
-
-        Call it before `start`.
-
-        Raises:
-            ConfigError: several models are served.
-        """
+        """Let other gateways of the fleet hear what this one sends; before `start`."""
         if len(self.supervisor.models) > 1:
             raise ConfigError(
                 f"peers is given, and {len(self.supervisor.models)} models; gateways exchange what "
@@ -259,13 +219,9 @@ class Serving:
         await self.supervisor.stop()
 
     async def run(self, ready: Callable[[], None]) -> None:
-        """Start, call `ready`, and serve until SIGINT, SIGTERM or SIGHUP.
-
-        A second SIGINT or SIGTERM ends at once (`StopSignals`), as does the end of `drain` and
-        `END_S` seconds.
-        """
+        """Start, call `ready`, serve until SIGINT, SIGTERM or SIGHUP; a second ends at once."""
         over = asyncio.Event()
-        with StopSignals(over.set, self._watch.drain + END_S):
+        with StopSignals(over.set, self._drain_s + END_S):
             starting = asyncio.create_task(self.start())
             leaving = asyncio.create_task(over.wait())
             try:
@@ -279,6 +235,17 @@ class Serving:
                 leaving.cancel()
                 await asyncio.gather(starting, leaving, return_exceptions=True)
                 await self.stop()
+
+
+def _pull_prefills(drivers: Iterable[PlaneDriver], fleet: FleetSetup, secret: FleetSecret) -> None:
+    """Let prefill workers pull prompts from the queue of the fleet."""
+    from pigou.fleet.prefill_queue.publisher import NatsPrefillQueue
+
+    address = queue_address(fleet.prefill_queue)
+    for driver in drivers:
+        driver.prefill_queue = NatsPrefillQueue(
+            address, driver, secret, takes_unsigned=fleet.secret is None
+        )
 
 
 def _plane_driver(
@@ -314,10 +281,7 @@ def _settle(future: asyncio.Future[None], error: BaseException | None) -> None:
 def workers_of(
     config: WorkersConfig, arguments: Sequence[str] = ()
 ) -> list[LocalWorker | AttachedWorker]:
-    """Return the workers of a fleet: those to start, then those to attach.
-
-    Args:
-        arguments: of `pigou worker`, further ones for all that are started.
+    """Return the workers of a fleet: those to start, with these arguments, then those to attach.
 
     Raises:
         ConfigError: a server to attach is not understood, a timing is given and nobody starts, or

@@ -6,15 +6,17 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from pigou.fleet.config import AttachedWorker, FleetError, LocalWorker, WatchConfig
+from pigou.fleet.config import AttachedWorker, DeclaredModel, FleetError, LocalWorker, WatchConfig
 from pigou.fleet.drain import Drain
 from pigou.fleet.hang_detection import HangArbiter
-from pigou.fleet.member import FleetMember, MemberSetup
+from pigou.fleet.member import Member, MemberSetup
 from pigou.fleet.provider import Provider
 from pigou.fleet.registry.registry import Registry
 from pigou.fleet.sources.attached import AttachedProvider
-from pigou.fleet.sources.local import LocalMember, LocalProvider, WorkerTemplate
+from pigou.fleet.sources.local import LocalProvider, WorkerTemplate
 from pigou.fleet.sources.registered import RegistryProvider
 from pigou.gateway.fleet_status import WorkerRow
 from pigou.gateway.plane_driver import PlaneDriver
@@ -22,68 +24,63 @@ from pigou.request import Role
 from pigou.windows.planner_window import WorkerState
 from pigou.wire.fleet_secret import FleetSecret
 
+if TYPE_CHECKING:
+    from pigou.fleet.kubernetes.kubernetes_provider import FleetScales
+
 _log = logging.getLogger("pigou.fleet")
 
 #: Seconds that the start waits for attached servers.
 _ATTACH_S = 15.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class FleetSetup:
+    """What a fleet is made of."""
+
+    workers: Sequence[LocalWorker | AttachedWorker] = ()
+    watch: WatchConfig = field(default_factory=WatchConfig)
+    secret: FleetSecret | None = None  # that its processes prove to each other to know
+    templates: Sequence[WorkerTemplate] = ()  # of further local workers, one for each model
+    registry: Registry | None = None  # that further workers register in
+    scales: FleetScales | None = None  # of its pools on Kubernetes, which planners scale
+    models: Sequence[DeclaredModel] = ()  # where workers do not say the one
+    tokenizer: str = ""  # folder or hub id of the model's tokenizer; empty asks the workers
+    prefill_queue: str = ""  # URL of the queue that prefill workers pull from
+
+
 class Supervisor:
     """Runs the members of a fleet; every one in a task of its own.
 
     Example:
-        supervisor = Supervisor(plane_driver, [LocalWorker(id="w0", role=Role.BOTH)])
-        await supervisor.start()
-
-    Attributes:
-        local: starts processes of this machine.
-        attached: uses servers that others run.
-        registered: uses workers that registered themselves; None without a registry.
-        drain_s: seconds that requests on a draining worker are given.
-        models: plane drivers of several models, by name; none where there is one.
+        fleet = FleetSetup(workers=[LocalWorker(id="w0", role=Role.BOTH)])
+        await Supervisor(plane_driver, fleet).start()
     """
 
     def __init__(
-        self,
-        plane_driver: PlaneDriver,
-        workers: Sequence[LocalWorker | AttachedWorker],
-        config: WatchConfig | None = None,
-        secret: FleetSecret | None = None,
-        templates: Sequence[WorkerTemplate] = (),
-        registry: Registry | None = None,
+        self, plane_driver: PlaneDriver, fleet: FleetSetup | None = None,
         models: Mapping[str, PlaneDriver] | None = None,
-    ) -> None:
-        """Prepare the members; within the event loop. They begin with `start`.
-
-        Args:
-            config: how closely they are watched.
-            secret: given to local workers; None leaves them open to this machine.
-            templates: of further local workers, one for each model; none adds none.
-            registry: that further workers register in; None for none.
-            models: plane drivers of several models, by name; None for the one of `plane_driver`.
-        """
-        config = config or WatchConfig()
+    ) -> None:  # fmt: skip
+        """Prepare the members, within the event loop; `models` has the drivers of several."""
+        fleet = fleet or FleetSetup()
         self._plane_driver = plane_driver
         self.models = dict(models or {})
-        self.drain_s = config.drain
-        arbiter = HangArbiter(config.hang)
-        setup = MemberSetup(plane_driver, config, arbiter, secret, self.models)
-        self.local = _starter(setup, templates)
+        self.drain_s = fleet.watch.drain  # that requests on a draining worker are given
+        arbiter = HangArbiter(fleet.watch.hang)
+        setup = MemberSetup(plane_driver, fleet.watch, arbiter, fleet.secret, self.models)
+        self.local = _starter(setup, fleet.templates)
         self.attached = AttachedProvider(setup)
-        self.registered = None if registry is None else _registered(registry, setup)
+        self.registered = _registered(setup, fleet)
         self._following: asyncio.Task[None] | None = None
-        self._members: dict[str, FleetMember] = {}
-        for worker in workers:
-            self._members[worker.id] = self._adopt(worker)
+        self._members: dict[str, Member] = {}
+        for worker in fleet.workers:
+            if isinstance(worker, LocalWorker):
+                self._members[worker.id] = self.local.adopt(worker)
+            else:
+                self._members[worker.id] = self.attached.adopt(worker)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._drains: dict[str, tuple[Drain, asyncio.Task[None]]] = {}
         self._listener: Callable[[str, str], None] | None = None
         self._runs = False
-
-    def _adopt(self, worker: LocalWorker | AttachedWorker) -> FleetMember:
-        if isinstance(worker, LocalWorker):
-            return self.local.adopt(worker)
-        return self.attached.adopt(worker)
 
     def report_stages(self, listener: Callable[[str, str], None]) -> None:
         """Call `listener` with a worker's id and the stage of its start, at each change."""
@@ -96,7 +93,7 @@ class Supervisor:
         return [member.row() for member in self._members.values()]
 
     @property
-    def members(self) -> Sequence[FleetMember]:
+    def members(self) -> Sequence[Member]:
         """All members that are not gone."""
         return tuple(self._members.values())
 
@@ -107,20 +104,18 @@ class Supervisor:
             return self.local, self.attached
         return self.local, self.attached, self.registered
 
-    def member(self, id: str) -> FleetMember | None:
+    def member(self, id: str) -> Member | None:
         """Return a member that is not gone; None where there is none of that id."""
         return self._members.get(id)
 
-    def provider(self, member: FleetMember) -> Provider:
+    def provider(self, member: Member) -> Provider:
         """Return the provider of a member."""
-        return next(own for own in self.providers if own.kind == member.kind)
+        return next(own for own in self.providers if own.kind == member.source.kind)
 
     # --- start and end ------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Start all members, and wait until each was up once.
-
-        Attached servers that are away do not hold up the start, nor does a registry.
+        """Start all members, and wait until each was up once; not for servers that are away.
 
         Raises:
             FleetError: a local worker did not come up, or one does not fit the others.
@@ -137,7 +132,7 @@ class Supervisor:
         local = [
             task
             for task, member in ready_tasks.items()
-            if isinstance(member, LocalMember) and not member.may_fail
+            if member.source.starts and not member.may_fail
         ]
         if local:
             await asyncio.wait(local, return_when=asyncio.ALL_COMPLETED)
@@ -175,13 +170,13 @@ class Supervisor:
                 _log.error("a member of the fleet failed", exc_info=result)
         await self.local.close()
 
-    def _run(self, member: FleetMember) -> None:
+    def _run(self, member: Member) -> None:
         task = self._plane_driver.background.start(member.id, member.run)
         self._tasks[member.id] = task
 
     # --- changes ------------------------------------------------------------------------------
 
-    def add(self, member: FleetMember) -> None:
+    def add(self, member: Member) -> None:
         """Start a member that a provider made; a start that fails is tried again."""
         member.may_fail = True
         member.on_stage = self._listener
@@ -189,12 +184,10 @@ class Supervisor:
         if self._runs:
             self._run(member)
 
-    def drain(self, member: FleetMember, limit_s: float | None = None) -> None:
-        """Let a member end what it has, then go; one that does not serve goes at once.
+    def drain(self, member: Member, limit_s: float | None = None) -> None:
+        """Let a member end what it has within `limit_s` (`drain_s` by default), then go.
 
-        Args:
-            member: that is there; for one that is to go already, the limit alone counts.
-            limit_s: seconds that its requests are given from now; None for `drain_s`.
+        One that does not serve goes at once; for one that is to go already, the limit alone counts.
         """
         if member.state is WorkerState.STARTING:
             self.remove(member)
@@ -203,20 +196,14 @@ class Supervisor:
         else:
             self.limit_drain(member, limit_s)
 
-    def limit_drain(self, member: FleetMember, limit_s: float | None) -> None:
+    def limit_drain(self, member: Member, limit_s: float | None) -> None:
         """Give the requests of a draining member so many seconds from now; None changes nothing."""
         drain, _ = self._drains.get(member.id, (None, None))
         if drain is not None and limit_s is not None:
             drain.limit(limit_s)
 
-    def flip(
-        self, member: FleetMember, role: Role, pool: str, limit_s: float | None = None
-    ) -> None:
-        """Let a ready member drain, then serve in another pool.
-
-        Args:
-            limit_s: as `drain` has it.
-        """
+    def flip(self, member: Member, role: Role, pool: str, limit_s: float | None = None) -> None:
+        """Let a ready member drain, then serve in another pool."""
 
         def change() -> None:
             member.change_role(role, pool)
@@ -225,12 +212,8 @@ class Supervisor:
 
         self._order(member, limit_s, change, role)
 
-    def restart(self, member: FleetMember, limit_s: float | None = None) -> None:
-        """Let a ready local member drain; its process then ends, and another takes its place.
-
-        Args:
-            limit_s: as `drain` has it.
-        """
+    def restart(self, member: Member, limit_s: float | None = None) -> None:
+        """Let a ready local member drain; its process then ends, and another takes its place."""
 
         def again() -> None:
             member.next_role = None
@@ -241,13 +224,12 @@ class Supervisor:
 
         self._order(member, limit_s, again, member.role)
 
-    def _run_again(self, member: FleetMember) -> None:
+    def _run_again(self, member: Member) -> None:
         """Start a member anew whose process has ended, unless it is to go meanwhile."""
         if self._runs and not member.leaving:
-            member.row().restarts += 1
             self._run(member)
 
-    def remove(self, member: FleetMember) -> None:
+    def remove(self, member: Member) -> None:
         """Let a member go at once; what runs there goes elsewhere."""
         member.let_go()
         self._members.pop(member.id, None)
@@ -260,19 +242,19 @@ class Supervisor:
         task.cancel()
 
     def _order(
-        self, member: FleetMember, limit_s: float | None, then: Callable[[], None],
+        self, member: Member, limit_s: float | None, then: Callable[[], None],
         next_role: Role | None,
     ) -> None:  # fmt: skip
         """Begin a drain, in place of one for another end."""
         self._cancel_drain(member)
         member.begin_drain(next_role)
-        stops = next_role in (None, member.role) and isinstance(member, LocalMember)
+        stops = next_role in (None, member.role) and member.source.starts
         limit_s = self.drain_s if limit_s is None else limit_s
         drain = Drain(member.plane_driver, member.id, limit_s, stops=stops)
         task = asyncio.create_task(self._finish(member, drain, then), name=f"drain {member.id}")
         self._drains[member.id] = drain, task
 
-    async def _finish(self, member: FleetMember, drain: Drain, then: Callable[[], None]) -> None:
+    async def _finish(self, member: Member, drain: Drain, then: Callable[[], None]) -> None:
         """Wait for a drain, then do what it was for."""
         try:
             await drain.run()
@@ -281,25 +263,27 @@ class Supervisor:
         self._drains.pop(member.id, None)
         then()
 
-    def _cancel_drain(self, member: FleetMember) -> None:
+    def _cancel_drain(self, member: Member) -> None:
         _, task = self._drains.pop(member.id, (None, None))
         if task is not None:
             task.cancel()
 
-    def _gone(self, member: FleetMember) -> None:
+    def _gone(self, member: Member) -> None:
         """A member that was let go has ended."""
         self._tasks.pop(member.id, None)
         self.provider(member).discard(member)
         _log.info("%s has left", member.id)
 
 
-def _registered(registry: Registry, setup: MemberSetup) -> RegistryProvider:
+def _registered(setup: MemberSetup, fleet: FleetSetup) -> RegistryProvider | None:
     """Return what uses registered workers, and scales their pools on Kubernetes."""
-    if registry.scales is None:
-        return RegistryProvider(registry, setup)
+    if fleet.registry is None:
+        return None
+    if fleet.scales is None:
+        return RegistryProvider(fleet.registry, setup)
     from pigou.fleet.kubernetes.kubernetes_provider import KubernetesProvider
 
-    return KubernetesProvider(registry, setup, registry.scales)
+    return KubernetesProvider(fleet.registry, setup, fleet.scales)
 
 
 def _starter(setup: MemberSetup, templates: Sequence[WorkerTemplate]) -> LocalProvider:

@@ -51,8 +51,8 @@ _QUIET = {
 def worker_niceness() -> int | None:
     """Let this process go before the workers that it starts; return the niceness that they get.
 
-    It raises itself where it may (CAP_SYS_NICE, as root has); else its workers are lowered. A
-    gateway needs little time, but needs it at once. None where the system has no priorities.
+    It raises itself where it may (CAP_SYS_NICE, as root has); else its workers are lowered. None
+    where the system has no priorities.
     """
     if not hasattr(os, "setpriority"):
         return None
@@ -73,14 +73,7 @@ def _lower(pid: int) -> None:
 
 
 class MemberProcess(Protocol):
-    """The process of a member, on this machine or elsewhere; as `WorkerProcess` has it.
-
-    Attributes:
-        pid: 0 for one of another machine.
-        heartbeat: None where it does not come this way.
-        process_state: None for one of another machine.
-        code: exit status; None while it runs, and where it is not known.
-    """
+    """The process of a member; pid 0, no heartbeat and no state where it is elsewhere."""
 
     @property
     def pid(self) -> int: ...  # noqa: D102
@@ -107,11 +100,7 @@ class MemberProcess(Protocol):
 
 
 class WorkerProcess:
-    """`pigou worker` as a child, in a session of its own: the terminal's Ctrl-C is ours alone.
-
-    Attributes:
-        heartbeat: the last that it printed; None before the first.
-    """
+    """`pigou worker` as a child, in a session of its own: the terminal's Ctrl-C is ours alone."""
 
     def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
         self.pid = process.pid
@@ -179,11 +168,7 @@ class WorkerProcess:
     async def ready(
         self, timeout_s: float, on_stage: Callable[[str], None] | None = None
     ) -> dict[str, Any]:
-        """Wait for the line that says where it listens; return it.
-
-        Args:
-            timeout_s: seconds that it may take.
-            on_stage: gets each stage of its start.
+        """Wait for the line that says where it listens; return it. `on_stage` gets stages.
 
         Raises:
             FleetError: it ended before, or took too long; the message has its last words.
@@ -231,10 +216,7 @@ class WorkerProcess:
         await self._read_rest()
 
     async def _ended(self) -> int:
-        """Return the exit status, once there is one.
-
-        asyncio's own wait ends only once the streams are closed, too, which a child may hold open.
-        """
+        """Return the exit status; asyncio's own wait is for streams that children hold, too."""
         waiting = asyncio.create_task(self._process.wait())
         try:
             while self._process.returncode is None:
@@ -320,10 +302,7 @@ class ProcessState:
 
 
 def process_stat(pid: int) -> tuple[str, int] | None:
-    """Return the state of a process of this machine, and the ticks of its CPU time (proc(5)).
-
-    None where they are not known.
-    """
+    """Return the state and CPU ticks of a process of this machine (proc(5)); None where unknown."""
     try:
         text = read_bytes(f"/proc/{pid}/stat").decode("ascii", "replace")
     except OSError:

@@ -47,10 +47,8 @@ def metrics_progress(
     way and no stream is owed, still counters say nothing.
 
     Args:
-        owed: requests from here whose next bytes it owes.
+        owed, unstreamed: requests from here: whose next bytes it owes; whose reply is one piece.
         planned_tokens: of prompts that it was sent, and has not answered yet.
-        unstreamed: requests from here whose reply comes in one piece.
-        bytes_read: bytes of the worker's streams so far.
 
     Returns:
         None where the page does not tell how many requests run.

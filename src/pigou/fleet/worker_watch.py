@@ -48,10 +48,6 @@ class WorkerWatch:
     its engine has work and makes no progress, by its own account, or when it does not answer at
     all. What clients take of its streams does not matter. A fleet that is slow altogether is not
     hung, and no two workers are judged at once (`HangArbiter`).
-
-    Attributes:
-        gaps: times that KV events were missed for good.
-        hung: the reason that `until_down` returned is a hang.
     """
 
     def __init__(
@@ -63,24 +59,16 @@ class WorkerWatch:
         process_state: ProcessState | None = None,
         heard: Callable[[], EngineProgress | None] | None = None,
     ) -> None:
-        """Prepare.
-
-        Args:
-            config: how closely it is watched.
-            arbiter: of the fleet; None for a fleet of one.
-            process_state: of its process, by `/proc`; None where it runs elsewhere.
-            heard: returns the heartbeat that came by another way than HTTP; None without one.
-        """
         self._plane_driver = plane_driver
         self._upstream = upstream
         self._config = config
         self._arbiter = arbiter or HangArbiter(config.hang)
         self._process_state = process_state
-        self._heard = heard
+        self._heard = heard  # returns the heartbeat that came by another way than HTTP
         self._last_heard: EngineProgress | None = None
         self._detector = HangDetector(config.hang, config.failures)
-        self.gaps = 0
-        self.hung = False
+        self.gaps = 0  # times that KV events were missed for good
+        self.hung = False  # why `until_down` returned
         self.stopped = False
         self._listed_at = 0.0
 

@@ -132,11 +132,7 @@ _USES = {"tools": "tool_use", "documents": "rag"}
 
 
 class ChatTemplate:
-    """A compiled chat template, as Hugging Face tokenizers publish them.
-
-    Attributes:
-        source: Jinja2 text.
-    """
+    """A compiled chat template, as Hugging Face tokenizers publish them."""
 
     def __init__(
         self,
@@ -144,15 +140,11 @@ class ChatTemplate:
         names: Mapping[str, str],
         uses: Mapping[str, ChatTemplate] = MappingProxyType({}),
     ) -> None:
-        """Compile a template.
+        """Compile Jinja2 text. Raises ValueError.
 
         Args:
-            source: Jinja2 text.
             names: special tokens (`bos_token`, ...), which templates use.
             uses: by variable, the template that is used instead where a chat has it.
-
-        Raises:
-            ValueError: it is not valid Jinja2.
         """
         env = make_environment()
         try:
@@ -169,10 +161,6 @@ class ChatTemplate:
     @classmethod
     def choose(cls, templates: Mapping[str, str], names: Mapping[str, str]) -> ChatTemplate | None:
         """Compile `default`, `tool_use` for chats with tools, `rag` for those with documents.
-
-        Args:
-            templates: Jinja2 texts by name.
-            names: special tokens.
 
         Returns:
             None where there is no `default`.
@@ -202,20 +190,17 @@ class ChatTemplate:
         continue_final_message: bool = False,
         variables: dict[str, Any] | None = None,
     ) -> str:
-        """Return the prompt.
+        """Return the prompt of checked messages.
+
+        The template gets contents as it reads them: parts where it loops over them, else one
+        string of lines; "" that is none where there is no content. Other fields that are None are
+        left out. A template that does not name `developer` gets `system`.
 
         Args:
-            messages: checked by `pigou.wire.request_validation.check_messages`. The template gets
-                their
-                content as it reads it: parts where it loops over them, else one string, the
-                parts joined with line breaks; "" that is none where there is no content. Other
-                fields that are None are left out. The role
-                `developer` is `system` for a template that does not name it.
             add_generation_prompt: open the assistant's turn at the end.
             continue_final_message: end within the final message, for the model to go on; its
                 trailing space stays if the template keeps it.
-            variables: further variables of the template; `tools` and `documents` are None where
-                they are not given.
+            variables: further ones; `tools` and `documents` are None where they are not given.
 
         Raises:
             ChatError: the template refuses the messages, or fails on them.
@@ -281,11 +266,7 @@ def _text(part: dict[str, Any]) -> str:
 
 
 def parse_call(call: Any) -> Any:
-    """Return a tool call with its arguments parsed, where they are a string; "" stands for {}.
-
-    Raises:
-        ValueError: they are not JSON.
-    """
+    """Return a tool call with its arguments parsed where they are text. Raises ValueError."""
     function = call.get("function") if isinstance(call, dict) else None
     arguments = function.get("arguments") if isinstance(function, dict) else None
     if not isinstance(function, dict) or not isinstance(arguments, str):
@@ -320,11 +301,7 @@ _CONVERTED: dict[str, Callable[[Any], Any]] = {
 
 
 def _mark_end(messages: list[dict[str, Any]]) -> str:
-    """Mark the end of the final message, in place; return its text.
-
-    Raises:
-        ChatError: it has no text.
-    """
+    """Mark the end of the final message, in place; return its text. Raises ChatError."""
     content = messages[-1]["content"]
     if isinstance(content, str) and not _is_null(content):
         messages[-1]["content"] = content + _END

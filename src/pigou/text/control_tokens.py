@@ -26,12 +26,6 @@ class ControlTokens:
     """The special tokens of a tokenizer, and how client's text is kept from becoming them."""
 
     def __init__(self, backend: Backend, end_tokens: Collection[int] = ()) -> None:
-        """Take the special tokens of a tokenizer, and those that end a sequence.
-
-        Args:
-            backend: may be used from several threads.
-            end_tokens: ids of the tokens that end a sequence, special or not.
-        """
         added = backend.get_added_tokens_decoder()
         own = {i: token for i, token in added.items() if token.special or i in end_tokens}
         texts = sorted({t.content for t in own.values() if len(t.content) > 1}, key=len)
@@ -44,17 +38,12 @@ class ControlTokens:
         self._copy: tuple[Backend, int] | None = None
 
     def warm_up(self) -> None:
-        """Copy the tokenizer, before the first text that needs that.
-
-        It takes most of a second for a vocabulary of 128,000, with the interpreter's lock held.
-        """
+        """Copy the tokenizer before a text needs it: a second of the interpreter's lock."""
         if self._pattern is not None:
             self._marked()
 
     def guard(self, value: Any) -> Any:
         """Return a JSON value with a mark inside each text of a special token, in keys as well.
-
-        A value without any is equal to what comes back.
 
         Raises:
             ChatError: it is nested too deep, or its special tokens cannot be told from text.

@@ -35,12 +35,9 @@ class Detokenizer:
         shown: frozenset[int] = frozenset(),
         begins: bool = True,
     ) -> None:
-        """Begin at no text.
+        """Begin at no text, without control tokens other than those `shown`.
 
         Args:
-            vocabulary: bytes of the tokens.
-            skip_special: leave control tokens out of the text.
-            shown: control tokens that are not left out.
             begins: the first token begins a text, where many tokenizers drop a space; False for
                 tokens that go on after a prompt.
         """
@@ -97,11 +94,7 @@ class Detokenizer:
 
 
 class _Window:
-    """The last tokens of a text that only a decoder of whole lists can read.
-
-    Text that was shown stays as it is: a decoder that would change it, such as a replacement
-    across tokens, gives other text streamed than whole.
-    """
+    """The last tokens of a text that only a decoder of whole lists can read; shown text stays."""
 
     __slots__ = ("_context", "_decode", "_shown", "_tokens")
 

@@ -20,11 +20,7 @@ _PROPERTIES = {"special": False, "lstrip": False, "rstrip": False, "single_word"
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return a JSON file's object; an empty one where the file is missing.
-
-    Raises:
-        ValueError: it is not JSON, or no object.
-    """
+    """Return a JSON file's object; an empty one where the file is missing. Raises ValueError."""
     if not path.is_file():
         return {}
     try:
@@ -43,8 +39,7 @@ def read_tokenizer(folder: Path) -> str:
     of the vocabulary that have a role. An id that cannot be is left out, with a warning.
 
     Raises:
-        OSError: `tokenizer.json` cannot be read.
-        ValueError: a file is not JSON, or says something else of tokens.
+        OSError, ValueError: a file cannot be read, or is not what it should be.
     """
     data = read_bytes(folder / "tokenizer.json", MAX_TOKENIZER)
     text, parsed = data.decode(), parse_json(data)
@@ -108,10 +103,7 @@ def _special_tokens(*sources: Mapping[str, Any]) -> list[tuple[int | None, dict[
 def read_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
     """Return chat templates by name, from wherever transformers looks for them.
 
-    `settings` are the contents of `tokenizer_config.json`; files of their own come before them.
-
-    Raises:
-        ValueError: they are no texts.
+    Files of their own come before `settings`, those of `tokenizer_config.json`. Raises ValueError.
     """
     files: dict[str, str] = {}
     path = folder / "chat_template.jinja"
@@ -148,11 +140,9 @@ BUNDLED = "bundled"
 
 
 def find_tokenizer(name: str, *, download: bool = False) -> Path | None:
-    """Return the folder that has a model's `tokenizer.json`; None when it cannot be had.
+    """Return the folder of a model's `tokenizer.json`, by folder, hub id or "bundled"; or None.
 
-    Args:
-        name: folder, hub id ("owner/name"), or "bundled".
-        download: ask the hub when its cache does not have it.
+    `download` asks the hub when its cache does not have it.
     """
     if name == BUNDLED:
         return bundled_path()
@@ -192,11 +182,8 @@ def end_tokens(
     `generation_config.json`'s, or at `config.json`'s. A template in ChatML adds `<|im_end|>`.
 
     Args:
-        settings: contents of `tokenizer_config.json`.
-        special: contents of `special_tokens_map.json`.
-        generation: contents of `generation_config.json`.
-        config: contents of `config.json`.
-        templates: sources of the chat templates.
+        settings, special: contents of `tokenizer_config.json`, of `special_tokens_map.json`.
+        generation, config: contents of these files.
         token_id: from a token's text to its id; None for text that is no token.
 
     Raises:
@@ -218,11 +205,7 @@ def end_tokens(
 
 
 def read_end_tokens(folder: Path, rows: int) -> frozenset[int]:
-    """Return the end tokens of a model's folder that have a row in the logits.
-
-    Raises:
-        ValueError: a file is not a JSON object, or an `eos_token_id` is no id.
-    """
+    """Return a folder's end tokens that have a row in the logits. Raises ValueError."""
     settings = read_object(folder / "tokenizer_config.json")
     ids = end_tokens(
         settings=settings,

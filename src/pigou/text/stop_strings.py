@@ -25,13 +25,7 @@ class Stops:
     __slots__ = ("_held", "_include", "_max_length", "_min_tokens", "_stops", "_tokens")
 
     def __init__(self, stops: Sequence[str], include: bool = False, min_tokens: int = 0) -> None:
-        """Watch for these strings.
-
-        Args:
-            stops: none of them empty.
-            include: the stop string itself is shown.
-            min_tokens: a string completed by one of the first `min_tokens` tokens does not count.
-        """
+        """`include` shows the stop string; one that ends within `min_tokens` does not count."""
         self._stops = tuple(stops)
         self._max_length = max(map(len, stops), default=0)
         self._include = include
@@ -40,10 +34,7 @@ class Stops:
         self._held = ""
 
     def feed(self, text: str) -> str | StopMatch:
-        """Take the text that one token completed; return what may be shown, or the match.
-
-        Call it for every token, also when its text is "". After a match, call it no more.
-        """
+        """Take the text, maybe "", of one token; return what may be shown, or the match."""
         self._tokens += 1
         if not text:
             return ""

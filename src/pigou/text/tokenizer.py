@@ -38,12 +38,7 @@ class Tokenizer:
 
     @staticmethod
     def load(folder: Path) -> Tokenizer:
-        """Read a model folder.
-
-        Raises:
-            TokenizerError: `tokenizer.json` is missing or of an unknown kind, or no token ends
-                a sequence.
-        """
+        """Read a model folder. Raises TokenizerError."""
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise TokenizerError(f"{folder} has no tokenizer.json; only that format is read")
@@ -92,18 +87,13 @@ class Tokenizer:
             self.control.warm_up()
 
     def guard(self, value: Any) -> Any:
-        """Return a client's JSON value, for a template, so that nothing in it becomes special.
-
-        What a template makes of it is for `encode` alone: the text may have marks.
-        """
+        """Return a client's JSON value for a template, marked so that nothing in it is special."""
         return value if self.control is None else self.control.guard(value)
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Return the token ids of a text; other threads run meanwhile.
 
-        Args:
-            text: must be encodable as UTF-8.
-            special: add what the tokenizer puts around a text (a begin token, mostly).
+        `special` adds what the tokenizer puts around a text (a begin token, mostly).
         """
         if self.control is not None and self.control.mark in text:
             return self.control.encode(text, special)

@@ -88,27 +88,20 @@ class JsonEnd:
 class CallReader:
     """Reads one object; its arguments are passed on as they come, where its name comes first.
 
-    Attributes:
-        done: the object has ended.
-        begun: the name is known.
-        failed: it is no call; `text` is what came.
-        is_json: a quoted key is in the place of an object's first.
-        text: what came before the name was known.
+    With `names` of functions, an object that names another one is no call.
     """
 
     def __init__(self, index: int, names: Collection[str] | None = None) -> None:
-        """Begin before an object.
-
-        Args:
-            names: of functions; an object that names another is no call. None for any name.
-        """
         self._index = index
         self._names = names
         self._whole = JsonEnd()
         self._arguments: JsonEnd | None = None
         self._tail: JsonEnd | None = None
-        self.done = self.begun = self.failed = self.is_json = False
-        self.text = ""
+        self.done = False  # the object has ended
+        self.begun = False  # the name is known
+        self.failed = False  # it is no call; `text` is what came
+        self.is_json = False  # a quoted key is in the place of an object's first
+        self.text = ""  # before the name was known
 
     def feed(self, text: str) -> tuple[list[Event], str]:
         """Take a piece; return what it means, and what of it comes after the object."""
@@ -238,8 +231,9 @@ class ToolParser:
 class MarkedParser(ToolParser):
     """Calls behind a marker: one object, several, or a list of them, with or without prose.
 
-    An object without a marker of its own is a call where it names a function of the request: behind
-    prose that follows a marker, and anywhere in a format that has calls without markers.
+    An object without a marker is a call where it names a function of the request: behind prose
+    that follows a marker, and anywhere in a format that has calls without markers. `reasoning` is
+    the tag that opened reasoning before the text begins.
     """
 
     OPEN: ClassVar[str]
@@ -248,12 +242,6 @@ class MarkedParser(ToolParser):
     BARE: ClassVar[bool] = False
 
     def __init__(self, names: Collection[str] = (), reasoning: str = "") -> None:
-        """Begin before the text.
-
-        Args:
-            names: functions that the request offers.
-            reasoning: tag that opened reasoning before the text begins; "" for none.
-        """
         super().__init__()
         self._names = frozenset(names)
         self._bare = self.BARE
@@ -499,23 +487,13 @@ def detect_parser(template: str | None) -> ParserName | None:
 
 
 def make_parser(name: ParserName, functions: Collection[str], reasoning: str = "") -> ToolParser:
-    """Return a fresh parser of a format.
-
-    Args:
-        name: as `--tool-call-parser` takes it.
-        functions: names of the request's.
-        reasoning: tag that opened reasoning before the text begins; "" for none.
-    """
+    """Return a fresh parser of a format; `reasoning` is the tag that opened it before the text."""
     kinds = {"hermes": HermesParser, "llama3_json": LlamaParser, "mistral": MistralParser}
     return kinds[name](functions, reasoning)
 
 
 def open_reasoning(prompt: str, final: str | None) -> str:
-    """Return what opened the reasoning that a reply begins within; "" where it begins with none.
-
-    Args:
-        final: the message that the reply continues; None where it continues none.
-    """
+    """Return what opened the reasoning within which a reply, or a `final` message's, begins."""
     if final is None:
         match = _OPEN_REASONING.search(prompt)
         return match[1] if match else ""

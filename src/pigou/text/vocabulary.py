@@ -54,7 +54,6 @@ def vocabulary(
     Args:
         names: token -> id, added tokens included.
         special: ids of control tokens.
-        decoder: its `decoder` part.
         whole: decodes a list of ids, for decoders that do not work token by token.
 
     Raises:
@@ -248,9 +247,7 @@ _STEPS: dict[str, Callable[[Any], Step]] = {
 
 
 def _byte_chars() -> dict[str, int]:
-    """Return GPT-2's map between bytes and printable characters: 33-126, 161-172 and 174-255
-    stand for themselves, the others for U+0100 and on.
-    """
+    """Return GPT-2's map from printable characters to bytes."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     chars = {chr(byte): byte for byte in printable}
     hidden = [byte for byte in range(256) if byte not in set(printable)]

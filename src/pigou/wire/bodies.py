@@ -62,11 +62,7 @@ class ByteReservation:
             )
 
     def grow(self, size: int) -> None:
-        """Take `size` bytes more.
-
-        Raises:
-            OverBudget: more than its share; nothing was taken.
-        """
+        """Take `size` bytes more. Raises OverBudget: more than its share; nothing was taken."""
         self.check(size)
         self.size += size
         self._budget.used += size
@@ -100,12 +96,7 @@ BODIES = ByteBudget(512 * 2**20)
 
 
 async def read_page(response: aiohttp.ClientResponse, max_bytes: int = MAX_PAGE_BYTES) -> bytes:
-    """Return the body of a page that another process shows.
-
-    Raises:
-        aiohttp.ClientPayloadError: it has more than `max_bytes` bytes, or all replies and pages
-            under way more than their budget.
-    """
+    """Return the body of another process's page. Raises aiohttp.ClientPayloadError: too large."""
     page, why = bytearray(), ""
     with REPLIES.reserve() as held:
         if (response.content_length or 0) > max_bytes:
@@ -137,14 +128,7 @@ async def no_interim_answer(_: web.Request) -> None:
 
 
 async def read_json(request: web.Request, max_bytes: int) -> bytes:
-    """Return a request's body, which must be declared as JSON.
-
-    Args:
-        max_bytes: bytes of the body.
-
-    Raises:
-        APIError: 400, it is not declared as JSON; else as `read_body`.
-    """
+    """Return a request's body, which must be declared as JSON; raises as `read_body`."""
     if request.content_type != _JSON:
         raise APIError(
             400,
@@ -245,11 +229,7 @@ class FairThreadPool:
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
 
     async def run(self, tenant: str, work: Callable[[], _T]) -> _T:
-        """Return what `work` returns, called on a thread.
-
-        Raises:
-            APIError: 429, too much of this tenant waits already. Whatever `work` raises.
-        """
+        """Return what `work` returns, called on a thread. Raises APIError 429: too much waits."""
         await self._take(tenant)
         job = asyncio.get_running_loop().run_in_executor(self._pool, work)
         # A thread stays taken until its work ends, also when nobody waits for it any longer.

@@ -77,10 +77,9 @@ class Connections:
 
     When the cap is reached, a new connection takes the place of one that has no request under
     way: first of those whose client never sent a whole request, from the address that has most
-    of them, the oldest. Where all are at work, a few more are let in, for health probes and
-    requests with a key (`reserved`); the rest is answered 503. Half of those few are for probes
-    alone, and of the other half no address gets more than half of what the others leave: who fills
-    it cannot make `/health` fail.
+    of them, the oldest. Where all are at work, a few more are let in (`reserved`), the rest is
+    answered 503. Half of those few are for health probes alone; the others need a key, and no
+    address gets more than half of what the others leave.
     """
 
     def __init__(self, cap: int, max_peer: int = 0) -> None:
@@ -140,15 +139,7 @@ class Connections:
 
 
 class LimitedHandler(RequestHandler):
-    """One connection: bounded in time, answered in the shape that all errors have.
-
-    Attributes:
-        peer: the client's address.
-        served: a request of it was answered with less than 400.
-        reserved: it was let in above the cap, for one request.
-        for_probes: the connection may carry health probes alone.
-        streams_events: the response under way is an event stream, which may hold comments.
-    """
+    """One connection: bounded in time, answered in the shape that all errors have."""
 
     __slots__ = ("_answered", "_connections", "_content", "_half_open", "_head_s", "_head_timer",
                  "_probe_timer", "for_probes", "peer", "reserved", "served",
@@ -175,10 +166,11 @@ class LimitedHandler(RequestHandler):
         self._probe_timer: asyncio.TimerHandle | None = None
         self._half_open = False
         self._content: StreamReader | None = None
-        self.peer = ""
-        self.served = False
-        self.reserved = self.for_probes = self._answered = False
-        self.streams_events = False
+        self.peer = ""  # the client's address
+        self.served = False  # a request of it was answered with less than 400
+        self.reserved = self.for_probes = False  # let in above the cap; for health probes alone
+        self._answered = False
+        self.streams_events = False  # the response under way may hold comments
 
     @property
     def is_idle(self) -> bool:
@@ -259,11 +251,8 @@ class LimitedHandler(RequestHandler):
             self.force_close()
 
     def _look_after(self, probes: int, wait_s: float) -> None:
-        """See whether a half-closed client is still there, until its answer is sent.
-
-        A client that has closed both sides looks the same, until something is sent to it: then
-        its system resets the connection.
-        """
+        """See whether a half-closed client is still there, until its answer is sent."""
+        # One that has closed both sides looks the same, until something is sent: then it is reset.
         transport = self.transport
         if transport is None or transport.is_closing():
             return
@@ -346,10 +335,7 @@ class Factory:
 
 
 async def close_old_streams(request: web.BaseRequest, response: web.StreamResponse) -> None:
-    """End a response of unknown length to an HTTP/1.0 client with its connection.
-
-    To be added to an application's `on_response_prepare`: such a client knows no other end.
-    """
+    """End a stream to an HTTP/1.0 client with its connection; for `on_response_prepare`."""
     if request.version < HttpVersion11 and not isinstance(response, web.Response):
         response.force_close()
 

@@ -93,15 +93,7 @@ _STEP = re.compile(r"\.(\w+)|\[(\d+|\.\.\.)\]")
 
 
 class APIError(Exception):
-    """A refusal or failure, as the client gets it.
-
-    Attributes:
-        message: names the field, its value and the remedy where there is one.
-        param: the field at fault, or None.
-        type: class of the error, by default that of the status.
-        retry_after: seconds after which trying again makes sense; sent as `Retry-After`.
-        final: trying again changes nothing; sent as `X-Should-Retry`, which SDKs go by.
-    """
+    """A refusal or failure, as the client gets it; the message names field, value and remedy."""
 
     def __init__(
         self,
@@ -120,8 +112,8 @@ class APIError(Exception):
         self.param = param
         self.type = type or TYPES.get(status, HTTPStatus(status).phrase.replace(" ", "") + "Error")
         self.code = status if code is None else code
-        self.retry_after = retry_after
-        self.final = final
+        self.retry_after = retry_after  # seconds; sent as `Retry-After`
+        self.final = final  # trying again changes nothing; sent as `X-Should-Retry`
 
     @property
     def headers(self) -> dict[str, str]:
@@ -147,13 +139,7 @@ def unknown_field(field: str) -> APIError:
 
 
 def http_error(status: int, method: str, path: str, reason: str = "") -> APIError:
-    """Return the error for a request that no route takes, by what the HTTP server found.
-
-    Args:
-        status: HTTP status that it chose.
-        method, path: the request's.
-        reason: that it gives for other statuses than 404 and 405.
-    """
+    """Return the error for a request that no route takes, by the HTTP server's status."""
     if status == 404:
         return absent_route(method, path, ())
     if status == 405:
@@ -162,12 +148,7 @@ def http_error(status: int, method: str, path: str, reason: str = "") -> APIErro
 
 
 def absent_route(method: str, path: str, available: Sequence[str]) -> APIError:
-    """Return the error 404 for a route that nobody here serves, with the remedy for a known one.
-
-    Args:
-        method, path: the request's.
-        available: paths to name in the message.
-    """
+    """Return the error 404 for a route that nobody here serves, with the remedy for a known one."""
     parts = [*path.split("/"), "", ""]
     remedy = _ABSENT_ROUTES.get(parts[2] if parts[1] in ("v1", "v2") else parts[1])
     listed = f" Available here: {', '.join(available)}." if available else ""
@@ -188,12 +169,7 @@ def error_body(message: str, type: str, param: str | None, code: int | str) -> b
 
 
 def decode_error(error: Exception, body: bytes) -> APIError:
-    """Translate what msgspec says of a body into an error that names field, value and remedy.
-
-    Args:
-        error: from `msgspec.json.decode` (`DecodeError`, `ValidationError`) or a
-            `UnicodeDecodeError`.
-    """
+    """Translate msgspec's error about a body into one that names field, value and remedy."""
     text = str(error)
     if isinstance(error, msgspec.ValidationError):
         return _field_error(text, body)
@@ -232,10 +208,7 @@ def _join(path: str | None, field: str) -> str:
 
 
 def _value_at(body: bytes, path: str) -> Any:
-    """Return the value at msgspec's path (`$.a.b[2]`); the nearest parent of an unnamed item.
-
-    What cannot be decoded (a number out of range) is returned as UNSET.
-    """
+    """Return the value at msgspec's path (`$.a.b[2]`), or its nearest parent; UNSET for none."""
     try:
         value = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

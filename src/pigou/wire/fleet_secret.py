@@ -36,11 +36,7 @@ class FleetSecret:
     """A secret, and the keys that are derived from it; printing it shows nothing."""
 
     def __init__(self, text: str, where: str = "the fleet secret") -> None:
-        """Take a secret of 16 to 4,096 characters.
-
-        Raises:
-            ConfigError: it is shorter or longer; `where` says where it came from.
-        """
+        """Take a secret of 16 to 4,096 characters. Raises ConfigError."""
         text = text.strip()
         if not _MIN_CHARS <= len(text) <= _MAX_CHARS:
             raise ConfigError(
@@ -59,11 +55,7 @@ class FleetSecret:
 
     @classmethod
     def read(cls, path: str) -> FleetSecret:
-        """Read a file that holds the secret alone.
-
-        Raises:
-            ConfigError: it cannot be read, or holds no secret.
-        """
+        """Read a file that holds the secret alone. Raises ConfigError."""
         try:
             text = read_text(path)
         except (OSError, UnicodeDecodeError) as error:
@@ -76,10 +68,7 @@ class FleetSecret:
     ) -> FleetSecret | None:
         """Return the secret of a file, else that of the environment; None where there is none.
 
-        What the environment has of it is removed, so that no child inherits it.
-
-        Raises:
-            ConfigError: what is given is no secret, or cannot be read.
+        What the environment has of it is removed, so that no child inherits it. Raises ConfigError.
         """
         environment = os.environ if environment is None else environment
         text, descriptor = environment.pop(VARIABLE, None), environment.pop(DESCRIPTOR, None)
@@ -103,10 +92,7 @@ class FleetSecret:
         return self.key("http").hex()
 
     def admits(self, authorization: str | None) -> bool:
-        """Whether an `Authorization` header carries the token, or the secret itself.
-
-        Both are compared in constant time.
-        """
+        """Whether a header carries the token, or the secret itself; compared in constant time."""
         scheme, _, value = (authorization or "").partition(" ")
         shown = _digest(value.strip().encode("utf-8", "surrogateescape"))
         good = hmac.compare_digest(shown, _digest(self.token.encode()))
@@ -149,22 +135,14 @@ def _read_descriptor(text: str) -> str:
 
 
 def secure_server(socket: zmq.Socket[Any], secret: FleetSecret) -> None:
-    """Let a socket that binds talk to who knows the secret alone; before it is bound.
-
-    Raises:
-        ConfigError: this libzmq has no CURVE.
-    """
+    """Let a socket talk to who knows the secret alone, before it is bound. Raises ConfigError."""
     _check()
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.CURVE_SECRETKEY, _private(secret, "publisher"))
 
 
 def secure_client(socket: zmq.Socket[Any], secret: FleetSecret) -> None:
-    """Let a socket that connects talk to a publisher that knows the secret alone.
-
-    Raises:
-        ConfigError: this libzmq has no CURVE.
-    """
+    """Let a socket talk to a publisher that knows the secret alone. Raises ConfigError."""
     _check()
     own = _private(secret, "subscriber")
     socket.setsockopt(zmq.CURVE_SERVERKEY, zmq.curve_public(_private(secret, "publisher")))

@@ -111,8 +111,7 @@ def read_fields(data: bytes, context: int = 0) -> dict[str, msgspec.Raw]:
         context: tokens that the model can hold; 0 where that is not known.
 
     Raises:
-        APIError: 400, it is no JSON object, is nested too deeply, has too many fields, names one
-            twice, or has a field that is too large; with the count, the bound and the remedy.
+        APIError: 400, with the count, the bound and the remedy.
     """
     count = _check_body(data)
     try:

@@ -66,10 +66,7 @@ _TABLE = _table()
 def _skip(
     data: NDArray[np.uint8], table: NDArray[np.int64], state: NDArray[np.int64], max_values: int
 ) -> int:
-    """Step over up to `max_values` values; return a fault, or 0.
-
-    `state` has the position and how many values are left; what they contain counts too.
-    """
+    """Step over up to `max_values` values, inner ones too; `state` is position and values left."""
     at, left, size = state[_AT], state[_LEFT], data.shape[0]
     while left > 0 and max_values > 0:
         if left > size - at:  # each value has a byte at least
@@ -110,10 +107,7 @@ class Walk:
         self._state = np.zeros(2, dtype=np.int64)
 
     def skip(self, at: int, count: int) -> Generator[None, None, int]:
-        """Step over `count` values; return where they end.
-
-        Yields:
-            None after each `STEP` values, so that others can run.
+        """Step over `count` values; return where they end. Yields after each `STEP` values.
 
         Raises:
             MessagePackError: the payload ends before, or is no MessagePack.
@@ -241,7 +235,6 @@ def stored_map(
     Args:
         token_ids: of all blocks of the event, `blocks * block_size` of them; none for a tier,
             whose blocks are known by their hashes from the device.
-        block_size: tokens in a block.
         salt: cache salt of the request; travels with its first block only.
     """
     hashes = wire_hashes(event.hashes)
@@ -282,11 +275,7 @@ def encode_batch(ts: float, events: list[dict[str, Any]], rank: int = 0) -> byte
 
 
 def decode_batch(payload: bytes) -> KVEventBatch:
-    """Decode a payload of vLLM, SGLang or Pigou, of either shape.
-
-    Raises:
-        EventError: it is not `[timestamp, [events], rank?]`, or an event lacks a field.
-    """
+    """Decode a payload of vLLM, SGLang or Pigou, of either shape. Raises EventError."""
     try:
         raw = _decoder.decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
@@ -306,11 +295,7 @@ def sequence_frame(number: int) -> bytes:
 
 
 def sequence_number(frame: bytes) -> int | None:
-    """Return the number of a sequence frame; None for the end of a replay.
-
-    Raises:
-        EventError: the frame has not 8 bytes.
-    """
+    """Return the number of a sequence frame; None for the end of a replay. Raises EventError."""
     if len(frame) != 8:
         raise EventError(f"a sequence number has 8 bytes, this frame has {len(frame)}")
     return None if frame == END_OF_REPLAY else int.from_bytes(frame, "big")
@@ -399,14 +384,11 @@ def read_hash(value: Any) -> WireHash:
 
 
 def read_lora(fields: dict[str, Any]) -> str | None:
-    """Return the adapter of an event's blocks; None for the base model.
-
-    Old engines send a number alone, which no request names: its blocks are nobody's hits.
-    """
+    """Return the adapter of an event's blocks; None for the base model."""
     name, number = read_text(fields, "lora_name"), fields.get("lora_id")
     if name or not number:
         return name or None
-    if isinstance(number, int):
+    if isinstance(number, int):  # of old engines: no request names it, its blocks are nobody's
         return f"lora_id={number}"
     return read_text(fields, "lora_id")
 
@@ -449,12 +431,10 @@ def event_slices(payload: bytes) -> Iterator[tuple[WireEvent, ...]]:
     """Decode a payload in slices, so that other tasks can run in between.
 
     Yields:
-        Events in order, `SLICE` blocks of them at a time, about; none where others should run
-        all the same.
+        Events in order, about `SLICE` blocks of them; none where others should run all the same.
 
     Raises:
-        EventError: as `decode_batch`; the payload is longer than `MAX_BATCH`. Events before the
-            fault have been yielded.
+        EventError: as `decode_batch`, or over `MAX_BATCH`; events before it have been yielded.
     """
     if len(payload) > MAX_BATCH:
         raise EventError(f"a batch of {len(payload)} bytes; at most {MAX_BATCH} work")
@@ -596,11 +576,7 @@ class _Items:
 
     @classmethod
     def of(cls, walk: Walk, spans: dict[str, _Span], name: str) -> _Items:
-        """Return the items of a field.
-
-        Raises:
-            EventError: it is no array.
-        """
+        """Return the items of a field. Raises EventError: it is no array."""
         head = walk.array_head(spans[name][0]) if name in spans else None
         if head is None:
             raise EventError(f"{name} is no array; it must be a list")

@@ -18,11 +18,9 @@ _WILDCARD = re.compile(r"^tcp://(\*|0\.0\.0\.0|\[::\])(?=:)")
 
 
 def advertised(listens: str, given: str = "") -> str:
-    """Return the host at which others reach a server.
+    """Return the host at which others reach a server: as given, else where it listens.
 
-    Args:
-        given: by the operator; empty for the host that it listens on, or for this machine's own
-            address by its name where that is all of them; loopback where it has none.
+    A server that listens on all addresses is at this machine's own, or at loopback without one.
     """
     if given or listens not in WILD:
         return given or listens
@@ -60,10 +58,9 @@ MAX_TEXT = 512
 
 
 def deployment_version(about: Mapping[str, Any]) -> str:
-    """Return the version of a worker's deployment, by what it says of itself.
+    """Return the version of a worker's deployment; workers of two versions exchange no KV.
 
-    Workers of two versions exchange no KV. Without `--deployment-version` it is the digest of the
-    weights; empty for a stock engine.
+    Without `--deployment-version` it is the digest of the weights; empty for a stock engine.
     """
     return text(about.get("deployment_version")) or text(about.get("release"))
 
@@ -74,12 +71,9 @@ def text(value: Any) -> str:
 
 
 def worker_name(incarnation: str, url: str, host: str) -> str:
-    """Return the name of a worker among gateways: its incarnation, else the address of its server.
+    """Return the name of a worker among gateways: its incarnation, else its server's URL.
 
-    Args:
-        incarnation: id of the process; empty for a stock engine.
-        url: the server's, as this gateway knows it.
-        host: name of this gateway's machine, which belongs to a loopback address.
+    A loopback address gets the name of this gateway's `host`.
     """
     if incarnation:
         return incarnation
@@ -87,10 +81,7 @@ def worker_name(incarnation: str, url: str, host: str) -> str:
 
 
 def token(name: str) -> str:
-    """Return a name as one token of a NATS subject; equal for equal names only.
-
-    What is no letter, digit or hyphen is written in hexadecimal.
-    """
+    """Return a name as one token of a NATS subject; other characters in hexadecimal."""
     return re.sub(r"[^A-Za-z0-9-]", lambda match: f"_{ord(match[0]):x}_", name)
 
 
@@ -126,13 +117,7 @@ class PullPool(NamedTuple):
 
     @classmethod
     def of(cls, queue: str, model: str, version: str, secret: FleetSecret | None) -> Self:
-        """Return the pool of a worker.
-
-        Args:
-            model: name that requests use.
-            version: as `deployment_version`.
-            secret: fleet secret that the worker proves; None without one.
-        """
+        """Return the pool of workers of a model and version that prove a secret, if any."""
         proof = b"" if secret is None else secret.key(_POOL_USE)
         parts = b"\0".join((proof, model.encode(), version.encode()))
         return cls(queue, sha256(parts).hexdigest()[:_POOL_CHARS])

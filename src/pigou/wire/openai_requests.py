@@ -62,13 +62,11 @@ def neutral(name: str, value: Any, n: Any = None) -> bool:
 def known_part(
     body: bytes, fields: Iterable[str], nested: Mapping[str, Iterable[str]], unknown: list[str]
 ) -> bytes:
-    """Return a body without its unknown and neutral fields.
+    """Return a body, a JSON object, without its unknown and neutral fields.
 
     Args:
-        body: a JSON object.
         fields: names that the request's type has.
-        nested: of fields that are objects themselves, the names that these have; `a.b` for the
-            object in field `b` of `a`.
+        nested: names that the fields have which are objects; `a.b` for the object in `b` of `a`.
         unknown: the names of unknown fields are appended to it, as paths.
 
     Raises:
@@ -134,11 +132,7 @@ class UnknownFields:
         self._logged: set[str] = set()
 
     def judge(self, names: Iterable[str]) -> dict[str, str]:
-        """Return the response headers that tell of unknown fields.
-
-        Raises:
-            APIError: 400, they are refused.
-        """
+        """Return the response headers that tell of unknown fields. Raises APIError."""
         names = list(names)
         if not names:
             return {}

@@ -39,10 +39,7 @@ def leg_one(
 ) -> dict[str, Any]:
     """Return the body for the prefill worker: one token, no stream, blocks held.
 
-    Args:
-        body: the client's request, decoded.
-        chat: whether it is a chat request, whose limit has a second name.
-        read: ticket for what another worker has cached of the prompt, which it pulls first.
+    `read` is the ticket for what another worker has cached of the prompt, which it pulls first.
     """
     leg = {name: value for name, value in body.items() if name not in _DROPPED}
     leg |= {"stream": False, "max_tokens": 1, "kv_transfer_params": dict(ASK)}
@@ -59,11 +56,7 @@ def leg_two(body: Mapping[str, Any], ticket: Mapping[str, Any]) -> dict[str, Any
 
 
 def ticket(reply: bytes) -> dict[str, Any] | None:
-    """Return the `kv_transfer_params` of a prefill worker's JSON reply; None if it has none.
-
-    Raises:
-        msgspec.DecodeError: the reply is not JSON of that shape.
-    """
+    """Return a prefill worker's `kv_transfer_params`, None without. Raises msgspec.DecodeError."""
     return _reply.decode(reply).kv_transfer_params
 
 

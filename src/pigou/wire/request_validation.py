@@ -285,15 +285,7 @@ def new_request_id() -> str:
 
 
 def request_id(header: str | None, field: str | None) -> str:
-    """Return a request's id, a new one where the client gave none.
-
-    Args:
-        header: the client's `X-Request-Id`, which goes first.
-        field: `request_id` of its body.
-
-    Raises:
-        APIError: 400, it is empty, too long, or has other characters than printable ASCII.
-    """
+    """Return a request's id: of its header, else its body, else a new one. Raises APIError 400."""
     given = header or field
     if given is None:
         return new_request_id()

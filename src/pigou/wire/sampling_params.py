@@ -29,17 +29,14 @@ class ModelLimits:
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """What holds where a request says nothing (the model's generation config).
-
-    `json_close_after` is Pigou's own key: see `pigou.sampling.Grammar.close_after`.
-    """
+    """What holds where a request says nothing (the model's generation config)."""
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    json_close_after: int = 0
+    json_close_after: int = 0  # Pigou's own key: see `pigou.sampling.Grammar.close_after`
 
 
 def sampling_params(
@@ -50,16 +47,11 @@ def sampling_params(
     seed: int,
     grammar: Grammar | None = None,
 ) -> SamplingParams:
-    """Return the sampling parameters of a request.
+    """Return the sampling parameters of a checked request; `max_tokens` fits the context.
 
     Args:
-        request: already through `pigou.wire.request_validation.check`.
         prompt_tokens: of the original prompt, that is without resumed tokens.
         seed: of this sequence; choices of one request have seeds of their own.
-        grammar: of the output (`pigou.wire.structured_output.grammar`, or of a tool call).
-
-    Returns:
-        Parameters; `max_tokens` counts from the original prompt, and fits the context.
 
     Raises:
         APIError: 400, the request cannot fit, or names tokens outside the vocabulary.
@@ -92,9 +84,9 @@ def sampling_params(
 
 
 def max_tokens(request: GenerationRequest, prompt_tokens: int, max_model_len: int) -> int:
-    """Return the output limit: the request's, or a default that is cut to what the context leaves.
+    """Return the output limit: the request's, or a default that fits the context.
 
-    It is 1 where nothing is to be generated: the step that scores the prompt samples one token.
+    It is 1 where only the prompt is scored, as that step samples one token.
 
     Raises:
         APIError: 400, the context has no room for it, or for a single token.

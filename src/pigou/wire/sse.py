@@ -27,10 +27,6 @@ class Reader:
     Comments and fields other than `data` are skipped; data lines of one event are joined with a
     line break, as the specification of server-sent events says. An event counts when the blank
     line that ends it has arrived. A byte order mark before the stream is skipped.
-
-    Attributes:
-        skipped: events without data so far.
-        size: bytes of the event that is not whole yet.
     """
 
     __slots__ = ("_begun", "_held", "_parts", "size", "skipped")
@@ -40,8 +36,8 @@ class Reader:
         self._held = b""
         # Pieces of an event that is not whole: joined once, so that time stays linear.
         self._parts: list[bytes] = []
-        self.size = 0
-        self.skipped = 0
+        self.size = 0  # bytes of the event that is not whole yet
+        self.skipped = 0  # events without data
 
     @property
     def pending(self) -> bool:
@@ -54,11 +50,7 @@ class Reader:
         return b"".join(self._parts[-64:]).rstrip().endswith(DONE_PAYLOAD)
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Take the next bytes; return the payloads of the events that they complete.
-
-        Raises:
-            EventTooLong: an event has more than `MAX_EVENT` bytes.
-        """
+        """Take the next bytes; return the payloads that they complete. Raises EventTooLong."""
         if self._held:
             data, self._held = self._held + data, b""
         if not self._begun:

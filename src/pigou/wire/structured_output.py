@@ -154,10 +154,7 @@ _OPENS, _CLOSES = "([{", ")]}"
 
 
 def grammar(request: GenerationRequest, flexible: bool = False) -> Grammar | None:
-    """Return what the output must match.
-
-    Args:
-        flexible: JSON may have white space between its parts, where the request does not say.
+    """Return what the output must match; JSON may have white space where `flexible`.
 
     Raises:
         APIError: 400, that is said badly, or is too large.
@@ -355,11 +352,7 @@ class ToolUse:
 
 
 def tool_use(request: ChatRequest) -> ToolUse | None:
-    """Return how a request uses tools; None where it may call none.
-
-    Raises:
-        APIError: 400, tools or tool_choice are faulty.
-    """
+    """Return how a request uses tools; None where it may call none. Raises APIError."""
     if request.tool_choice == "none":
         return None
     functions = _functions(request.tools or [])
@@ -462,10 +455,7 @@ def _calls(functions: dict[str, dict[str, Any]], max_calls: int) -> dict[str, An
 
 
 def _parameters(function: dict[str, Any], root: str) -> dict[str, Any]:
-    """Return a function's parameters as a schema whose own root is at `root` (a JSON pointer).
-
-    Objects that name their properties have no others, as in OpenAI's strict mode.
-    """
+    """Return a function's parameters as a schema, its root at a JSON pointer, closed if strict."""
     given = function.get("parameters")
     if not given:
         return {"type": "object", "properties": {}, "additionalProperties": False}

@@ -23,6 +23,7 @@ from pigou.fleet.registry.entry import write_entry
 from pigou.fleet.registry.kubernetes_store import ENTRY, RESTARTS
 from pigou.fleet.registry.registry import open_registry
 from pigou.fleet.serve import Serving
+from pigou.fleet.supervisor import FleetSetup
 from pigou.gateway.config import GatewayConfig
 from pigou.request import Role
 
@@ -110,10 +111,10 @@ async def scaled(planner: Manifest) -> AsyncIterator[tuple[Cluster, Kubelet, Ser
         await until(lambda: cluster.store.all("pigoupools") and kubelet.pods())
         url = f"k8s://default?selector=pigou.dev/fleet=chat,pigou.dev/part=worker&api={cluster.api.url}"
         registry = open_registry(url)
-        registry.scales = FleetScales.of(url)
         config = PlannerConfig(slo="ttft=5,itl=1", planner=planner, interval_s=0.2)
-        serving = Serving(GatewayConfig(port=0, strict=False), ControlConfig(), [], WATCH,
-                          planner=config, registry=registry)  # fmt: skip
+        serving = Serving(GatewayConfig(port=0, strict=False), ControlConfig(),
+                          FleetSetup(watch=WATCH, registry=registry, scales=FleetScales.of(url)),
+                          config)  # fmt: skip
         try:
             await serving.start()
             yield cluster, kubelet, serving

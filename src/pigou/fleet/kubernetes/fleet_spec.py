@@ -84,11 +84,7 @@ class Resources(Typed, frozen=True):
 
 
 class PodFields(Typed, frozen=True):
-    """Fields of Kubernetes' pods and containers, under Kubernetes' names.
-
-    `labels` and `annotations` are the pod's; `env`, `resources`, `security_context` and
-    `volume_mounts` are the container's.
-    """
+    """Fields of Kubernetes' pods (`labels`, `annotations`, ...) and containers (`env`, ...)."""
 
     labels: dict[str, str] = {}
     annotations: dict[str, str] = {}
@@ -109,15 +105,11 @@ class PodFields(Typed, frozen=True):
 
 
 def check_pod(pod: PodFields, where: str, own_resources: Mapping[str, str]) -> None:
-    """Refuse what the operator sets itself, and variables without one source.
+    """Refuse what the operator sets itself, and variables without one source. Raises ConfigError.
 
     Args:
-        pod: fields of a pool or of the gateway.
         where: path of `pod` in the specification.
         own_resources: resources that other fields set -> those fields.
-
-    Raises:
-        ConfigError: naming the field, its value and the remedy.
     """
     for field, keys in (("labels", pod.labels), ("annotations", pod.annotations)):
         if own := sorted(key for key in keys if key.startswith(OWN_KEYS)):
@@ -237,14 +229,11 @@ class ModelSpec(Typed, frozen=True, kw_only=True):
         return name_label(self.name)
 
     def limits(self, replicas: dict[str, int]) -> tuple[int, int]:
-        """Return surge and unavailable in workers; percents are of the widest role.
-
-        Where both come to 0, one may be unavailable, as for Deployments.
-        """
+        """Return surge and unavailable in workers; percents are of the widest role."""
         widest = max(replicas.values(), default=0)
         surge = resolved(self.update.surge, widest, up=True)
         unavailable = resolved(self.update.unavailable, widest, up=False)
-        return surge, unavailable if surge else max(1, unavailable)
+        return surge, unavailable if surge else max(1, unavailable)  # as for Deployments
 
 
 class SloSpec(Typed, frozen=True):
@@ -302,11 +291,7 @@ def name_label(name: str) -> str:
 
 
 def read_fleet(spec: Any, name: str = "fleet") -> FleetSpec:
-    """Return the specification of a fleet of a name.
-
-    Raises:
-        ConfigError: naming the field, its value and the remedy.
-    """
+    """Return the specification of a fleet of a name. Raises ConfigError."""
     if not re.fullmatch(_LABEL, name):
         raise ConfigError(
             f"metadata.name is {name!r}; name the fleet with up to 30 lower-case letters, digits "

@@ -36,11 +36,7 @@ _STRICT = {"fieldValidation": "Strict"}
 
 
 class KubernetesError(Exception):
-    """An API server refused a call, or did not answer.
-
-    Attributes:
-        code: HTTP status; 0 without an answer.
-    """
+    """An API server refused a call with HTTP status `code`, or did not answer (0)."""
 
     def __init__(self, code: int, message: str) -> None:
         super().__init__(f"Kubernetes answered {code}: {message}" if code else message)
@@ -73,11 +69,7 @@ class Connection(msgspec.Struct, frozen=True, kw_only=True):
         return cls(**values, insecure=bool(info.insecure))
 
     def tls(self) -> ssl.SSLContext | bool:
-        """Return what secures the connection.
-
-        Raises:
-            ConfigError: a certificate cannot be read.
-        """
+        """Return what secures the connection. Raises ConfigError: a certificate cannot be read."""
         if self.insecure:
             return False
         authority = b64decode(self.ca_data).decode() if self.ca_data else None
@@ -144,11 +136,7 @@ class KubernetesApi:
         return item
 
     async def list(self, kind: str, namespace: str = "", selector: str = "") -> list[Manifest]:
-        """Return the objects of a namespace (empty: of all) that a label selector matches.
-
-        Raises:
-            KubernetesError: the server refused, or did not answer.
-        """
+        """Return the objects of a namespace (empty: of all) that a label selector matches."""
         items: list[Manifest] = []
         query = {"limit": str(_PAGE)} | ({"labelSelector": selector} if selector else {})
         while True:
@@ -160,41 +148,25 @@ class KubernetesApi:
             query["continue"] = more
 
     async def create(self, manifest: Manifest) -> None:
-        """Make an object, none of whose fields the server drops.
-
-        Raises:
-            KubernetesError: the server refused; code 409 where there is one.
-        """
+        """Make an object, none of whose fields the server drops. Raises KubernetesError."""
         path = _path(manifest["kind"], manifest["metadata"]["namespace"])
         await self._call("POST", path, manifest, query=_STRICT)
 
     async def replace(self, manifest: Manifest) -> None:
-        """Write a whole object, which nobody has changed since it was read.
-
-        Raises:
-            KubernetesError: the server refused; code 409 where somebody else changed it since.
-        """
+        """Write a whole object; code 409 where somebody else changed it since it was read."""
         meta = manifest["metadata"]
         path = f"{_path(manifest['kind'], meta['namespace'])}/{meta['name']}"
         await self._call("PUT", path, manifest, query=_STRICT)
 
     async def patch(self, manifest: Manifest, part: str = "") -> None:
-        """Change an object, or its `status` or `scale`, by a merge patch.
-
-        Raises:
-            KubernetesError: the server refused; code 409 where somebody else changed it since.
-        """
+        """Change an object, or its `status` or `scale`, by a merge patch; code 409 as `replace`."""
         meta = manifest["metadata"]
         path = f"{_path(manifest['kind'], meta['namespace'])}/{meta['name']}"
         body = manifest if not part else {k: v for k, v in manifest.items() if k != "metadata"}
         await self._call("PATCH", f"{path}/{part}".rstrip("/"), body, media_type=_MERGE)
 
     async def scale(self, item: Manifest, replicas: int) -> None:
-        """Set the replicas of an object, as it was read, by its scale subresource.
-
-        Raises:
-            KubernetesError: the server refused; code 409 where somebody else changed it since.
-        """
+        """Set the replicas of an object by its scale subresource; code 409 as `replace`."""
         meta = item["metadata"]
         path = f"{_path(item['kind'], meta['namespace'])}/{meta['name']}/scale"
         keep = {name: meta[name] for name in ("name", "namespace", "resourceVersion")}

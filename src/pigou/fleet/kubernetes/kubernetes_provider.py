@@ -20,12 +20,12 @@ from pigou.fleet.config import FleetError
 from pigou.fleet.kubernetes.fleet_spec import read_fleet
 from pigou.fleet.kubernetes.kubernetes_api import Connection, KubernetesApi, KubernetesError
 from pigou.fleet.kubernetes.manifests import FLEET, MODEL, PART, ROLE, Manifest
-from pigou.fleet.member import FleetMember, MemberSetup
+from pigou.fleet.member import Member, MemberSetup
 from pigou.fleet.provider import ProvidedPool
 from pigou.fleet.registry.entry import WorkerEntry
 from pigou.fleet.registry.kubernetes_store import ACCOUNT, api_server
 from pigou.fleet.registry.registry import Registry
-from pigou.fleet.sources.registered import FollowedFleet, RegisteredMember, RegistryProvider
+from pigou.fleet.sources.registered import FollowedFleet, RegistryProvider
 from pigou.request import SECOND, Role
 from pigou.small_file import read_text
 
@@ -57,11 +57,7 @@ class FleetScales:
 
     @classmethod
     def of(cls, registry: str) -> Self:
-        """Return the pools of the fleet whose pods a registry's URL names.
-
-        Raises:
-            ConfigError: it is no such URL, or there is no API server.
-        """
+        """Return the pools of the fleet whose pods a registry's URL names. Raises ConfigError."""
         parts = urlsplit(registry)
         options = dict(parse_qsl(parts.query))
         fleet = re.search(rf"(?:^|,){re.escape(FLEET)}=([^,]+)", options.get("selector", ""))
@@ -83,12 +79,7 @@ class FleetScales:
         await self._api.__aexit__(*error)
 
     async def read(self) -> list[ScaledPool]:
-        """Return the pools that have a range.
-
-        Raises:
-            KubernetesError: the server refused, or did not answer.
-            ConfigError: the fleet's specification is invalid.
-        """
+        """Return the pools that have a range. Raises KubernetesError, ConfigError."""
         own = f"{FLEET}={self._fleet}"
         fleet = await self._api.get("PigouFleet", self._namespace, self._fleet)
         scales = await self._api.list("PigouPool", self._namespace, own)
@@ -114,14 +105,7 @@ class FleetScales:
         return pools
 
     async def scale(self, pool: ScaledPool, change: int) -> int:
-        """Change the replicas of a pool, within its range, by its scale subresource.
-
-        Returns:
-            What they are then: others may have changed them since they were read.
-
-        Raises:
-            KubernetesError: the server refused, or did not answer.
-        """
+        """Change a pool's replicas, within its range; return them. Raises KubernetesError."""
         for attempt in range(_TRIES):
             item = await self._api.get("PigouPool", self._namespace, pool.name)
             current: int = item["spec"]["replicas"]
@@ -148,11 +132,7 @@ class FleetScales:
                 raise
 
     async def remove(self, pod: str, uid: str) -> None:
-        """Delete a pod, which its pool replaces; one that is gone is no error.
-
-        Raises:
-            KubernetesError: the server refused, or did not answer.
-        """
+        """Delete a pod, which its pool replaces; one that is gone is no error."""
         meta = {"name": pod, "namespace": self._namespace, "uid": uid}
         await self._api.delete({"kind": "Pod", "metadata": meta})
 
@@ -185,27 +165,20 @@ _log = logging.getLogger("pigou.fleet")
 
 #: Seconds between two looks at the pools.
 _POLL_S = 2.0
+_NOT_READY = "its pod is not ready yet"
 
 
-class PendingPod(FleetMember):
-    """A replica that its pool is to have, and whose worker is not registered yet."""
+class PendingPods:
+    """The source of members whose pods are to come, or whose workers are not registered yet."""
 
-    kind: ClassVar[str] = RegisteredMember.kind
+    kind, starts = "registered", False
 
-    def __init__(self, id: str, role: Role, pool: str, model: str, setup: MemberSetup) -> None:
-        super().__init__(id, role, setup, model)
-        self.pool = pool
-        self._row.note = "its pod is not ready yet"
-        self.ready.set()  # nobody waits for it at the start
+    async def live(self, member: Member) -> str:  # noqa: ARG002
+        """Wait until cancelled: a registered worker takes the member's place."""
+        return str(await asyncio.get_running_loop().create_future())
 
-    def set_unschedulable(self, unschedulable: bool) -> None:
-        """Note whether no node has room for it."""
-        self.failed_starts = UNPLACEABLE if unschedulable else 0
-        self._row.note = "no node has room" if unschedulable else "its pod is not ready yet"
 
-    async def run(self) -> None:
-        """Wait until cancelled."""
-        await asyncio.Event().wait()
+_PENDING = PendingPods()
 
 
 class KubernetesProvider(RegistryProvider):
@@ -216,15 +189,10 @@ class KubernetesProvider(RegistryProvider):
     )
 
     def __init__(self, registry: Registry, setup: MemberSetup, scales: FleetScales) -> None:
-        """Begin without workers.
-
-        Args:
-            setup: of the fleet's members.
-        """
         super().__init__(registry, setup)
         self._scales = scales
         self._pools: dict[str, ScaledPool] = {}
-        self._pending: dict[str, list[PendingPod]] = {}
+        self._pending: dict[str, list[Member]] = {}
         self._changes: Counter[str] = Counter()  # by pool, not written yet
         # Names of pods whose workers are let go, by those of their pools.
         self._leaving_pods: dict[str, str] = {}
@@ -273,40 +241,35 @@ class KubernetesProvider(RegistryProvider):
             return f"maxReplicas of the PigouFleet is {scaled.highest}"
         return ""
 
-    def make(self, pool: str) -> PendingPod:
-        """Have one more pod; return what stands for it.
-
-        Raises:
-            FleetError: `start_refusal` says why not.
-        """
+    def make(self, pool: str) -> Member:
+        """Have one more pod; return what stands for it. Raises FleetError."""
         if refusal := self.start_refusal(pool):
             raise FleetError(refusal)
         self._change_scale(pool, 1)
         return self._pend(pool)
 
-    def flip_refusal(self, member: FleetMember, pool: str) -> str:  # noqa: ARG002
+    def flip_refusal(self, member: Member, pool: str) -> str:  # noqa: ARG002
         """Return why a pod cannot serve in another pool: its Deployment goes by its labels."""
         return f"{member.id} is a pod of its pool; scale both pools instead"
 
-    def discard(self, member: FleetMember) -> None:
+    def discard(self, member: Member) -> None:
         """A member is let go: its pool has one less, unless others ended it."""
-        if isinstance(member, PendingPod):
+        if member.source is _PENDING:
             pending = self._pending.get(member.pool, [])
             if member in pending:  # not replaced by a worker: a planner takes it back
                 pending.remove(member)
                 self._change_scale(member.pool, -1)
             return
-        assert isinstance(member, RegisteredMember)
-        known = self.discovery.view.entry(member.entry.identity)
+        entry = self._entries[member.id]
+        known, name = self.discovery.view.entry(entry.identity), self._name_of(entry)
         super().discard(member)
-        name = self._name_of(member)
         if known is not None and not known.draining and name in self._pools:
             self._leaving_pods[known.worker] = name
             self._change_scale(name, -1)
 
     def _add(self, entry: WorkerEntry) -> None:
         super()._add(entry)
-        name = self._name_of(self._members[entry.identity])
+        name = self._name_of(entry)
         if pending := self._pending.get(name):  # it takes the place of the first
             self._start_up_s[name] = (time.monotonic_ns() - pending[0].since_ns) / SECOND
         self._wake.set()
@@ -353,7 +316,7 @@ class KubernetesProvider(RegistryProvider):
         self._pools = {self.pool(pool.role, self._model_of(pool)): pool for pool in pools}
         await self._remove_released()
         self._error = ""
-        serving = Counter(self._name_of(member) for member in self._members.values())
+        serving = Counter(map(self._name_of, self._entries.values()))
         for name in {*self._pools, *self._pending}:
             missing = self._expected(name) - serving[name] if name in self._pools else 0
             self._show_pending(name, max(0, missing))
@@ -383,7 +346,9 @@ class KubernetesProvider(RegistryProvider):
         scaled = self._pools.get(name)
         unschedulable = 0 if scaled is None else scaled.unschedulable
         for number, member in enumerate(pending):
-            member.set_unschedulable(number < unschedulable)
+            fails = number < unschedulable
+            member.failed_starts = UNPLACEABLE if fails else 0
+            member.row().note = "no node has room" if fails else _NOT_READY
 
     def _expected(self, name: str) -> int:
         """Return the replicas that a pool is to have, by what is ordered, too."""
@@ -394,11 +359,14 @@ class KubernetesProvider(RegistryProvider):
         self._changes[name] += change
         self._wake.set()
 
-    def _pend(self, name: str) -> PendingPod:
+    def _pend(self, name: str) -> Member:
         pool = self._pools[name]
         self._number += 1
         model = self._model_of(pool)
-        member = PendingPod(f"{pool.name}.{self._number}", pool.role, name, model, self._setup)
+        id = f"{pool.name}.{self._number}"
+        member = Member(id, pool.role, self._setup, _PENDING, model)
+        member.row().note = _NOT_READY
+        member.ready.set()  # nobody waits for it at the start
         self._pending.setdefault(name, []).append(member)
         return member
 
@@ -406,7 +374,6 @@ class KubernetesProvider(RegistryProvider):
         """Return the model of a pool or worker; empty where the fleet has one model."""
         return item.model if self._setup.models else ""
 
-    def _name_of(self, member: RegisteredMember) -> str:
+    def _name_of(self, entry: WorkerEntry) -> str:
         """Return the name of a worker's pool, by its entry: it may not have answered yet."""
-        entry = member.entry
         return self.pool(entry.role, self._model_of(entry))

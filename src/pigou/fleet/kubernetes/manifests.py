@@ -306,10 +306,7 @@ class FleetObjects:
     def workload(
         self, model: ModelSpec, pool: PoolSpec, version: str, replicas: int, grove: bool = False
     ) -> Manifest:
-        """Return the workers of a pool and version; several hosts a worker make a gang.
-
-        A gang is one replica of a LeaderWorkerSet, or with `grove` of a PodCliqueSet.
-        """
+        """Return a pool's workers; gangs as a LeaderWorkerSet, or (`grove`) a PodCliqueSet."""
         labels = self._pods.worker_labels(model, pool, version)
         name = f"{self.name}-{model.label}-{pool.role}-{version}"
         grove = grove and pool.hosts_per_replica > 1
@@ -426,10 +423,6 @@ def gpus_of_workload(workload: Manifest, resource: str) -> int:
 
 
 def gpus_of_pod(spec: Manifest, resource: str) -> int:
-    """Return the GPUs that a pod's containers take.
-
-    Raises:
-        ValueError: a number is none.
-    """
+    """Return the GPUs that a pod's containers take. Raises ValueError: a number is none."""
     limits = ((c.get("resources") or {}).get("limits") or {} for c in spec.get("containers") or ())
     return sum(int(limit.get(resource, 0)) for limit in limits)

@@ -69,11 +69,7 @@ class FleetOperator:
     """Keeps fleets as they are specified; runs handlers of kopf in one event loop."""
 
     def __init__(self, config: OperatorConfig, connect: Callable[[], Any] | None = None) -> None:
-        """Take options, and what returns kopf's `ConnectionInfo`: as kubectl finds it by default.
-
-        Raises:
-            ConfigError: there is no API server.
-        """
+        """`connect` returns kopf's `ConnectionInfo`: as kubectl by default. Raises ConfigError."""
         self._config = config
         self._connect = connect or _connection
         self._connect()
@@ -174,11 +170,7 @@ class FleetOperator:
             return None
 
     def _handlers(self, started: Callable[[], None] | None) -> kopf.OperatorRegistry:
-        """Return handlers that only start, wake and end the loops of fleets.
-
-        None needs a finalizer: what a fleet owns goes with it, and a fleet can be deleted while no
-        operator runs.
-        """
+        """Return handlers that start, wake and end the loops of fleets; none needs a finalizer."""
         import kopf
 
         registry = kopf.OperatorRegistry()

@@ -44,10 +44,7 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Write(msgspec.Struct, frozen=True):
-    """One change: `patch` is a merge patch of what the manifest has, `status` one of its status.
-
-    `replace` writes the whole manifest, so that what it lacks goes.
-    """
+    """One change: a merge `patch`, also of the `status`, or a `replace` of the whole manifest."""
 
     verb: Literal["create", "patch", "replace", "status", "delete"]
     manifest: Manifest
@@ -61,10 +58,7 @@ class Reconciliation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def reconcile(observed: Observation) -> Reconciliation:
-    """Return what brings a fleet nearer to its specification; calling it again goes on.
-
-    An invalid specification changes nothing of what runs.
-    """
+    """Return what brings a fleet nearer to its specification; an invalid one changes nothing."""
     try:
         spec = read_fleet(observed.fleet["spec"], observed.fleet["metadata"]["name"])
     except ConfigError as error:
@@ -82,8 +76,7 @@ def reconcile(observed: Observation) -> Reconciliation:
 def free_gpus(observed: Observation, resource: str) -> int | None:
     """Return the GPUs of ready nodes that nobody takes; None where they cannot be counted.
 
-    Workloads of fleets count by the replicas asked for, other pods by their limits:
-    what is about to start or to end counts as started or ended.
+    Workloads of fleets count by the replicas asked for, other pods by their limits.
     """
     if observed.nodes is None or observed.pods is None:
         return None
@@ -354,10 +347,7 @@ def _pool_status(
 
 
 def _ready(workload: Manifest) -> int:
-    """Return the ready replicas of a workload, none of those that are to end.
-
-    Those of a Deployment have been ready for a while, so that gateways know them.
-    """
+    """Return the ready replicas of a workload, none of those that are to end."""
     counted = "readyReplicas" if workload["kind"] == "LeaderWorkerSet" else "availableReplicas"
     ready = (workload.get("status") or {}).get(counted, 0)
     return int(min(ready, _replicas(workload)))

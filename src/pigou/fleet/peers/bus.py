@@ -48,11 +48,7 @@ class PeersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             )
 
     def address(self) -> NatsAddress:
-        """Return the address of the servers, where there are any.
-
-        Raises:
-            ConfigError: it is none of NATS, or cannot be honoured.
-        """
+        """Return the address of the servers, where there are any. Raises ConfigError."""
         urls = [url.strip() for url in self.peers.split(",") if url.strip()]
         return NatsAddress.parse(urls, "peers")
 
@@ -79,11 +75,7 @@ class PeerBus(Protocol):
         ...
 
     async def connect(self, take: Callable[[bytes], None], again: Callable[[], None]) -> None:
-        """Connect; then reconnect by itself after failures.
-
-        Raises:
-            BusError: it cannot be reached.
-        """
+        """Connect; then reconnect by itself after failures. Raises BusError."""
         ...
 
     async def publish(self, topic: str, data: bytes) -> None:
@@ -99,14 +91,7 @@ class NatsBus:
     """Core NATS: subjects `SUBJECT.gateways.GATEWAY.SEQ`, without JetStream."""
 
     def __init__(self, address: NatsAddress, subject: str) -> None:
-        """Prepare.
-
-        Args:
-            subject: first part of the subjects.
-
-        Raises:
-            ConfigError: the extra `nats` is not installed.
-        """
+        """Subjects begin with `subject`. Raises ConfigError: the extra `nats` is not installed."""
         require("nats", "--peers nats://")
         self._address, self._subject = address, f"{subject}.gateways"
         self._client: Client | None = None

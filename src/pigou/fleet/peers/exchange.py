@@ -38,11 +38,10 @@ class PeerEnvelopeError(ValueError):
 
 
 class PeerEnvelope:
-    """Seals and opens messages: HMAC-SHA256 over the time and the message.
+    """Seals and opens messages: HMAC-SHA256, by a key of this use alone, over time and message.
 
-    The key is of this use alone. A message of another fleet, a changed one, or one that was
-    recorded more than a minute ago does not count. One that is repeated within that time changes
-    nothing, since each number in it has a sequence number.
+    Messages of other fleets, changed ones, and those over a minute old are refused. Repeating one
+    within that time changes nothing, since each number in it has a sequence number.
     """
 
     def __init__(self, secret: FleetSecret) -> None:
@@ -58,14 +57,7 @@ class PeerEnvelope:
         return self._secret.sign(_USE, body) + body
 
     def open(self, data: bytes, unix_ms: int) -> SyncMessage:
-        """Return the message.
-
-        Args:
-            unix_ms: milliseconds since 1970.
-
-        Raises:
-            PeerEnvelopeError: who made it did not know the secret, it is old, or not understood.
-        """
+        """Return the message, at a time in milliseconds since 1970. Raises PeerEnvelopeError."""
         tag, body = data[:_TAG], data[_TAG:]
         if not self._secret.verifies(_USE, body, tag):
             raise PeerEnvelopeError("it was not made with this fleet's secret")
@@ -104,15 +96,12 @@ class PeerExchange:
     """Publishes this gateway's changes on a bus, and reports other gateways' to ControlPlane.
 
     The fleet serves without it: a bus that is down is logged once and tried again.
-
-    Attributes:
-        rejected: messages that did not count.
     """
 
     def __init__(self, plane_driver: PlaneDriver, bus: PeerBus, secret: FleetSecret) -> None:
         """Prepare; nothing is sent before `start`."""
         self.name = f"{socket.gethostname().replace('.', '-')}-{secrets.token_hex(4)}"
-        self.rejected = 0
+        self.rejected = 0  # messages that did not count
         self._plane_driver, self._bus = plane_driver, bus
         self._envelope = PeerEnvelope(secret)
         self._publisher = PeerPublisher(self.name, plane_driver.plane)

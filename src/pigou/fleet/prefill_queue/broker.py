@@ -39,20 +39,16 @@ class BrokerUnavailable(OSError):
 
 
 class PoolBacklog(NamedTuple):
-    """Prompts that wait for a pool's workers or are claimed, and what these get no more.
-
-    Prompts up to the sequence number `ack_floor` are not delivered again.
-    """
+    """A pool's waiting and claimed prompts; none up to sequence number `ack_floor` comes again."""
 
     prompts: int
     ack_floor: int
 
 
 class PrefillBroker:
-    """A connection to a queue. Its stream is made by the first who connects.
+    """A connection to a queue, whose stream is made by the first who connects.
 
-    Attributes:
-        client: the connection, for questions and answers beside the queue.
+    Its calls raise `BrokerUnavailable` where nobody answers. `client` is for questions beside it.
     """
 
     def __init__(self, address: QueueAddress) -> None:
@@ -63,11 +59,7 @@ class PrefillBroker:
         self._stream: JetStreamContext | None = None
 
     async def connect(self) -> None:
-        """Connect, and make the stream where it is not there; later losses are repaired.
-
-        Raises:
-            BrokerUnavailable: nobody answers at the address, or the stream is another's.
-        """
+        """Connect, and make the stream where it is not there; later losses are repaired."""
         await self.close()  # a client of before might connect again by itself
         try:
             self.client = await connect_nats(self.address.nats, _RETRY_S)
@@ -94,11 +86,7 @@ class PrefillBroker:
         return self._stream
 
     async def publish(self, subject: str, id_: str, payload: bytes) -> int:
-        """Store a message once; return its sequence number, the first one's for a duplicate.
-
-        Raises:
-            BrokerUnavailable: it may not be stored.
-        """
+        """Store a message once; return its sequence number, the first one's for a duplicate."""
         if not self.client.is_connected:
             raise BrokerUnavailable("the prefill queue is away")
         try:
@@ -112,9 +100,6 @@ class PrefillBroker:
 
         A purge of its subject loses others: nats-server 2.14 moves the consumer's ack floor over
         prompts that workers have, which are then neither delivered again nor removed by an ack.
-
-        Raises:
-            BrokerUnavailable: nobody answers.
         """
         if subject not in await self.stored(subject):
             return
@@ -127,11 +112,7 @@ class PrefillBroker:
             raise BrokerUnavailable(str(error)) from error
 
     async def stored(self, pattern: str) -> Container[str]:
-        """Return the subjects of a pattern on which a prompt is stored, 100,000 at most.
-
-        Raises:
-            BrokerUnavailable: nobody answers.
-        """
+        """Return the subjects of a pattern on which a prompt is stored, 100,000 at most."""
         try:
             info = await self.stream.stream_info(self._name, subjects_filter=pattern)
         except (Error, OSError, TimeoutError) as error:
@@ -139,11 +120,7 @@ class PrefillBroker:
         return info.state.subjects or {}
 
     async def backlog(self, pool: PullPool) -> PoolBacklog:
-        """Return what workers of a pool have before them.
-
-        Raises:
-            BrokerUnavailable: nobody answers.
-        """
+        """Return what workers of a pool have before them. Raises BrokerUnavailable."""
         try:
             info = await self.stream.consumer_info(self._name, pool.consumer)
         except NotFoundError:  # no worker has come yet
@@ -154,11 +131,7 @@ class PrefillBroker:
         return PoolBacklog(prompts, 0 if info.ack_floor is None else info.ack_floor.stream_seq)
 
     async def subscribe(self, pool: PullPool) -> JetStreamContext.PullSubscription:
-        """Return the consumer that workers of a pool share; it goes some time after the last one.
-
-        Raises:
-            BrokerUnavailable: nobody answers.
-        """
+        """Return the consumer that a pool's workers share; it goes some time after the last."""
         config = ConsumerConfig(
             durable_name=pool.consumer,
             filter_subject=pool.prompts,
@@ -177,11 +150,7 @@ class PrefillBroker:
             raise BrokerUnavailable(str(error)) from error
 
     async def ask(self, subject: str, payload: bytes, timeout_s: float) -> bytes:
-        """Ask who answers on a subject, beside the queue.
-
-        Raises:
-            BrokerUnavailable: nobody does within `timeout_s` seconds.
-        """
+        """Ask who answers on a subject, beside the queue. Raises BrokerUnavailable."""
         try:
             return (await self.client.request(subject, payload, timeout=timeout_s)).data
         except (Error, OSError, TimeoutError, NoRespondersError) as error:

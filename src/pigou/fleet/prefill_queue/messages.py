@@ -37,11 +37,7 @@ class QueueAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     @classmethod
     def parse(cls, url: str) -> Self:
-        """Read a URL.
-
-        Raises:
-            ConfigError: it is none of NATS, names no queue, or has an unknown parameter.
-        """
+        """Read a URL. Raises ConfigError."""
         parts = urlsplit(url)
         name = parts.path.strip("/")
         if parts.scheme not in ("nats", "tls") or not parts.netloc or not _NAME.fullmatch(name):
@@ -79,15 +75,12 @@ class QueuedPrefill(msgspec.Struct, frozen=True):
 
 
 class ClaimQuestion(msgspec.Struct, frozen=True):
-    """A worker, known by its incarnation, asks whether it is to compute a prompt.
-
-    `delivery` is the broker's count: who asks twice has not had the answer.
-    """
+    """A worker, known by its incarnation, asks whether it is to compute a prompt."""
 
     request: str
     incarnation: int
     worker: str
-    delivery: int
+    delivery: int  # the broker's count: who asks twice has not had the answer
 
 
 class ClaimAnswer(msgspec.Struct, frozen=True):
@@ -127,14 +120,11 @@ _USE, _UNSIGNED = "prefill-queue", bytes(32)
 class MessageSigner:
     """Proves that messages come from the fleet: strangers at the broker make no worker compute.
 
-    They are not encrypted: give the server TLS and users where others can read its network.
+    They are not encrypted: give the server TLS and users where others can read its network. A
+    gateway that made its secret itself `takes_unsigned` ones, of workers that know none.
     """
 
     def __init__(self, secret: FleetSecret | None = None, *, takes_unsigned: bool = False) -> None:
-        """Sign with a key of the fleet's secret; without one, nothing is proved.
-
-        A gateway that made its secret itself `takes_unsigned` ones, of workers that know none.
-        """
         self._secret, self._takes_unsigned = secret, takes_unsigned
 
     def sign(self, message: msgspec.Struct) -> bytes:
@@ -144,11 +134,7 @@ class MessageSigner:
         return proof + data
 
     def verify(self, data: bytes, kind: type[_Kind]) -> _Kind:
-        """Return the message of a kind.
-
-        Raises:
-            msgspec.MsgspecError: it is of another kind, or not of this fleet.
-        """
+        """Return the message of a kind. Raises msgspec.MsgspecError."""
         signature, data = data[: len(_UNSIGNED)], data[len(_UNSIGNED) :]
         is_open = self._takes_unsigned and signature == _UNSIGNED
         if not (self._secret is None or is_open or self._secret.verifies(_USE, data, signature)):
@@ -172,21 +158,13 @@ class PullingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     ] = ""
 
     def address(self, role: str) -> QueueAddress:
-        """Return the queue's address, for a worker of a role.
-
-        Raises:
-            ConfigError: the URL is not understood, or the role does not pull.
-        """
+        """Return the queue's address, for a worker of a role. Raises ConfigError."""
         if role != "prefill":
             raise ConfigError(f"prefill_queue is given, and role is {role}; give it to prefill")
         return queue_address(self.prefill_queue)
 
 
 def queue_address(url: str) -> QueueAddress:
-    """Return the queue of an option's URL.
-
-    Raises:
-        ConfigError: it is not understood, or NATS's client is not installed.
-    """
+    """Return the queue of an option's URL. Raises ConfigError."""
     require("nats", "--prefill-queue")
     return QueueAddress.parse(url)

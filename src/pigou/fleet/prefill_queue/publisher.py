@@ -73,11 +73,7 @@ QueueService: TypeAlias = Callable[[Sequence[PrefillItem], Sequence[str]], Servi
 
 
 class UncomputedPrefill(Exception):
-    """Nobody computes a prompt: it is expired, or a dead letter.
-
-    Attributes:
-        expired: whether its deadline passed; it is a dead letter otherwise.
-    """
+    """Nobody computes a prompt: its deadline passed (`expired`), or it is a dead letter."""
 
     def __init__(self, effect: QueueEffect) -> None:
         self.expired = isinstance(effect, PrefillExpired)
@@ -97,10 +93,7 @@ class PullWorker(NamedTuple):
 
 
 class _Pending(msgspec.Struct, eq=False):
-    """A prompt whose first offer is awaited.
-
-    `copies` are those that the broker has stored, one at a time, the last one at `sequence`.
-    """
+    """A prompt whose first offer is awaited."""
 
     subject: str
     pool: PullPool
@@ -108,29 +101,22 @@ class _Pending(msgspec.Struct, eq=False):
     reply: asyncio.Future[PrefillOffer]
     on_claim: Callable[[str], None]
     delivery: tuple[str, int] = "", 0  # of the claim: worker, and the broker's count
-    copies: int = 0
-    sequence: int = 0
+    copies: int = 0  # that the broker has stored, one at a time
+    sequence: int = 0  # of the last copy
     unpulled: int = 0  # looks in a row at which nobody pulled from its pool
 
 
 class PrefillPublisher:
     """Publishes the prompts of one gateway, and decides who may compute them.
 
-    The production core (`PrefillQueue`) knows this gateway's prompts and prices each claim; the
-    broker keeps them, and hands them to whichever worker pulls.
+    The core (`PrefillQueue`) knows this gateway's prompts and prices each claim; the broker keeps
+    them, and gives them to whichever worker pulls.
     """
 
     def __init__(
         self, broker: PrefillBroker, config: PullQueueConfig, service: QueueService,
         workers: Callable[[], Mapping[str, PullWorker]], signer: MessageSigner | None = None,
     ) -> None:  # fmt: skip
-        """Prepare for `run`.
-
-        Args:
-            config: of claims; leases are the broker's.
-            workers: prefill workers of this gateway, by their incarnations.
-            signer: of the fleet's messages.
-        """
         self._signer = signer or MessageSigner()
         lease_s = broker.address.lease_s
         self.core = PrefillQueue(msgspec.structs.replace(config, lease_s=lease_s))
@@ -160,12 +146,7 @@ class PrefillPublisher:
             await self._broker.close()
 
     async def _talk(self) -> None:
-        """Connect, and look at the broker every second: it answers, and holds what waits.
-
-        The client connects again by itself, but a server's error may close it for good. What
-        waits is looked for once a lease, and after each failure. Workers are asked whether they
-        pull.
-        """
+        """Connect, and look at the broker every second, as its client may be closed for good."""
         failures, searched_s = _MAX_FAILURES, 0.0
         while not self._ended:
             try:
@@ -184,22 +165,12 @@ class PrefillPublisher:
             await asyncio.sleep(_RETRY_S)
 
     async def _ask_self(self) -> None:
-        """Ask as a worker does: questions reach this gateway.
-
-        Raises:
-            BrokerUnavailable: they do not.
-        """
+        """Ask as a worker does: questions reach this gateway. Raises BrokerUnavailable."""
         question = self._signer.sign(ClaimQuestion("", 0, "", 0))
         await self._broker.ask(f"{self._subject}.{CLAIM}", question, _ANSWER_S)
 
     async def _restore(self) -> None:
-        """Publish again what waits and nobody would ever pull: the broker has it no more.
-
-        Or it does not deliver it, as its sequence number is below the workers' ack floor.
-
-        Raises:
-            BrokerUnavailable: it does not answer.
-        """
+        """Publish again what waits and the broker lost, or has below the workers' ack floor."""
         waiting = [
             pair for pair in self._pending.items() if pair[1].copies and self._is_unclaimed(*pair)
         ]
@@ -221,13 +192,7 @@ class PrefillPublisher:
                 await self._publish(pending)
 
     async def _look_for_pullers(self) -> None:
-        """Ask the workers whether they pull, count what is before them, and end what nobody pulls.
-
-        A prompt ends at the second look: at the first, workers may be about to connect again.
-
-        Raises:
-            BrokerUnavailable: it does not answer.
-        """
+        """Ask which workers pull, count their backlog, end what nobody pulls twice in a row."""
         workers = self._workers()
         self._pulling = dict(zip(workers, await self._ask_pullers(workers), strict=True))
         self._update_workers(time.monotonic_ns())
@@ -263,11 +228,7 @@ class PrefillPublisher:
         return any(self._pulling.get(name) for name, worker in workers if worker.pool == pool)
 
     async def _await_puller(self, pool: PullPool) -> None:
-        """Return at once where a worker pulls from a pool; workers that are new are asked first.
-
-        Raises:
-            NobodyPulls: none does.
-        """
+        """Return where a worker pulls from a pool, new ones asked first; raise NobodyPulls."""
         new = {
             incarnation: worker
             for incarnation, worker in self._workers().items()
@@ -294,11 +255,7 @@ class PrefillPublisher:
         return awaited and not self.core.claimant(request)
 
     async def _publish(self, pending: _Pending) -> None:
-        """Have the broker store a prompt, once however often this fails.
-
-        Raises:
-            BrokerUnavailable: it may not be stored.
-        """
+        """Have the broker store a prompt, once however often this fails."""
         id_ = f"{pending.subject}.{pending.copies}"
         pending.sequence = await self._broker.publish(pending.subject, id_, pending.message)
         pending.copies += 1
@@ -314,7 +271,6 @@ class PrefillPublisher:
         Args:
             item: the prompt; times are of `time.monotonic_ns`.
             leg: path, wire_id, mark and body of `QueuedPrefill`.
-            pool: workers that may compute the prompt.
             on_claim: called with the worker's id at each claim.
 
         Raises:
@@ -441,7 +397,7 @@ class PrefillPublisher:
 class NatsPrefillQueue:
     """A `GatewayPrefillQueue`: prompts go through NATS, claims are priced by the control plane.
 
-    A broker that is away stops nobody: prompts stay at their decode workers until it is back.
+    While the broker is away, prompts stay at their decode workers.
     """
 
     def __init__(
@@ -449,12 +405,6 @@ class NatsPrefillQueue:
         secret: FleetSecret | None = None, config: PullQueueConfig | None = None, *,
         takes_unsigned: bool = False,
     ) -> None:  # fmt: skip
-        """Prepare for `run`.
-
-        Args:
-            plane_driver: whose control plane knows the workers, and their prefixes.
-            takes_unsigned: workers need not know the secret, as this gateway made it.
-        """
         self._plane_driver = plane_driver
         self._queue, self._secret = address.name, secret
         self._requests: dict[str, Request] = {}

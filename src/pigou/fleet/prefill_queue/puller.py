@@ -46,7 +46,7 @@ _PULL_S = 1.0
 
 
 class PrefillPuller:
-    """Pulls prompts for one worker, and offers their KV to the gateways that asked.
+    """Pulls prompts for one worker, known by its incarnation, and offers their KV to gateways.
 
     While a prompt is computed, the broker and its gateway hear of it every third of the lease.
     """
@@ -55,13 +55,6 @@ class PrefillPuller:
         self, broker: PrefillBroker, worker: str, compute: ComputePrompt, pool: PullPool, *,
         batch_tokens: int = 512, signer: MessageSigner | None = None,
     ) -> None:  # fmt: skip
-        """Prepare for `run`.
-
-        Args:
-            worker: incarnation of the worker, by which gateways know it.
-            pool: the worker's, by model, version and secret.
-            signer: of the fleet's messages.
-        """
         self._signer = signer or MessageSigner()
         self._broker, self._worker, self._compute = broker, worker, compute
         self._pool, self._batch_tokens = pool, batch_tokens
@@ -104,12 +97,9 @@ class PrefillPuller:
                 await message.respond(self._signer.sign(WorkerAlive(self._worker)))
 
     async def _pull(self, subscription: JetStreamContext.PullSubscription) -> None:
-        """Pull a prompt, and begin it, once what is under way leaves room for it.
-
-        One prompt is pulled beyond those that saturate the worker: it begins when they end,
-        without the way to the broker in between. The broker gives it to idle workers first, who
-        have waited for longer.
-        """
+        """Pull a prompt, and begin it, once what is under way leaves room for it."""
+        # One is pulled beyond those that saturate the worker: it begins when they end. The broker
+        # serves idle workers first, who have waited for longer.
         while sum(self._under_way[:-1]) >= self._batch_tokens:
             self._computed.clear()
             await self._computed.wait()
@@ -166,13 +156,7 @@ class PrefillPuller:
             alive.cancel()
 
     async def _offer(self, prompt: QueuedPrefill, status: int, reply: bytes) -> bool:
-        """Offer KV until the gateway answers; return whether it takes it.
-
-        Blocks that nobody takes are freed when their lease at this worker ends.
-
-        Raises:
-            BrokerUnavailable: the gateway does not answer for as long as a lease.
-        """
+        """Offer KV until the gateway answers, for a lease at most; return whether it takes it."""
         offer = PrefillOffer(prompt.request, prompt.incarnation, self._worker, status, reply)
         loop = asyncio.get_running_loop()
         until_s = loop.time() + self._broker.address.lease_s
@@ -209,12 +193,6 @@ class PullingWorker:
     def __init__(
         self, address: QueueAddress, secret: FleetSecret | None, other: Registrar | None = None
     ) -> None:
-        """Prepare.
-
-        Args:
-            secret: of the fleet, which the worker's own server asks for.
-            other: what makes the worker known besides; None for nothing.
-        """
         self._address, self._secret, self._other = address, secret, other
         self._url = ""
         self._session: aiohttp.ClientSession | None = None

@@ -31,15 +31,10 @@ class WorkerActor:
     async def start(
         self, name: str, arguments: Sequence[str], secret: bytes, timeout_s: float
     ) -> dict[str, Any]:
-        """Start the process; return the line that says where it listens.
-
-        Args:
-            arguments: of `pigou worker`, besides its addresses.
-            secret: of the fleet; empty for none.
-            timeout_s: seconds that it may take.
+        """Start the process with `arguments` of `pigou worker`; return its ready line.
 
         Raises:
-            FleetError: it ended before, or took too long.
+            FleetError: it ended before, or took longer than `timeout_s`.
         """
         import ray
 
@@ -80,13 +75,7 @@ _ANSWER_S = 5.0
 
 
 class RayProcess:
-    """`pigou worker` in an actor: started, waited for, ended by calls of the actor.
-
-    Its health, load and progress come by HTTP, as those of an attached server do.
-
-    Attributes:
-        code: exit status; None while it runs, or where its node is gone.
-    """
+    """`pigou worker` in an actor; its health, load and progress come by HTTP."""
 
     pid: int = 0  # 0, as it is no process of this machine
     heartbeat: EngineProgress | None = None  # None, for the same reason
@@ -101,7 +90,7 @@ class RayProcess:
         bundle: Bundle,
     ) -> None:
         """Take what `ready` starts."""
-        self.code: int | None = None
+        self.code: int | None = None  # while it runs, or where its node is gone
         self._name, self._arguments = name, list(arguments)
         self._secret = b"" if secret is None else secret.text()
         self._cluster, self._bundle = cluster, bundle
@@ -109,11 +98,7 @@ class RayProcess:
     async def ready(
         self, timeout_s: float, on_stage: Callable[[str], None] | None = None
     ) -> dict[str, Any]:
-        """Start it; return the line that says where it listens.
-
-        Raises:
-            FleetError: it ended before, took too long, or its node is gone.
-        """
+        """Start it; return the line that says where it listens. Raises FleetError."""
         if on_stage is not None:
             on_stage(f"starting on {self._bundle.host}")
         arguments = self._name, self._arguments, self._secret, timeout_s
@@ -182,19 +167,12 @@ class ActorGone(FleetError):
 class RayCluster:
     """The cluster that this process is, or gets, connected to.
 
-    Ray reserves what `reserve` asks for at once or not at all, and on the nodes that were chosen
-    here: its own scheduler does not know what a pair of workers sends to each other.
+    Nodes are chosen here, as Ray's scheduler does not know what pairs of workers send each other;
+    `reserve` gets all of them at once, or none.
     """
 
     def __init__(self, address: str, resources: Mapping[str, float]) -> None:
-        """Prepare to connect.
-
-        Args:
-            address: of the cluster's head, or `auto`.
-
-        Raises:
-            ConfigError: Ray is not installed.
-        """
+        """`address` is the head's, or `auto`. Raises ConfigError: Ray is not installed."""
         if find_spec("ray") is None:
             raise ConfigError(f"--on ray needs ray; {remedy('ray')}")
         self._address = address
@@ -209,11 +187,7 @@ class RayCluster:
         return "GPU" if self._resources.get("GPU") else "CPU"
 
     async def connect(self) -> None:
-        """Connect to the cluster, where this process is not connected.
-
-        Raises:
-            FleetError: there is none at that address.
-        """
+        """Connect to the cluster, where this process is not connected. Raises FleetError."""
         import ray
 
         if ray.is_initialized():
@@ -253,11 +227,7 @@ class RayCluster:
         return nodes
 
     async def reserve(self, hosts: Sequence[str]) -> list[Bundle]:
-        """Reserve what a worker takes on each of these hosts, which may repeat: all or nothing.
-
-        Raises:
-            FleetError: Ray does not have it.
-        """
+        """Reserve a worker's resources on each host, which may repeat, or raise FleetError."""
         from ray.util.placement_group import placement_group, remove_placement_group
 
         selectors = [{_NODE_ID: self._node_ids[host]} for host in hosts]
@@ -278,8 +248,8 @@ class RayCluster:
         """Call a method of a bundle's actor, which is started where there is none.
 
         Raises:
-            ActorGone: the actor is gone, or its node. FleetError: it cannot be reached now, or
-                the method raised an error.
+            ActorGone: the actor is gone, or its node.
+            FleetError: it cannot be reached now, or the method raised an error.
         """
         from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 

@@ -12,9 +12,10 @@ from pigou.control.placement.gang import Gang, Pack, PlacementRefusal, Replica, 
 from pigou.control.placement.gang_scheduler import GangScheduler
 from pigou.control.placement.topology import Node, label_warning
 from pigou.fleet.config import FleetError, LocalWorker, RayConfig
-from pigou.fleet.member import FleetMember, MemberSetup
+from pigou.fleet.member import Member, MemberSetup
 from pigou.fleet.ray.cluster import Bundle, RayCluster, RayProcess
-from pigou.fleet.sources.local import LocalMember, LocalProvider, WorkerTemplate
+from pigou.fleet.sources.local import LocalProvider, ProcessSource, WorkerTemplate
+from pigou.fleet.worker_process import MemberProcess
 from pigou.request import Location, Role
 
 _log = logging.getLogger("pigou.fleet")
@@ -35,22 +36,13 @@ class Placer:
     """
 
     def __init__(self, gpus: int = 1, pack: Pack | None = None) -> None:
-        """Begin without nodes.
-
-        Args:
-            pack: how near to each other the workers must be.
-        """
         self._gpus, self._pack = gpus, pack
         self._scheduler = GangScheduler()
         self._replicas: dict[str, Replica] = {}
         self._lost: dict[str, Role] = {}
 
     def begin(self, nodes: Sequence[Node], workers: Mapping[str, Role]) -> None:
-        """Place the workers that a fleet begins with.
-
-        Raises:
-            FleetError: they do not fit; the message says why.
-        """
+        """Place the workers that a fleet begins with. Raises FleetError."""
         self._scheduler = GangScheduler(nodes)
         if warning := label_warning(nodes):
             _log.warning("%s", warning)
@@ -92,11 +84,7 @@ class Placer:
         return None if replica is None else self._scheduler.nodes[replica.host].location
 
     def add(self, id: str, role: Role) -> Location:
-        """Place one more worker.
-
-        Raises:
-            FleetError: no node has room.
-        """
+        """Place one more worker. Raises FleetError: no node has room."""
         if id in self._lost:
             raise FleetError(f"placement: no node has room for {id} now: {self.refusal(role)}")
         replica = self._scheduler.scale_out(_GANG, role)
@@ -139,23 +127,6 @@ class Placer:
                         self._replicas[id] = replica
 
 
-class RayMember(LocalMember):
-    """Keeps one worker process going on a Ray node; after the node is lost, on another."""
-
-    kind: ClassVar[str] = "ray"
-
-    def __init__(self, spec: LocalWorker, setup: MemberSetup, provider: RayProvider) -> None:
-        super().__init__(spec, setup)
-        self._provider = provider
-
-    async def _start_process(self, arguments: Sequence[str]) -> RayProcess:
-        self._report("waiting for its node")
-        bundle, self.location = await self._provider.locate(self)
-        labels = [f"{n}={v}" for n, v in self.location._asdict().items() if v]
-        own = [*arguments, "--location", ",".join(labels)]
-        return RayProcess(self.id, own, self._secret, self._provider.cluster, bundle)
-
-
 #: Workers of a cluster that a planner may have by default.
 _ROOM = 16
 
@@ -163,21 +134,16 @@ _ROOM = 16
 class RayProvider(LocalProvider):
     """Starts worker processes in actors of a Ray cluster.
 
-    The workers of the start are a gang: all of them get nodes, or the fleet does not start. They
-    are in one placement group; a worker that is added, or moves off a lost node, has its own. The
-    gateway learns from its own watch by HTTP that a worker is gone, seconds before Ray does.
+    The workers of the start are a gang, in one placement group: all get nodes, or the fleet does
+    not start. A worker that is added, or moves off a lost node, has a group of its own.
     """
 
-    kind: ClassVar[str] = RayMember.kind
+    kind: ClassVar[str] = "ray"
 
     def __init__(
         self, setup: MemberSetup, templates: Sequence[WorkerTemplate], config: RayConfig
     ) -> None:
-        """Begin without members; the cluster is joined by the first start.
-
-        Raises:
-            ConfigError: Ray is not installed.
-        """
+        """Raise ConfigError where Ray is not installed; the first start joins the cluster."""
         super().__init__(setup, templates)
         self.cluster = RayCluster(config.address, config.resources)
         self._placer = Placer(config.units, config.pack)
@@ -196,12 +162,12 @@ class RayProvider(LocalProvider):
             return refusal
         return self._placer.refusal(Role(pool.partition(".")[0]))
 
-    def flipped(self, member: FleetMember) -> None:
+    def flipped(self, member: Member) -> None:
         """A member is in another pool, which is there from now on."""
         super().flipped(member)
         self._placer.flip(member.id, member.role)
 
-    def discard(self, member: FleetMember) -> None:
+    def discard(self, member: Member) -> None:
         """A member is gone for good: its bundle is free for another one."""
         super().discard(member)
         self._placer.release(member.id)
@@ -213,7 +179,7 @@ class RayProvider(LocalProvider):
         """Give back what the fleet has of the cluster."""
         await self.cluster.close()
 
-    async def locate(self, member: RayMember) -> tuple[Bundle, Location]:
+    async def locate(self, member: Member) -> tuple[Bundle, Location]:
         """Return the bundle that a member's process is to run in, and its labels.
 
         Raises:
@@ -243,7 +209,7 @@ class RayProvider(LocalProvider):
 
     async def _begin(self, nodes: Sequence[Node]) -> None:
         """Place the workers of the start, and reserve all of their bundles at once."""
-        workers = {id: member.role for id, member in self._members.items()}
+        workers = {id: member.role for id, (member, _) in self._members.items()}
         self._placer.begin(nodes, workers)
         placed = {id: self._placer.location(id) for id in workers}
         hosts = [location.host for location in placed.values() if location is not None]
@@ -251,8 +217,15 @@ class RayProvider(LocalProvider):
         self._bundles = dict(zip(placed, bundles, strict=True))
         self._began = True
 
-    def _member(self, spec: LocalWorker) -> RayMember:
-        return RayMember(spec, self._setup, self)
+    def _source(self, spec: LocalWorker) -> ProcessSource:
+        return ProcessSource(spec, self.kind, self._start_there)
+
+    async def _start_there(self, member: Member, arguments: Sequence[str]) -> MemberProcess:
+        member.report("waiting for its node")
+        bundle, member.location = await self.locate(member)
+        labels = [f"{n}={v}" for n, v in member.location._asdict().items() if v]
+        own = [*arguments, "--location", ",".join(labels)]
+        return RayProcess(member.id, own, member.setup.secret, self.cluster, bundle)
 
     def _device(self, template: WorkerTemplate) -> str | None:
         """Return the device that a worker sees on its node."""

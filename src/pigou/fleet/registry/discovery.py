@@ -83,15 +83,9 @@ class _Known(msgspec.Struct):
 class RegistryView:
     """What a gateway makes of the registry. Pure: the clock is an argument, effects are returned.
 
-    It is level-triggered: each full snapshot is compared with the view, and events only say that
-    a snapshot is worth the while. A worker whose entry is gone is suspect, and is forgotten once
-    a direct probe fails. While the registry does not answer, the view stays as it is.
-
-    Attributes:
-        stale: the registry does not answer now, or never did.
-        why_stale: what it said last; empty while it answers.
-        ignored: records of the last snapshot that were no entries of this fleet.
-        outages: times that it became stale.
+    It is level-triggered: each full snapshot is compared with the view; events only ask for one.
+    A worker whose entry is gone is suspect, and is forgotten once a direct probe fails. While the
+    registry does not answer, the view stays as it is.
     """
 
     def __init__(self, config: ViewConfig | None = None, seed: int = 0) -> None:
@@ -103,8 +97,9 @@ class RegistryView:
         self._seen = self._listed_before = False
         self._failures = 0
         self._grace_ns = 0
-        self.stale, self.why_stale = True, "it was not read yet"
-        self.ignored = self.outages = 0
+        self.stale, self.why_stale = True, "it was not read yet"  # while it does not answer
+        self.ignored = 0  # records of the last snapshot that were no entries of this fleet
+        self.outages = 0
 
     @property
     def entries(self) -> tuple[WorkerEntry, ...]:
@@ -159,14 +154,10 @@ class RegistryView:
     def snapshot(
         self, now: int, entries: Iterable[WorkerEntry], ignored: int = 0
     ) -> list[ViewEffect]:
-        """Reconcile with a full snapshot; return what follows.
+        """Reconcile with a full snapshot, which left out `ignored` records; return what follows.
 
         After an outage, and where all workers vanish at once, the leases may have ended with the
         registry's own life. Workers then have one lease's time to register again.
-
-        Args:
-            now: when it was read.
-            ignored: records that were left out.
         """
         listed = {entry.identity: entry for entry in entries}
         missing = [known for identity, known in self._known.items() if identity not in listed]
@@ -238,11 +229,7 @@ _RELIST_S, _WATCH_AGAIN_S = 5.0, 1.0
 
 
 class Discovery:
-    """Reads the registry, and tells what follows for the fleet.
-
-    Attributes:
-        seen: set once the registry was read for the first time, or failed to answer.
-    """
+    """Reads the registry, and applies what follows for the fleet; `probe` asks a worker itself."""
 
     def __init__(
         self,
@@ -252,15 +239,8 @@ class Discovery:
         view: RegistryView | None = None,
         background: Background | None = None,
     ) -> None:
-        """Prepare; `run` reads.
-
-        Args:
-            apply: gets the effects of the view, in order, but for probes.
-            probe: says whether a worker lives, as that incarnation.
-            background: runs the watch.
-        """
         self.view = view or RegistryView()
-        self.seen = asyncio.Event()
+        self.seen = asyncio.Event()  # it was read once, or failed to answer
         self._registry = registry
         self._apply = apply
         self._probe = probe

@@ -55,11 +55,7 @@ class KVShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker, as it is registered.
-
-    Attributes:
-        kv_events, kv_replay: ZMQ addresses of its KV events; empty where it publishes none.
-    """
+    """A worker, as it is registered."""
 
     worker: str  # name in the fleet
     incarnation: str  # of its process, a UUID: a restarted worker has another one
@@ -69,7 +65,7 @@ class WorkerEntry(msgspec.Struct, frozen=True, kw_only=True):
     version: Text = ""  # hash of what must be equal for two workers to exchange KV
     shape: KVShape = KVShape()
     url: Text  # base address of its HTTP server
-    kv_events: Text = ""
+    kv_events: Text = ""  # ZMQ addresses; empty where it publishes none
     kv_replay: Text = ""
     transfer: Text = ""  # how blocks move: shm, tcp, none; empty where unknown
     kv_address: Text = ""  # host that its blocks are pulled from; empty for that of `url`
@@ -78,11 +74,7 @@ class WorkerEntry(msgspec.Struct, frozen=True, kw_only=True):
     draining: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse what names no worker.
-
-        Raises:
-            ValueError: naming the field and its value.
-        """
+        """Refuse what names no worker. Raises ValueError: naming the field and its value."""
         if not WORKER_NAME.fullmatch(self.worker):
             raise ValueError(
                 f"worker is {self.worker[:140]!r}; it has 1 to 128 letters, digits, '_', '.', '-'"
@@ -125,12 +117,7 @@ def write_entry(entry: WorkerEntry, secret: FleetSecret | None) -> bytes:
 
 
 def read_entry(record: bytes, secret: FleetSecret | None) -> WorkerEntry:
-    """Return the entry of a record.
-
-    Raises:
-        EntryRefused: it is not understood, or there is a secret and its signature is missing or
-            wrong.
-    """
+    """Return the entry of a record. Raises EntryRefused."""
     if len(record) > MAX_RECORD:
         raise EntryRefused(f"the record has {len(record)} bytes")
     try:

@@ -34,11 +34,6 @@ class EtcdStore:
         self, host: str, port: int, prefix: str, user: str | None = None,
         password: str | None = None,
     ) -> None:  # fmt: skip
-        """Use a server; the connection is made by the first call.
-
-        Args:
-            user, password: None for a server that asks for none.
-        """
         self._client = aetcd.Client(
             host, port, username=user, password=password, timeout=_CALL_S, options=_OPTIONS
         )
@@ -46,11 +41,7 @@ class EtcdStore:
 
     @classmethod
     def of(cls, parts: SplitResult) -> Self:
-        """Return the store of `etcd://[USER:PASSWORD@]HOST:PORT/PREFIX`.
-
-        Raises:
-            ConfigError: it has parameters, as for TLS, which etcd's client has not.
-        """
+        """Return the store of `etcd://[USER:PASSWORD@]HOST:PORT/PREFIX`. Raises ConfigError."""
         assert parts.hostname is not None
         if parts.query:
             raise ConfigError(

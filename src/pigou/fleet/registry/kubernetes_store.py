@@ -48,31 +48,21 @@ Pod = dict[str, Any]
 class KubernetesStore:
     """Pods of one namespace that a label selector matches; the key is the pod's name.
 
-    A worker of Pigou writes its record into an annotation of its own pod. It lives while the pod
-    is ready, and until a container of the pod is started again: nothing needs to be renewed. Of a
-    stock engine's pod, which has the label `pigou.dev/stock-role`, an entry is made of its labels;
-    the API server vouches for it: who may make pods here may read the fleet's secret, too.
+    A worker of Pigou writes its record into an annotation of its own pod. The record lives while
+    the pod is ready, and until one of its containers restarts: nothing needs to be renewed. The
+    entry of a stock engine's pod is made of its labels, `pigou.dev/stock-role` among them. The API
+    server vouches for it: who may make pods here may read the fleet's secret, too.
     """
 
     def __init__(self, api: str, namespace: str, selector: str, port: int) -> None:
-        """Use an API server; nothing is connected yet.
-
-        Args:
-            selector: of their labels; empty for all.
-            port: of the HTTP server of pods that do not register themselves.
-        """
         self._pods = f"{api.rstrip('/')}/api/v1/namespaces/{namespace}/pods"
         self._selector = selector
-        self._port = port
+        self._port = port  # of pods that do not register themselves
         self._session: aiohttp.ClientSession | None = None
 
     @classmethod
     def of(cls, parts: SplitResult) -> Self:
-        """Return the store of `k8s://NAMESPACE?selector=LABELS[&port=8000][&api=URL]`.
-
-        Raises:
-            ConfigError: an option is unknown, or there is no API server.
-        """
+        """Return the store of `k8s://NAMESPACE?selector=LABELS[&port=8000][&api=URL]`."""
         options = dict(parse_qsl(parts.query, keep_blank_values=True))
         unknown = sorted(options.keys() - set(_OPTIONS))
         if unknown or parts.path.strip("/"):
@@ -107,10 +97,7 @@ class KubernetesStore:
             query["continue"] = more
 
     async def put(self, key: str, value: bytes, ttl_s: float, replaces: Record | None) -> None:  # noqa: ARG002
-        """Write the annotation of a pod, which is there already.
-
-        A lease lasts while the pod is ready, whatever `ttl_s` says.
-        """
+        """Write the annotation of a pod; its lease lasts while the pod is ready."""
         pod = await self._expected(key, replaces)
         wanted = {ENTRY: value.decode(), RESTARTS: str(_restarts(pod))}
         if wanted.items() - (pod["metadata"].get("annotations") or {}).items():
@@ -264,11 +251,7 @@ class KubernetesStore:
 
 
 def api_server() -> str:
-    """Return the URL of the API server of the cluster in which this process runs.
-
-    Raises:
-        ConfigError: it runs in none.
-    """
+    """Return the URL of the API server of this process's cluster; raise ConfigError outside."""
     host, port = (os.environ.get(f"KUBERNETES_SERVICE_{name}") for name in ("HOST", "PORT"))
     if not host or not port:
         raise ConfigError(

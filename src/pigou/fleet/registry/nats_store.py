@@ -40,8 +40,7 @@ class NatsStore:
     """Records in a bucket, which is made by the first worker that registers.
 
     From NATS 2.11 on each record has its own time to live, and its end is an event. Older servers
-    have one for the bucket, that of its first record, and tell nobody of the end: the watch then
-    wakes twice a lease.
+    have one for the bucket and tell of no end: the watch then wakes twice a lease.
     """
 
     def __init__(self, address: NatsAddress, bucket: str) -> None:
@@ -54,11 +53,7 @@ class NatsStore:
 
     @classmethod
     def of(cls, parts: SplitResult) -> Self:
-        """Return the store of `nats://[USER:PASSWORD@]HOST:PORT[/BUCKET]`, or `tls://`.
-
-        Raises:
-            ConfigError: it names no bucket of NATS, or cannot be honoured.
-        """
+        """Return the store of `nats://[USER:PASSWORD@]HOST:PORT[/BUCKET]`, or `tls://`."""
         bucket = parts.path.strip("/") or _DEFAULT_BUCKET
         if not _BUCKET.fullmatch(bucket):
             raise ConfigError(

@@ -35,52 +35,36 @@ class RecordStore(Protocol):
     """Records by key, each alive for as long as its lease is renewed.
 
     Writes compare: they replace the record that was read, or none. Whether a lease has expired is
-    told by the server, or by how long this process has seen no renewal: never by comparing
-    wall clocks.
+    told by the server, or by how long this process has seen no renewal, never by wall clocks. Every
+    call may raise RegistryUnavailable.
     """
 
     async def get(self, key: str) -> Record | None:
-        """Return a live record; None where there is none. Raises RegistryUnavailable."""
+        """Return a live record; None where there is none."""
         ...
 
     async def records(self) -> Mapping[str, Record | str]:
-        """Return all live records, and why anything else there is none. Raises RegistryUnavailable.
-
-        One thing that cannot be read leaves the others readable.
-        """
+        """Return all live records, and why anything else that is there is none."""
         ...
 
     async def put(self, key: str, value: bytes, ttl_s: float, replaces: Record | None) -> None:
-        """Write a record that lives for `ttl_s` seconds more.
-
-        Args:
-            ttl_s: of its lease, in seconds; an existing lease stays as it is where the store has
-                leases of its own.
-            replaces: what is there, as it was read; None for nothing.
+        """Write a record that lives for `ttl_s` seconds more, or as long as its lease of before.
 
         Raises:
-            WriteConflict: something else is there. RegistryUnavailable.
+            WriteConflict: what is there is not `replaces`, as it was read; None for nothing.
         """
         ...
 
     async def renew(self, key: str, record: Record, ttl_s: float) -> None:
-        """Let a record live for `ttl_s` seconds from now.
-
-        Raises:
-            WriteConflict: it is gone, or another is there. RegistryUnavailable.
-        """
+        """Let a record live for `ttl_s` seconds from now. Raises WriteConflict: it is gone."""
         ...
 
     async def delete(self, key: str, record: Record) -> None:
-        """Remove a record, unless another one is there by now. Raises RegistryUnavailable."""
+        """Remove a record, unless another one is there by now."""
         ...
 
     async def watch(self, wake: Callable[[], None]) -> None:
-        """Call `wake` after changes, until cancelled; changes may be missed.
-
-        Raises:
-            RegistryUnavailable: the watch has ended.
-        """
+        """Call `wake` after changes, some of which may be missed, until cancelled."""
         ...
 
     async def close(self) -> None:

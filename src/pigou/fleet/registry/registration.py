@@ -71,14 +71,7 @@ class RegistrationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     def topology(
         self, host: str, gpus: int = 0, location: Mapping[str, str] | None = None
     ) -> Topology:
-        """Return where the worker runs, by its labels, else by the arguments.
-
-        Args:
-            location: host, rack and zone, as far as `--location` says.
-
-        Raises:
-            ConfigError: a label is not understood.
-        """
+        """Return where the worker runs: its labels, else `--location`, else the arguments."""
         labels: dict[str, str] = {}
         for text in self.label:
             name, equals, value = text.partition("=")
@@ -114,28 +107,18 @@ class LeaseKeeper:
     A renewal falls due after half of the time that remains, so that a failed one is tried again
     at 3/4 and 7/8 of it, before the lease ends. A lost lease ends nothing: the worker registers
     again, after a random wait, and serves meanwhile.
-
-    Attributes:
-        registered: whether the lease runs, as far as is known.
-        lapses: times that the lease was lost.
     """
 
     def __init__(
         self, ttl_s: float, seed: int = 0, backoff: ReconnectBackoff | None = None
     ) -> None:
-        """Begin unregistered; the first step is due at once.
-
-        Args:
-            ttl_s: seconds that the lease lasts.
-            backoff: between tries.
-        """
         self._ttl_ns = round(ttl_s * SECOND)
         self._rng = random.Random(seed)
         self._backoff = backoff or ReconnectBackoff()
         self._expires_ns = self._due_ns = 0
         self._failures = 0
-        self.registered = False
-        self.lapses = 0
+        self.registered = False  # whether the lease runs, as far as is known
+        self.lapses = 0  # times that the lease was lost
 
     def step(self, now: int) -> LeaseStep:
         """Return the next call; due now where its time is in the past."""
@@ -145,14 +128,7 @@ class LeaseKeeper:
         return LeaseStep(action, max(now, self._due_ns))
 
     def succeeded(self, sent: int, now: int) -> None:
-        """Note that a call was answered well.
-
-        The lease lasts from when it was sent, which is before the registry got it.
-
-        Args:
-            sent: when it was sent.
-            now: when it was answered.
-        """
+        """Note an answered call; the lease lasts from when it was sent."""
         self.registered, self._failures = True, 0
         self._expires_ns = sent + self._ttl_ns
         self._due_ns = now + max(0, self._expires_ns - now) // 2
@@ -167,10 +143,7 @@ class LeaseKeeper:
         self._due_ns = now + wait_ns
 
     def lost(self, now: int) -> None:
-        """Note that the registry does not know the worker any more: it registers again soon.
-
-        It does so at another time than others whose leases ended, too.
-        """
+        """Note that the worker is unknown there: it registers again, at a random time soon."""
         self.lapses += self.registered
         self.registered = False
         self._due_ns = now + round(self._backoff.min_s * SECOND * self._rng.random())
@@ -185,9 +158,7 @@ _CALL_S = 5.0
 class Registration:
     """Keeps one worker registered, whatever the registry does; the worker serves meanwhile.
 
-    Attributes:
-        entry: as it is registered, or will be.
-        keeper: decides when the registry is called.
+    `on_change` gets the entry when somebody else has changed its role or state.
     """
 
     def __init__(
@@ -197,12 +168,6 @@ class Registration:
         on_change: Callable[[WorkerEntry], None] | None = None,
         keeper: LeaseKeeper | None = None,
     ) -> None:
-        """Prepare; `run` registers.
-
-        Args:
-            on_change: gets the entry when somebody else has changed its role or state.
-            keeper: of its lease; by default one of the entry's time to live.
-        """
         self.entry = entry
         self.keeper = keeper or LeaseKeeper(entry.ttl_s, random.getrandbits(32))
         self._registry = registry
@@ -270,17 +235,13 @@ class Registration:
             self._take(entry)
 
     def _take(self, entry: WorkerEntry) -> None:
-        """Take over what somebody else wrote; what is newer here is written.
-
-        Of two changes in one epoch the registry has the first. That this worker drains is then
-        said once more, in the next epoch.
-        """
+        """Take over what somebody else wrote; what is newer here is written."""
         own = self.entry
         if entry.epoch < own.epoch:  # changed here while the call was under way
             self.keeper.lost(time.monotonic_ns())
         elif entry != own:
             self.entry = entry
-            if own.draining and not entry.draining:
+            if own.draining and not entry.draining:  # the other change of this epoch came first
                 self._unwritten = {"draining": True}
                 self._wake.set()
             if self._on_change is not None:
@@ -298,21 +259,13 @@ class Registration:
 class WorkerRegistrar:
     """Keeps a worker registered from when it is ready until it ends (a worker's `Registrar`).
 
-    An entry that is marked as draining by a gateway ends the worker, as SIGTERM does. Where the
-    role is changed, the entry has the new one: Pigou's workers serve in any.
+    An entry that a gateway marks as draining ends the worker, as SIGTERM does.
     """
 
     def __init__(
         self, config: RegistrationConfig, secret: FleetSecret | None, gpus: int = 0, tp: int = 1
     ) -> None:
-        """Prepare.
-
-        Args:
-            tp: GPUs that the model's heads are split over.
-
-        Raises:
-            ConfigError: the URL is not understood, or its client is not installed.
-        """
+        """`tp`: GPUs that the model's heads are split over. Raises ConfigError for the URL."""
         self._config = config
         self._gpus, self._tp = gpus, tp
         self._registry: Registry = open_registry(config.registry, secret)
@@ -321,14 +274,14 @@ class WorkerRegistrar:
         self._stop: Callable[[], None] | None = None
 
     async def ready(self, about: dict[str, Any], stop: Callable[[], None]) -> None:
-        """Register the worker, in the background: it serves whether the registry answers or not.
+        """Register the worker in the background: it serves whether the registry answers or not.
 
         Args:
             about: what the worker says of itself when it is ready.
             stop: drains and ends it.
 
         Raises:
-            ConfigError: the entry is not valid: naming the option.
+            ConfigError: the entry is not valid; names the option.
         """
         self._stop = stop
         self._registration = Registration(self._registry, self._entry(about), self._changed)
@@ -386,11 +339,7 @@ class WorkerRegistrar:
 
 
 def default_id(host: str, incarnation: str = "") -> str:
-    """Return a worker's name: the host's, and the beginning of its incarnation.
-
-    Args:
-        incarnation: of its process; empty in a pod of Kubernetes, whose name is the worker's.
-    """
+    """Return a worker's name: its host and incarnation; in a pod of Kubernetes the pod's name."""
     if not incarnation:
         return os.environ.get("HOSTNAME") or socket.gethostname()
     return f"{re.sub(r'[^A-Za-z0-9-]', '-', host.partition('.')[0])}-{incarnation[:8]}"

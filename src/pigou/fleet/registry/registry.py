@@ -6,7 +6,6 @@ import logging
 import re
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import SplitResult, unquote, urlsplit
 
 import msgspec
@@ -23,9 +22,6 @@ from pigou.fleet.registry.record_store import (
 from pigou.imports import require
 from pigou.wire.fleet_secret import FleetSecret
 from pigou.wire.names import is_loopback
-
-if TYPE_CHECKING:
-    from pigou.fleet.kubernetes.kubernetes_provider import FleetScales
 
 _log = logging.getLogger("pigou.registry")
 
@@ -58,33 +54,17 @@ class Registry:
     """Workers register here, and gateways discover them, over any store.
 
     Every write is guarded: one incarnation of a worker never replaces a live one of another, and
-    an older epoch never replaces a newer one.
-
-    Attributes:
-        scales: of the fleet that the workers are of, where planners scale it; None elsewhere.
+    an older epoch never replaces a newer one. Writes return what is registered then, and may raise
+    EntryConflict or RegistryUnavailable. Without the fleet's secret unsigned entries are taken.
     """
 
     def __init__(self, store: RecordStore, secret: FleetSecret | None = None) -> None:
-        """Use a store.
-
-        Args:
-            secret: of the fleet, which signs entries; None takes unsigned ones.
-        """
         self._store = store
         self._secret = secret
         self._logged: set[str] = set()
-        self.scales: FleetScales | None = None
 
     async def register(self, entry: WorkerEntry) -> WorkerEntry:
-        """Add a worker, or take its place again after its lease was lost.
-
-        Returns:
-            What is registered: a newer epoch of the same incarnation stays.
-
-        Raises:
-            EntryConflict: a live worker of another incarnation has its name.
-            RegistryUnavailable: nobody answers.
-        """
+        """Add a worker, or take its place again after its lease was lost; newer epochs stay."""
 
         async def write(record: Record | None, current: WorkerEntry | None) -> WorkerEntry:
             if current is not None:
@@ -98,15 +78,7 @@ class Registry:
         return await self._guarded(entry, write)
 
     async def renew(self, entry: WorkerEntry) -> WorkerEntry:
-        """Renew the lease of a worker.
-
-        Returns:
-            What is registered, which may have a newer epoch: somebody changed its role.
-
-        Raises:
-            LeaseLost: it is not there; register again. EntryConflict: another incarnation is.
-            RegistryUnavailable: nobody answers.
-        """
+        """Renew a worker's lease; its epoch may be newer. Raises LeaseLost: register again."""
 
         async def write(record: Record | None, current: WorkerEntry | None) -> WorkerEntry:
             record, current = _registered(record, current, entry)
@@ -116,15 +88,7 @@ class Registry:
         return await self._guarded(entry, write)
 
     async def update(self, entry: WorkerEntry) -> WorkerEntry:
-        """Replace an entry by one of a newer epoch; its lease goes on.
-
-        Returns:
-            What is registered: `entry`.
-
-        Raises:
-            EntryConflict: another incarnation or a newer epoch is there. LeaseLost: nothing is.
-            RegistryUnavailable: nobody answers.
-        """
+        """Replace an entry by one of a newer epoch, on its lease. Raises LeaseLost: none is."""
 
         async def write(record: Record | None, current: WorkerEntry | None) -> WorkerEntry:
             record, current = _registered(record, current, entry)
@@ -208,11 +172,7 @@ class Registry:
 def _registered(
     record: Record | None, current: WorkerEntry | None, entry: WorkerEntry
 ) -> tuple[Record, WorkerEntry]:
-    """Return what is registered of the incarnation of `entry`.
-
-    Raises:
-        LeaseLost: nothing is. EntryConflict: another incarnation is.
-    """
+    """Return what is registered of an entry's incarnation. Raises LeaseLost, EntryConflict."""
     if record is None or current is None:
         raise LeaseLost(f"{entry.identity} is not registered")
     _check_incarnation(current, entry)
@@ -237,11 +197,7 @@ _EXTRAS = {"etcd": "etcd", "nats": "nats", "tls": "nats"}
 
 
 def open_registry(url: str, secret: FleetSecret | None = None) -> Registry:
-    """Return the registry of a URL; nothing is connected yet.
-
-    Args:
-        url: in one of `FORMS`.
-        secret: of the fleet, which signs entries; None takes unsigned ones.
+    """Return the registry of a URL in one of `FORMS`; nothing is connected yet.
 
     Raises:
         ConfigError: the URL is not understood, the extra of its backend is not installed, or

@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from statistics import median
-from typing import Any, ClassVar
+from typing import ClassVar, TypeAlias
 
 import msgspec
 
 from pigou.config import ConfigError
 from pigou.fleet.config import FleetError, LocalWorker, ModelPoolConfig, RayConfig, WorkersConfig
-from pigou.fleet.member import FleetMember, MemberSetup
-from pigou.fleet.probe import ProbeFailed, probe
-from pigou.fleet.provider import ProvidedPool
+from pigou.fleet.member import Member, MemberSetup, pool_name
+from pigou.fleet.probe import probe
+from pigou.fleet.provider import ProvidedPool, Provider
 from pigou.fleet.worker_process import MemberProcess, WorkerProcess
 from pigou.imports import require
 from pigou.kv.tier_config import uri_below
@@ -40,11 +40,7 @@ class WorkerTemplate(msgspec.Struct, frozen=True, kw_only=True):
         arguments: Sequence[str] = (),
         pool: ModelPoolConfig | None = None,
     ) -> WorkerTemplate:
-        """Return the template of a fleet, or of one of its models.
-
-        Args:
-            arguments: further ones for all workers.
-        """
+        """Return the template of a fleet, or of one of its models."""
         device = config.device if pool is None else pool.device or config.device
         return cls(
             arguments=(*config.arguments(_threads(config), pool), *arguments),
@@ -86,11 +82,7 @@ class WorkerTemplate(msgspec.Struct, frozen=True, kw_only=True):
 def local_workers(
     prefill: int, decode: int, both: int, arguments: Iterable[str], devices: Iterable[str]
 ) -> list[LocalWorker]:
-    """Return the workers of a local fleet, named by role and number.
-
-    Args:
-        arguments, devices: as `WorkerTemplate` has them.
-    """
+    """Return the workers of a local fleet, named by role and number."""
     template = WorkerTemplate(arguments=tuple(arguments), devices=tuple(devices))
     return start_workers([template], {"": (prefill, decode, both)})
 
@@ -98,11 +90,7 @@ def local_workers(
 def start_workers(
     templates: Sequence[WorkerTemplate], counts: Mapping[str, tuple[int, int, int]]
 ) -> list[LocalWorker]:
-    """Return the local workers that a fleet begins with; no two have one id.
-
-    Args:
-        counts: workers for prefill, for decode and for both, by model.
-    """
+    """Return the local workers that a fleet begins with; counts are by model, each (P, D, both)."""
     numbers, workers = Counter[Role](), list[LocalWorker]()
     for template in templates:
         prefill, decode, both = counts[template.model]
@@ -144,10 +132,7 @@ _SLEEPERS = 4
 
 
 def machine_room(templates: Sequence[WorkerTemplate]) -> int:
-    """Return how many workers this machine has cores and GPUs for.
-
-    Each takes a GPU, or the cores of its threads; four that sleep in place of computing share one.
-    """
+    """Return how many workers this machine has cores and GPUs for; sleepers share a core."""
     cores = len(os.sched_getaffinity(0))
     if templates and all(sleeps(template.arguments) for template in templates):
         return _SLEEPERS * cores
@@ -174,70 +159,52 @@ _LEAVE_S = 2.0
 #: The same for one of a fleet that ends: its requests have ended or were cut off.
 _END_S = 8.0
 
+#: Starts the process of a member with these arguments of `pigou worker`.
+StartProcess: TypeAlias = Callable[[Member, Sequence[str]], Awaitable[MemberProcess]]
 
-class LocalMember(FleetMember):
+
+async def _start_here(member: Member, arguments: Sequence[str]) -> MemberProcess:
+    return await WorkerProcess.start(member.id, arguments, member.setup.secret)
+
+
+class ProcessSource:
     """Keeps one worker process going: starts it, and starts it again when it ends."""
 
-    kind: ClassVar[str] = "local"
+    starts = True
 
-    def __init__(self, spec: LocalWorker, setup: MemberSetup) -> None:
-        super().__init__(spec.id, spec.role, setup, spec.model)
-        self._spec = spec
+    def __init__(
+        self, spec: LocalWorker, kind: str = "local", start: StartProcess = _start_here
+    ) -> None:
+        self.kind = kind
+        self._arguments, self._start = spec.arguments, start
+        self._again = False
 
-    @property
-    def device(self) -> str:
-        """What it computes on: cpu, cuda or cuda:N."""
-        return self._spec.device
-
-    async def run(self) -> None:
-        """Start the process again and again until cancelled, or until it ends and is leaving."""
-        while True:
-            self._begin_start()
-            try:
-                why = await self._live()
-            except (FleetError, ProbeFailed, OSError) as error:
-                why = str(error)
-                if self._never_up(why):
-                    return
-            except Exception as error:
-                self.plane_driver.background.failed(self.id, error)
-                why = f"{type(error).__name__}: {error}"
-                if self._never_up(why):
-                    return
-            if self.leaving:
-                return
-            wait_s = self._ended(why, "backoff")
-            self._row.pid = 0
-            await asyncio.sleep(wait_s)
-            self._row.restarts += 1
-            self._row.state = "starting"
-
-    async def _live(self) -> str:
+    async def live(self, member: Member) -> str:
         """Run one process from start to end; return why it ended."""
-        self._report("starting its process")
-        process = await self._start_process(["--role", self.role.value, *self._spec.arguments])
-        self._row.pid = process.pid
-        drain = 0.0
+        row = member.row()
+        if self._again:
+            row.restarts += 1
+            row.state = "starting"
+        self._again = True
+        member.report("starting its process")
+        process = await self._start(member, ["--role", member.role.value, *self._arguments])
+        row.pid = process.pid
+        config, drain = member.setup.config, 0.0
         try:
-            line = await process.ready(self._config.start, self._report)
-            return await self._until_down(process, line)
+            line = await process.ready(config.start, member.report)
+            return await self._until_down(member, process, str(line["url"]))
         except asyncio.CancelledError:
             # The fleet ends, or the worker is let go: it has done nothing wrong.
-            drain = min(self._config.drain, _LEAVE_S if self.leaving else _END_S)
-            self._say("stopped", "")
+            drain = min(config.drain, _LEAVE_S if member.leaving else _END_S)
+            member.say("stopped", "")
             raise
         finally:
             await process.stop(drain)
 
-    async def _start_process(self, arguments: Sequence[str]) -> MemberProcess:
-        """Start a process with these arguments of `pigou worker`."""
-        return await WorkerProcess.start(self.id, arguments, self._secret)
-
-    async def _until_down(self, process: MemberProcess, line: dict[str, Any]) -> str:
-        url = str(line["url"])
-        key = "" if self._secret is None else self._secret.token
+    async def _until_down(self, member: Member, process: MemberProcess, url: str) -> str:
+        key = "" if member.setup.secret is None else member.setup.secret.token
         probed = await probe(url, key)
-        serving = asyncio.create_task(self.serve(url, probed, key, probed.sources, process))
+        serving = asyncio.create_task(member.serve(url, probed, key, probed.sources, process))
         exiting = asyncio.create_task(process.exited())
         try:
             done, _ = await asyncio.wait((serving, exiting), return_when=asyncio.FIRST_COMPLETED)
@@ -248,30 +215,25 @@ class LocalMember(FleetMember):
             await asyncio.gather(serving, exiting, return_exceptions=True)
 
 
-class LocalProvider:
+class LocalProvider(Provider):
     """Starts worker processes; a process serves in any role, so a flip needs no restart.
 
-    Further workers are made from the template of their model. A GPU takes as many of them as it
-    was given at the start, at least one, whatever their model: so models share the GPUs.
+    Further workers are made from the template of their model. A GPU takes as many of them, of any
+    model, as it was given at the start, at least one.
     """
 
-    kind: ClassVar[str] = LocalMember.kind
+    kind: ClassVar[str] = "local"
 
     def __init__(self, setup: MemberSetup, templates: Sequence[WorkerTemplate] = ()) -> None:
-        """Begin without members; without a template none is added beside those of the start.
-
-        Args:
-            setup: what members share.
-        """
         self._setup = setup
         self._templates = {template.model: template for template in templates}
-        self._members: dict[str, LocalMember] = {}
+        self._members: dict[str, tuple[Member, str]] = {}  # with their devices
         self._numbers: Counter[Role] = Counter()
         self._pools: set[tuple[Role, str]] = set()
         self._rooms: Counter[str] = Counter()
         self._start_up_s: dict[str, float] = {}
 
-    def adopt(self, spec: LocalWorker) -> LocalMember:
+    def adopt(self, spec: LocalWorker) -> Member:
         """Return the member of a worker that the fleet begins with."""
         self._rooms[spec.device] += 1
         return self._make(spec)
@@ -295,7 +257,7 @@ class LocalProvider:
 
     def pool(self, role: Role, model: str = "") -> str:
         """Return the name of the pool of a role and model: `decode`, or `decode.MODEL`."""
-        return f"{role.value}.{model}" if model else role.value
+        return pool_name(role, model)
 
     def start_refusal(self, pool: str) -> str:
         """Return why no further worker of a role can be started now; empty where one can."""
@@ -314,12 +276,8 @@ class LocalProvider:
             return f"no device is free of {', '.join(template.devices)}"
         return ""
 
-    def make(self, pool: str) -> LocalMember:
-        """Return a new member of a role; its pool is there from now on.
-
-        Raises:
-            FleetError: `start_refusal` says why not.
-        """
+    def make(self, pool: str) -> Member:
+        """Return a new member of a role; its pool is there from now on. Raises FleetError."""
         role, model = _parts(pool)
         template = self._templates.get(model)
         device = None if template is None else self._device(template)
@@ -328,38 +286,32 @@ class LocalProvider:
             raise FleetError(refusal)
         return self._make(template.worker(role, self._numbers[role], device))
 
-    def flip_refusal(self, member: FleetMember, pool: str) -> str:
-        """Return why a member cannot serve in another pool; empty where it can."""
-        if pool == member.pool or pool not in [self.pool(role, member.model) for role in Role]:
-            return f"{member.id} cannot serve in pool {pool!r}"
-        return ""
-
-    def flipped(self, member: FleetMember) -> None:
+    def flipped(self, member: Member) -> None:
         """A member is in another pool, which is there from now on."""
         self._pools.add((member.role, member.model))
 
-    def discard(self, member: FleetMember) -> None:
+    def discard(self, member: Member) -> None:
         """A member is gone for good: its device is free."""
         self._start_up_s[member.pool] = member.start_up_s or self._start_up(member.pool) or 0.0
         self._members.pop(member.id, None)
 
-    async def close(self) -> None:
-        """Give back what the fleet has beyond its members: nothing."""
-
-    def _make(self, spec: LocalWorker) -> LocalMember:
-        member = self._member(spec)
-        member.pool = self.pool(spec.role, spec.model)
-        self._members[spec.id] = member
+    def _make(self, spec: LocalWorker) -> Member:
+        member = Member(spec.id, spec.role, self._setup, self._source(spec), spec.model)
+        self._members[spec.id] = member, spec.device
         self._pools.add((spec.role, spec.model))
         self._numbers[spec.role] += 1
         return member
 
-    def _member(self, spec: LocalWorker) -> LocalMember:
-        return LocalMember(spec, self._setup)
+    def _source(self, spec: LocalWorker) -> ProcessSource:
+        return ProcessSource(spec)
+
+    def device(self, member: Member) -> str:
+        """Return what a member computes on: cpu, cuda or cuda:N."""
+        return self._members[member.id][1]
 
     def _device(self, template: WorkerTemplate) -> str | None:
         """Return the device with the fewest workers that has room; None for none."""
-        used = Counter(member.device for member in self._members.values())
+        used = Counter(device for _, device in self._members.values())
         free = [
             device
             for device in template.devices
@@ -371,7 +323,7 @@ class LocalProvider:
         """Return the median seconds of the last starts of its workers; None before one."""
         seconds = [
             member.start_up_s
-            for member in self._members.values()
+            for member, _ in self._members.values()
             if member.pool == pool and member.start_up_s is not None
         ]
         return median(seconds) if seconds else self._start_up_s.get(pool) or None

@@ -1,20 +1,18 @@
-"""Registered workers: their members, and the provider that follows the registry."""
+"""Registered workers, on any host: the provider that follows a registry."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import ClassVar, Protocol
 
 import msgspec
 
-from pigou.control.messages import WorkerDraining
 from pigou.fleet.config import AttachedWorker
-from pigou.fleet.member import FleetMember, MemberSetup
-from pigou.fleet.probe import ProbeFailed, ProbeResult, fleet_key, probe
-from pigou.fleet.provider import ProvidedPool
+from pigou.fleet.member import Member, MemberSetup
+from pigou.fleet.probe import ProbeFailed, fleet_key, probe
+from pigou.fleet.provider import ProvidedPool, Provider
 from pigou.fleet.registry.discovery import (
     Discovery,
     EntryChanged,
@@ -26,77 +24,17 @@ from pigou.fleet.registry.discovery import (
 )
 from pigou.fleet.registry.entry import Identity, WorkerEntry
 from pigou.fleet.registry.registry import EntryConflict, LeaseLost, Registry
-from pigou.fleet.sources.attached import AttachedMember, ServerProvider
+from pigou.fleet.sources.attached import ServerSource, check_incarnation
 from pigou.gateway.fleet_status import RegistryStatus
 from pigou.request import Role
 from pigou.wire.fleet_secret import FleetSecret
 
+_log = logging.getLogger("pigou.fleet")
+
 #: Seconds that a suspect may take to show that it lives.
 _PROBE_S = 3.0
-
-
-class RegisteredMember(AttachedMember):
-    """Uses one worker of a registry, for as long as it is that incarnation.
-
-    Attributes:
-        suspected: why it gets nothing new; empty while it is trusted.
-    """
-
-    kind: ClassVar[str] = "registered"
-
-    def __init__(self, id: str, entry: WorkerEntry, setup: MemberSetup) -> None:
-        events, replay, node = entry.kv_events, entry.kv_replay, entry.topology
-        spec = AttachedWorker(
-            id=id, url=entry.url, role=entry.role, events=events, replay=replay if events else "",
-            host=node.host, rack=node.rack, zone=node.zone,
-        )  # fmt: skip
-        super().__init__(spec, setup)
-        self.entry = entry
-        self.suspected = ""
-
-    def suspect(self, why: str) -> None:
-        """Send it nothing new; its streams go on."""
-        self.suspected = why
-        if self.id in self.plane_driver.upstreams and self._row.state == "up":
-            self._say("draining", f"suspect: {why}")
-            self.plane_driver.observe(WorkerDraining(self.id))
-
-    def trust(self) -> None:
-        """Send it requests again, unless it drains for another reason."""
-        suspected, self.suspected = self.suspected, ""
-        drains = self.leaving or self.next_role is not None
-        if suspected and not drains and self.id in self.plane_driver.upstreams:
-            self.plane_driver.flip(self.id, self.role)
-            self._say("up", "")
-
-    def change_role(self, role: Role, pool: str) -> None:
-        """Have another role; a suspect gets nothing in that one, either."""
-        super().change_role(role, pool)
-        if self.suspected:
-            self.suspect(self.suspected)
-
-    def _is_up(self, url: str) -> None:
-        super()._is_up(url)
-        if self.suspected:
-            self.suspect(self.suspected)
-
-    def _pinned(self, probed: ProbeResult) -> ProbeResult:
-        """Return the probe's result, where it is of this incarnation.
-
-        A stock engine knows no version of its deployment; its entry, or its pod's label, does.
-        """
-        check_incarnation(self.entry, probed)
-        return replace(probed, version=probed.version or self.entry.version)
-
-
-def check_incarnation(entry: WorkerEntry, probed: ProbeResult) -> None:
-    """Refuse another process at the address of a worker; a stock engine has no incarnation.
-
-    Raises:
-        ProbeFailed: it is another one.
-    """
-    if probed.engine.incarnation not in ("", entry.incarnation):
-        raise ProbeFailed(f"{entry.url} is another worker's by now, and not {entry.identity}'s")
+#: Seconds of one write, and between two tries.
+_WRITE_S, _RETRY_S = 5.0, 1.0
 
 
 async def lives(entry: WorkerEntry, secret: FleetSecret | None) -> bool:
@@ -109,54 +47,42 @@ async def lives(entry: WorkerEntry, secret: FleetSecret | None) -> bool:
     return True
 
 
-_log = logging.getLogger("pigou.fleet")
-
-#: Seconds of one write, and between two tries.
-_WRITE_S, _RETRY_S = 5.0, 1.0
-
-
 class FollowedFleet(Protocol):
     """What the registry's news changes: the supervisor."""
 
-    def add(self, member: FleetMember) -> None:
+    def add(self, member: Member) -> None:
         """Start a member."""
 
-    def drain(self, member: FleetMember, limit_s: float | None = None) -> None:
+    def drain(self, member: Member, limit_s: float | None = None) -> None:
         """Let a member end what it has, then go."""
 
-    def flip(
-        self, member: FleetMember, role: Role, pool: str, limit_s: float | None = None
-    ) -> None:
+    def flip(self, member: Member, role: Role, pool: str, limit_s: float | None = None) -> None:
         """Let a member drain, then serve in another role."""
 
-    def remove(self, member: FleetMember) -> None:
+    def remove(self, member: Member) -> None:
         """Let a member go at once."""
 
-    def member(self, id: str) -> FleetMember | None:
+    def member(self, id: str) -> Member | None:
         """Return a member that is not gone."""
 
 
-class RegistryProvider(ServerProvider):
+class RegistryProvider(Provider):
     """Uses the workers of a registry. It starts none; the entries are what it changes.
 
-    A flip is written into the worker's entry, so that all gateways follow. A worker that this
-    fleet lets go is marked as draining there: it ends by itself, on its host.
+    A flip is written into the worker's entry, so that all gateways follow. A worker that is let go
+    is marked as draining there: it ends by itself, on its host.
     """
 
-    kind: ClassVar[str] = RegisteredMember.kind
+    kind: ClassVar[str] = "registered"
     not_started: ClassVar[str] = "workers of a registry are started on their hosts, and not here"
     not_flipped: ClassVar[str] = "is no worker of Pigou, and its role was set when it was started"
 
     def __init__(self, registry: Registry, setup: MemberSetup) -> None:
-        """Begin without workers.
-
-        Args:
-            setup: of the fleet's members.
-        """
         self._registry = registry
         self._setup = setup
         self._fleet: FollowedFleet | None = None
-        self._members: dict[Identity, RegisteredMember] = {}
+        self._members: dict[Identity, Member] = {}
+        self._entries: dict[str, WorkerEntry] = {}  # newest, by id of the member
         self._used: set[str] = set()
         self._released: set[Identity] = set()
         self._orders: dict[Identity, WorkerEntry] = {}
@@ -187,23 +113,24 @@ class RegistryProvider(ServerProvider):
         """One pool for each role that a worker has now, as wide as its widest one."""
         gpus: dict[tuple[Role, str], int] = {}
         for member in self._members.values():
-            pool, topology = (member.role, member.model), member.entry.topology
-            gpus[pool] = max(gpus.get(pool, 1), topology.gpus)
+            pool, entry = (member.role, member.model), self._entries[member.id]
+            gpus[pool] = max(gpus.get(pool, 1), entry.topology.gpus)
         return [
             ProvidedPool(name=self.pool(*pool), role=pool[0], gpus=gpus[pool], model=pool[1])
             for pool in sorted(gpus, key=lambda pool: (pool[1], list(Role).index(pool[0])))
         ]
 
-    def flipped(self, member: FleetMember) -> None:
+    def flipped(self, member: Member) -> None:
         """A worker is in another pool: say so to all gateways."""
-        assert isinstance(member, RegisteredMember)
-        if member.entry.role is not member.role:
-            self._order(member.entry, role=member.role)
+        entry = self._entries[member.id]
+        if entry.role is not member.role:
+            self._order(entry, role=member.role)
 
-    def discard(self, member: FleetMember) -> None:
+    def discard(self, member: Member) -> None:
         """A worker is let go: one that is still registered ends by itself."""
-        assert isinstance(member, RegisteredMember)
-        entry = member.entry
+        entry = self._entries.pop(member.id, None)
+        if entry is None:
+            return
         self._members.pop(entry.identity, None)
         known = self.discovery.view.entry(entry.identity)
         if known is not None:
@@ -240,7 +167,7 @@ class RegistryProvider(ServerProvider):
             if not entry.draining and entry.identity not in self._released:
                 self._add(entry)
             return
-        member.entry = entry
+        self._entries[member.id] = entry
         if entry.draining:
             if not member.leaving:
                 self._running.drain(member)
@@ -248,8 +175,14 @@ class RegistryProvider(ServerProvider):
             self._running.flip(member, entry.role, self.pool(entry.role, member.model))
 
     def _add(self, entry: WorkerEntry) -> None:
-        member = RegisteredMember(self._name(entry), entry, self._setup)
-        self._members[entry.identity] = member
+        events, node = entry.kv_events, entry.topology
+        spec = AttachedWorker(
+            id=self._name(entry), url=entry.url, role=entry.role, events=events,
+            replay=entry.kv_replay if events else "", host=node.host, rack=node.rack,
+            zone=node.zone,
+        )  # fmt: skip
+        member = ServerSource(spec, entry).member(self._setup)
+        self._members[entry.identity], self._entries[member.id] = member, entry
         _log.info("%s is registered at %s as %s", member.id, entry.url, entry.role.value)
         self._running.add(member)
 
@@ -268,7 +201,7 @@ class RegistryProvider(ServerProvider):
         assert self._fleet is not None
         return self._fleet
 
-    def _is_last_decoder(self, member: RegisteredMember) -> bool:
+    def _is_last_decoder(self, member: Member) -> bool:
         """Whether no other worker of its model that is up would decode."""
         if not member.role.decodes:
             return False
