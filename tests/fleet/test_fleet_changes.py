@@ -150,9 +150,11 @@ async def test_a_worker_that_cannot_start_is_reported_and_stops_nobody() -> None
 
 
 async def test_servers_are_attached_drained_and_let_go() -> None:
-    first, second = Stub("a", script=Script(delay_s=0.04)), Stub("b")
+    ends = asyncio.Event()
+    first, second = Stub("a", script=Script(held=ends, held_after=5)), Stub("b")
     runner = await second.start()
-    async with attached(first) as (_, client):
+    watch = msgspec.structs.replace(WATCH, drain=60.0)  # at its limit a drain moves streams
+    async with attached(first, watch=watch) as (_, client):
         tasks = [
             asyncio.create_task(client.reply(max_tokens=30, ignore_eos=None)) for _ in range(3)
         ]
@@ -165,8 +167,11 @@ async def test_servers_are_attached_drained_and_let_go() -> None:
         assert status == 409
         assert "is attached as attached-1" in answer["error"]["message"]
         assert (await client.change("POST", "/workers/a/drain"))[0] == 202
+        await until(client, state("a", "draining"))
         assert first.active == 3, "a drain cuts nothing"
+        ends.set()
         await equal(tasks, whole_text(30))
+        assert not first.cancelled
         await until(client, gone("a"))
         assert first.health == 200
         status, _ = await client.change("POST", "/workers", {"attach": f"{first.url},role=decode"})

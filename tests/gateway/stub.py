@@ -46,7 +46,7 @@ class Script:
     """How a worker misbehaves; everything off is a good worker.
 
     `*_after` count content chunks that are sent before; `times` bounds how often it happens.
-    `held`: nothing is answered before it is set. `odd` is sent before each content chunk,
+    `held`: nothing is answered before it is set, or nothing past `held_after`. `odd` is sent before each content chunk,
     `opening` before the whole stream, `done` at its end; `cached` are the tokens that a whole
     reply says were cached.
     """
@@ -64,6 +64,7 @@ class Script:
     no_ticket: bool = False
     times: int = 1_000_000
     held: asyncio.Event | None = None
+    held_after: int = 0
     odd: bytes = b""
     opening: bytes = b""
     done: bytes = b"data: [DONE]\n\n"
@@ -171,8 +172,7 @@ class Stub:
             message = {"error": {"message": "scripted", "type": "X", "param": None,
                                  "code": self.script.status}}  # fmt: skip
             return web.json_response(message, status=self.script.status)
-        if self.script.held is not None:
-            await self.script.held.wait()
+        await self._hold(0)
         await asyncio.sleep(self.script.delay_s)
         ids, first = self._prompt(body, chat)
         most = body.get("max_completion_tokens") or body.get("max_tokens") or 5
@@ -182,6 +182,10 @@ class Stub:
                 request.transport.abort()
             return web.json_response(self._whole(body, chat, ids, last))
         return await self._stream(request, body, chat, ids, (first, last))
+
+    async def _hold(self, sent: int) -> None:
+        if self.script.held is not None and self.script.held_after == sent:
+            await self.script.held.wait()
 
     def _strike(self) -> bool:
         if self.script.times == 0:
@@ -265,6 +269,7 @@ class Stub:
                 await response.write(self.script.odd)
             await self._send(response, {**head, "choices": [choice]})
             sent += 1
+            await self._hold(sent)
             await asyncio.sleep(self.script.delay_s)
         if await self._misbehave(request, response, head, sent):
             return response
