@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.lib.examples import examples
 
 from pigou.cli import main
 from pigou.config import ConfigError
@@ -54,7 +55,7 @@ def traces(draw: st.DrawFn) -> Trace:
 
 
 @given(traces())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80))
 def test_a_converted_trace_is_the_same_trace(trace: Trace) -> None:
     found = of_rows(list(to_rows(trace)))
     assert len(found.sessions) == len(trace.sessions)

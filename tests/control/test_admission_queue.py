@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.lib.examples import examples
 
 from pigou.config import ConfigError, ControlConfig
 from pigou.control.admission.queue_order import QueuedRequest
@@ -111,7 +112,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(st.sampled_from(ORDERS), STEPS, st.integers(0, 6), st.integers(1, 3))
 def test_nobody_who_waits_is_dropped_or_forgotten_and_returned_requests_go_first(
     order: str, steps: list[tuple[Any, ...]], most: int, max_seqs: int
@@ -197,7 +198,7 @@ def test_one_huge_prompt_counts_as_such_in_the_queue() -> None:
     assert refusal.reason == "the queue is full: 400 of 500 tokens"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(
     st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(1, 50)), max_size=200),
     st.integers(1, 20),

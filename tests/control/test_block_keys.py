@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pigou.control.prefix_index.block_keys import chain
@@ -12,7 +12,6 @@ from pigou.control.prefix_index.block_keys import chain
 ids = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 
 
-@settings(deadline=None)
 @given(ids, st.integers(1, 9), st.text(max_size=5), st.integers(0, 6))
 def test_a_chain_continued_after_any_block_is_the_whole_chain(
     tokens: list[int], size: int, salt: str, cut: int
@@ -26,7 +25,6 @@ def test_a_chain_continued_after_any_block_is_the_whole_chain(
     assert whole[cut:].tolist() == rest.tolist()
 
 
-@settings(deadline=None)
 @given(ids.filter(len), st.integers(1, 9), st.data())
 def test_another_token_changes_its_block_and_all_after_it(
     tokens: list[int], size: int, data: st.DataObject
@@ -39,7 +37,6 @@ def test_another_token_changes_its_block_and_all_after_it(
     assert not same[at // size :].any()
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 2**31 - 1), max_size=40), st.integers(1, 9))
 def test_lists_and_arrays_of_any_integer_type_hash_alike(tokens: list[int], size: int) -> None:
     whole = chain(tokens, size).tolist()

@@ -6,6 +6,7 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.lib.examples import examples
 
 from pigou.control.admission import fair_order
 from pigou.control.admission.fair_order import Fair, FairParams
@@ -74,7 +75,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(
     STEPS,
     st.integers(1, 4),

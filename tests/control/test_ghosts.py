@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.lib.examples import examples
 
 from pigou.control.prefix_index import PrefixIndex
 from pigou.events import BlockRemoved, BlockStored, KVEvent, Medium
@@ -137,7 +138,7 @@ def test_a_worker_that_comes_back_begins_anew() -> None:
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 40), st.integers(1, 8)), max_size=60))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 def test_it_is_a_share_and_the_same_by_events_that_were_keyed(
     events: list[tuple[bool, int, int]],
 ) -> None:

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import fields
+from tests.lib.examples import examples
 
 from pigou.config import ConfigError, ControlConfig
 from pigou.control.journal import (
@@ -226,7 +227,7 @@ def events() -> st.SearchStrategy[Any]:
 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), events()), max_size=30))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_an_event_without_tokens_means_what_it_meant_with_them(told: list[Any]) -> None:
     plain, keyed = PrefixIndex(max_blocks=8, max_total=12), PrefixIndex(max_blocks=8, max_total=12)
     for worker, event in told:
@@ -320,7 +321,7 @@ class Drive:
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.policy)
 @given(seed=st.integers(0, 2**16))
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12))
 def test_a_fresh_plane_decides_as_the_recorded_one(config: ControlConfig, seed: int) -> None:
     drive = Drive(config, seed)
     for name in ("w1", "w2", "w0"):

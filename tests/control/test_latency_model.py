@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_fleet import Ideal, ModelFleet, poisson
+from tests.lib.examples import examples
 
 from pigou.config import ControlConfig
 from pigou.control.latency_model.affine_fit import AffineFit
@@ -92,7 +93,7 @@ def test_a_worker_that_was_slow_once_is_tried_again() -> None:
 
 
 @given(st.floats(0, 5), st.floats(0, 2), st.lists(st.floats(1, 1000), min_size=3, max_size=40))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80))
 def test_an_affine_law_is_recovered_and_never_negative(
     base: float, slope: float, sizes: list[float]
 ) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.lib.examples import examples
 
 from pigou.config import ConfigError, ControlConfig
 from pigou.control.journal import report_tokens
@@ -158,7 +159,7 @@ def step(driver: Driver, kind: str, value: int) -> None:
         driver.take(list(plane.tick(driver.now)))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(st.lists(STEPS, max_size=60), st.integers(0, 3))
 def test_load_is_never_negative_and_no_request_is_lost(
     steps: list[tuple[str, int]], seed: int

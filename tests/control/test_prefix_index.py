@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.lib.examples import examples
 
 from pigou.control.prefix_index import PrefixIndex, chain
 from pigou.events import BlockRemoved, BlockStored
@@ -116,7 +117,7 @@ def test_core_events_are_trusted() -> None:
     assert index.overlap("w", hashes[:, 1]) == 1
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 4), st.sampled_from(["GPU", "CPU"]))))
 def test_the_index_answers_as_a_plain_set_would(
     steps: list[tuple[bool, int, str]],

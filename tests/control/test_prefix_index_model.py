@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.lib.examples import examples
 
 from pigou.control.prefix_index import PrefixIndex, chain
 from pigou.events import BlockRemoved, BlockStored, Medium
@@ -136,7 +137,7 @@ def crowd(index: PrefixIndex, medium: str | None) -> None:
         index.drop(other)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(steps, st.integers(0, 12), st.sampled_from([None, "CPU"]))
 def test_the_index_answers_as_dictionaries_would(
     story: list[Step], before: int, medium: str | None
@@ -158,7 +159,7 @@ def test_the_index_answers_as_dictionaries_would(
         check(index, model)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(
     st.lists(
         st.tuples(
@@ -187,7 +188,7 @@ def test_core_events_answer_as_sets_would(story: list[tuple[str, bool, int, Medi
     assert index.keys == len({key for held in truth.values() for key, _ in held})
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(steps, st.integers(1, 9), st.integers(1, 16))
 def test_limits_hold_and_what_is_matched_was_stored(
     story: list[Step], most: int, total: int

@@ -6,6 +6,7 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.lib.examples import examples
 
 from pigou.config import ControlConfig
 from pigou.control.messages import Ended, FirstToken, Route, WorkerUp
@@ -44,7 +45,7 @@ def serve(steps: list[tuple[int, int, int]], asking: bool) -> list[Any]:
     return decided
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     st.lists(
         st.tuples(st.integers(1, 400), st.integers(1, 4000), st.integers(1, 300)),

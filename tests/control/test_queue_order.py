@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.lib.examples import examples
 
 from pigou.config import ConfigError
 from pigou.control.admission.queue_order import Heap, QueuedRequest, QueueOrder, load
@@ -66,14 +67,14 @@ def play(
     return went
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(st.sampled_from(ORDERS), COMERS)
 def test_everybody_goes_once(name: str, comers: list[tuple[Any, ...]]) -> None:
     went = [one.serial for one, _, _ in play(load({"order": name}), comers)]
     assert sorted(went) == list(range(len(comers)))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(st.sampled_from(ORDERS), COMERS, st.data())
 def test_whoever_is_removed_is_never_first(
     name: str, comers: list[tuple[Any, ...]], data: st.DataObject
@@ -115,7 +116,7 @@ def overtakings(
     ]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(COMERS, st.integers(1, 3000))
 def test_with_ageing_nobody_is_overtaken_by_whoever_comes_later_than_its_bound(
     comers: list[tuple[Any, ...]], ageing: int
@@ -138,7 +139,7 @@ def test_of_those_that_come_together_the_shortest_goes_first(sizes: list[int]) -
     assert went == sorted(sizes)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(COMERS, st.integers(0, 5000))
 def test_edf_serves_deadlines_that_can_be_met_first_and_starves_nobody(
     comers: list[tuple[Any, ...]], patience: int

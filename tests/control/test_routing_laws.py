@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from routing_fleets import alone, cheapest, product, split
+from tests.lib.examples import examples
 
 from pigou.control.latency_model.estimates import Estimates
 from pigou.control.routing.policy import GROUP, load
@@ -129,7 +130,7 @@ def test_every_baseline_of_the_design_is_there() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @given(case=fleets(), request=requests)
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 def test_a_cost_for_each_candidate_and_one_may_be_chosen(
     name: str, case: tuple[FleetView, Candidates], request: Request
 ) -> None:
@@ -142,7 +143,7 @@ def test_a_cost_for_each_candidate_and_one_may_be_chosen(
 
 @pytest.mark.parametrize("name", NAMES)
 @given(case=fleets(), request=requests)
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 def test_parts_add_up_to_the_cost(
     name: str, case: tuple[FleetView, Candidates], request: Request
 ) -> None:
@@ -167,7 +168,7 @@ def test_the_view_is_not_written_to(name: str) -> None:
 
 @pytest.mark.parametrize("name", [each for each in NAMES if each not in STATEFUL])
 @given(case=fleets(), request=requests, data=st.data())
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 def test_permuted_workers_have_permuted_costs(
     name: str, case: tuple[FleetView, Candidates], request: Request, data: st.DataObject
 ) -> None:
@@ -182,7 +183,7 @@ def test_permuted_workers_have_permuted_costs(
 
 @pytest.mark.parametrize("name", OVERLAP_AWARE)
 @given(case=fleets(apart=False), request=requests, data=st.data())
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 def test_more_overlap_never_lowers_a_worker_in_the_order(
     name: str, case: tuple[FleetView, Candidates], request: Request, data: st.DataObject
 ) -> None:
@@ -200,7 +201,7 @@ def test_more_overlap_never_lowers_a_worker_in_the_order(
 
 @pytest.mark.parametrize("name", ["dynamo", "dynamo-paper", "lmetric", "mooncake", "toll"])
 @given(case=fleets(), request=requests, data=st.data())
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 def test_more_overlap_never_makes_a_candidate_dearer(
     name: str, case: tuple[FleetView, Candidates], request: Request, data: st.DataObject
 ) -> None:
@@ -225,7 +226,7 @@ def test_more_overlap_never_makes_a_candidate_dearer(
 
 @pytest.mark.parametrize("name", STAGED)
 @given(case=fleets(apart=True), request=requests)
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 def test_each_pool_is_chosen_from_by_itself(
     name: str, case: tuple[FleetView, Candidates], request: Request
 ) -> None:

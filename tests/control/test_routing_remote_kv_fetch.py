@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.lib.examples import examples
 
 from pigou.config import ControlConfig
 from pigou.control.journal import (
@@ -65,7 +66,7 @@ def fleets(draw: st.DrawFn) -> tuple[FleetView, int, np.ndarray]:
 
 
 @given(fleets())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 def test_a_prefix_is_read_exactly_where_no_other_way_is_cheaper(
     drawn: tuple[FleetView, int, np.ndarray],
 ) -> None:

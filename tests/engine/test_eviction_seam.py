@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 from test_seam import RATES, Seam, configs
 from test_tier_seam import TierSeam, make_tiers
+from tests.lib.examples import examples
 
 from pigou.config import EngineConfig, EvictionConfig
 from pigou.engine.core import EngineCore
@@ -112,7 +113,7 @@ class EvictionSeam(Seam):
         assert core.price > 0
 
 
-EvictionSeam.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+EvictionSeam.TestCase.settings = settings(max_examples=examples(150), stateful_step_count=40)
 TestEvictionSeam = EvictionSeam.TestCase
 
 
@@ -139,8 +140,6 @@ class EvictionTierSeam(EvictionSeam, TierSeam):
         self.flying = set()
 
 
-EvictionTierSeam.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None
-)
+EvictionTierSeam.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=40)
 TestEvictionTierSeam = EvictionTierSeam.TestCase
 del Seam, TierSeam

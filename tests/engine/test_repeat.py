@@ -12,6 +12,7 @@ import pytest
 from core_oracle import Oracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.lib.examples import examples
 
 from pigou.config import EngineConfig
 from pigou.engine.core import EngineCore
@@ -175,7 +176,7 @@ def worlds(draw: st.DrawFn) -> tuple[dict[str, Any], Rates | None, list[Call]]:
     return settings, rates, calls
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(worlds(), st.integers(2, 30), st.booleans())
 def test_repeated_steps_equal_single_ones(
     world: tuple[dict[str, Any], Rates | None, list[Call]], most: int, chunks: bool

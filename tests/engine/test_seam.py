@@ -8,6 +8,7 @@ from core_oracle import Oracle
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.lib.examples import examples
 
 from pigou.config import EngineConfig
 from pigou.engine.core import EngineCore
@@ -202,5 +203,5 @@ class Seam(RuleBasedStateMachine):
         assert self.core.running == self.core.waiting == self.core.held == 0
 
 
-Seam.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+Seam.TestCase.settings = settings(max_examples=examples(150), stateful_step_count=40)
 TestSeam = Seam.TestCase

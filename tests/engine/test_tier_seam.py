@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 from test_seam import RATES, Seam, configs
+from tests.lib.examples import examples
 from tier_oracle import TierOracle
 
 from pigou.config import EngineConfig
@@ -184,7 +185,7 @@ class TierSeam(Seam):
         assert not any(self.oracle.stores)
 
 
-TierSeam.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TierSeam.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=40)
 TestTierSeam = TierSeam.TestCase
 
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pair import RECOMPUTE, SWAP, Pair, Reference, Side
+from tests.lib.examples import examples
 
 from pigou.config import EngineConfig
 from pigou.runtime.load import LoadedModel
@@ -75,7 +76,7 @@ def act(pair: Pair, action: tuple[object, ...]) -> None:
             pair.d.core.clear_cache()
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(40), suppress_health_check=list(HealthCheck))
 @given(
     prefill=configs,
     decode=configs,

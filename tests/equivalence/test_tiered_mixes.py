@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pair import RECOMPUTE, SWAP, Pair, Reference, Side
 from test_random_mixes import DOCUMENTS, act, actions, config, configs, submits
+from tests.lib.examples import examples
 from tiered import Pace, TieredSide
 
 from pigou.config import EngineConfig
@@ -41,7 +42,7 @@ def tiered(
         side.close()
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(40), suppress_health_check=list(HealthCheck))
 @given(
     prefill=configs,
     decode=configs,

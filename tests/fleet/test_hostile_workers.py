@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 from aiohttp import web
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.fleet.test_attached_member import attached, until
 from tests.fleet.test_kv_event_subscriber import subscribed
@@ -68,7 +68,6 @@ def test_no_bytes_raise_anything_but_an_event_error(payload: bytes) -> None:
             continue
 
 
-@settings(deadline=None)
 @given(st.lists(EVENTS | ANYTHING, max_size=3))
 def test_every_batch_is_refused_or_can_be_applied(events: list[Any]) -> None:
     plane = ControlPlane(ControlConfig())

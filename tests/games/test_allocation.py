@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.lib.examples import examples
 
 from pigou.games.allocation import AllocationGame
 
@@ -47,7 +48,7 @@ def test_a_corner_is_found_where_the_formula_leaves_the_budget() -> None:
 
 
 @given(st.floats(0.1, 2), st.floats(0.1, 2), st.integers(1, 24))
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=examples(30))
 def test_without_externality_the_equilibrium_is_the_social_optimum(
     k1: float, k2: float, gpus: int
 ) -> None:

@@ -7,6 +7,7 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.lib.examples import examples
 
 from pigou.games.congestion import AtomicGame
 
@@ -72,7 +73,7 @@ def affine_games(draw: st.DrawFn) -> AtomicGame:
 
 
 @given(affine_games(), st.data())
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=examples(60))
 def test_a_move_changes_the_potential_by_what_it_changes_the_movers_cost(
     game: AtomicGame, data: st.DataObject
 ) -> None:
@@ -85,7 +86,7 @@ def test_a_move_changes_the_potential_by_what_it_changes_the_movers_cost(
 
 
 @given(affine_games(), st.integers(0, 2**16))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=examples(60))
 def test_best_responses_end_in_an_equilibrium_within_the_bound_of_5_over_2(
     game: AtomicGame, seed: int
 ) -> None:

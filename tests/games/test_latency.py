@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.lib.examples import examples
 
 from pigou.games.latency import LatencyLaw, OnlineFit, fit
 
@@ -37,7 +38,6 @@ def test_the_law_is_the_papers_equation_below_the_pole() -> None:
 
 
 @given(laws, st.floats(0, 200))
-@settings(deadline=None)
 def test_the_law_is_finite_rising_and_convex_past_its_pole(law: LatencyLaw, n: float) -> None:
     low, middle, high = law(n), law(n + 1), law(n + 2)
     assert math.isfinite(high)
@@ -47,7 +47,6 @@ def test_the_law_is_finite_rising_and_convex_past_its_pole(law: LatencyLaw, n: f
 
 
 @given(laws, st.integers(0, 200))
-@settings(deadline=None)
 def test_a_newcomers_marginal_cost_is_its_own_and_the_toll(law: LatencyLaw, n: int) -> None:
     social = (n + 1) * law(n + 1) - n * law(n)
     assert law.marginal(n) == pytest.approx(social, rel=1e-9, abs=1e-9)
@@ -56,7 +55,6 @@ def test_a_newcomers_marginal_cost_is_its_own_and_the_toll(law: LatencyLaw, n: i
 
 
 @given(laws, st.floats(0, 150))
-@settings(deadline=None)
 def test_the_slope_is_the_derivative(law: LatencyLaw, n: float) -> None:
     step = 1e-6
     if abs(law.n_sat - law.floor - n) < 1e-3:
@@ -187,7 +185,7 @@ def test_the_online_fit_refuses_what_it_cannot_use() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 100), st.floats(1e-4, 1e3)), min_size=1, max_size=40))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=examples(40))
 def test_any_latencies_fit_to_a_law(data: list[tuple[int, float]]) -> None:
     n, seconds = zip(*data, strict=True)
     online = OnlineFit(max(n) + 1)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.lib.examples import examples
 
 from pigou.games.congestion import FlowNetwork, ParallelLinks
 
@@ -74,7 +75,7 @@ def selfish(rates: list[float], demand: float) -> np.ndarray:
 
 
 @given(st.lists(st.floats(0.5, 8), min_size=2, max_size=5), st.floats(0.05, 0.97))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=examples(40))
 def test_queues_in_parallel_share_by_the_closed_forms(rates: list[float], load: float) -> None:
     demand = load * sum(rates)
     game = ParallelLinks([mm1(r) for r in rates], demand)
@@ -108,7 +109,7 @@ affine = st.tuples(st.floats(0, 5), st.floats(0.01, 5))
 
 
 @given(st.lists(affine, min_size=2, max_size=5), st.floats(0.1, 10))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=examples(40))
 def test_affine_links_cost_at_most_a_third_too_much(
     coefficients: list[tuple[float, float]], demand: float
 ) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.lib.examples import examples
 
 from pigou.games.queueing import (
     closed_knee,
@@ -47,7 +48,6 @@ def test_erlang_c_is_as_in_the_tables(
 
 
 @given(st.integers(1, 40), st.floats(0.01, 0.99))
-@settings(deadline=None)
 def test_erlang_c_is_its_defining_sum(servers: int, utilisation: float) -> None:
     offered = servers * utilisation
     top = offered**servers / math.factorial(servers) / (1 - utilisation)
@@ -61,14 +61,12 @@ def test_erlang_b_is_as_in_the_tables() -> None:
 
 
 @given(st.floats(0.01, 0.99), st.floats(0, 9))
-@settings(deadline=None)
 def test_one_server_is_pollaczek_khinchine(utilisation: float, scv: float) -> None:
     expected = utilisation * (1 + scv) / 2 / (1 - utilisation)
     assert mgc_wait(1, utilisation, scv) == pytest.approx(expected)
 
 
 @given(st.integers(1, 20), st.floats(0.05, 0.98), st.floats(0, 0.999))
-@settings(deadline=None)
 def test_waits_exceed_their_quantile_as_often_as_it_says(
     servers: int, utilisation: float, quantile: float
 ) -> None:
@@ -199,7 +197,7 @@ def test_the_tail_of_m_d_1_has_its_known_constant() -> None:
 
 
 @given(st.integers(1, 40), st.floats(0.05, 0.95), st.floats(0, 3), st.floats(0.5, 0.99))
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=examples(50))
 def test_waits_fall_with_servers_and_rise_with_load_and_variance(
     servers: int, utilisation: float, scv: float, share: float
 ) -> None:
@@ -209,7 +207,7 @@ def test_waits_fall_with_servers_and_rise_with_load_and_variance(
 
 
 @given(st.floats(0, 60), st.floats(1.3, 20), st.sampled_from([0.0, 0.4]), st.floats(0.5, 0.99))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=examples(60))
 def test_the_fewest_servers_keep_the_limit_and_one_less_does_not(
     erlangs: float, limit: float, scv: float, share: float
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linear_sum_assignment
+from tests.lib.examples import examples
 
 from pigou.games.congestion import AtomicGame, RoutingGame
 from pigou.games.latency import LatencyLaw
@@ -85,7 +86,7 @@ def test_with_unequal_overlaps_tolls_lower_the_mean_cost_of_greedy() -> None:
 
 
 @given(st.integers(0, 10**6), st.booleans(), st.integers(0, 100))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=examples(40))
 def test_best_responses_reach_an_equilibrium_down_the_potential(
     game_seed: int, equal: bool, seed: int
 ) -> None:

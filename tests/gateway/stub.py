@@ -46,9 +46,9 @@ class Script:
     """How a worker misbehaves; everything off is a good worker.
 
     `*_after` count content chunks that are sent before; `times` bounds how often it happens.
-    `held`: nothing is answered before it is set, or nothing past `held_after`. `odd` is sent before each content chunk,
-    `opening` before the whole stream, `done` at its end; `cached` are the tokens that a whole
-    reply says were cached.
+    `held`: nothing is answered before it is set, or nothing past `held_after`. `odd` is sent
+    before each content chunk, `opening` before the whole stream, `done` at its end; `cached` are
+    the tokens that a whole reply says were cached.
     """
 
     die_after: int | None = None

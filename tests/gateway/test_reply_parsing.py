@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stub import Fleet, Script, Stub, serving, whole_text
+from tests.lib.examples import examples
 
 from pigou.gateway.proxy.reply_parsing import normalized, whole, with_cached_tokens
 from pigou.request import Role
@@ -139,7 +140,7 @@ json_values = st.recursive(
 )  # fmt: skip
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(json_values)
 def test_any_json_is_brought_into_the_shape_of_a_chunk(value: Any) -> None:
     raw = json.dumps(value, allow_nan=False, default=str) if _finite(value) else "{}"

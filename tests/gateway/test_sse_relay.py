@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.lib.examples import examples
 
 from pigou.gateway.proxy.relay import Relay
 from pigou.gateway.request import GatewayRequest
@@ -140,7 +141,7 @@ def until_failed(parts: list[bytes], stock: bool, wants_ids: bool) -> tuple[obje
     return got, relay.counted, relay.state, type(relay.failed), str(relay.failed)
 
 
-@settings(max_examples=1000)
+@settings(max_examples=examples(1000))
 @given(events=alike(), stock=st.booleans(), wants_ids=st.booleans(), data=st.data())
 def test_what_is_almost_a_token_is_taken_as_if_it_were_parsed(
     events: list[bytes], stock: bool, wants_ids: bool, data: st.DataObject

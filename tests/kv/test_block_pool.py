@@ -11,6 +11,7 @@ from block_model import BlockModel, Hash
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.lib.examples import examples
 
 from pigou.kv import block_pool as kernels
 from pigou.kv.block import IntegrityError
@@ -147,7 +148,7 @@ class Blocks(RuleBasedStateMachine):
         self.pool.check(references.astype(np.int32))
 
 
-Blocks.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+Blocks.TestCase.settings = settings(max_examples=examples(80), stateful_step_count=40)
 TestBlocks = Blocks.TestCase
 
 

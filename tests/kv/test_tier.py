@@ -9,6 +9,7 @@ import pytest
 from eviction_names import KINDS, policy
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.lib.examples import examples
 
 from pigou.kv.block import ROOT, Block, IntegrityError, chain_of, keys_of
 from pigou.kv.tier import Tier
@@ -50,7 +51,7 @@ STEPS = st.lists(
 
 @pytest.mark.parametrize("name", NAMES)
 @given(STEPS, st.integers(0, 14), st.booleans(), st.randoms(use_true_random=False))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_the_laws_hold_after_every_step(
     name: str, steps: list[tuple[str, str, int]], cap: int, rooted: bool, random: Any
 ) -> None:

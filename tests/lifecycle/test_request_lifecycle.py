@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.lib.examples import examples
 
 from pigou.control.messages import (
     Choice,
@@ -308,7 +309,7 @@ class Fleet:
         return self.draw(st.sampled_from(WORKERS))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(st.data(), st.integers(1, 12))
 def test_tokens_are_neither_lost_nor_doubled_and_no_leg_is_at_an_excluded_worker(
     data: st.DataObject, length: int

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.lib.examples import examples
 from tests.peers.dynamo_fakes import PAPER, TEMPERATURE, WEIGHT, FakeRouter, ScriptedSteering
 
 from pigou.config import ConfigError
@@ -119,7 +120,7 @@ CALLS = st.lists(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(CALLS)
 def test_who_waits_is_counted_whatever_is_told_twice(calls: list[tuple[str, int]]) -> None:
     steering, trips, wait = Steering.paper(), [], set()

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from checkpoints import make_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.lib.examples import examples
 from torch import Tensor
 
 from pigou.engine.plan import Plan
@@ -51,7 +52,7 @@ def test_norm_and_gate_are_those_of_torch(dtype: torch.dtype, shape: tuple[int, 
     assert close(KernelOps().gate(both), TorchOps().gate(both))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(rows=st.integers(1, 5), width=st.integers(1, 300), seed=st.integers(0, 99))
 def test_argmax_is_the_first_largest(rows: int, width: int, seed: int) -> None:
     for dtype in DTYPES:

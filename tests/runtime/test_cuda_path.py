@@ -17,6 +17,7 @@ import torch
 from checkpoints import FAMILIES, VOCAB, make_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.lib.examples import examples
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -223,7 +224,7 @@ ORDER = ["wait for compute", "begin", "record", "end", "synchronize"]
 @given(
     ids=st.lists(st.integers(0, 9), min_size=1, max_size=10, unique=True), seed=st.integers(0, 9)
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 def test_copies_wait_for_the_steps_before_and_are_done_when_they_return(
     ids: list[int], seed: int
 ) -> None:

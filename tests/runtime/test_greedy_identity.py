@@ -10,6 +10,7 @@ import torch
 from checkpoints import BUNDLED, FAMILIES, MODELS, VOCAB, make_config, write_checkpoint
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.lib.examples import examples
 from torch import Tensor
 
 from pigou.config import EngineConfig
@@ -119,7 +120,7 @@ def test_tokens_after_a_preemption_are_the_same(
     assert (engine.core.stats.swaps > 0) == swap
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(25), suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_mix_of_limits_gives_the_same_tokens(
     data: st.DataObject, loaded: Find, reference: FindReference

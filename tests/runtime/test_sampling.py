@@ -10,6 +10,7 @@ import torch
 from checkpoints import VOCAB
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.lib.examples import examples
 from torch import Tensor
 
 from pigou.config import EngineConfig
@@ -129,7 +130,7 @@ def naive(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
     return probabilities / probabilities.sum()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(
     seed=st.integers(0, 10_000),
     vocab=st.sampled_from([5, 64, 1500]),
@@ -157,7 +158,7 @@ def test_a_token_of_probability_zero_is_never_chosen() -> None:
     assert choose(probabilities, uniforms).tolist() == [1, 1, 3, 3, 3]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80))
 @given(data=st.data())
 def test_penalties_and_bias_follow_their_formulas(data: st.DataObject) -> None:
     prompt = data.draw(st.lists(st.integers(0, 19), min_size=1, max_size=10))

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from setups import check_times, closed_loop, figures, open_loop, simulation
+from tests.lib.examples import examples
 
 from pigou.request import SECOND, Role
 from pigou.sim.fleet_config import FleetConfig, Outage, RoleFlipConfig, StartUpConfig, WorkerGroup
@@ -298,7 +299,7 @@ def changes(draw: st.DrawFn) -> list[tuple[str, float, str]]:
     ] + [("split" if split else "both", 0.0, "")]
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(25), suppress_health_check=list(HealthCheck))
 @given(changes(), st.booleans(), st.booleans(), st.sampled_from(["vllm", "pigou"]))
 def test_no_request_is_lost_and_gpu_time_is_the_integral_of_the_workers(
     events: list[tuple[str, float, str]], drains: bool, keeps_cache: bool, engine: str

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.lib.examples import examples
 
 from pigou.config import ControlConfig
 from pigou.control.planner.messages import (
@@ -100,7 +101,7 @@ def check(made: Simulation, limit: int) -> dict[str, Any]:
     return figures
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(20), suppress_health_check=list(HealthCheck))
 @given(
     rounds=st.lists(st.lists(ACTIONS, max_size=4).map(tuple), max_size=24),
     split=st.booleans(),

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.lib.examples import examples
 
 from pigou.request import SECOND
 from pigou.sim.arrival_rate import renewal_times
@@ -18,7 +19,7 @@ def gaps(rate: float, cv: float, seed: int, count: int) -> np.ndarray:
     return np.diff(np.array([0, *times])) / SECOND
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 @given(rate=st.floats(0.1, 1000), cv=st.floats(0.2, 2), seed=st.integers(0, 2**32))
 def test_gaps_have_the_mean_and_the_variation_that_were_asked(
     rate: float, cv: float, seed: int

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.lib.examples import examples
 from worker_setups import LAW, VARIED, Doing, abort, add, journal, release, retime
 
 from pigou.sim.timing import Slowed
@@ -145,7 +146,7 @@ def histories(draw: st.DrawFn) -> tuple[list[tuple[int, Doing]], dict[str, Any]]
     return doings, engine
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(histories())
 def test_many_steps_at_once_equal_single_ones_on_one_worker(
     history: tuple[list[tuple[int, Doing]], dict[str, Any]],

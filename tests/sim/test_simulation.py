@@ -6,6 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from setups import check_times, closed_loop, differences, figures, open_loop, run, simulation
+from tests.lib.examples import examples
 
 from pigou.request import Role
 from pigou.sim.client import ClientConfig
@@ -84,7 +85,7 @@ def cases(draw: st.DrawFn) -> dict[str, object]:
     }
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(40), suppress_health_check=list(HealthCheck))
 @given(cases())
 def test_many_steps_at_once_equal_single_ones_and_conserve_requests(
     case: dict[str, object],

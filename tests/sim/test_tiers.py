@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from setups import LAW, differences, figures, open_loop, run, simulation
+from tests.lib.examples import examples
 
 from pigou.config import ConfigError
 from pigou.kv.offload import RecomputeCost
@@ -31,7 +32,7 @@ def setup(blocks: int, *tiers: TierConfig, **rest: Any) -> dict[str, Any]:
     return {"blocks": blocks, "model": "llama-3.1-8b", "tiers": tiers, **rest}
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(25), suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_many_steps_at_once_equal_single_ones_with_tiers(data: st.DataObject) -> None:
     draw = data.draw

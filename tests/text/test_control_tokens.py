@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.lib.examples import examples
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from tokenizers.trainers import BpeTrainer
@@ -112,7 +113,7 @@ TYPED = st.lists(PIECES, max_size=8).map("".join)
 
 
 @pytest.mark.parametrize("name", KINDS)
-@settings(max_examples=75, deadline=None)
+@settings(max_examples=examples(75))
 @given(typed=TYPED)
 def test_typed_special_tokens_stay_text(name: str, typed: str) -> None:
     ids = _rendered(name, [{"role": "user", "content": typed}])
@@ -121,7 +122,7 @@ def test_typed_special_tokens_stay_text(name: str, typed: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["bytes", "bundled"])
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(typed=TYPED)
 def test_what_was_typed_is_all_there(name: str, typed: str) -> None:
     ids = _encode(name, CONTROLS[name].guard(typed))
@@ -129,7 +130,7 @@ def test_what_was_typed_is_all_there(name: str, typed: str) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-@settings(max_examples=75, deadline=None)
+@settings(max_examples=examples(75))
 @given(typed=st.text(max_size=30), more=TYPED)
 def test_text_without_special_tokens_is_encoded_as_ever(name: str, typed: str, more: str) -> None:
     backend, special = KINDS[name], _special(KINDS[name])
@@ -143,7 +144,7 @@ def test_text_without_special_tokens_is_encoded_as_ever(name: str, typed: str, m
 
 
 @pytest.mark.parametrize("name", KINDS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(data=st.data(), token=st.sampled_from(SPECIAL))
 def test_parts_that_a_template_joins_make_no_special_token(
     name: str, data: st.DataObject, token: str

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.lib.examples import examples
 
 from pigou.text.detokenizer import Detokenizer
 from pigou.text.tokenizer import Tokenizer
@@ -28,7 +29,7 @@ def pieces(ids: list[int], at: list[int]) -> list[list[int]]:
 
 
 @given(ids=tokens, at=cuts, skip=st.booleans())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400))
 def test_concatenated_text_is_the_decoding_of_all_tokens(
     tokenizer: Tokenizer, ids: list[int], at: list[int], skip: bool
 ) -> None:
@@ -40,7 +41,7 @@ def test_concatenated_text_is_the_decoding_of_all_tokens(
 
 
 @given(ids=tokens, at=st.integers(0, 40))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 def test_a_stream_continued_elsewhere_loses_and_doubles_nothing(
     tokenizer: Tokenizer, ids: list[int], at: int
 ) -> None:
@@ -51,7 +52,7 @@ def test_a_stream_continued_elsewhere_loses_and_doubles_nothing(
 
 
 @given(text=st.text(max_size=30))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 def test_text_survives_encoding_and_never_shows_half_a_character(
     tokenizer: Tokenizer, text: str
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.lib.examples import examples
 
 from pigou.text.stop_strings import StopMatch, Stops
 
@@ -44,7 +45,7 @@ def reference(
 
 
 @given(streams, strings, st.booleans(), st.integers(0, 5))
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=examples(1500))
 def test_the_shown_text_ends_at_the_first_stop(
     pieces: list[str], strings: list[str], include: bool, least: int
 ) -> None:
@@ -54,7 +55,7 @@ def test_the_shown_text_ends_at_the_first_stop(
 
 
 @given(streams, strings, st.booleans(), st.integers(0, 5), st.integers(0, 14))
-@settings(max_examples=800, deadline=None)
+@settings(max_examples=examples(800))
 def test_a_stream_continued_elsewhere_shows_what_one_would(
     pieces: list[str], strings: list[str], include: bool, least: int, cut: int
 ) -> None:

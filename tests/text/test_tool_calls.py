@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.lib.examples import examples
 
 from pigou.text.tool_calls import (
     PARSERS,
@@ -186,7 +187,7 @@ def test_calls_and_content_are_told_apart_however_the_text_is_cut(
         assert [(function, parsed(arguments)) for function, arguments in found] == calls
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=examples(600))
 @given(
     st.sampled_from([*PARSERS, *(f"{name} within" for name in PARSERS), "required", "named"]),
     st.lists(
@@ -211,7 +212,7 @@ def test_any_text_means_the_same_in_any_pieces(name: str, parts: list[str], rand
     assert read(parser(name), pieces) == whole
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.text(max_size=8),

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.lib.examples import examples
 
 from pigou.text.detokenizer import Detokenizer
 from pigou.text.tokenizer import Tokenizer
@@ -111,7 +112,7 @@ whole_characters = st.lists(
 
 @pytest.mark.parametrize("name", DECODERS)
 @given(tokens=whole_characters, skip=st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_whole_text_is_that_of_the_library(
     loaded: dict[str, Tokenizer], name: str, tokens: list[int], skip: bool
 ) -> None:
@@ -127,7 +128,7 @@ ACROSS = "replace-across-tokens"
 
 @pytest.mark.parametrize("name", [name for name in DECODERS if name != ACROSS])
 @given(tokens=whole_characters, skip=st.booleans(), cuts=st.lists(st.integers(0, 12), max_size=4))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 def test_streamed_text_is_the_whole_text(
     loaded: dict[str, Tokenizer], name: str, tokens: list[int], skip: bool, cuts: list[int]
 ) -> None:
@@ -143,7 +144,7 @@ SENTENCEPIECE = ("llama", "gemma", "metaspace-always", "metaspace-first", "metas
 
 @pytest.mark.parametrize("name", SENTENCEPIECE)
 @given(prompt=ids, output=ids)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 def test_output_goes_on_where_the_prompt_ends(
     loaded: dict[str, Tokenizer], name: str, prompt: list[int], output: list[int]
 ) -> None:

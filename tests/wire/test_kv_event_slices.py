@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.hostile.stub_server import BATCHES
 
@@ -113,7 +113,6 @@ def _blocks(part: Stored) -> list[Any]:
     return blocks
 
 
-@settings(deadline=None)
 @given(st.lists(any_event(), max_size=5), st.sampled_from([0, 100, 2**14]), st.integers(1, 30))
 def test_a_batch_means_the_same_in_pieces_as_in_one(
     events: list[Any], small: int, slice_blocks: int

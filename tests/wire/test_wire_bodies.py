@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.lib.examples import examples
 
 from pigou.sampling import Grammar
 from pigou.wire import openai_replies, request_validation
@@ -43,7 +44,7 @@ json_values = st.recursive(
 
 
 @given(st.sampled_from(ChatRequest.__struct_fields__), json_values)
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=examples(600))
 def test_any_value_of_any_field_is_taken_or_refused_by_name(name: str, value: Any) -> None:
     body: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], name: value}
     error = refusal(json.dumps(body).encode())
@@ -64,7 +65,7 @@ def refusal(body: bytes) -> APIError | None:
 
 
 @given(st.binary(max_size=60))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400))
 def test_bytes_that_are_no_body_are_refused(data: bytes) -> None:
     with pytest.raises(APIError):
         decode_completion(data)
@@ -135,7 +136,7 @@ def test_both_ways_to_ask_for_structure_mean_a_grammar(fields: Any, grammar: Any
 
 
 @given(st.text(max_size=20), st.integers(0, 3), st.booleans())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 def test_the_quick_chunk_is_the_full_one(text: str, index: int, chat: bool) -> None:
     stream = StreamEncoder("id", 7, 'a "name"', chat=chat)
     quick, full = stream.text(index, text), stream.chunk(index, ReplyChunk(text))

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.lib.examples import examples
 
 from pigou.events import AllBlocksCleared, BlockRemoved, BlockStored, Medium
 from pigou.wire.kv_event_decoding import (
@@ -93,7 +94,7 @@ def test_unknown_types_are_skipped() -> None:
 
 
 @given(st.binary(max_size=64))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 def test_bytes_that_are_no_batch_are_an_error_of_its_own(data: bytes) -> None:
     try:
         decode_batch(data)

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.lib.examples import examples
 
 from pigou.wire.sse import DONE, DONE_PAYLOAD, Reader, frame
 
@@ -25,14 +26,14 @@ def read(data: bytes, at: list[int]) -> list[bytes]:
 
 
 @given(payloads, cuts)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 def test_what_was_framed_is_read_for_any_cut(payloads: list[bytes], at: list[int]) -> None:
     data = b"".join(map(frame, payloads)) + DONE
     assert read(data, at) == [*payloads, DONE_PAYLOAD]
 
 
 @given(cuts)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 def test_other_servers_line_ends_comments_and_fields_are_understood(at: list[int]) -> None:
     data = b": ping\r\n\r\nevent: x\r\ndata: a\r\ndata:b\r\n\r\nid: 1\r\rdata\r\rdata: c\n\n"
     assert read(data, at) == [b"a\nb", b"", b"c"]

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from sleeping_clock import Clock, TickingClock
+from tests.lib.examples import examples
 from worker_process import Worker
 
 from pigou.config import ConfigError, EngineConfig, EvictionConfig
@@ -133,7 +134,7 @@ def limits(draw: Callable[..., Any]) -> EngineConfig:
     )
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(config=limits())
 def test_every_scene_fits_the_limits_and_nobody_loses_a_row(config: EngineConfig) -> None:
     wanted = profiled_loads(config)

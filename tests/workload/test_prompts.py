@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.lib.examples import examples
 
 from pigou.workload.bench_config import LengthRange
 from pigou.workload.prompts import (
@@ -27,7 +28,7 @@ def draw(source: PromptSource, shape: Shape, count: int, seed: int = 0) -> list[
     return list(islice(jobs(source, shape, prefixes, rng), count))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(
     low=st.integers(1, 60), more=st.integers(0, 60), prefixes=st.integers(0, 4),
     length=st.integers(1, 40), running=st.booleans(), seed=st.integers(0, 99),

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.lib.examples import examples
 
 from pigou.workload.token_counter import BrokenStream, TokenCounter
 
@@ -25,7 +26,7 @@ def usage(tokens: int, **more: Any) -> dict[str, Any]:
 steps = st.lists(st.tuples(st.integers(0, 10**9), st.integers(0, 4)), min_size=1, max_size=30)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(steps=steps, way=st.sampled_from(["usage", "token_ids"]))
 def test_every_token_but_the_first_has_a_gap_and_the_gaps_add_up(
     steps: list[tuple[int, int]], way: str

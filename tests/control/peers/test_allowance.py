@@ -7,6 +7,7 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.lib.examples import examples
 
 from pigou.config import ControlConfig
 from pigou.control.messages import PeerGone, PeerReport, Route, WorkerUp
@@ -25,7 +26,7 @@ ASKED = st.lists(st.tuples(*[st.integers(0, 30)] * 3), min_size=1, max_size=6)
 
 
 @given(ASKED, st.integers(1, 100))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 def test_parts_of_all_gateways_add_up_to_the_places(
     asked: list[tuple[int, ...]], places: int
 ) -> None:

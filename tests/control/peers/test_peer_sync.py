@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.lib.examples import examples
 
 from pigou.config import ControlConfig
 from pigou.control.journal import JournalEntry, JournalRecorder, decode, encode, replay_call
@@ -98,7 +99,7 @@ ACTIONS = st.lists(st.tuples(st.sampled_from("sse"), st.integers(1, 500)), min_s
 
 
 @given(ACTIONS, st.randoms(use_true_random=False), st.floats(0.0, 0.9))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 def test_order_repetition_and_loss_do_not_matter_once_gaps_are_filled(
     actions: list[tuple[str, int]], random: Any, loss: float
 ) -> None:
@@ -124,7 +125,7 @@ def test_order_repetition_and_loss_do_not_matter_once_gaps_are_filled(
 
 
 @given(ACTIONS, ACTIONS)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15))
 def test_columns_are_the_sum_over_the_gateways_and_the_own_part_alone_once_one_is_gone(
     first: list[tuple[str, int]], second: list[tuple[str, int]]
 ) -> None:
@@ -148,7 +149,7 @@ def test_columns_are_the_sum_over_the_gateways_and_the_own_part_alone_once_one_i
 
 
 @given(ACTIONS, st.integers(0, 50), st.floats(0.0, 3.0))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20))
 def test_what_is_old_counts_less_and_its_sum_and_parts_stay(
     actions: list[tuple[str, int]], unseen: int, lag_s: float
 ) -> None:

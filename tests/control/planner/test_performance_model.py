@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.lib.examples import examples
 
 from pigou.games.latency import LatencyLaw
 from pigou.games.queueing import shared_occupancy
@@ -47,7 +48,7 @@ def test_one_prefill_worker_serves_two_a_second_at_p95_of_three_bare_prefills() 
     workers=st.integers(1, 40), share=st.floats(0.5, 0.99), isl=st.floats(100, 6000),
     osl=st.floats(10, 600),
 )  # fmt: skip
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=examples(25))
 def test_the_limit_is_where_latency_meets_the_objective(
     role: Role, workers: int, share: float, isl: float, osl: float
 ) -> None:
@@ -64,7 +65,7 @@ def test_the_limit_is_where_latency_meets_the_objective(
 
 @pytest.mark.parametrize("role", list(Role))
 @given(rps=st.floats(0.1, 60), share=st.floats(0.5, 0.99))
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=examples(15))
 def test_the_fewest_workers_keep_the_load_and_one_less_does_not(
     role: Role, rps: float, share: float
 ) -> None:
@@ -77,7 +78,7 @@ def test_the_fewest_workers_keep_the_load_and_one_less_does_not(
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
 @given(workers=st.integers(1, 20), share=st.floats(0.55, 0.99))
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=examples(20))
 def test_at_the_limit_of_a_share_that_share_is_inside(
     role: Role, workers: int, share: float
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.control.planner.fluid_fleet import MIX, PREFILL
+from tests.lib.examples import examples
 
 from pigou.control.planner.price.frontier import (
     FrontierPoint,
@@ -44,7 +45,7 @@ def plan(rps: float, *options: PoolOption, slo: Slo = SLO, mix: RequestMix = MIX
 
 
 @given(rps=st.floats(0.5, 25), gpus=st.tuples(st.integers(1, 3), st.integers(1, 3)))
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=examples(15))
 def test_the_frontier_is_the_best_split_of_each_number_of_gpus(
     rps: float, gpus: tuple[int, int]
 ) -> None:
@@ -106,7 +107,7 @@ def test_prefill_and_decode_are_complements() -> None:
     ),
     st.integers(0, 14), st.floats(0.01, 5),
 )  # fmt: skip
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=examples(150))
 def test_the_budget_is_divided_as_by_brute_force(
     models: list[list[tuple[int, float]]], gpus: int, price: float
 ) -> None:
@@ -127,7 +128,7 @@ def test_the_budget_is_divided_as_by_brute_force(
 
 
 @given(st.lists(st.integers(1, 30), min_size=2, max_size=6), st.integers(1, 40))
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=examples(80))
 def test_tatonnement_finds_the_price_at_which_demand_fits(slopes: list[int], gpus: int) -> None:
     """Each model's value is concave: slope x sqrt(GPUs)."""
     frontiers = [
@@ -177,7 +178,7 @@ def test_a_pool_that_does_both_is_used_where_it_is_worth_more() -> None:
 
 
 @given(workers=st.integers(1, 300))
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=examples(20))
 def test_capacity_between_its_knots_is_near_the_exact_one(workers: int) -> None:
     for role in (Role.PREFILL, Role.DECODE):
         exact = PREFILL.limit_rps(role, workers, MIX, SLO, joint_share(SLO))

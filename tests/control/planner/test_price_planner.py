@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.control.planner.fluid_fleet import MIX, PREFILL, FluidFleet, FluidPool
+from tests.lib.examples import examples
 
 from pigou.config import ConfigError
 from pigou.control.planner.messages import (
@@ -94,7 +95,7 @@ def undone(fleet: FluidFleet, within_s: float) -> list[tuple[float, float, str]]
     rps=st.floats(0.2, 25), p=st.integers(1, 12), d=st.integers(1, 12),
     start_up_s=st.sampled_from([5.0, 60.0, 200.0]), isl=st.floats(500, 5000),
 )  # fmt: skip
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=examples(12))
 def test_at_constant_load_moves_are_finite_and_the_objective_is_kept(
     rps: float, p: int, d: int, start_up_s: float, isl: float
 ) -> None:
@@ -113,7 +114,7 @@ def test_at_constant_load_moves_are_finite_and_the_objective_is_kept(
 
 
 @given(seed=st.integers(0, 10**6), rps=st.floats(2, 20))
-@settings(deadline=None, max_examples=6)
+@settings(max_examples=6)
 def test_noise_of_a_constant_load_makes_few_moves(seed: int, rps: float) -> None:
     own = fleet(lambda t: rps, {"p": 2, "d": 2}, seed=seed).run(planner(), 2400)
     assert len([at for at, _ in own.moves if at > 900]) <= 2
@@ -136,7 +137,7 @@ def stepwise(levels: list[tuple[float, float]]) -> Rate:
 
 
 @given(levels=LEVELS, flip=st.sampled_from([math.inf, 15.0]))
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=examples(12))
 def test_no_move_is_undone_within_a_start_up_unless_arrivals_moved(
     levels: list[tuple[float, float]], flip: float
 ) -> None:
@@ -150,7 +151,7 @@ def test_no_move_is_undone_within_a_start_up_unless_arrivals_moved(
 
 
 @given(levels=LEVELS, gpus=st.integers(4, 12))
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 def test_the_budget_holds_also_while_two_models_are_rebalanced(
     levels: list[tuple[float, float]], gpus: int
 ) -> None:

@@ -12,6 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from store_bench import NAMESPACE, bytes_of, entries_of, keys_of, rows_of
+from tests.lib.examples import examples
 
 from pigou.request import NEVER
 from pigou.runtime.kv_offload.disk_store import DiskStore
@@ -144,5 +145,5 @@ class DiskMachine(RuleBasedStateMachine):
         shutil.rmtree(self.path)
 
 
-DiskMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+DiskMachine.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=25)
 TestDiskStates = DiskMachine.TestCase

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.lib.examples import examples
 
 from pigou.config import EngineConfig, EvictionConfig
 from pigou.engine.plan import Plan, Rates, Result
@@ -87,7 +88,7 @@ def test_all_requests_finish_in_a_pool_that_is_too_small(
     assert engine.core.stats.evicted_tokens > 0
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(12), suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_prefixes_chunks_swaps_and_compactions_go_together(
     data: st.DataObject, loaded: Find

@@ -11,6 +11,7 @@ from checkpoints import BUNDLED
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from masked import SIZE, Bench, Kept, attend_in_full, bench, near, pairs, random_tokens
+from tests.lib.examples import examples
 
 from pigou.engine.plan import Started
 from pigou.runtime.load import LoadedModel
@@ -132,7 +133,7 @@ def test_a_neighbour_does_not_feel_a_compaction(plain: bool, loaded: Find) -> No
     assert torch.equal(b.logits[1], alone.logits[1])
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(25), suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_any_course_of_compactions_is_that_of_masks(data: st.DataObject, loaded: Find) -> None:
     model = loaded("qwen3")

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.lib.examples import examples
 
 from pigou.request import NEVER, SECOND
 from pigou.worker.kv_transfer import TransferError
@@ -61,7 +62,7 @@ def _book(lease: int, released: list[str]) -> tuple[LeaseTable, threading.Thread
     return book, reaper
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 @given(st.lists(st.sampled_from(["release", "finish", "leave"]), min_size=1, max_size=20))
 def test_every_offer_is_released_exactly_once(ends: list[str]) -> None:
     released: list[str] = []

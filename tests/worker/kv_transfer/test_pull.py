@@ -10,6 +10,7 @@ import pytest
 import transfer_stand as stand
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.lib.examples import examples
 from transfer_stand import BLOCK_SIZE, BLOCKS, ids, pull
 
 from pigou.worker.kv_transfer import HostBlockStore, Sender, TransferConfig, TransferReason
@@ -37,7 +38,8 @@ def stage(make_sender: Any, make_receiver: Any) -> Iterator[Any]:
 @both
 @kinds
 @settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(25),
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(data=st.data())
 def test_the_blocks_asked_for_arrive_in_order_and_no_other_is_touched(

@@ -12,6 +12,7 @@ import pytest
 import transfer_stand as stand
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.lib.examples import examples
 from transfer_stand import ids, pull
 
 from pigou.kv.hashing import chain
@@ -171,7 +172,7 @@ def offers(fleet: Any) -> Any:
     return make
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(60), suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 @pytest.mark.parametrize("key", [ONE, b""], ids=["secret", "open"])
 def test_no_mix_of_tickets_puts_a_block_under_a_wrong_hash(

@@ -16,6 +16,7 @@ import pytest
 import transfer_stand as stand
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.lib.examples import examples
 from transfer_stand import ids, pull
 
 from pigou.request import SECOND
@@ -32,7 +33,8 @@ from pigou.worker.kv_transfer.side_channel_protocol import (
 )
 
 SHARED = settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(40),
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 
 

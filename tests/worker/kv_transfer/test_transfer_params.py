@@ -7,6 +7,7 @@ import logging
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.lib.examples import examples
 
 from pigou.kv.hashing import chain
 from pigou.request import no_hashes
@@ -32,7 +33,7 @@ def _ticket(tokens: list[int], seed: bytes, blocks: int, size: int = 4) -> Trans
     )  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(made=TOKENS, asked=TOKENS, by=SEEDS, under=SEEDS, known=st.booleans(), data=st.data())
 def test_a_ticket_is_taken_for_its_own_prompt_and_tenure_alone(
     made: list[int], asked: list[int], by: bytes, under: bytes, known: bool, data: st.DataObject

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from tests.lib.examples import examples
 
 from pigou.config import ConfigError
 from pigou.control.planner.predictors.calibrated import ErrorQuantiles, student
@@ -57,14 +58,14 @@ def test_forecasts_are_finite_and_never_below_zero(name: str, values: list[float
 
 @needs_libraries
 @pytest.mark.parametrize("name", FITTED)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(values=st.lists(st.one_of(loads, loads, holes), min_size=12, max_size=20))
 def test_forecasts_of_libraries_are_too(name: str, values: list[float | None]) -> None:
     check_bounds(name, values)
 
 
 @pytest.mark.parametrize("name", ALL)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20))
 @given(value=st.floats(0.001, 1e9), count=st.integers(1, 30), gap=st.integers(0, 3))
 def test_a_constant_is_forecast_exactly(name: str, value: float, count: int, gap: int) -> None:
     predictor = fed(name, [value] * count + [None] * gap + [value])
