@@ -26,9 +26,8 @@ from pigou.engine.core import EngineCore
 from pigou.engine.plan import Plan, Result
 from pigou.models.read import architecture
 from pigou.request import NEVER, SECOND, Request
-from pigou.sim.gpus import gpu
+from pigou.sim.gpus import gpu, kv_blocks
 from pigou.sim.timing import StepShape, Timing, roofline
-from pigou.sim.timing_models import kv_blocks
 from pigou.sim.timing_profile import profile
 
 SHARED = shared_folder()

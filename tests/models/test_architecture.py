@@ -10,9 +10,8 @@ import pytest
 from pigou.config import ConfigError
 from pigou.models.architecture import Architecture
 from pigou.models.read import architecture, parse_architecture
-from pigou.sim.gpus import GPUS
+from pigou.sim.gpus import GPUS, kv_blocks
 from pigou.sim.timing import StepShape, roofline
-from pigou.sim.timing_models import kv_blocks
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,7 @@ import msgspec
 from pigou.config import ConfigError, check_bounds
 from pigou.config_option import option
 from pigou.models.architecture import Architecture
-from pigou.sim.gpus import GIB, Gpu
-from pigou.sim.timing_models import SAMPLER_BYTES, layer_bytes
+from pigou.sim.gpus import GIB, SAMPLER_BYTES, Gpu, layer_bytes
 
 #: Bytes of an activation.
 _WIDTH = 2

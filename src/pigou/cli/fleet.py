@@ -12,8 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pigou.cli.config_options import config_command
-from pigou.fleet.kubernetes.definitions import definitions_yaml
-from pigou.fleet.kubernetes.operator import OperatorConfig
+from pigou.fleet.kubernetes.definitions import OperatorConfig, definitions_yaml
 from pigou.imports import require
 from pigou.logs import configure
 

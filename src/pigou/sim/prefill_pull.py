@@ -7,14 +7,13 @@ from typing import Protocol
 
 from pigou.control.messages import Observation, PrefillClaimed, WorkerDown, WorkerDraining, WorkerUp
 from pigou.control.plane import ControlPlane
-from pigou.control.pull_queue.claim_price import cached_at, service_table
+from pigou.control.pull_queue.claim_price import ServiceTable, cached_at, service_table
 from pigou.control.pull_queue.config import PullQueueConfig
 from pigou.control.pull_queue.prefill_queue import (
     PrefillClaim,
     PrefillItem,
     PrefillQueue,
     QueueEffect,
-    ServiceTable,
 )
 from pigou.lifecycle.messages import LifecycleEvent, PrefillStays, RequestRefused, StartPrefill
 from pigou.request import NEVER, Request

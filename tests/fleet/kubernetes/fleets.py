@@ -11,9 +11,9 @@ from typing import Any
 import kopf
 from tests.lib.fake_kubernetes import FakeKubernetes
 
-from pigou.fleet.kubernetes.definitions import API_VERSION, definitions
+from pigou.fleet.kubernetes.definitions import API_VERSION, OperatorConfig, definitions
 from pigou.fleet.kubernetes.manifests import DEPLOYMENT_VERSION, ROLE
-from pigou.fleet.kubernetes.operator import FleetOperator, OperatorConfig
+from pigou.fleet.kubernetes.operator import FleetOperator
 
 Manifest = dict[str, Any]
 GPU = "nvidia.com/gpu"

@@ -25,10 +25,10 @@ from pigou.performance.split_load import SplitLoad
 from pigou.request import Role
 from pigou.sim.fleet_config import FleetConfig, WorkerGroup
 from pigou.sim.gpus import gpu as gpu_named
+from pigou.sim.gpus import kv_blocks
 from pigou.sim.network import LinkConfig
 from pigou.sim.pool_performance import measure_performance
 from pigou.sim.timing import roofline
-from pigou.sim.timing_models import kv_blocks
 from pigou.sim.worker_spec import WorkerSpec
 
 

@@ -12,13 +12,10 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Annotated, Any
-
-import msgspec
+from typing import TYPE_CHECKING, Any
 
 from pigou.config import ConfigError
-from pigou.config_option import option
-from pigou.fleet.kubernetes.definitions import GROUP, VERSION
+from pigou.fleet.kubernetes.definitions import GROUP, VERSION, OperatorConfig
 from pigou.fleet.kubernetes.kubernetes_api import Connection, KubernetesApi, KubernetesError
 from pigou.fleet.kubernetes.manifests import FLEET
 from pigou.fleet.kubernetes.reconciliation import (
@@ -28,34 +25,10 @@ from pigou.fleet.kubernetes.reconciliation import (
     reconcile,
     refusal,
 )
-from pigou.logs import LogFormatOption, LogLevelOption
 from pigou.stop_signals import END_S, StopSignals
 
 if TYPE_CHECKING:
     import kopf
-
-
-class OperatorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Options of `pigou operator`."""
-
-    namespace: Annotated[str, option("Of the fleets; empty for all namespaces.", "Operator")] = ""
-    interval: Annotated[
-        float, option("Seconds between two rounds without any event.", "Operator")
-    ] = 10.0
-    liveness: Annotated[
-        str, option("URL of its own health check, as http://0.0.0.0:8080/healthz.", "Operator")
-    ] = ""
-
-    definitions: Annotated[
-        bool,
-        option("Print the definitions (CRD) of its objects, for `kubectl apply`.", "Operator"),
-    ] = False
-    log_format: LogFormatOption = "text"
-    log_level: LogLevelOption = "info"
-
-    def __post_init__(self) -> None:
-        if not 0 < self.interval <= 3600:
-            raise ConfigError(f"interval is {self.interval}; it must be above 0, up to 3600 s")
 
 
 _log = logging.getLogger("pigou.operator")
