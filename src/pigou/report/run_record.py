@@ -35,10 +35,8 @@ class Distribution(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Attainment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Shares of all offered requests that were served within limits."""
 
-    # requests meant to be sent, failed and unfinished ones too.
-    offered_requests: int = msgspec.field(name="offered")
-    # share by limit, of time to first token, time per token, and all; by name.
-    curves: dict[str, Distribution]
+    offered_requests: int = msgspec.field(name="offered")  # failed and unfinished too
+    curves: dict[str, Distribution]  # share by limit of ttft, tpot, e2e
     ttft_s: list[float]  # limits of the grid's rows
     tpot_s: list[float]  # limits of the grid's columns
     grid: list[list[float]]  # share that keeps both limits, (ttft_s, tpot_s)
@@ -102,8 +100,7 @@ class RunRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     config: dict[str, dict[str, Any]]  # all settings, with the seed; by group
     figures: dict[str, Any]  # as `pigou simulate --json` writes them
     outcomes: list[OutcomeCount]  # how requests ended
-    # distributions over served requests, in seconds, by the name of the figure.
-    curves: dict[str, Distribution]
+    curves: dict[str, Distribution]  # of served requests, seconds, by figure
     attainment: Attainment | None
     stages: list[Stage]  # mean seconds by stage
     load: list[LoadPoint]  # latency against load, in the order of the load

@@ -29,14 +29,11 @@ class ClientConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """How a client sends."""
 
     pool: int = 0  # connections, and so requests at once; 0 for no limit
-    # which waiting request takes a freed one: `fifo`, `random` or `lifo`.
-    take: Literal["fifo", "random", "lifo"] = "fifo"
+    take: Literal["fifo", "random", "lifo"] = "fifo"  # who takes a freed connection
     barging: float = 0.0  # probability that the user who freed it takes it again before all of them
     timeout: float = 0.0  # seconds after which an attempt is given up; 0 for never
     retries: int = 0  # further attempts after one that failed
-    # seconds before the first further attempt, doubled for each one more; half to all of it, at
-    # random.
-    backoff: float = 0.5
+    backoff: float = 0.5  # seconds before the first retry, doubled for each more; times 0.5 to 1
 
     def __post_init__(self) -> None:
         for name in ("pool", "retries"):

@@ -52,8 +52,7 @@ class StartUpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     seconds: float = 100.0  # mean time from the order to a worker that is ready
     cv: float = 0.0  # standard deviation of that time over its mean, lognormal; 0 for a constant
     failures: float = 0.0  # share of starts that fail, at their end; the next follows at once
-    # seconds after the start in which steps take `warm_up_factor` times as long.
-    warm_up_s: float = 0.0
+    warm_up_s: float = 0.0  # seconds of slower steps after the start
     warm_up_factor: float = 1.0  # at least 1
     losses_per_hour: float = 0.0  # of one such worker, as of spot machines: it dies for good
 
@@ -74,8 +73,7 @@ class StartUpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 class RoleFlipConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A change of role."""
 
-    # whether the worker ends its streams first; else the role is a label, at once.
-    drains: bool = True
+    drains: bool = True  # end its streams first; else the role is a label, at once
     seconds: float = 0.0
     keeps_cache: bool = True  # whether the prefix cache survives
 
@@ -160,8 +158,7 @@ class TopologyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """
 
     hosts: tuple[HostGroup, ...]
-    # `cost` places all workers as one gang, `random` each on any host with room.
-    placement: Literal["cost", "random"] = "cost"
+    placement: Literal["cost", "random"] = "cost"  # cost: all as one gang
     pack: Pack | None = None  # how near to each other the workers must be
     host: DistanceLink = DistanceLink(gbps=1600.0, latency_us=10.0)
     rack: DistanceLink = DistanceLink(gbps=400.0, latency_us=200.0)
@@ -243,8 +240,7 @@ class WorkerGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     max_seqs: int = 0  # in place of `--max-seqs`; 0 for that
     max_batched_tokens: int = 0  # in place of `--max-batched-tokens`; 0 for that
     prefix_caching: bool = True  # whether prefixes are kept
-    # beyond the device, from the nearest on; in place of `--tier`.
-    tiers: tuple[TierConfig, ...] = ()
+    tiers: tuple[TierConfig, ...] = ()  # nearest first, in place of `--tier`
     events: bool = True  # whether they publish KV events; if not, what they hold is predicted
     starts: float = 0.0  # seconds after which they are up
     slow: tuple[Slow, ...] = ()  # when they are slower than they should be
@@ -290,23 +286,15 @@ class FleetConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     workers: tuple[WorkerGroup, ...]
     link: LinkConfig = LinkConfig()
     signals: Signals = Signals()
-    # latency from the client to a worker, milliseconds; left out, that of the timing law (0 for
-    # other timings).
-    overhead_ms: float | None = None
-    # milliseconds that each leg takes besides: the gateway's request until the worker's engine
-    # knows of it, and its first token's way back. A prompt that is computed remotely has two legs.
-    leg_ms: float = 0.0
-    # milliseconds after which the control plane knows that a worker died. Until then requests are
-    # sent there, fail at once, and go elsewhere.
-    detect_ms: float = 0.0
-    # seconds for which a prompt's blocks are kept for a worker that does not ask.
-    lease_s: float = 30.0
+    overhead_ms: float | None = None  # from client to worker; None: that of the timing law
+    leg_ms: float = 0.0  # each leg takes besides: the request to its engine, its first token back
+    detect_ms: float = 0.0  # until a death is noticed; requests sent there fail at once meanwhile
+    lease_s: float = 30.0  # seconds that a prompt's blocks are kept for a worker
     start_up: StartUpConfig = StartUpConfig()
     flip: RoleFlipConfig = RoleFlipConfig()
     drain_s: float = 0.0  # seconds after which streams of a draining worker migrate; 0 for never
     gateways: GatewaysConfig = GatewaysConfig()
-    # hosts that the workers are placed on; None where all are equally far apart.
-    topology: TopologyConfig | None = None
+    topology: TopologyConfig | None = None  # None where all workers are equally far apart
 
     def __post_init__(self) -> None:
         if not any(group.role.decodes for group in self.workers):

@@ -33,8 +33,7 @@ class Gpu:
     launch: float = 2e-6  # seconds that a kernel adds to its work, within a CUDA graph
     step: float = 0.0  # seconds that a step adds besides
     source: str = ""
-    # devices that such links join: an NVLink domain, or the PCIe slots of a host.
-    link_gpus: int = 8
+    link_gpus: int = 8  # GPUs of an NVLink domain, or the PCIe slots of a host
 
     def all_reduce(self, size: float, devices: int) -> float:
         """Seconds to sum `size` bytes over devices in a ring.

@@ -36,8 +36,7 @@ class WorkerPool:
     name: str  # the role, with a number where several pools have it
     role: Role
     spec: WorkerSpec  # of those that are added: they neither fail nor are slow at set times
-    # all of the group's configuration but its role; pools that share it can exchange.
-    make: WorkerGroup
+    make: WorkerGroup  # the group without its role; pools of the same can exchange workers
 
 
 @dataclass(frozen=True, slots=True)

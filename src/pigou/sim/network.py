@@ -20,8 +20,7 @@ _MIN_GBPS, _MAX_LATENCY_US = 1e-6, 3_600_000_000
 class LinkConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The link of each worker to the others, both ways at once."""
 
-    # gigabits a second, each way; 0 for a link that takes no time but its latency.
-    gbps: float = 400.0
+    gbps: float = 400.0  # gigabits a second, each way; 0: only the latency takes time
     latency_us: float = 200.0  # microseconds until the first byte arrives, set-up included
     # `fair` gives each transfer an equal part of its sender's link and of its receiver's, whichever
     # is less, at all times; `fifo` sends them one after another.

@@ -77,8 +77,7 @@ class SimulationResult:
     workers: Sequence[dict[str, Any]]
     shed: int  # attempts that the control plane refused
     transfers: tuple[int, int]  # (number, bytes) of KV between workers
-    # remote KV fetches: how many brought blocks, their tokens, and how many failed.
-    reads: tuple[int, int, int] = (0, 0, 0)
+    reads: tuple[int, int, int] = (0, 0, 0)  # remote KV fetches: count, tokens, failed
     objectives: Objectives = NO_OBJECTIVES
     planner: dict[str, Any] | None = None  # what it did; None without one
     gateways: dict[str, Any] | None = None  # how several of them went; None for one

@@ -36,8 +36,7 @@ class StepShape(msgspec.Struct):
     counts: Ints  # tokens that it computes, shape (n,); 1 for a decode
     kv_lens: Ints  # its cache entries before the step, shape (n,)
     samples: np.ndarray  # whether it yields a token, shape (n,)
-    # key of the random variation of the (first) step; None for the mean time.
-    step_key: StepKey | None = None
+    step_key: StepKey | None = None  # of the (first) step's random variation; None: the mean
 
     @property
     def tokens(self) -> int:
@@ -172,9 +171,7 @@ class Law(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     itl_few: float = 0.0  # of a step with so few: engines run those by other kernels
     prefill: float = 0.0  # of each prompt whose first token is computed in the step
     prefill_token: float = 0.0  # of each token of a prompt
-    # `prefill` of a step that decodes as well, where given: what a prompt in chunks adds to the
-    # streams' steps.
-    mixed: float | None = None
+    mixed: float | None = None  # `prefill` of a step that decodes as well; None: the same
     overhead: float = 0.0  # latency from the client to the worker; no other request waits for it
 
     def __post_init__(self) -> None:

@@ -45,21 +45,14 @@ class WorkerProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """
 
     decodes: TimeCurve  # points (sequences, seconds), the first at 1
-    # points (tokens, seconds), the first at 0: what tokens of prompts add to a step.
-    prompts: TimeCurve
-    # points (cache entries, seconds), the first at 0: what decodes take for reading them, which is
-    # more an entry where they fill the caches of the processor.
-    cache: TimeCurve = ((0, 0.0),)
+    prompts: TimeCurve  # (tokens, seconds), the first at 0: what prompts add to a step
+    cache: TimeCurve = ((0, 0.0),)  # (cache entries, seconds), the first at 0, of decodes
     alone: float = 0.0
     context: float = 0.0  # of each cache entry that a token of a prompt reads
     prompt: float = 0.0
-    # from the client's send to its first token, besides steps, for a request alone. It is latency:
-    # no other request waits for it.
-    overhead: float = 0.0
-    # (sequences, seconds more for each step of a plan); a plan's add up to 0.
-    rhythm: VariationTable = ()
-    # (sequences, factors that are equally likely, rising); their mean is 1.
-    scatter: VariationTable = ()
+    overhead: float = 0.0  # seconds to the first token besides steps; latency only
+    rhythm: VariationTable = ()  # (sequences, seconds more by step of a plan), sum 0
+    scatter: VariationTable = ()  # (sequences, equally likely factors, rising), mean 1
     blocks: int = 0  # of the worker's KV cache; 0 where it did not say
     block_size: int = 0  # tokens in each; 0 where it did not say
     format: int = FORMAT

@@ -25,8 +25,7 @@ class BuiltTiming:
     timing: Timing
     overhead_s: float = 0.0  # seconds from the client to a worker
     kv_tokens: int = 0  # of the KV cache of the worker that was measured; 0 where not known
-    # model, GPU and GPUs of the worker that a preset is of.
-    worker: tuple[str, str, int] | None = None
+    worker: tuple[str, str, int] | None = None  # model, GPU and tp of a preset's worker
 
 
 def build_timing(text: str, model: str, gpu: str, tp: int, kv_dtype: str = "") -> BuiltTiming:

@@ -93,8 +93,7 @@ class Tables:
     dense: Mapping[str, LayerCurve]  # layers against tokens of the step, by name
     sequences: Mapping[str, LayerCurve]  # `lm_head` and `sampler` against sequences of the step
     attention: Attention
-    # time of the experts against tokens (axis 0) and activated experts, or None.
-    moe: tuple[Floats, list[LayerCurve]] | None
+    moe: tuple[Floats, list[LayerCurve]] | None  # experts' time by tokens and activated experts
     shards: int  # GPUs that share the experts of `moe`: 1 where it was measured at this degree
     # how much of the way from the mean to the longest decode's time a batch of uneven lengths
     # takes, 0 to 1, as the profiler measured it (`alpha_default`).

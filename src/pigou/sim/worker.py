@@ -30,9 +30,7 @@ class StepMeter:
     prefill_steps: int = 0
     prefill_ns: int = 0
     prefill_tokens: int = 0
-    # the longest step without a prompt since `take_stall`; of steps that were planned together, the
-    # mean.
-    decode_stall_ns: int = 0
+    decode_stall_ns: int = 0  # longest step without a prompt since `take_stall`; mean of a plan
 
     def count(self, plan: Plan, steps: int, ns: int) -> None:
         """Count so many steps of a plan, which took so many nanoseconds."""

@@ -70,8 +70,7 @@ class FleetWorker:
     spec: WorkerSpec
     sim: SimWorker | None = None  # the live worker; None while it is dead
     registered: bool = False  # whether the control plane takes it for alive
-    # KV events that were lost since the last that arrived.
-    missed_events: list[KVEvent] = field(default_factory=list)
+    missed_events: list[KVEvent] = field(default_factory=list)  # lost since the last arrived
     past_totals: tuple[int, int, int, int] = (0, 0, 0, 0)  # `totals` of its earlier lives
     held_ids: set[str] = field(default_factory=set)  # ids under which it holds blocks for others
     pool: str = ""  # name of the pool that it is in

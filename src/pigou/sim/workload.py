@@ -30,8 +30,7 @@ class RequestSpec:
 
     prompt_tokens: int  # tokens of the prompt, at least 1
     output_tokens: int  # tokens to generate, at least 1
-    # ids of the prompt's blocks; empty for a prompt that shares none.
-    block_ids: tuple[int, ...] = ()
+    block_ids: tuple[int, ...] = ()  # of the prompt; empty where it shares none
     hash_scope: int = 0
     block_tokens: float = 1.0
     think_ns: int = 0  # from the end of the session's last request to this one
@@ -66,8 +65,7 @@ class OpenLoop:
 
     sessions: Sequence[RequestSession]  # in the order of their starts
     concurrency: int = 0  # sessions at once, where starts do not count; 0 where they do
-    # that the starts were drawn from, of each part; empty where some were not drawn.
-    rates: tuple[RateSchedule, ...] = ()
+    rates: tuple[RateSchedule, ...] = ()  # of the starts, by part; empty where not drawn
 
     def __post_init__(self) -> None:
         if not any(session.requests for session in self.sessions):
@@ -137,11 +135,9 @@ class ClosedLoop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Users who each send their next request when the one before has ended."""
 
     lengths: RequestLengths
-    # (users, seconds) one after another; the number holds for so long.
-    phases: tuple[tuple[int, float], ...]
+    phases: tuple[tuple[int, float], ...]  # (users, seconds) one after another
     ramp: float = 0.0  # seconds in which the users of the first phase start, evenly, before it
-    # whether requests under way at the end are waited for; else they do not count.
-    drain: bool = True
+    drain: bool = True  # wait for requests under way at the end; else they do not count
     barrier: float = 0.0  # seconds of a chunk, after which all wait for all; 0 for none
     think: float = 0.0  # seconds between two requests of a user
     requests: int = 0  # that are sent at most; 0 for no limit

@@ -51,19 +51,15 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True, rename={"offered_reques
     requests_per_second: float  # completed requests over `seconds`
     output_tokens: int
     output_tokens_asked: int
-    # of completed requests, as the endpoint counted; None when it did not.
-    prompt_tokens: int | None
+    prompt_tokens: int | None  # of completed requests; None where the endpoint does not say
     cached_tokens: int | None  # of those, not computed anew; None when it did not say
     tokens_per_chunk: float | None  # output tokens over chunks that brought some
-    # how tokens of a chunk were told: "usage", "token_ids", "chunks" or "mixed".
-    counted_by: str | None
+    counted_by: str | None  # "usage", "token_ids", "chunks" or "mixed"
     ttft: LatencyDistribution | None  # first token, from the intended time
     itl: LatencyDistribution | None  # between consecutive tokens
-    # (e2e - ttft) / (tokens - 1) of each request with two tokens or more.
-    tpot: LatencyDistribution | None
+    tpot: LatencyDistribution | None  # (e2e - ttft) / (tokens - 1)
     e2e: LatencyDistribution | None  # last token, from the intended time
-    # sent, from the intended time: what the client itself added.
-    queue_wait: LatencyDistribution | None
+    queue_wait: LatencyDistribution | None  # from intended to sent: the client's own
     server_ttft: LatencyDistribution | None  # first token, from sending
     server_e2e: LatencyDistribution | None  # last token, from sending
     # of the requests that ended, failed ones among them, the share inside the objective: TTFT from

@@ -41,9 +41,7 @@ class PolicyComparison:
 
     choices: int = 0
     other: int = 0  # those where the rival's was another one
-    # those of them where the prompt would have been computed on the other side: remotely for
-    # locally, or the other way round.
-    moved: int = 0
+    moved: int = 0  # prefill local instead of remote, or the other way round
     # sum of the differences in price, the rival's less the recorded one's. A price is what a choice
     # costs its request and all others (`pigou.control.routing.toll.policy`).
     seconds: float = 0.0

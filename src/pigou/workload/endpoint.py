@@ -203,8 +203,7 @@ class ModelCard:
     """A served model."""
 
     id: str
-    # most tokens of a prompt and its output; None when the endpoint does not say.
-    max_model_len: int | None = None
+    max_model_len: int | None = None  # prompt and output; None where the endpoint does not say
     parent: str | None = None  # the model that an adapter belongs to; None for a model
 
 

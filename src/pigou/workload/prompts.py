@@ -42,11 +42,8 @@ _PIECE = re.compile(r"\s*\S+")
 class PromptSource:
     """What prompts are cut from."""
 
-    # token ids, or pieces of text (a word with the white space before it).
-    units: Sequence[int] | Sequence[str]
-    # a prompt is a passage of `units`, begun anywhere and going round at the end; otherwise every
-    # unit of a prompt is drawn by itself, so that prompts share no prefix.
-    running: bool
+    units: Sequence[int] | Sequence[str]  # token ids, or words with the space before
+    running: bool  # prompts are passages of `units`; else each unit is drawn by itself
     tokens_per_unit: float = 1.0  # tokens that a unit makes on average; 1 for token ids
 
     def __post_init__(self) -> None:

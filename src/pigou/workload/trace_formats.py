@@ -36,14 +36,9 @@ class TraceRow(
     input: int  # tokens of the prompt
     output: int  # tokens generated
     arrival_s: float | None = None  # when it is sent, in seconds
-    # in place of `arrival_s`: seconds from the end of the request before it of the same `session`
-    # (closed loop).
-    think_s: float | None = None
-    # of the prompt's blocks, the last of which may be filled in part; equal ids are equal blocks,
-    # in the whole file.
-    hash_ids: list[int] = []
-    # tokens in a block, the same in all rows; left out, 16 or what all rows fit.
-    block: float | None = None
+    think_s: float | None = None  # in place of arrival_s: seconds after the session's last request
+    hash_ids: list[int] = []  # blocks of the prompt; equal ids are equal blocks in the file
+    block: float | None = None  # tokens in a block, equal in all rows; None: 16, or what fits
     tenant: str | int = ""
     session: str | int = ""  # name of the conversation that it belongs to
 

@@ -50,8 +50,7 @@ _SCOPE = 2
 class LengthMix(msgspec.Struct, frozen=True, kw_only=True):
     """Requests of a few lengths."""
 
-    # share (they add up to 1), prompt tokens and output tokens of each kind.
-    parts: tuple[tuple[float, int, int], ...]
+    parts: tuple[tuple[float, int, int], ...]  # share (sum 1), prompt tokens, output tokens
     prefix: int = 0  # tokens at the beginning of each prompt that all have in common
 
     @classmethod

@@ -120,8 +120,7 @@ class LoadFigures:
     ttft_s: float
     itl_s: float
     e2e_s: float  # mean seconds of a request
-    # share of the offered requests inside the objective; None where only the percentiles are known.
-    attained: float | None
+    attained: float | None  # share of offered requests inside the objective; None: not known
     output_tok_s_per_gpu: float  # output tokens a second
     usd_per_million_output: float | None  # of GPU time; None without prices
 

@@ -104,8 +104,7 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
     gpus: dict[str, int]  # how many there are of each kind
     slo: Slo
     usd_per_hour: dict[str, float] = {}  # price of a GPU of each kind; empty without prices
-    # number formats of the KV cache to try; "" is the model's own.
-    kv_dtypes: tuple[str, ...] = ("", "fp8")
+    kv_dtypes: tuple[str, ...] = ("", "fp8")  # of the KV cache to try; "": the model's own
     top: int = 5  # configurations to simulate at length
     seed: int = 0
     tiers: tuple[TierConfig, ...] = ()
@@ -143,16 +142,13 @@ class CapacityPlan:
     demand: Demand
     configurations: int
     best: PlannedConfiguration
-    # not dominated in TTFT, ITL, throughput of a GPU and cost, best first.
-    pareto: Sequence[PlannedConfiguration]
+    pareto: Sequence[PlannedConfiguration]  # in TTFT, ITL, throughput a GPU, cost
     dominated: Sequence[PlannedConfiguration]  # simulated ones that others dominate
-    # what a little more of each scarce thing is worth, by name.
-    duals: Mapping[str, Mapping[str, float]]
+    duals: Mapping[str, Mapping[str, float]]  # worth of a little more, by name
     seconds: float
     analytic_seconds: float
     meets: bool  # whether the best one keeps the objective in simulation
-    # what the tiers hold of the workload in the best one; None without tiers.
-    tiers: TierUse | None = None
+    tiers: TierUse | None = None  # of the best one; None without tiers
 
 
 def make_plan(

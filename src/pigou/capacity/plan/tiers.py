@@ -29,8 +29,7 @@ class TierSplit(msgspec.Struct, frozen=True, kw_only=True):
 
     gb: dict[str, float]
     seconds: float  # until all is read
-    # seconds that one more GB of a tier's capacity would save; the dual of it.
-    saved_s_per_gb: dict[str, float] = {}
+    saved_s_per_gb: dict[str, float] = {}  # dual of a tier's capacity
 
 
 def split(gb: float, tiers: Sequence[StorageTier], *, parallel: bool = True) -> TierSplit:

@@ -37,8 +37,7 @@ class Trial:
     setup: Setup
     link: LinkConfig
     seed: int
-    # seconds at the beginning whose requests are not measured: the fleet fills.
-    warm_up_s: float = 0.0
+    warm_up_s: float = 0.0  # not measured: the fleet fills
     tail_s: float = 0.0  # seconds at the end whose requests are not measured: it empties
 
 

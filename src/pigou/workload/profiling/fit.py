@@ -42,14 +42,10 @@ class Measurements:
     """All that a profile has seen; each a median of repeated measurements."""
 
     decodes: list[Decodes] = field(default_factory=list)  # steps in which nothing else is done
-    # what prompts add to the steps of a running stream.
-    prefill_mixed: list[Prompts] = field(default_factory=list)
-    # steps of prompts in which nobody decodes.
-    prefill_alone: list[Prompts] = field(default_factory=list)
-    # from the send of a request to its first token, where there is no other.
-    first: list[Prompts] = field(default_factory=list)
-    # by how many decode, seconds that each step of a plan takes more than their mean.
-    rhythm: VariationTable = ()
+    prefill_mixed: list[Prompts] = field(default_factory=list)  # beside a running stream
+    prefill_alone: list[Prompts] = field(default_factory=list)  # without decodes
+    first: list[Prompts] = field(default_factory=list)  # send to first token, alone
+    rhythm: VariationTable = ()  # seconds by step of a plan over their mean, by decodes
     scatter: VariationTable = ()  # by how many decode, equally likely factors of a step's time
 
 
@@ -131,8 +127,7 @@ class StreamGaps:
 
     n: int
     seconds: NDArray[np.float64]  # of each gap, shape (gaps,)
-    # steps that these streams had decoded together before each, shape (gaps,).
-    ages: NDArray[np.int64]
+    ages: NDArray[np.int64]  # steps decoded together before each, shape (gaps,)
 
 
 def gaps_of(streams: Sequence[Stream]) -> StreamGaps:
