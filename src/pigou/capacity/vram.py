@@ -145,13 +145,9 @@ class MixDemand(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def mix_demand(
-    model: Architecture,
-    device: Gpu,
-    memory: VramMap,
-    sequences: Sequence[tuple[int, int]],
-    tp: int = 1,
-    margin: float = 0.3,
-) -> MixDemand:
+    model: Architecture, device: Gpu, memory: VramMap, sequences: Sequence[tuple[int, int]],
+    tp: int = 1, margin: float = 0.3,
+) -> MixDemand:  # fmt: skip
     """Return what sequences need of the cache of a worker, and the time of a step of them all.
 
     t = (W + sum of KV) / bandwidth: a decode step reads the weights and each sequence's cache once.

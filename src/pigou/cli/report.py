@@ -134,12 +134,9 @@ class Reporter:
         self._timeline = Timeline(simulation)
 
     def write(
-        self,
-        result: SimulationResult,
-        document: Mapping[str, Any],
-        title: str,
+        self, result: SimulationResult, document: Mapping[str, Any], title: str,
         groups: Mapping[str, Any],
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Write the page, its pictures and its data."""
         from pigou.report.page import ReportError
         from pigou.report.run_page import page

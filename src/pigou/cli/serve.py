@@ -151,12 +151,9 @@ def _worker_options(gateway: GatewayConfig, log: LogConfig) -> list[str]:
 
 
 def _run(
-    make: Callable[[], Serving],
-    workers: list[LocalWorker | AttachedWorker],
-    progress: StageProgress,
-    host: str,
-    registry: str,
-) -> None:
+    make: Callable[[], Serving], workers: list[LocalWorker | AttachedWorker],
+    progress: StageProgress, host: str, registry: str,
+) -> None:  # fmt: skip
     async def main() -> None:
         serving = make()
         typer.echo(_beginning(workers, registry))

@@ -382,12 +382,9 @@ class SimulatedFleet:
             self._deliver_events(origin, missed, events, now)
 
     def _deliver_events(
-        self,
-        worker: FleetWorker,
-        missed: tuple[KVEvent, ...],
-        events: tuple[KVEvent, ...],
+        self, worker: FleetWorker, missed: tuple[KVEvent, ...], events: tuple[KVEvent, ...],
         now: int,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if not worker.registered:
             return
         if missed and not self._config.signals.replay:

@@ -274,15 +274,9 @@ def reserve(model: Architecture, tp: int, max_batched_tokens: int, max_seqs: int
 
 
 def kv_blocks(
-    model: Architecture,
-    device: Gpu,
-    tp: int = 1,
-    *,
-    block_size: int = 16,
-    utilization: float = 0.9,
-    max_batched_tokens: int = 2048,
-    max_seqs: int = 256,
-) -> int:
+    model: Architecture, device: Gpu, tp: int = 1, *, block_size: int = 16,
+    utilization: float = 0.9, max_batched_tokens: int = 2048, max_seqs: int = 256,
+) -> int:  # fmt: skip
     """Return the blocks of one worker: `tp` GPUs that share weights and KV heads.
 
     Args:

@@ -195,18 +195,9 @@ def add_gaps(gaps: Nanos, histogram: Counts, sums: Counts) -> None:
 
 @bare_kernel
 def count(
-    rows: Ints,
-    tokens: Ints,
-    end_times: Nanos,
-    steps: int,
-    produced: Counts,
-    last_token_ns: Nanos,
-    streams: Flags,
-    awaits_first: Flags,
-    first_rows: Ints,
-    histogram: Counts,
-    sums: Counts,
-) -> int:
+    rows: Ints, tokens: Ints, end_times: Nanos, steps: int, produced: Counts, last_token_ns: Nanos,
+    streams: Flags, awaits_first: Flags, first_rows: Ints, histogram: Counts, sums: Counts,
+) -> int:  # fmt: skip
     """Count the tokens of a plan's entries, and the gaps before those of streams.
 
     Writes rows that got their first token to `first_rows`; `steps` is 1 where there are any.
@@ -242,19 +233,9 @@ def count(
 
 @bare_kernel
 def publish(
-    rows: Ints,
-    end_times: Nanos,
-    steps: int,
-    now: int,
-    inclusive: bool,
-    produced: Counts,
-    published: Counts,
-    streams: Flags,
-    row_slots: Counts,
-    slots: Counts,
-    counts: Counts,
-    size: int,
-) -> int:
+    rows: Ints, end_times: Nanos, steps: int, now: int, inclusive: bool, produced: Counts,
+    published: Counts, streams: Flags, row_slots: Counts, slots: Counts, counts: Counts, size: int,
+) -> int:  # fmt: skip
     """Find streams with tokens that are not published, and mark these as published.
 
     `rows` have generated a token at each of the first `steps` of `end_times` that has passed,

@@ -390,16 +390,9 @@ def _windowed_reads(
 
 @bare_kernel
 def roofline_durations(
-    counts: Ints,
-    kv_lens: Ints,
-    samples: NDArray[np.bool_],
-    repeat: int,
-    products: Floats,
-    kinds: Floats,
-    caches: Floats,
-    rates: Floats,
-    durations: Nanos,
-) -> None:
+    counts: Ints, kv_lens: Ints, samples: NDArray[np.bool_], repeat: int, products: Floats,
+    kinds: Floats, caches: Floats, rates: Floats, durations: Nanos,
+) -> None:  # fmt: skip
     """Write the nanoseconds of each of `repeat` steps to `durations`, shape (repeat,).
 
     Args:

@@ -534,19 +534,9 @@ def _ahead(table: Floats, at: int) -> float:
 
 @kernel
 def profile_durations(
-    counts: Ints,
-    kv_lens: Ints,
-    repeat: int,
-    dense: Floats,
-    heads: Floats,
-    layers: float,
-    skew: float,
-    chunks: Floats,
-    keys: Floats,
-    decodes: Floats,
-    kvs: Floats,
-    grid: Floats,
-) -> Nanos:
+    counts: Ints, kv_lens: Ints, repeat: int, dense: Floats, heads: Floats, layers: float,
+    skew: float, chunks: Floats, keys: Floats, decodes: Floats, kvs: Floats, grid: Floats,
+) -> Nanos:  # fmt: skip
     """Return the nanoseconds of each of `repeat` steps, shape (repeat,).
 
     Args:

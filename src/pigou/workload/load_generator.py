@@ -80,11 +80,9 @@ class LoadGenerator:
                 group.create_task(one(job, intended))
 
     async def sessions(
-        self,
-        sessions: Iterable[Sequence[tuple[PromptJob, float]]],
-        starts: Iterable[float],
+        self, sessions: Iterable[Sequence[tuple[PromptJob, float]]], starts: Iterable[float],
         slots: int | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Send the jobs of each session one after another.
 
         A job is meant to be sent when the one before it ended and its seconds of thinking are

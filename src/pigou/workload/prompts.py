@@ -98,11 +98,9 @@ def make_prefixes(
 
 
 def jobs(
-    source: PromptSource,
-    shape: Shape,
-    prefixes: Sequence[list[int] | list[str]],
+    source: PromptSource, shape: Shape, prefixes: Sequence[list[int] | list[str]],
     rng: np.random.Generator,
-) -> Iterator[PromptJob]:
+) -> Iterator[PromptJob]:  # fmt: skip
     """Yield jobs without end; the same generator state gives the same jobs."""
     while True:
         output = shape.output.draw(rng)

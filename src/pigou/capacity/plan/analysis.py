@@ -174,13 +174,9 @@ class Analysis:
     """What configurations do under one workload and one objective."""
 
     def __init__(
-        self,
-        model: Architecture,
-        demand: Demand,
-        slo: Slo,
-        link: LinkConfig,
+        self, model: Architecture, demand: Demand, slo: Slo, link: LinkConfig,
         usd_per_hour: Mapping[str, float],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.demand, self.slo, self.usd_per_hour = demand, slo, usd_per_hour
         self._model, self._link = model, link
         self._measured: dict[tuple[Role, WorkerKind], PerformanceModel] = {}
@@ -367,12 +363,9 @@ class Analysis:
         return both.latencies(rate_rps, self.slo.share)
 
     def priced(
-        self,
-        configuration: Configuration,
-        rate_rps: float,
-        latencies: tuple[float, float, float],
+        self, configuration: Configuration, rate_rps: float, latencies: tuple[float, float, float],
         attained: float | None,
-    ) -> LoadFigures:
+    ) -> LoadFigures:  # fmt: skip
         """Return figures with throughput and cost.
 
         Args:

@@ -27,13 +27,9 @@ from pigou.sim.setup import Setup, TierConfig
 
 
 def shadow_prices(
-    gpus: Mapping[str, int],
-    analysis: Analysis,
-    model: Architecture,
-    kv_dtype: str,
-    use: TierUse | None,
-    pool: ProcessPoolExecutor | None,
-) -> dict[str, dict[str, float]]:
+    gpus: Mapping[str, int], analysis: Analysis, model: Architecture, kv_dtype: str,
+    use: TierUse | None, pool: ProcessPoolExecutor | None,
+) -> dict[str, dict[str, float]]:  # fmt: skip
     """Return what a little more of each scarce thing is worth, by the analysis.
 
     The worth is output tokens a second that all GPUs together may yield more.
@@ -152,12 +148,9 @@ class CapacityPlan:
 
 
 def make_plan(
-    request: PlanRequest,
-    demand: Demand,
-    model: Architecture,
-    pool: ProcessPoolExecutor | None = None,
-    watch: Watch = lambda *_: None,
-) -> CapacityPlan:
+    request: PlanRequest, demand: Demand, model: Architecture,
+    pool: ProcessPoolExecutor | None = None, watch: Watch = lambda *_: None,
+) -> CapacityPlan:  # fmt: skip
     """Make a plan.
 
     Args:
@@ -258,12 +251,9 @@ def _no_way(analysis: Analysis, seen: Sequence[Candidate], rate_rps: float) -> s
 
 
 def _simulated(
-    request: PlanRequest,
-    analysis: Analysis,
-    ranked: Sequence[Candidate],
-    pool: ProcessPoolExecutor | None,
-    watch: Watch,
-) -> list[PlannedConfiguration]:
+    request: PlanRequest, analysis: Analysis, ranked: Sequence[Candidate],
+    pool: ProcessPoolExecutor | None, watch: Watch,
+) -> list[PlannedConfiguration]:  # fmt: skip
     """Simulate the best by successive halving; return the last ones, best first."""
     rate = analysis.demand.rate_rps
     entrants = [
@@ -318,13 +308,9 @@ def _diverse(ranked: Sequence[Candidate], count: int) -> list[Candidate]:
 
 
 def _round(
-    request: PlanRequest,
-    analysis: Analysis,
-    entrants: Sequence[tuple[Candidate, float]],
-    requests: int,
-    pool: ProcessPoolExecutor | None,
-    watch: Callable[[int, int], None],
-) -> list[tuple[Candidate, LoadFigures]]:
+    request: PlanRequest, analysis: Analysis, entrants: Sequence[tuple[Candidate, float]],
+    requests: int, pool: ProcessPoolExecutor | None, watch: Callable[[int, int], None],
+) -> list[tuple[Candidate, LoadFigures]]:  # fmt: skip
     trials = [make_trial(request, analysis, *entrant, requests) for entrant in entrants]
     watch(0, len(trials))
     done = list[TrialFigures]()

@@ -58,12 +58,9 @@ class Candidate(msgspec.Struct, frozen=True):
 
 
 def candidates(
-    analysis: Analysis,
-    model: Architecture,
-    gpus: Mapping[str, int],
-    kv_dtypes: Sequence[str],
+    analysis: Analysis, model: Architecture, gpus: Mapping[str, int], kv_dtypes: Sequence[str],
     enough: int = _ENOUGH,
-) -> list[Candidate]:
+) -> list[Candidate]:  # fmt: skip
     """Return all configurations that the analysis looked at, with their limits.
 
     A rate that is given bounds pools to the sizes around those that hold it; otherwise pools take
@@ -140,12 +137,9 @@ def _sizes(analysis: Analysis, room: int, role: Role, kind: WorkerKind) -> Itera
 
 
 def _split(
-    analysis: Analysis,
-    gpus: Mapping[str, int],
-    first: WorkerKind,
-    second: WorkerKind,
+    analysis: Analysis, gpus: Mapping[str, int], first: WorkerKind, second: WorkerKind,
     sizes: Mapping[tuple[Role, WorkerKind], Sequence[int]],
-) -> Iterator[Candidate]:
+) -> Iterator[Candidate]:  # fmt: skip
     """Yield pairs of a prefill pool and each decode pool that fits it."""
     decode_sizes = sizes[(Role.DECODE, second)]
     for prefill in sizes[(Role.PREFILL, first)]:
