@@ -80,7 +80,7 @@ class Status:
     unknown: str = ""  # why it is; empty where it is known
 
 
-def plane_status(
+def _plane_status(
     controller: str, tracker: RequestTracker, router: Router, index: PrefixIndex,
     cache_monitor: CacheMonitor, poa: PoAEstimate | None, away: Collection[str], now: int,
 ) -> Status:  # fmt: skip
@@ -97,7 +97,7 @@ def plane_status(
         temperature=router.temperature, parameters=dict(params_of(router.policy)),
         poa=None if unknown else poa, unknown=unknown, caching=cache_monitor.status(state),
         workers=state.ids, tolls=stream_tolls(estimates, columns.decode_requests, output),
-        memory=memory_prices(estimates, index.recomputed_share(state.ids)), estimates=estimates,
+        memory=_memory_prices(estimates, index.recomputed_share(state.ids)), estimates=estimates,
         output=output,
     )  # fmt: skip
 
@@ -126,7 +126,7 @@ def stream_tolls(
     return tolls
 
 
-def memory_prices(known: Estimates, recomputed_share: NDArray[np.float64]) -> NDArray[np.float64]:
+def _memory_prices(known: Estimates, recomputed_share: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the seconds of prefill that a token of KV on each worker pushes out, (workers,)."""
     prices: NDArray[np.float64] = recomputed_share * known.prefill_per_token
     return prices
@@ -328,7 +328,7 @@ class ControlPlane:
 
     def status(self, now: int) -> Status:
         """Return the present prices and parameters; asking changes no decision."""
-        return plane_status(
+        return _plane_status(
             str(self.config.controller["controller"]), self.tracker, self.router, self.index,
             self.cache_monitor, self._poa, self.returning.away(now), now,
         )  # fmt: skip

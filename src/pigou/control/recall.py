@@ -23,7 +23,7 @@ REPORT_HOLDS = 15 * SECOND
 MARGIN = 3 * SECOND
 
 
-def without_tokens(state: FleetState, worker: str) -> list[RoutedRequest]:
+def _without_tokens(state: FleetState, worker: str) -> list[RoutedRequest]:
     """Return the requests at a worker that have no token, those sent first before others.
 
     A prompt that another worker has computed is its decode worker's.
@@ -38,14 +38,14 @@ def without_tokens(state: FleetState, worker: str) -> list[RoutedRequest]:
     return sorted(requests, key=lambda routed: routed.routed_at)
 
 
-def waiting_inside(state: FleetState, worker: str) -> list[RoutedRequest]:
+def _waiting_inside(state: FleetState, worker: str) -> list[RoutedRequest]:
     """Return the requests that wait inside a worker: it has not begun them.
 
     They are the last of those without a token, as many as the worker reports as waiting, but none
     of those that it may be running. So a prompt that takes long to compute does not wait, nor
     does a reply that is not streamed, whatever other clients send to the worker.
     """
-    row, requests = state.row[worker], without_tokens(state, worker)
+    row, requests = state.row[worker], _without_tokens(state, worker)
     streaming = sum(
         routed.decode == worker and (routed.first_token_at > 0 or routed.generated > 0)
         for routed in state.requests.values()
@@ -71,12 +71,12 @@ def overdue(state: FleetState, before: int) -> Iterator[tuple[RoutedRequest, str
         return
     for row in np.flatnonzero(state.columns.waiting > 0).tolist():
         worker = state.ids[row]
-        for routed in waiting_inside(state, worker):
+        for routed in _waiting_inside(state, worker):
             if routed.arrived_at <= before and not routed.request.is_follower:
                 yield routed, worker
 
 
-def fair_shares(
+def _fair_shares(
     requests: int, max_streams: NDArray[np.int64], others: int = 0
 ) -> NDArray[np.int64]:
     """Return how many requests each worker may have, rounded up, (workers,).
@@ -108,16 +108,16 @@ def to_move(
         if not pool[own]:
             continue
         rows = np.flatnonzero(pool)
-        shares = fair_shares(int(held[pool].sum()), max_streams[rows])
+        shares = _fair_shares(int(held[pool].sum()), max_streams[rows])
         for row, share in zip(rows.tolist(), shares.tolist(), strict=True):
             excess = int(held[row]) - share
             if row == own or excess <= 0:
                 continue
             worker = state.ids[row]
-            waiting = set(map(id, waiting_inside(state, worker)))
+            waiting = set(map(id, _waiting_inside(state, worker)))
             movable = [
                 routed
-                for routed in without_tokens(state, worker)[1:]
+                for routed in _without_tokens(state, worker)[1:]
                 if not routed.prefill_done_at
                 and (routed.prefill == worker or id(routed) in waiting)
                 and (not routed.request.eligible or new in routed.request.eligible)
@@ -133,10 +133,10 @@ def hand_over(state: FleetState, draining: str) -> list[Recall]:
     """
     if draining not in state.row or not state.columns.decodes.any():
         return []
-    waiting = set(map(id, waiting_inside(state, draining)))
+    waiting = set(map(id, _waiting_inside(state, draining)))
     return [
         Recall(routed.request.id, draining)
-        for routed in without_tokens(state, draining)[1:]
+        for routed in _without_tokens(state, draining)[1:]
         if not routed.prefill_done_at
         and (routed.prefill_worker == draining or id(routed) in waiting)
     ]
@@ -187,7 +187,7 @@ class ReturningWorkers:
         expected = sum(self.away(now).values())
         if not expected:
             return None
-        return fair_shares(requests, max_streams, expected)
+        return _fair_shares(requests, max_streams, expected)
 
     def _forget(self, now: int) -> None:
         for worker, (_, when) in list(self._away.items()):

@@ -83,7 +83,7 @@ def advance(
 
 
 @bare_kernel_over("engine", "kv")
-def process_steps(
+def _process_steps(
     rows: Ints, counts: Ints, samples: NDArray[np.bool_], steps: Ints, done: int, columns: Ints,
     tables: Ints, block_size: int, pool: PoolArrays, wanted: int, work: Ints,
 ) -> tuple[int, int, int, int]:  # fmt: skip
@@ -120,7 +120,7 @@ def return_blocks(meta: Ints, counts: Counts, blocks: Ints, count: int) -> None:
 
 
 @bare_kernel_over("engine", "kv")
-def cache_row(
+def _cache_row(
     row: int, start: int, count: int, done: int, columns: Ints, tables: Ints, block_size: int,
     pool: PoolArrays, wanted: int, hashes: BlockHashes, work: Ints,
 ) -> tuple[int, int, int, bool]:  # fmt: skip
@@ -187,7 +187,7 @@ class OutputProcessor:
             for finish in result.finished:
                 steps[finish.entry] = finish.steps
         has_new_hashes = bool(result.full_block_hashes)
-        ended_count, full, gone, orphans = process_steps(
+        ended_count, full, gone, orphans = _process_steps(
             plan.rows, plan.counts, plan.samples, steps, result.steps,
             rows.columns, rows.tables, state.config.block_size, state.pool.arrays,
             0 if has_new_hashes else ahead.count, work,
@@ -245,7 +245,7 @@ class OutputProcessor:
         row = plan.rows.item(entry)
         seq = rows.owner[row]
         assert seq is not None
-        times, gone, freed, duplicates = cache_row(
+        times, gone, freed, duplicates = _cache_row(
             row, plan.starts.item(entry), plan.counts.item(entry), done,
             rows.columns, rows.tables, state.config.block_size, pool.arrays,
             ahead.count, seq.hashes, work,

@@ -50,7 +50,7 @@ from pigou.engine.token_eviction import (
 from pigou.kv.block_pool import FREE, PoolArrays, allocate, peek
 from pigou.request import Ints
 
-#: What `start_decodes` returns for the number of rows where too few blocks are free.
+#: What `_start_decodes` returns for the number of rows where too few blocks are free.
 TOO_FEW = -1
 
 
@@ -135,7 +135,7 @@ def look_ahead(
 
 
 @bare_kernel_over("engine", "kv")
-def start_decodes(
+def _start_decodes(
     order: Ints, columns: Ints, tables: Ints, block_size: int, budget: int, pool: PoolArrays,
     work: Ints,
 ) -> tuple[int, int]:  # fmt: skip
@@ -170,7 +170,7 @@ def lay_out(tables: Ints, blocks: Ints, rows: Ints, count: int, work: Ints) -> N
 
 
 @bare_kernel_over("engine", "kv")
-def finish_plan(
+def _finish_plan(
     decodes: int, columns: Ints, tables: Ints, block_size: int, max_steps: int, chunks: bool,
     spare: int, pool: PoolArrays, work: Ints, plan: Ints, samples: NDArray[np.bool_],
 ) -> tuple[int, int]:  # fmt: skip
@@ -214,17 +214,17 @@ def plan_decodes(
     order: Ints, columns: Ints, tables: Ints, block_size: int, budget: int, max_steps: int,
     pool: PoolArrays, work: Ints, plan: Ints, samples: NDArray[np.bool_],
 ) -> tuple[int, int, int, int]:  # fmt: skip
-    """Do what `start_decodes` and `finish_plan` do where no prompt is computed, without tiers.
+    """Do what `_start_decodes` and `_finish_plan` do where no prompt is computed, without tiers.
 
     `plan` and `samples` have an entry for each row of `order`; the entries' counts in `work` are 1.
     Returns what both return; zeros in place of the latter where too few blocks are free.
     """
-    count, gone = start_decodes(order, columns, tables, block_size, budget, pool, work)
+    count, gone = _start_decodes(order, columns, tables, block_size, budget, pool, work)
     if count == TOO_FEW:
         return count, gone, 0, 0
     _, _, _, counts, _ = pool
-    chunks = count < 0  # never; a literal is another type, and would compile `finish_plan` again
-    repeat, wanted = finish_plan(
+    chunks = count < 0  # never; a literal is another type, and would compile `_finish_plan` again
+    repeat, wanted = _finish_plan(
         count, columns, tables, block_size, max_steps, chunks, counts[FREE], pool, work, plan,
         samples[:count],
     )  # fmt: skip
@@ -332,7 +332,7 @@ class Scheduler:
             runnable = state.running
             if below is not None:
                 runnable = runnable[rows.priority[runnable] < below]
-            count, gone = start_decodes(
+            count, gone = _start_decodes(
                 runnable, rows.columns, rows.tables, state.config.block_size, builder.budget,
                 pool.arrays, state.work,
             )  # fmt: skip
@@ -372,7 +372,7 @@ class Scheduler:
         entries = np.empty((PLAN_COLUMNS, size), dtype=np.int32)
         samples = np.empty(size, dtype=np.bool_)
         spare = pool.blocks if state.offload is None else state.offload.spare
-        repeat, needs = finish_plan(
+        repeat, needs = _finish_plan(
             builder.decodes, rows.columns, rows.tables, state.config.block_size, max_steps, chunks,
             spare, pool.arrays, state.work, entries, samples,
         )  # fmt: skip

@@ -33,15 +33,14 @@ from pigou.request import Ints
 _NO_ROWS: Ints = np.empty((0, 3), dtype=np.int32)
 
 
-def scores_of(state: EngineState) -> EvictionScores:
-    """Return the scores of an engine that evicts tokens."""
+def _scores_of(state: EngineState) -> EvictionScores:
     assert state.scores is not None, "token eviction is off"
     return state.scores
 
 
 def measure(state: EngineState, order: Ints) -> None:
     """Write what each of these rows could give up to `firsts` and `evictable`."""
-    scores, rows = scores_of(state), state.rows
+    scores, rows = _scores_of(state), state.rows
     config = scores.config
     evictable_blocks(
         order, rows.columns, rows.tables, state.config.block_size, config.sinks, config.recent,
@@ -80,12 +79,12 @@ def evictable_blocks(
         out[i] = max(spare, 0) // block_size
 
 
-def evictable_rows(state: EngineState, order: Ints) -> Iterator[tuple[int, int, int]]:
+def _evictable_rows(state: EngineState, order: Ints) -> Iterator[tuple[int, int, int]]:
     """Yield (row, first entry that may go, blocks) of the rows that could give up some.
 
     A prompt that another worker will pull is not touched.
     """
-    scores = scores_of(state)
+    scores = _scores_of(state)
     for i in np.flatnonzero(scores.evictable[: len(order)]).tolist():
         row = int(order[i])
         seq = state.rows.owner[row]
@@ -93,14 +92,14 @@ def evictable_rows(state: EngineState, order: Ints) -> Iterator[tuple[int, int, 
             yield row, int(scores.firsts[i]), int(scores.evictable[i])
 
 
-def rows_to_score(state: EngineState, needs: int) -> Ints:
+def _rows_to_score(state: EngineState, needs: int) -> Ints:
     """Return (row, first entry that may go, blocks) of the rows to score, shape (k, 3).
 
     Rows are scored that were compacted since, or not scored for an interval. They are scored once
     fewer blocks are free than rows run, while a sequence waits for blocks, and while there is a
     price to go by.
     """
-    scores, rows = scores_of(state), state.rows
+    scores, rows = _scores_of(state), state.rows
     order = state.running
     low = state.pool.free - needs < len(order) or (state.blocked is not None and rows.free > 0)
     priced = scores.memory_price.by_price and scores.memory_price.price > FLOOR
@@ -109,7 +108,7 @@ def rows_to_score(state: EngineState, needs: int) -> Ints:
     at = scores.scored_at[order]
     order = order[(at < 0) | (rows.computed[order] - at >= scores.config.interval)]
     measure(state, order)
-    to_score = list(evictable_rows(state, order))
+    to_score = list(_evictable_rows(state, order))
     if state.offload is not None:
         for row, _, _ in to_score:
             _offer_to_tiers(state, row)
@@ -118,7 +117,7 @@ def rows_to_score(state: EngineState, needs: int) -> Ints:
 
 def _offer_to_tiers(state: EngineState, row: int) -> None:
     """Offer a row's blocks to the tiers while they are whole, each once."""
-    scores, seq, cached = scores_of(state), state.rows.owner[row], int(state.rows.cached[row])
+    scores, seq, cached = _scores_of(state), state.rows.owner[row], int(state.rows.cached[row])
     if state.offload is not None and seq is not None and cached > scores.offered_blocks[row]:
         scores.offered_blocks[row] = cached
         state.offload.sequence_left(seq, cached)
@@ -126,7 +125,7 @@ def _offer_to_tiers(state: EngineState, row: int) -> None:
 
 def take_scores(state: EngineState, result: Result) -> None:
     """Take the scores of a result in, and move the price on."""
-    scores, rows = scores_of(state), state.rows
+    scores, rows = _scores_of(state), state.rows
     for row, lost_returns in result.lost_returns.items():
         if rows.owner[row] is not None:
             scores.keep(
@@ -139,7 +138,7 @@ def take_scores(state: EngineState, result: Result) -> None:
 
 def growth_blocks(state: EngineState) -> float:
     """Return the blocks that a row grows by until it is scored again."""
-    return scores_of(state).config.interval / state.config.block_size
+    return _scores_of(state).config.interval / state.config.block_size
 
 
 def check_scores(plan: Plan, result: Result) -> None:
@@ -170,7 +169,7 @@ class RowCurve(NamedTuple):
 
 def evict_by_price(state: EngineState, builder: ScheduleBuilder) -> None:
     """Begin a plan. Where the policy goes by price, evict what earns less (Token-PD, Eq. 4)."""
-    scores = scores_of(state)
+    scores = _scores_of(state)
     scores.wanted = 0
     price = scores.memory_price.price
     if scores.memory_price.by_price and price > FLOOR:
@@ -186,7 +185,7 @@ def evict_by_price(state: EngineState, builder: ScheduleBuilder) -> None:
 def evict_for_decodes(state: EngineState, builder: ScheduleBuilder, needed: int) -> bool:
     """Evict what decodes lack for the blocks they need, and some more; False for nothing done."""
     short = needed - state.pool.free
-    slack = math.ceil(scores_of(state).config.slack * len(state.running))
+    slack = math.ceil(_scores_of(state).config.slack * len(state.running))
     return _evict_short(state, builder, short, short + slack, blind=True)
 
 
@@ -199,17 +198,17 @@ def _evict_short(
     state: EngineState, builder: ScheduleBuilder, needed: int, wanted: int, blind: bool
 ) -> bool:
     done = _evict(state, builder, _curves(state, builder, blind), needed, wanted)
-    scores_of(state).wanted += needed if done else 0
+    _scores_of(state).wanted += needed if done else 0
     return done
 
 
 def _curves(state: EngineState, builder: ScheduleBuilder, blind: bool) -> list[RowCurve]:
     """Return the curves of rows; with `blind`, infinite losses stand for rows without scores."""
-    scores, order = scores_of(state), state.running
+    scores, order = _scores_of(state), state.running
     measure(state, order)
     curves = []
     new = {started.row for started in builder.started}
-    for row, first, count in evictable_rows(state, order):
+    for row, first, count in _evictable_rows(state, order):
         if row in new:
             continue
         lost_returns, eviction = scores.lost_returns[row], builder.evictions.get(row)
@@ -227,7 +226,7 @@ def _evict(
     state: EngineState, builder: ScheduleBuilder, curves: list[RowCurve], needed: int, wanted: int
 ) -> bool:
     """Evict the blocks of least return; False where there are fewer than `needed`."""
-    scores = scores_of(state)
+    scores = _scores_of(state)
     config = scores.config
     spare = evictable_by_tenant(config.floors, _blocks_by_tenant(state)) if config.floors else {}
     offers = [EvictionCurve(c.lost_returns, _tenant(state, c.row) if spare else "") for c in curves]
@@ -286,7 +285,7 @@ def recompute_by_price(state: EngineState, builder: ScheduleBuilder) -> None:
     Only while blocks are free beyond one for each running row, in a plan that takes none from
     any row, and as far as its budget of tokens goes.
     """
-    scores, rows, size = scores_of(state), state.rows, state.config.block_size
+    scores, rows, size = _scores_of(state), state.rows, state.config.block_size
     memory_price = scores.memory_price
     if (
         not memory_price.by_price
@@ -323,12 +322,12 @@ def _recompute_row(state: EngineState, builder: ScheduleBuilder, row: int, count
     builder.recomputations.append(Recomputation(row, entries, count * size, table[:used].copy()))
     builder.budget -= count * size
     state.stats.recomputed_tokens += count * size
-    scores_of(state).invalidate(row)
+    _scores_of(state).invalidate(row)
 
 
 def write_evictions(state: EngineState, builder: ScheduleBuilder, plan: Plan, needs: int) -> None:
     """Write into a plan what is evicted, recomputed, and to be scored."""
-    scores, size = scores_of(state), state.config.block_size
+    scores, size = _scores_of(state), state.config.block_size
     for row, gone in builder.evictions.items():
         drop = gone.freed * size
         plan.compactions.append(
@@ -338,4 +337,4 @@ def write_evictions(state: EngineState, builder: ScheduleBuilder, plan: Plan, ne
     if builder.evictions:
         state.blocked = None  # a sequence with loads was not admitted beside them, and may be now
     plan.recomputations = builder.recomputations
-    plan.to_score = rows_to_score(state, needs)
+    plan.to_score = _rows_to_score(state, needs)

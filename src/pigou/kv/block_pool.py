@@ -397,7 +397,7 @@ def _where(mask: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Ints:
     return np.flatnonzero(mask).astype(np.int32)
 
 
-def check_references(meta: Ints, counts: Counts, references: Ints) -> None:
+def _check_references(meta: Ints, counts: Counts, references: Ints) -> None:
     """Check that blocks are referred to as often as expected, and that the rest are free."""
     refs = meta[:-1, REFS]
     _require("references are those of rows, holds, loads and copies", _where(refs != references))
@@ -406,8 +406,7 @@ def check_references(meta: Ints, counts: Counts, references: Ints) -> None:
         raise IntegrityError(f"{free} blocks have no reference, but {counts[FREE]} count as free")
 
 
-def check_queue(meta: Ints, counts: Counts) -> None:
-    """Check that the free queue holds each block without a reference, once."""
+def _check_queue(meta: Ints, counts: Counts) -> None:
     queue = len(meta) - 1
     seen = np.zeros(queue, dtype=np.int32)
     at = queue
@@ -426,7 +425,7 @@ def check_queue(meta: Ints, counts: Counts) -> None:
         raise IntegrityError(f"{seen.sum()} blocks queue, but {counts[FREE]} count as free")
 
 
-def check_table(keys: BlockHashes, slots: Ints, counts: Counts) -> None:
+def _check_table(keys: BlockHashes, slots: Ints, counts: Counts) -> None:
     """Check that each cached hash leads to the block that is cached under it."""
     hashed = _where((keys != 0).any(axis=1))
     if len(hashed) != counts[CACHED]:
@@ -441,7 +440,7 @@ def check_table(keys: BlockHashes, slots: Ints, counts: Counts) -> None:
     _require("a hash leads to its block", hashed[np.array(blocks, dtype=np.int32) != hashed])
 
 
-def check_forest(meta: Ints, keys: BlockHashes) -> None:
+def _check_forest(meta: Ints, keys: BlockHashes) -> None:
     """Check that parents are cached, and outlive their children in the free queue."""
     cached = (keys != 0).any(axis=1)
     parent = meta[:-1, PARENT]
@@ -594,10 +593,10 @@ class BlockPool:
         Raises:
             IntegrityError: names the first law that does not hold, and where.
         """
-        check_references(self.meta, self.counts, references)
-        check_queue(self.meta, self.counts)
-        check_table(self.keys, self.slots, self.counts)
-        check_forest(self.meta, self.keys)
+        _check_references(self.meta, self.counts, references)
+        _check_queue(self.meta, self.counts)
+        _check_table(self.keys, self.slots, self.counts)
+        _check_forest(self.meta, self.keys)
 
 
 class HostPool:

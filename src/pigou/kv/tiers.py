@@ -352,7 +352,7 @@ class Tiers:
         moves = self._transfers.under_way.values()
         parts = zip(self.tiers, self._incoming, self._leaving, self._staging, strict=True)
         for number, (tier, incoming, leaving, staging) in enumerate(parts):
-            check_tier(number, tier, incoming, leaving, staging, moves)
+            _check_tier(number, tier, incoming, leaving, staging, moves)
 
     # --- decisions ------------------------------------------------------------------------------
 
@@ -401,7 +401,7 @@ class Tiers:
                 break
             if block.key in seen:
                 continue
-            path = path_down(source, below, self._incoming[tier], block, gone)
+            path = _path_down(source, below, self._incoming[tier], block, gone)
             if gone:
                 count = sum(step.key in gone for step in path)
                 path = path[: len(path) - max(0, count - room)]
@@ -448,7 +448,7 @@ class Tiers:
             self.events.gone(tier, keys)
 
 
-def path_down(
+def _path_down(
     source: Tier, target: Tier, incoming: Set[bytes], block: Block, gone: Mapping[bytes, Block]
 ) -> list[Block]:
     """Return the blocks of one chain that must go down for `block` to be of use there, in order.
@@ -469,7 +469,7 @@ def path_down(
     return []
 
 
-def check_tier(
+def _check_tier(
     number: int, tier: Tier, incoming: Set[bytes], leaving: Set[bytes], staging: int,
     under: Collection[Move],
 ) -> None:  # fmt: skip

@@ -287,7 +287,7 @@ UNLIMITED = 256
 _LOADS = 2.0 ** np.arange(0, 11)
 
 
-def max_per_worker(known: Estimates, streams: NDArray[np.int64]) -> NDArray[np.int64]:
+def _max_per_worker(known: Estimates, streams: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return how many sequences of one request each worker is given at most, (workers,).
 
     It is the largest power of two n with f(n) <= `MAX_SLOWDOWN` f(1), where f is the worker's
@@ -313,7 +313,7 @@ def max_per_request(
     """Return how many sequences of one request may run on the fleet; `limit` unless that is 0."""
     if limit:
         return limit
-    sequences = max_per_worker(known, capacity.max_streams(state, UNLIMITED))
+    sequences = _max_per_worker(known, capacity.max_streams(state, UNLIMITED))
     return sum(sequences[state.columns.decodes].tolist())
 
 

@@ -72,7 +72,7 @@ class AffineFit:
 
     def observe(self, size: float, seconds: float, pairs: float = 0.0) -> None:
         """Add that something of this size took so many seconds, above 0."""
-        add_observation(
+        _add_observation(
             (self._gram, self._moment, self._sums, self._scratch), self._keep, self.observed == 0,
             size, seconds, pairs,
         )  # fmt: skip
@@ -80,7 +80,7 @@ class AffineFit:
 
 
 @bare_kernel
-def add_observation(
+def _add_observation(
     arrays: tuple[Numbers, Numbers, Numbers, Numbers], keep: float, first: bool, size: float,
     seconds: float, pairs: float,
 ) -> None:  # fmt: skip

@@ -68,11 +68,11 @@ class PrefillInterference:
         Alone, a prompt takes `base` seconds and each uncached token `token`; one stream more makes
         a step longer by `stream` seconds.
         """
-        return posterior_mode(self.arrays, base, token, stream)
+        return _posterior_mode(self.arrays, base, token, stream)
 
     def variance(self, base: float, token: float) -> InterferenceVariance:
         """Return the posterior's variances; `base` and `token` are those of `law`."""
-        return posterior_variance(self.arrays, base, token)
+        return _posterior_variance(self.arrays, base, token)
 
 
 # --- kernels ---------------------------------------------------------------------------------
@@ -91,7 +91,7 @@ def add_sample(arrays: SumArrays, keep: float, ratio: float, prompts: float, tok
 
 
 @bare_kernel
-def posterior_variance(arrays: SumArrays, base: float, token: float) -> InterferenceVariance:
+def _posterior_variance(arrays: SumArrays, base: float, token: float) -> InterferenceVariance:
     """Return the variances of a prompt and of a token and their covariance, by cofactors."""
     gram, _ = arrays
     prompt_s, token_s = max(base, 1e-12), max(token, 1e-12)
@@ -122,10 +122,9 @@ def interference_variance(variance: InterferenceVariance, prompts: float, tokens
 
 
 @bare_kernel
-def posterior_mode(
+def _posterior_mode(
     arrays: SumArrays, base: float, token: float, stream: float
 ) -> tuple[float, float]:
-    """Minimise by coordinate descent, in units of the prior's deviations."""
     gram, moment = arrays
     prompt_s, token_s = max(base, 1e-12), max(token, 1e-12)
     one = math.sqrt(NOISE)

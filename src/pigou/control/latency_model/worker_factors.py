@@ -98,7 +98,7 @@ class WorkerFactors:
     def factors(self, now: int) -> tuple[float, Numbers]:
         """Return the factor of all together, and that of each worker besides, (workers,)."""
         own = np.empty(len(self._evidence.mean))
-        return write_factors(self.arrays, now, own), own
+        return _write_factors(self.arrays, now, own), own
 
     def factor(self, row: int, now: int) -> float:
         """Return the factor of worker `row`, besides that of all together."""
@@ -153,26 +153,25 @@ def _is_mixed(step: Rehearsed) -> bool:
 
 
 @inlined
-def aged_weight(evidence: Evidence, w: int, now: int) -> float:
-    """Return the weight of a worker's evidence as of now."""
+def _aged_weight(evidence: Evidence, w: int, now: int) -> float:
     age = max(0, now - evidence.updated_at[w]) / SECOND / _HALF_LIFE_S
     weight: float = evidence.weight[w] * 0.5**age
     return weight
 
 
 @inlined
-def fleet_level(evidence: Evidence, now: int, weights: Numbers) -> float:
+def _fleet_level(evidence: Evidence, now: int, weights: Numbers) -> float:
     """Write the weight of each worker's evidence; return the logarithm of the fleet's factor."""
     total, weighted = 0.0, 0.0
     for w in range(evidence.mean.shape[0]):
-        weights[w] = max(aged_weight(evidence, w, now), 1e-6)
+        weights[w] = max(_aged_weight(evidence, w, now), 1e-6)
         total += weights[w]
         weighted += weights[w] * evidence.mean[w]
     return weighted / total if evidence.mean.shape[0] > 0 else 0.0
 
 
 @inlined
-def shrunk_factor(evidence: Evidence, w: int, level: float, weight: float) -> float:
+def _shrunk_factor(evidence: Evidence, w: int, level: float, weight: float) -> float:
     """Return the factor of a worker, shrunk by its standard error, beside the fleet's."""
     offset = evidence.mean[w] - level
     error = _CORRELATED * max(evidence.variance[w], _MIN_VARIANCE) / weight
@@ -180,12 +179,12 @@ def shrunk_factor(evidence: Evidence, w: int, level: float, weight: float) -> fl
 
 
 @bare_kernel
-def write_factors(arrays: EvidenceArrays, now: int, own: Numbers) -> float:
+def _write_factors(arrays: EvidenceArrays, now: int, own: Numbers) -> float:
     """Write the factor of each worker to `own`, (workers,); return that of all together."""
     evidence = Evidence(*arrays)
-    level = fleet_level(evidence, now, own)
+    level = _fleet_level(evidence, now, own)
     for w in range(evidence.mean.shape[0]):
-        own[w] = shrunk_factor(evidence, w, level, own[w])
+        own[w] = _shrunk_factor(evidence, w, level, own[w])
     return math.exp(level)
 
 
@@ -193,15 +192,15 @@ def write_factors(arrays: EvidenceArrays, now: int, own: Numbers) -> float:
 def factor(arrays: EvidenceArrays, w: int, now: int, scratch: Numbers) -> float:
     """Return the factor of worker `w`; `scratch` is written to, (workers,)."""
     evidence = Evidence(*arrays)
-    level = fleet_level(evidence, now, scratch)
-    return shrunk_factor(evidence, w, level, scratch[w])
+    level = _fleet_level(evidence, now, scratch)
+    return _shrunk_factor(evidence, w, level, scratch[w])
 
 
 @bare_kernel
 def observe(arrays: EvidenceArrays, w: int, ratio: float, now: int, trust: float) -> None:
     """Add that worker `w` took `ratio` times what the common law says (`WorkerFactors.observe`)."""
     evidence = Evidence(*arrays)
-    weight = min(_MEMORY, aged_weight(evidence, w, now))
+    weight = min(_MEMORY, _aged_weight(evidence, w, now))
     step = math.log(ratio) - evidence.mean[w]
     clipped = min(max(step, -_MAX_STEP), _MAX_STEP)
     share = trust / (weight + trust)

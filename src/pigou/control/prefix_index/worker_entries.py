@@ -129,12 +129,12 @@ class WorkerEntries:
 
     def clear(self) -> BlockChanges:
         """Forget all entries; the count of evicted ones stays."""
-        lost = new_changes(len(self))
+        lost = _new_changes(len(self))
         links = EntryArrays(*self.arrays).links
-        lost_count = list_keys(links, self.keys, self.counts, lost)
+        lost_count = _list_keys(links, self.keys, self.counts, lost)
         self.counts[:EVICTED] = 0
         self.arrays = self._new_arrays()
-        return BlockChanges(new_changes(0), lost[:lost_count])
+        return BlockChanges(_new_changes(0), lost[:lost_count])
 
     def _new_arrays(self) -> Entries:
         entries = min(_MIN_ENTRIES, self.limit)
@@ -150,8 +150,7 @@ def _zeros(entries: int) -> tuple[Links, Words, Words]:
     )
 
 
-def new_changes(count: int) -> Words:
-    """Return an uninitialised array for `count` keys and their tiers, (count, 2)."""
+def _new_changes(count: int) -> Words:
     return np.empty((count, 2), dtype=np.uint64) if count else _NO_CHANGES
 
 
@@ -183,9 +182,9 @@ class Holdings(WorkerEntries):
     def evict(self, count: int) -> BlockChanges:
         """Drop `count` blocks, or all, the leaves that were stored longest ago first."""
         count = min(count, len(self))
-        lost = new_changes(count)
+        lost = _new_changes(count)
         lost_count = evict(self.arrays, count, lost)
-        return BlockChanges(new_changes(0), lost[:lost_count])
+        return BlockChanges(_new_changes(0), lost[:lost_count])
 
 
 class Predictions(WorkerEntries):
@@ -203,7 +202,7 @@ class Predictions(WorkerEntries):
     def predict(self, keys: BlockKeys, expires_at: int) -> BlockChanges:
         """Expect a chain to be held until a time, in nanoseconds, that never falls."""
         self.reserve(len(keys))
-        gained, lost = new_changes(len(keys)), new_changes(len(keys))
+        gained, lost = _new_changes(len(keys)), _new_changes(len(keys))
         gained_count, lost_count = predict(self.arrays, keys, np.uint64(expires_at), gained, lost)
         return BlockChanges(gained[:gained_count], lost[:lost_count])
 
@@ -218,9 +217,9 @@ class Predictions(WorkerEntries):
         return change
 
     def _expire(self, now: int, max_count: int) -> BlockChanges:
-        lost = new_changes(min(len(self), max_count))
+        lost = _new_changes(min(len(self), max_count))
         lost_count = expire(self.arrays, np.uint64(now), lost)
-        return BlockChanges(new_changes(0), lost[:lost_count])
+        return BlockChanges(_new_changes(0), lost[:lost_count])
 
 
 # --- entries --------------------------------------------------------------------------------
@@ -262,7 +261,7 @@ def allocate_entry(links: Links, counts: Counts, previous: Row) -> Row:
 
 
 @inlined
-def free_entry(links: Links, names: Words, values: Words, counts: Counts, entry: Row) -> None:
+def _free_entry(links: Links, names: Words, values: Words, counts: Counts, entry: Row) -> None:
     """Free an entry, which is out of list and forest; it goes to the end of the free ones."""
     before = links[ELDER]
     links[entry * WIDTH + PARENT] = 0
@@ -349,7 +348,7 @@ def detach(links: Links, entry: Row) -> None:
 
 
 @inlined
-def append_change(changes: Words, count: int, key: np.uint64, media: int) -> int:
+def _append_change(changes: Words, count: int, key: np.uint64, media: int) -> int:
     """Append a key and its tiers to `changes`, unless it is unknown (0); return their count."""
     if key == 0:
         return count
@@ -359,12 +358,12 @@ def append_change(changes: Words, count: int, key: np.uint64, media: int) -> int
 
 
 @bare_kernel
-def list_keys(links: Links, keys: Words, counts: Counts, changes: Words) -> int:
+def _list_keys(links: Links, keys: Words, counts: Counts, changes: Words) -> int:
     """Write the keys, which are names or values, and their tiers to `changes`; return how many."""
     count = 0
     for entry in range(1, counts[TOP] + 1):
         if links[entry * WIDTH + MEDIA] != 0:
-            count = append_change(changes, count, keys[entry], links[entry * WIDTH + MEDIA])
+            count = _append_change(changes, count, keys[entry], links[entry * WIDTH + MEDIA])
     return count
 
 
@@ -385,7 +384,7 @@ def drop_entry(entries: EntryArrays, entry: Row) -> None:
         counts[KNOWN] -= 1
     erase(slots, names[entry], entry)
     detach(links, entry)
-    free_entry(links, names, values, counts, entry)
+    _free_entry(links, names, values, counts, entry)
 
 
 @inlined
@@ -405,7 +404,7 @@ def evict(arrays: Entries, count: int, lost: Words) -> int:
     for _ in range(count):
         entry = first_leaf(entries.links, NONE)
         media = entries.links[entry * WIDTH + MEDIA]
-        lost_count = append_change(lost, lost_count, entries.values[entry], media)
+        lost_count = _append_change(lost, lost_count, entries.values[entry], media)
         drop_entry(entries, entry)
         entries.counts[EVICTED] += 1
     return lost_count
@@ -431,14 +430,14 @@ def count_absent(names: Words, slots: Words, hashes: Words) -> int:
 
 
 @inlined
-def drop_first(entries: EntryArrays, lost: Words, count: int) -> int:
+def _drop_first(entries: EntryArrays, lost: Words, count: int) -> int:
     """Drop the prediction at the head of the list; return the new length of `lost`."""
     links, names, values, slots, counts = entries
     entry = np.uint64(links[NEXT])
-    count = append_change(lost, count, names[entry], links[entry * WIDTH + MEDIA])
+    count = _append_change(lost, count, names[entry], links[entry * WIDTH + MEDIA])
     erase(slots, names[entry], entry)
     unlink(links, entry)
-    free_entry(links, names, values, counts, entry)
+    _free_entry(links, names, values, counts, entry)
     return count
 
 
@@ -462,13 +461,13 @@ def predict(
             unlink(links, entry)
         else:
             if counts[USED] >= counts[LIMIT]:
-                lost_count = drop_first(entries, lost, lost_count)
+                lost_count = _drop_first(entries, lost, lost_count)
                 counts[EVICTED] += 1
             entry = allocate_entry(links, counts, NONE)
             names[entry] = keys[i]
             links[entry * WIDTH + MEDIA] = DEVICE_BIT
             insert(slots, names[entry], entry)
-            gained_count = append_change(gained, gained_count, keys[i], DEVICE_BIT)
+            gained_count = _append_change(gained, gained_count, keys[i], DEVICE_BIT)
         values[entry] = expires_at
         insert_before(links, NONE, entry)
     return gained_count, lost_count
@@ -484,5 +483,5 @@ def expire(arrays: Entries, now: np.uint64, lost: Words) -> int:
         and entries.counts[USED] > 0
         and entries.values[entries.links[NEXT]] <= now
     ):
-        count = drop_first(entries, lost, count)
+        count = _drop_first(entries, lost, count)
     return count

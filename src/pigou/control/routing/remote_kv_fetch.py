@@ -30,7 +30,7 @@ FetchArrays: TypeAlias = tuple[Counts, Counts, Counts, Counts, Seconds, Seconds]
 
 
 @bare_kernel_over("control/routing", "control/latency_model")
-def best_sources(
+def _best_sources(
     layout: Counts, device: Counts, pending_tokens: Counts, open_: NDArray[np.bool_], best: Counts
 ) -> bool:
     """Write which worker of each layout has most of a prompt on its device, the idlest of equals.
@@ -57,14 +57,14 @@ def best_sources(
 
 
 @bare_kernel_over("control/routing", "control/latency_model")
-def choose_fetches(
+def _choose_fetches(
     table: Numbers, layout: Counts, best: Counts, device: Counts, cached: Counts,
     block_size: Counts, prompt: int, restore: tuple[float, float],
     links: tuple[Counts, Numbers], fetches: FetchArrays,
 ) -> int:  # fmt: skip
     """Write what each worker would fetch, as `RemoteFetches`; return how many would.
 
-    `best` is by layout (`best_sources`), `device` leading blocks, `cached` tokens in any tier,
+    `best` is by layout (`_best_sources`), `device` leading blocks, `cached` tokens in any tier,
     `restore` the shares of a token's seconds that one from host and one from storage takes, `links`
     hosts of the workers and factors between them. Ready, host and storage are what the worker has
     itself when this is called.
@@ -114,7 +114,7 @@ def price_fetches(
     if layouts == 1:
         return None
     best = np.empty(layouts, dtype=np.int64)
-    if not best_sources(fleet.layout, fleet.device, fleet.prefill_tokens, open_, best):
+    if not _best_sources(fleet.layout, fleet.device, fleet.prefill_tokens, open_, best):
         return None
     count, own = len(fleet.layout), fleet.cached(prompt)
     fetches = RemoteFetches(
@@ -122,7 +122,7 @@ def price_fetches(
         np.zeros(count), np.zeros(count),
     )  # fmt: skip
     links = fleet.estimates.link_table
-    readers = choose_fetches(
+    readers = _choose_fetches(
         fleet.estimates.table, fleet.layout, best, fleet.device, own, fleet.block_size, prompt,
         restore, (links.hosts, links.factors), (
             fetches.source, fetches.ready, fetches.host, fetches.storage, fetches.seconds,

@@ -39,8 +39,7 @@ def cheapest(costs: NDArray[np.float64]) -> tuple[float, int, int]:
 
 
 @bare_kernel
-def nth(costs: NDArray[np.float64], cost: float, number: int) -> int:
-    """Return where the cost is for the `number`-th time, from 0."""
+def _nth(costs: NDArray[np.float64], cost: float, number: int) -> int:
     for i in range(costs.shape[0]):
         if costs[i] == cost:
             if number == 0:
@@ -76,7 +75,7 @@ def select(
         index = _draw(costs, lowest, generator, temperature, softmax)
         return Pick(index, float(costs[index]))
     if ties > 1:
-        index = nth(costs, lowest, int(ties * generator.random()))  # quicker than `integers`
+        index = _nth(costs, lowest, int(ties * generator.random()))  # quicker than `integers`
     return Pick(index, lowest)
 
 

@@ -143,7 +143,7 @@ def cost_rows(
 
 
 @bare_kernel_over(*_OVER)
-def write_backlogs(
+def _write_backlogs(
     table: Numbers, load_arrays: LoadArrays, under_way: UnderWayArrays, now_ns: int,
     waits_s: Numbers,
 ) -> None:  # fmt: skip
@@ -162,7 +162,7 @@ def write_backlogs(
 
 
 @bare_kernel_over(*_OVER)
-def displaced_blocks(share: Numbers, pool: Flags) -> float:
+def _displaced_blocks(share: Numbers, pool: Flags) -> float:
     """Return blocks that a pool computes again for each that it stores, 0 to 9.
 
     r / (1 - r), of the pool's mean share r: a worker that stores nothing keeps an old one.
@@ -177,8 +177,7 @@ def displaced_blocks(share: Numbers, pool: Flags) -> float:
 
 
 @bare_kernel_over(*_OVER)
-def stalled_streams(table: Numbers, load_arrays: LoadArrays) -> float:
-    """Return the seconds that streams lose for each second of prefill."""
+def _stalled_streams(table: Numbers, load_arrays: LoadArrays) -> float:
     load = WorkerLoad(*load_arrays)
     streams, share, workers = 0.0, 0.0, 0
     for w in range(load.decodes.shape[0]):
@@ -190,20 +189,19 @@ def stalled_streams(table: Numbers, load_arrays: LoadArrays) -> float:
 
 
 @bare_kernel_over(*_OVER)
-def fleet_weights(
+def _fleet_weights(
     table: Numbers, load_arrays: LoadArrays, toll: float, rise: float
 ) -> tuple[float, float, float, float, float]:
-    """Return the fields of `TollWeights`."""
     load = WorkerLoad(*load_arrays)
     return (
-        toll, rise, stalled_streams(table, load_arrays),
-        displaced_blocks(load.recomputed_share, load.prefills),
-        displaced_blocks(load.recomputed_share, load.decodes),
+        toll, rise, _stalled_streams(table, load_arrays),
+        _displaced_blocks(load.recomputed_share, load.prefills),
+        _displaced_blocks(load.recomputed_share, load.decodes),
     )  # fmt: skip
 
 
 @bare_kernel_over(*_OVER)
-def way_round(table: Numbers, load_arrays: LoadArrays, waits_s: Numbers) -> tuple[int, float]:
+def _way_round(table: Numbers, load_arrays: LoadArrays, waits_s: Numbers) -> tuple[int, float]:
     """Return how many workers do nothing but prefill, and what a prompt costs without them.
 
     A prompt of mean length, computed by the decode worker where that costs least, it and the
@@ -230,7 +228,7 @@ def later_prompts(
     """Return prompts a second that come to worker `p`, and what the next loses by going elsewhere.
 
     Where `p` does nothing but prefill, all prompts may come, shared with the others that do, and
-    the next has a way round it (`way_round`). Elsewhere it has none: infinity.
+    the next has a way round it (`_way_round`). Elsewhere it has none: infinity.
     """
     if decodes[p]:
         return table[ARRIVALS, p], math.inf
@@ -247,7 +245,7 @@ def service_s(table: Numbers, w: int, tokens: float, prompt: float) -> float:
 
 
 @bare_kernel_over(*_OVER)
-def prospect_of(
+def _prospect_of(
     table: Numbers, load_arrays: LoadArrays, cache_arrays: CacheArrays, waits_s: Numbers,
     pair: tuple[int, int], prompt: int, output: float, restore: tuple[float, float],
     around: tuple[int, float], links: LinkArrays,
@@ -311,13 +309,13 @@ def price(
     setting = TollSetting(*setting_values)
     prefill, decode = candidates
     restore = setting.host_restore, setting.storage_restore
-    write_backlogs(table, load_arrays, under_way, now_ns, waits_s)
-    around = way_round(table, load_arrays, waits_s)
-    w = TollWeights(*fleet_weights(table, load_arrays, setting.toll, setting.rise))
+    _write_backlogs(table, load_arrays, under_way, now_ns, waits_s)
+    around = _way_round(table, load_arrays, waits_s)
+    w = TollWeights(*_fleet_weights(table, load_arrays, setting.toll, setting.rise))
     for i in range(decode.shape[0]):
         d = int(decode[i])
         pair = (d if prefill[i] < 0 else int(prefill[i])), d
-        p = Prospect(*prospect_of(
+        p = Prospect(*_prospect_of(
             table, load_arrays, cache_arrays, waits_s, pair, prompt, output, restore, around, links
         ))  # fmt: skip
         parts = (
