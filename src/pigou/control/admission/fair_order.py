@@ -88,10 +88,10 @@ class Fair(QueueOrder):
     holds_back: ClassVar[bool] = True
 
     def __init__(self, params: FairParams | None = None) -> None:
-        self.params = params or FairParams()
+        self.params: FairParams = params or FairParams()
         self._within = _WITHIN[self.params.within]
         self._tenants: dict[str, _Tenant] = {}
-        self._heap: list[tuple[float, int, str]] = []
+        self._counters: list[tuple[float, int, str]] = []
         self._pushes = 0
         self._base = -self.params.credit  # counter of a tenant that is not known, or no more
         self._highest = 0.0  # that the least counter of those that wait ever was
@@ -219,7 +219,7 @@ class Fair(QueueOrder):
         return self._highest - self.params.credit
 
     def _lowest(self) -> _Tenant | None:
-        heap = self._heap
+        heap = self._counters
         while heap:
             entry = heap[0]
             tenant = self._tenants.get(entry[2])
@@ -235,7 +235,7 @@ class Fair(QueueOrder):
     def _push(self, name: str, tenant: _Tenant) -> None:
         self._pushes += 1
         tenant.entry = (tenant.counter, self._pushes, name)
-        heapq.heappush(self._heap, tenant.entry)
+        heapq.heappush(self._counters, tenant.entry)
 
     def _tenant(self, name: str) -> _Tenant:
         tenant = self._tenants.get(name)
@@ -274,7 +274,7 @@ class PriorityFair(QueueOrder):
     holds_back: ClassVar[bool] = True
 
     def __init__(self, params: FairParams | None = None) -> None:
-        self.params = params or FairParams()
+        self.params: FairParams = params or FairParams()
         self._bands: dict[int, Fair] = {}
 
     @property
