@@ -27,10 +27,9 @@ from rich.table import Table
 from benchmarks.lib.servers import machine
 from pigou.kv import checksum
 from pigou.kv.block import Bytes
-from pigou.runtime.kv_offload.disk_store import DiskStore
-from pigou.runtime.kv_offload.host_store import HostStore
-from pigou.runtime.kv_offload.records import BlockRecords
-from pigou.runtime.kv_offload.store import Store
+from pigou.runtime.stores.disk_store import DiskStore
+from pigou.runtime.stores.host_store import HostStore
+from pigou.runtime.stores.store import BlockRecords, Store
 
 NAMESPACE = bytes(16)
 Times = dict[str, list[float]]

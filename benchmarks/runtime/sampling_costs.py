@@ -46,8 +46,8 @@ def main() -> None:
     options = parser.parse_args()
     prepare_environment(options.threads)
     from pigou.config import EngineConfig
-    from pigou.runtime.load import load
     from pigou.runtime.local_engine import LocalEngine
+    from pigou.runtime.models.load import load
     from pigou.runtime.resources import set_threads
     from pigou.worker.build import bundled
 

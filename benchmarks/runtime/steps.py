@@ -18,8 +18,8 @@ import numpy as np
 from pigou.runtime.resources import prepare_environment
 
 if TYPE_CHECKING:
-    from pigou.runtime.load import LoadedModel
     from pigou.runtime.local_engine import LocalEngine
+    from pigou.runtime.models.load import LoadedModel
 
 
 def main() -> None:
@@ -36,8 +36,8 @@ def main() -> None:
     options = parser.parse_args()
     prepare_environment(options.threads)
     from pigou.config import EngineConfig
-    from pigou.runtime.load import load
     from pigou.runtime.local_engine import LocalEngine
+    from pigou.runtime.models.load import load
     from pigou.runtime.resources import set_threads
 
     set_threads(options.threads)

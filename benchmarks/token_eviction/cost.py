@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pigou.config import EvictionConfig
     from pigou.engine.plan import Plan
     from pigou.runtime.executor import TorchExecutor
-    from pigou.runtime.load import LoadedModel
+    from pigou.runtime.models.load import LoadedModel
 
 SIZE = 16
 #: Processor time of all threads: what other processes take meanwhile does not count.
@@ -71,7 +71,7 @@ def main() -> None:
     prepare_environment(options.threads)
     from pigou.config import EvictionConfig
     from pigou.models import bundled_path
-    from pigou.runtime.load import load
+    from pigou.runtime.models.load import load
     from pigou.runtime.resources import set_threads
 
     set_threads(options.threads)

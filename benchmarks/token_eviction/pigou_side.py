@@ -24,9 +24,9 @@ from pigou.config import EvictionConfig
 from pigou.engine.plan import Compaction, Plan, Started
 from pigou.kv.block_pool import BlockPool
 from pigou.request import Ints, no_hashes
-from pigou.runtime.attention import PagedAttention
-from pigou.runtime.decoder import Decoder
-from pigou.runtime.load import LoadedModel, load
+from pigou.runtime.attention.paged_attention import PagedAttention
+from pigou.runtime.models.decoder import Decoder
+from pigou.runtime.models.load import LoadedModel, load
 from pigou.runtime.token_eviction.policy import GROUP, CacheEntries
 from pigou.runtime.token_eviction.predictor import RETURNS
 from pigou.sampling import SamplingParams

@@ -24,7 +24,7 @@ from benchmarks.token_pd.run import BLOCK, Run, Setting
 from pigou.models import bundled_path
 from pigou.report.figure import Axis, Chart, ChartLine
 from pigou.report.figure_png import png
-from pigou.runtime.load import LoadedModel, load
+from pigou.runtime.models.load import LoadedModel, load
 
 #: Steps before the load doubles, and steps looked at after that.
 CHANGE, WINDOW = 100, 120

@@ -20,8 +20,8 @@ from benchmarks.token_pd.load import Arrival, Item
 from pigou.config import EngineConfig, EvictionConfig
 from pigou.engine.plan import Plan
 from pigou.request import SECOND
-from pigou.runtime.load import LoadedModel
 from pigou.runtime.local_engine import LocalEngine, Output
+from pigou.runtime.models.load import LoadedModel
 from pigou.runtime.token_eviction.policy import CacheEntries, Returns
 from pigou.sampling import SamplingParams
 

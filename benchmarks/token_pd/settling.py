@@ -70,7 +70,7 @@ def prices(policy: str, streams: int, seed: int, dtype: str) -> list[float]:
     from benchmarks.token_pd.run import BLOCK, Run, Served, Setting
     from pigou.config import EngineConfig
     from pigou.models import bundled_path
-    from pigou.runtime.load import load
+    from pigou.runtime.models.load import load
 
     class Wide(Setting):
         """A setting in whose steps all who come at once have room."""

@@ -25,7 +25,7 @@ from pigou.runtime.resources import prepare_environment, set_threads
 if TYPE_CHECKING:
     from benchmarks.token_pd.load import Arrival, Item
     from benchmarks.token_pd.run import Figures, Setting
-    from pigou.runtime.load import LoadedModel
+    from pigou.runtime.models.load import LoadedModel
 
 POLICIES = ("full", "fifo", "lru", "h2o", "paper", "paper-lossy", "pigou")
 #: Blocks of the budget for each of 256 streams; about half of what they would fill.
@@ -42,7 +42,7 @@ class Bench:
     def __init__(self, args: argparse.Namespace) -> None:
         from benchmarks.token_pd.load import Texts
         from pigou.models import bundled_path
-        from pigou.runtime.load import load
+        from pigou.runtime.models.load import load
 
         self.args = args
         self.model: LoadedModel = load(bundled_path(), args.dtype, args.device)

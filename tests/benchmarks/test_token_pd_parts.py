@@ -24,7 +24,7 @@ from benchmarks.token_pd.load import (
 from benchmarks.token_pd.paper_tables import published, table
 from benchmarks.token_pd.run import Figures, Run, Setting, plenty
 from pigou.models import bundled_path
-from pigou.runtime.load import LoadedModel, load
+from pigou.runtime.models.load import LoadedModel, load
 
 FIGURES = Figures(
     policy="fifo", streams=256, blocks=1536, requests=9, perplexity=40.0, exact=0.5,

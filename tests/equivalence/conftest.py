@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pigou.runtime.load import LoadedModel, load
+from pigou.runtime.models.load import LoadedModel, load
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "runtime"))
 

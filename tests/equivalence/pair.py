@@ -12,8 +12,8 @@ from pigou.engine.plan import Finished, Load, Plan, Rates
 from pigou.kv.hashing import chain
 from pigou.kv.tiers import Tiers
 from pigou.request import FinishReason, Ints, Request
-from pigou.runtime.load import LoadedModel
 from pigou.runtime.local_engine import LocalEngine
+from pigou.runtime.models.load import LoadedModel
 from pigou.runtime.step_output import StepOutput
 from pigou.sampling import SamplingParams
 

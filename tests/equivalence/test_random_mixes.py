@@ -14,7 +14,7 @@ from pair import RECOMPUTE, SWAP, Pair, Reference, Side
 from tests.lib.examples import examples
 
 from pigou.config import EngineConfig
-from pigou.runtime.load import LoadedModel
+from pigou.runtime.models.load import LoadedModel
 from pigou.sampling import SamplingParams
 
 #: Two documents whose beginnings are shared by the prompts.

@@ -17,7 +17,7 @@ from tiered import Pace, TieredSide
 
 from pigou.config import EngineConfig
 from pigou.engine.plan import Rates
-from pigou.runtime.load import LoadedModel
+from pigou.runtime.models.load import LoadedModel
 from pigou.sampling import SamplingParams
 
 paces = st.builds(

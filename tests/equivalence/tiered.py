@@ -18,11 +18,10 @@ from pigou.kv.tier import Tier
 from pigou.kv.tier_eviction.lru import LruEviction
 from pigou.kv.tier_eviction.policy import TierSetting
 from pigou.kv.tiers import Tiers
-from pigou.runtime.kv_offload.disk_store import DiskStore
-from pigou.runtime.kv_offload.host_store import HostStore
-from pigou.runtime.kv_offload.records import BlockRecords, hashes_of
-from pigou.runtime.kv_offload.store import Store
-from pigou.runtime.load import LoadedModel
+from pigou.runtime.models.load import LoadedModel
+from pigou.runtime.stores.disk_store import DiskStore
+from pigou.runtime.stores.host_store import HostStore
+from pigou.runtime.stores.store import BlockRecords, Store, hashes_of
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from pigou.runtime.model_config import parse_config
+from pigou.runtime.models.model_config import parse_config
 from pigou_lab.gpu_check import sections
 from pigou_lab.gpu_check.__main__ import FAILED, NO_CUDA, OK, main
 from pigou_lab.gpu_check.disaggregation import decode_alone, decode_elsewhere

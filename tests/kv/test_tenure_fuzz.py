@@ -24,12 +24,10 @@ from pigou.kv.prefix_cache import PrefixCache
 from pigou.kv.tenure import Tenure, Tenured
 from pigou.kv.tier import Tier
 from pigou.request import BlockHashes, Ints, Request
-from pigou.runtime.kv_offload.bucket_location import BucketLocation
-from pigou.runtime.kv_offload.bucket_store import BucketStore
-from pigou.runtime.kv_offload.disk_store import DiskStore
-from pigou.runtime.kv_offload.host_store import HostStore
-from pigou.runtime.kv_offload.records import BlockRecords
-from pigou.runtime.kv_offload.store import Store
+from pigou.runtime.stores.bucket_store import BucketLocation, BucketStore
+from pigou.runtime.stores.disk_store import DiskStore
+from pigou.runtime.stores.host_store import HostStore
+from pigou.runtime.stores.store import BlockRecords, Store
 
 slow = pytest.mark.slow
 TOKENS = list(range(100, 108))

@@ -18,8 +18,8 @@ from tokenizers import Tokenizer
 
 from pigou.config import EngineConfig
 from pigou.models import bundled_path
-from pigou.runtime.load import load
 from pigou.runtime.local_engine import LocalEngine
+from pigou.runtime.models.load import load
 from pigou.sampling import SamplingParams
 from pigou.text.chat_template import ChatTemplate
 from pigou.wire.structured_output import schema_grammar

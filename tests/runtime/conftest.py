@@ -13,7 +13,7 @@ import torch
 from checkpoints import BUNDLED, make_config, write_checkpoint
 
 from pigou.models import bundled_path
-from pigou.runtime.load import LoadedModel, load
+from pigou.runtime.models.load import LoadedModel, load
 from reference import REPORTS, Reference
 
 

@@ -13,12 +13,12 @@ from tests.lib.examples import examples
 from torch import Tensor
 
 from pigou.engine.plan import Plan
-from pigou.runtime.attention import HeadNorm, PagedAttention
-from pigou.runtime.batch import make_batch
-from pigou.runtime.cpu_attention import CPUAttention
-from pigou.runtime.kv_cache import KVCache, make_layout
-from pigou.runtime.linear import Linear
-from pigou.runtime.model_config import ModelConfig, parse_config
+from pigou.runtime.attention.batch import make_batch
+from pigou.runtime.attention.cpu_attention import CPUAttention
+from pigou.runtime.attention.kv_cache import KVCache, make_layout
+from pigou.runtime.attention.paged_attention import HeadNorm, PagedAttention
+from pigou.runtime.models.decoder import Linear
+from pigou.runtime.models.model_config import ModelConfig, parse_config
 from pigou.runtime.ops import KernelOps, TorchOps
 from pigou.runtime.simd import exponential
 from pigou.runtime.thread_pool import always_parallel, openmp_entry

@@ -25,13 +25,13 @@ from torch.utils._pytree import tree_leaves
 from pigou.config import EngineConfig
 from pigou.engine.plan import Plan
 from pigou.runtime import tensor_io as upload_module
-from pigou.runtime.attention import PagedAttention
-from pigou.runtime.batch import make_batch
-from pigou.runtime.decoder import Decoder, load_decoder
-from pigou.runtime.kv_cache import KVCache, make_layout, queue_moves
-from pigou.runtime.load import LoadedModel
+from pigou.runtime.attention.batch import make_batch
+from pigou.runtime.attention.kv_cache import KVCache, make_layout, queue_moves
+from pigou.runtime.attention.paged_attention import PagedAttention
 from pigou.runtime.local_engine import LocalEngine
-from pigou.runtime.model_config import ModelConfig, parse_config
+from pigou.runtime.models.decoder import Decoder, load_decoder
+from pigou.runtime.models.load import LoadedModel
+from pigou.runtime.models.model_config import ModelConfig, parse_config
 from pigou.runtime.ops import TorchOps
 from pigou.runtime.resources import kv_room
 from pigou.runtime.sampling import Sampler

@@ -13,7 +13,7 @@ from pigou.engine.plan import Plan, Started
 from pigou.kv.hashing import chain
 from pigou.request import FinishReason
 from pigou.runtime.executor import TorchExecutor
-from pigou.runtime.load import LoadedModel
+from pigou.runtime.models.load import LoadedModel
 from pigou.runtime.step_output import StepOutput
 from pigou.sampling import SamplingParams
 

@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks.token_eviction.forced import force
 from pigou.config import EngineConfig
-from pigou.runtime.load import LoadedModel
 from pigou.runtime.local_engine import LocalEngine
+from pigou.runtime.models.load import LoadedModel
 from pigou.sampling import SamplingParams
 
 Find = Callable[[str], LoadedModel]

@@ -10,8 +10,8 @@ import torch
 from checkpoints import make_config
 
 from pigou.kv.block import KVLayout
-from pigou.runtime.kv_cache import KVCache, make_layout
-from pigou.runtime.model_config import parse_config
+from pigou.runtime.attention.kv_cache import KVCache, make_layout
+from pigou.runtime.models.model_config import parse_config
 
 CPU = torch.device("cpu")
 

@@ -15,11 +15,11 @@ from safetensors.torch import save_file
 
 from pigou.config import EngineConfig
 from pigou.models import ModelError
-from pigou.runtime.load import load
 from pigou.runtime.local_engine import LocalEngine
-from pigou.runtime.model_config import parse_config
-from pigou.runtime.rotary_embedding import read_rope
-from pigou.runtime.weights import find_model
+from pigou.runtime.models.load import load
+from pigou.runtime.models.model_config import parse_config
+from pigou.runtime.models.rotary_embedding import read_rope
+from pigou.runtime.models.weights import find_model
 from pigou.sampling import SamplingParams
 from reference import make_prompts
 

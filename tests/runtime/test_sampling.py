@@ -14,8 +14,8 @@ from tests.lib.examples import examples
 from torch import Tensor
 
 from pigou.config import EngineConfig
-from pigou.runtime.load import LoadedModel
 from pigou.runtime.local_engine import LocalEngine
+from pigou.runtime.models.load import LoadedModel
 from pigou.runtime.ops import KernelOps
 from pigou.runtime.sampling import Sampler, choose, cut_min_p, cut_top_k, cut_top_p, uniform
 from pigou.runtime.sequence import TokenSequence, make_sequence

@@ -14,7 +14,7 @@ from pigou.request import FinishReason
 from pigou.runtime import executor as executor_module
 from pigou.runtime import sampling as sampling_module
 from pigou.runtime.executor import TorchExecutor
-from pigou.runtime.load import LoadedModel
+from pigou.runtime.models.load import LoadedModel
 from pigou.runtime.sequence import TokenSequence
 from pigou.runtime.step_output import StepOutput, is_contained
 from pigou.sampling import SamplingParams

@@ -15,9 +15,9 @@ from test_load import PARAMS, tokens_of
 
 from pigou.config import EngineConfig
 from pigou.models import ModelError
-from pigou.runtime.load import load
 from pigou.runtime.local_engine import LocalEngine
-from pigou.runtime.weights import digest_model
+from pigou.runtime.models.load import load
+from pigou.runtime.models.weights import digest_model
 from reference import Reference, make_prompts
 
 INDEX = "model.safetensors.index.json"

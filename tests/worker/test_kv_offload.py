@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tiered_worker import PROMPTS, TieredWorker, caches, until
 
-from pigou.runtime.kv_offload.segment_files import Segment
+from pigou.runtime.stores.disk_store import Segment
 
 SEGMENT = "00000000.pigou-kv"
 

@@ -12,7 +12,7 @@ import pytest
 
 from pigou.kv.hashing import chain
 from pigou.request import Request
-from pigou.runtime.kv_offload.host_store import HostStore
+from pigou.runtime.stores.host_store import HostStore
 from pigou.sampling import SamplingParams
 from pigou.worker.build import build
 from pigou.worker.commands import Abort, Add, ClearCache, Report, Stop

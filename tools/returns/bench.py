@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from pigou.runtime.decoder import Decoder
+from pigou.runtime.models.decoder import Decoder
 from pigou.runtime.token_eviction.predictor import PAPER, RETURNS, PaperModel, ReturnModel
 from returns import judge
 from returns.judge import SHARES

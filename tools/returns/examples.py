@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from pigou.runtime.decoder import Decoder
+from pigou.runtime.models.decoder import Decoder
 from pigou.runtime.token_eviction.predictor import FOLD, POWER, SCALES, ReturnModel
 from returns.change import discounted, drop_changes, output_grams
 from returns.cut import RECENT, SHARES, SINKS, STRIDE, cut, gains, worth

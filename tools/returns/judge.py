@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from pigou.runtime.decoder import Decoder
+from pigou.runtime.models.decoder import Decoder
 from pigou_lab.recall import recall_items
 from returns.policies import Policy, keep
 from returns.probe import Probe

@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pigou.runtime.attention import HeadNorm, PagedAttention
-from pigou.runtime.decoder import Decoder
-from pigou.runtime.load import load
+from pigou.runtime.attention.paged_attention import HeadNorm, PagedAttention
+from pigou.runtime.models.decoder import Decoder
+from pigou.runtime.models.load import load
+from pigou.runtime.models.rotary_embedding import rotary_table, rotate
 from pigou.runtime.ops import TorchOps
-from pigou.runtime.rotary_embedding import rotary_table, rotate
 from pigou.runtime.token_eviction.predictor import SCALES
 
 WINDOW = 32  # queries whose attention SnapKV looks at

@@ -13,18 +13,17 @@ from torch import Tensor
 
 from pigou.engine.plan import Finish, Plan, Result
 from pigou.request import BlockHashes, FinishReason, Ints
-from pigou.runtime.attention import PagedAttention
-from pigou.runtime.batch import StepBatch, make_batch
-from pigou.runtime.decoder import Decoder
-from pigou.runtime.kv_cache import KVCache
+from pigou.runtime.attention.batch import StepBatch, make_batch
+from pigou.runtime.attention.kv_cache import KVCache
+from pigou.runtime.attention.paged_attention import PagedAttention
+from pigou.runtime.models.decoder import Decoder
 from pigou.runtime.ops import Ops
 from pigou.runtime.sampling import IsolatedSampler, Sampler, report
 from pigou.runtime.sequence import TokenSequence, make_sequence
 from pigou.runtime.step_output import RankedLogprobs, StepOutput, described, is_contained
 from pigou.runtime.structured_output import Grammars, GrammarState
 from pigou.runtime.tensor_io import upload
-from pigou.runtime.token_eviction.evictor import Evictor
-from pigou.runtime.token_eviction.recomputation import TokenRecomputation
+from pigou.runtime.token_eviction.evictor import Evictor, TokenRecomputation
 from pigou.sampling import SamplingParams
 
 #: Tokens of a prompt whose logits, each as wide as the vocabulary, are held at once.

@@ -12,7 +12,7 @@ import psutil
 if TYPE_CHECKING:
     import torch
 
-    from pigou.runtime.model_config import ModelConfig
+    from pigou.runtime.models.model_config import ModelConfig
 
 
 #: Parameters of glibc's mallopt (malloc.h), and what they are set to.

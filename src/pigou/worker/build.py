@@ -19,8 +19,7 @@ from pigou.engine.preemption import RateMeter
 from pigou.kv.block import KVLayout
 from pigou.models.read import architecture, read_architecture
 from pigou.request import SECOND, Ints, Rehearsed
-from pigou.runtime.kv_offload.offloader import KVOffloader
-from pigou.runtime.kv_offload.transfer_jobs import DeviceBlocks
+from pigou.runtime.stores.offloader import DeviceBlocks, KVOffloader
 from pigou.text.model_files import read_object, within
 from pigou.text.tokenizer import Tokenizer
 from pigou.wire.names import advertised
@@ -126,8 +125,8 @@ def transfer_config(
 
 
 def _build_torch(config: WorkerConfig) -> WorkerParts:
-    from pigou.runtime.load import load
     from pigou.runtime.memory_report import measured, tensor_bytes
+    from pigou.runtime.models.load import load
     from pigou.runtime.resources import device_name, free_memory, kv_room, set_threads
     from pigou.runtime.structured_output import WorkBudget
 

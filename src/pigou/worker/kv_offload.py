@@ -19,13 +19,11 @@ from pigou.kv.tier_config import HOST, STORES, build_tiers
 from pigou.kv.tiers import Tiers
 from pigou.registry import named
 from pigou.request import Ints
-from pigou.runtime.kv_offload.host_store import HostStore
-from pigou.runtime.kv_offload.offloader import DEVICE as DEVICE_NAME
-from pigou.runtime.kv_offload.offloader import KVOffloader, StoreStatus
-from pigou.runtime.kv_offload.records import BlockRecords
-from pigou.runtime.kv_offload.store import OpenStore, Store, StoreError
-from pigou.runtime.kv_offload.transfer_jobs import DeviceBlocks, make_arena
-from pigou.runtime.kv_offload.transfer_queue import OffloadResult
+from pigou.runtime.stores.host_store import HostStore
+from pigou.runtime.stores.offloader import DEVICE as DEVICE_NAME
+from pigou.runtime.stores.offloader import DeviceBlocks, KVOffloader, StoreStatus, make_arena
+from pigou.runtime.stores.store import BlockRecords, OpenStore, Store, StoreError
+from pigou.runtime.stores.transfer_queue import OffloadResult
 from pigou.worker.commands import Command, OffloadDone, Recovered, Restored
 from pigou.worker.config import WorkerConfig
 

@@ -325,7 +325,7 @@ def run(
 
         prepare_environment(config.threads)
         with uncollected():
-            import_module("pigou.runtime.load")  # torch, for the most part
+            import_module("pigou.runtime.models.load")  # torch, for the most part
     sys.setswitchinterval(_SWITCH)
     preparation = ThreadPoolExecutor(1)
     try:

@@ -8,7 +8,7 @@ import numpy as np
 
 from pigou.kv.block import Bytes
 from pigou.request import NEVER, BlockHashes, Ints
-from pigou.runtime.kv_offload.records import BlockRecords
+from pigou.runtime.stores.store import BlockRecords
 
 NAMESPACE = bytes(range(16))
 SIZE = 512

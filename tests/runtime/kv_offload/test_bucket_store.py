@@ -17,12 +17,11 @@ from store_bench import NAMESPACE, SIZE, bytes_of, entries_of, keys_of, rows_of
 
 from pigou.kv.block import KVLayout
 from pigou.request import NEVER
-from pigou.runtime.kv_offload.bucket_location import BucketLocation
-from pigou.runtime.kv_offload.bucket_store import BucketStore
-from pigou.runtime.kv_offload.host_store import HostStore
-from pigou.runtime.kv_offload.offloader import KVOffloader, OffloaderSettings
-from pigou.runtime.kv_offload.store import StoreError
-from pigou.runtime.kv_offload.transfer_queue import OffloadResult
+from pigou.runtime.stores.bucket_store import BucketLocation, BucketStore
+from pigou.runtime.stores.host_store import HostStore
+from pigou.runtime.stores.offloader import KVOffloader, OffloaderSettings
+from pigou.runtime.stores.store import StoreError
+from pigou.runtime.stores.transfer_queue import OffloadResult
 
 RECORD = SIZE + 128
 CAP = 300 * RECORD

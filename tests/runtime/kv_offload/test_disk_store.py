@@ -18,9 +18,8 @@ from tests.lib.foreign_files import scatter
 
 from pigou.kv.block import Bytes
 from pigou.request import NEVER
-from pigou.runtime.kv_offload.disk_store import DiskStore
-from pigou.runtime.kv_offload.segment_files import Segment
-from pigou.runtime.kv_offload.store import StoreError
+from pigou.runtime.stores.disk_store import DiskStore, Segment
+from pigou.runtime.stores.store import StoreError
 
 CAP = 40_000
 
@@ -219,7 +218,7 @@ def test_two_stores_cannot_use_one_directory(store: DiskStore) -> None:
         open_store(store.path)
     code = (
         "import sys; from pathlib import Path\n"
-        "from pigou.runtime.kv_offload.disk_store import DiskStore\n"
+        "from pigou.runtime.stores.disk_store import DiskStore\n"
         "DiskStore(Path(sys.argv[1]), bytes(16), 512, 9999)"
     )
     ran = subprocess.run(
@@ -304,7 +303,7 @@ import numpy as np
 sys.path.insert(0, sys.argv[2])
 from pathlib import Path
 from store_bench import *
-from pigou.runtime.kv_offload.disk_store import DiskStore
+from pigou.runtime.stores.disk_store import DiskStore
 store = DiskStore(Path(sys.argv[1]), NAMESPACE, SIZE, 10_000_000)
 data = bytes_of(range(64))
 for n in range(0, 1 << 30, 8):

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from store_bench import NAMESPACE, SIZE, bytes_of, entries_of, keys_of, rows_of
 
-from pigou.runtime.kv_offload.disk_store import DiskStore
-from pigou.runtime.kv_offload.store import StoreError
+from pigou.runtime.stores.disk_store import DiskStore
+from pigou.runtime.stores.store import StoreError
 
 
 def test_blocks_of_removed_files_are_forgotten_and_the_folder_is_used_again(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from store_bench import NAMESPACE, bytes_of, entries_of, keys_of, rows_of
 from tests.lib.examples import examples
 
 from pigou.request import NEVER
-from pigou.runtime.kv_offload.disk_store import DiskStore
+from pigou.runtime.stores.disk_store import DiskStore
 
 SIZE = 300
 CAP = 6_000

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from store_bench import SIZE, bytes_of, entries_of, keys_of, rows_of
 
 from pigou.request import NEVER
-from pigou.runtime.kv_offload.host_store import HostStore
-from pigou.runtime.kv_offload.store import StoreError
-from pigou.runtime.kv_offload.transfer_jobs import StagedCopy, copy_out
+from pigou.runtime.stores.host_store import HostStore
+from pigou.runtime.stores.offloader import StagedCopy, copy_out
+from pigou.runtime.stores.store import StoreError
 
 
 def make(capacity: int, rows: int | None = None, now: int = 0) -> HostStore:

@@ -18,9 +18,9 @@ from pigou.kv.tier_eviction.lru import LruEviction
 from pigou.kv.tier_eviction.policy import TierSetting
 from pigou.kv.tiers import Tiers
 from pigou.request import NEVER, Ints
-from pigou.runtime.kv_offload.disk_store import DiskStore
-from pigou.runtime.kv_offload.host_store import HostStore
-from pigou.runtime.kv_offload.offloader import KVOffloader
+from pigou.runtime.stores.disk_store import DiskStore
+from pigou.runtime.stores.host_store import HostStore
+from pigou.runtime.stores.offloader import KVOffloader
 from pigou.worker.commands import Command, OffloadDone, Recovered, Restored
 from pigou.worker.kv_offload import OffloadConnector
 

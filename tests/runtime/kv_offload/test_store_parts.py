@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from store_bench import NAMESPACE, SIZE, TENURE, entries_of, keys_of
 
 from pigou.request import SECOND
-from pigou.runtime.kv_offload.circuit_breaker import BreakerState, CircuitBreaker
-from pigou.runtime.kv_offload.records import HEADER_BYTES, BlockRecords, decode, encode, no_records
-from pigou.runtime.kv_offload.transfer_queue import TransferRate
+from pigou.runtime.stores.store import HEADER_BYTES, BlockRecords, decode, encode, no_records
+from pigou.runtime.stores.transfer_queue import BreakerState, CircuitBreaker, TransferRate
 
 
 def test_a_header_tells_what_was_written() -> None:

@@ -14,13 +14,11 @@ from store_bench import NAMESPACE, SIZE, bytes_of, entries_of, keys_of, rows_of
 from pigou.kv.block import Bytes, KVLayout
 from pigou.kv.checksum import Checksums
 from pigou.request import BlockHashes, Ints
-from pigou.runtime.kv_offload.disk_store import DiskStore
-from pigou.runtime.kv_offload.host_store import HostStore
-from pigou.runtime.kv_offload.offloader import KVOffloader, OffloaderSettings
-from pigou.runtime.kv_offload.records import BlockRecords, Bools
-from pigou.runtime.kv_offload.store import Store, StoreError
-from pigou.runtime.kv_offload.transfer_jobs import StagedCopy
-from pigou.runtime.kv_offload.transfer_queue import OffloadResult, TransferQueueStatus
+from pigou.runtime.stores.disk_store import DiskStore
+from pigou.runtime.stores.host_store import HostStore
+from pigou.runtime.stores.offloader import KVOffloader, OffloaderSettings, StagedCopy
+from pigou.runtime.stores.store import BlockRecords, Bools, Store, StoreError
+from pigou.runtime.stores.transfer_queue import OffloadResult, TransferQueueStatus
 
 NUMBERS = 40
 KNOWN = bytes_of(range(NUMBERS))

@@ -11,7 +11,7 @@ from checkpoints import BUNDLED
 from masked import Bench, attend_in_full, bench, random_tokens
 from torch import Tensor
 
-from pigou.runtime.load import LoadedModel
+from pigou.runtime.models.load import LoadedModel
 from pigou.runtime.thread_pool import always_parallel
 
 Find = Callable[[str], LoadedModel]

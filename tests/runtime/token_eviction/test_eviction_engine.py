@@ -13,8 +13,8 @@ from tests.lib.examples import examples
 from pigou.config import EngineConfig, EvictionConfig
 from pigou.engine.plan import Plan, Rates, Result
 from pigou.runtime.executor import OnStep
-from pigou.runtime.load import LoadedModel
 from pigou.runtime.local_engine import LocalEngine, Output
+from pigou.runtime.models.load import LoadedModel
 from pigou.sampling import SamplingParams
 from reference import Prompt, make_prompts
 

@@ -14,7 +14,7 @@ from masked import SIZE, Bench, Kept, attend_in_full, bench, near, pairs, random
 from tests.lib.examples import examples
 
 from pigou.engine.plan import Started
-from pigou.runtime.load import LoadedModel
+from pigou.runtime.models.load import LoadedModel
 
 Find = Callable[[str], LoadedModel]
 #: Compiled kernels, and torch.

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from pigou.config import ConfigError, EvictionConfig
 from pigou.models import bundled_path
-from pigou.runtime.model_config import parse_config
-from pigou.runtime.rotary_embedding import rotary_table, rotate
+from pigou.runtime.models.model_config import parse_config
+from pigou.runtime.models.rotary_embedding import rotary_table, rotate
 from pigou.runtime.token_eviction.pigou_policy import Paper, PaperLossy, Pigou
 from pigou.runtime.token_eviction.policy import CacheEntries, EvictionContext, TokenPolicy, make
 from pigou.runtime.token_eviction.predictor import (

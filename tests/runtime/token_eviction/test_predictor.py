@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pigou.models import bundled_path
-from pigou.runtime.rotary_embedding import Rope, rotary_table, rotate
+from pigou.runtime.models.rotary_embedding import Rope, rotary_table, rotate
 from pigou.runtime.token_eviction.predictor import (
     CONTENT,
     FOLD,

@@ -11,7 +11,7 @@ from checkpoints import BUNDLED
 from masked import SIZE, Bench, bench, random_tokens
 
 from pigou.models import bundled_path
-from pigou.runtime.load import LoadedModel, load
+from pigou.runtime.models.load import LoadedModel, load
 from pigou.runtime.simd import exponential, logarithm
 
 Find = Callable[[str], LoadedModel]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pigou.engine.plan import Recomputation
 from pigou.runtime import load as loading
-from pigou.runtime.load import LoadedModel
+from pigou.runtime.models.load import LoadedModel
 from pigou.runtime.token_eviction.policy import CacheEntries, Returns, TokenPolicy
 
 Find = Callable[[str], LoadedModel]

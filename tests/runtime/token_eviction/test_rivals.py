@@ -9,7 +9,7 @@ import pytest
 from masked import bench, random_tokens
 
 from pigou.config import ConfigError
-from pigou.runtime.load import LoadedModel
+from pigou.runtime.models.load import LoadedModel
 
 Find = Callable[[str], LoadedModel]
 NAMES = ["fifo", "h2o", "lru", "random", "snapkv", "streaming"]

@@ -9,7 +9,7 @@ from pigou.engine.core import EngineCore
 from pigou.engine.plan import Finished, Load
 from pigou.kv.hashing import chain
 from pigou.request import Ints, Request
-from pigou.runtime.load import LoadedModel
+from pigou.runtime.models.load import LoadedModel
 from pigou.runtime.step_output import StepOutput
 from pigou.sampling import SamplingParams
 from pigou.worker.kv_transfer.block_store import MappedMemory, SharedMemory

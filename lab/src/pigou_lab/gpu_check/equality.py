@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pigou.runtime.load import LoadedModel
 from pigou.runtime.local_engine import Output
+from pigou.runtime.models.load import LoadedModel
 from pigou.sampling import SamplingParams
 from pigou_lab.gpu_check.speed import make_engine
 

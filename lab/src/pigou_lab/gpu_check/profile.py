@@ -12,8 +12,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from pigou.engine.plan import Result
-from pigou.runtime.load import LoadedModel
 from pigou.runtime.local_engine import LocalEngine
+from pigou.runtime.models.load import LoadedModel
 from pigou.sampling import SamplingParams
 from pigou_lab.gpu_check.speed import make_engine
 

@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
-from pigou.runtime.decoder import load_decoder
-from pigou.runtime.load import LoadedModel
-from pigou.runtime.model_config import parse_config
+from pigou.runtime.models.decoder import load_decoder
+from pigou.runtime.models.load import LoadedModel
+from pigou.runtime.models.model_config import parse_config
 from pigou.runtime.ops import KernelOps, TorchOps
 
 #: The shape of Qwen3-0.6B.

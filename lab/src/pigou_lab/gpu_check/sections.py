@@ -11,8 +11,8 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from pigou.runtime.kv_cache import DTYPES
-from pigou.runtime.load import LoadedModel
+from pigou.runtime.attention.kv_cache import DTYPES
+from pigou.runtime.models.load import LoadedModel
 from pigou_lab.gpu_check.disaggregation import decode_alone, decode_elsewhere
 from pigou_lab.gpu_check.equality import compare
 from pigou_lab.gpu_check.profile import profile_plans, waits_per_step

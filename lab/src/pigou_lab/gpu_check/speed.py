@@ -11,9 +11,9 @@ import torch
 
 from pigou.config import EngineConfig
 from pigou.engine.plan import Plan
-from pigou.runtime.load import LoadedModel
 from pigou.runtime.local_engine import LocalEngine
-from pigou.runtime.model_config import ModelConfig
+from pigou.runtime.models.load import LoadedModel
+from pigou.runtime.models.model_config import ModelConfig
 from pigou.sampling import SamplingParams
 
 BLOCK = 16

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from pigou.config import ConfigError
-from pigou.runtime.token_eviction import entry_stats_kernels
+from pigou.runtime.token_eviction.entry_stats import pool
 from pigou.runtime.token_eviction.policy import (
     CacheEntries,
     EvictionContext,
@@ -132,7 +132,7 @@ class SnapKV(TokenPolicy):
         rest = np.float32(1.0 - min(entries.since, self.window) / self.window)
         mass = entries.field("mass") + rest * entries.field("before")
         scores = np.empty_like(mass)
-        entry_stats_kernels.pool(mass, entries.positions, entries.next, self.pool, scores)
+        pool(mass, entries.positions, entries.next, self.pool, scores)
         return scores
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pigou.config import ConfigError
 from pigou.request import Ints
-from pigou.runtime.token_eviction import predictor_kernels as kernels
+from pigou.runtime.token_eviction import predictor as kernels
 from pigou.runtime.token_eviction.policy import (
     CacheEntries,
     EvictionContext,

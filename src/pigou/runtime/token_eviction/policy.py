@@ -15,10 +15,14 @@ from torch import Tensor
 from pigou.config import ConfigError, EvictionConfig, wrong
 from pigou.registry import named
 from pigou.request import Ints
-from pigou.runtime.model_config import ModelConfig
-from pigou.runtime.token_eviction.entry_stats_kernels import FIRST_FIELD_LINE, POSITION_LINE
+from pigou.runtime.models.model_config import ModelConfig
 
 GROUP = "pigou.token_eviction"
+#: Lines of a head's side data: positions (as int32 bits), the policy's fields from the first on,
+#: which is the mass where attention is watched, and the field behind it.
+POSITION_LINE = 0
+FIRST_FIELD_LINE = MASS_LINE = 1
+AFTER_MASS_LINE = 2
 
 #: Returns by entry, shape (layers, kv_heads, entries), or (entries,) for whole tokens.
 Returns = NDArray[np.floating]
@@ -36,7 +40,7 @@ class EvictionContext:
     config: EvictionConfig
     model: ModelConfig
     folder: Path  # of the model's files
-    turns: Tensor  # rotary table by position (`pigou.runtime.rotary_embedding.rotary_table`)
+    turns: Tensor  # rotary table by position (`pigou.runtime.models.rotary_embedding.rotary_table`)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pigou.kv.block import KVLayout
 from pigou.request import Ints
-from pigou.runtime.model_config import ModelConfig
+from pigou.runtime.models.model_config import ModelConfig
 from pigou.runtime.tensor_io import DeviceCopies, upload
 
 #: Blocks as bytes, shape (blocks, block_bytes).

@@ -14,12 +14,13 @@ from pigou.engine.plan import Plan, Started
 from pigou.kv.block import KVLayout
 from pigou.models import ModelError
 from pigou.request import Ints
-from pigou.runtime.attention import PagedAttention
-from pigou.runtime.cpu_attention import CPUAttention
-from pigou.runtime.decoder import Decoder, load_decoder
+from pigou.runtime.attention.kv_cache import DTYPES, KVCache, make_layout
+from pigou.runtime.attention.paged_attention import PagedAttention
+from pigou.runtime.attention.paged_attention.cpu_attention import CPUAttention
 from pigou.runtime.executor import TorchExecutor
-from pigou.runtime.kv_cache import DTYPES, KVCache, make_layout
-from pigou.runtime.model_config import ModelConfig, read_config
+from pigou.runtime.models.decoder import Decoder, load_decoder
+from pigou.runtime.models.model_config import ModelConfig, read_config
+from pigou.runtime.models.weights import Weights, digest_model, find_model
 from pigou.runtime.ops import KernelOps, TorchOps
 from pigou.runtime.resources import keep_memory
 from pigou.runtime.structured_output import read_grammars
@@ -27,7 +28,6 @@ from pigou.runtime.thread_pool import always_parallel
 from pigou.runtime.token_eviction.evictor import Evictor
 from pigou.runtime.token_eviction.policy import EvictionContext
 from pigou.runtime.token_eviction.policy import load as load_policy
-from pigou.runtime.weights import Weights, digest_model, find_model
 from pigou.sampling import SamplingParams
 
 

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pigou.request import Ints
-from pigou.runtime.batch import PromptChunk, StepBatch
-from pigou.runtime.kv_cache import KEYS, VALUES, KVCache
-from pigou.runtime.model_config import ModelConfig
-from pigou.runtime.rotary_embedding import rotary_table, rotate
+from pigou.runtime.attention.batch import PromptChunk, StepBatch
+from pigou.runtime.attention.kv_cache import KEYS, VALUES, KVCache
+from pigou.runtime.models.model_config import ModelConfig
+from pigou.runtime.models.rotary_embedding import rotary_table, rotate
 from pigou.runtime.tensor_io import upload
 from pigou.runtime.token_eviction.entry_stats import AttentionMassTracker
 

@@ -13,9 +13,14 @@ from pigou.kv import checksum
 from pigou.kv.block import Bytes, keys_of
 from pigou.kv.checksum import Checksums
 from pigou.request import BlockHashes, Ints
-from pigou.runtime.kv_offload.records import BlockRecords, Bools, no_records
-from pigou.runtime.kv_offload.slot_map import SlotMap
-from pigou.runtime.kv_offload.store import StoreCounts, StoreError
+from pigou.runtime.stores.store import (
+    BlockRecords,
+    Bools,
+    SlotMap,
+    StoreCounts,
+    StoreError,
+    no_records,
+)
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +41,7 @@ class HostStore:
 
         Args:
             arena: C-contiguous, shape (rows, block_bytes); pinned where the device is CUDA (see
-                `pigou.runtime.kv_offload.transfer_jobs.make_arena`).
+                `pigou.runtime.stores.offloader.make_arena`).
             capacity: blocks of the store, at most the arena's rows; may be 0, for staging only.
                 Those that are kept until they have been moved further down count.
             clock: nanoseconds since 1970.

@@ -14,7 +14,7 @@ from pigou.models.hf_config import read_config as read_source
 from pigou.models.layers import Family, head_dim_of, window_of
 from pigou.models.read import served_family
 from pigou.models.rope_parameters import scaled_context
-from pigou.runtime.rotary_embedding import Rope, read_rope
+from pigou.runtime.models.rotary_embedding import Rope, read_rope
 from pigou.text.model_files import read_end_tokens
 
 

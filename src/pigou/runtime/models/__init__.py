@@ -1,0 +1,1 @@
+"""Decoder-only models: weights, layers, rotary embedding."""
