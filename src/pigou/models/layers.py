@@ -90,12 +90,7 @@ def grouped(
     """Add grouped-query attention.
 
     Args:
-        kv_heads: key and value heads.
-        head_dim: width of queries and keys.
         window: tokens that are seen at most; 0 for all.
-        value_dim: width of values, where it is another.
-        gate: outputs of a gate over the attention's output.
-        shared_values: whether keys serve as values, so that no matrix makes these.
     """
     names, hidden, value_dim = layer.family.attention, layer.hidden, value_dim or head_dim
     queries, keys, values = heads * head_dim, kv_heads * head_dim, kv_heads * value_dim

@@ -48,9 +48,6 @@ def integers(bits: int, group: int, *, zeros: bool, inputs: int | None = None) -
     """Return integers of 4 or 8 bits with a 16-bit scale, and a zero, for each group.
 
     Args:
-        bits: stored per number, without scales.
-        group: numbers along the input that share a scale; 0 or less for a whole row.
-        zeros: whether each group has a zero of its own.
         inputs: bits of the activations; None for 16.
     """
     extra = (2.0 + (bits / 8 if zeros else 0.0)) / group if group > 0 else 0.0
@@ -126,9 +123,7 @@ class Quantisation:
         """Read the keys of a checkpoint.
 
         Args:
-            where: names the file in errors.
             keys: `quantization_config`; None where nothing is quantised.
-            dtype: format of modules that are not quantised.
 
         Raises:
             ConfigError: a method, an algorithm or a key is not known.
@@ -146,14 +141,7 @@ class Quantisation:
     def format_of(
         self, names: Iterable[str], *, linear: bool = True, expert: bool = False
     ) -> Format:
-        """Return the format of a module.
-
-        Args:
-            names: spellings of the module's name.
-            linear: whether quantisation means it unless told otherwise: no embedding, no output
-                layer, no router.
-            expert: whether it belongs to routed experts.
-        """
+        """Return the format of a module."""
         names = list(names)
         for name in names:
             holder = name

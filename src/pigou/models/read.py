@@ -60,10 +60,6 @@ _PREDICTION = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 def read_architecture(path: Path, dtype: str = "") -> Architecture:
     """Read a model folder, or its `config.json`.
 
-    Args:
-        path: a model folder, or its config.json.
-        dtype: number format that the weights are loaded in; "" for the checkpoint's own.
-
     Raises:
         ConfigError: a key is missing, or the model, its quantisation or a key is not described.
     """
@@ -77,11 +73,6 @@ def read_architecture(path: Path, dtype: str = "") -> Architecture:
 
 def parse_architecture(path: Path, source: Mapping[str, Any], name: str) -> Architecture:
     """Return the architecture that the keys of a `config.json` describe.
-
-    Args:
-        path: where they are from, for errors.
-        source: the keys, with those of the quantisation.
-        name: shown in messages and reports.
 
     Raises:
         ConfigError: a key is missing, or the model, its quantisation or a key is not described.

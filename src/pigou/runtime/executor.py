@@ -36,10 +36,6 @@ class TorchExecutor:
     """Keeps the token ids of requests, computes plans on them, and samples.
 
     Not thread-safe: one thread calls everything here.
-
-    Attributes:
-        sampler: makes what chooses the tokens of a plan's sequences; for those who choose
-            otherwise (teacher forcing).
     """
 
     def __init__(
@@ -57,10 +53,6 @@ class TorchExecutor:
         """Bind a model to a cache and a core.
 
         Args:
-            cache: its KV blocks.
-            tables: `EngineCore.tables`.
-            attention: over this cache and these tables.
-            grammars: makes the grammars of the model's tokenizer; called at the first need.
             evictor: of cache entries, over this cache and these tables; None where none go.
             clock: of the plans' horizons, and of the durations, in nanoseconds.
         """
@@ -101,12 +93,7 @@ class TorchExecutor:
         """Take up a request, before the core's plans name it.
 
         Args:
-            request: its id.
-            tokens: ids of the prompt, and of what was generated before elsewhere.
-            params: how its tokens are chosen.
             seed: key of the block hashes (the tenure's digest); empty to seal no blocks.
-            resume: how many of the last tokens were generated before: for penalties,
-                `min_tokens` and the grammar they are output.
             hashes: that the core was told; None stands for those of all full blocks of `tokens`.
             grammar: state of `params.grammar` behind the resumed tokens; None to compile it here.
 
@@ -178,10 +165,6 @@ class TorchExecutor:
 
     def execute(self, plan: Plan, on_step: OnStep | None = None) -> Result:
         """Do a plan's moves, then its steps, until one ends a sequence.
-
-        Args:
-            plan: from `EngineCore.schedule`.
-            on_step: called after each step; the plan is broken off when it returns False.
 
         Returns:
             Steps done, who ended, hashes of the blocks that became full, durations, and the

@@ -40,11 +40,7 @@ class Output:
 
 
 class LocalEngine:
-    """Runs prompts to their end, batched as a worker would.
-
-    Attributes:
-        cache: KV blocks.
-    """
+    """Runs prompts to their end, batched as a worker would."""
 
     def __init__(self, model: LoadedModel, config: EngineConfig) -> None:
         """Put an engine together.
@@ -69,9 +65,6 @@ class LocalEngine:
     ) -> list[Output]:
         """Run prompts together.
 
-        Args:
-            prompts: token ids.
-
         Returns:
             What came of each, in the prompts' order.
         """
@@ -84,13 +77,7 @@ class LocalEngine:
     def add(
         self, prompt: Prompt, params: SamplingParams, resume: int = 0, tenant: str = ""
     ) -> Output:
-        """Let a prompt wait; the object returned fills as `step` is called.
-
-        Args:
-            prompt: token ids.
-            params: how tokens are chosen; `max_tokens` counts those still to come.
-            resume: how many of the last tokens of `prompt` were generated before.
-        """
+        """Let a prompt wait; the object returned fills as `step` is called."""
         request = f"local-{self._number}"
         self._number += 1
         # A prompt whose probabilities are wanted must be computed, not found in the cache.

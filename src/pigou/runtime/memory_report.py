@@ -34,12 +34,7 @@ class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
 def measured(
     run: Callable[[], Value], device: torch.device, weights: int, cache: int
 ) -> tuple[Value, MemoryReport]:
-    """Run the loads of a start; return their result, and the memory that was seen.
-
-    Args:
-        weights: bytes of the model.
-        cache: bytes of the KV blocks.
-    """
+    """Run the loads of a start; return their result, and the memory that was seen."""
     take = _on_cuda if device.type == "cuda" else _on_cpu
     return take(run, device, weights, cache)
 

@@ -49,12 +49,6 @@ def kv_room(
 
     Left out are the largest logits with what sampling makes of them, the activations of the
     longest step, and three copies of one layer's keys and values, which a step gathers.
-
-    Args:
-        free: bytes that are free with the weights loaded.
-        itemsize: bytes of a number.
-        max_seqs: sequences of a step at most.
-        max_batched_tokens: tokens of a step at most.
     """
     logits = max_seqs * config.vocab * _LOGIT_BYTES
     width = 4 * config.hidden + 3 * config.ffn + 4 * config.heads * config.head_dim

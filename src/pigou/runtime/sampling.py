@@ -163,7 +163,6 @@ def cut_top_k(logits: Tensor, top_k: Tensor, largest: int) -> None:
     Args:
         logits: shape (n, vocab).
         top_k: shape (n,), int64; 0 keeps all.
-        largest: of `top_k`, at least 1; known to the host, so that it need not ask the device.
     """
     vocab = logits.shape[-1]
     ks = torch.where(top_k == 0, vocab, top_k.clamp(max=vocab))
@@ -202,7 +201,6 @@ def report(logits: Tensor, tokens: Tensor, tops: list[int]) -> list[RankedLogpro
     Args:
         logits: raw, shape (n, vocab).
         tokens: chosen or given, shape (n,), int64.
-        tops: how many of the most probable to report, by row.
 
     Returns:
         A report for each row.
@@ -284,9 +282,6 @@ class IsolatedSampler:
                 if 0 in report:
                     reports[row] = report[0]
         return tokens, reports, failed
-
-
-_OUT = float("-inf")
 
 
 def adjusts(params: SamplingParams) -> bool:

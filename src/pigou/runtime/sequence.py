@@ -117,10 +117,6 @@ class TokenSequence:
     def hash_full_blocks(self, computed: int, block_size: int) -> BlockHashes:
         """Hash the blocks that became full; returned once.
 
-        Args:
-            computed: tokens whose KV is in the cache.
-            block_size: tokens in a block.
-
         Returns:
             Hashes of the blocks after those that the core knows, shape (n, 2).
         """
@@ -150,13 +146,7 @@ def make_sequence(
     """Take up a request.
 
     Args:
-        request: its id.
-        tokens: ids of its prompt and, when it is resumed, of what was generated before.
-        params: how its tokens are chosen.
         seed: key of the block hashes; empty to seal nothing.
-        resume: how many of the last tokens were generated before.
-        end_tokens: the model's end tokens.
-        block_size: tokens in a block.
         hashes: that the core was told; None stands for those of all full blocks.
 
     Raises:

@@ -79,11 +79,8 @@ class GrammarState:
         """Start at the beginning.
 
         Args:
-            vocab: logits of the model.
             budget: of the CPU time that it takes of the engine's steps; None for no bound.
-            cpu_ns: reads the CPU time of the calling thread.
             closer: narrows its masks; None for never.
-            close_after: tokens before it does.
         """
         self._matcher = matcher
         self._vocab = vocab
@@ -143,9 +140,6 @@ class Grammars:
     """Compiles grammars for one tokenizer; may be used from several threads.
 
     Attributes:
-        tokenizer: the library's.
-        vocab: logits of the model.
-        end_tokens: the model's end tokens.
         budget: of the CPU time that grammars take of the engine's steps; None for no bound.
     """
 
@@ -158,11 +152,6 @@ class Grammars:
         cache_bytes: int = CACHE_BYTES,
     ) -> None:
         """Read a tokenizer.
-
-        Args:
-            tokenizer: text of a Hugging Face tokenizer.json.
-            vocab: logits of the model.
-            end_tokens: the model's end tokens; one at least is needed to end an output.
 
         Raises:
             GrammarError: there is no end token, or the tokenizer cannot be used.
@@ -194,9 +183,6 @@ class Grammars:
 
     def start(self, grammar: Grammar, output: Iterable[int] = ()) -> GrammarState:
         """Compile a grammar, or take the compiled one, and stand behind an output.
-
-        Args:
-            output: tokens generated so far.
 
         Raises:
             GrammarError: the grammar is faulty, or the output is against it; says how.

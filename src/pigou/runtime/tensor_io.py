@@ -46,7 +46,6 @@ class DeviceCopies:
 
         Args:
             raw: blocks on the device, as bytes, shape (blocks, block_bytes).
-            cuda: the module of streams and events.
         """
         self._raw = raw
         self._cuda = cuda

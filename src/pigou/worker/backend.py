@@ -38,9 +38,6 @@ class Backend(Protocol):
         """Take a request up, before it is planned.
 
         Args:
-            request: its id.
-            seed: of its block hashes (`Tenure.digest`).
-            resume: how many of the last `tokens` were generated elsewhere.
             hashes: that the core was told; None stands for all full blocks of `tokens`.
             grammar: state of `params.grammar` behind the resumed tokens; None without one.
 

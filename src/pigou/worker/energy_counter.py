@@ -33,12 +33,6 @@ class NvmlEnergy:
     source = "nvml"
 
     def __init__(self, nvml: Any, device: int) -> None:
-        """Begin to count.
-
-        Args:
-            nvml: module of `nvidia-ml-py`.
-            device: number of the GPU among those that the process may use.
-        """
         nvml.nvmlInit()
         visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
         name = visible[device].strip() if device < len(visible) else str(device)
@@ -67,9 +61,6 @@ class RaplEnergy:
 
     def __init__(self, packages: Iterable[Path]) -> None:
         """Begin to count.
-
-        Args:
-            packages: folders with `energy_uj` and `max_energy_range_uj`, in microjoules.
 
         Raises:
             OSError: one cannot be read.
@@ -104,12 +95,7 @@ class RaplEnergy:
 
 
 def open_energy_counter(device: str, rapl: Path = RAPL) -> EnergyCounter | None:
-    """Return the energy counter of a device; None where there is none that can be read.
-
-    Args:
-        device: `cpu`, `cuda` or `cuda:N`.
-        rapl: folder of the processors' counters.
-    """
+    """Return the energy counter of a device; None where there is none that can be read."""
     if device.startswith("cuda"):
         try:
             nvml = import_module("pynvml")

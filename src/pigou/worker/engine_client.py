@@ -49,10 +49,6 @@ class EngineClient:
         """Begin with nothing in flight.
 
         Args:
-            put: sends a command to the engine thread.
-            metrics: counts what passes.
-            publish: sends KV events.
-            gauges: the engine's figures, which its thread renews.
             max_in_engine: sequences of one request that are in the engine at once; 0 for all.
         """
         self._held = WaitingSequences(max_in_engine)

@@ -60,14 +60,6 @@ class EngineThread:
         self, core: EngineCore, backend: Backend, report: Callable[[Report], None],
         crashed: Callable[[BaseException], None], events: bool,
     ) -> None:  # fmt: skip
-        """Prepare the thread; `transfers` must be set before `start`.
-
-        Args:
-            backend: of the same block size.
-            report: takes each step's report; called from the thread.
-            crashed: told when the thread dies of an error; called from the thread.
-            events: whether KV events are wanted.
-        """
         self._core = core
         self._backend = backend
         self._report = report

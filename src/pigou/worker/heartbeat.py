@@ -21,14 +21,7 @@ INTERVAL_S = 1.0
 
 
 class Heartbeat:
-    """Progress of the engine thread, which alone writes it; any thread reads it.
-
-    Attributes:
-        beats: rises with each command, step and layer.
-        busy: the thread does something; it does not wait for a command.
-        planned_tokens: of the plan that is computed, all its steps; 0 between plans.
-        steps: computed so far.
-    """
+    """Progress of the engine thread, which alone writes it; any thread reads it."""
 
     def __init__(self, clock: Callable[[], int] = time.monotonic_ns) -> None:
         """Begin idle; `clock` is in nanoseconds."""

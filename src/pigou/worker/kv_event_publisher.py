@@ -36,12 +36,7 @@ HIGH_WATER = 100_000
 
 
 class EventPublisher:
-    """A PUB socket for batches of events, and a ROUTER socket for replays of past ones.
-
-    Attributes:
-        endpoint: address of the former, with its actual port.
-        replay_endpoint: address of the latter.
-    """
+    """A PUB socket for batches of events, and a ROUTER socket for replays of past ones."""
 
     def __init__(
         self, endpoint: str, replay_endpoint: str, secret: FleetSecret | None = None
@@ -49,7 +44,6 @@ class EventPublisher:
         """Bind both sockets; a port `*` takes a free one.
 
         Args:
-            endpoint, replay_endpoint: ZMQ addresses.
             secret: what subscribers must know (ZMQ CURVE); None publishes in clear, to everybody.
 
         Raises:
@@ -137,13 +131,7 @@ class EventPublisher:
 def event_map(
     event: KVEvent, block_size: int, token_ids: Sequence[int] = (), salt: str | None = None
 ) -> dict[str, Any]:
-    """Return the wire's map of a core event.
-
-    Args:
-        block_size: tokens in a block.
-        token_ids: of all blocks of a BlockStored; none for a tier's.
-        salt: cache salt of its request.
-    """
+    """Return the wire's map of a core event."""
     if isinstance(event, BlockStored):
         return stored_map(event, token_ids, block_size, salt)
     return removed_map(event) if isinstance(event, BlockRemoved) else cleared_map(event)

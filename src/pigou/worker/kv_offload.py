@@ -46,7 +46,6 @@ class OffloadConnector:
         """Work for a core.
 
         Args:
-            names: of their stores, in the same order.
             put: sends a command to the engine thread; called from any thread.
         """
         self.tiers = tiers

@@ -103,9 +103,6 @@ class WorkerMetrics:
         """Make the metrics of one model.
 
         Args:
-            max_model_len: the largest bucket of token counts.
-            cache: labels of `vllm:cache_config_info`.
-            blocks: KV blocks on the device.
             work: its estimates are shown; None shows none.
         """
         disable_created_metrics()  # type: ignore[no-untyped-call]

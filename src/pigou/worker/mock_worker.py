@@ -82,14 +82,6 @@ class MockBackend:
     def __init__(
         self, timing: Timing, block_size: int, vocab: int, eos: frozenset[int], first: int = 0
     ) -> None:
-        """Make a backend.
-
-        Args:
-            block_size: tokens in a block, as in the core.
-            vocab: tokens are below this.
-            eos: end tokens; they are never made up, nor is any token below `first`.
-            first: lowest token that is made up.
-        """
         self._timing = timing
         self._moments, self._steps = StepKeys(0, 0), 0
         self._ended = 0  # when the last step did by the timing model; 0 after a rest
@@ -253,12 +245,7 @@ def timed(spec: str, model: str, gpu: str, tp: int, link: str, block_size: int) 
     """Make the times of a worker.
 
     Args:
-        spec: as for `pigou simulate --timing`.
-        model: name of the model, or folder of its `config.json`.
-        gpu: name of the GPU; "" where the timing needs none.
-        tp: GPUs that share the model.
         link: `gbps=..,latency_us=..`; "" for none.
-        block_size: tokens in a block.
 
     Raises:
         ConfigError: one of them is not understood, or cannot be honoured by a worker alone.

@@ -189,11 +189,7 @@ class PromptProcessor:
         return self._model.seed(salt)
 
     async def _hashes(self, tokens: list[int], request: GenerationRequest) -> BlockHashes:
-        """Return the hashes of the prompt's blocks.
-
-        A request for the prompt's log-probabilities has none: cached tokens are not computed,
-        and tokens that are not computed cannot be reported.
-        """
+        """Return the hashes of the prompt's blocks."""
         echoed = isinstance(request, CompletionRequest) and bool(request.echo)
         seed, size = self.cache_seed(request), self._config.block_size
         if not seed or (echoed and wants_logprobs(request)):

@@ -12,12 +12,7 @@ class Registrar(Protocol):
     """Keeps a running worker known to others; a failure of theirs never ends the worker."""
 
     async def ready(self, about: dict[str, Any], stop: Callable[[], None]) -> None:
-        """Make the worker known, which serves from now on.
-
-        Args:
-            about: its line of readiness: `url`, `model`, `role`, `incarnation`, ...
-            stop: drains and ends it, when others want it to go.
-        """
+        """Make the worker known, which serves from now on."""
         ...
 
     async def draining(self) -> None:

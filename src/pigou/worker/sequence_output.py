@@ -43,11 +43,7 @@ class SequenceOutput:
     """Turns the tokens of one sequence into text, and knows when it has ended.
 
     Attributes:
-        tokens: token ids taken, without resumed ones.
-        count: tokens generated, resumed ones included.
         finish: why it ended; None before.
-        stop: the stop string or stop token that ended it, if one did.
-        replayed: text of the resumed tokens.
     """
 
     __slots__ = (
@@ -74,14 +70,6 @@ class SequenceOutput:
         options: TextOptions,
         resumed: list[int],
     ) -> None:
-        """Begin after `resumed`, tokens whose text was sent before.
-
-        Args:
-            eos: the model's end tokens.
-            params: of the sequence; `max_tokens` counts the resumed ones.
-            options: how tokens become text.
-            resumed: token ids generated elsewhere.
-        """
         self._tokenizer = tokenizer
         self._eos = frozenset[int]() if params.ignore_eos else eos
         self._end_tokens = self._eos | params.stop_token_ids
@@ -133,9 +121,6 @@ class Explainer:
     """Puts an executor's reports of log-probabilities into words.
 
     A token's text is what it adds to the text before it: "" within a character.
-
-    Attributes:
-        length: characters of the tokens that it began after.
     """
 
     __slots__ = ("_detokenizer", "_tokenizer", "length")
@@ -219,22 +204,9 @@ def request_tools(request: ChatRequest, format: ParserName | None) -> Tools | No
 
 
 class ToolStream:
-    """The tool calls of one choice, as its text grows.
-
-    Attributes:
-        calls: begun so far, as a message has them.
-        content: pieces of the text that is no call.
-    """
+    """The tool calls of one choice, as its text grows."""
 
     def __init__(self, tools: Tools, key: str, replayed: str = "", reasoning: str = "") -> None:
-        """Begin before the text.
-
-        Args:
-            key: tells this choice from all others; the ids of calls are made from it, so that a
-                stream that goes on elsewhere keeps them.
-            replayed: text that was told elsewhere.
-            reasoning: tag that opened reasoning before the text begins; "" for none.
-        """
         self._parser = tools.parser(reasoning)
         self._single = tools.single
         self._short = tools.format == "mistral"
@@ -291,10 +263,6 @@ class ToolStream:
 
 
 def call_id(key: str, index: int, *, short: bool) -> str:
-    """Return the id of a call; the same for the same key and index.
-
-    Args:
-        short: nine letters and digits, which Mistral's templates demand.
-    """
+    """Return the id of a call; the same for the same key and index."""
     digest = hashlib.blake2b(f"{key}/{index}".encode(), digest_size=12).hexdigest()
     return digest[:9] if short else f"call_{digest}"

@@ -52,11 +52,7 @@ def chat_template(tokenizer: Tokenizer) -> ChatTemplate | None:
 
 
 def tool_format(template: ChatTemplate | None, option: str) -> ParserName | None:
-    """Return the format of a model's tool calls.
-
-    Args:
-        option: "auto" for what the template asks for, "none", or a format.
-    """
+    """Return the format of a model's tool calls."""
     if option == "auto":
         return detect_parser(None if template is None else template.identity)
     return None if option == "none" else cast("ParserName", option)

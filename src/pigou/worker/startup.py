@@ -51,10 +51,7 @@ def profile_at_startup(
     and broken off after a step where it does.
 
     Args:
-        backend: of the same block size.
         budget_s: seconds that all may take; 0 for none.
-        rest: is called before each take, for a backend that makes up for time lost between steps:
-            the one after a pause would seem too quick.
 
     Returns:
         What was measured; empty where nothing fits the core's limits or the budget.

@@ -134,12 +134,6 @@ class GrammarCompilePool:
         trials: Callable[[], Trials],
         threads: int = THREADS,
     ) -> None:
-        """Prepare; threads, and processes for trials, start with the first grammar.
-
-        Args:
-            grammars: makes the grammars of the model's tokenizer; called from a thread.
-            trials: makes a place for trials, for each thread.
-        """
         self._make = grammars
         self._grammars: Grammars | None = None
         self._idle = [trials() for _ in range(threads)]
@@ -261,11 +255,7 @@ class GrammarCompilePool:
                 job.done.set_result(states)
 
     def _made(self) -> Grammars:
-        """Return the grammars of the tokenizer, which is read once; from any thread.
-
-        Raises:
-            ValueError: it cannot be used for grammars, as it was found to be the first time.
-        """
+        """Return the grammars of the tokenizer, which is read once; from any thread."""
         with self._making:
             if self._unusable is not None:
                 raise self._unusable
@@ -314,11 +304,6 @@ class OutputConstraints:
     """Makes the shapes of requests; grammars are compiled off the loop and the engine."""
 
     def __init__(self, source: GrammarSource, model: ServedModel, *, flexible: bool) -> None:
-        """Make shapes.
-
-        Args:
-            flexible: JSON may have white space between its parts, where a request does not say.
-        """
         self._source = source
         self._model = model
         self._flexible = flexible
@@ -338,10 +323,6 @@ class OutputConstraints:
         tools: Tools | None = None,
     ) -> OutputConstraint:
         """Return a request's shape.
-
-        Args:
-            output: tokens of its first sequence that were generated elsewhere.
-            tenant: whose it is, as the fleet's gateway told; else its salt tells.
 
         Raises:
             APIError: 400, the grammar cannot be honoured; 503, too many wait to be compiled.

@@ -23,12 +23,6 @@ class GrammarSandbox:
     """
 
     def __init__(self, tokenizer: Path, vocab: int, end_tokens: frozenset[int]) -> None:
-        """Prepare; the process starts at the first trial.
-
-        Args:
-            vocab: logits of the model.
-            end_tokens: the model's end tokens.
-        """
         self._first = {"tokenizer": str(tokenizer), "vocab": vocab, "ends": sorted(end_tokens)}
         self._process: subprocess.Popen[str] | None = None
         self._killed: subprocess.Popen[str] | None = None

@@ -44,9 +44,7 @@ class TracedPrompts:
         """Return the chunks of traced prompts in a plan, which are its last entries.
 
         Args:
-            entries: id of the request of each entry.
             start_ns: when its first step began, in monotonic nanoseconds.
-            end_ns: when its last one ended.
         """
         chunks: list[PromptChunk] = []
         for entry in range(len(plan.counts) - 1, -1, -1):

@@ -33,7 +33,6 @@ class WorkEstimate:
         """Begin at 0.
 
         Args:
-            tp: GPUs that share it.
             device: each of them; None where that is not known.
         """
         self.flops = self.read_bytes = self.write_bytes = 0.0

@@ -221,11 +221,6 @@ def attention_probabilities(
 
     Args:
         query: already scaled, shape (rows, head_dim); rows is 1, 2, 4, or a multiple of 8.
-        kv: a layer of the cache.
-        table: block ids of the sequence.
-        entries: that the first query sees, at least 1.
-        max_entries: upper bound of what a query sees; each sees one more than the one before.
-        block_size: tokens in a block.
         scores: is set to them, 0 where there are none, shape (rows, slots of the blocks).
     """
     rows, width = query.shape
@@ -290,14 +285,7 @@ def add_mass(
     scores: Floats, counted: int, target: MassTarget, head: int, table: Ints, own: int,
     entries: int, block_size: int,
 ) -> None:  # fmt: skip
-    """Add the probabilities of one head's queries to the mass of a sequence's own entries.
-
-    Args:
-        counted: queries, the first ones, that count.
-        table: block ids of the sequence.
-        own: its first entry that it need not share.
-        block_size: tokens in a block.
-    """
+    """Add the probabilities of one head's queries to the mass of a sequence's own entries."""
     numbers, layer, _ = target
     start, stride = (own + block_size - 1) // block_size, scores.shape[1]
     for slot in range(own, min(start * block_size, entries)):
@@ -321,9 +309,7 @@ def decode(
     """Norm, rotate, store and attend for tokens of which each has a sequence of its own.
 
     Args:
-        tasks: range of token * kv_heads + KV head.
         qkv: queries, keys and values, shape (at least tokens, heads + 2 kv_heads, head_dim).
-        queries: of a KV head, rounded up to 1, 2, 4 or a multiple of 8.
         out: shape (at least tokens, heads, head_dim).
         mass: a `MassTarget`, or None (another specialisation) where nobody asks.
     """
@@ -362,12 +348,7 @@ def decode(
 def rotate_and_store(
     tokens: RowRange, qkv: Stored, rotation: HeadRotation, layer: PagedLayer
 ) -> None:
-    """Norm and rotate queries and keys in place, and store keys and values, of some tokens.
-
-    Args:
-        tokens: range of the step's tokens.
-        qkv: as for `decode`.
-    """
+    """Norm and rotate queries and keys in place, and store keys and values, of some tokens."""
     norms, eps, turns = rotation
     locations, tables, kv, block_size = layer
     width = qkv.shape[2]
@@ -394,7 +375,6 @@ def prefill(
     """Attend for successive tokens of chunks, after `rotate_and_store`.
 
     Args:
-        tasks: range of tile * heads + query head.
         qkv: rotated queries, shape (at least tokens, heads + 2 kv_heads, head_dim).
         tiles: of up to `TILE` successive tokens: first token, how many, slot of the first, and row
             of the batch, shape (tiles, 4).

@@ -63,12 +63,6 @@ class KVCache:
     ) -> None:
         """Make an empty cache.
 
-        Args:
-            blocks: blocks on the device.
-            host_blocks: blocks of host memory.
-            memory: of at least blocks * block_bytes bytes to put the blocks in, writable; only
-                for a CPU.
-
         Raises:
             ValueError: the memory is too small, read-only, or offered to another device.
         """

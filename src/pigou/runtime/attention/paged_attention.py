@@ -48,12 +48,6 @@ class PagedAttention:
     beat: Callable[[], None] | None = None  # called before each layer: a long step is no hung one
 
     def __init__(self, config: ModelConfig, cache: KVCache, tables: Ints, context: int) -> None:
-        """Bind a cache.
-
-        Args:
-            tables: block ids by row of the batch; read at each step.
-            context: positions that can occur.
-        """
         self.config = config
         self.cache = cache
         self.tables = tables
@@ -75,10 +69,8 @@ class PagedAttention:
         """Attend in one layer.
 
         Args:
-            layer: its index.
             qkv: queries, keys and values of the step's tokens, shape
                 (tokens, (heads + 2 kv_heads) * head_dim); may be overwritten.
-            norm: of query and key heads, when the model has it.
 
         Returns:
             Shape (tokens, heads * head_dim).
@@ -165,14 +157,7 @@ class PagedAttention:
     def _chunk(
         self, layer: int, own: tuple[Tensor, Tensor, Tensor], past: Past | None, out: Tensor
     ) -> None:
-        """Attend with the tokens of one chunk.
-
-        Args:
-            layer: its index.
-            own: the chunk's queries, keys and values, each (tokens, heads, head_dim).
-            past: where its sequence's entries are, when there are others than its own.
-            out: shape of the queries, written to.
-        """
+        """Attend with the tokens of one chunk."""
         query, key, value = own
         queries = query.transpose(0, 1).unsqueeze(0)
         if past is None:
@@ -204,13 +189,7 @@ class PagedAttention:
             self.watch.add(layer, chunk.row, table, chunk.past + end - chunk.first, sums)
 
     def _chances(self, query: Tensor, keys: Tensor, mask: Tensor) -> Tensor:
-        """Return probabilities, float32, shape (sequences, kv_heads, group, queries, entries).
-
-        Args:
-            query: shape (sequences, heads, queries, head_dim).
-            keys: shape (sequences, kv_heads, entries, head_dim).
-            mask: entries that a query may see, shape (sequences, 1, queries, entries).
-        """
+        """Return probabilities, float32, shape (sequences, kv_heads, group, queries, entries)."""
         shape = (len(query), self.config.kv_heads, -1, *query.shape[2:])
         grouped = query.reshape(shape).float()
         scores: Tensor = grouped @ keys.float().unsqueeze(2).mT / self.config.head_dim**0.5

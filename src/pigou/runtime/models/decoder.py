@@ -38,7 +38,6 @@ class Decoder:
 
         Args:
             tokens: ids, shape (tokens,).
-            attention: after `begin` of the step that they belong to.
             wanted: which tokens' states are asked for, shape (n,), int64; None for all. Of the
                 others, the last layer computes nothing but keys and values.
 
@@ -83,11 +82,7 @@ def load_decoder(config: ModelConfig, weights: Weights, ops: Ops) -> Decoder:
 
 
 def _embedding_and_head(config: ModelConfig, weights: Weights) -> tuple[Tensor, Tensor]:
-    """Take the embedding and the output layer; where both are there, both count.
-
-    A checkpoint whose two tensors differ has two, whatever `tie_word_embeddings` says, and where
-    a tied one has a single tensor it may be either: transformers does the same.
-    """
+    """Take the embedding and the output layer; where both are there, both count."""
     shape = config.vocab, config.hidden
     if config.tied and _EMBEDDING not in weights and _HEAD in weights:
         head = weights.take(_HEAD, *shape)
@@ -134,8 +129,6 @@ class Layer:
         Args:
             x: what the layer before yields, not yet added, shape (tokens, hidden).
             residual: the residual stream, shape (tokens, hidden); added to in place.
-            attention: after `begin` of this step.
-            ops: element-wise operations.
 
         Returns:
             What is to be added to the residual stream, shape (tokens, hidden).

@@ -14,9 +14,9 @@ from pigou.engine.plan import Plan, Started
 from pigou.kv.block import KVLayout
 from pigou.models import ModelError
 from pigou.request import Ints
+from pigou.runtime.attention.cpu_attention import CPUAttention
 from pigou.runtime.attention.kv_cache import DTYPES, KVCache, make_layout
 from pigou.runtime.attention.paged_attention import PagedAttention
-from pigou.runtime.attention.paged_attention.cpu_attention import CPUAttention
 from pigou.runtime.executor import TorchExecutor
 from pigou.runtime.models.decoder import Decoder, load_decoder
 from pigou.runtime.models.model_config import ModelConfig, read_config
@@ -73,8 +73,6 @@ class LoadedModel:
         """Make an executor over an empty cache.
 
         Args:
-            tables: `EngineCore.tables`.
-            max_model_len: most tokens of a sequence.
             eviction: of cache entries; None for none.
 
         Raises:
@@ -109,11 +107,6 @@ class LoadedModel:
 
 def load(model: str | Path, dtype: str = "auto", device: str = "cpu") -> LoadedModel:
     """Load a model from a Hugging Face folder or hub id.
-
-    Args:
-        model: folder, or hub id ("owner/name").
-        dtype: "bf16", "fp32", or "auto": fp32 where the weights are in fp32, else bf16.
-        device: "cpu", "cuda", or "cuda:N".
 
     Raises:
         ModelError: it cannot be had, or cannot be run as it should.

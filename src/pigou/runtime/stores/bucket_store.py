@@ -71,8 +71,6 @@ class BucketStore:
         """Make a client; nothing is sent yet, so the store begins with no known blocks.
 
         Args:
-            namespace: the layout's fingerprint, 16 bytes.
-            cap_bytes: of the objects that this store has put or found.
             clock: nanoseconds since 1970.
 
         Raises:
@@ -324,12 +322,7 @@ class BucketStore:
         return [meta["path"] for meta in right[: min(self.capacity, self.location.look_up)]]
 
     def _run(self, what: str, work: Iterable[Request], patience: int = 1) -> None:
-        """Send requests, some at a time, for `patience` times the timeout at most.
-
-        Raises:
-            StoreError: one of them failed, or all together took too long; what had been answered
-                by then counts.
-        """
+        """Send requests, some at a time, for `patience` times the timeout at most."""
         if self._closed:
             raise StoreError(f"{self.location.url} was closed")
         if error := asyncio.run(self._gather(work, patience * self.location.timeout)):

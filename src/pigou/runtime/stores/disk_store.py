@@ -69,9 +69,6 @@ class DiskStore:
         """Open a directory, make it if need be, and find what is there.
 
         Args:
-            path: of the directory; its files of the name `*.pigou-kv` are the store's own.
-            namespace: the layout's fingerprint, 16 bytes.
-            cap_bytes: of all segment files together; what is over it is deleted.
             clock: nanoseconds since 1970.
 
         Raises:

@@ -42,8 +42,6 @@ class HostStore:
         Args:
             arena: C-contiguous, shape (rows, block_bytes); pinned where the device is CUDA (see
                 `pigou.runtime.stores.offloader.make_arena`).
-            capacity: blocks of the store, at most the arena's rows; may be 0, for staging only.
-                Those that are kept until they have been moved further down count.
             clock: nanoseconds since 1970.
 
         Raises:

@@ -79,8 +79,6 @@ class KVOffloader:
         """Start the threads. The stores are the mover's from here on: `close` closes them.
 
         Args:
-            host: the host store; what its arena has beyond its capacity is for staging.
-            stores: the other stores, by names other than `device` and `host`.
             clock: monotonic nanoseconds.
 
         Raises:
@@ -127,9 +125,7 @@ class KVOffloader:
         """Store staged blocks in a store other than the host's.
 
         Args:
-            copy: of the blocks; refused ones stay in it.
             index: which of its blocks, shape (n,).
-            target: name of the store.
         """
         rows, sums = copy.take(index)
 
@@ -147,7 +143,6 @@ class KVOffloader:
 
         Args:
             blocks: ids of the device blocks, shape (n,).
-            target: name of the store.
         """
 
         def copied(copy: StagedCopy) -> None:
@@ -169,8 +164,6 @@ class KVOffloader:
 
         Args:
             entries: of the blocks, shape (n,).
-            source: name of the store that has them.
-            target: name of another one.
         """
         if source == target:
             raise ValueError(f"the blocks are to be moved from {source} to {target}")
@@ -195,7 +188,6 @@ class KVOffloader:
 
         Args:
             keys: shape (n, 2).
-            source: name of the store.
             blocks: ids of the device blocks, shape (n,).
         """
         if source != HOST:
@@ -492,7 +484,6 @@ class StagedCopy:
 
     Attributes:
         good: which were copied, shape (n,); all, unless there is a reason.
-        reason: why not.
         sums: checksums of what was copied, shape (n,).
     """
 

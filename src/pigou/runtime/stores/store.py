@@ -245,10 +245,8 @@ class BlockRecords:
 
         Args:
             keys: shape (n, 2).
-            tenure: digest of the tenure, 32 bytes.
             expiry: nanoseconds since 1970.
             parent: key of the block before the first, shape (1, 2); None where there is none.
-            depth: blocks before the first.
         """
         before = np.zeros((1, 2), dtype=np.uint64) if parent is None else parent
         n = len(keys)
@@ -313,9 +311,7 @@ def encode(namespace: bytes, entries: BlockRecords, payloads: Checksums, size: i
     """Make headers, shape (n, 128).
 
     Args:
-        namespace: the layout's fingerprint, 16 bytes.
         payloads: xxh3 of the blocks, shape (n,).
-        size: bytes of a block.
     """
     table = np.zeros(len(entries), dtype=HEADER)
     table["magic"] = MAGIC

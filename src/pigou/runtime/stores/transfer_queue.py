@@ -108,9 +108,6 @@ class TransferQueue:
 
         Args:
             name: of the link, like `host->disk`.
-            breaker: whether to try.
-            probe: finds out whether the store is there; raises StoreError.
-            limit: blocks in the queue and under way; an idle link takes any job.
             clock: monotonic nanoseconds.
         """
         self.name = name
@@ -363,12 +360,6 @@ class CircuitBreaker:
     """
 
     def __init__(self, failures: int, pause: int, max_pause: int) -> None:
-        """Begin closed.
-
-        Args:
-            failures: in a row, that open it; at least 1.
-            pause: before the first trial.
-        """
         self.state = BreakerState.CLOSED
         self.reason = ""
         self._limit = failures

@@ -39,12 +39,6 @@ class EntryStats:
     def __init__(
         self, layout: KVLayout, fields: int, blocks: int, device: torch.device, host_blocks: int = 0
     ) -> None:
-        """Make side data of nothing.
-
-        Args:
-            fields: float32 numbers kept for each entry.
-            host_blocks: blocks of host memory.
-        """
         shape = (layout.layers, layout.kv_heads, 1 + fields, layout.block_size)
         self.numbers: Tensor = torch.zeros((blocks, *shape), device=device)
         self.ids: Tensor = self.numbers.view(torch.int32)
@@ -74,7 +68,6 @@ class EntryStats:
 
         Args:
             locations: of the tokens, as in `StepBatch`, shape (3, tokens).
-            tables: block ids by row of the batch.
             blank: first value of each field, shape (fields,).
         """
         blocks, offsets = self._addresses(locations, tables)
@@ -229,11 +222,9 @@ class AttentionMassTracker:
     first one on: those before may be shared.
 
     Attributes:
-        stats: side data.
         owns: each row's own first entry, shape (max_seqs,).
         prompts: each row's prompt length, shape (max_seqs,).
         folding: of the mass, or None.
-        clock: steps done so far.
     """
 
     def __init__(
@@ -242,10 +233,7 @@ class AttentionMassTracker:
         """Watch nothing yet.
 
         Args:
-            stats: side data; its first field is the mass.
             folding: of the mass, or None.
-            max_seqs: rows of the batch.
-            group: query heads of a KV head.
         """
         self.stats = stats
         self.folding = folding
@@ -290,14 +278,14 @@ class AttentionMassTracker:
     # --- compiled kernels -------------------------------------------------------------------
 
     def target(self, layer: int) -> MassTarget:
-        """Return where `attention_kernels.decode` adds to."""
+        """Return where `decode` adds to."""
         assert isinstance(self.stats, CPUEntryStats)
         return self.stats.array, layer, self.owns
 
     def absorb(
         self, layer: int, sums: Floats, tiles: Ints, folds: np.ndarray, tables: Ints
     ) -> None:
-        """Take in the probabilities that `attention_kernels.prefill` summed up."""
+        """Take in the probabilities that `prefill` summed up."""
         assert isinstance(self.stats, CPUEntryStats)
         where = (layer, self.stats.array, tables, self.owns)
         how = (self._decays, self._notable, float(self.clock))
@@ -332,9 +320,6 @@ def enter(locations: Ints, tables: Ints, ids: Ints, numbers: Floats, blank: Floa
 
     Args:
         locations: position, slot and row of the batch of each token, shape (3, tokens).
-        tables: block ids by row of the batch.
-        ids: see above.
-        numbers: see above.
         blank: what a field is at first, shape (fields,).
     """
     _, layers, heads, lines, size = numbers.shape
@@ -372,11 +357,7 @@ def fold_lines(
 
     Args:
         lines: of the block, shape (1 + fields, size).
-        start: first offset.
-        stop: last offset, not included.
         decays: field k becomes `decays[k]` times itself, plus the mass, shape (k,).
-        notable: where above 0, the first field becomes `clock` if the mass is at least this.
-        clock: see `notable`.
     """
     mass = lines[MASS_LINE]
     for k in range(len(decays)):
@@ -401,13 +382,8 @@ def fold(
 
     Args:
         rows: of the batch, shape (n,).
-        numbers: see above.
-        tables: block ids by row of the batch.
-        owns: first entry that is not shared, by row of the batch.
         entries: of each of `rows`, shape (n,).
-        decays: see `fold_lines`.
         notable: of each of `rows`, shape (n,).
-        clock: see `fold_lines`.
     """
     _, layers, heads, _, size = numbers.shape
     for i in range(len(rows)):
@@ -428,14 +404,8 @@ def absorb(
     """Add what tiles' queries gave to entries to their mass, tile after tile.
 
     Args:
-        sums: as `attention_kernels.prefill` set them, shape (tiles, heads, slots).
+        sums: as `prefill` set them, shape (tiles, heads, slots).
         folds: whether a tile's row is folded before it, shape (tiles,).
-        numbers: see above.
-        tables: block ids by row of the batch.
-        owns: by row of the batch, see `fold`.
-        decays: see `fold_lines`.
-        notable: mass of an interval, times the entries, that counts as use (see `Folding`).
-        clock: see `fold_lines`.
     """
     heads, size = numbers.shape[2], numbers.shape[4]
     group, width = sums.shape[1] // heads, sums.shape[2]
@@ -487,7 +457,6 @@ def pair_holes(
 
     Args:
         victims: slots of the entries that go, shape (heads, drop).
-        entries: of the sequence; the last `drop` slots are the tail.
         moves: from and to, written to, shape (heads, drop, 2).
         counts: how many moves each head has, written to, shape (heads,).
         dead: scratch, all zero, shape (at least entries,); left all zero.
@@ -519,7 +488,6 @@ def fill(kv: NDArray[np.generic], numbers: Floats, table: Ints, moves: Ints, cou
     Args:
         kv: the cache, shape (blocks, layers, 2, kv_heads, head_dim * size), contiguous.
         numbers: see above, contiguous.
-        table: block ids of the sequence.
         moves: of layer * kv_heads + KV head, shape (layers * kv_heads, n, 2).
         counts: shape (layers * kv_heads,).
     """
@@ -563,7 +531,6 @@ def pool(mass: Floats, positions: Ints, length: int, width: int, out: Floats) ->
     Args:
         mass: shape (layers, heads, n).
         positions: shape (layers, heads, n).
-        length: above all positions.
         out: shape of `mass`.
     """
     layers, heads, count = mass.shape

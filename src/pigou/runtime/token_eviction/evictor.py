@@ -64,11 +64,8 @@ class Evictor:
     """Carries out what plans ask of cache entries.
 
     Attributes:
-        stats: side data.
-        watch: of attention, and of rows.
         entries: cache entries of each row after the last plan, shape (max_seqs,).
         next: position of each row's next token, shape (max_seqs,).
-        moved: entries that were moved into holes so far, over all layers and heads.
     """
 
     def __init__(
@@ -79,12 +76,6 @@ class Evictor:
         tables: Ints,
         group: int,
     ) -> None:
-        """Bind a cache; nothing is in it.
-
-        Args:
-            tables: block ids by row of the batch; read at each step.
-            group: query heads of a KV head.
-        """
         self.policy = policy
         self.config = config
         self.cache = cache
@@ -303,11 +294,7 @@ class Evictor:
             self._summarize([(task.blocks, self._collect(task)) for task in tasks])
 
     def _summarize(self, rows: Sequence[tuple[Ints, Floats]]) -> None:
-        """Compute what is kept of rows' keys and values where that was not done yet.
-
-        Args:
-            rows: table and side data of each; what is found is put into both.
-        """
+        """Compute what is kept of rows' keys and values where that was not done yet."""
         line = 1 + self.policy.fields.index(self.policy.summary_fields[0])
         new = [np.flatnonzero(np.isnan(data[0, 0, line])).astype(np.int32) for _, data in rows]
         pending = [(*row, slots) for row, slots in zip(rows, new, strict=True) if len(slots)]
@@ -340,11 +327,7 @@ class Evictor:
         return self.stats.collect(task.blocks, task.entries)
 
     def _compact(self, task: Compaction) -> None:
-        """Close up what a row gives up.
-
-        Raises:
-            ValueError: the row has another number of entries, or too few that may go.
-        """
+        """Close up what a row gives up."""
         row, table = task.row, task.blocks
         if task.entries != self.entries[row]:
             raise ValueError(
@@ -439,9 +422,6 @@ class TokenRecomputation:
         self, recomputations: Items[plans.Recomputation], tokens: Mapping[int, Ints]
     ) -> None:
         """Compute tokens of some rows again, at once.
-
-        Args:
-            tokens: ids by row.
 
         Raises:
             ValueError: more are to come back than were given up.

@@ -212,11 +212,6 @@ class CompiledReturns:
     """
 
     def __init__(self, model: ReturnModel, turns: Tensor) -> None:
-        """Lay out weights along the entries.
-
-        Args:
-            turns: rotary table by position, of any amplitude.
-        """
         amplitude = turns[0].square().sum() / (turns.shape[1] // 2)
         self._turns: Floats = turns.numpy()
         self._scale = float(amplitude.rsqrt())

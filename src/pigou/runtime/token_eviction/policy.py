@@ -154,9 +154,6 @@ class TokenPolicy:
 
         Where `compiled`, in place of `birth` and `score`. Scores of entries that may not go yet
         mean nothing.
-
-        Args:
-            row: whose blocks have a multiple of `LANES` tokens.
         """
         raise NotImplementedError
 

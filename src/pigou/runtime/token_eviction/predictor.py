@@ -93,9 +93,6 @@ class ReturnModel:
     def birth(self, keys: Tensor, values: Tensor) -> Tensor:
         """Sum up entries by their own key and value, each of shape (layers, kv_heads, n, head_dim).
 
-        Args:
-            keys: before rotation.
-
         Returns:
             Shape (layers, kv_heads, n, CONTENT), float32.
         """
@@ -317,8 +314,6 @@ def load(keys: Stored, values: Stored, start: int, size: int, x: Floats) -> None
     Args:
         keys: of the head's block, shape (head_dim * size,).
         values: shape (size * head_dim,).
-        start: offset of the first entry.
-        size: tokens in a block.
         x: written to, shape (2 * head_dim, LANES).
     """
     width = len(values) // size
@@ -344,11 +339,7 @@ def summarize(
 
     Args:
         kv: the cache, shape (blocks, layers, 2, kv_heads, head_dim * block_size).
-        row: where results are put; NaN where it was not done.
-        stop: position before which they must be; others go with them, or once they are LANES.
-        line: of `row.numbers`, the first that takes results.
         turns: cosines and sines by position, shape (positions, head_dim).
-        weights: from keys and values to `CONTENT` numbers.
     """
     numbers, ids, table, entries, _ = row
     into, bias, out = weights
@@ -396,11 +387,7 @@ def load_features(
     Args:
         lines: of the head's block, shape (1 + fields, size).
         positions: of its entries, shape (size,).
-        start: offset of the first entry.
-        following: position of the sequence's next token.
-        fades: see `predict`.
         x: shape (CONTENT + scales + 1, columns).
-        at: first column.
     """
     scales = len(fades)
     content_line = AFTER_MASS_LINE + scales
@@ -431,7 +418,6 @@ def predict(
 
     Args:
         fades: what is left of each sum by now, shape (scales,).
-        weights: from CONTENT + scales + 1 features to mean and log sigma.
         last: bias of these two, shape (layers * kv_heads, 2).
         order: see above, shape (layers * kv_heads,).
         scores: written to, shape (layers * kv_heads, at least entries).

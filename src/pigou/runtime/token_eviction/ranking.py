@@ -51,12 +51,6 @@ def rank(
 
     Sinks and recent tokens are none of them, nor what comes before `first`.
 
-    Args:
-        following: position of the row's next token.
-        first: slot from which on entries may go.
-        max_entries: entries that may go.
-        size: tokens in a block.
-
     Raises:
         ValueError: a return is not finite.
     """
@@ -140,15 +134,10 @@ def select_victims(
 
     Args:
         scores: shape (heads, n).
-        bits: the same memory as unsigned integers.
         positions: of the entries, shape (heads, n).
-        first: slot from which on entries may go.
-        sinks: position from which on they may.
-        stop: position before which they may.
         victims: slots, written to, shape (heads, max_entries).
         lost_returns: sums of scores over all heads by `size` victims each, added to, shape
             (max_entries // size,).
-        size: tokens in a block.
 
     Returns:
         How many there are in each head, at most `max_entries`.

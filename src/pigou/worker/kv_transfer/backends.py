@@ -55,9 +55,7 @@ class SendBackend(Protocol):
         """Send the blocks, if it is this end that moves them.
 
         Args:
-            link: connection to the receiver, after the Grant.
             blocks: device blocks, shape (n,).
-            keep: to be called at least once a chunk: renews the lease, or raises when it is lost.
         """
         ...
 
@@ -95,11 +93,6 @@ class ReceiveBackend(Protocol):
         renew: Callable[[], None],
     ) -> None:
         """Fill the landing.
-
-        Args:
-            link: connection to the sender, after the Grant.
-            landing: where the blocks go.
-            renew: to be called at least once a chunk where the sender's end does not push.
 
         Raises:
             BackendUnavailable: nothing was moved; try another.

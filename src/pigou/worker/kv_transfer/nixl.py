@@ -137,7 +137,6 @@ class NixlAgent:
 
         Args:
             local: address, bytes and device of each piece, shape (n, 3), uint64.
-            remote: the same at the peer.
         """
         with self.lock:
             ours = self._agent.get_xfer_descs(local, "DRAM")
@@ -290,12 +289,7 @@ class NixlImport:
         self, peer: str, metadata: bytes, local: Any, remote: Any, size: int, first: bool,
         renew: Callable[[], None],
     ) -> None:  # fmt: skip
-        """Read blocks of `size` bytes, and wait for them.
-
-        Raises:
-            BackendUnavailable: the first read could not even begin.
-            TransferError: CUT or TIMEOUT. Nothing is written any more.
-        """
+        """Read blocks of `size` bytes, and wait for them."""
         try:
             handle = self._agent.read(peer, *merged(local, remote, size))
         except Exception as error:
@@ -337,8 +331,6 @@ def merged(local: Any, remote: Any, size: int) -> tuple[Any, Any]:
 
     Args:
         local: address of each block here, shape (n,), uint64.
-        remote: the same at the sender.
-        size: bytes of a block.
 
     Returns:
         Address, bytes and device of each piece here and there, both of shape (pieces, 3).

@@ -75,10 +75,6 @@ class PathTimes:
         The quickest by its law is first. A backend with fewer than `TRIES` pulls goes before it. So
         does one that was not used for `_MIN_IDLE` pulls, if what it costs more is within
         `EXPLORED_SHARE` of the seconds of all pulls of the host. Those that just failed are last.
-
-        Args:
-            names: backends that may reach it, the preferred one first.
-            size: bytes of the pull.
         """
         paths = self._paths(host)
         laws = {name: paths.laws.setdefault(name, _PathLaw()) for name in names}

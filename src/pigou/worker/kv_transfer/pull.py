@@ -279,10 +279,6 @@ class ConnectionPool:
     def link(self, address: Address, fresh: bool = False) -> Iterator[tuple[SideChannelLink, bool]]:
         """Lend a connection, and tell whether it was used before (and may have been closed).
 
-        Args:
-            address: host and port.
-            fresh: take none that was used before.
-
         Raises:
             TransferError: UNREACHABLE, or CLOSED.
         """

@@ -26,9 +26,6 @@ class ReceiveBuffer:
 
     Blocks are digested as they arrive, while they are in the cache, and verified as soon as the
     sender's checksums are known, which may be before or after.
-
-    Attributes:
-        good: leading blocks that arrived and are verified.
     """
 
     def __init__(

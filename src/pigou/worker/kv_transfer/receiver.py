@@ -69,8 +69,6 @@ class Receiver:
         """Start the threads.
 
         Args:
-            store: where pulled blocks are written.
-            background: runs the threads.
             key: of the fleet, by which tickets and senders are known; empty trusts all.
 
         Raises:
@@ -97,8 +95,6 @@ class Receiver:
         """Pull blocks `first` to `first + len(dest)` of an offer into the blocks `dest`.
 
         Args:
-            params: `kv_transfer_params` as they came; checked here, trusted in nothing.
-            first: index of the first block wanted, within the request.
             dest: device blocks to fill, in order, shape (n,). Until `done` is called they belong
                 to the receiver, and hold garbage beyond `Outcome.blocks` afterwards.
             done: called exactly once, from a thread of the receiver; or from this call when too

@@ -25,11 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class Sender:
-    """Offers blocks to other workers, each offer under a lease, and serves them.
-
-    Attributes:
-        engine_id: new at each start; a receiver's ticket for another is refused.
-    """
+    """Offers blocks to other workers, each offer under a lease, and serves them."""
 
     def __init__(
         self,
@@ -43,11 +39,8 @@ class Sender:
         """Bind the side channel and start the threads.
 
         Args:
-            store: the worker's KV blocks; offered blocks must not change while they are held.
             on_release: called from a thread of the sender, exactly once for each offer, with the
                 request's id, when its blocks were taken, declined, released, or have expired.
-            memory: the shared memory that the blocks lie in; without it `shm` is not offered.
-            background: runs the threads.
             key: of the fleet: receivers must prove that they know it, and tickets are signed with
                 it; empty serves all.
 
@@ -92,11 +85,7 @@ class Sender:
         Returns at once: checksums are computed by a thread of the sender.
 
         Args:
-            request: unique among the offers that are held.
             blocks: device blocks in prompt order, at least one, shape (n,).
-            tokens: tokens whose KV is in them.
-            last_hash: hash of the last of them, in the chain of the prompt's blocks under its
-                tenure, 32 hexadecimal digits. A receiver must know it.
 
         Raises:
             ValueError: the request is offered already, or the blocks do not fit the tokens.

@@ -113,7 +113,6 @@ def checked_transfer_params(
     Args:
         key: of the fleet, by which tickets are signed; empty takes unsigned ones.
         hashes: of its blocks, as far as they are known already; shape (n, 2).
-        seed: of the chain of its blocks, from its own tenure.
 
     Raises:
         APIError: 400, they are no ticket at all.
