@@ -37,7 +37,6 @@ class Format:
     size: float = 0.0  # bytes a parameter, with scales and zeros; 0 for those of `dtype`
 
     def __post_init__(self) -> None:
-        """Fill in what follows from the number format."""
         if not self.compute:
             object.__setattr__(self, "compute", _COMPUTE.get(self.dtype, self.dtype))
         if not self.size:

@@ -200,7 +200,6 @@ def _layer(config: HfConfig, family: Family, quant: Quantisation, index: int) ->
 
 
 def _kinds(decoder: list[LayerKind]) -> tuple[LayerKind, ...]:
-    """Return the layers that differ, with their counts."""
     counts: dict[LayerKind, int] = {}
     for layer in decoder:
         counts[layer] = counts.get(layer, 0) + 1

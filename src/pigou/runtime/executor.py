@@ -261,7 +261,6 @@ class TorchExecutor:
     def _note(
         self, batch: StepBatch, sampling: list[TokenSequence], chosen: Tensor, output: StepOutput
     ) -> None:
-        """Append the tokens to their sequences, and tell the output."""
         tokens = chosen.tolist()
         for entry, sequence, token in zip(batch.entries.tolist(), sampling, tokens, strict=True):
             if entry in output.broken:

@@ -23,15 +23,12 @@ class Ops(Protocol):
 
         `x` and `residual` have shape (rows, width), `weight` (width,).
         """
-        ...
 
     def gate(self, x: Tensor) -> Tensor:
         """Return silu(gate) * up for rows that hold gate and up, shape (rows, 2 * width)."""
-        ...
 
     def argmax(self, x: Tensor) -> Tensor:
         """Return the index of the first largest number of each row, shape (rows,), int64."""
-        ...
 
 
 class TorchOps:

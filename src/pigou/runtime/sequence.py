@@ -185,7 +185,6 @@ class TokenCounts:
     __slots__ = ("_counts", "_ids", "_indices")
 
     def __init__(self, tokens: Iterable[int]) -> None:
-        """Count these tokens."""
         self._indices: dict[int, int] = {}
         self._ids = np.empty(_FIRST, dtype=np.int64)
         self._counts = np.zeros(_FIRST, dtype=np.int64)

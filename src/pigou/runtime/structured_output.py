@@ -37,7 +37,6 @@ class JsonCloser:
     """Narrows masks of JSON to a token that ends it soonest, so that any model ends it."""
 
     def __init__(self, tokenizer: LLTokenizer, end_tokens: Iterable[int]) -> None:
-        """Look the tokens up of which JSON's ends are made."""
 
         def ids(texts: tuple[str, ...]) -> list[int]:
             return [tokenizer.tokenize_str(text)[-1] for text in texts]
@@ -254,7 +253,6 @@ def _weight(grammar: Grammar) -> int:
 
 
 def _translate(grammar: Grammar) -> str:
-    """Put a grammar into llguidance's own terms."""
     match grammar.kind:
         case "json_schema":
             return _from_schema(_json(grammar), grammar)
@@ -337,7 +335,6 @@ class WorkBudget:
         shared_step_ns: int = 2 * _MILLISECOND,
         shared_burst_ns: int = 200 * _MILLISECOND,
     ) -> None:
-        """Begin without debts; all arguments are CPU nanoseconds."""
         self._step_ns, self._burst_ns = step_ns, burst_ns
         self._free_ns = free_ns
         self._shared_step_ns, self._shared_burst_ns = shared_step_ns, shared_burst_ns

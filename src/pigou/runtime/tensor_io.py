@@ -66,7 +66,6 @@ class DeviceCopies:
         self._copy([(self._raw[block], host[row]) for row, block in enumerate(ids.tolist())])
 
     def _copy(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
-        """Copy from the second of each pair to the first; each is one run of bytes."""
         self._stream.wait_stream(self._cuda.default_stream(self._raw.device))
         with self._cuda.stream(self._stream):
             for target, source in pairs:

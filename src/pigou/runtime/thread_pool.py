@@ -61,7 +61,7 @@ class ParallelKernel:
     parallel: Callable[..., None]
 
     def __call__(self, work_ns: float, rows: RowRange, *arguments: object) -> None:
-        """Call the kernel for some rows."""
+        """Call the kernel for some rows; one thread needs about `work_ns` nanoseconds."""
         threads = torch.get_num_threads() if work_ns >= _min_parallel_ns else 1
         count = rows[1] - rows[0]
         start = openmp_entry() if threads > 1 and count > 1 else 0

@@ -22,7 +22,6 @@ class Backend(Protocol):
 
     def set_beat(self, beat: Callable[[], None]) -> None:
         """Call `beat` while a step makes progress, at least once a second where that is known."""
-        ...
 
     def add(
         self,
@@ -44,12 +43,9 @@ class Backend(Protocol):
         Raises:
             ValueError: a parameter cannot be honoured (a grammar, mostly); says which.
         """
-        ...
 
     def drop(self, request: str) -> None:
         """Forget a request; nothing, if it is not known."""
-        ...
 
     def execute(self, plan: Plan, on_step: OnStep | None = None) -> Result:
         """Do the plan's moves, then its steps; return early where a sequence ends."""
-        ...

@@ -261,7 +261,6 @@ def _pretended_work(config: WorkerConfig, folder: Path) -> WorkEstimate | None:
 
 
 def _context(spec: dict[str, Any]) -> int:
-    """Return the context of a model that is not computed, of whatever family."""
     from pigou.models import ModelError
     from pigou.models.rope_parameters import scaled_context
 
@@ -309,7 +308,6 @@ def _core(
 
 
 def _open(tiers: WorkerTiers | None, device: DeviceBlocks) -> tuple[list[str], KVOffloader] | None:
-    """Start what moves the blocks of this device."""
     return None if tiers is None else (tiers.names, tiers.offloader(device))
 
 
@@ -343,7 +341,6 @@ def _engine_config(config: WorkerConfig, blocks: int, max_tokens: int) -> Engine
 
 
 def _shared_memory(config: WorkerConfig, size: int) -> SharedMemory | None:
-    """Return shared memory for the blocks, where it is allowed and there is room."""
     if config.kv_transfer != "auto" and "shm" not in config.kv_transfer.split(","):
         return None
     try:

@@ -249,7 +249,6 @@ class Report:
     chunks: list[tuple[str, int, int, int]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        """Whether there is anything to tell."""
         return bool(
             self.begun
             or self.tokens

@@ -24,7 +24,6 @@ class EnergyCounter(Protocol):
 
     def joules(self) -> float:
         """Return the joules since it was made."""
-        ...
 
 
 class NvmlEnergy:
@@ -113,7 +112,6 @@ class EnergyMetrics(Collector):
     """Exports a counter."""
 
     def __init__(self, counter: EnergyCounter, model: str) -> None:
-        """Tell of a counter, under the name of the model."""
         self._counter, self._model = counter, model
 
     def collect(self) -> Iterator[Metric]:

@@ -135,7 +135,6 @@ class EngineClient:
                 self._put(Abort(sequence.id))
 
     def _follow(self, leader: str) -> None:
-        """Submit the choices that waited for this one."""
         for add in self._followers.pop(leader, ()):
             flight = self._flights.get(add.request.id)
             if flight is not None:
@@ -235,7 +234,6 @@ class EngineClient:
             self._broke(request, None if flight is None else flight[1], error)
 
     def _broke(self, request: str, reply: Reply | None, error: Exception) -> None:
-        """Fail a request whose tokens cannot be turned into a reply."""
         extra = about(request)
         log.error("request %s failed on its way out, alone", request, exc_info=error, extra=extra)
         self._flights.pop(request, None)
@@ -342,7 +340,6 @@ class WaitingSequences:
     """
 
     def __init__(self, max_in_engine: int = 0) -> None:
-        """Start empty; `max_in_engine` of one reply are in the engine at once, 0 for all."""
         self._max_in_engine = max_in_engine
         self._inside: dict[int, int] = {}
         self._held: dict[int, deque[Add]] = {}

@@ -129,7 +129,6 @@ class EngineThread:
             self._do(self._inbox.get())
 
     def _recall(self, now: int) -> None:
-        """Bring back what a session needs that is expected by now."""
         due = self._core.next_return
         if due is not None and due <= now:
             self._take(self._core.recall(now))
@@ -245,7 +244,6 @@ class EngineThread:
     # --- steps ------------------------------------------------------------------------------
 
     def _step(self) -> bool:
-        """Plan and compute; whether there was anything to do."""
         now = time.monotonic_ns()
         if self.tiers is not None:
             self._recall(now)
@@ -311,7 +309,6 @@ class EngineThread:
                 self.transfers.begin(load, ticket)
 
     def _on_step(self, step: StepOutput) -> bool:
-        """Collect a step's tokens; send them now, if they are not the plan's last."""
         self.heartbeat.beat()
         out = self._out
         for entry, prompt in step.prompt_logprobs.items():
@@ -384,7 +381,6 @@ class EngineThread:
     # --- reports ----------------------------------------------------------------------------
 
     def _flush(self) -> None:
-        """Send what there is to tell."""
         out, self._out = self._out, Report()
         out.now = time.monotonic_ns()
         self.gauges.read_load(self._core, self._added)

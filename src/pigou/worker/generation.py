@@ -59,7 +59,6 @@ class Generation:
         unknown: UnknownFields,
         tracer: Tracer | None = None,
     ) -> None:
-        """Answer by these; `unknown` judges the fields that no request has."""
         self._tracer = tracer
         self._intake = intake
         self._service = service
@@ -141,7 +140,6 @@ class Generation:
 
 
 def _describe(reply: Reply, trace_id: str) -> None:
-    """Tell the access log what came of a reply."""
     sequences = reply.sequences
     leaders = sequences[:: reply.options.per_prompt]
     first = min((sequence.first for sequence in sequences if sequence.first), default=0)
@@ -215,7 +213,6 @@ class Bodies:
     """Reads and decodes bodies within bounds."""
 
     def __init__(self, max_bytes: int, context: int) -> None:
-        """Read bodies of at most `max_bytes` bytes, for a model that holds `context` tokens."""
         self._max_bytes = max_bytes
         self._context = context
         self._large = FairThreadPool(max_waiting=_MAX_WAITING)

@@ -24,7 +24,6 @@ class Heartbeat:
     """Progress of the engine thread, which alone writes it; any thread reads it."""
 
     def __init__(self, clock: Callable[[], int] = time.monotonic_ns) -> None:
-        """Begin idle; `clock` is in nanoseconds."""
         self._clock = clock
         self._last_ns = clock()
         self.beats = 0

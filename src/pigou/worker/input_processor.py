@@ -140,7 +140,6 @@ class InputProcessor:
     # --- checks -----------------------------------------------------------------------------
 
     def _check(self, request: GenerationRequest) -> None:
-        """Refuse what this worker cannot honour, or cannot take now."""
         self._service.check_open()
         self.check_model(request.model)
         request_validation.check(request)
@@ -208,7 +207,6 @@ class InputProcessor:
         prompts: list[TokenizedPrompt],
         echo: list[str] | None = None,
     ) -> Reply:
-        """Submit all sequences of a request; return the reply that collects their tokens."""
         request, options = inputs.request, _options(inputs.request, echo)
         reply = Reply(id, int(time.time()), self._model.name, options)
         if inputs.trace is not None:
@@ -226,7 +224,6 @@ class InputProcessor:
     def _sequence(
         self, inputs: _Inputs, reply: Reply, prompt: TokenizedPrompt, index: int, seed: int
     ) -> tuple[ReplySequence, Add]:
-        """Return a sequence, and the command that lets the engine compute it."""
         shape, now_ns = inputs.shape, time.monotonic_ns()
         params = sampling_params(
             inputs.request, len(prompt.original), self._model.limits, self._model.defaults, seed,
@@ -329,7 +326,6 @@ def _options(request: GenerationRequest, echo: list[str] | None) -> ReplyOptions
 
 
 def _sequences(request: GenerationRequest) -> int:
-    """Return how many sequences a request asks for."""
     prompts = (
         request_validation.prompts(request) if isinstance(request, CompletionRequest) else [None]
     )

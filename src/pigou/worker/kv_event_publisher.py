@@ -138,7 +138,6 @@ def event_map(
 
 
 def _bound(socket: zmq.Socket[Any]) -> str:
-    """Return the address that a socket is bound to."""
     address = socket.getsockopt(zmq.LAST_ENDPOINT)
     assert isinstance(address, bytes)
     return address.rstrip(b"\0").decode()

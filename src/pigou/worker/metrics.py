@@ -275,7 +275,6 @@ class WorkMetrics(Collector):
     """Reads the estimates of a worker's steps when the page is asked for."""
 
     def __init__(self, work: WorkEstimate, model: str) -> None:
-        """Tell of `work`, under the name of the model."""
         self._work, self._labels = work, (model, "0")
 
     def collect(self) -> Iterator[Metric]:
@@ -298,7 +297,6 @@ class TierMetrics(Collector):
     """Reads the tiers' figures when the page is asked for."""
 
     def __init__(self, tiers: OffloadConnector, model: str) -> None:
-        """Tell of `tiers`, all under the name of the model."""
         self._tiers = tiers
         self._model = model
 

@@ -185,7 +185,6 @@ class MockBackend:
             out.prompt_logprobs[entry] = [None, *explained]
 
     def _next(self, seq: _MockSequence) -> int:
-        """Return a token that follows from the last one and the position."""
         at = (seq.tokens[-1] * 31 + len(seq.tokens) * 17 + 7) % len(self._choices)
         return self._choices[at]
 
@@ -296,7 +295,6 @@ class SimulatedLink:
     """
 
     def __init__(self, config: LinkConfig, block_bytes: int) -> None:
-        """Start with an idle link; blocks of `block_bytes` bytes come over it."""
         self._nanos_per_block = block_bytes * config.nanos_per_byte
         self._latency = round(config.latency_us * 1000)
         self._free = 0
@@ -333,7 +331,6 @@ class SimulatedLink:
                 _log.exception("an arrival could not be told")
 
     def _next(self) -> Callable[[], None] | None:
-        """Wait for the next arrival; None when the link is closed and empty."""
         with self._change:
             while True:
                 left = self._due[0][0] - time.monotonic_ns() if self._due else None

@@ -148,7 +148,6 @@ class WorkerServer:
         return 1 if self._failed else 0
 
     async def _listen(self) -> tuple[str, int]:
-        """Listen; return address and port."""
         server = self._runner.server
         assert server is not None
         factory = Factory(server, ConnectionLimits(keepalive_s=_KEEPALIVE))

@@ -51,7 +51,6 @@ class PromptProcessor:
     """Renders, tokenizes and hashes prompts; long ones on threads of its own."""
 
     def __init__(self, model: ServedModel, config: WorkerConfig) -> None:
-        """Process prompts for a model."""
         self._model = model
         self._config = config
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="tokenize")
@@ -189,7 +188,6 @@ class PromptProcessor:
         return self._model.seed(salt)
 
     async def _hashes(self, tokens: list[int], request: GenerationRequest) -> BlockHashes:
-        """Return the hashes of the prompt's blocks."""
         echoed = isinstance(request, CompletionRequest) and bool(request.echo)
         seed, size = self.cache_seed(request), self._config.block_size
         if not seed or (echoed and wants_logprobs(request)):

@@ -13,15 +13,12 @@ class Registrar(Protocol):
 
     async def ready(self, about: dict[str, Any], stop: Callable[[], None]) -> None:
         """Make the worker known, which serves from now on."""
-        ...
 
     async def draining(self) -> None:
         """Say that it takes nothing new."""
-        ...
 
     async def leave(self) -> None:
         """Say that it is gone."""
-        ...
 
 
 #: Makes the registrar of a worker, from the fleet's secret.

@@ -249,7 +249,6 @@ class Reply:
     def _chunk(
         self, sequence: ReplySequence, text: str, tokens: list[int], delta: Json | None = None
     ) -> None:
-        """Append the frame of a chunk."""
         choice, options = sequence.choice, self.options
         first, sequence.opened = not sequence.opened, True
         logprobs = None

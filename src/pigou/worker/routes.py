@@ -55,7 +55,6 @@ class Routes:
         secret: FleetSecret | None = None,
         tracer: Tracer | None = None,
     ) -> None:
-        """Answer for these, to those who know `secret`; `about` is what `GET /server_info` says."""
         self._unknown = UnknownFields(unknown_fields, _log.warning)
         self._secret = secret
         self._tracer = tracer

@@ -224,7 +224,6 @@ class ToolStream:
         return self._take(events)
 
     def _take(self, events: list[Event]) -> Json:
-        """Collect events; return them as one delta."""
         content, pieces = "", dict[int, Json]()
         for event in events:
             if isinstance(event, str):

@@ -127,7 +127,6 @@ class _Stage:
         return steps
 
     def _gather(self) -> bool:
-        """Let all streams decode; whether they do in time."""
         streams = self._load.streams
         max_tokens = max_stream_tokens(self._load, self._core.config) - CONTEXT_TOKENS
         for number in range(streams):

@@ -47,15 +47,12 @@ class Trials(Protocol):
 
     def try_grammar(self, grammar: Grammar) -> None:
         """Raise ValueError for a grammar that is faulty or takes too long."""
-        ...
 
     def kill(self) -> None:
         """Break the trial under way off."""
-        ...
 
     def close(self) -> None:
         """End."""
-        ...
 
 
 class GrammarSource(Protocol):
@@ -70,22 +67,18 @@ class GrammarSource(Protocol):
             ValueError: the grammar is faulty, or takes too long.
             CompileQueueFull: too many wait; try again later.
         """
-        ...
 
     def warm_up(self) -> None:
         """Read the tokenizer, before the first request."""
-        ...
 
     def close(self) -> None:
         """End what was started."""
-        ...
 
 
 class NoGrammars:
     """Of a worker without a model."""
 
     def __init__(self, refuse: Callable[[Grammar], None]) -> None:
-        """Refuse every grammar with this."""
         self._refuse = refuse
 
     async def prepare(
@@ -211,7 +204,6 @@ class GrammarCompilePool:
             task.add_done_callback(self._tasks.discard)
 
     def _leave(self, tenant: str, job: _Job) -> None:
-        """Forget a job whose request no longer waits for it."""
         own = self._tenants.get(tenant)
         if own is not None and job in own.queued:
             own.queued.remove(job)
@@ -225,7 +217,6 @@ class GrammarCompilePool:
             del self._tenants[tenant]
 
     async def _run(self, tenant: str, job: _Job, trials: Trials) -> None:
-        """Do a job on a thread, then begin the next."""
         try:
             await self._do(job, trials)
         finally:
@@ -268,7 +259,6 @@ class GrammarCompilePool:
             return self._grammars
 
     def _refuse(self, job: _Job, message: str) -> None:
-        """Remember a faulty grammar, so that it is not tried again."""
         if job.output:
             return  # the fault may be the output's
         self._refused[job.grammar] = message

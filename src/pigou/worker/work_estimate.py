@@ -30,11 +30,6 @@ class WorkEstimate:
     """
 
     def __init__(self, model: Architecture, tp: int = 1, device: Gpu | None = None) -> None:
-        """Begin at 0.
-
-        Args:
-            device: each of them; None where that is not known.
-        """
         self.flops = self.read_bytes = self.write_bytes = 0.0
         self.peak_flops = 0.0 if device is None else device.peak(model.compute_dtype)
         self.peak_bytes_per_second = 0.0 if device is None else device.bandwidth

@@ -96,7 +96,6 @@ class KVCache:
 
     @staticmethod
     def _split(part: Tensor, rows: int, columns: int) -> Tensor:
-        """View shape (..., rows * columns) as (..., rows, columns)."""
         return part.view(*part.shape[:-1], rows, columns)
 
     def as_bytes(self) -> Bytes | None:

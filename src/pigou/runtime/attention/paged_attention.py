@@ -157,7 +157,6 @@ class PagedAttention:
     def _chunk(
         self, layer: int, own: tuple[Tensor, Tensor, Tensor], past: Past | None, out: Tensor
     ) -> None:
-        """Attend with the tokens of one chunk."""
         query, key, value = own
         queries = query.transpose(0, 1).unsqueeze(0)
         if past is None:
@@ -216,7 +215,6 @@ class PagedAttention:
         return part if self.config.group == 1 else part.repeat_interleave(self.config.group, 1)
 
     def _entries(self, width: int) -> Tensor:
-        """Number the entries of so many blocks, on the device."""
         return torch.arange(width * self.block_size, device=self.device)
 
     def _index(self, ids: Ints) -> Tensor:

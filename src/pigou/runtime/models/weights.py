@@ -305,7 +305,6 @@ class Weights:
                 self._where[key] = path.name
 
     def _choose(self, key: str, file: str) -> None:
-        """Choose between two files that have the same tensor."""
         first = self._where[key]
         if torch.equal(self._files[first].get_tensor(key), self._files[file].get_tensor(key)):
             return

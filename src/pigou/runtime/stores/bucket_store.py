@@ -306,7 +306,6 @@ class BucketStore:
                     await obstore.delete_async(self._client, path)
 
     def _list(self) -> list[str]:
-        """Paths of objects of the right size, the newest first, as many as are of use."""
         listed: list[Any] = []
 
         async def fetch() -> None:
@@ -329,7 +328,6 @@ class BucketStore:
             raise StoreError(f"{self.location.url} cannot be {what}: {error}")
 
     async def _gather(self, work: Iterable[Request], seconds: float) -> str:
-        """Wait for requests; returns why one failed, or nothing."""
         gate = asyncio.Semaphore(self.location.requests)
 
         async def send(request: Request) -> None:
@@ -349,7 +347,6 @@ class BucketStore:
 
 
 def _array(raw: Any) -> Bytes:
-    """See the client's bytes without a copy."""
     return np.frombuffer(raw, dtype=np.uint8)
 
 

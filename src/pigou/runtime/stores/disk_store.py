@@ -504,7 +504,6 @@ class SegmentFolder:
         return self.cap - self.bytes
 
     def _fit(self) -> None:
-        """Drop what is over the cap: other layouts, then the segments with the fewest blocks."""
         self._room(0)
         while self.bytes > self.cap and self.segments:
             number = min(self.segments, key=lambda n: self.segments[n].live)

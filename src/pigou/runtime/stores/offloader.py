@@ -321,7 +321,6 @@ class TransferJobs:
     """Makes jobs; what they need of the arena they take when they run, unless it is given."""
 
     def __init__(self, device: DeviceBlocks, host: HostStore, batch: int) -> None:
-        """Copy by way of the host store's arena, `batch` blocks at once."""
         self._device = device
         self._host = host
         self._batch = batch
@@ -488,7 +487,6 @@ class StagedCopy:
     """
 
     def __init__(self, host: HostStore, rows: Ints) -> None:
-        """Own `rows`, staged rows of the host store."""
         self.good: Bools = np.zeros(len(rows), dtype=np.bool_)
         self.reason = ""
         self.sums: Checksums = np.zeros(len(rows), dtype=np.uint64)
@@ -497,7 +495,6 @@ class StagedCopy:
         self._held: Bools = np.ones(len(rows), dtype=np.bool_)
 
     def __len__(self) -> int:
-        """Blocks that were asked for."""
         return len(self._rows)
 
     def publish(self, index: Ints, entries: BlockRecords) -> Bools:
@@ -539,19 +536,15 @@ class DeviceBlocks(Protocol):
     @property
     def layout(self) -> KVLayout:
         """How a block lies in memory."""
-        ...
 
     def as_bytes(self) -> Bytes | None:
         """All blocks without a copy, shape (blocks, block_bytes); None if not in host memory."""
-        ...
 
     def read(self, ids: Ints) -> Bytes:
         """Copy blocks out, shape (n, block_bytes), in the order of `ids`."""
-        ...
 
     def write(self, ids: Ints, data: Bytes) -> None:
         """Copy `data`, shape (n, block_bytes), into the blocks `ids`."""
-        ...
 
 
 def copy_out(blocks: DeviceBlocks, ids: Ints, arena: Bytes, rows: Ints) -> Checksums:

@@ -55,27 +55,22 @@ class Store(Protocol):
     @property
     def block_bytes(self) -> int:
         """Bytes of a block."""
-        ...
 
     @property
     def record_bytes(self) -> int:
         """Bytes of the cap that a block takes, a few more for many blocks together left aside."""
-        ...
 
     @property
     def cap_bytes(self) -> int:
         """What `used_bytes` never exceeds."""
-        ...
 
     @property
     def capacity(self) -> int:
         """Blocks that have room when there is nothing else; the decider's cap."""
-        ...
 
     @property
     def used_bytes(self) -> int:
         """Bytes that are taken now, headers included."""
-        ...
 
     def put(
         self, entries: BlockRecords, data: Bytes, rows: Ints, sums: Checksums | None = None
@@ -94,7 +89,6 @@ class Store(Protocol):
         Raises:
             StoreError: the medium fails; blocks of the batch may have been stored.
         """
-        ...
 
     def get(self, keys: BlockHashes, out: Bytes, rows: Ints) -> Bools:
         """Read blocks, and verify each.
@@ -111,11 +105,9 @@ class Store(Protocol):
         Raises:
             StoreError: the medium fails.
         """
-        ...
 
     def has(self, keys: BlockHashes) -> Bools:
         """Which blocks are there, as far as known without I/O, shape (n,)."""
-        ...
 
     def delete(self, keys: BlockHashes) -> int:
         """Forget blocks; returns how many there were.
@@ -123,7 +115,6 @@ class Store(Protocol):
         Raises:
             StoreError: the medium fails; they are forgotten, but may be back after a restart.
         """
-        ...
 
     def entries(self) -> BlockRecords:
         """All blocks in the store that are not void; after opening, what survived.
@@ -131,7 +122,6 @@ class Store(Protocol):
         Raises:
             StoreError: the medium fails.
         """
-        ...
 
     def probe(self) -> None:
         """Find out cheaply whether the medium is there.
@@ -139,11 +129,9 @@ class Store(Protocol):
         Raises:
             StoreError: it is not.
         """
-        ...
 
     def close(self) -> None:
         """Let go of files and connections; later calls raise StoreError, a second `close` not."""
-        ...
 
 
 #: What the entry point of a store names, given the place of `NAME=SIZE@PLACE`, the layout's
@@ -186,7 +174,6 @@ class BlockRecords:
                 raise ValueError(f"{name} has shape {getattr(self, name).shape}; give {shape}")
 
     def __len__(self) -> int:
-        """Number of blocks."""
         return len(self.keys)
 
     def take(self, index: NDArray[np.integer] | Bools | slice) -> BlockRecords:
@@ -366,11 +353,9 @@ class SlotMap:
         self._doomed: set[int] = set()
 
     def __len__(self) -> int:
-        """Keys."""
         return len(self._slots)
 
     def __contains__(self, key: bytes) -> bool:
-        """Whether a key has a slot."""
         return key in self._slots
 
     def find(self, key: bytes) -> int | None:

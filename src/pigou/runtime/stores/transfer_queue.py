@@ -197,7 +197,6 @@ class TransferQueue:
             self._end(job, reason, 0)
 
     def _main(self) -> None:
-        """Work; begin again when the loop itself fails, some times."""
         while True:
             try:
                 self._work()
@@ -252,7 +251,6 @@ class TransferQueue:
                 self._breaker.probed(self._clock(), alive=True)
 
     def _run(self, job: TransferJob) -> str:
-        """Run a job; returns why it failed, or nothing."""
         if not (job.patient or self._breaker.allows):
             return self._breaker.reason
         begin = self._clock()

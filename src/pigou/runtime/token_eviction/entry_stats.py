@@ -183,7 +183,6 @@ class CPUEntryStats(EntryStats):
     def __init__(
         self, layout: KVLayout, fields: int, blocks: int, device: torch.device, host_blocks: int = 0
     ) -> None:
-        """Make side data of nothing; the arguments are those of `EntryStats`."""
         super().__init__(layout, fields, blocks, device, host_blocks)
         self.array: Floats = self.numbers.numpy()
         self._ids: Ints = self.array.view(np.int32)

@@ -217,7 +217,6 @@ class Evictor:
         self._rankings.pop(row, None)
 
     def _load(self, load: Load) -> None:
-        """Give entries that come from outside their positions."""
         if load.row >= 0:
             self._loading[load.request] = load.first * self.size
         count = len(load.blocks) * self.size
@@ -229,7 +228,6 @@ class Evictor:
     # --- scores and compaction --------------------------------------------------------------
 
     def _rank(self, requests: Sequence[RankRequest]) -> Iterator[Ranking]:
-        """Rank the entries of rows."""
         for request, predicted in zip(requests, self._predict(requests), strict=True):
             following = int(self.next[request.row])
             _, _, first, max_entries = request
@@ -268,7 +266,6 @@ class Evictor:
         )
 
     def _cache_entries(self, requests: Sequence[RankRequest]) -> list[CacheEntries]:
-        """Return the entries of rows as the policy sees them."""
         collected = [self.stats.collect(r.table, int(self.entries[r.row])) for r in requests]
         if self.policy.summary_fields:
             self._summarize([(r.table, data) for r, data in zip(requests, collected, strict=True)])
@@ -294,7 +291,6 @@ class Evictor:
             self._summarize([(task.blocks, self._collect(task)) for task in tasks])
 
     def _summarize(self, rows: Sequence[tuple[Ints, Floats]]) -> None:
-        """Compute what is kept of rows' keys and values where that was not done yet."""
         line = 1 + self.policy.fields.index(self.policy.summary_fields[0])
         new = [np.flatnonzero(np.isnan(data[0, 0, line])).astype(np.int32) for _, data in rows]
         pending = [(*row, slots) for row, slots in zip(rows, new, strict=True) if len(slots)]
@@ -327,7 +323,6 @@ class Evictor:
         return self.stats.collect(task.blocks, task.entries)
 
     def _compact(self, task: Compaction) -> None:
-        """Close up what a row gives up."""
         row, table = task.row, task.blocks
         if task.entries != self.entries[row]:
             raise ValueError(
@@ -411,7 +406,6 @@ class TokenRecomputation:
     """
 
     def __init__(self, model: Decoder, cache: KVCache, evictor: Evictor, turns: Tensor) -> None:
-        """Bind a model, its cache, who keeps track of entries, and the rotary table."""
         self._model = model
         self._evictor = evictor
         none = np.zeros((1, 1), dtype=np.int32)

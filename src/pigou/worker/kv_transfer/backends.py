@@ -45,11 +45,9 @@ class SendBackend(Protocol):
     @property
     def name(self) -> str:
         """The backend's name, the same at both ends."""
-        ...
 
     def details(self, blocks: Ints) -> dict[str, bytes | int]:
         """What the receiver's end needs to know to have these blocks."""
-        ...
 
     def push(self, link: SideChannelLink, blocks: Ints, keep: Callable[[], None]) -> None:
         """Send the blocks, if it is this end that moves them.
@@ -57,15 +55,12 @@ class SendBackend(Protocol):
         Args:
             blocks: device blocks, shape (n,).
         """
-        ...
 
     def finish(self, details: dict[str, bytes | int]) -> None:
         """Let go of what `details` made for one pull; that has ended, well or not."""
-        ...
 
     def close(self) -> None:
         """Let go of everything; no pull runs any more."""
-        ...
 
 
 class ReceiveBackend(Protocol):
@@ -74,16 +69,13 @@ class ReceiveBackend(Protocol):
     @property
     def name(self) -> str:
         """The backend's name, the same at both ends."""
-        ...
 
     @property
     def needs_confirmation(self) -> bool:
         """Whether blocks count only if the lease is confirmed afterwards (one-sided reads)."""
-        ...
 
     def reaches(self, ticket: TransferParams) -> bool:
         """Whether the sender's memory may be within reach."""
-        ...
 
     def fetch(
         self,
@@ -98,15 +90,12 @@ class ReceiveBackend(Protocol):
             BackendUnavailable: nothing was moved; try another.
             TransferError: it ended early; `landing.good` blocks are there.
         """
-        ...
 
     def sweep(self) -> None:
         """Let go of what belongs to senders that are gone; called now and then."""
-        ...
 
     def close(self) -> None:
         """Let go of everything; no pull runs any more."""
-        ...
 
 
 def granted_blocks(granted: GrantFrame, landing: ReceiveBuffer) -> Ints:
@@ -179,7 +168,6 @@ class ShmImport:
     needs_confirmation = True
 
     def __init__(self, threads: int = 1) -> None:
-        """Copy with up to `threads` threads a pull, that of the caller included."""
         self._lock = threading.Lock()
         self._mapped: dict[tuple[str, str], MappedMemory] = {}
         self._host = host_id()
@@ -251,7 +239,6 @@ def _lane(
     chunks: deque[tuple[int, int]],
     renew: Callable[[], None] = lambda: None,
 ) -> None:
-    """Move chunks until none is left."""
     while chunks:
         try:
             first, count = chunks.popleft()
@@ -274,7 +261,6 @@ class StagedShmExport(ShmExport):
     """
 
     def __init__(self, store: BlockStore) -> None:
-        """Export a store that is not in host memory."""
         self._store = store
         self._lock = threading.Lock()
         self._staged: dict[bytes, SharedMemory] = {}

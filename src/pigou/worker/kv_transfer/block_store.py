@@ -27,19 +27,15 @@ class BlockStore(Protocol):
     @property
     def layout(self) -> KVLayout:
         """How a block lies in memory."""
-        ...
 
     def as_bytes(self) -> Bytes | None:
         """All blocks without a copy, shape (blocks, block_bytes); None if not in host memory."""
-        ...
 
     def read(self, ids: Ints) -> Bytes:
         """Copy blocks out, shape (n, block_bytes), in the order of `ids`."""
-        ...
 
     def write(self, ids: Ints, data: Bytes) -> None:
         """Copy `data`, shape (n, block_bytes), into the blocks `ids`."""
-        ...
 
 
 class HostBlockStore:

@@ -20,19 +20,15 @@ class Transfers(Protocol):
 
     def begin(self, load: Load, ticket: dict[str, Any]) -> None:
         """Fill a load's blocks; a `Loaded` command follows. Without blocks, decline the offer."""
-        ...
 
     def decline(self, ticket: dict[str, Any]) -> None:
         """Tell the other worker that its blocks are not wanted."""
-        ...
 
     def cancel(self, request: str) -> None:
         """End a request's load early; its `Loaded` follows all the same."""
-        ...
 
     def done(self, request: str) -> None:
         """Note that a request's load was answered."""
-        ...
 
     def offer(
         self, request: str, blocks: Ints, block_size: int, last_hash: str
@@ -41,11 +37,9 @@ class Transfers(Protocol):
 
         `last_hash` is that of the last of them, as tickets write it.
         """
-        ...
 
     def end_offer(self, request: str) -> None:
         """End an offer; a `Release` command follows if it still stood."""
-        ...
 
 
 class NoTransfers:
@@ -85,10 +79,6 @@ class KVTransfers:
         put: Callable[[Loaded], None],
         link: SimulatedLink | None = None,
     ) -> None:
-        """Use these; `put` takes `Loaded` commands from any thread.
-
-        What came counts as there when `link` says so; without one, when it came.
-        """
         self._sender = sender
         self._receiver = receiver
         self._put = put

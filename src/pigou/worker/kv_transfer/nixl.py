@@ -176,7 +176,6 @@ class NixlExport:
     name = "nixl"
 
     def __init__(self, store: BlockStore) -> None:
-        """Register a store's memory; blocks that are not in host memory are staged in it."""
         self._store = store
         self._rows = store.as_bytes()
         self._agent = NixlAgent(self._rows)
@@ -289,7 +288,6 @@ class NixlImport:
         self, peer: str, metadata: bytes, local: Any, remote: Any, size: int, first: bool,
         renew: Callable[[], None],
     ) -> None:  # fmt: skip
-        """Read blocks of `size` bytes, and wait for them."""
         try:
             handle = self._agent.read(peer, *merged(local, remote, size))
         except Exception as error:

@@ -58,10 +58,6 @@ class Puller:
         config: TransferConfig,
         key: bytes = b"",
     ) -> None:
-        """Prepare to pull into `store` by the first of `imports` that reaches the sender.
-
-        Where there is a `key`, senders must prove that they know it.
-        """
         self._store = store
         self._imports = imports
         self._links = ConnectionPool(config.timeout, key)

@@ -31,7 +31,6 @@ class ReceiveBuffer:
     def __init__(
         self, store: BlockStore, dest: Ints, cancelled: Callable[[], bool] = lambda: False
     ) -> None:
-        """Expect `len(dest)` blocks."""
         self.good = 0
         self.block_bytes = store.layout.block_bytes
         self._store = store

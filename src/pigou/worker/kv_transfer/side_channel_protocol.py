@@ -238,7 +238,6 @@ class SideChannelLink:
 
 
 def _after_bytes(buffers: list[memoryview], count: int) -> list[memoryview]:
-    """What remains of the buffers after their first `count` bytes."""
     for i, buffer in enumerate(buffers):
         if count < buffer.nbytes:
             return [buffer[count:], *buffers[i + 1 :]]

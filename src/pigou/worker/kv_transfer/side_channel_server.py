@@ -141,7 +141,6 @@ class SideChannel:
             log.debug("the refusal did not arrive: %s", str(failure))
 
     def _next(self, link: SideChannelLink) -> Request | None:
-        """The receiver's next request; None when it has no more."""
         try:
             return link.receive(REQUESTS, MAX_REQUEST)
         except TransferError as error:

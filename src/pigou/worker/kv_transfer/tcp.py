@@ -28,7 +28,6 @@ class TcpExport:
     name = "tcp"
 
     def __init__(self, store: BlockStore) -> None:
-        """Export a store, in whatever memory it is."""
         self._store = store
         self._step = max(1, MESSAGE_BYTES // store.layout.block_bytes)
 
