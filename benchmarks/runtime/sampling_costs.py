@@ -49,7 +49,7 @@ def main() -> None:
     from pigou.runtime.local_engine import LocalEngine
     from pigou.runtime.models.load import load
     from pigou.runtime.resources import set_threads
-    from pigou.worker.build import bundled
+    from pigou.worker.startup.build import bundled
 
     set_threads(options.threads)
     model = load(bundled() if options.model == "bundled" else options.model, "auto", options.device)

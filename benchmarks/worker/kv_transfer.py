@@ -31,14 +31,10 @@ import numpy as np
 from benchmarks.lib.servers import machine
 from pigou.kv.block import KVLayout
 from pigou.request import SECOND
-from pigou.worker.kv_transfer import (
-    HostBlockStore,
-    Receiver,
-    Sender,
-    SharedMemory,
-    TransferConfig,
-    TransferResult,
-)
+from pigou.worker.kv_transfer.block_store import HostBlockStore, SharedMemory
+from pigou.worker.kv_transfer.receiver import Receiver
+from pigou.worker.kv_transfer.sender import Sender
+from pigou.worker.kv_transfer.transfer_params import TransferConfig, TransferResult
 
 SIZES = (64 << 10, 1 << 20, 16 << 20, 128 << 20)
 GOAL_SIZE, GOAL = 16 << 20, 0.5

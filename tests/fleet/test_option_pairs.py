@@ -29,11 +29,10 @@ from pigou.gateway.config import GatewayConfig
 from pigou.request import Role
 from pigou.wire.fleet_secret import FleetSecret
 from pigou.wire.names import advertised
-from pigou.worker.build import transfer_config
 from pigou.worker.config import WorkerConfig
-from pigou.worker.process import WorkerServer
-from pigou.worker.registrar import Registrar
-from pigou.worker.startup import prepare
+from pigou.worker.process import Registrar, WorkerServer
+from pigou.worker.startup.build import transfer_config
+from pigou.worker.startup.profiling import prepare
 
 pytest.importorskip("nats")
 SLEEP = {"executor": "sleep", "sleep_base": 1_000_000, "rehearse": 0, "threads": 1, "port": 0,

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from pigou.worker import energy_counter
-from pigou.worker.energy_counter import EnergyMetrics, RaplEnergy, open_energy_counter
+from pigou.worker import device_use as energy_counter
+from pigou.worker.device_use import EnergyMetrics, RaplEnergy, open_energy_counter
 
 
 def package(folder: Path, name: str, energy_uj: int) -> Path:

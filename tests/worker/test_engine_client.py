@@ -8,8 +8,8 @@ from typing import Any, cast
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pigou.worker.commands import Add
-from pigou.worker.engine_client import WaitingSequences
+from pigou.worker.engine_thread.commands import Add
+from pigou.worker.engine_thread.engine_client import WaitingSequences
 
 
 def add(name: str) -> Add:

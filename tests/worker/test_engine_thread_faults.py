@@ -15,11 +15,11 @@ import pytest
 from pigou.engine.plan import Finish, Plan, Result
 from pigou.request import FinishReason
 from pigou.runtime.step_output import StepOutput
-from pigou.worker.backend import OnStep
-from pigou.worker.build import build
 from pigou.worker.config import WorkerConfig
-from pigou.worker.mock_worker import MockBackend, TimingLaw
+from pigou.worker.engine_thread.commands import OnStep
+from pigou.worker.engine_thread.mock_worker import MockBackend, TimingLaw
 from pigou.worker.process import WorkerServer
+from pigou.worker.startup.build import build
 
 #: A prompt that begins with this letter meets the fault.
 BAD = "Z"

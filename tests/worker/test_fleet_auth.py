@@ -16,7 +16,7 @@ from pigou.wire.fleet_secret import NONCE, PROOF, VARIABLE, FleetSecret, secure_
 from pigou.wire.kv_event_decoding import sequence_frame
 from pigou.wire.prefill_decode_legs import leg_one, leg_two
 from pigou.worker.config import WorkerConfig
-from pigou.worker.fleet_auth import check_exposure
+from pigou.worker.http.fleet_auth import check_exposure
 
 SECRET = FleetSecret("a secret of this test alone")
 BEARER = {"authorization": f"Bearer {SECRET.token}"}

@@ -11,9 +11,9 @@ from aiohttp import ClientSession, web
 from pigou.sampling import Grammar
 from pigou.wire.fleet_secret import TENANT, FleetSecret
 from pigou.wire.openai_requests import decode_completion
-from pigou.worker.fleet_auth import fleet_guard, fleet_tenant
-from pigou.worker.served_model import ServedModel
-from pigou.worker.structured_output_pool import OutputConstraints
+from pigou.worker.http.fleet_auth import fleet_guard, fleet_tenant
+from pigou.worker.http.served_model import ServedModel
+from pigou.worker.http.structured_output_pool import OutputConstraints
 
 SECRET = FleetSecret("a secret of the fleet, long enough")
 

@@ -14,12 +14,12 @@ from pigou.kv.hashing import chain
 from pigou.request import Request
 from pigou.runtime.stores.host_store import HostStore
 from pigou.sampling import SamplingParams
-from pigou.worker.build import build
-from pigou.worker.commands import Abort, Add, ClearCache, Report, Stop
 from pigou.worker.config import StoreTier, WorkerConfig
-from pigou.worker.engine_thread import EngineThread
-from pigou.worker.kv_offload import OffloadConnector
+from pigou.worker.engine_thread.commands import Abort, Add, ClearCache, Report, Stop
+from pigou.worker.engine_thread.engine_thread import EngineThread
+from pigou.worker.engine_thread.kv_offload import OffloadConnector
 from pigou.worker.kv_transfer.connector import NoTransfers
+from pigou.worker.startup.build import build
 
 SEED = b"burst"
 #: Bytes of a block of the executor that sleeps.

@@ -10,8 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.gateway.metric_rules import CONTRACT, complaints, promtool_complaints
 
 from pigou.models.read import architecture
+from pigou.worker.device_use import estimate_of
 from pigou.worker.metrics import TIER_COUNTERS, TIER_GAUGES, WorkerMetrics
-from pigou.worker.work_estimate import estimate_of
 
 
 def _page() -> str:

@@ -23,7 +23,7 @@ from pigou.sim.simulation import Simulation
 from pigou.sim.timing import StepShape
 from pigou.sim.timing_models import build_timing
 from pigou.sim.workload import OpenLoop, RequestSession, RequestSpec
-from pigou.worker.mock_worker import CATCH_UP, MockBackend, SimulatedLink
+from pigou.worker.engine_thread.mock_worker import CATCH_UP, MockBackend, SimulatedLink
 
 LAW = "law:itl_a=0.004,itl_b=0.0003,prefill=0.002,prefill_token=0.00001"
 LENGTHS = [(100, 9), (700, 3), (33, 20)]
@@ -32,7 +32,7 @@ LENGTHS = [(100, 9), (700, 3), (33, 20)]
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("pigou.worker.mock_worker.time", clock)
+    monkeypatch.setattr("pigou.worker.engine_thread.mock_worker.time", clock)
     return clock
 
 

@@ -13,7 +13,7 @@ import pytest
 from pigou.config import ConfigError
 from pigou.models import bundled_path
 from pigou.worker.config import WorkerConfig
-from pigou.worker.preflight import check_worker
+from pigou.worker.startup.preflight import check_worker
 
 LLAMA: dict[str, Any] = json.loads((bundled_path() / "config.json").read_text())
 
@@ -64,7 +64,7 @@ def test_a_broken_configuration_names_its_file(tmp_path: Path) -> None:
 
 def test_a_check_loads_no_torch() -> None:
     code = (
-        "import sys; from pigou.worker.preflight import check_worker;"
+        "import sys; from pigou.worker.startup.preflight import check_worker;"
         "from pigou.worker.config import WorkerConfig; check_worker(WorkerConfig());"
         "print('torch' in sys.modules)"
     )

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pigou.wire.sampling_params import Defaults
-from pigou.worker.served_model import sampling_defaults
+from pigou.worker.http.served_model import sampling_defaults
 
 
 @pytest.mark.parametrize(

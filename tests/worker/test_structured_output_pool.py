@@ -17,15 +17,15 @@ from pigou.runtime.structured_output import Grammars, read_grammars
 from pigou.sampling import Grammar
 from pigou.wire.openai_requests import decode_chat
 from pigou.wire.sampling_params import Defaults
-from pigou.worker.served_model import ServedModel
-from pigou.worker.structured_output_pool import (
+from pigou.worker.http.served_model import ServedModel
+from pigou.worker.http.structured_output_pool import (
     MAX_QUEUED_PER_TENANT,
     CompileQueueFull,
     GrammarCompilePool,
+    GrammarSandbox,
     GrammarSource,
     OutputConstraints,
 )
-from pigou.worker.structured_output_sandbox import GrammarSandbox
 
 VOCAB, ENDS = 2560, frozenset({1})
 

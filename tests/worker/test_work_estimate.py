@@ -8,8 +8,8 @@ import pytest
 from pigou.engine.plan import Plan
 from pigou.models.read import architecture
 from pigou.sim.gpus import gpu
+from pigou.worker.device_use import WorkEstimate, estimate_of
 from pigou.worker.metrics import WorkerMetrics
-from pigou.worker.work_estimate import WorkEstimate, estimate_of
 
 LLAMA = architecture("llama-3.1-8b")
 

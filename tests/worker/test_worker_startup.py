@@ -17,10 +17,10 @@ from pigou.config import ConfigError, EngineConfig, EvictionConfig
 from pigou.engine.core import EngineCore
 from pigou.engine.startup_profiling import CONTEXT_TOKENS, DECODE_STEPS, profiled_loads
 from pigou.request import SECOND
-from pigou.worker.build import build
 from pigou.worker.config import StoreTier, WorkerConfig
-from pigou.worker.mock_worker import MockBackend, TimingLaw
-from pigou.worker.startup import profile_at_startup
+from pigou.worker.engine_thread.mock_worker import MockBackend, TimingLaw
+from pigou.worker.startup.build import build
+from pigou.worker.startup.profiling import profile_at_startup
 
 LAW = TimingLaw(base=2_000_000, per_sequence=100_000, prefill_rate=100_000.0)
 LIMITS = EngineConfig(blocks=4096, max_model_len=16_384, max_seqs=128, max_repeat=8)
@@ -31,7 +31,7 @@ def slept() -> Iterator[Clock]:
     """Let time pass by sleeping alone."""
     with pytest.MonkeyPatch.context() as patch:
         clock = Clock()
-        patch.setattr("pigou.worker.mock_worker.time", clock)
+        patch.setattr("pigou.worker.engine_thread.mock_worker.time", clock)
         patch.setattr("pigou.worker.startup.time", clock)
         yield clock
 

@@ -77,7 +77,7 @@ def warm(
             json_limits.warm_up()
         if what != "gateway":
             from pigou.worker.config import WorkerConfig
-            from pigou.worker.startup import warm_all
+            from pigou.worker.startup.profiling import warm_all
 
             warm_all(WorkerConfig())
     took = time.monotonic() - began

@@ -189,7 +189,7 @@ def gpu_prices(text: str, counts: Mapping[str, int]) -> dict[str, float]:
 def _processes(jobs: int) -> Iterator[ProcessPoolExecutor | None]:
     """Yield processes that simulate, which share what is loaded; None where one is enough."""
     from pigou.capacity.plan.trial import warm_up
-    from pigou.worker.heartbeat import watch_parent
+    from pigou.worker.engine_thread.heartbeat import watch_parent
 
     def begin() -> None:
         watch_parent()  # else what is killed leaves them behind

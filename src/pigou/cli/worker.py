@@ -21,7 +21,7 @@ from pigou.worker.config import WorkerConfig
 
 if TYPE_CHECKING:
     from pigou.wire.fleet_secret import FleetSecret
-    from pigou.worker.registrar import Registrar
+    from pigou.worker.process import Registrar
 
 #: Options of vLLM and SGLang by their name here, or by what to do in their place.
 _ELSEWHERE = {
@@ -72,7 +72,7 @@ def check_workers(workers: Iterable[LocalWorker]) -> None:
 
 
 def _check(local: LocalWorker) -> None:
-    from pigou.worker.preflight import check_worker
+    from pigou.worker.startup.preflight import check_worker
 
     typed = _context(["--role", local.role.value, *local.arguments]).params
     config = worker.read(typed)["config"]  # type: ignore[attr-defined]
@@ -127,7 +127,7 @@ def worker(config: WorkerConfig, registration: RegistrationConfig, pulling: Pull
     check_port(config.host, config.port)
     if not config.sleeps:
         require("worker", "a worker that computes")
-    from pigou.worker.preflight import check_worker
+    from pigou.worker.startup.preflight import check_worker
 
     check_worker(config)
     with uncollected():

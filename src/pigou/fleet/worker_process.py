@@ -22,7 +22,7 @@ from pigou.fleet.hang_detection import EngineProgress, read_heartbeat
 from pigou.logs import relay
 from pigou.small_file import read_bytes, read_text
 from pigou.wire.fleet_secret import DESCRIPTOR, FleetSecret
-from pigou.worker.kv_transfer import remove_orphans
+from pigou.worker.kv_transfer.block_store import remove_orphans
 
 _log = logging.getLogger("pigou.worker")
 

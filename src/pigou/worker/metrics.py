@@ -18,10 +18,10 @@ from prometheus_client.registry import Collector
 
 from pigou.engine.plan import Finished
 from pigou.request import SECOND
-from pigou.worker.commands import Gauges
-from pigou.worker.kv_offload import OffloadConnector
-from pigou.worker.reply import ReplySequence
-from pigou.worker.work_estimate import WorkEstimate
+from pigou.worker.device_use import WorkEstimate
+from pigou.worker.engine_thread.commands import Gauges
+from pigou.worker.engine_thread.kv_offload import OffloadConnector
+from pigou.worker.http.reply import ReplySequence
 
 #: Of the page that `Metrics.page` returns.
 CONTENT_TYPE = "text/plain; version=1.0.0; charset=utf-8"

@@ -6,9 +6,10 @@ import asyncio
 import logging
 import os
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
-from typing import Any
+from typing import Any, Protocol
 from uuid import uuid4
 
 import msgspec
@@ -24,24 +25,25 @@ from pigou.tracing.tracer import open_tracer
 from pigou.wire.connections import ConnectionLimits, Factory
 from pigou.wire.fleet_secret import FleetSecret
 from pigou.wire.names import url_host
-from pigou.worker.build import WorkerParts, transfer_config
-from pigou.worker.commands import Release, Report, Stop
 from pigou.worker.config import WorkerConfig
-from pigou.worker.energy_counter import EnergyMetrics, open_energy_counter
-from pigou.worker.engine_client import EngineClient
-from pigou.worker.engine_thread import EngineThread
-from pigou.worker.fleet_auth import check_exposure
-from pigou.worker.heartbeat import publish, watch_parent
-from pigou.worker.input_processor import InputProcessor
-from pigou.worker.kv_event_publisher import EventPublisher
-from pigou.worker.kv_offload import OffloadConnector
-from pigou.worker.kv_transfer import Receiver, Sender, transfer_key
+from pigou.worker.device_use import EnergyMetrics, open_energy_counter
+from pigou.worker.engine_thread.commands import Release, Report, Stop
+from pigou.worker.engine_thread.engine_client import EngineClient
+from pigou.worker.engine_thread.engine_thread import EngineThread
+from pigou.worker.engine_thread.heartbeat import publish, watch_parent
+from pigou.worker.engine_thread.kv_event_publisher import EventPublisher
+from pigou.worker.engine_thread.kv_offload import OffloadConnector
+from pigou.worker.http.fleet_auth import check_exposure
+from pigou.worker.http.input_processor import InputProcessor
+from pigou.worker.http.routes import Routes
 from pigou.worker.kv_transfer.connector import KVTransfers, NoTransfers
-from pigou.worker.kv_transfer.transfer_config import BACKENDS
+from pigou.worker.kv_transfer.receiver import Receiver
+from pigou.worker.kv_transfer.sender import Sender
+from pigou.worker.kv_transfer.side_channel_protocol import transfer_key
+from pigou.worker.kv_transfer.transfer_params import BACKENDS
 from pigou.worker.metrics import TierMetrics, WorkerMetrics
-from pigou.worker.registrar import MakeRegistrar, Registrar
-from pigou.worker.routes import Routes
-from pigou.worker.startup import prepare
+from pigou.worker.startup.build import WorkerParts, transfer_config
+from pigou.worker.startup.profiling import prepare
 
 log = logging.getLogger(__name__)
 
@@ -350,3 +352,20 @@ def _runner() -> Any:
 
 def _discard(_: list[dict[str, Any]]) -> None:
     """Publish nothing."""
+
+
+class Registrar(Protocol):
+    """Keeps a running worker known to others; a failure of theirs never ends the worker."""
+
+    async def ready(self, about: dict[str, Any], stop: Callable[[], None]) -> None:
+        """Make the worker known, which serves from now on."""
+
+    async def draining(self) -> None:
+        """Say that it takes nothing new."""
+
+    async def leave(self) -> None:
+        """Say that it is gone."""
+
+
+#: Makes the registrar of a worker, from the fleet's secret.
+MakeRegistrar = Callable[[FleetSecret | None], Registrar]

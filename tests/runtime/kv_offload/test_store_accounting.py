@@ -21,8 +21,8 @@ from pigou.request import NEVER, Ints
 from pigou.runtime.stores.disk_store import DiskStore
 from pigou.runtime.stores.host_store import HostStore
 from pigou.runtime.stores.offloader import KVOffloader
-from pigou.worker.commands import Command, OffloadDone, Recovered, Restored
-from pigou.worker.kv_offload import OffloadConnector
+from pigou.worker.engine_thread.commands import Command, OffloadDone, Recovered, Restored
+from pigou.worker.engine_thread.kv_offload import OffloadConnector
 
 BLOCKS = 24
 ROUNDS = 60

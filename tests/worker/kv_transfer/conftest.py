@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import transfer_stand as stand
 
-from pigou.worker.kv_transfer import Receiver, Sender
 from pigou.worker.kv_transfer.block_store import PREFIX, SHARED_DIR
+from pigou.worker.kv_transfer.receiver import Receiver
+from pigou.worker.kv_transfer.sender import Sender
 
 Make = Callable[..., Any]
 

@@ -11,8 +11,9 @@ import pytest
 import transfer_stand as stand
 from transfer_stand import BLOCK_SIZE, BLOCKS, ids, pull
 
-from pigou.worker.kv_transfer import HostBlockStore, Sender, TransferReason
-from pigou.worker.kv_transfer.block_store import PREFIX, SHARED_DIR
+from pigou.worker.kv_transfer.block_store import PREFIX, SHARED_DIR, HostBlockStore
+from pigou.worker.kv_transfer.sender import Sender
+from pigou.worker.kv_transfer.transfer_params import TransferReason
 
 kinds = pytest.mark.parametrize("kind", [HostBlockStore, stand.StagedStore])
 

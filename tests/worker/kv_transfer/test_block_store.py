@@ -9,12 +9,17 @@ import sys
 import numpy as np
 import pytest
 
-from pigou.worker.kv_transfer import SharedMemory, remove_orphans
-from pigou.worker.kv_transfer.block_store import SHARED_DIR, MappedMemory, host_id
+from pigou.worker.kv_transfer.block_store import (
+    SHARED_DIR,
+    MappedMemory,
+    SharedMemory,
+    host_id,
+    remove_orphans,
+)
 
 CREATE = """
 import sys
-from pigou.worker.kv_transfer import SharedMemory
+from pigou.worker.kv_transfer.block_store import SharedMemory
 memory = SharedMemory(10_000)
 print(memory.name, flush=True)
 sys.stdin.read()

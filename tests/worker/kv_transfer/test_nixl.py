@@ -15,8 +15,11 @@ import transfer_stand as stand
 from transfer_stand import BLOCK_SIZE, ids, pull
 
 from pigou.config import ConfigError
-from pigou.worker.kv_transfer import HostBlockStore, Receiver, Sender, TransferReason
+from pigou.worker.kv_transfer.block_store import HostBlockStore
 from pigou.worker.kv_transfer.nixl import load_nixl, merged
+from pigou.worker.kv_transfer.receiver import Receiver
+from pigou.worker.kv_transfer.sender import Sender
+from pigou.worker.kv_transfer.transfer_params import TransferReason
 
 _installed = any(importlib.util.find_spec(name) for name in ("nixl", "nixl_cu12", "nixl_cu13"))
 nixl = [

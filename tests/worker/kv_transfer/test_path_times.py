@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from pigou.worker.kv_transfer.path_times import EXPLORED_SHARE, TRIES, PathTimes
+from pigou.worker.kv_transfer.receiver import EXPLORED_SHARE, TRIES, PathTimes
 
 MB = 1 << 20
 

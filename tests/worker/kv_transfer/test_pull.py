@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from tests.lib.examples import examples
 from transfer_stand import BLOCK_SIZE, BLOCKS, ids, pull
 
-from pigou.worker.kv_transfer import HostBlockStore, Sender, TransferConfig, TransferReason
+from pigou.worker.kv_transfer.block_store import HostBlockStore
+from pigou.worker.kv_transfer.sender import Sender
+from pigou.worker.kv_transfer.transfer_params import TransferConfig, TransferReason
 
 both = pytest.mark.parametrize("backend", ["shm", "tcp"])
 kinds = pytest.mark.parametrize("kind", [HostBlockStore, stand.StagedStore])

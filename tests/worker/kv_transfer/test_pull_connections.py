@@ -10,7 +10,7 @@ import transfer_stand as stand
 from transfer_stand import Wait, ids, pull
 
 from pigou.request import SECOND
-from pigou.worker.kv_transfer import TransferReason
+from pigou.worker.kv_transfer.transfer_params import TransferReason
 
 
 def links(sender: Any) -> int:

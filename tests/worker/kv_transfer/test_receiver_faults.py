@@ -20,9 +20,10 @@ import transfer_stand as stand
 from transfer_stand import BLOCK_BYTES, BLOCK_SIZE, BLOCKS, Wait, ids, proxied, pull
 
 from pigou.request import SECOND
-from pigou.worker.kv_transfer import Receiver, TransferConfig, TransferError, TransferReason
 from pigou.worker.kv_transfer.block_store import SHARED_DIR
+from pigou.worker.kv_transfer.receiver import Receiver
 from pigou.worker.kv_transfer.side_channel_protocol import Confirm
+from pigou.worker.kv_transfer.transfer_params import TransferConfig, TransferError, TransferReason
 
 both = pytest.mark.parametrize("backend", ["shm", "tcp"])
 ALL = np.arange(BLOCKS, dtype=np.int32)
@@ -344,7 +345,7 @@ def test_a_store_that_fails_fails_the_pull_and_nothing_else(
 
 
 def test_a_sender_whose_blocks_cannot_be_read_says_so(closing: Any, make_receiver: Any) -> None:
-    from pigou.worker.kv_transfer import Sender
+    from pigou.worker.kv_transfer.sender import Sender
 
     class Broken(stand.StagedStore):
         def read(self, ids: Any) -> Any:

@@ -19,8 +19,9 @@ from pigou.kv.hashing import chain
 from pigou.request import SECOND
 from pigou.wire.errors import APIError
 from pigou.wire.fleet_secret import FleetSecret
-from pigou.worker.kv_transfer import Receiver, Sender, TransferReason, transfer_key
 from pigou.worker.kv_transfer.block_store import PREFIX, SHARED_DIR
+from pigou.worker.kv_transfer.receiver import Receiver
+from pigou.worker.kv_transfer.sender import Sender
 from pigou.worker.kv_transfer.side_channel_protocol import (
     REPLIES,
     REQUESTS,
@@ -31,8 +32,10 @@ from pigou.worker.kv_transfer.side_channel_protocol import (
     Proof,
     Refuse,
     SideChannelLink,
+    transfer_key,
 )
 from pigou.worker.kv_transfer.transfer_params import (
+    TransferReason,
     checked_transfer_params,
     hash_text,
     read_transfer_params,

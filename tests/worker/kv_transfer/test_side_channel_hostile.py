@@ -20,7 +20,6 @@ from tests.lib.examples import examples
 from transfer_stand import ids, pull
 
 from pigou.request import SECOND
-from pigou.worker.kv_transfer import TransferReason
 from pigou.worker.kv_transfer.side_channel_protocol import (
     REPLIES,
     ChecksumsFrame,
@@ -31,6 +30,7 @@ from pigou.worker.kv_transfer.side_channel_protocol import (
     Open,
     Refuse,
 )
+from pigou.worker.kv_transfer.transfer_params import TransferReason
 
 SHARED = settings(
     max_examples=examples(40),

@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import transfer_stand as stand
 
-from pigou.worker.kv_transfer import Sender
+from pigou.worker.kv_transfer.sender import Sender
 
 
 def main() -> None:

@@ -14,13 +14,9 @@ import numpy as np
 
 from pigou.kv.block import Bytes, KVLayout
 from pigou.request import SECOND
-from pigou.worker.kv_transfer import (
-    HostBlockStore,
-    Receiver,
-    SharedMemory,
-    TransferConfig,
-    TransferResult,
-)
+from pigou.worker.kv_transfer.block_store import HostBlockStore, SharedMemory
+from pigou.worker.kv_transfer.receiver import Receiver
+from pigou.worker.kv_transfer.transfer_params import TransferConfig, TransferResult
 
 BLOCKS = 64
 BLOCK_SIZE = 16

@@ -34,7 +34,7 @@ from pigou.tracing.trace_context import TRACEPARENT
 from pigou.wire.bodies import read_page
 from pigou.wire.fleet_secret import TENANT, FleetSecret
 from pigou.wire.names import WILD, PullPool, deployment_version, url_host
-from pigou.worker.registrar import Registrar
+from pigou.worker.process import Registrar
 
 #: Computes a prompt at this worker: status and body of its server's reply.
 ComputePrompt: TypeAlias = Callable[[QueuedPrefill], Awaitable[tuple[int, bytes]]]

@@ -10,9 +10,11 @@ import numpy as np
 
 from pigou.engine.plan import Load
 from pigou.request import Ints
-from pigou.worker.commands import Loaded
-from pigou.worker.kv_transfer import Pull, Receiver, Sender, TransferError, TransferResult
-from pigou.worker.mock_worker import SimulatedLink
+from pigou.worker.engine_thread.commands import Loaded
+from pigou.worker.engine_thread.mock_worker import SimulatedLink
+from pigou.worker.kv_transfer.receiver import Pull, Receiver
+from pigou.worker.kv_transfer.sender import Sender
+from pigou.worker.kv_transfer.transfer_params import TransferError, TransferResult
 
 
 class Transfers(Protocol):

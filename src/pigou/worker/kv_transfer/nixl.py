@@ -22,15 +22,13 @@ from pigou.imports import remedy
 from pigou.kv.block import Bytes
 from pigou.request import SECOND, Ints
 from pigou.worker.kv_transfer.backends import BackendUnavailable, check_within, granted_blocks
-from pigou.worker.kv_transfer.block_store import BlockStore
-from pigou.worker.kv_transfer.receive_buffer import ReceiveBuffer
-from pigou.worker.kv_transfer.result import TransferError, TransferReason
+from pigou.worker.kv_transfer.block_store import BlockStore, ReceiveBuffer
 from pigou.worker.kv_transfer.side_channel_protocol import (
     GrantFrame,
     SideChannelLink,
     expect_checksums,
 )
-from pigou.worker.kv_transfer.transfer_params import TransferParams
+from pigou.worker.kv_transfer.transfer_params import TransferError, TransferParams, TransferReason
 
 log = logging.getLogger(__name__)
 

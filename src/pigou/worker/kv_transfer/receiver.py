@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import socket
 import threading
-from collections import deque
-from collections.abc import Callable
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -14,20 +17,35 @@ import numpy as np
 from pigou.background import Background
 from pigou.kv import checksum
 from pigou.logs import about
-from pigou.request import Ints
-from pigou.worker.kv_transfer.backends import ReceiveBackend, ShmImport
-from pigou.worker.kv_transfer.block_store import BlockStore
-from pigou.worker.kv_transfer.pull import Puller
-from pigou.worker.kv_transfer.result import (
+from pigou.request import SECOND, Ints
+from pigou.worker.kv_transfer.backends import (
+    BackendUnavailable,
+    ReceiveBackend,
+    ShmImport,
+    TcpImport,
+)
+from pigou.worker.kv_transfer.block_store import BlockStore, ReceiveBuffer
+from pigou.worker.kv_transfer.side_channel_protocol import (
+    Confirm,
+    Decline,
+    Done,
+    GrantFrame,
+    Open,
+    Renew,
+    SideChannelLink,
+    expect,
+    prove_as_receiver,
+)
+from pigou.worker.kv_transfer.transfer_params import (
+    TransferConfig,
     TransferCounters,
     TransferError,
+    TransferParams,
     TransferReason,
     TransferResult,
     TransferStats,
+    read_transfer_params,
 )
-from pigou.worker.kv_transfer.tcp import TcpImport
-from pigou.worker.kv_transfer.transfer_config import TransferConfig
-from pigou.worker.kv_transfer.transfer_params import read_transfer_params
 
 log = logging.getLogger(__name__)
 
@@ -217,3 +235,442 @@ class Receiver:
 
 def _words(outcome: TransferResult) -> tuple[str, str, str]:
     return outcome.request or "(unknown)", outcome.reason, outcome.detail
+
+
+#: Bytes of a grant besides its blocks: NIXL's metadata grow with the network devices.
+_MAX_GRANT = 32 << 10
+#: Failures of a path, not of what was asked for.
+_PATH_FAILURES = {TransferReason.CUT, TransferReason.TIMEOUT}
+#: Failures after which the sender is there, and is told to free the blocks.
+_TELL = {
+    TransferReason.LAYOUT,
+    TransferReason.BAD_PARAMS,
+    TransferReason.CORRUPT,
+    TransferReason.CANCELLED,
+    TransferReason.STORE,
+    TransferReason.PROTOCOL,
+}
+
+
+class Puller:
+    """Runs pulls for the threads of a Receiver; keeps the open connections, to cut at `close`."""
+
+    def __init__(
+        self,
+        store: BlockStore,
+        imports: Sequence[ReceiveBackend],
+        config: TransferConfig,
+        key: bytes = b"",
+    ) -> None:
+        self._store = store
+        self._imports = imports
+        self._links = ConnectionPool(config.timeout, key)
+        self._fingerprint = store.layout.fingerprint()
+        self._paths, self._lock = PathTimes(), threading.Lock()
+
+    def pull(
+        self, ticket: TransferParams, first: int, dest: Ints, cancelled: Callable[[], bool]
+    ) -> TransferResult:
+        """Pull blocks `first` to `first + len(dest)`, and say how it ended; raises nothing."""
+        began = time.monotonic()
+        run = _Run(ticket, first, dest, cancelled)
+        try:
+            self._check(run)
+            self._by_any_backend(run)
+            reason, detail = TransferReason.OK, ""
+        except TransferError as error:
+            reason, detail = self._early(run, error)
+        except Exception as error:
+            request = ticket.remote_request_id
+            log.exception("pull of request %s failed", request, extra=about(request))
+            reason, detail = self._early(run, TransferError(TransferReason.STORE, repr(error)))
+        blocks = run.blocks
+        tokens = min(ticket.remote_num_tokens, (first + blocks) * ticket.remote_block_size)
+        return TransferResult(
+            request=ticket.remote_request_id,
+            blocks=blocks,
+            tokens=max(0, tokens - first * ticket.remote_block_size) if blocks else 0,
+            reason=TransferReason.CLOSED
+            if self._links.closed and reason is not TransferReason.OK
+            else reason,
+            detail=detail,
+            backend=run.backend,
+            bytes=blocks * self._store.layout.block_bytes,
+            seconds=time.monotonic() - began,
+        )
+
+    def decline(self, ticket: TransferParams) -> bool:
+        """Tell the sender to free the blocks; whether they were held until then.
+
+        Raises:
+            TransferError: it could not be told, or holds them no more.
+        """
+        with self._links.link(ticket.address, fresh=True) as (link, _):
+            link.send(
+                Decline(ticket.remote_engine_id, ticket.remote_request_id, ticket.remote_secret)
+            )
+            return expect(link, Confirm).held
+
+    def close(self) -> None:
+        """Cut every connection, and open no more."""
+        self._links.close()
+
+    def sweep(self) -> None:
+        """Let go of what is not used any more; called now and then."""
+        self._links.sweep()
+        for backend in self._imports:
+            backend.sweep()
+
+    def _check(self, run: _Run) -> None:
+        layout, ticket = self._store.layout, run.ticket
+        if ticket.remote_layout != self._fingerprint:
+            raise TransferError(
+                TransferReason.LAYOUT,
+                f"the offered blocks have the layout {ticket.remote_layout}; here it is "
+                f"{self._fingerprint} ({layout}): both workers must serve the same model "
+                "with the same dtype and block size",
+            )
+        if run.first + len(run.dest) > ticket.blocks:
+            raise TransferError(
+                TransferReason.BAD_PARAMS,
+                f"blocks {run.first} to {run.first + len(run.dest)} are wanted; "
+                f"{ticket.blocks} are offered",
+            )
+
+    def _by_any_backend(self, run: _Run) -> None:
+        ticket, host = run.ticket, run.ticket.remote_host_id
+        detail = f"the sender offers {ticket.remote_backends}"
+        backends = {
+            backend.name: backend
+            for backend in self._imports
+            if backend.name in ticket.remote_backends and backend.reaches(ticket)
+        }
+        size = len(run.dest) * self._store.layout.block_bytes
+        with self._lock:
+            order = self._paths.order(host, list(backends), size)
+        for name in order:
+            began = time.monotonic()
+            try:
+                self._by(backends[name], run)
+            except BackendUnavailable as error:
+                detail = f"{name}: {error}"
+                log.warning("pull by %s is not possible: %s", name, str(error))
+                with self._lock:
+                    self._paths.fail(host, name)
+                continue
+            except TransferError as error:
+                if error.reason in _PATH_FAILURES and run.backend == name:
+                    with self._lock:
+                        self._paths.fail(host, name)
+                raise
+            with self._lock:
+                first = self._paths.add(host, name, size, time.monotonic() - began)
+            if first:
+                log.info("KV blocks come from %s:%s by %s", *ticket.address, name)
+            return
+        raise TransferError(TransferReason.UNREACHABLE, f"no backend reaches the sender; {detail}")
+
+    def _by(self, backend: ReceiveBackend, run: _Run) -> None:
+        used = False
+        try:
+            with self._links.link(run.ticket.address) as (link, used):
+                self._over(link, backend, run)
+        except TransferError as error:
+            if not used or run.landing is not None or error.reason is not TransferReason.CUT:
+                raise
+            with self._links.link(run.ticket.address, fresh=True) as (link, _):
+                self._over(link, backend, run)
+
+    def _over(self, link: SideChannelLink, backend: ReceiveBackend, run: _Run) -> None:
+        granted = self._open(link, backend.name, run)
+        run.backend, run.needs_confirmation = backend.name, backend.needs_confirmation
+        run.landing = ReceiveBuffer(self._store, run.dest, run.cancelled)
+        backend.fetch(link, granted, run.landing, _Renewal(link, granted.patience))
+        link.send(Done(run.landing.good))
+        run.confirmed = expect(link, Confirm).held
+        if not run.confirmed:
+            raise TransferError(TransferReason.EXPIRED, "the lease was lost during the pull")
+
+    def _open(self, link: SideChannelLink, backend: str, run: _Run) -> GrantFrame:
+        ticket, count = run.ticket, len(run.dest)
+        link.send(
+            Open(
+                engine=ticket.remote_engine_id,
+                request=ticket.remote_request_id,
+                secret=ticket.remote_secret,
+                layout=self._fingerprint,
+                last_hash=ticket.remote_last_hash,
+                first=run.first,
+                count=count,
+                backend=backend,
+            )
+        )
+        return expect(link, GrantFrame, _MAX_GRANT + 16 * count)
+
+    def _early(self, run: _Run, error: TransferError) -> tuple[TransferReason, str]:
+        """End a pull that failed: free the sender's blocks, so that no lease has to run out."""
+        if error.reason in _TELL and not self._links.closed:
+            try:
+                run.confirmed = self.decline(run.ticket)
+            except TransferError as failure:
+                log.info("the sender could not be told: %s", str(failure))
+        return error.reason, error.detail
+
+
+class _Run:
+    """What is known of a pull while it runs."""
+
+    def __init__(
+        self, ticket: TransferParams, first: int, dest: Ints, cancelled: Callable[[], bool]
+    ) -> None:
+        self.ticket = ticket
+        self.first = first
+        self.dest = dest
+        self.cancelled = cancelled
+        self.backend = ""
+        self.needs_confirmation = False
+        self.confirmed = False
+        self.landing: ReceiveBuffer | None = None
+
+    @property
+    def blocks(self) -> int:
+        """Leading blocks that may be used."""
+        if self.landing is None or (self.needs_confirmation and not self.confirmed):
+            return 0
+        return self.landing.good
+
+
+class _Renewal:
+    """Sends a sign of life when a quarter of the sender's patience is over."""
+
+    def __init__(self, link: SideChannelLink, patience: float) -> None:
+        self._link = link
+        self._every = patience / 4
+        self._last = time.monotonic()
+
+    def __call__(self) -> None:
+        now = time.monotonic()
+        if now - self._last >= self._every:
+            self._link.send(Renew())
+            self._last = now
+
+
+Address: TypeAlias = tuple[str, int]
+
+
+class ConnectionPool:
+    """Lends connections; one that went well is kept for a while, any other is closed."""
+
+    def __init__(self, timeout: int, key: bytes = b"") -> None:
+        """Begin with none.
+
+        Args:
+            timeout: nanoseconds that bound each wait, and half of them idleness.
+            key: that both ends of each connection must prove to know; empty asks for no proof.
+        """
+        self._key = key
+        self._timeout = timeout
+        self._lock = threading.Lock()
+        self._in_use: set[SideChannelLink] = set()
+        self._idle: dict[Address, list[tuple[int, SideChannelLink]]] = {}
+        self.closed = False
+
+    @contextmanager
+    def link(self, address: Address, fresh: bool = False) -> Iterator[tuple[SideChannelLink, bool]]:
+        """Lend a connection, and tell whether it was used before (and may have been closed).
+
+        Raises:
+            TransferError: UNREACHABLE, or CLOSED.
+        """
+        link = None if fresh else self._take(address)
+        used = link is not None
+        if link is None:
+            link = self._connect(address)
+        try:
+            if self._key and not used:
+                prove_as_receiver(link, self._key)
+            yield link, used
+        except BaseException:
+            with self._lock:
+                self._in_use.discard(link)
+            link.close()
+            raise
+        self._give_back(address, link)
+
+    def sweep(self) -> None:
+        """Close the connections that were idle for long."""
+        past = time.monotonic_ns() - self._timeout // 2
+        with self._lock:
+            old = [link for idle in self._idle.values() for since, link in idle if since < past]
+            young = {
+                address: [(since, link) for since, link in idle if since >= past]
+                for address, idle in self._idle.items()
+            }
+            self._idle = {address: idle for address, idle in young.items() if idle}
+        for link in old:
+            link.close()
+
+    def close(self) -> None:
+        """Cut every connection, and open no more."""
+        with self._lock:
+            self.closed = True
+            links = [*self._in_use, *(link for idle in self._idle.values() for _, link in idle)]
+            self._idle.clear()
+        for link in links:
+            link.close()
+
+    def _take(self, address: Address) -> SideChannelLink | None:
+        self.sweep()
+        with self._lock:
+            idle = self._idle.get(address)
+            if not idle:
+                return None
+            _, link = idle.pop()
+            self._in_use.add(link)
+            return link
+
+    def _give_back(self, address: Address, link: SideChannelLink) -> None:
+        with self._lock:
+            self._in_use.discard(link)
+            if not self.closed:
+                self._idle.setdefault(address, []).append((time.monotonic_ns(), link))
+                return
+        link.close()
+
+    def _connect(self, address: Address) -> SideChannelLink:
+        try:
+            sock = socket.create_connection(address, self._timeout / SECOND)
+        except (OSError, UnicodeError) as error:
+            where = f"{address[0]}:{address[1]}"
+            raise TransferError(TransferReason.UNREACHABLE, f"{where}: {error}") from error
+        link = SideChannelLink(sock, self._timeout)
+        with self._lock:
+            if not self.closed:
+                self._in_use.add(link)
+                return link
+        link.close()
+        raise TransferError(TransferReason.CLOSED, "the receiver was closed")
+
+
+#: Pulls that each backend of a host gets before times decide.
+TRIES = 2
+#: Part of all seconds of a host's pulls that may be spent on trying slower backends again.
+EXPLORED_SHARE = 0.02
+#: Pulls of a host between two such trials of a backend, at least.
+_MIN_IDLE = 32
+#: Weight of what was known, at each new pull.
+_DECAY = 0.9
+#: Pulls of the host for which a backend that failed is put last; doubled by each further failure.
+_MIN_PAUSE, _MAX_PAUSE = 8, 256
+#: Hosts that are remembered: a sender may claim any name.
+_MAX_HOSTS = 1024
+
+
+@dataclass(slots=True)
+class _PathLaw:
+    """Seconds of a pull as base + size * seconds a byte; weighted least squares of late pulls."""
+
+    pulls: int = 0
+    failures: int = 0
+    paused_until: int = 0
+    last: int = 0
+    weight: float = 0.0
+    mean_size: float = 0.0
+    mean_s: float = 0.0
+    size_var: float = 0.0
+    covariance: float = 0.0
+
+    def add(self, size: int, seconds: float) -> None:
+        old = self.weight * _DECAY
+        self.weight = old + 1.0
+        off_size, off_s = size - self.mean_size, seconds - self.mean_s
+        self.mean_size += off_size / self.weight
+        self.mean_s += off_s / self.weight
+        part = old / self.weight
+        self.size_var = part * (self.size_var + off_size * off_size / self.weight)
+        self.covariance = part * (self.covariance + off_size * off_s / self.weight)
+        self.pulls += 1
+        self.failures = 0
+
+    def predict(self, size: int) -> float:
+        """Return the seconds of a pull; of one size only, they are proportional to bytes."""
+        proportional = self.mean_s / max(self.mean_size, 1.0)
+        if self.size_var <= (0.05 * self.mean_size) ** 2:
+            return proportional * size
+        slope = min(max(self.covariance / self.size_var, 0.0), proportional)
+        return self.mean_s + slope * (size - self.mean_size)
+
+
+@dataclass(slots=True)
+class _HostPaths:
+    laws: dict[str, _PathLaw] = field(default_factory=dict)
+    pulls: int = 0
+    total_s: float = 0.0
+    explored_s: float = 0.0
+
+
+class PathTimes:
+    """Learns seconds by host and backend. It has no clock and no randomness."""
+
+    def __init__(self) -> None:
+        self._hosts: OrderedDict[str, _HostPaths] = OrderedDict()
+
+    def order(self, host: str, names: Sequence[str], size: int) -> list[str]:
+        """Return backends in the order in which a pull is to try them.
+
+        The quickest by its law is first. A backend with fewer than `TRIES` pulls goes before it. So
+        does one that was not used for `_MIN_IDLE` pulls, if what it costs more is within
+        `EXPLORED_SHARE` of the seconds of all pulls of the host. Those that just failed are last.
+        """
+        paths = self._paths(host)
+        laws = {name: paths.laws.setdefault(name, _PathLaw()) for name in names}
+        well = [name for name in names if laws[name].paused_until <= paths.pulls]
+        paused = [name for name in names if name not in well]
+        new = [name for name in well if laws[name].pulls < TRIES]
+        known = sorted(
+            (name for name in well if name not in new), key=lambda name: laws[name].predict(size)
+        )
+        if not new and len(known) > 1:
+            best_s = laws[known[0]].predict(size)
+            left_s = EXPLORED_SHARE * paths.total_s - paths.explored_s
+            stale = min(known[1:], key=lambda name: laws[name].last)
+            idle = paths.pulls - laws[stale].last >= _MIN_IDLE
+            if idle and laws[stale].predict(size) - best_s <= left_s:
+                known.remove(stale)
+                known.insert(0, stale)
+        return [*new, *known, *paused]
+
+    def add(self, host: str, name: str, size: int, seconds: float) -> bool:
+        """Note a pull that brought all its blocks; return whether it is the first of its path."""
+        paths = self._paths(host)
+        law = paths.laws.setdefault(name, _PathLaw())
+        others = [other for key, other in paths.laws.items() if key != name and other.pulls]
+        if law.pulls >= TRIES and others:
+            best_s = min(other.predict(size) for other in others)
+            if law.predict(size) > best_s:  # it was tried again, not chosen
+                paths.explored_s += max(0.0, seconds - best_s)
+        paths.pulls += 1
+        paths.total_s += seconds
+        law.add(size, seconds)
+        law.last = paths.pulls
+        return law.pulls == 1
+
+    def fail(self, host: str, name: str) -> None:
+        """Note a pull that the backend could not make."""
+        paths = self._paths(host)
+        law = paths.laws.setdefault(name, _PathLaw())
+        paths.pulls += 1
+        law.paused_until = paths.pulls + min(_MAX_PAUSE, _MIN_PAUSE << law.failures)
+        law.failures += 1
+
+    def predict(self, host: str, name: str, size: int) -> float | None:
+        """Return the seconds of a pull of `size` bytes; None before the first one."""
+        law = self._paths(host).laws.get(name)
+        return law.predict(size) if law is not None and law.pulls else None
+
+    def _paths(self, host: str) -> _HostPaths:
+        paths = self._hosts.setdefault(host, _HostPaths())
+        self._hosts.move_to_end(host)
+        if len(self._hosts) > _MAX_HOSTS:
+            self._hosts.popitem(last=False)
+        return paths

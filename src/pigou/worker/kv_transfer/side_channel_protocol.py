@@ -34,7 +34,7 @@ import numpy as np
 from pigou.kv.checksum import Checksums
 from pigou.request import SECOND
 from pigou.wire.fleet_secret import FleetSecret
-from pigou.worker.kv_transfer.result import TransferError, TransferReason
+from pigou.worker.kv_transfer.transfer_params import TransferError, TransferReason
 
 #: Longest frame that a sender reads.
 MAX_REQUEST = 64 << 10

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import hmac
 import logging
+import threading
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import StrEnum
 from hashlib import sha256
 from typing import Annotated, Any
 
 import msgspec
 
+from pigou.config import ConfigError
 from pigou.kv.hashing import chain
-from pigou.request import BlockHashes
+from pigou.request import SECOND, BlockHashes
 from pigou.wire.errors import bad_request
-from pigou.worker.kv_transfer.result import TransferError, TransferReason
+from pigou.wire.names import WILD
 
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 
@@ -147,3 +152,126 @@ def _check_prompt(
             TransferReason.OTHER_PROMPT,
             f"ticket {ticket.remote_request_id!r} is for other tokens, or another tenure",
         )
+
+
+_POSITIVE = ("lease", "timeout", "threads", "copy_threads", "max_pending", "max_connections")
+#: Backends where nobody says, the preferred one first; and all that there are.
+BACKENDS = ("shm", "tcp")
+ALL_BACKENDS = ("nixl", *BACKENDS)
+
+
+class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Limits of one worker's Sender and Receiver; all times in nanoseconds."""
+
+    host: str = "127.0.0.1"  # address that the side channel binds to
+    port: int = 0  # its port; 0 takes a free one
+    advertise: str = ""  # address that receivers are told; empty for `host`
+    backends: tuple[str, ...] = BACKENDS
+    # how long offered blocks are kept for a receiver that shows no sign of life.
+    lease: int = 30 * SECOND
+    max_hold: int = 300 * SECOND  # longest time that blocks are kept, whatever a receiver does
+    timeout: int = 5 * SECOND  # longest silence of a peer during a pull or a handshake
+    threads: int = 2  # pulls that a Receiver runs at once
+    copy_threads: int = 2  # threads that copy one large pull from shared memory
+    max_pending: int = 1024  # pulls that may wait for a thread; one more is refused
+    max_connections: int = 128  # receivers that a Sender serves at once; one more is turned away
+
+    def __post_init__(self) -> None:
+        for name in _POSITIVE:
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.max_hold < self.lease:
+            raise ConfigError(f"max_hold is {self.max_hold}; it must be at least lease")
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port is {self.port}; give 0 (any free port) to 65535")
+        if not self.backends or set(self.backends) - set(ALL_BACKENDS):
+            known = ", ".join(ALL_BACKENDS)
+            raise ConfigError(f"backends is {list(self.backends)}; give one or more of: {known}")
+        if self.host in WILD and not self.advertise:
+            raise ConfigError(
+                f"host is {self.host!r}, which no receiver can connect to; also give `advertise`"
+            )
+
+
+class TransferReason(StrEnum):
+    """Why a pull brought all, or not all, of the blocks."""
+
+    OK = "ok"
+    BAD_PARAMS = "bad_params"
+    LAYOUT = "layout_mismatch"
+    UNKNOWN = "unknown_request"
+    FORGED = "forged_ticket"
+    UNPROVEN = "unproven_peer"
+    OTHER_PROMPT = "other_prompt"
+    EXPIRED = "lease_expired"
+    CORRUPT = "checksum_mismatch"
+    UNREACHABLE = "sender_unreachable"
+    CUT = "connection_lost"
+    TIMEOUT = "timeout"
+    PROTOCOL = "protocol_error"
+    STORE = "store_error"
+    BUSY = "busy"
+    CANCELLED = "cancelled"
+    CLOSED = "closed"
+
+
+class TransferError(Exception):
+    """A transfer that cannot go on: the reason, and a detail for the log."""
+
+    def __init__(self, reason: TransferReason, detail: str = "") -> None:
+        super().__init__(f"{reason}: {detail}" if detail else str(reason))
+        self.reason = reason
+        self.detail = detail
+
+
+@dataclass(frozen=True, slots=True)
+class TransferResult:
+    """What a pull brought."""
+
+    request: str  # id of the request at the sender; empty when the ticket could not be read
+    blocks: int  # leading destination blocks that hold verified bytes
+    tokens: int  # tokens in those blocks (the last block of a prompt may be part full)
+    reason: TransferReason  # why it ended there
+    detail: str = ""  # for the log; empty when all went well
+    backend: str = ""  # which moved the bytes; empty when none did
+    bytes: int = 0  # bytes in `blocks`
+    seconds: float = 0.0  # from the beginning of the pull (not counting its wait for a thread)
+
+
+@dataclass(frozen=True, slots=True)
+class TransferStats:
+    """Counters since the start."""
+
+    transfers: int = 0  # transfers that ended, well or not
+    blocks: int = 0  # blocks that arrived verified (Receiver) or were taken and confirmed (Sender)
+    bytes: int = 0
+    seconds: float = 0.0  # sum of the transfers' durations
+    # transfers that did not bring everything, by reason.
+    failures: dict[str, int] = field(default_factory=dict)
+
+
+class TransferCounters:
+    """Counters that several threads add to."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._stats = TransferStats()
+        self._failures: Counter[str] = Counter()
+
+    def add(self, blocks: int, size: int, seconds: float, reason: TransferReason) -> None:
+        """Count one transfer of `size` bytes in `seconds`."""
+        with self._lock:
+            was = self._stats
+            if reason is not TransferReason.OK:
+                self._failures[reason] += 1
+            self._stats = TransferStats(
+                was.transfers + 1, was.blocks + blocks, was.bytes + size, was.seconds + seconds
+            )
+
+    def stats(self) -> TransferStats:
+        """Return the counters as they are now."""
+        with self._lock:
+            was = self._stats
+            return TransferStats(
+                was.transfers, was.blocks, was.bytes, was.seconds, dict(self._failures)
+            )

@@ -23,11 +23,10 @@ from pigou.sampling import Grammar, SamplingParams
 from pigou.sim.network import LinkConfig
 from pigou.sim.timing import StepKeys, StepShape, Timing, varies
 from pigou.sim.timing_models import build_timing, is_measured, kv_bytes
-from pigou.worker.backend import OnStep
+from pigou.worker.engine_thread.commands import OnStep
 
 if TYPE_CHECKING:
     from pigou.runtime.structured_output import GrammarState
-
 
 #: Nanoseconds that a step may begin in the past, to make up for bookkeeping after the one before.
 #: Beyond them the machine does not keep up, and what is late stays late.

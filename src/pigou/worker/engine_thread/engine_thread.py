@@ -7,8 +7,8 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,10 +23,10 @@ from pigou.logs import about
 from pigou.request import SECOND, FinishReason, Request
 from pigou.runtime.step_output import StepOutput, described, is_contained
 from pigou.wire.errors import REQUEST_FAILED
-from pigou.worker.backend import Backend
-from pigou.worker.commands import (
+from pigou.worker.engine_thread.commands import (
     Abort,
     Add,
+    Backend,
     Begun,
     ClearCache,
     Command,
@@ -43,12 +43,14 @@ from pigou.worker.commands import (
     Stop,
     failed_alone,
 )
-from pigou.worker.heartbeat import Heartbeat
-from pigou.worker.kv_event_publisher import event_map
-from pigou.worker.kv_offload import OffloadConnector
+from pigou.worker.engine_thread.heartbeat import Heartbeat
+from pigou.worker.engine_thread.kv_event_publisher import event_map
+from pigou.worker.engine_thread.kv_offload import OffloadConnector
 from pigou.worker.kv_transfer.connector import Transfers
 from pigou.worker.kv_transfer.transfer_params import hash_text
-from pigou.worker.traced_prompts import TracedPrompts
+
+if TYPE_CHECKING:
+    pass
 
 log = logging.getLogger(__name__)
 
@@ -385,3 +387,52 @@ class EngineThread:
         out.now = time.monotonic_ns()
         self.gauges.read_load(self._core, self._added)
         self._report(out)
+
+
+#: Part of a prompt that was computed: request, begin and end in monotonic nanoseconds, tokens.
+PromptChunk = tuple[str, int, int, int]
+
+
+class TracedPrompts:
+    """The traced requests in the engine; false while there are none."""
+
+    def __init__(self) -> None:
+        self._loading: dict[str, int] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._loading)
+
+    def add(self, add: Add) -> None:
+        """Take a request that the engine took, if it is traced."""
+        if add.trace_id:
+            self._loading[add.request.id] = 0
+
+    def drop(self, request: str) -> None:
+        """Forget a request that left the engine."""
+        self._loading.pop(request, None)
+
+    def load(self, request: str, now_ns: int) -> None:
+        """Note that blocks of a request are on their way."""
+        if self._loading.get(request) == 0:
+            self._loading[request] = now_ns
+
+    def loading(self, request: str) -> int:
+        """Return when the blocks of a request were asked for; 0 where none were, or not traced."""
+        return self._loading.get(request, 0)
+
+    def chunks(
+        self, plan: Plan, entries: Sequence[str], start_ns: int, end_ns: int
+    ) -> list[PromptChunk]:
+        """Return the chunks of traced prompts in a plan, which are its last entries.
+
+        Args:
+            start_ns: when its first step began, in monotonic nanoseconds.
+        """
+        chunks: list[PromptChunk] = []
+        for entry in range(len(plan.counts) - 1, -1, -1):
+            tokens = plan.counts.item(entry)
+            if tokens <= 1:
+                break
+            if entries[entry] in self._loading:
+                chunks.append((entries[entry], start_ns, end_ns, tokens))
+        return chunks

@@ -31,9 +31,9 @@ from pigou.request import SECOND, Rehearsed, Request, no_hashes
 from pigou.runtime.step_output import StepOutput
 from pigou.sampling import SamplingParams
 from pigou.wire import json_limits
-from pigou.worker.backend import Backend
-from pigou.worker.build import WorkerParts, build
 from pigou.worker.config import WorkerConfig
+from pigou.worker.engine_thread.commands import Backend
+from pigou.worker.startup.build import WorkerParts, build
 
 _PROMPT = "rehearsed-prompt"
 _STREAM = "rehearsed-stream"

@@ -13,7 +13,7 @@ from pigou.logs import about
 from pigou.request import FinishReason, Request
 from pigou.runtime.step_output import RankedLogprobs as Report
 from pigou.wire.errors import REQUEST_FAILED, APIError
-from pigou.worker.commands import (
+from pigou.worker.engine_thread.commands import (
     Abort,
     Add,
     Begun,
@@ -23,9 +23,9 @@ from pigou.worker.commands import (
     Gauges,
     LeaseCached,
 )
-from pigou.worker.commands import Report as EngineReport
+from pigou.worker.engine_thread.commands import Report as EngineReport
+from pigou.worker.http.reply import Reply, ReplySequence
 from pigou.worker.metrics import WorkerMetrics
-from pigou.worker.reply import Reply, ReplySequence
 
 log = logging.getLogger(__name__)
 

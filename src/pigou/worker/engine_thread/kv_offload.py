@@ -24,8 +24,8 @@ from pigou.runtime.stores.offloader import DEVICE as DEVICE_NAME
 from pigou.runtime.stores.offloader import DeviceBlocks, KVOffloader, StoreStatus, make_arena
 from pigou.runtime.stores.store import BlockRecords, OpenStore, Store, StoreError
 from pigou.runtime.stores.transfer_queue import OffloadResult
-from pigou.worker.commands import Command, OffloadDone, Recovered, Restored
 from pigou.worker.config import WorkerConfig
+from pigou.worker.engine_thread.commands import Command, OffloadDone, Recovered, Restored
 
 log = logging.getLogger(__name__)
 

@@ -24,21 +24,32 @@ from pigou.text.model_files import read_object, within
 from pigou.text.tokenizer import Tokenizer
 from pigou.wire.names import advertised
 from pigou.wire.sampling_params import ModelLimits
-from pigou.worker.backend import Backend
 from pigou.worker.config import WorkerConfig
-from pigou.worker.kv_offload import WorkerTiers, open_tiers
-from pigou.worker.kv_transfer import BlockStore, HostBlockStore, SharedMemory, TransferConfig
-from pigou.worker.mock_worker import MockBackend, MockTimes, SimulatedLink, TimingLaw, timed
-from pigou.worker.served_model import (
+from pigou.worker.device_use import WorkEstimate, estimate_of
+from pigou.worker.engine_thread.commands import Backend
+from pigou.worker.engine_thread.kv_offload import WorkerTiers, open_tiers
+from pigou.worker.engine_thread.mock_worker import (
+    MockBackend,
+    MockTimes,
+    SimulatedLink,
+    TimingLaw,
+    timed,
+)
+from pigou.worker.http.served_model import (
     ServedModel,
     chat_template,
     sampling_defaults,
     seeds,
     tool_format,
 )
-from pigou.worker.structured_output_pool import GrammarCompilePool, GrammarSource, NoGrammars
-from pigou.worker.structured_output_sandbox import GrammarSandbox
-from pigou.worker.work_estimate import WorkEstimate, estimate_of
+from pigou.worker.http.structured_output_pool import (
+    GrammarCompilePool,
+    GrammarSandbox,
+    GrammarSource,
+    NoGrammars,
+)
+from pigou.worker.kv_transfer.block_store import BlockStore, HostBlockStore, SharedMemory
+from pigou.worker.kv_transfer.transfer_params import TransferConfig
 
 if TYPE_CHECKING:
     from pigou.runtime.memory_report import MemoryReport

@@ -1,0 +1,1 @@
+"""The HTTP side of a worker: routes, prompts, replies, structured output."""

@@ -1,0 +1,1 @@
+"""Puts a worker together, checks it first, and measures it before it serves."""
