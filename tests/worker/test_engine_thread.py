@@ -19,8 +19,8 @@ from pigou.engine.plan import Plan, Result
 from pigou.request import FinishReason, Request
 from pigou.sampling import Grammar, SamplingParams
 from pigou.worker.config import WorkerConfig
-from pigou.worker.engine_thread.commands import Abort, Add, Report, Stop
-from pigou.worker.engine_thread.engine_thread import EngineThread, OnStep
+from pigou.worker.engine_thread.commands import Abort, Add, OnStep, Report, Stop
+from pigou.worker.engine_thread.engine_thread import EngineThread
 from pigou.worker.engine_thread.mock_worker import MockBackend, TimingLaw
 from pigou.worker.kv_transfer.connector import NoTransfers
 from pigou.worker.process import WorkerServer

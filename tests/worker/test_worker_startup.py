@@ -32,7 +32,7 @@ def slept() -> Iterator[Clock]:
     with pytest.MonkeyPatch.context() as patch:
         clock = Clock()
         patch.setattr("pigou.worker.engine_thread.mock_worker.time", clock)
-        patch.setattr("pigou.worker.startup.time", clock)
+        patch.setattr("pigou.worker.startup.profiling.time", clock)
         yield clock
 
 
@@ -71,7 +71,7 @@ def test_a_rehearsal_of_a_model_leaves_nothing_behind(options: dict[str, Any]) -
     parts = build(WorkerConfig(**config))
     price = parts.core.price
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pigou.worker.startup.time", TickingClock())
+        patch.setattr("pigou.worker.startup.profiling.time", TickingClock())
         found = profile_at_startup(parts.core, parts.backend, 0.04)
     assert found
     assert [each[:2] for each in found] == list(profiled_loads(parts.core.config))[: len(found)]

@@ -11,7 +11,7 @@ from masked import SIZE, Bench, attend_in_full, bench, near, random_tokens
 from torch import Tensor
 
 from pigou.engine.plan import Recomputation
-from pigou.runtime import load as loading
+from pigou.runtime.models import load as loading
 from pigou.runtime.models.load import LoadedModel
 from pigou.runtime.token_eviction.policy import CacheEntries, Returns, TokenPolicy
 
