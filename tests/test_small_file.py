@@ -70,7 +70,7 @@ def test_depth_is_bounded(depth: int, fits: bool) -> None:
 
 #: Modules that read the kernel's own files, and none that others write.
 _KERNEL_FILES = {
-    "small_file.py", "worker/energy_counter.py", "runtime/memory_report.py",
+    "small_file.py", "worker/device_use.py", "runtime/memory_report.py",
 }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tiered_worker import PROMPTS, TieredWorker, caches, until
 
-from pigou.runtime.stores.disk_store import Segment
+from pigou.runtime.stores.segment import Segment
 
 SEGMENT = "00000000.pigou-kv"
 

@@ -18,7 +18,8 @@ from tests.lib.foreign_files import scatter
 
 from pigou.kv.block import Bytes
 from pigou.request import NEVER
-from pigou.runtime.stores.disk_store import DiskStore, Segment
+from pigou.runtime.stores.disk_store import DiskStore
+from pigou.runtime.stores.segment import Segment
 from pigou.runtime.stores.store import StoreError
 
 CAP = 40_000

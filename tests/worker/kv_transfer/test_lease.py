@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.lib.examples import examples
 
 from pigou.request import NEVER, SECOND
-from pigou.worker.kv_transfer.sender import LeaseClock, LeaseTable
+from pigou.worker.kv_transfer.lease import LeaseClock, LeaseTable
 from pigou.worker.kv_transfer.transfer_params import TransferError
 
 TERM, MAX_HOLD = 10, 35

@@ -81,8 +81,9 @@ class BucketStore:
             location = BucketLocation.parse(location)
         self.location = location
         self._namespace = namespace
-        self._block_bytes = block_bytes
-        self._cap = cap_bytes
+        self.block_bytes, self.cap_bytes = block_bytes, cap_bytes
+        self.record_bytes = HEADER_BYTES + block_bytes
+        self.capacity = cap_bytes // self.record_bytes
         self._clock = clock
         self._client = location.open()
         self._folder = f"{_FORMAT}/{namespace.hex()}"
@@ -92,26 +93,6 @@ class BucketStore:
         self._doomed: set[bytes] = set()
         self._patience = 0.0
         self._closed = False
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of a block."""
-        return self._block_bytes
-
-    @property
-    def record_bytes(self) -> int:
-        """Bytes of an object."""
-        return HEADER_BYTES + self._block_bytes
-
-    @property
-    def cap_bytes(self) -> int:
-        """What the objects of this store together never exceed."""
-        return self._cap
-
-    @property
-    def capacity(self) -> int:
-        """Blocks that the cap has room for."""
-        return self._cap // self.record_bytes
 
     @property
     def used_bytes(self) -> int:
@@ -129,7 +110,7 @@ class BucketStore:
         names = keys_of(entries.keys)
         new = self._reserve(names, entries.alive(self._clock()))
         payloads = checksums_of(data, rows[new]) if sums is None else sums[new]
-        headers = encode(self._namespace, entries.take(new), payloads, self._block_bytes)
+        headers = encode(self._namespace, entries.take(new), payloads, self.block_bytes)
 
         async def upload(i: int) -> None:
             body = np.concatenate([headers[i], data[rows[new[i]]]])
@@ -228,7 +209,7 @@ class BucketStore:
             header = _array(raw).reshape(1, -1)
             if header.shape[1] != HEADER_BYTES:
                 return
-            good, entry, _ = decode(header, self._namespace, self._block_bytes)
+            good, entry, _ = decode(header, self._namespace, self.block_bytes)
             if good[0] and self._path(keys_of(entry.keys)[0]) == path:
                 records.append(entry.take(entry.alive(self._clock())))
 
@@ -274,7 +255,7 @@ class BucketStore:
         if len(raw) != self.record_bytes:
             return self._corrupt("is of another size")
         header, body = raw[:HEADER_BYTES].reshape(1, -1), raw[HEADER_BYTES:].reshape(1, -1)
-        good, entry, sums = decode(header, self._namespace, self._block_bytes)
+        good, entry, sums = decode(header, self._namespace, self.block_bytes)
         if not good[0] or (entry.keys[0] != key).any():
             return self._corrupt("is altered, or foreign")
         if not entry.alive(self._clock())[0]:

@@ -54,7 +54,9 @@ class HostStore:
             )
         self.counts = StoreCounts()
         self.arena = arena
-        self._capacity = capacity
+        self.capacity = capacity
+        self.block_bytes = self.record_bytes = int(arena.shape[1])
+        self.cap_bytes = capacity * self.block_bytes
         self._clock = clock
         self._lock = threading.Lock()
         self._slot_map = SlotMap()
@@ -62,26 +64,6 @@ class HostStore:
         self._sums: Checksums = np.zeros(len(arena), dtype=np.uint64)
         self._held = no_records(len(arena))
         self._closed = False
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of a block."""
-        return int(self.arena.shape[1])
-
-    @property
-    def record_bytes(self) -> int:
-        """Bytes of the cap that a block takes."""
-        return self.block_bytes
-
-    @property
-    def capacity(self) -> int:
-        """Blocks of the store, without those that are staged."""
-        return self._capacity
-
-    @property
-    def cap_bytes(self) -> int:
-        """Bytes of `capacity` blocks."""
-        return self._capacity * self.block_bytes
 
     @property
     def used_bytes(self) -> int:
@@ -123,7 +105,7 @@ class HostStore:
             self._sums[rows] = sums
             for i, (key, row) in enumerate(zip(keys_of(entries.keys), rows.tolist(), strict=True)):
                 stored_already = key in self._slot_map
-                room = alive[i] and not self._closed and len(self._slot_map) < self._capacity
+                room = alive[i] and not self._closed and len(self._slot_map) < self.capacity
                 stored[i] = stored_already or room
                 if stored_already or not room:
                     self._free.append(row)
@@ -157,7 +139,7 @@ class HostStore:
         with self._lock:
             stored: Bools = np.array([key in self._slot_map for key in names], dtype=np.bool_)
             new = np.flatnonzero(~stored & entries.alive(self._clock()))
-            room = min(len(self._free), self._capacity - len(self._slot_map))
+            room = min(len(self._free), self.capacity - len(self._slot_map))
             self.counts.refused += max(0, len(new) - room)
             new = new[:room]
             slots = np.array([self._free.pop() for _ in new], dtype=np.int32)

@@ -144,32 +144,23 @@ Bools: TypeAlias = NDArray[np.bool_]
 Digests: TypeAlias = NDArray[np.uint8]
 #: Bytes of a tenure's digest.
 TENURE_BYTES = 32
+_COLUMNS = ("keys", "parents", "depths", "expiries", "tenures")
 
 
 @dataclass(frozen=True, slots=True)
 class BlockRecords:
     """Blocks by their keys, each with where it stands in its sequence and how long it is valid."""
 
-    keys: BlockHashes  # keyed hashes of the blocks, shape (n, 2); the tenure is in the key
-    # keys of the blocks before, shape (n, 2); (0, 0) for the first of a sequence.
-    parents: BlockHashes
+    keys: BlockHashes  # keyed hashes, shape (n, 2); the tenure is in the key
+    parents: BlockHashes  # keys of the blocks before, shape (n, 2); (0, 0) for a sequence's first
     depths: Ints  # blocks before it in its sequence, shape (n,), int32
-    # when a block becomes void, nanoseconds since 1970, shape (n,); `NEVER` is never.
-    expiries: Nanos
-    # digests of the tenures, shape (n, 32), for inspection of a store; zeros where they are not
-    # known.
-    tenures: Digests
+    expiries: Nanos  # nanoseconds since 1970, shape (n,); `NEVER` is never
+    tenures: Digests  # of the tenures, shape (n, 32); zeros where they are not known
 
     def __post_init__(self) -> None:
         n = len(self.keys)
-        wanted = {
-            "keys": (n, 2),
-            "parents": (n, 2),
-            "depths": (n,),
-            "expiries": (n,),
-            "tenures": (n, TENURE_BYTES),
-        }
-        for name, shape in wanted.items():
+        shapes = (n, 2), (n, 2), (n,), (n,), (n, TENURE_BYTES)
+        for name, shape in zip(_COLUMNS, shapes, strict=True):
             if getattr(self, name).shape != shape:
                 raise ValueError(f"{name} has shape {getattr(self, name).shape}; give {shape}")
 
@@ -178,21 +169,12 @@ class BlockRecords:
 
     def take(self, index: NDArray[np.integer] | Bools | slice) -> BlockRecords:
         """Return the entries at `index` (ids, a mask or a slice)."""
-        return BlockRecords(
-            self.keys[index],
-            self.parents[index],
-            self.depths[index],
-            self.expiries[index],
-            self.tenures[index],
-        )
+        return BlockRecords(*(getattr(self, name)[index] for name in _COLUMNS))
 
     def write(self, index: Ints, other: BlockRecords) -> None:
         """Write `other` over the entries at `index`, shape (n,)."""
-        self.keys[index] = other.keys
-        self.parents[index] = other.parents
-        self.depths[index] = other.depths
-        self.expiries[index] = other.expiries
-        self.tenures[index] = other.tenures
+        for name in _COLUMNS:
+            getattr(self, name)[index] = getattr(other, name)
 
     def alive(self, now: int) -> Bools:
         """Which are not void at `now`, nanoseconds since 1970."""
@@ -251,13 +233,8 @@ class BlockRecords:
         """Put entries one after the other."""
         if not parts:
             return no_records()
-        return BlockRecords(
-            np.concatenate([p.keys for p in parts]),
-            np.concatenate([p.parents for p in parts]),
-            np.concatenate([p.depths for p in parts]),
-            np.concatenate([p.expiries for p in parts]),
-            np.concatenate([p.tenures for p in parts]),
-        )
+        columns = ([getattr(part, name) for part in parts] for name in _COLUMNS)
+        return BlockRecords(*map(np.concatenate, columns))
 
 
 def no_records(count: int = 0) -> BlockRecords:

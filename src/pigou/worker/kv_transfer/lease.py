@@ -1,0 +1,222 @@
+"""Leases: how long offered blocks are kept for a receiver, and their one release."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from pigou.kv.checksum import Checksums
+from pigou.logs import about
+from pigou.request import NEVER, SECOND, Ints
+from pigou.worker.kv_transfer.transfer_params import (
+    TransferError,
+    TransferReason,
+)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Lease:
+    expiry: int
+    limit: int
+
+
+class LeaseClock:
+    """Who holds a lease until when, all times in integer nanoseconds.
+
+    A lease ends exactly once: by `end`, or by appearing in the answer of `expire`. It is never
+    extended beyond `max_hold` after its grant, and never revived after its expiry.
+    """
+
+    def __init__(self, term: int, max_hold: int) -> None:
+        self._term = term
+        self._max_hold = max_hold
+        self._leases: dict[int, _Lease] = {}
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def begin(self, key: int, now: int) -> int:
+        """Begin a lease and return when it expires.
+
+        Raises:
+            ValueError: `key` holds one already.
+        """
+        if key in self._leases:
+            raise ValueError(f"lease {key} is held already")
+        expiry = now + min(self._term, self._max_hold)
+        self._leases[key] = _Lease(expiry, now + self._max_hold)
+        return expiry
+
+    def renew(self, key: int, now: int) -> bool:
+        """Extend a lease to a full term from `now`; False when it has ended or is past."""
+        lease = self._leases.get(key)
+        if lease is None or now >= lease.expiry:
+            return False
+        lease.expiry = max(lease.expiry, min(now + self._term, lease.limit))
+        return True
+
+    def end(self, key: int) -> bool:
+        """End a lease; whether it was this call that did."""
+        return self._leases.pop(key, None) is not None
+
+    def expire(self, now: int) -> list[int]:
+        """End the leases that are past, and return their keys, oldest grant first."""
+        past = [key for key, lease in self._leases.items() if now >= lease.expiry]
+        for key in past:
+            del self._leases[key]
+        return past
+
+    def next_expiry(self) -> int:
+        """When the next lease expires; NEVER when there is none."""
+        return min((lease.expiry for lease in self._leases.values()), default=NEVER)
+
+
+@dataclass(eq=False, slots=True)
+class LeasedBlocks:
+    """Blocks of one request that a receiver may take."""
+
+    number: int
+    request: str  # id of the request
+    blocks: Ints  # device blocks in prompt order, shape (n,)
+    tokens: int  # tokens whose KV is in them
+    last_hash: str = ""  # of the prompt's block that is the last of them; empty where nobody said
+    secret: str = field(default_factory=lambda: secrets.token_hex(16))
+    # of the blocks, valid once `ready` is set and `error` is empty.
+    checksums: Checksums | None = None
+    error: str = ""  # why there are no checksums
+    # set when the checksums are there, or never will be.
+    ready: threading.Event = field(default_factory=threading.Event)
+
+
+class LeaseTable:
+    """Offers by request id; every offer is released exactly once, by one call of `on_release`."""
+
+    def __init__(self, lease: int, max_hold: int, on_release: Callable[[str], None]) -> None:
+        """Begin with no offers.
+
+        Args:
+            lease: term of a lease, in nanoseconds.
+            max_hold: longest life of an offer, in nanoseconds.
+            on_release: called with the request's id, from any thread, when its blocks are free.
+        """
+        self._leases = LeaseClock(lease, max_hold)
+        self._offers: dict[str, LeasedBlocks] = {}
+        self._numbers: dict[int, LeasedBlocks] = {}
+        self._next = 0
+        self._sleeps_until = 0
+        self._on_release = on_release
+        self._change = threading.Condition()
+        self._closed = False
+
+    def __len__(self) -> int:
+        with self._change:
+            return len(self._offers)
+
+    def add(self, request: str, blocks: Ints, tokens: int, last_hash: str = "") -> LeasedBlocks:
+        """Begin an offer.
+
+        Raises:
+            ValueError: the request has an offer already.
+            TransferError: CLOSED.
+        """
+        with self._change:
+            if self._closed:
+                raise TransferError(TransferReason.CLOSED, "the sender is closed")
+            if request in self._offers:
+                raise ValueError(f"request {request!r} is offered already")
+            offer = LeasedBlocks(self._next, request, blocks, tokens, last_hash)
+            self._next += 1
+            expiry = self._leases.begin(offer.number, time.monotonic_ns())
+            self._offers[request] = self._numbers[offer.number] = offer
+            if expiry < self._sleeps_until:
+                self._change.notify()
+            return offer
+
+    def find(self, request: str, secret: str) -> LeasedBlocks:
+        """Return an offer that is still held, its lease renewed.
+
+        Raises:
+            TransferError: UNKNOWN, when there is none or the secret is not its own.
+        """
+        with self._change:
+            offer = self._offers.get(request)
+        known = offer is not None and hmac.compare_digest(offer.secret.encode(), secret.encode())
+        if offer is None or not known or not self.keep(offer):
+            raise TransferError(
+                TransferReason.UNKNOWN, "no such offer: taken, expired or never made"
+            )
+        return offer
+
+    def keep(self, offer: LeasedBlocks) -> bool:
+        """Renew the offer's lease; False when it was lost, and its bytes mean nothing any more."""
+        with self._change:
+            return self._leases.renew(offer.number, time.monotonic_ns())
+
+    def finish(self, offer: LeasedBlocks) -> bool:
+        """Release the offer's blocks; whether they were held until now."""
+        with self._change:
+            held = self._leases.renew(offer.number, time.monotonic_ns())
+            ended = self._leases.end(offer.number)
+            if ended:
+                self._forget(offer)
+        if ended:
+            self._released(offer)
+        return held
+
+    def release(self, request: str) -> bool:
+        """Release the blocks of a request, if they are held; whether it was this call that did."""
+        with self._change:
+            offer = self._offers.get(request)
+            if offer is None or not self._leases.end(offer.number):
+                return False
+            self._forget(offer)
+        self._released(offer)
+        return True
+
+    def reap(self) -> None:
+        """Release what expires, as it expires; returns after `close`."""
+        while True:
+            with self._change:
+                if self._closed:
+                    return
+                now = time.monotonic_ns()
+                past = [self._numbers[number] for number in self._leases.expire(now)]
+                for offer in past:
+                    self._forget(offer)
+                if not past:
+                    self._sleeps_until = expiry = self._leases.next_expiry()
+                    self._change.wait(None if expiry == NEVER else (expiry - now) / SECOND)
+                    self._sleeps_until = 0  # awake: it looks before it sleeps again
+            for offer in past:
+                words = "blocks of request %s expired before they were taken"
+                log.warning(words, offer.request, extra=about(offer.request))
+                self._released(offer)
+
+    def close(self) -> None:
+        """Release every offer, take no more, and let `reap` return."""
+        with self._change:
+            self._closed = True
+            left = [offer for offer in self._offers.values() if self._leases.end(offer.number)]
+            for offer in left:
+                self._forget(offer)
+            self._change.notify_all()
+        for offer in left:
+            self._released(offer)
+
+    def _forget(self, offer: LeasedBlocks) -> None:
+        del self._offers[offer.request], self._numbers[offer.number]
+
+    def _released(self, offer: LeasedBlocks) -> None:
+        try:
+            self._on_release(offer.request)
+        except Exception:
+            log.exception(
+                "on_release failed for request %s", offer.request, extra=about(offer.request)
+            )
