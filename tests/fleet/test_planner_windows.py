@@ -16,7 +16,7 @@ from pigou.fleet.provider import ProvidedPool
 from pigou.gateway.plane_driver import PlaneDriver
 from pigou.gateway.proxy.upstream import WorkerReport
 from pigou.request import SECOND, Request, Role, Worker
-from pigou.windows.load_meter import ComputedPrompt, MeteredRequest, MeteredWindow
+from pigou.windows.builder import ComputedPrompt, MeteredRequest, MeteredWindow
 from pigou.windows.planner_window import PlannerWindow, WorkerState, WorkerWindow
 
 

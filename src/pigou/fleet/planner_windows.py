@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pigou.fleet.live_fleet import LiveFleet
 from pigou.fleet.member import Member
@@ -13,7 +13,7 @@ from pigou.fleet.worker_process import process_stat
 from pigou.gateway.plane_driver import PlaneDriver
 from pigou.gateway.proxy.upstream import Upstream, WorkerReport
 from pigou.request import SECOND
-from pigou.windows.load_meter import ComputedPrompt, LoadMeter, WorkerCounts, anarchy_of
+from pigou.windows.builder import ComputedPrompt, LoadMeter, PlannerWindowBuilder
 from pigou.windows.planner_window import (
     LoadWindow,
     PlannerWindow,
@@ -49,14 +49,12 @@ class PlannerWindows:
             (driver, LoadMeter(driver.meter.objectives, driver.meter.model()))
             for driver in plane_drivers
         ]
-        for driver in plane_drivers:
-            driver.meter.is_windowed = True
-        self._last_ns = time.monotonic_ns()
-        self._counts: dict[str, WorkerCounts] = {}
+        self._builder = PlannerWindowBuilder(time.monotonic_ns())
         self._prompts: dict[str, list[ComputedPrompt]] = {}  # that no report covers yet
         self._reported: dict[str, _Reported] = {}
         self._members: dict[str, Member] = {}  # that the last window had, draining ones not
         for driver in plane_drivers:
+            driver.meter.is_windowed = True
             driver.meter.take(())
 
     def sample(self) -> None:
@@ -65,14 +63,15 @@ class PlannerWindows:
             state = driver.plane.state
             for member in self._live_fleet.members:
                 if (row := state.row.get(member.id)) is not None:
-                    counts = self._counts.setdefault(member.id, WorkerCounts())
                     columns = state.columns
-                    counts.sample(columns.decoding.item(row), columns.decode_tokens.item(row))
+                    self._builder.counts_of(member.id).sample(
+                        columns.decoding.item(row), columns.decode_tokens.item(row)
+                    )
 
     def window(self, now: int) -> PlannerWindow:
         """Return what happened since the last window; `now` is in ns of the gateway's clock."""
         loads: list[LoadWindow] = []
-        price_of_anarchy, better_prefill = dict[str, float](), dict[str, int]()
+        routing = {}
         for driver, load_meter in self._loads:
             model = load_meter.model = driver.meter.model()
             requests = driver.meter.take(driver.plane.queue)
@@ -80,10 +79,8 @@ class PlannerWindows:
             for request in requests.first:
                 if (computed := request.computed) is not None:
                     self._prompts.setdefault(computed.worker, []).append(computed)
-            anarchy, better = anarchy_of(model, driver.plane.status(now).poa)
-            price_of_anarchy |= anarchy
-            better_prefill |= better
-        seconds = max(now - self._last_ns, 1) / SECOND
+            routing[model] = driver.plane.status(now).poa
+        seconds = max(now - self._builder.last_ns, 1) / SECOND
         pools = tuple(self._pool(pool, now, seconds) for pool in self._live_fleet.provided.values())
         members = self._live_fleet.members
         present = {member.id for member in members}
@@ -92,15 +89,8 @@ class PlannerWindows:
         }
         self._reported = {id: seen for id, seen in self._reported.items() if id in present}
         self._prompts = {id: left for id, left in self._prompts.items() if id in present}
-        self._counts, self._last_ns = {}, now
-        return PlannerWindow(
-            now_ns=now,
-            seconds=seconds,
-            loads=tuple(loads),
-            pools=pools,
-            price_of_anarchy=price_of_anarchy,
-            better_prefill=better_prefill,
-        )
+        self._builder.counts.clear()
+        return self._builder.window(now, tuple(loads), pools, routing)
 
     def _pool(self, pool: ProvidedPool, now: int, seconds: float) -> PoolWindow:
         drivers = {load_meter.model: driver for driver, load_meter in self._loads}
@@ -127,58 +117,54 @@ class PlannerWindows:
     ) -> WorkerWindow:
         plane, upstream = driver.plane, driver.upstreams.get(member.id)
         row = plane.state.row.get(member.id)
+        life = WorkerWindow(
+            id=member.id,
+            state=member.state,
+            since_ns=member.since_ns,
+            unplaceable=member.unplaceable,
+        )
         if upstream is None or row is None:
             self._reported.pop(member.id, None)
-            return WorkerWindow(
-                id=member.id, state=member.state, since_ns=member.since_ns,
-                unplaceable=member.unplaceable,
-            )  # fmt: skip
+            return life
         before = self._reported.get(member.id)
-        report = upstream.report
-        if report is not None and now - report.at_ns > _STALE_NS:
-            report = None
-        cpu_s = cpu_seconds(member.row().pid)
         if before is not None and before.upstream is not upstream:
             before = None
-        counts, columns = self._counts.get(member.id, WorkerCounts()), plane.state.columns
-        worker, last = upstream.worker, before.report if before is not None else None
-        self._add_prompts(member.id, counts, now if report is None else report.at_ns)
+        report, last = upstream.report, before.report if before is not None else None
+        if report is not None and now - report.at_ns > _STALE_NS:
+            report = None
+        worker, decodes = upstream.worker, upstream.worker.role.decodes
+        self._add_prompts(member.id, now if report is None else report.at_ns)
+        cpu_s = cpu_seconds(member.row().pid)
         cpu = _increase(cpu_s, before.cpu_s if before is not None else None)
-        prefill_s = _increase(_prefill_s(report), _prefill_s(last))
-        since_ns = self._last_ns if before is None else before.prefill_ns
+        prefill_s = _rise(report, last, "prefill_s")
+        since_ns = self._builder.last_ns if before is None else before.prefill_ns
         if prefill_s and upstream.engine.stock:
             # It adds up the prompts that it computes side by side. Those of Pigou are told by
             # step, and a step can be longer than a window.
             prefill_s = min(prefill_s, max(now - since_ns, 1) / SECOND)
         rose_ns = since_ns if prefill_s == 0 else now
         self._reported[member.id] = _Reported(upstream, report, cpu_s, rose_ns)
-        counts.observe_tokens(_increase(_prefill_tokens(report), _prefill_tokens(last)))
-        return WorkerWindow(
-            id=member.id,
-            state=member.state,
-            since_ns=member.since_ns,
-            unplaceable=member.unplaceable,
-            queued_prefill_tokens=float(columns.prefill_tokens.item(row)),
-            waiting=None if report is None else report.waiting,
-            running=None if report is None else report.running,
-            mean_running=counts.mean_running if worker.role.decodes else None,
-            kv_usage=None if report is None else report.kv_usage,
-            kv_tokens=worker.blocks * worker.block_size or None,
-            held_tokens=float(columns.decode_tokens.item(row)),
-            mean_held_tokens=counts.mean_held_tokens,
+        itl_s, gaps = _rise(report, last, "itl_s"), _rise(report, last, "itl_count")
+        figures: dict[str, Any] = {} if decodes else {"mean_running": None}
+        if report is not None:
+            figures |= {
+                "waiting": report.waiting,
+                "running": report.running,
+                "kv_usage": report.kv_usage,
+            }
+        return self._builder.worker(
+            life, worker, plane.state.columns, row, _rise(report, last, "prefill_tokens"),
             cached_tokens=float(plane.index.cache(member.id).blocks * worker.block_size),
-            computed_prompts=counts.prompts,
-            computed_tokens=float(counts.tokens),
-            computed_pairs=counts.pairs,
             prefill_s=prefill_s,
-            itl_s=_mean_itl_s(report, last) if worker.role.decodes else None,
+            itl_s=itl_s / gaps if decodes and itl_s is not None and gaps else None,
             cpu_usage=None if cpu is None else cpu / seconds,
-            location=worker.location,
-        )
+            **figures,
+        )  # fmt: skip
 
-    def _add_prompts(self, worker: str, counts: WorkerCounts, until_ns: int) -> None:
+    def _add_prompts(self, worker: str, until_ns: int) -> None:
         """Count the prompts that were computed by the time of a report, maybe a second ago."""
         prompts = self._prompts.pop(worker, [])
+        counts = self._builder.counts_of(worker)
         for prompt in prompts:
             if prompt.at_ns <= until_ns:
                 counts.add_prompt(prompt)
@@ -194,22 +180,13 @@ def cpu_seconds(pid: int) -> float | None:
     return None if stat is None else stat[1] / _TICKS
 
 
-def _prefill_s(report: WorkerReport | None) -> float | None:
-    return None if report is None else report.prefill_s
-
-
-def _prefill_tokens(report: WorkerReport | None) -> float | None:
-    return None if report is None else report.prefill_tokens
-
-
-def _mean_itl_s(report: WorkerReport | None, last: WorkerReport | None) -> float | None:
-    """Return the mean seconds between tokens since the last report."""
-    if report is None or last is None:
-        return None
-    seconds, count = (
-        _increase(report.itl_s, last.itl_s), _increase(report.itl_count, last.itl_count)
-    )  # fmt: skip
-    return seconds / count if seconds is not None and count else None
+def _rise(now: WorkerReport | None, before: WorkerReport | None, counter: str) -> float | None:
+    """Return how far a counter of a worker's reports rose; None where it is not known."""
+    return (
+        None
+        if now is None or before is None
+        else _increase(getattr(now, counter), getattr(before, counter))
+    )
 
 
 def _increase(now: float | None, before: float | None) -> float | None:

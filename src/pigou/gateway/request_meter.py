@@ -15,7 +15,7 @@ from pigou.gateway.proxy.relay import Relay
 from pigou.gateway.request import GatewayRequest
 from pigou.objectives import AttainmentCounter, Objectives, Slo, class_label
 from pigou.request import SECOND, Request
-from pigou.windows.load_meter import ComputedPrompt, MeteredRequest, MeteredWindow
+from pigou.windows.builder import ComputedPrompt, MeteredRequest, MeteredWindow
 from pigou.wire.errors import APIError
 
 #: Nanoseconds of the requests that the recent attainment is of, and the most of them.

@@ -16,8 +16,8 @@ from pigou.sim.timing import StepShape, Timing
 from pigou.sim.virtual_clock import EPOCH, Phase
 from pigou.sim.worker import SimWorker
 from pigou.sim.worker_spec import FleetWorker
-from pigou.windows.observations import FleetObservation, TenantObservation, WorkerObservation
-from pigou.windows.prompts import PromptLengths, percentile
+from pigou.windows.builder import ObservationBuilder
+from pigou.windows.observations import FleetObservation, WorkerObservation
 
 #: Key of the samples among the last events of a moment.
 _LAST = 2**50 + 1
@@ -56,6 +56,8 @@ class WindowObserver:
         rows = _ROWS // max(1, len(simulation.fleet.workers))
         size = max(_MIN_WINDOWS, min(_WINDOWS, rows))
         self.windows: deque[FleetObservation] = deque(maxlen=size)
+        self._made = ObservationBuilder()
+        self._made.weights = simulation.fleet.plane.config.tenant_weights
         self._second, self._known, self._shed = 0, 0, 0
         self._open: dict[int, RequestRun] = {}
         self._attempts: dict[int, int] = {}
@@ -63,17 +65,14 @@ class WindowObserver:
         self._began: dict[int, int] = {}
         self._workers: defaultdict[str, _WorkerSums] = defaultdict(_WorkerSums)
         self._itl: NDArray[np.int64] = simulation.fleet.itl.histogram.copy()
-        self._lengths = PromptLengths()
         self._knees: dict[tuple[int, int], float | None] = {}
-        self._clear()
+        self._begin_window()
         simulation.clock.at(EPOCH + SECOND, Phase.PLAN, _LAST, self._sample)
 
-    def _clear(self) -> None:
-        """Begin the sums of a window."""
+    def _begin_window(self) -> None:
         self._queued = 0.0
         self._kv: Counter[str] = Counter()
         self._waiting: Counter[str] = Counter()
-        self._served: Counter[str] = Counter()
 
     def _sample(self, now: int) -> None:
         simulation = self._simulation
@@ -83,7 +82,7 @@ class WindowObserver:
         runs = simulation.client.runs
         for run in runs[self._known :]:
             self._open[run.number] = run
-            self._lengths.add(run.spec.prompt_tokens)
+            self._made.lengths.add(run.spec.prompt_tokens)
         self._known = len(runs)
         wasted: Counter[str] = Counter()
         entries: Counter[str] = Counter()
@@ -93,7 +92,7 @@ class WindowObserver:
             self._sample_worker(worker, now, wasted[worker.name], entries[worker.name])
         if self._second % self._window_s == 0:
             self.windows.append(self._window(now))
-            self._clear()
+            self._begin_window()
         simulation.clock.at(now + SECOND, Phase.PLAN, _LAST, self._sample)
 
     def _sample_run(self, run: RequestRun, wasted: Counter[str], entries: Counter[str]) -> None:
@@ -117,7 +116,7 @@ class WindowObserver:
     def _count_tokens(self, run: RequestRun, generated: int) -> None:
         """Count the tokens that a request generated since it was last looked at."""
         new = max(0, generated - self._tokens.get(run.number, 0))
-        self._served[run.spec.tenant] += new
+        self._made.tokens[run.spec.tenant] += new
         self._workers[run.decode_worker].output_tokens += new
         self._tokens[run.number] = generated
 
@@ -140,24 +139,26 @@ class WindowObserver:
     # --- windows ------------------------------------------------------------------------------
 
     def _window(self, now: int) -> FleetObservation:
-        simulation, seconds = self._simulation, self._window_s
+        simulation, made, seconds = self._simulation, self._made, self._window_s
         fleet, begin = simulation.fleet, now - seconds * SECOND
         ended = [run for run in self._open.values() if not simulation.client.is_open(run)]
-        arrived, repeated = self._count_attempts()
+        self._count_attempts()
         first, began = self._progressed(begin, now)
-        shed, self._shed = fleet.dispatcher.shed - self._shed, fleet.dispatcher.shed
+        made.counts["refused"], self._shed = (
+            fleet.dispatcher.shed - self._shed,
+            fleet.dispatcher.shed,
+        )
         for run in began:
-            self._served[run.spec.tenant] += run.spec.prompt_tokens
-        wait_s = {run.number: (run.began_ns - run.sent_ns) / SECOND for run in began}
-        late = [(run, (now - run.sent_ns) / SECOND) for run in self._open.values()
+            made.tokens[run.spec.tenant] += run.spec.prompt_tokens
+            made.wait_s.append((run.spec.prompt_tokens, (run.began_ns - run.sent_ns) / SECOND))
+        made.ttft_s += [(run.first_token_ns - run.sent_ns) / SECOND for run in first]
+        late = [(run.spec.prompt_tokens, (now - run.sent_ns) / SECOND)
+                for run in self._open.values()
                 if run.sent_ns > 0 and run.began_ns < run.sent_ns
                 and run.outcome is RunOutcome.PENDING]  # fmt: skip
-        known = [*((run, wait_s[run.number]) for run in began), *late]
-        lengths = [(run.spec.prompt_tokens, wait) for run, wait in known]
         computed = [run.spec.prompt_tokens for run in self._open.values()
                     if run.began_ns >= run.sent_ns
                     and not run.sent_ns <= run.first_token_ns <= begin]  # fmt: skip
-        ttft = [(run.first_token_ns - run.sent_ns) / SECOND for run in first]
         itl_p50, itl_p99 = self._gaps()
         for run in ended:
             self._count_tokens(run, run.output_tokens)
@@ -165,26 +166,21 @@ class WindowObserver:
             for seen in (self._attempts, self._tokens, self._began):
                 seen.pop(run.number, None)
         outcomes = Counter(run.outcome for run in ended)
-        return FleetObservation(
-            start_s=(begin - EPOCH) / SECOND, seconds=float(seconds), arrived=arrived,
-            completed=outcomes[RunOutcome.DONE], failed=outcomes[RunOutcome.FAILED], refused=shed,
-            repeated=repeated, queued=self._queued / seconds, ttft_p50_s=percentile(ttft, 50),
-            itl_p50_s=itl_p50, itl_p99_s=itl_p99, wait_p50_s=percentile(list(wait_s.values()), 50),
-            **self._lengths.wait_figures(lengths), longest_prompt_tokens=max(computed, default=0),
+        made.counts.update(completed=outcomes[RunOutcome.DONE], failed=outcomes[RunOutcome.FAILED])
+        return made.window(
+            (begin - EPOCH) / SECOND, float(seconds), late, computed,
+            {name: count / seconds for name, count in self._waiting.items()}, self._kv,
+            queued=self._queued / seconds, itl_p50_s=itl_p50, itl_p99_s=itl_p99,
             workers=tuple(self._worker(worker) for worker in fleet.workers),
-            tenants=self._tenants(),
         )  # fmt: skip
 
-    def _count_attempts(self) -> tuple[int, int]:
-        """Return attempts since the last window, and those of them that came again."""
-        arrived = repeated = 0
+    def _count_attempts(self) -> None:
+        """Count attempts since the last window, and those of them that came again."""
         for number, run in self._open.items():
             before = self._attempts.get(number, 0)
             new = run.attempts - before
-            arrived += new
-            repeated += new - (before == 0 and new > 0)
+            self._made.counts.update(arrived=new, repeated=new - (before == 0 and new > 0))
             self._attempts[number] = run.attempts
-        return arrived, repeated
 
     def _progressed(self, begin: int, now: int) -> tuple[list[RequestRun], list[RequestRun]]:
         """Return requests whose first token, and whose computation's begin, is in the window."""
@@ -267,17 +263,6 @@ class WindowObserver:
         if key not in self._knees:
             self._knees[key] = knee_of(worker.spec.timing, depth)
         return self._knees[key]
-
-    def _tenants(self) -> tuple[TenantObservation, ...]:
-        weights = self._simulation.fleet.plane.config.tenant_weights
-        names = sorted({*self._kv, *self._waiting, *self._served})
-        return tuple(
-            TenantObservation(
-                tenant=name, weight=float(weights.get(name, 1.0)), tokens=float(self._served[name]),
-                kv_token_s=float(self._kv[name]), waiting=self._waiting[name] / self._window_s,
-            )
-            for name in names
-        )  # fmt: skip
 
 
 def knee_of(timing: Timing, depth: int) -> float | None:

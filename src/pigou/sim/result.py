@@ -18,7 +18,7 @@ from pigou.objectives import AttainmentCounter, Objectives
 from pigou.request import SECOND, Nanos
 from pigou.sim.request_run import RequestRun, RunOutcome
 from pigou.sim.streams import ITLHistogram
-from pigou.windows.load_meter import PERCENTILE_NAMES, PERCENTILES, latency_summary
+from pigou.windows.builder import PERCENTILE_NAMES, PERCENTILES, latency_summary
 
 #: Of a simulation without any.
 NO_OBJECTIVES = Objectives()

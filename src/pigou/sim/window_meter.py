@@ -16,13 +16,12 @@ from pigou.sim.request_run import RequestRun, RunOutcome
 from pigou.sim.result import class_name, is_attained, request_itl_ns
 from pigou.sim.virtual_clock import EPOCH
 from pigou.sim.worker_spec import FleetWorker
-from pigou.windows.load_meter import (
+from pigou.windows.builder import (
     ComputedPrompt,
     LoadMeter,
     MeteredRequest,
     MeteredWindow,
-    WorkerCounts,
-    anarchy_of,
+    PlannerWindowBuilder,
 )
 from pigou.windows.planner_window import (
     LoadWindow,
@@ -55,19 +54,13 @@ class WindowMeter:
         self, fleet: SimulatedFleet, membership: Membership, client: SimulatedClient,
         objectives: Objectives, model: str = "",
     ) -> None:  # fmt: skip
-        """Watch a simulation that has not run yet.
-
-        Args:
-            objectives: of requests; each class is a load of its own.
-        """
         self._fleet, self._membership, self._client = fleet, membership, client
         self._objectives, self._model = objectives, model
         self._load_meter = LoadMeter(objectives, model)
-        self._last_ns = EPOCH
+        self._builder = PlannerWindowBuilder(EPOCH)
         self._known = 0  # of the client's runs
         self._tokens: dict[int, int] = {}  # output tokens of the open ones, at the last window
         self._open: dict[int, RequestRun] = {}
-        self._workers: dict[str, WorkerCounts] = {}
         self._progress: dict[str, _Progress] = {}
 
     @property
@@ -81,12 +74,12 @@ class WindowMeter:
             row = state.row.get(worker.name)
             if worker.sim is None or row is None:
                 continue
-            counts = self._counts_of(worker.name)
-            counts.sample(worker.sim.load(now)[0], state.columns.decode_tokens.item(row))
+            self._builder.counts_of(worker.name).sample(
+                worker.sim.load(now)[0], state.columns.decode_tokens.item(row)
+            )
 
     def window(self, now: int) -> PlannerWindow:
         """Return what happened since the last window."""
-        seconds = (now - self._last_ns) / SECOND
         loads = self._loads(now)
         pools = tuple(
             PoolWindow(
@@ -98,17 +91,9 @@ class WindowMeter:
             )
             for pool in self._membership.pools.values()
         )
-        self._last_ns = now
         assessments = self._fleet.assessments
-        anarchy, better = anarchy_of(self._model, assessments[-1] if assessments else None)
-        return PlannerWindow(
-            now_ns=now,
-            seconds=seconds,
-            loads=loads,
-            pools=pools,
-            price_of_anarchy=anarchy,
-            better_prefill=better,
-        )
+        poa = assessments[-1] if assessments else None
+        return self._builder.window(now, loads, pools, {self._model: poa})
 
     # --- load ---------------------------------------------------------------------------------
 
@@ -126,7 +111,7 @@ class WindowMeter:
         metered = [self._metered(run)._replace(computed=self._computed(run)) for run in first]
         for entry in (request.computed for request in metered):
             if entry is not None:
-                self._counts_of(entry.worker).add_prompt(entry)
+                self._builder.counts_of(entry.worker).add_prompt(entry)
         window = MeteredWindow(
             [self._metered(run) for run in arrived], metered,
             [self._metered(run) for run in ended], generated, in_flight, queued,
@@ -165,7 +150,7 @@ class WindowMeter:
         """Return the requests with a first token since, and those that ended since."""
         first, ended = [], []
         for run in list(self._open.values()):
-            if self._last_ns < run.first_token_ns <= now:
+            if self._builder.last_ns < run.first_token_ns <= now:
                 first.append(run)
             if not self._client.is_open(run):
                 ended.append(run)
@@ -184,9 +169,6 @@ class WindowMeter:
 
     # --- workers ------------------------------------------------------------------------------
 
-    def _counts_of(self, worker: str) -> WorkerCounts:
-        return self._workers.setdefault(worker, WorkerCounts())
-
     def _worker(self, worker: FleetWorker, now: int) -> WorkerWindow:
         sim, state = worker.sim, self._plane.state
         row = state.row.get(worker.name)
@@ -198,38 +180,23 @@ class WindowMeter:
         )
         if sim is None or row is None:
             return life
-        counts, columns = self._workers.pop(worker.name, WorkerCounts()), state.columns
         before = self._progress.get(worker.name, _Progress())
         running, waiting, usage = sim.load(now)
-        steps, busy_ns = sim.progress()
-        new_steps, new_busy_ns = steps - before.steps, busy_ns - before.busy_ns
-        meter = sim.meter
-        prefill_s = max(0, meter.prefill_ns - before.prefill_ns) / SECOND  # 0 after a restart
-        counts.observe_tokens(max(0, meter.prefill_tokens - before.prefill_tokens))
-        streams = worker.info.role is not Role.PREFILL and new_steps > 0
-        block_size = worker.info.block_size
+        (steps, busy_ns), meter = sim.progress(), sim.meter
         self._progress[worker.name] = _Progress(
             steps, busy_ns, meter.prefill_ns, meter.prefill_tokens
         )
-        return WorkerWindow(
-            id=life.id,
-            state=life.state,
-            since_ns=life.since_ns,
-            unplaceable=life.unplaceable,
-            location=worker.info.location,
-            queued_prefill_tokens=float(columns.prefill_tokens.item(row)),
+        new_steps, new_busy_ns = steps - before.steps, busy_ns - before.busy_ns
+        decoded = worker.info.role is not Role.PREFILL and new_steps > 0
+        # After a restart counters begin anew, and nothing of the window is known.
+        return self._builder.worker(
+            life, worker.info, state.columns, row,
+            max(0, meter.prefill_tokens - before.prefill_tokens),
             waiting=waiting,
             running=running,
-            mean_running=counts.mean_running,
             kv_usage=usage,
-            kv_tokens=worker.info.blocks * block_size,
-            held_tokens=float(columns.decode_tokens.item(row)),
-            mean_held_tokens=counts.mean_held_tokens,
-            cached_tokens=float(sim.core.cached_blocks * block_size),
-            computed_prompts=counts.prompts,
-            computed_tokens=float(counts.tokens),
-            computed_pairs=counts.pairs,
-            prefill_s=prefill_s,
-            itl_s=new_busy_ns / new_steps / SECOND if streams else None,
-            cpu_usage=max(0, new_busy_ns) / max(now - self._last_ns, 1),
-        )
+            cached_tokens=float(sim.core.cached_blocks * worker.info.block_size),
+            prefill_s=max(0, meter.prefill_ns - before.prefill_ns) / SECOND,
+            itl_s=new_busy_ns / new_steps / SECOND if decoded else None,
+            cpu_usage=max(0, new_busy_ns) / max(now - self._builder.last_ns, 1),
+        )  # fmt: skip

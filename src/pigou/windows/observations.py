@@ -13,22 +13,13 @@ from pigou.config import ConfigError
 class WorkerObservation(
     msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, forbid_unknown_fields=True
 ):
-    """A worker in one window; None where nobody says.
+    """A worker in one window; figures are None where they are not known."""
 
-    Attributes:
-        worker, role: its id; prefill, decode or both.
-        running, waiting: requests on it, in the mean.
-        queried_tokens, hit_tokens: prompt tokens that were looked up in the prefix cache; hits.
-        prefill_tokens, prefill_steps, prefill_s: computed of prompts; steps and seconds of these.
-        restores, slow_restores: reads from tiers; those that took longer than to recompute.
-        adapter_loads, adapter_load_s: adapters loaded, and the seconds of that.
-    """
-
-    worker: str
+    worker: str  # its id
     role: str = "both"
     restarts: int = 0  # times that its process ended and was started anew
     out_of_memory: int = 0  # deaths or errors for want of memory (exit 137, an allocator's error)
-    running: float = 0.0
+    running: float = 0.0  # requests, in the mean
     waiting: float = 0.0
     knee: float | None = None  # running requests at which a token takes twice as long as alone
     busy: float | None = None  # share of the window that it computed
@@ -40,17 +31,16 @@ class WorkerObservation(
     # KV held for over 30 s by requests that compute nothing, in the mean.
     idle_tokens: float | None = None
     preemptions: int | None = None
-    queried_tokens: int = 0
+    queried_tokens: int = 0  # prompt tokens that were looked up in the prefix cache
     hit_tokens: int = 0
-    prefill_tokens: int = 0
+    prefill_tokens: int = 0  # prompt tokens that were computed, in so many steps and seconds
     prefill_steps: int | None = None
     prefill_s: float | None = None
     output_tokens: int = 0
     decode_stall_s: float | None = None  # the longest step without a prompt in it
-    restores: int = 0
-    slow_restores: int | None = None
-    # share of the window that the link to a tier was busy, of the busiest.
-    link_busy: float | None = None
+    restores: int = 0  # reads from tiers
+    slow_restores: int | None = None  # those that took longer than to recompute
+    link_busy: float | None = None  # share of the window that the busiest link to a tier was busy
     adapter_loads: int | None = None
     adapter_load_s: float = 0.0
 
@@ -58,62 +48,47 @@ class WorkerObservation(
 class TenantObservation(
     msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, forbid_unknown_fields=True
 ):
-    """A tenant in one window.
-
-    Attributes:
-        tenant, weight: its name, and its share in fair order.
-    """
+    """A tenant in one window."""
 
     tenant: str
-    weight: float = 1.0
+    weight: float = 1.0  # in fair order
     tokens: float = 0.0
-    # tokens of KV that it held, times seconds; None where nobody says.
-    kv_token_s: float | None = None
+    kv_token_s: float | None = None  # tokens of KV that it held, times seconds
     waiting: float = 0.0
 
 
 class FleetObservation(
     msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, forbid_unknown_fields=True
 ):
-    """A fleet in one window; None where nobody says.
+    """A fleet in one window; figures are None where they are not known.
 
     Waits are from the arrival until a worker begins to compute. A prompt is long if it is among
     the longest tenth and has over four times the median's tokens.
-
-    Attributes:
-        start_s, seconds: the window; from any zero that all windows of a series share.
-        arrived, completed: requests (attempts of clients), and those served.
-        itl_p50_s, itl_p99_s: percentiles of the time between tokens.
-        engine_stalls, engine_stall_s: such gaps in which no token was produced, and their mean.
-        short_wait_p50_s, short_wait_p95_s: waits of prompts that are not long.
-        answer_hits, stale_answer_hits: answers out of a semantic cache; those older than their
-            sources.
-        feedbacks, downvotes: answers that users judged, and those that they disliked.
     """
 
-    start_s: float
+    start_s: float  # from any zero that all windows of a series share
     seconds: float
-    arrived: int = 0
+    arrived: int = 0  # attempts of clients
     completed: int = 0
     failed: int = 0  # that ended in an error of the fleet (5xx, no refusal)
     refused: int = 0
     repeated: int | None = None  # that came again within 60 s after an attempt that was not served
     queued: float = 0.0  # requests that waited at the gateway, in the mean
     ttft_p50_s: float | None = None  # median time to first token
-    itl_p50_s: float | None = None
+    itl_p50_s: float | None = None  # of the gaps between tokens
     itl_p99_s: float | None = None
     # streams whose client took nothing for ten times the median gap and more.
     client_stalls: int | None = None
-    engine_stalls: int = 0
-    engine_stall_s: float | None = None
+    engine_stalls: int = 0  # such gaps in which no token was produced
+    engine_stall_s: float | None = None  # their mean
     wait_p50_s: float | None = None  # median wait of those that began
-    short_wait_p50_s: float | None = None
+    short_wait_p50_s: float | None = None  # waits of prompts that are not long
     short_wait_p95_s: float | None = None
     long_wait_max_s: float | None = None  # the longest wait of a long prompt so far, begun or not
     longest_prompt_tokens: int | None = None
-    answer_hits: int | None = None
-    stale_answer_hits: int = 0
-    feedbacks: int = 0
+    answer_hits: int | None = None  # answers out of a semantic cache
+    stale_answer_hits: int = 0  # those older than their sources
+    feedbacks: int = 0  # answers that users judged
     downvotes: int = 0
     workers: tuple[WorkerObservation, ...] = ()
     tenants: tuple[TenantObservation, ...] = ()

@@ -106,11 +106,7 @@ class LatencySummary(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
 
 class LoadWindow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Requests of one model (and workload class) over one window; None where not known.
-
-    Attributes:
-        ttft, itl: latencies of the requests that had a first token, or ended.
-    """
+    """Requests of one model (and workload class) over one window; None where not known."""
 
     model: str = ""
     workload: str = ""  # name of the class; "" where there are no classes

@@ -26,11 +26,9 @@ class FleetScrape:
     """What a fleet showed at one moment."""
 
     at_s: float  # when, from any zero
-    gateway: MetricPage  # its page of metrics; empty where there is no gateway
-    # pages by worker, as `/metrics/workers` or each of them has it.
-    workers: Mapping[str, MetricPage]
-    # what `/workers` answered; empty where there is no gateway.
-    table: Mapping[str, Any] = field(default_factory=dict)
+    gateway: MetricPage  # empty where there is no gateway
+    workers: Mapping[str, MetricPage]  # by worker
+    table: Mapping[str, Any] = field(default_factory=dict)  # answer of the gateway's `/workers`
 
 
 def scraped_window(before: FleetScrape, now: FleetScrape, start_s: float) -> FleetObservation:

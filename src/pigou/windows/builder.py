@@ -1,32 +1,43 @@
-"""The load meter: load windows of a planner, from the requests that a gateway saw."""
+"""Builders of windows: requests, samples and counters in, windows of planners and diagnosis out."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from pigou.control.latency_model.estimates import pairs
 from pigou.control.price_of_anarchy import PoAEstimate
+from pigou.control.state import Columns
 from pigou.objectives import Objectives
-from pigou.request import SECOND
-from pigou.windows.planner_window import LatencySummary, LoadWindow
+from pigou.request import SECOND, Worker
+from pigou.windows.observations import FleetObservation, TenantObservation
+from pigou.windows.planner_window import (
+    LatencySummary,
+    LoadWindow,
+    PlannerWindow,
+    PoolWindow,
+    WorkerWindow,
+)
+from pigou.windows.prompts import PromptLengths, percentile
 
 PERCENTILES = np.array([50.0, 90.0, 95.0, 99.0])
 PERCENTILE_NAMES = ("p50", "p90", "p95", "p99")
 
 
 class ComputedPrompt(NamedTuple):
-    """A prompt that was computed: by which worker, its tokens, those that were not cached, when."""
+    """A prompt that a worker computed."""
 
     worker: str
-    prompt: int
-    uncached: int
-    at_ns: int = 0
+    prompt: int  # its tokens
+    uncached: int  # tokens that the worker computed
+    at_ns: int = 0  # when it had
 
 
 class MeteredRequest(NamedTuple):
@@ -35,16 +46,14 @@ class MeteredRequest(NamedTuple):
     workload: str  # name of its class
     prompt_tokens: int
     intended_ns: int  # when its client meant to send it
-    arrival_ns: int  # when it came; latencies count from it
-    first_token_ns: int = 0  # of its first token; 0 where it is not known
+    arrival_ns: int  # latencies count from it
+    first_token_ns: int = 0  # 0 where it is not known
     ended_ns: int = 0
-    output_tokens: int = 0  # that it has; 0 where its server does not tell
-    # mean nanoseconds between its tokens; None where it has fewer than two.
-    itl_ns: float | None = None
+    output_tokens: int = 0  # so far; 0 where its server does not tell
+    itl_ns: float | None = None  # mean nanoseconds between its tokens; None for fewer than two
     is_done: bool = False  # whether it ended well
     is_attained: bool = False  # whether it did, and is inside its objective
-    # its prompt, once that was computed; None where that is not known.
-    computed: ComputedPrompt | None = None
+    computed: ComputedPrompt | None = None  # None where that is not known
 
     @property
     def ttft_ns(self) -> int | None:
@@ -53,30 +62,20 @@ class MeteredRequest(NamedTuple):
 
 
 class MeteredWindow(NamedTuple):
-    """Requests of one window.
-
-    Attributes:
-        arrived, first, ended: those that came, that had their first token, that ended in it.
-    """
+    """Requests of one window."""
 
     arrived: Sequence[MeteredRequest]
-    first: Sequence[MeteredRequest]
+    first: Sequence[MeteredRequest]  # that had their first token in it
     ended: Sequence[MeteredRequest]
     generated: Mapping[str, int]  # tokens that were generated in it, by class
     in_flight: Mapping[str, int]  # requests that are not ended, by class
-    # prompt tokens of requests that wait at the gateway, by class.
-    queued: Mapping[str, Sequence[int]]
+    queued: Mapping[str, Sequence[int]]  # prompt tokens of requests at the gateway, by class
 
 
 class LoadMeter:
     """Makes the load windows of one model, one for each class, window after window."""
 
     def __init__(self, objectives: Objectives, model: str = "") -> None:
-        """Begin.
-
-        Args:
-            objectives: of requests; each class is a load of its own.
-        """
         self.objectives, self.model = objectives, model
         self._last_arrival_ns: dict[str, int] = {}
 
@@ -135,7 +134,7 @@ class LoadMeter:
 
 @dataclass(slots=True)
 class WorkerCounts:
-    """What a worker did in a window: prompts that it computed, and looks at what runs there."""
+    """Prompts that a worker computed in a window, and samples of what ran there."""
 
     prompts: int = 0
     tokens: int = 0
@@ -153,39 +152,145 @@ class WorkerCounts:
     def observe_tokens(self, tokens: float | None) -> None:
         """Let the worker's own count of prompt tokens take the place of the ended prompts'.
 
-        It is that of its seconds: prompts that a window cuts, that a client gave up, or whose first
-        token waits for a decode worker, take seconds too. None, and 0 of no prompt, change nothing.
+        Its seconds are those of its own count: prompts that a window cuts, that a client gave up,
+        or whose first token waits for a decode worker, take seconds too. None, and 0 of no prompt,
+        change nothing.
         """
         if tokens is not None and self.tokens:
             self.pairs *= tokens / self.tokens
             self.tokens = round(tokens)
 
     def sample(self, running: float, held_tokens: float) -> None:
-        """Add a look at its running requests, and at the tokens that they hold."""
+        """Add a sample of its running requests, and of the tokens that they hold."""
         self.samples += 1
         self.running += running
         self.held_tokens += held_tokens
 
     @property
     def mean_running(self) -> float | None:
-        """Mean of the looks; None without any."""
+        """Mean of the samples; None without any."""
         return self.running / self.samples if self.samples else None
 
     @property
     def mean_held_tokens(self) -> float | None:
-        """Mean of the looks; None without any."""
+        """Mean of the samples; None without any."""
         return self.held_tokens / self.samples if self.samples else None
 
 
-def anarchy_of(model: str, estimate: PoAEstimate | None) -> tuple[dict[str, float], dict[str, int]]:
-    """Return what a window has of a model's routing, empty where it is not known.
+class PlannerWindowBuilder:
+    """Builds planner windows, each from the end of the one before."""
 
-    The Price of Anarchy, and prefill workers of a better split.
-    """
-    if estimate is None:
-        return {}, {}
-    better = estimate.better_prefill
-    return {model: estimate.anarchy.whole.value}, {} if better is None else {model: better}
+    def __init__(self, begin_ns: int) -> None:
+        self.last_ns = begin_ns  # end of the last window
+        self.counts: dict[str, WorkerCounts] = {}
+
+    def counts_of(self, worker: str) -> WorkerCounts:
+        """Return the counts of a worker in the window under way."""
+        return self.counts.setdefault(worker, WorkerCounts())
+
+    def worker(
+        self, life: WorkerWindow, worker: Worker, columns: Columns, row: int,
+        prefill_tokens: float | None, **figures: Any,
+    ) -> WorkerWindow:  # fmt: skip
+        """Return a worker's window: its life, what the control plane knows, and what was counted.
+
+        Args:
+            prefill_tokens: prompt tokens by the worker's own count; None where not known.
+            figures: what else the source knows, named as in `WorkerWindow`.
+        """
+        counts = self.counts.pop(life.id, WorkerCounts())
+        counts.observe_tokens(prefill_tokens)
+        known: dict[str, Any] = {
+            "location": worker.location,
+            "queued_prefill_tokens": float(columns.prefill_tokens.item(row)),
+            "kv_tokens": worker.blocks * worker.block_size or None,
+            "held_tokens": float(columns.decode_tokens.item(row)),
+            "mean_running": counts.mean_running,
+            "mean_held_tokens": counts.mean_held_tokens,
+            "computed_prompts": counts.prompts,
+            "computed_tokens": float(counts.tokens),
+            "computed_pairs": counts.pairs,
+        }
+        return msgspec.structs.replace(life, **known | figures)
+
+    def window(
+        self, now: int, loads: tuple[LoadWindow, ...], pools: tuple[PoolWindow, ...],
+        routing: Mapping[str, PoAEstimate | None],
+    ) -> PlannerWindow:  # fmt: skip
+        """End the window under way; return it.
+
+        Args:
+            routing: estimate of each model's Price of Anarchy; None where it is not known.
+        """
+        estimates = {model: poa for model, poa in routing.items() if poa is not None}
+        seconds, self.last_ns = max(now - self.last_ns, 1) / SECOND, now
+        return PlannerWindow(
+            now_ns=now,
+            seconds=seconds,
+            loads=loads,
+            pools=pools,
+            price_of_anarchy={m: poa.anarchy.whole.value for m, poa in estimates.items()},
+            better_prefill={
+                model: poa.better_prefill
+                for model, poa in estimates.items()
+                if poa.better_prefill is not None
+            },
+        )
+
+
+class ObservationBuilder:
+    """Builds the windows of a diagnosis, out of requests that arrive, begin and end."""
+
+    def __init__(self) -> None:
+        self.weights: Mapping[str, float] = {}  # of tenants; 1 for the others
+        self.lengths = PromptLengths()
+        self._begin_window()
+
+    def _begin_window(self) -> None:
+        self.counts: Counter[str] = Counter()  # arrived, completed, failed, refused, repeated
+        self.tokens: Counter[str] = Counter()  # by tenant: prompts that began, and outputs
+        self.ttft_s: list[float] = []
+        self.wait_s: list[tuple[int, float]] = []  # prompt tokens and waits of those that began
+
+    def window(
+        self, start_s: float, seconds: float, late: Sequence[tuple[int, float]],
+        computed: Iterable[int], waiting: Mapping[str, float],
+        held: Mapping[str, int] | None = None, **figures: Any,
+    ) -> FleetObservation:  # fmt: skip
+        """End the window under way; return it.
+
+        Args:
+            late: prompt tokens, and seconds so far, of requests that wait.
+            computed: prompt tokens of requests that were computed.
+            waiting: requests that wait, in the mean, by tenant.
+            held: tokens of KV times seconds, by tenant; None where not known.
+            figures: what else the source knows, named as in `FleetObservation`.
+        """
+        names = sorted({*self.tokens, *waiting, *(held or ())})
+        tenants = tuple(
+            TenantObservation(
+                tenant=name,
+                weight=float(self.weights.get(name, 1.0)),
+                tokens=float(self.tokens[name]),
+                kv_token_s=None if held is None else float(held.get(name, 0)),
+                waiting=float(waiting.get(name, 0.0)),
+            )
+            for name in names
+        )
+        counts = {name: self.counts[name] for name in
+                  ("arrived", "completed", "failed", "refused", "repeated")}  # fmt: skip
+        known = figures | counts | self.lengths.wait_figures([*self.wait_s, *late])
+        made = FleetObservation(
+            start_s=start_s,
+            seconds=seconds,
+            ttft_p50_s=percentile(self.ttft_s, 50),
+            wait_p50_s=percentile([wait for _, wait in self.wait_s], 50),
+            longest_prompt_tokens=max(computed, default=0),
+            tenants=tenants,
+            **known,
+        )
+        self._begin_window()
+        return made
 
 
 def latency_summary(nanos: Sequence[float] | NDArray[Any]) -> LatencySummary:

@@ -6,7 +6,7 @@ import pytest
 
 from pigou.objectives import Objectives, Slo, WorkloadClass
 from pigou.request import SECOND
-from pigou.windows.load_meter import (
+from pigou.windows.builder import (
     ComputedPrompt,
     LoadMeter,
     MeteredRequest,
