@@ -50,7 +50,7 @@ class Explanation(msgspec.Struct, eq=False):  # each decision makes one; most ar
     split: CostParts | None  # parts of the costs; None where the policy has none
     # parts of what each candidate costs its request and all others, in seconds
     # (`pigou.control.routing.toll.policy`).
-    priced: CostTable
+    prices: CostTable
     choice: Choice
     # what each worker would have read from another's cache; None where none.
     reads: RemoteFetches | None = None
@@ -77,14 +77,9 @@ class Explanation(msgspec.Struct, eq=False):  # each decision makes one; most ar
         return {} if self.split is None else self.split
 
     @property
-    def prices(self) -> CostParts:
-        """Parts of the prices by name, (candidates,) each."""
-        return self.priced
-
-    @property
     def price(self) -> Costs:
         """Seconds that each candidate costs its request and all others, (candidates,)."""
-        return self.priced.total
+        return self.prices.total
 
     @property
     def toll(self) -> Costs:

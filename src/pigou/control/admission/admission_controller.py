@@ -69,10 +69,7 @@ class AdmissionController:
         self.allowance = StreamAllowance()  # this gateway's part of the places
 
     def arrive(self, waiting: QueuedRequest, now: int) -> Shed | None:
-        """Take in a request; return its refusal where its whole group finds no place.
-
-        A request that is not refused is then routed at once (`skips_queue`), or enqueued.
-        """
+        """Take in a request; return its refusal where its whole group finds no place."""
         request = waiting.request
         waiting.weight = self._weights.get(request.tenant, 1.0)
         waiting.accepted = request.is_follower
@@ -118,10 +115,7 @@ class AdmissionController:
         return not waiting.returned and self.allowance.spent(self.activity.own_total)
 
     def services(self) -> list[TenantService]:
-        """Return what this gateway did for each tenant, and has of it now.
-
-        Tokens are counted where the order is `fair` alone.
-        """
+        """Return what this gateway did for each tenant, and has of it now."""
         quota, own = self.queue.quota, self.activity.own_streams()
         served = {} if self.fair is None else self.fair.service
         services = []

@@ -78,10 +78,7 @@ class AdmissionQueue:
             self._join(waiting)
 
     def take(self, waiting: QueuedRequest, uncached: int) -> None:
-        """Take out a request sent to a worker that has `uncached` tokens of its prompt to compute.
-
-        A tenant is charged the first time only: that a worker failed is not its fault.
-        """
+        """Take out a request that was sent to a worker, which computes `uncached` tokens."""
         del self._all[waiting.request.id]
         if waiting.returned:
             self._leave(waiting)
@@ -112,10 +109,7 @@ class AdmissionQueue:
         return None if waiting.returned or waiting.accepted else self.quota.refusal(waiting)
 
     def displace(self, waiting: QueuedRequest) -> list[QueuedRequest]:
-        """Take out the least urgent so that a more urgent newcomer may wait; return them.
-
-        None is taken out where that is not enough, or where more than `_MAX_SHED` had to go.
-        """
+        """Take out the least urgent so that a more urgent newcomer may wait; return them."""
         own = (refusal := self.refusal(waiting)) is not None and refusal.tenant
         last = getattr(self.order, "last", None)  # a plugin may have none
         candidates = [] if last is None else last(waiting, _MAX_SHED, own)

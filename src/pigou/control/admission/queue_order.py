@@ -107,10 +107,7 @@ class QueueOrder:
         return False
 
     def priority(self, waiting: QueuedRequest, above: bool) -> int | None:
-        """Return the priority that workers are sent, None for the client's own.
-
-        `above`: its tenant has more than its part of the fleet.
-        """
+        """Return the priority that workers are sent, None for the client's own."""
         return None
 
 
@@ -272,10 +269,7 @@ class Heap:
             heapq.heapify(self._heap)
 
     def last(self, max_count: int, before: Any, tenant: str | None = None) -> list[QueuedRequest]:
-        """Return requests whose keys are above `before`, the greatest and newest first, in O(n).
-
-        Requests that were accepted for good are left out; `tenant` picks those of one tenant.
-        """
+        """Return requests whose keys are above `before`, the greatest and newest first, in O(n)."""
         entries = (
             entry
             for entry in self._live.values()

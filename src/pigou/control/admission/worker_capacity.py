@@ -320,10 +320,7 @@ def max_per_request(
 def has_capacity(
     tokens: int, state: FleetState, known: Estimates, capacity: WorkerCapacity
 ) -> bool:
-    """True if a further sequence of a request need not wait, and leaves enough for others.
-
-    The first sequence of a request waits in the queue as any other request does.
-    """
+    """True if a further sequence of a request need not wait, and leaves enough for others."""
     columns = state.columns
     decodes = columns.decodes
     streams = capacity.max_streams(state, UNLIMITED)

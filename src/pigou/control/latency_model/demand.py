@@ -73,11 +73,7 @@ def decay_rates(
     rate: NDArray[np.float64], rated_at: NDArray[np.int64], service_s: NDArray[np.float64],
     now: int, arrivals: NDArray[np.float64], busy: NDArray[np.float64],
 ) -> None:  # fmt: skip
-    """Write the rates as of `now`, and the share of its time that each worker computes prompts.
-
-    Prompts a second as of `rated_at`, and the mean seconds of a prompt, (workers,) each. Compiled,
-    since each decision asks for it.
-    """
+    """Write the rates as of `now`, and the share of its time that each worker computes prompts."""
     for w in range(rate.shape[0]):
         age = max(0, now - rated_at[w]) / SECOND / RATE_S
         arrivals[w] = rate[w] * math.exp(-age)

@@ -58,10 +58,7 @@ def prior_column(law: LatencyLaw = PRIOR_LAW) -> Numbers:
 
 
 def pairs(tokens: Any, prompt: Any) -> Any:
-    """Return how often a token of a prompt attends to one before it: u (c + u / 2).
-
-    Of the c + u tokens of the prompt the last u are uncached.
-    """
+    """Return how often a token of a prompt attends to one before it: u (c + u / 2)."""
     return tokens * (prompt - 0.5 * tokens)
 
 
@@ -238,10 +235,7 @@ def prefill_s(law: PrefillLaw, prompts: int, tokens: float, pairs: float) -> flo
 def interference_s(
     law: PrefillLaw, interference: InterferenceLaw, prompts: int, tokens: float, pairs: float
 ) -> float:
-    """Return the seconds that prompts take from each stream beside them.
-
-    A pair counts as so many tokens as it takes as long as by `law`.
-    """
+    """Return the seconds that prompts take from each stream beside them."""
     size = tokens if law.pair <= 0.0 else tokens + law.pair / law.token * pairs
     return interference.base * prompts + interference.token * size
 

@@ -102,10 +102,7 @@ class LinkFactors:
         self, source: int, target: int, took_s: float, law: tuple[float, float], tokens: int,
         now: int,
     ) -> None:  # fmt: skip
-        """Learn from a transfer of tokens that took so many seconds, the worker's factor apart.
-
-        `law` has the seconds apart from tokens, and of each token within a rack.
-        """
+        """Learn from a transfer of tokens that took so many seconds, the worker's factor apart."""
         base_s, tokens_s = law[0], law[1] * tokens
         if tokens_s > 0.0:
             ratio = max(took_s - base_s, 1e-3 * took_s) / tokens_s

@@ -57,13 +57,7 @@ from pigou.control.latency_model.throughput_sampler import (
     sample_table,
     subtract_prompts,
 )
-from pigou.control.latency_model.worker_factors import (
-    StartupReference,
-    WorkerFactors,
-    of_mixed,
-    of_prompts,
-    of_streams,
-)
+from pigou.control.latency_model.worker_factors import StartupReference, WorkerFactors
 from pigou.games.latency import LatencyLaw, OnlineFit
 from pigou.request import SECOND, UNKNOWN_LOCATION, Location, Rehearsed
 
@@ -297,7 +291,8 @@ class LatencyModel:
 
     def _learn_startup(self, row: int, startup: Sequence[Rehearsed], now: int) -> None:
         """Learn from the startup profile of worker `row`: its factors, then the common laws."""
-        prompts, streams = of_prompts(startup), of_streams(startup)
+        prompts = [step for step in startup if step.tokens and not step.streams]
+        streams = [step for step in startup if not step.tokens]
         prefill_ratio = self._startup.ratio(prompts)
         for _ in prompts:
             self._prefill_factors.observe(row, prefill_ratio, now)
@@ -313,7 +308,9 @@ class LatencyModel:
             self._itl.observe(float(step.streams), step.seconds / step.steps / itl_ratio)
         if not self._itl.weight:
             return
-        for step in of_mixed(startup):
+        for step in startup:
+            if not (step.tokens and step.streams):
+                continue
             expected = step.steps * self._itl_law()(float(step.streams)) * itl_ratio
             size = step.tokens + self._prefill.ratio * float(pairs(step.tokens, step.tokens))
             self._interference.observe(step.seconds / expected, 1.0 / expected, size / expected)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -66,27 +66,13 @@ class WorkerFactors:
 
     def add_worker(self) -> None:
         """Add a worker; its row is the last."""
-        weight, mean, variance, updated_at = self._evidence
-        self._set(
-            Evidence(
-                np.append(weight, 0.0),
-                np.append(mean, 0.0),
-                np.append(variance, 4 * _MIN_VARIANCE),
-                np.append(updated_at, 0),
-            )
-        )
+        fresh = (0.0, 0.0, 4 * _MIN_VARIANCE, 0)
+        columns = zip(self._evidence, fresh, strict=True)
+        self._set(Evidence(*(np.append(column, value) for column, value in columns)))
 
     def remove_worker(self, row: int) -> None:
         """Remove a worker."""
-        weight, mean, variance, updated_at = self._evidence
-        self._set(
-            Evidence(
-                np.delete(weight, row),
-                np.delete(mean, row),
-                np.delete(variance, row),
-                np.delete(updated_at, row),
-            )
-        )
+        self._set(Evidence(*(np.delete(column, row) for column in self._evidence)))
 
     def observe(self, row: int, ratio: float, now: int, trust: float = 1.0) -> None:
         """Add that worker `row` took `ratio` times what the common law says, above 0.
@@ -128,25 +114,6 @@ class StartupReference:
             ratios.append(step_s / reference_s)
         ratio = statistics.median(ratios) if ratios else 1.0
         return ratio if abs(math.log(ratio)) >= _SAME_PROFILE else 1.0
-
-
-def of_prompts(measured: Iterable[Rehearsed]) -> list[Rehearsed]:
-    """Return the startup measurements of prompts alone."""
-    return [step for step in measured if step.tokens > 0 and not _is_mixed(step)]
-
-
-def of_streams(measured: Iterable[Rehearsed]) -> list[Rehearsed]:
-    """Return the startup measurements of streams alone."""
-    return [step for step in measured if step.tokens == 0 and not _is_mixed(step)]
-
-
-def of_mixed(measured: Iterable[Rehearsed]) -> list[Rehearsed]:
-    """Return the startup measurements of a prompt beside streams."""
-    return [step for step in measured if _is_mixed(step)]
-
-
-def _is_mixed(step: Rehearsed) -> bool:
-    return step.tokens > 0 and step.streams > 0
 
 
 # --- kernels ---------------------------------------------------------------------------------

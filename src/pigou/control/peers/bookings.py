@@ -134,10 +134,7 @@ class PeerLedger:
         self._busy_at = np.delete(self._busy_at, row)
 
     def book(self, gateway: str, bookings: WorkerBookings, row: int | None, now: int) -> int:
-        """Take in what a gateway has on a worker; return the prompts that it sent there since.
-
-        `row` is None while the worker is not up here.
-        """
+        """Take in what a gateway has on a worker; return the prompts that it sent there since."""
         booked = self._booked.setdefault(gateway, {})
         counts = bookings.counts
         before = booked.get(bookings.worker, _NONE)
@@ -152,10 +149,7 @@ class PeerLedger:
         return sent
 
     def own(self, columns: object) -> Counts:
-        """Return what the own gateway has on each worker, (numbers of `BOOKED`, workers).
-
-        Numbers that are no columns of the fleet's state are 0.
-        """
+        """Return what the own gateway has on each worker, (numbers of `BOOKED`, workers)."""
         own = np.zeros(self.total.shape, dtype=np.int64)
         for index, name in enumerate(BOOKED[:COLUMNS]):
             own[index] = getattr(columns, name)

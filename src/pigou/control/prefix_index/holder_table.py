@@ -150,10 +150,7 @@ class HolderTable:
             self._new_scratch()
 
     def change(self, worker: int, changes: BlockChanges) -> None:
-        """Add and drop a worker, by its number, as holder of keys.
-
-        What is lost was gained before, or is gained by this call.
-        """
+        """Add and drop a worker, by its number, as holder of keys."""
         gained, lost = changes.gained, changes.lost
         self.reserve(len(gained), int(np.bitwise_or.reduce(gained[:, CHANGED_MEDIA])))
         _change_holders(self.arrays, worker, gained, lost)
@@ -465,10 +462,7 @@ def _walk(
     rows: Words, slots: Words, keys: BlockKeys, workers: Counts, planes: Words, runs: Counts,
     out: Counts,
 ) -> None:  # fmt: skip
-    """Walk down a chain until none of some workers holds the next block.
-
-    Scratch planes, (3, 32, words), are zeros before and after; `out` takes the overlaps.
-    """
+    """Walk down a chain until none of some workers holds the next block."""
     words = planes.shape[2]
     depth, row, lower = 0, NONE, False
     alive = planes[ALIVE_PLANE, 0]

@@ -158,10 +158,7 @@ class PrefixIndex:
                 self._store(cache, names, keys, event.parent, event.medium)
 
     def keyed(self, worker: str, event: KVEvent | WireEvent | KeyedEvent) -> KeyedEvent:
-        """Return a worker's next event without tokens; `apply` takes it for the same.
-
-        Its meaning depends on the events before it: those must have been applied.
-        """
+        """Return a worker's next event without tokens; `apply` takes it for the same."""
         if isinstance(event, Stored):
             cache = self._caches.get(worker)
             hashes = _names_of(event.hashes)
@@ -229,10 +226,7 @@ class PrefixIndex:
         return int(self.overlaps((worker,), keys).run[0])
 
     def overlaps(self, workers: Sequence[str], keys: BlockKeys) -> Overlaps:
-        """Return how many leading blocks of a chain each worker holds, and in which tiers.
-
-        A worker that never spoke holds nothing; nobody holds a key of 0.
-        """
+        """Return how many leading blocks of a chain each worker holds, and in which tiers."""
         if workers is self._last_ids:  # hashing many names takes longer than a short walk
             order = self._last_order
         else:

@@ -131,10 +131,7 @@ class Ghosts:
             self.arrays = np.zeros((self.capacity, 2), dtype=np.uint64), self.arrays[1]
 
     def recomputed_share(self, workers: NDArray[np.int64]) -> Rates:
-        """Return blocks computed again for each that was stored, 0 to 1, (workers,).
-
-        A number of -1 stands for a worker that never spoke: 0. Not to be written to.
-        """
+        """Return blocks computed again for each that was stored, 0 to 1, (workers,)."""
         blocks, counts = self.arrays
         if not len(blocks) and len(self._zeros) == len(workers):
             return self._zeros
@@ -211,10 +208,7 @@ class WorkerCache:
         return new
 
     def remove(self, table: HolderTable, ghosts: Ghosts, hashes: Words, media: int) -> int:
-        """Remove blocks from one tier, here and in the table; return how many are new, 0 or less.
-
-        Blocks that are not there are no error.
-        """
+        """Remove blocks from one tier, here and in the table; return as `store`, 0 or less."""
         holdings = self.holdings
         new = remove(*holdings.arrays, *table.arrays, ghosts.arrays[0], media, hashes)
         holdings.counted += new

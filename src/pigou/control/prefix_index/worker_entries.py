@@ -227,10 +227,7 @@ class Predictions(WorkerEntries):
 
 @inlined
 def entry_of(names: Words, slots: Words, name: np.uint64, neighbour: Row) -> Row:
-    """Return the entry of a name, or 0; the ones beside `neighbour` are looked at first.
-
-    Calls that store a chain go on to the next entry; calls that evict one, to the one before.
-    """
+    """Return the entry of a name, or 0; the ones beside `neighbour` are looked at first."""
     after, before = neighbour + ONE, neighbour - ONE
     if after < np.uint64(names.shape[0]) and names[after] == name:
         return after

@@ -65,10 +65,7 @@ class PullQueueConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
             raise ConfigError(f"prefill queue: lease_s is {self.lease_s}; it must be above 0")
 
     def is_local(self, uncached: int, queued: int) -> bool:
-        """True if a prompt that was routed to a prefill worker stays at its decode worker.
-
-        `uncached` are tokens that the decode worker lacks, `queued` the prompts that wait.
-        """
+        """True if a prompt that was routed to a prefill worker stays at its decode worker."""
         if self.local == "price":  # the routing policy has decided
             return False
         return uncached <= self.max_local_prefill_length or queued >= self.max_prefill_queue_size

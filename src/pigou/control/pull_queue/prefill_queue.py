@@ -203,10 +203,7 @@ class PrefillQueue:
     def claim(
         self, worker: str, now_ns: int, service: ServiceLaw | None = None
     ) -> list[PrefillClaim]:
-        """Give a worker the smallest batch that saturates it; empty where nothing is worth it.
-
-        Without a `service` law the head goes.
-        """
+        """Give a worker the smallest batch that saturates it; empty where nothing is worth it."""
         if worker not in self.workers or not self._ready(now_ns):
             return []
         claims: list[PrefillClaim] = []

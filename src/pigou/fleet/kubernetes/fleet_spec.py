@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from pigou.config import ConfigError
-from pigou.control.rollout import resolved
+from pigou.fleet.kubernetes.rollout import resolved
 
 #: Prefix of labels and annotations that the operator sets itself.
 OWN_KEYS = "pigou.dev/"

@@ -10,7 +10,6 @@ from typing import Any, Literal
 import msgspec
 
 from pigou.config import ConfigError
-from pigou.control.rollout import RolloutState, RolloutStep, VersionReplicas, next_step
 from pigou.fleet.kubernetes.fleet_spec import FleetSpec, ModelSpec, PoolSpec, read_fleet
 from pigou.fleet.kubernetes.manifests import (
     DEPLOYMENT_VERSION,
@@ -24,6 +23,7 @@ from pigou.fleet.kubernetes.manifests import (
     gpus_of_pod,
     gpus_of_workload,
 )
+from pigou.fleet.kubernetes.rollout import RolloutState, RolloutStep, VersionReplicas, next_step
 
 #: Phases of pods that hold nothing any more.
 _ENDED = ("Succeeded", "Failed")

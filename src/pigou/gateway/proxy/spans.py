@@ -111,7 +111,7 @@ def decided(trace: RequestTrace, why: Explanation | None, exclude: frozenset[str
 
 def route_attributes(why: Explanation, exclude: frozenset[str] = frozenset()) -> Attributes:
     """Return the prices and tolls of a decision, in seconds, and what else led to it."""
-    index, choice, table = why.chosen, why.choice, why.priced
+    index, choice, table = why.chosen, why.choice, why.prices
     parts = table.rows[:, index].tolist()  # the last is their sum
     tolls = sum(part for name, part in zip(table.names, parts, strict=False)
                 if name.startswith("toll_"))  # fmt: skip

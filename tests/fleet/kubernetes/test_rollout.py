@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pigou.control.rollout import RolloutState, RolloutStep, VersionReplicas, next_step, resolved
+from pigou.fleet.kubernetes.rollout import (
+    RolloutState,
+    RolloutStep,
+    VersionReplicas,
+    next_step,
+    resolved,
+)
 
 Counts = dict[str, int]
 
