@@ -45,15 +45,17 @@ from benchmarks.control.saturation_load import (
     step,
 )
 from pigou.control.saturation.cusum_detector import CusumDetector
-from pigou.control.saturation.paper_detector import PRESETS, PaperConfig, PaperDetector
-from pigou.control.saturation.polled_detectors import (
+from pigou.control.saturation.regime import Detector, TTFTSample
+from pigou.request import SECOND
+from pigou_lab.detectors import (
+    PRESETS,
     ConfigVariance,
     ConfigVarianceConfig,
+    PaperConfig,
+    PaperDetector,
     SecondDifference,
     SecondDifferenceConfig,
 )
-from pigou.control.saturation.regime import Detector, TTFTSample
-from pigou.request import SECOND
 
 
 def observe(detector: Detector, run: Run) -> NDArray[np.int64]:

@@ -35,9 +35,9 @@ import numpy as np
 
 from benchmarks.lib.dynamo_mockers import NAME, Mockers, dynamo_home
 from benchmarks.lib.servers import LOOPBACK, Server, free_ports, machine, unwind_on_terminate
-from pigou.control.regimes.routing_controllers import RegimeTable
 from pigou_lab.dynamo_host.attribution import RequestLedger
 from pigou_lab.dynamo_host.event_plane import EventPlane
+from pigou_lab.routing_controllers import RegimeTable
 
 ARRANGEMENTS = ("switch", "dynamo-paper", "toll")
 _LINE = "{:>5} {:>7} {:>10} {:>8} {:>5} {:>20} {:>16} {:>9} {:>9} {:>6} {:>24}"

@@ -30,25 +30,29 @@ from pigou.config import ControlConfig
 from pigou.control.journal import report_tokens
 from pigou.control.messages import CacheChanged, Ended, FirstToken, Route, WorkerUp
 from pigou.control.plane import ControlPlane
-from pigou.control.regimes.parameters import E2ESample, Parameters, RoutingSetting
-from pigou.control.regimes.routing_controllers import (
-    Bandit,
-    BanditConfig,
+from pigou.control.routing.policy import load, params_of
+from pigou.control.routing_controller import (
     Controller,
-    Interpolated,
-    InterpolatedConfig,
-    RegimeConfig,
-    RegimeController,
+    E2ESample,
+    Parameters,
+    RoutingSetting,
     Static,
     StaticConfig,
 )
-from pigou.control.routing.policy import load, params_of
 from pigou.control.saturation.cusum_detector import CusumDetector
-from pigou.control.saturation.paper_detector import PaperConfig, PaperDetector
 from pigou.control.saturation.regime import Detector, TTFTSample
 from pigou.events import BlockRemoved, BlockStored
 from pigou.games.latency import LatencyLaw
 from pigou.request import SECOND, FinishReason, Request, Worker
+from pigou_lab.detectors import PaperConfig, PaperDetector
+from pigou_lab.routing_controllers import (
+    Bandit,
+    BanditConfig,
+    Interpolated,
+    InterpolatedConfig,
+    RegimeConfig,
+    RegimeController,
+)
 
 Floats = NDArray[np.float64]
 WORKERS, BLOCK, PREFIXES, PREFIX, OWN, OUTPUT, KEPT = 6, 64, 96, 2048, 256, 64, 20
@@ -283,7 +287,7 @@ def contenders(p99: float, seed: int) -> list[Contender]:
         return PaperDetector(PaperConfig.of_baseline(p99))
 
     def learner(_: Detector) -> Controller:
-        return Bandit(BanditConfig(), np.random.default_rng(seed))
+        return Bandit(BanditConfig(), None, np.random.default_rng(seed))
 
     one = "dynamo-paper"
     return [

@@ -10,6 +10,8 @@ from pigou.config import ConfigError
 #: Names that `pigou-lab` registers, by entry point group: without it, its remedy is told.
 LAB_NAMES = {
     "pigou.command": "experiment",
+    "pigou.controller": "bandit interpolated regime",
+    "pigou.detector": "config-variance paper second-difference",
     "pigou.eviction": "arc fifo frequency gdsf kvbm lfu random s3fifo sieve",
     "pigou.planner": "apa dynamo dynamo-load dynamo-sla heteroscale hpa-cpu hpa-qps kpa ray wva",
     "pigou.predictor": "auto-arima dynamo-arima dynamo-kalman holt-winters kalman seasonal-naive",

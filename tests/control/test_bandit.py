@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pigou.control.regimes.parameters import E2ESample
-from pigou.control.regimes.routing_controllers import Bandit, BanditConfig, DiscountedUCB
+from pigou.control.routing_controller import E2ESample
 from pigou.control.saturation.regime import TTFTSample
 from pigou.request import SECOND
+from pigou_lab.routing_controllers import Bandit, BanditConfig, DiscountedUCB
 
 
 def pulls(one: DiscountedUCB, means: list[float], rounds: int, seed: int) -> np.ndarray:
@@ -57,14 +57,14 @@ def play(one: Bandit, best: int, seconds: int, start: int, seed: int) -> np.ndar
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_setting_with_short_latencies_is_kept_to_as_it_changes(seed: int) -> None:
-    one = Bandit(BanditConfig(), np.random.default_rng(seed))
+    one = Bandit(BanditConfig(), None, np.random.default_rng(seed))
     assert play(one, 2, 600, 0, seed)[2] > 0.6
     play(one, 6, 600, 600, seed)
     assert play(one, 6, 600, 1200, seed)[6] > 0.6
 
 
 def test_a_setting_holds_for_an_epoch() -> None:
-    one = Bandit(BanditConfig(epoch=SECOND), np.random.default_rng(0))
+    one = Bandit(BanditConfig(epoch=SECOND), None, np.random.default_rng(0))
     first = one.parameters(0)
     one.observe(1, E2ESample(1.0, 1.0, first.setting))
     assert one.parameters(SECOND - 1) == first
@@ -72,7 +72,7 @@ def test_a_setting_holds_for_an_epoch() -> None:
 
 
 def test_late_outcomes_are_credited_to_their_own_setting() -> None:
-    one = Bandit(BanditConfig(epoch=SECOND), np.random.default_rng(0))
+    one = Bandit(BanditConfig(epoch=SECOND), None, np.random.default_rng(0))
     old = one.parameters(0).setting
     one.observe(1, E2ESample(1.0, 1.0, old))
     new = one.parameters(SECOND).setting
@@ -83,13 +83,15 @@ def test_late_outcomes_are_credited_to_their_own_setting() -> None:
 
 
 def test_the_same_seed_plays_the_same() -> None:
-    shares = [play(Bandit(BanditConfig(), np.random.default_rng(7)), 3, 60, 0, 1) for _ in range(2)]
+    shares = [
+        play(Bandit(BanditConfig(), None, np.random.default_rng(7)), 3, 60, 0, 1) for _ in range(2)
+    ]
     assert (shares[0] == shares[1]).all()
 
 
 @pytest.mark.parametrize("reward", ["latency", "ttft"])
 def test_only_the_outcome_that_was_asked_for_counts(reward: str) -> None:
-    one = Bandit(BanditConfig(reward=reward), np.random.default_rng(0))
+    one = Bandit(BanditConfig(reward=reward), None, np.random.default_rng(0))
     setting = one.parameters(0).setting
     one.observe(
         1, TTFTSample(5.0, setting=setting) if reward == "latency" else E2ESample(5.0, 1.0, setting)
@@ -99,7 +101,7 @@ def test_only_the_outcome_that_was_asked_for_counts(reward: str) -> None:
 
 
 def test_outcomes_of_no_setting_are_refused() -> None:
-    one = Bandit(BanditConfig(), np.random.default_rng(0))
+    one = Bandit(BanditConfig(), None, np.random.default_rng(0))
     with pytest.raises(ValueError, match="setting is 99"):
         one.observe(0, E2ESample(1.0, 1.0, 99))
     with pytest.raises(ValueError, match="unloaded is 0"):

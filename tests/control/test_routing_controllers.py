@@ -8,21 +8,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pigou.config import ConfigError
-from pigou.control.regimes.parameters import E2ESample, Parameters, RoutingSetting
-from pigou.control.regimes.routing_controllers import (
+from pigou.control.routing_controller import (
+    E2ESample,
+    Parameters,
+    RoutingSetting,
+    Static,
+    StaticConfig,
+    load,
+)
+from pigou.control.saturation.cusum_detector import CusumDetector
+from pigou.control.saturation.regime import Regime, TTFTSample
+from pigou_lab.routing_controllers import (
     Bandit,
     Interpolated,
     InterpolatedConfig,
     RegimeConfig,
     RegimeController,
     RegimeTable,
-    Static,
-    StaticConfig,
-    controller,
-    controller_config,
 )
-from pigou.control.saturation.cusum_detector import CusumDetector
-from pigou.control.saturation.regime import Regime, TTFTSample
 
 
 class Fixed:
@@ -82,7 +85,7 @@ def test_controllers_are_found_by_name() -> None:
         "interpolated": Interpolated, "bandit": Bandit,
     }  # fmt: skip
     for name, kind in kinds.items():
-        one = controller(controller_config({"controller": name}), CusumDetector(), rng)
+        one = load({"controller": name}, CusumDetector(), rng)
         assert isinstance(one, kind)
         assert one.parameters(0).temperature >= 0
 
@@ -103,4 +106,4 @@ def test_controllers_are_found_by_name() -> None:
 )
 def test_bad_parameters_are_refused_by_name(values: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        controller_config(values)
+        load(values, CusumDetector(), np.random.default_rng(0))

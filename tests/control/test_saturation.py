@@ -11,21 +11,19 @@ from hypothesis import strategies as st
 
 from pigou.config import ConfigError
 from pigou.control.saturation.cusum_detector import CusumConfig, CusumDetector
-from pigou.control.saturation.paper_detector import (
+from pigou.control.saturation.regime import Detector, Regime, TTFTSample
+from pigou.control.saturation.regime import load as load_detector
+from pigou.request import SECOND
+from pigou_lab.detectors import (
     PRESETS,
-    PaperConfig,
-    PaperDetector,
-    detector,
-    detector_config,
-)
-from pigou.control.saturation.polled_detectors import (
     ConfigVariance,
     ConfigVarianceConfig,
+    Latches,
+    PaperConfig,
+    PaperDetector,
     SecondDifference,
     SecondDifferenceConfig,
 )
-from pigou.control.saturation.regime import Detector, Latches, Regime, TTFTSample
-from pigou.request import SECOND
 
 POLL = 5 * SECOND
 NAMES = {
@@ -87,7 +85,7 @@ def test_a_poll_without_first_tokens_changes_nothing() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_idle_fleet_is_below(name: str) -> None:
-    one = detector(detector_config({"detector": name, **NAMES[name]}))
+    one = load_detector({"detector": name, **NAMES[name]})
     rng = np.random.default_rng(0)
     now = 0
     for i in range(400):
@@ -287,13 +285,15 @@ def test_impossible_times_are_refused(ttft: float) -> None:
 )
 def test_bad_parameters_are_refused_by_name(values: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        detector_config(values)
+        load_detector(values)
 
 
 def test_a_detector_is_found_by_its_name() -> None:
-    assert detector_config({"detector": "cusum", "zone": 2}) == CusumConfig(zone=2.0)
+    cusum = load_detector({"detector": "cusum", "zone": 2})
+    assert isinstance(cusum, CusumDetector)
+    assert cusum.config == CusumConfig(zone=2.0)
     for name, values in NAMES.items():
-        one = detector(detector_config({"detector": name, **values}))
+        one = load_detector({"detector": name, **values})
         low, high = one.thresholds
         assert one.regime is Regime.BELOW
         assert low < high

@@ -12,9 +12,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client import Histogram as Metric
 
 from pigou.control.saturation.histogram import DYNAMO_TTFT, VLLM_TTFT, Histogram, parse_histogram
-from pigou.control.saturation.paper_detector import PaperConfig, PaperDetector
 from pigou.control.saturation.regime import Regime
 from pigou.request import SECOND
+from pigou_lab.detectors import PaperConfig, PaperDetector
 
 BOUNDS = (0.1, 0.5, 1.0, 5.0)
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from aiohttp import web
 
-from pigou.control.regimes.parameters import E2ESample
-from pigou.control.regimes.routing_controllers import RegimeConfig, RegimeController, RegimeTable
+from pigou.control.routing_controller import E2ESample
 from pigou.control.saturation.regime import Regime, TTFTSample
 from pigou_lab.dynamo_host.steering import SteeredRequest, Steering
+from pigou_lab.routing_controllers import RegimeConfig, RegimeController, RegimeTable
 
 TEMPERATURE = "router_temperature"
 WEIGHT = "prefill_load_scale"

@@ -20,7 +20,7 @@ from tests.peers.dynamo_fakes import ScriptedSteering
 from benchmarks.lib.dynamo_mockers import BLOCK_SIZE, NAME, Mockers, dynamo_home
 from benchmarks.lib.peers import PeerMissing, shared
 from benchmarks.lib.servers import LOOPBACK, Server, free_ports, get_json
-from pigou.control.regimes.parameters import Parameters
+from pigou.control.routing_controller import Parameters
 from pigou.control.saturation.regime import Regime
 from pigou_lab.dynamo_host.attribution import RequestLedger
 from pigou_lab.dynamo_host.event_plane import EventPlane

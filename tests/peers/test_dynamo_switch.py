@@ -12,7 +12,7 @@ import pytest
 from tests.peers.dynamo_fakes import FakeFrontend, ScriptedSteering
 
 from pigou.config import ConfigError
-from pigou.control.regimes.parameters import Parameters
+from pigou.control.routing_controller import Parameters
 from pigou.control.saturation.regime import Regime
 from pigou_lab.dynamo_host.switch import Frontend, Switch, serve
 

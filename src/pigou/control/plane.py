@@ -46,13 +46,14 @@ from pigou.control.peers.reports import PeerReports
 from pigou.control.prefix_index import PrefixIndex
 from pigou.control.price_of_anarchy import PoAEstimate, PoASnapshot
 from pigou.control.recall import REPORT_HOLDS, ReturningWorkers, hand_over, overdue, to_move
-from pigou.control.regimes.routing_controllers import StaticConfig, controller, controller_config
 from pigou.control.request_tracker import RequestTracker
 from pigou.control.router import Explanation, Router
 from pigou.control.routing.policy import RoutingPolicy, load, params_of
 from pigou.control.routing.view import FleetView
-from pigou.control.saturation.paper_detector import detector, detector_config
+from pigou.control.routing_controller import Static
+from pigou.control.routing_controller import load as load_controller
 from pigou.control.saturation.regime import Regime
+from pigou.control.saturation.regime import load as load_detector
 from pigou.control.worker_assignment import WorkerAssigner
 from pigou.request import NEVER, SECOND, Request, Worker
 
@@ -157,13 +158,13 @@ class ControlPlane:
         self.router = Router(
             load(config.policy, config.params) if policy is None else policy, config
         )
-        regimes = detector(detector_config(config.saturation))
-        tuning = controller_config(config.controller)
-        self.tracker = RequestTracker(
-            regimes, controller(tuning, regimes, np.random.default_rng(config.seed))
+        detector = load_detector(config.saturation)
+        controller = load_controller(
+            config.controller, detector, np.random.default_rng(config.seed)
         )
+        self.tracker = RequestTracker(detector, controller)
         self.state = self.tracker.state
-        self._tunes = not isinstance(tuning, StaticConfig)
+        self._tunes = not isinstance(controller, Static)
         limits = config.index
         self.index = PrefixIndex(limits.max_blocks, limits.max_total, limits.ttl)
         self.cache_monitor = CacheMonitor()

@@ -14,9 +14,8 @@ from pigou.control.peers.bookings import BookedTimes, WorkerBookings
 from pigou.control.prefix_index import Overlaps, PrefixIndex
 from pigou.control.prefix_index.holder_table import ON_DEVICE, ON_HOST, ON_STORAGE, RUN
 from pigou.control.price_of_anarchy import PoAEstimator, PoASnapshot, RequestTimes
-from pigou.control.regimes.parameters import E2ESample
-from pigou.control.regimes.routing_controllers import Controller, Static
 from pigou.control.routing.view import FleetView
+from pigou.control.routing_controller import Controller, E2ESample, Static
 from pigou.control.saturation.regime import Detector, TTFTSample
 from pigou.control.state import FleetState
 from pigou.control.stream_slots import RoutedRequest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from pigou.control.regimes.parameters import Parameters
+from pigou.control.routing_controller import Parameters
 from pigou.control.saturation.regime import Regime
 
 _DECISION_BUCKETS = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.2)

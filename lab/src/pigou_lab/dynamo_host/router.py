@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
-from pigou.control.regimes.parameters import Parameters
+from pigou.control.routing_controller import Parameters
 from pigou_lab.dynamo_host import binding
 from pigou_lab.dynamo_host.binding import KvRouter, Placement
 from pigou_lab.dynamo_host.meters import Meters

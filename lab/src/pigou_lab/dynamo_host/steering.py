@@ -7,18 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from pigou.control.regimes.parameters import E2ESample, Parameters
-from pigou.control.regimes.routing_controllers import (
-    Controller,
-    RegimeConfig,
-    RegimeController,
-    controller,
-)
-from pigou.control.regimes.routing_controllers import controller_config as read_controller
-from pigou.control.saturation.paper_detector import PaperDetector, detector
-from pigou.control.saturation.paper_detector import detector_config as read_detector
+from pigou.control.routing_controller import Controller, E2ESample, Parameters
+from pigou.control.routing_controller import load as load_controller
 from pigou.control.saturation.regime import Detector, Regime, TTFTSample
+from pigou.control.saturation.regime import load as load_detector
 from pigou.request import SECOND
+from pigou_lab.detectors import PaperDetector
+from pigou_lab.routing_controllers import RegimeConfig, RegimeController
 
 
 class Steering:
@@ -54,9 +49,8 @@ class Steering:
         Raises:
             ConfigError: a name or a parameter is not known, or does not fit.
         """
-        signal = detector(read_detector(detected))
-        generator = np.random.default_rng(seed)
-        return cls(signal, controller(read_controller(controlled), signal, generator))
+        signal = load_detector(detected)
+        return cls(signal, load_controller(controlled, signal, np.random.default_rng(seed)))
 
     @property
     def regime(self) -> Regime:

@@ -23,7 +23,7 @@ import msgspec
 from aiohttp import web
 
 from pigou.config import ConfigError
-from pigou.control.regimes.parameters import Parameters, RoutingSetting
+from pigou.control.routing_controller import Parameters, RoutingSetting
 from pigou.request import SECOND
 from pigou_lab.dynamo_host.meters import Meters
 from pigou_lab.dynamo_host.steering import SteeredRequest, Steering, distance, shown

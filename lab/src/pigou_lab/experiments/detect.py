@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pigou.control.saturation.paper_detector import PaperConfig, PaperDetector
 from pigou.control.saturation.regime import LEVELS, Regime, TTFTSample
 from pigou.request import SECOND
 from pigou.sim.request_run import RequestRun
 from pigou.sim.result import SimulationResult
 from pigou.sim.simulation import Simulation
 from pigou.sim.virtual_clock import EPOCH, Phase
+from pigou_lab.detectors import PaperConfig, PaperDetector
 from pigou_lab.experiments.paper import Thresholds
 from pigou_lab.experiments.window import clock_ns
 

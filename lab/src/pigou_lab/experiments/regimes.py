@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 
-from pigou.control.regimes.routing_controllers import RegimeTable
 from pigou.control.saturation.regime import Regime
 from pigou.sim.simulation import Simulation
 from pigou_lab.experiments.detect import Poller, Watcher, as_json, config, regime_of
@@ -16,6 +15,7 @@ from pigou_lab.experiments.fleets import POOL, PaperFleet, Reading
 from pigou_lab.experiments.level import Level, LevelRun, run
 from pigou_lab.experiments.paper import EXPERIMENT1, GAPS, SLOPES, THRESHOLDS
 from pigou_lab.experiments.results import Row, make_row
+from pigou_lab.routing_controllers import RegimeTable
 
 #: Seconds for which the Saturated row is held: four times the paper's spike.
 LONG_S = 720.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import ClassVar
 
 import msgspec
 
@@ -28,10 +29,7 @@ _SMALLEST = 0.25
 _SHORTEST = 1e-6
 
 
-class CusumConfig(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True,
-    tag_field="detector", tag="cusum",
-):  # fmt: skip
+class CusumConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Parameters of `CusumDetector`; none depends on model or hardware."""
 
     # times the mean no-queue latency at which Transition begins; 2 is where a request waits as long
@@ -78,6 +76,8 @@ class CusumDetector:
     are multiples of what this fleet takes without a queue, nothing is calibrated by hand, and
     prompts of any mix of lengths can be compared.
     """
+
+    Params: ClassVar[type[msgspec.Struct]] = CusumConfig
 
     def __init__(self, config: CusumConfig | None = None) -> None:
         self.config = config or CusumConfig()

@@ -1,11 +1,17 @@
-"""Saturation regimes: the protocol of detectors, their samples, and thresholds with hysteresis."""
+"""Saturation regimes: detectors, their samples, and how they are loaded by name."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
-from typing import Protocol
+from typing import Any, ClassVar, Protocol
 
 import msgspec
+
+from pigou.registry import named
+from pigou.struct_values import read_struct
+
+GROUP = "pigou.detector"
 
 
 class Regime(StrEnum):
@@ -40,8 +46,10 @@ class Detector(Protocol):
     """Tells the regime from first tokens as they come; times must not fall.
 
     `signal` is what it compares, in its own unit, NaN before there is one; `thresholds` are where
-    Transition and Saturated begin, in the same unit.
+    Transition and Saturated begin, in the same unit. It is made as `Detector(params)`.
     """
+
+    Params: ClassVar[type[msgspec.Struct]]
 
     @property
     def regime(self) -> Regime:
@@ -89,37 +97,14 @@ class Idle:
         return now - self._since >= self._after
 
 
-class Latches:
-    """Two thresholds with hysteresis: which regime a signal has been in for long enough.
+def load(values: Mapping[str, Any]) -> Detector:
+    """Return a new detector: `detector` is its name in `pigou.detector`, the rest its parameters.
 
-    A threshold is crossed upwards after `consecutive` signals in a row at or above it, downwards
-    after as many below it by more than `margin` (Georgiou 2026, section 6.2).
+    Raises:
+        ConfigError: there is no such detector or parameter, or a value does not fit.
     """
-
-    def __init__(self, low: float, high: float, consecutive: int, margin: float) -> None:
-        self.thresholds = (low, high)
-        self._consecutive = consecutive
-        self._margin = margin
-        self._above = [0, 0]
-        self._below = [0, 0]
-        self._on = [False, False]
-
-    @property
-    def regime(self) -> Regime:
-        """The regime as of the last signal."""
-        return LEVELS[sum(self._on)]
-
-    def update(self, signal: float) -> Regime:
-        """Take in a signal; return the regime."""
-        for i, threshold in enumerate(self.thresholds):
-            self._above[i] = self._above[i] + 1 if signal >= threshold else 0
-            self._below[i] = self._below[i] + 1 if signal < threshold - self._margin else 0
-            if self._above[i] >= self._consecutive:
-                self._on[i] = True
-            elif self._below[i] >= self._consecutive:
-                self._on[i] = False
-        return self.regime
-
-    def reset(self) -> None:
-        """Go back to Below."""
-        self._above, self._below, self._on = [0, 0], [0, 0], [False, False]
+    own = dict(values)
+    name = own.pop("detector", None)
+    kind = named(GROUP, name, "detector")
+    detector: Detector = kind(read_struct(f"saturation {name}", kind.Params, own))
+    return detector

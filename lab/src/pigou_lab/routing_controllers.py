@@ -3,34 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from itertools import product
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import ClassVar, Literal
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from pigou.config import ConfigError
-from pigou.control.regimes.parameters import E2ESample, Parameters, RoutingSetting
+from pigou.control.routing_controller import E2ESample, Parameters, RoutingSetting
 from pigou.control.saturation.regime import Detector, Regime, TTFTSample
 from pigou.request import SECOND
-from pigou.struct_values import tagged
 
 #: An epoch's mean latency counts for at most as many times the mean of all.
 _WORST = 3.0
-
-
-class Controller(Protocol):
-    """Says under which parameters requests are routed now; times must not fall."""
-
-    def observe(self, now: int, outcome: TTFTSample | E2ESample) -> None:
-        """Take in a first token or the end of a request, at `now` (ns)."""
-        ...
-
-    def parameters(self, now: int) -> Parameters:
-        """Return the parameters of a request that is routed at `now` (ns)."""
-        ...
 
 
 class RegimeTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -52,49 +38,16 @@ class RegimeTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         return (self.below, self.transition, self.saturated)[regime.level]
 
 
-class StaticConfig(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True,
-    tag_field="controller", tag="static",
-):  # fmt: skip
-    """Parameters of `Static`."""
-
-    setting: RoutingSetting = RoutingSetting()
-
-
-class RegimeConfig(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True,
-    tag_field="controller", tag="regime",
-):  # fmt: skip
+class RegimeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Parameters of `RegimeController`."""
 
     table: RegimeTable = RegimeTable()  # a row a regime
 
 
-class InterpolatedConfig(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True,
-    tag_field="controller", tag="interpolated",
-):  # fmt: skip
+class InterpolatedConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Parameters of `Interpolated`."""
 
     table: RegimeTable = RegimeTable()
-
-
-class Static:
-    """The same parameters at all times: what a policy wants that needs no regime.
-
-    The toll policy is one: its prices rise with load by themselves.
-    """
-
-    def __init__(self, config: StaticConfig | None = None) -> None:
-        self.config = config or StaticConfig()
-        self._parameters = Parameters.of(self.config.setting)
-
-    def observe(self, now: int, outcome: TTFTSample | E2ESample) -> None:
-        """Nothing is learned."""
-
-    def parameters(self, now: int) -> Parameters:  # noqa: ARG002
-        """Return the setting."""
-        return self._parameters
 
 
 class RegimeController:
@@ -103,14 +56,16 @@ class RegimeController:
     `Parameters.setting` is the level of the regime. The detector is fed by its owner.
     """
 
-    def __init__(self, config: RegimeConfig, detector: Detector) -> None:
+    Params: ClassVar[type[msgspec.Struct]] = RegimeConfig
+
+    def __init__(self, config: RegimeConfig, detector: Detector, generator: object = None) -> None:
         self.config = config
         self.detector = detector
 
     def observe(self, now: int, outcome: TTFTSample | E2ESample) -> None:
         """Nothing is learned beside the detector."""
 
-    def parameters(self, now: int) -> Parameters:  # noqa: ARG002
+    def parameters(self, now: int) -> Parameters:
         """Return the row of the regime."""
         regime = self.detector.regime
         return Parameters.of(self.config.table.setting(regime), regime.level)
@@ -124,14 +79,18 @@ class Interpolated:
     between these. (The paper names continuous interpolation as an extension, section 9.)
     """
 
-    def __init__(self, config: InterpolatedConfig, detector: Detector) -> None:
+    Params: ClassVar[type[msgspec.Struct]] = InterpolatedConfig
+
+    def __init__(
+        self, config: InterpolatedConfig, detector: Detector, generator: object = None
+    ) -> None:
         self.config = config
         self.detector = detector
 
     def observe(self, now: int, outcome: TTFTSample | E2ESample) -> None:
         """Nothing is learned beside the detector."""
 
-    def parameters(self, now: int) -> Parameters:  # noqa: ARG002
+    def parameters(self, now: int) -> Parameters:
         """Return the interpolated row; the Below row before there is a signal."""
         at = self.share()
         table = self.config.table
@@ -150,10 +109,7 @@ class Interpolated:
         return min(1.0, math.log(signal / low) / math.log(high / low))
 
 
-class BanditConfig(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True,
-    tag_field="controller", tag="bandit",
-):  # fmt: skip
+class BanditConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Parameters of `Bandit`."""
 
     temperatures: tuple[float, ...] = (0.0, 0.7)
@@ -240,7 +196,11 @@ class Bandit:
     fleet. `Parameters.setting` is the index in the grid, `settings[index]`.
     """
 
-    def __init__(self, config: BanditConfig, generator: np.random.Generator) -> None:
+    Params: ClassVar[type[msgspec.Struct]] = BanditConfig
+
+    def __init__(
+        self, config: BanditConfig, detector: Detector | None, generator: np.random.Generator
+    ) -> None:
         self.config = config
         self.settings = tuple(
             RoutingSetting(temperature=temperature, overlap_weight=weight)
@@ -301,36 +261,3 @@ class Bandit:
         self._latency[:] = 0.0
         self._count[:] = 0.0
         self._arm = self.arms.choose()
-
-
-ControllerConfig: TypeAlias = StaticConfig | RegimeConfig | InterpolatedConfig | BanditConfig
-
-
-def controller(
-    config: ControllerConfig, detector: Detector, generator: np.random.Generator
-) -> Controller:
-    """Return a new controller.
-
-    Args:
-        detector: that `regime` and `interpolated` follow; its owner feeds it.
-        generator: that `bandit` breaks ties with.
-    """
-    match config:
-        case StaticConfig():
-            return Static(config)
-        case RegimeConfig():
-            return RegimeController(config, detector)
-        case InterpolatedConfig():
-            return Interpolated(config, detector)
-        case BanditConfig():
-            return Bandit(config, generator)
-
-
-def controller_config(values: Mapping[str, Any]) -> ControllerConfig:
-    """Read parameters: `controller` is the name (`static`, `regime`, ...), the rest its own.
-
-    Raises:
-        ConfigError: there is no such controller or parameter, or a value does not fit.
-    """
-    config: ControllerConfig = tagged("controller", "controller", values, ControllerConfig)
-    return config

@@ -1,1 +1,0 @@
-"""Regimes: what the router's parameters are under which load."""

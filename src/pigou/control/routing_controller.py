@@ -1,0 +1,122 @@
+"""Controllers of the router: which temperature and overlap weight requests are routed under."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, Self
+
+import msgspec
+import numpy as np
+
+from pigou.config import ConfigError
+from pigou.control.saturation.regime import Detector, TTFTSample
+from pigou.registry import named
+from pigou.struct_values import read_struct
+
+GROUP = "pigou.controller"
+
+
+class RoutingSetting(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Parameters of the choice among candidates."""
+
+    temperature: float = 0.0  # of the softmax over costs; 0 takes the cheapest
+    # omega of Eq. 1 (Georgiou 2026): weight of the blocks that a worker would have to prefill, net
+    # of cached ones, against the blocks that it has in use.
+    overlap_weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("temperature", "overlap_weight"):
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise ConfigError(f"{name} is {value}; it must be finite, at least 0")
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """What a request is routed under."""
+
+    temperature: float = 0.0
+    overlap_weight: float = 1.0  # of the blocks to prefill, net of cached ones
+    # index of this choice of the controller's; the outcome of the request carries it back
+    # (`TTFTSample.setting`, `E2ESample.setting`).
+    setting: int = 0
+
+    @classmethod
+    def of(cls, setting: RoutingSetting, index: int = 0) -> Self:
+        """Return a setting with its index."""
+        return cls(setting.temperature, setting.overlap_weight, index)
+
+
+class E2ESample(msgspec.Struct, frozen=True):
+    """The end of a request."""
+
+    seconds: float  # from its arrival to its last token
+    # seconds that it would take with the fleet to itself, as far as known: what its latency is
+    # compared with.
+    unloaded: float = 1.0
+    setting: int = 0  # index of the parameters that it was routed under
+
+
+class Controller(Protocol):
+    """Says under which parameters requests are routed now; times must not fall.
+
+    It is made as `Controller(params, detector, generator)`: the detector is fed by its owner.
+    """
+
+    Params: ClassVar[type[msgspec.Struct]]
+
+    def observe(self, now: int, outcome: TTFTSample | E2ESample) -> None:
+        """Take in a first token or the end of a request, at `now` (ns)."""
+        ...
+
+    def parameters(self, now: int) -> Parameters:
+        """Return the parameters of a request that is routed at `now` (ns)."""
+        ...
+
+
+class StaticConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Parameters of `Static`."""
+
+    setting: RoutingSetting = RoutingSetting()
+
+
+class Static:
+    """The same parameters at all times: what a policy wants that needs no regime.
+
+    The toll policy is one: its prices rise with load by themselves.
+    """
+
+    Params: ClassVar[type[msgspec.Struct]] = StaticConfig
+
+    def __init__(
+        self, config: StaticConfig | None = None, detector: object = None, generator: object = None
+    ) -> None:
+        self.config = config or StaticConfig()
+        self._parameters = Parameters.of(self.config.setting)
+
+    def observe(self, now: int, outcome: TTFTSample | E2ESample) -> None:
+        """Nothing is learned."""
+
+    def parameters(self, now: int) -> Parameters:
+        """Return the setting."""
+        return self._parameters
+
+
+def load(
+    values: Mapping[str, Any], detector: Detector, generator: np.random.Generator
+) -> Controller:
+    """Return a new controller: `controller` is its name in `pigou.controller`.
+
+    The other values are its parameters. `generator` is what it draws with.
+
+    Raises:
+        ConfigError: there is no such controller or parameter, or a value does not fit.
+    """
+    own = dict(values)
+    name = own.pop("controller", None)
+    kind = named(GROUP, name, "controller")
+    params = read_struct(f"controller {name}", kind.Params, own)
+    controller: Controller = kind(params, detector, generator)
+    return controller
