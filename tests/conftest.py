@@ -6,6 +6,8 @@ import asyncio
 import gc
 import inspect
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -71,6 +73,24 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+WARM_UP = pytest.StashKey[subprocess.Popen[bytes]]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Begin to compile all kernels before `-n` starts its processes, which load what is there."""
+    config = session.config
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        argv = [sys.executable, "-m", "pigou", "warm"]
+        config.stash[WARM_UP] = subprocess.Popen(argv, stdout=subprocess.DEVNULL)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Wait for the kernels of a session that was over before they were compiled."""
+    if (warm_up := session.config.stash.get(WARM_UP, None)) is not None:
+        warm_up.wait()
 
 
 #: Folders whose tests start fleets of processes, which fill the cores: one test at a time.

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.lib.source_tree import ROOT, SRC, modules, name, parsed
+from tests.lib.source_tree import ROOT, SRC, modules, name, nodes
 
 #: First part of the module's name within pigou -> floor.
 FLOORS = {
@@ -25,8 +26,10 @@ FLOORS = {
 PURE = {"games", "kv", "engine", "control", "lifecycle", "cost", "diagnosis"}
 PURE |= {"windows", "performance"}
 IMPURE_MODULES = {"asyncio", "socket", "socketserver", "time", "zmq", "aiohttp", "threading"}
-#: Packages of this repository.
-OURS = {"pigou", "pigou_lab", "tests", "benchmarks", "tools"}
+#: An import from a package of this repository: module, names.
+IMPORT = re.compile(
+    r"^ *from ((?:pigou|pigou_lab|tests|benchmarks|tools)(?:\.\w+)*) import (\([^)]*\)|.*)$", re.M
+)
 #: Neighbours on a floor that may know one another, one way.
 NEIGHBOURS = {
     ("worker", "runtime"),
@@ -42,7 +45,7 @@ def room(path: Path) -> str:
 
 def imports(path: Path) -> Iterator[str]:
     """Absolute names of everything that the module imports, at any depth."""
-    for node in ast.walk(parsed(path)):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -113,7 +116,7 @@ def module_file(module: str) -> Path | None:
 def top_names(path: Path) -> set[str]:
     """Return the names that a file defines, assigns or imports, at any depth."""
     names: set[str] = set()
-    for node in ast.walk(parsed(path)) if path.exists() else ():
+    for node in nodes(path) if path.exists() else ():
         match node:
             case ast.FunctionDef(name=text) | ast.AsyncFunctionDef(name=text):
                 names.add(text)
@@ -129,18 +132,14 @@ def test_imports_name_what_exists() -> None:
     wrong = []
     for folder in ("src", "lab", "tests", "benchmarks", "tools"):
         for path in sorted((ROOT / folder).rglob("*.py")):
-            for node in ast.walk(parsed(path)):
-                if not isinstance(node, ast.ImportFrom) or node.module is None:
-                    continue
-                if node.module.split(".")[0] not in OURS:
-                    continue
-                file = module_file(node.module)
+            for module, names in IMPORT.findall(path.read_text()):
+                file = module_file(module)
                 known = top_names(file) if file else set()
                 wrong += [
-                    f"{path.relative_to(ROOT)}:{node.lineno} {node.module}.{alias.name}"
-                    for alias in node.names
-                    if alias.name not in known
+                    f"{path.relative_to(ROOT)}: {module}.{name}"
+                    for name in re.findall(r"(\w+)(?: as \w+)?", re.sub("#.*", "", names))
+                    if name not in known
                     and "__getattr__" not in known
-                    and module_file(f"{node.module}.{alias.name}") is None
+                    and module_file(f"{module}.{name}") is None
                 ]
     assert not wrong

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
-from tests.lib.source_tree import LAB, ROOT, SRC, modules, name, parsed
+from tests.lib.source_tree import LAB, ROOT, SRC, modules, name, nodes, parsed
 
 # Ceilings. They only fall; raising one needs its reason in the commit.
 MAX_LINES, MIN_LINES = 700, 60
@@ -100,7 +100,7 @@ def code_share(paths: Sequence[Path]) -> float:
     total = code = 0
     for path in paths:
         other: set[int] = set()
-        for node in ast.walk(parsed(path)):
+        for node in nodes(path):
             match node:
                 case ast.Import() | ast.ImportFrom():
                     other.update(range(node.lineno, (node.end_lineno or 0) + 1))
@@ -143,7 +143,7 @@ def circles() -> list[str]:
     files = {module_name(path): path for path in modules()}
     edges: dict[str, set[str]] = {each: set() for each in files}
     for each, path in files.items():
-        for node in ast.walk(parsed(path)):
+        for node in nodes(path):
             names: list[str] = []
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
@@ -200,17 +200,17 @@ def decorators(node: Function | ast.ClassDef) -> set[str]:
     }
 
 
-def uses(tree: ast.Module) -> Iterator[str]:
+def uses(every: Sequence[ast.AST]) -> Iterator[str]:
     """Yield the names that a module uses; imports alone, docstrings and `__all__` are no use."""
     skipped = {
         id(node.value)
-        for node in ast.walk(tree)
+        for node in every
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
     }
-    for node in tree.body:
+    for node in every:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
             skipped.update(map(id, ast.walk(node)))
-    for node in ast.walk(tree):
+    for node in every:
         if id(node) in skipped:
             continue
         match node:
@@ -245,12 +245,9 @@ def names_of_tests_alone() -> list[str]:
     others call them.
     """
     paths = [*modules(), *lab_modules()]
-    used = Counter(text for path in paths for text in uses(parsed(path)))
+    used = Counter(text for path in paths for text in uses(nodes(path)))
     classes = {
-        node.name: node
-        for path in paths
-        for node in ast.walk(parsed(path))
-        if isinstance(node, ast.ClassDef)
+        node.name: node for path in paths for node in nodes(path) if isinstance(node, ast.ClassDef)
     }
 
     def foreign(cls: ast.ClassDef) -> bool:
@@ -282,8 +279,8 @@ def names_of_tests_alone() -> list[str]:
     return found
 
 
-def functions(tree: ast.AST) -> Iterator[Function]:
-    return (node for node in ast.walk(tree) if isinstance(node, Function))
+def functions(path: Path) -> Iterator[Function]:
+    return (node for node in nodes(path) if isinstance(node, Function))
 
 
 def parameters(function: Function) -> int:
@@ -296,7 +293,7 @@ def wide_functions() -> list[str]:
     return [
         f"{path.relative_to(ROOT)}:{function.lineno} {function.name} has {parameters(function)}"
         for path in [*modules(), *lab_modules()]
-        for function in functions(parsed(path))
+        for function in functions(path)
         if parameters(function) > MAX_PARAMETERS
     ]
 
@@ -305,7 +302,7 @@ def wide_structures() -> list[str]:
     """Return classes of more than `MAX_FIELDS` fields that are no configuration."""
     found = []
     for path in modules():
-        for cls in ast.walk(parsed(path)):
+        for cls in nodes(path):
             if isinstance(cls, ast.ClassDef) and not CONFIGURATION.search(cls.name):
                 fields = sum(isinstance(node, ast.AnnAssign) for node in cls.body)
                 if fields > MAX_FIELDS:
@@ -378,7 +375,7 @@ def test_private_names_stay_in_their_module() -> None:
     private = [
         f"{name(path)}:{node.lineno} {node.module}.{alias.name}"
         for path in modules()
-        for node in ast.walk(parsed(path))
+        for node in nodes(path)
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("pigou")
         for alias in node.names
         if re.match(r"_[^_]", alias.name)
@@ -414,7 +411,7 @@ def test_a_name_is_used_by_code_and_not_by_imports_or_prose() -> None:
     text = (
         '"""prose"""\nfrom x import alone, as_is as other\n__all__ = ["shown"]\ny = called("m:n")'
     )
-    assert sorted(uses(ast.parse(text))) == ["as_is", "called", "m", "n", "y"]
+    assert sorted(uses(list(ast.walk(ast.parse(text))))) == ["as_is", "called", "m", "n", "y"]
 
 
 def figures() -> Iterator[str]:

@@ -25,3 +25,9 @@ def name(path: Path) -> str:
 def parsed(path: Path) -> ast.Module:
     """Return the syntax tree of a file."""
     return ast.parse(path.read_text())
+
+
+@functools.cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """Return all nodes of a file's syntax tree; walking it costs as much as parsing."""
+    return tuple(ast.walk(parsed(path)))
