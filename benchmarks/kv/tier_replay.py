@@ -20,7 +20,7 @@ from pigou.kv.tier_eviction.policy import EvictionPolicy, TierSetting, load, mak
 from pigou.models.read import architecture
 from pigou.request import NEVER
 from pigou.sim.gpus import GPUS
-from pigou.sim.timing import StepShape, roofline
+from pigou.sim.timing import RooflineTiming, StepShape
 
 MODEL, GPU = "llama-3.1-8b", "h200"
 #: Bytes a second from host memory: PCIe 5 x16, at about 80% of its 63 GB/s.
@@ -38,7 +38,7 @@ def worth(tokens: int, link: float = HOST_LINK) -> RecomputeCost:
     the chunk takes p of its base, and p * p of its slope, which is for each block before it.
     """
     model = architecture(MODEL)
-    timing = roofline(model, GPUS[GPU])
+    timing = RooflineTiming(model, GPUS[GPU])
     depths = np.arange(0, 128, 16)
     took = [
         timing.durations(

@@ -27,7 +27,7 @@ from pigou.engine.plan import Plan, Result
 from pigou.models.read import architecture
 from pigou.request import NEVER, SECOND, Request
 from pigou.sim.gpus import gpu, kv_blocks
-from pigou.sim.timing import StepShape, Timing, roofline
+from pigou.sim.timing import RooflineTiming, StepShape, Timing
 from pigou.sim.timing_profile import profile
 
 SHARED = shared_folder()
@@ -221,7 +221,7 @@ def main() -> int:
     if args.timing == "profile":
         timing = profile(args.profile, model, device, args.tp)
     else:
-        timing = roofline(model, device, args.tp)
+        timing = RooflineTiming(model, device, args.tp)
     estimate = kv_blocks(
         model, device, args.tp, max_batched_tokens=args.max_batched_tokens, max_seqs=args.max_seqs
     )

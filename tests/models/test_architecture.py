@@ -11,7 +11,7 @@ from pigou.config import ConfigError
 from pigou.models.architecture import Architecture
 from pigou.models.read import architecture, parse_architecture
 from pigou.sim.gpus import GPUS, kv_blocks
-from pigou.sim.timing import StepShape, roofline
+from pigou.sim.timing import RooflineTiming, StepShape
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_nvlink_ends_at_the_node_unless_the_gpu_is_of_a_rack() -> None:
     }
     model = parse_architecture(Path("wide"), keys, "wide")
     for device, tp in (("h100", 16), ("h100", 64), ("h100-nvl", 4), ("rtx4090", 16)):
-        for use in (roofline, kv_blocks):
+        for use in (RooflineTiming, kv_blocks):
             with pytest.raises(ConfigError, match=f"tp is {tp}; links of .* join"):
                 use(model, GPUS[device], tp)
     assert kv_blocks(model, GPUS["gb200"], 64) > 0
@@ -63,7 +63,7 @@ def test_nvlink_ends_at_the_node_unless_the_gpu_is_of_a_rack() -> None:
 
 def step_seconds(model: Architecture, device: str, tokens: int) -> float:
     batch = StepShape(np.array([tokens]), np.array([0]), np.array([True]))
-    return float(roofline(model, GPUS[device]).durations(batch, 1)[0]) / 1e9
+    return float(RooflineTiming(model, GPUS[device]).durations(batch, 1)[0]) / 1e9
 
 
 def test_four_bit_floats_are_computed_where_the_device_has_them() -> None:

@@ -11,7 +11,7 @@ from timing_tables import write_tables
 from pigou.config import ConfigError
 from pigou.models.read import architecture
 from pigou.sim.gpus import GPUS
-from pigou.sim.timing import StepShape, Timing, roofline
+from pigou.sim.timing import RooflineTiming, StepShape, Timing
 from pigou.sim.timing_models import build_timing
 from pigou.sim.timing_profile import profile
 
@@ -25,9 +25,9 @@ def timing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def make(name: str, tmp_path_factory: pytest.TempPathFactory) -> Timing:
     if name == "roofline":
-        return roofline(architecture("llama-3.1-8b"), GPUS["h100"])
+        return RooflineTiming(architecture("llama-3.1-8b"), GPUS["h100"])
     if name == "roofline-moe-tp2":
-        return roofline(architecture("qwen3-30b-a3b"), GPUS["rtxpro6000"], 2)
+        return RooflineTiming(architecture("qwen3-30b-a3b"), GPUS["rtxpro6000"], 2)
     folder = tmp_path_factory.mktemp("profile")
     write_tables(folder)
     return profile(folder, architecture("llama-3.1-8b"), GPUS["rtx4090"], 1)

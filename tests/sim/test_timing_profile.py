@@ -14,7 +14,7 @@ from benchmarks.lib.shared_folder import shared_folder
 from pigou.config import ConfigError
 from pigou.models.read import architecture
 from pigou.sim.gpus import GPUS
-from pigou.sim.timing import StepShape, roofline
+from pigou.sim.timing import RooflineTiming, StepShape
 from pigou.sim.timing_profile import CAPTURED, ProfileTiming, find_tables, profile, read_tables
 
 LLAMA = architecture("llama-3.1-8b")
@@ -163,7 +163,7 @@ def test_tables_are_found_by_gpu_model_and_degree(tmp_path: Path) -> None:
 )
 def test_measured_tables_and_rooflines_agree(model: str, gpu: str, tp: int) -> None:
     measured = profile(TABLES, architecture(model), GPUS[gpu], tp)
-    counted = roofline(architecture(model), GPUS[gpu], tp)
+    counted = RooflineTiming(architecture(model), GPUS[gpu], tp)
     for counts, kv_lens in (([1], [1000]), ([1] * 32, [1000] * 32), ([2048], [0]), ([512], [0])):
         step = batch(counts, kv_lens)
         ratio = counted.durations(step, 1)[0] / measured.durations(step, 1)[0]

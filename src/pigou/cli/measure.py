@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from pigou.cli.config_options import Override, config_command
 from pigou.cli.option_values import check_json, write_json
-from pigou.cli.progress import WorkProgress
+from pigou.cli.progress import WorkProgress, wide_console
 from pigou.config import ConfigError
 from pigou.request import SECOND
 from pigou.sim.setup import Setup, SweepConfig
@@ -95,13 +94,7 @@ def bench(
         raise typer.Exit(_INTERRUPTED)
     _show_bench(config, result)
     if json:
-        try:
-            Path(json).write_bytes(
-                msgspec.json.format(msgspec.json.encode(document(config, result))) + b"\n"
-            )
-        except OSError as error:
-            typer.echo(f"pigou bench: {error}", err=True)
-            raise typer.Exit(1) from None
+        write_json("bench", "--json", json, document(config, result))
     raise typer.Exit(_INTERRUPTED if result.interrupted else int(result.summary.failed > 0))
 
 
@@ -144,9 +137,7 @@ def _watcher(config: BenchConfig, progress: WorkProgress) -> Callable[[LoadGener
 def _show_bench(config: BenchConfig, result: BenchResult) -> None:
     from pigou.workload.bench import describe, tables
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=100)
+    console = wide_console()
     console.print(describe(config, result.model), markup=False)
     for table in tables(result):
         console.print(table)
@@ -176,10 +167,10 @@ def profile(
         if token := fleet_token(config.base):
             config = msgspec.structs.replace(config, api_key=token)
         report = _run_profile(config)
-        file.write_bytes(msgspec.json.format(msgspec.json.encode(report.measured)) + b"\n")
     except (EndpointError, OSError) as error:
         typer.echo(f"pigou profile: {error}", err=True)
         raise typer.Exit(1) from None
+    write_json("profile", "--out", out, report.measured)
     _show_profile(report)
     for note in report.notes:
         typer.echo(f"Note: {note}.")
@@ -211,9 +202,7 @@ def _time(seconds: float) -> str:
 
 
 def _show_profile(report: ProfileReport) -> None:
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=100)
+    console = wide_console()
     console.print(f"{report.model}: what a step takes, in milliseconds", markup=False)
     console.print(_costs(report.measured))
     table = Table("How well it fits", "measured", "median error", "largest")
@@ -340,9 +329,7 @@ def _measure(
 
 
 def _show_sweep(tables: SweepTables) -> None:
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=100)
+    console = wide_console()
     ttft = Table("prefill workers", "tokens", "utilisation", "requests/s", "TTFT mean, s", "p95")
     for point in tables.prefill:
         ttft.add_row(

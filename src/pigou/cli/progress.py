@@ -23,6 +23,12 @@ _EVERY = 10
 _LINE_EVERY_S = 10.0
 
 
+def wide_console(width: int = 100) -> Console:
+    """Return a console of the terminal's width; of `width` columns where there is no terminal."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=width)
+
+
 class WorkProgress(Progress):
     """A bar on a terminal; elsewhere a line each ten seconds.
 

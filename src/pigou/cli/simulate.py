@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from pigou.cli.config_options import Override, config_command, read_struct
 from pigou.cli.option_values import check_json, write_json
-from pigou.cli.progress import WorkProgress
+from pigou.cli.progress import WorkProgress, wide_console
 from pigou.config import ConfigError, ControlConfig
 from pigou.config_option import Option
 from pigou.imports import require
@@ -200,9 +199,7 @@ def _run(simulation: Simulation) -> SimulationResult:
 
 
 def _show(document: dict[str, Any]) -> None:
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=100)
+    console = wide_console()
     console.print(
         "{offered} offered, {completed} completed, {failed} failed, {unfinished} unfinished\n"
         "{simulated_s:.1f} s simulated in {wall_s:.1f} s, {peak_rss_mb:.0f} MB\n"

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from rich.table import Table
 
 from pigou.cli.config_options import in_flags
+from pigou.cli.progress import wide_console
 from pigou.config import ConfigError, check_bounds
 
 if TYPE_CHECKING:
@@ -28,8 +29,19 @@ trace = typer.Typer(
     rich_markup_mode=None,
 )
 _PERCENTILES = (50, 90, 99)
-_BLOCK = "Tokens of a block, where the file does not say. (default: what all rows fit)"
-_UNIT = "Unit of the times of Mooncake's format: s, ms, us or ns. (default: ms)"
+File = Annotated[str, typer.Argument(help="A trace, or a journal of `pigou serve`.")]
+Out = Annotated[
+    str, typer.Argument(help="File to write, in Pigou's own JSON lines; .gz, .zst are packed.")
+]
+Block = Annotated[
+    float,
+    typer.Option(
+        help="Tokens of a block, where the file does not say. (default: what all rows fit)"
+    ),
+]
+Unit = Annotated[
+    str, typer.Option(help="Unit of the times of Mooncake's format: s, ms, us or ns. (default: ms)")
+]
 _OPTIONS = {"sessions": "--sessions"}
 
 
@@ -49,7 +61,7 @@ def list_() -> None:
         table.add_row(
             name, size, kind, entry.licence, entry.what, entry.page.split("github.com/")[1]
         )
-    _console().print(table)
+    wide_console(140).print(table)
     typer.echo("* unverified: its checksum is not known here.")
 
 
@@ -77,7 +89,7 @@ def fetch(
 
 @trace.command("info")
 def info(
-    file: Annotated[str, typer.Argument(help="A trace, or a journal of `pigou serve`.")],
+    file: File,
     cache: Annotated[
         list[str] | None,
         typer.Option(
@@ -85,8 +97,8 @@ def info(
         ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    block: Annotated[float, typer.Option(help=_BLOCK)] = 0.0,
-    unit: Annotated[str, typer.Option(help=_UNIT)] = "",
+    block: Block = 0.0,
+    unit: Unit = "",
 ) -> None:
     """Describe a trace: requests, lengths, rate, and what its prompts share."""
     from pigou.workload.trace_formats import read_trace
@@ -101,18 +113,15 @@ def info(
     table = Table(show_header=False)
     for key, value in description.items():
         table.add_row(key.replace("_", " "), _shown(value))
-    _console().print(table)
+    wide_console(140).print(table)
 
 
 @trace.command("convert")
 def convert(
-    file: Annotated[str, typer.Argument(help="A trace, or a journal of `pigou serve`.")],
-    out: Annotated[
-        str,
-        typer.Argument(help="File to write, in Pigou's own JSON lines; .gz, .zst are packed."),
-    ],
-    block: Annotated[float, typer.Option(help=_BLOCK)] = 0.0,
-    unit: Annotated[str, typer.Option(help=_UNIT)] = "",
+    file: File,
+    out: Out,
+    block: Block = 0.0,
+    unit: Unit = "",
 ) -> None:
     """Write any trace, or the workload of a journal, as Pigou's own JSON lines."""
     from pigou.workload.trace_formats import read_trace, to_rows
@@ -123,11 +132,8 @@ def convert(
 
 @trace.command("sample")
 def sample(
-    file: Annotated[str, typer.Argument(help="A trace, or a journal of `pigou serve`.")],
-    out: Annotated[
-        str,
-        typer.Argument(help="File to write, in Pigou's own JSON lines; .gz, .zst are packed."),
-    ],
+    file: File,
+    out: Out,
     begin: Annotated[float, typer.Option("--from", help="Seconds to begin at.")] = 0.0,
     end: Annotated[float, typer.Option("--to", help="Seconds to end before.")] = math.inf,
     sessions: Annotated[
@@ -136,8 +142,8 @@ def sample(
     seed: Annotated[int, typer.Option(help="Of the draw.")] = 0,
     scale: Annotated[float, typer.Option(help="All lengths times this, blocks included.")] = 1.0,
     speed: Annotated[float, typer.Option(help="All times by this.")] = 1.0,
-    block: Annotated[float, typer.Option(help=_BLOCK)] = 0.0,
-    unit: Annotated[str, typer.Option(help=_UNIT)] = "",
+    block: Block = 0.0,
+    unit: Unit = "",
 ) -> None:
     """Write a part of a trace: a window of time, some of its sessions, scaled."""
     import numpy as np
@@ -257,8 +263,3 @@ def _shown(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.4g}"
     return "-" if value is None else str(value)
-
-
-def _console() -> Console:
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=140)

@@ -22,6 +22,7 @@ from pigou.capacity.vram import (
 )
 from pigou.cli.config_options import config_command
 from pigou.cli.option_values import check_json, write_json
+from pigou.cli.progress import wide_console
 from pigou.config import ConfigError
 from pigou.models.architecture import Architecture
 from pigou.models.read import architecture
@@ -170,9 +171,7 @@ def _document(
 
 
 def _show_terms(memory: dict[str, Any], title: str) -> Console:
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=100)
+    console = wide_console()
     table = Table("memory of each GPU", "GiB", "GB", "share")
     for term in _TERMS:
         size = memory[term]

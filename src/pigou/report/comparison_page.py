@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pigou.report.figure import LINES, STROKES, Axis, Chart, ChartLine, Stroke, Unit, duration
@@ -112,13 +112,10 @@ def counts(runs: Sequence[RunRecord], labels: Sequence[str]) -> ReportTable:
                               ratios=key not in _NO_RATIO))
         for key, (name, form) in COUNTS.items() if key not in _NO_RATIO
     ]  # fmt: skip
-    whole = [_known_poa(run.figures.get("poa") or {}) for run in runs]
+    anarchies = [run.figures.get("poa") or {} for run in runs]
+    whole = [poa.get("whole") if poa.get("interval") else None for poa in anarchies]
     rows.append((Cell("Price of Anarchy"), *_paired(whole, "")))
     return ReportTable("counts", "Counts and rates", _headings(labels), tuple(rows))
-
-
-def _known_poa(poa: Mapping[str, Any]) -> float | None:
-    return poa.get("whole") if poa.get("interval") else None
 
 
 def _latencies(runs: Sequence[RunRecord], labels: Sequence[str]) -> tuple[ReportTable, ...]:

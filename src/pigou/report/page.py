@@ -284,7 +284,7 @@ def numbers(figure: Figure) -> ReportTable:
     if isinstance(figure, Bars):
         columns = ("", *(name for name, _ in figure.parts))
         rows = tuple(
-            (Cell(name), *(Cell(values[k], _form(figure.x)) for _, values in figure.parts))
+            (Cell(name), *(Cell(values[k], figure.x.unit) for _, values in figure.parts))
             for k, name in enumerate(figure.rows)
         )
         return _table(figure, columns, rows, "")
@@ -301,7 +301,7 @@ def _of_chart(chart: Chart) -> ReportTable:
             for k in points
         )
         columns = (chart.x.title, *(line.name for line in lines))
-        return _table(chart, columns, rows, _thinned(len(lines[0].x)))
+        return _table(chart, columns, rows, _EVEN if len(lines[0].x) > ROWS else "")
     rows = tuple(
         (Cell(line.name), _cell(line.x[k], chart.x), _cell(line.y[k], chart.y))
         for line in lines
@@ -318,16 +318,12 @@ def _of_heat(heat: Heat) -> ReportTable:
     for name, values in zip(heat.rows, heat.z, strict=True):
         known = [value for value in values if value is not None]
         figures = (min(known), sum(known) / len(known), max(known)) if known else (None,) * 3
-        rows.append((Cell(name), *(Cell(value, _form(heat.unit)) for value in figures)))
+        rows.append((Cell(name), *(Cell(value, heat.unit.unit) for value in figures)))
     note = "Over the samples; all of them are in report.json."
     return _table(heat, ("", "least", "mean", "most"), tuple(rows), note)
 
 
 _EVEN = "Points at even distances; all of them are in report.json."
-
-
-def _thinned(count: int) -> str:
-    return _EVEN if count > ROWS else ""
 
 
 def _shown_points(count: int, max_points: int = ROWS) -> Sequence[int]:
@@ -340,11 +336,7 @@ def _cell(value: float | None, axis: Axis) -> Cell:
     for tick, label in axis.ticks:
         if value == tick:
             return Cell(label)
-    return Cell(value, _form(axis))
-
-
-def _form(axis: Axis) -> Form:
-    return axis.unit
+    return Cell(value, axis.unit)
 
 
 def _table(

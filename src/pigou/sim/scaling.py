@@ -6,6 +6,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import msgspec
@@ -22,7 +23,6 @@ from pigou.sim.client import SimulatedClient
 from pigou.sim.fleet_config import FleetConfig, ScalingConfig
 from pigou.sim.membership import Membership, MembershipChange
 from pigou.sim.pool_performance import measure_performance
-from pigou.sim.request_run import RequestRun
 from pigou.sim.virtual_clock import EPOCH, Clock, Phase
 from pigou.sim.window_meter import WindowMeter
 from pigou.sim.worker_spec import FleetWorker
@@ -67,13 +67,9 @@ class OfferedRate:
             return tuple(schedule.at((now - EPOCH) / SECOND) for schedule in self._schedules)
         begin = max(EPOCH, now - _COUNTED_NS)
         runs = self._client.runs  # in the order of their intentions
-        end, start = (bisect_right(runs, at, key=_intended_ns) for at in (now, begin))
+        end, start = (bisect_right(runs, at, key=attrgetter("intended_ns")) for at in (now, begin))
         count = end - start
         return (count * SECOND / max(now - begin, 1),)
-
-
-def _intended_ns(run: RequestRun) -> int:
-    return run.intended_ns
 
 
 def reversals(moves: Sequence[ScalingMove], arrivals: OfferedRate) -> int:

@@ -123,7 +123,11 @@ class Simulation:
         before = gc.get_threshold()
         gc.set_threshold(_GARBAGE, *before[1:])
         try:
-            self._run(watch)
+            done = self.client.done
+            while not done:
+                done = self.clock.run(self.client, _REPORT_EVENTS)
+                if watch is not None:
+                    watch(self)
         finally:
             gc.set_threshold(*before)
         return self.finish(time.perf_counter() - began)
@@ -158,13 +162,6 @@ class Simulation:
         if self.objectives.known:
             attained = objectives_document(self.objectives, self.client.runs)["attained"]
         return self.cost_meter.bill(self.clock.now, attained)
-
-    def _run(self, watch: Callable[[Simulation], None] | None) -> None:
-        done = self.client.done
-        while not done:
-            done = self.clock.run(self.client, _REPORT_EVENTS)
-            if watch is not None:
-                watch(self)
 
 
 def _check_end(fleet: FleetConfig) -> None:

@@ -99,7 +99,7 @@ class TierLinks:
             good = [True] * len(move.keys)
             call = partial(self._core.on_transfer_done, move.number, good)
             at = self._take(self._down, move.target, len(good), now)
-            self._at(at, partial(self._call_core, partial(_ignoring, call)))
+            self._at(at, partial(self._call_core, lambda _, call=call: call()))
 
     def restore(self, load: Load, now: int) -> None:
         """Fill a load's blocks; the core hears of the arrival of the last."""
@@ -138,7 +138,3 @@ class TierLinks:
 
     def _at(self, when: int, event: Event) -> None:
         self._clock.at(max(when, self._clock.now + 1), Phase.LINK, self._number, event)
-
-
-def _ignoring(call: Callable[[], Effects], _: int) -> Effects:
-    return call()

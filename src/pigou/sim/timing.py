@@ -258,7 +258,7 @@ RATES = 11
 class RooflineTiming:
     """Times of steps out of FLOPs and bytes."""
 
-    def __init__(self, model: Architecture, device: Gpu, tp: int) -> None:
+    def __init__(self, model: Architecture, device: Gpu, tp: int = 1) -> None:
         if tp < 1 or model.heads % tp:
             raise ConfigError(f"tp is {tp}; it must divide the {model.heads} heads of the model")
         device.check_tp(tp)
@@ -275,11 +275,6 @@ class RooflineTiming:
             self._products, self._kinds, self._caches, self._rates, durations,
         )  # fmt: skip
         return durations
-
-
-def roofline(model: Architecture, device: Gpu, tp: int = 1) -> Timing:
-    """Make a timing out of a model's shapes and a GPU's specification."""
-    return RooflineTiming(model, device, tp)
 
 
 def _products(model: Architecture, device: Gpu, tp: int) -> np.ndarray:

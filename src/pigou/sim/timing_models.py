@@ -12,7 +12,7 @@ from pigou.models.architecture import Architecture
 from pigou.models.read import architecture
 from pigou.sim.gpus import gpu as find_gpu
 from pigou.sim.gpus import kv_blocks
-from pigou.sim.timing import PRESET_WORKERS, PRESETS, Law, LawTiming, Timing, roofline
+from pigou.sim.timing import PRESET_WORKERS, PRESETS, Law, LawTiming, RooflineTiming, Timing
 from pigou.sim.timing_measured import MeasuredTiming, read_measured
 from pigou.sim.timing_profile import profile
 from pigou.struct_values import read_struct
@@ -53,7 +53,7 @@ def build_timing(text: str, model: str, gpu: str, tp: int, kv_dtype: str = "") -
         room = measured.blocks * measured.block_size
         return BuiltTiming(MeasuredTiming(measured), measured.overhead, room)
     if name == "roofline" and not rest:
-        return BuiltTiming(roofline(_model(model, kv_dtype), find_gpu(gpu), tp))
+        return BuiltTiming(RooflineTiming(_model(model, kv_dtype), find_gpu(gpu), tp))
     if name == "profile":
         if not rest:
             raise ConfigError("timing profile: name the folder of its tables: profile:FOLDER")

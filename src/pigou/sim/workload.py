@@ -45,20 +45,6 @@ class RequestSession:
     requests: Sequence[RequestSpec]
 
 
-class Workload(Protocol):
-    """What clients ask for."""
-
-    @property
-    def max_tokens(self) -> int:
-        """Maximum tokens, prompt and output, of a request."""
-        ...
-
-    @property
-    def request_count(self) -> int | None:
-        """How many there are; None where that depends on how fast they are served."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class OpenLoop:
     """Sessions that begin at their own times, however fast they are served."""

@@ -28,7 +28,7 @@ from pigou.sim.gpus import gpu as gpu_named
 from pigou.sim.gpus import kv_blocks
 from pigou.sim.network import LinkConfig
 from pigou.sim.pool_performance import measure_performance
-from pigou.sim.timing import roofline
+from pigou.sim.timing import RooflineTiming
 from pigou.sim.worker_spec import WorkerSpec
 
 
@@ -213,7 +213,7 @@ class Analysis:
                 block_size=_BLOCK_TOKENS, max_seqs=kind.max_seqs, max_batched_tokens=kind.chunk,
                 max_model_len=max_tokens,
             )  # fmt: skip
-            timing = roofline(model, gpu_named(kind.gpu), kind.tp)
+            timing = RooflineTiming(model, gpu_named(kind.gpu), kind.tp)
             group = WorkerGroup(role=role, count=1)
             spec = WorkerSpec(
                 group, engine, timing, model.kv_bytes,
