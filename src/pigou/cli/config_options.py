@@ -44,7 +44,7 @@ COMMON = {
     "serve": "model prefill decode both device attach registry model_pool host port api_keys_file "
     "journal prices policy admission slo planner max_workers log_level",
     "worker": "model role device dtype threads host port blocks memory block_size max_seqs "
-    "max_batched_tokens max_model_len kv_transfer timing log_level fleet_secret_file registry "
+    "max_batched_tokens max_model_len kv_transfer tier timing log_level fleet_secret_file registry "
     "prefill_queue",
     "bench": "model api_key chat concurrency rate requests duration warmup input output ignore_eos "
     "prefixes prefix_length trace sessions seed timeout slo json",
