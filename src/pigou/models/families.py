@@ -149,7 +149,7 @@ def minimax_m3(layer: LayerBuilder) -> None:
 def nemotron_h(layer: LayerBuilder) -> None:
     """Add a block of Nemotron-H: state space, attention, feed-forward or experts."""
     config = layer.config
-    block = [*nemotron_blocks(config), *nemotron_blocks(config, "mtp_")][layer.index]
+    block = [*nemotron_blocks(config, ""), *nemotron_blocks(config, "mtp_")][layer.index]
     layer.sums = 1
     if block == "mamba":
         state_space(layer)
@@ -162,7 +162,7 @@ def nemotron_h(layer: LayerBuilder) -> None:
         experts(layer)
 
 
-def nemotron_blocks(config: HfConfig, prefix: str = "") -> list[str]:
+def nemotron_blocks(config: HfConfig, prefix: str) -> list[str]:
     """Return the kinds of the blocks, of either spelling; with "mtp_" those that predict."""
     letters = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
     spelt = {**letters, "linear_attention": "mamba", "full_attention": "attention"}
@@ -302,16 +302,17 @@ _TIED = {"tie_word_embeddings": True}
 _LAYER_NORM = Family(gated=False, norm_bias=True)
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family(mlp_bias="mlp_bias", defaults=_LLAMA_SIZES),
-    "mistral": Family(qkv_bias=False, output_bias=False, window="all", defaults=_MISTRAL_SIZES),
+    "llama": Family(mlp_bias="mlp_bias", defaults=_LLAMA_SIZES, served=True),
+    "mistral": Family(qkv_bias=False, output_bias=False, window="all", defaults=_MISTRAL_SIZES,
+                      served=True),
     "ministral": Family(qkv_bias=False, output_bias=False, window="all"),
     "ministral3": Family(qkv_bias=False, output_bias=False, window="all"),
     "mixtral": replace(_MIXTRAL, defaults={"num_key_value_heads": 8}),
-    "qwen2": _QWEN2,
+    "qwen2": replace(_QWEN2, served=True),
     "qwen2_vl": _QWEN2,
     "qwen2_5_vl": _QWEN2,
     "qwen2_moe": replace(_QWEN2, defaults={}),
-    "qwen3": _QWEN3,
+    "qwen3": replace(_QWEN3, served=True),
     "qwen3_vl": _QWEN3,
     "qwen3_moe": _QWEN3_MOE,
     "qwen3_vl_moe": replace(_QWEN3_MOE, defaults={"head_dim": 128}),
@@ -329,7 +330,8 @@ FAMILIES: dict[str, Family] = {
     "granitemoeshared": Family(mlp=("block_sparse_moe",)),
     "gemma": _GEMMA,
     "gemma2": replace(_GEMMA, norms=4, pattern=2),
-    "gemma3": replace(_GEMMA, norms=4, qk_norm="head", pattern=6, defaults=_GEMMA3_SIZES),
+    "gemma3": replace(_GEMMA, norms=4, qk_norm="head", pattern=6, defaults=_GEMMA3_SIZES,
+                      scaled=True),
     "gemma4": replace(_GEMMA, norms=4, qk_norm="head", pattern=6, layer=gemma4),
     "phi3": Family(qkv_bias=False, output_bias=False, window="all"),
     "phi": replace(_LAYER_NORM, norms=1, qkv_bias=True, output_bias=True, mlp_bias=True),
@@ -350,8 +352,8 @@ FAMILIES: dict[str, Family] = {
     "exaone4": Family(qk_norm="head", pattern=4),
     "nemotron": replace(_LAYER_NORM, mlp_bias="mlp_bias"),
     "nemotron_h": Family(gated=False, norms=1, attention=("mixer",), mlp=("mixer",),
-                         layer=nemotron_h, defaults={"head_dim": 128}),
-    "nemotron_nas": Family(layer=nemotron_nas),
+                         layer=nemotron_h, blocks=nemotron_blocks, defaults={"head_dim": 128}),
+    "nemotron_nas": Family(layer=nemotron_nas, architecture="DeciLM"),
     "starcoder2": replace(_LAYER_NORM, qkv_bias="use_bias", output_bias="use_bias",
                           mlp_bias="use_bias", defaults={"use_bias": True, **_TIED}),
     "arcee": Family(gated=False, mlp_bias="mlp_bias"),

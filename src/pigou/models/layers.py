@@ -44,6 +44,11 @@ class Family:
     attention: tuple[str, ...] = ("self_attn",)
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of transformers' config class
     layer: Callable[[LayerBuilder], None] | None = None  # where it is no plain decoder layer
+    # kinds of the blocks, and with a prefix of those that predict, where layers are counted so.
+    blocks: Callable[[HfConfig, str], list[str]] | None = None
+    served: bool = False  # whether Pigou's own workers run it
+    architecture: str = ""  # name in `architectures`, less its ending, where it is another
+    scaled: bool = False  # whether `max_position_embeddings` is the scaled length
 
 
 class LayerBuilder:

@@ -13,7 +13,7 @@ from typing import Any
 from pigou.config import ConfigError
 from pigou.models import ModelError
 from pigou.models.architecture import Architecture, Extra, LayerKind
-from pigou.models.families import FAMILIES, nemotron_blocks
+from pigou.models.families import FAMILIES
 from pigou.models.hf_config import HfConfig, quantisation_of, read_config
 from pigou.models.layers import Family, LayerBuilder, decoder_layer
 from pigou.models.quantisation import DTYPE_BYTES, Quantisation
@@ -50,8 +50,6 @@ _HARMLESS = {
     "time_step_rank", "no_rope_layer_interval", "vision_feature_layer", "image_grid_pinpoints",
     "time_step_limit",
 }  # fmt: skip
-#: Families that Pigou's own workers run, of those that are described.
-SERVED = ("llama", "mistral", "qwen2", "qwen3")
 _MAX_LAYERS = 4096
 #: How many layers predict further tokens.
 _PREDICTION = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
@@ -92,10 +90,10 @@ def _parse(config: HfConfig, source: Mapping[str, Any], name: str) -> Architectu
     if dtype not in DTYPE_BYTES:
         key = next(key for key in ("torch_dtype", "dtype") if config.values.get(key))
         raise config.error(key, f"it must be one of {', '.join(DTYPE_BYTES)}")
-    quant = Quantisation(str(path), _quantisation(config, source), dtype)
+    quant = Quantisation(str(path), _quantisation(config, family, source), dtype)
     hidden, vocab = config.size("hidden_size"), config.size("vocab_size")
-    heads, hybrid = config.size("num_attention_heads"), config.values["model_type"] == "nemotron_h"
-    layers = len(nemotron_blocks(config)) if hybrid else config.size("num_hidden_layers")
+    heads = config.size("num_attention_heads")
+    layers = len(family.blocks(config, "")) if family.blocks else config.size("num_hidden_layers")
     if layers > _MAX_LAYERS:
         raise config.error("num_hidden_layers", f"it must be at most {_MAX_LAYERS}")
     decoder = [_layer(config, family, quant, index) for index in range(layers)]
@@ -109,7 +107,7 @@ def _parse(config: HfConfig, source: Mapping[str, Any], name: str) -> Architectu
         embedding=embedding, head=head, main=quant.main, extras=extras,
         tied=config.flag("tie_word_embeddings"),
         kv_dtype=quant.kv_dtype or (dtype if dtype in ("float16", "float32") else "bfloat16"),
-        context=_context(config),
+        context=_context(config, family),
     )  # fmt: skip
 
 
@@ -141,10 +139,10 @@ def served_family(config: HfConfig) -> Family:
     """
     described = family_of(config)
     family, names = str(config.values["model_type"]), config.get("architectures") or []
-    if family not in SERVED or (names and family not in map(family_named, names)):
+    if not described.served or (names and family not in map(family_named, names)):
+        served = ", ".join(name for name, other in FAMILIES.items() if other.served)
         raise ModelError(
-            f"architectures {names} of model_type {family!r} are not supported; supported: "
-            f"{', '.join(SERVED)}"
+            f"architectures {names} of model_type {family!r} are not supported; supported: {served}"
         )
     for name in ("quantization_config", "compression_config"):
         if config.get(name):
@@ -158,7 +156,9 @@ def served_family(config: HfConfig) -> Family:
 def family_named(name: str) -> str:
     """Return the family that a `model_type` or the name of an architecture means; "" for none."""
     name = re.sub(r"(ForCausalLM|ForConditionalGeneration|LMHeadModel)$", "", name)
-    name = {"DeciLM": "nemotron_nas"}.get(name, name)
+    named = [key for key, family in FAMILIES.items() if family.architecture == name]
+    if name and named:
+        return named[0]
     while name:
         plainly = re.sub(r"[^a-z0-9]", "", name.lower())
         for key in FAMILIES:
@@ -169,7 +169,9 @@ def family_named(name: str) -> str:
     return ""
 
 
-def _quantisation(config: HfConfig, source: Mapping[str, Any]) -> dict[str, Any] | None:
+def _quantisation(
+    config: HfConfig, family: Family, source: Mapping[str, Any]
+) -> dict[str, Any] | None:
     """Return the quantisation, with what the family's own keys say of it."""
     keys = quantisation_of(source)
     experts = config.get("expert_dtype")
@@ -179,12 +181,8 @@ def _quantisation(config: HfConfig, source: Mapping[str, Any]) -> dict[str, Any]
         named = {f"layers.{i}.ffn.experts": {"quant_algo": "MXFP4"}
                  for i in range(config.count("num_hidden_layers") + 8)}  # fmt: skip
         keys = {**keys, "quantized_layers": named}
-    hybrid = "nemotron_h" in config.values["model_type"]
-    if (
-        keys
-        and hybrid
-        and not any(key in keys for key in ("exclude_modules", "ignore", "config_groups"))
-    ):
+    excluded = any(key in (keys or ()) for key in ("exclude_modules", "ignore", "config_groups"))
+    if keys and family.blocks and not excluded:
         raise ConfigError(
             f"{config.path}: quant_algo is {keys.get('quant_algo')!r} without exclude_modules, and "
             "hybrid models keep some layers in other formats; give the hf_quant_config.json of "
@@ -228,12 +226,12 @@ def _refuse_unknown(config: HfConfig) -> None:
             )
 
 
-def _context(config: HfConfig) -> int:
+def _context(config: HfConfig, family: Family) -> int:
     """Return the tokens that a sequence may have: with what scales the positions, as workers do."""
     source = {**config.values, "max_position_embeddings": config.count(
         "max_position_embeddings", "model_max_length", "max_seq_len", "n_positions", default=131_072
     )}  # fmt: skip
-    if source["model_type"] == "gemma3":  # states the scaled length, as vLLM reads it
+    if family.scaled:
         return int(source["max_position_embeddings"])
     try:
         rope_parameters(source)
@@ -275,8 +273,7 @@ def _prediction(
     count = config.count(*_PREDICTION, default=0)
     if not count:
         return ()
-    hybrid = config.values["model_type"] == "nemotron_h"
-    depth = len(nemotron_blocks(config, "mtp_")) if hybrid else 1
+    depth = len(family.blocks(config, "mtp_")) if family.blocks else 1
     blocks = [_layer(config, family, quant, layers + index) for index in range(depth)]
     hidden = config.count("hidden_size")
     parameters = 2 * hidden * hidden
