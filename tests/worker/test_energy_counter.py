@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from pigou.worker import device_use as energy_counter
-from pigou.worker.device_use import EnergyMetrics, RaplEnergy, open_energy_counter
+from pigou.worker.device_use import RaplEnergy, open_energy_counter
+from pigou.worker.metrics import WorkerMetrics
 
 
 def package(folder: Path, name: str, energy_uj: int) -> Path:
@@ -59,7 +60,8 @@ def test_a_gpu_is_that_of_the_visible_ones(monkeypatch: pytest.MonkeyPatch) -> N
     counter = open_energy_counter("cuda:1")
     assert counter is not None
     millijoules["GPU-b"] += 2500.0
-    (family,) = EnergyMetrics(counter, "m").collect()
-    (sample,) = family.samples
-    assert sample.value == pytest.approx(2.5)
-    assert sample.labels["source"] == "nvml"
+    metrics = WorkerMetrics("m", 2048, {}, 0)
+    metrics.show_energy(counter)
+    labels = {"model_name": "m", "engine": "0", "source": "nvml"}
+    value = metrics.registry.get_sample_value("pigou_device_energy_joules_total", labels)
+    assert value == pytest.approx(2.5)

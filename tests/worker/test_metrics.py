@@ -11,7 +11,7 @@ from tests.gateway.metric_rules import CONTRACT, complaints, promtool_complaints
 
 from pigou.models.read import architecture
 from pigou.worker.device_use import estimate_of
-from pigou.worker.metrics import TIER_COUNTERS, TIER_GAUGES, WorkerMetrics
+from pigou.worker.metrics import TIER_ROWS, WorkerMetrics
 
 
 def _page() -> str:
@@ -42,7 +42,6 @@ def test_every_metric_of_a_worker_is_documented() -> None:
     named = set(re.findall(r"`((?:pigou_|vllm:)\w+)`", worker.partition("## Nine cache")[0]))
     families = text_string_to_metric_families(_page())
     exported = {each.name + "_total" * (each.type == "counter") for each in families}
-    tiers = {f"pigou_tier_{name}" for name in TIER_GAUGES}
-    tiers |= {f"pigou_tier_{name}_total" for name in TIER_COUNTERS}
+    tiers = {row.name + "_total" * row.counter for row in TIER_ROWS}
     counters = {"pigou_device_energy_joules_total"}  # where the device has one
     assert exported | tiers | counters == named

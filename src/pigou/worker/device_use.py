@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import psutil
-from prometheus_client.core import CounterMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from pigou.config import ConfigError
 from pigou.engine.plan import Plan
@@ -29,9 +27,6 @@ class WorkEstimate:
     that are expected to be chosen, and the KV entries of each sequence once a step; written are
     the entries of each computed token. Activations are left out.
 
-    Attributes:
-        peak_flops, peak_bytes_per_second: of a GPU's data sheet; 0 where they are not known.
-
     Example:
         work = WorkEstimate(architecture("llama-3.1-8b"), device=gpu("h100"))
         work.count(plan, steps=1)
@@ -39,8 +34,9 @@ class WorkEstimate:
 
     def __init__(self, model: Architecture, tp: int = 1, device: Gpu | None = None) -> None:
         self.flops = self.read_bytes = self.write_bytes = 0.0
-        self.peak_flops = 0.0 if device is None else device.peak(model.compute_dtype)
-        self.peak_bytes_per_second = 0.0 if device is None else device.bandwidth
+        #: Of a GPU's data sheet; None where it is not known.
+        self.peak_flops = None if device is None else device.peak(model.compute_dtype)
+        self.peak_bytes_per_second = None if device is None else device.bandwidth
         head = model.vocab * model.hidden
         self._head_flops = 2.0 * head / tp
         self._token_flops = 2.0 * (model.active_parameters - head) / tp
@@ -180,21 +176,6 @@ def open_energy_counter(device: str, rapl: Path = RAPL) -> EnergyCounter | None:
         return RaplEnergy(packages) if packages else None
     except OSError:
         return None
-
-
-class EnergyMetrics(Collector):
-    """Exports a counter."""
-
-    def __init__(self, counter: EnergyCounter, model: str) -> None:
-        self._counter, self._model = counter, model
-
-    def collect(self) -> Iterator[Metric]:
-        """Return the one family."""
-        text = "Energy of the worker's device since its start, by its counter."
-        labels = ["model_name", "engine", "source"]
-        family = CounterMetricFamily("pigou_device_energy_joules", text, labels=labels)
-        family.add_metric((self._model, "0", self._counter.source), self._counter.joules())
-        yield family
 
 
 def _number(path: Path) -> float:

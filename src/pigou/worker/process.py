@@ -26,7 +26,7 @@ from pigou.wire.connections import ConnectionLimits, Factory
 from pigou.wire.fleet_secret import FleetSecret
 from pigou.wire.names import url_host
 from pigou.worker.config import WorkerConfig
-from pigou.worker.device_use import EnergyMetrics, open_energy_counter
+from pigou.worker.device_use import open_energy_counter
 from pigou.worker.engine_thread.commands import Release, Report, Stop
 from pigou.worker.engine_thread.engine_client import EngineClient
 from pigou.worker.engine_thread.engine_thread import EngineThread
@@ -41,7 +41,7 @@ from pigou.worker.kv_transfer.receiver import Receiver
 from pigou.worker.kv_transfer.sender import Sender
 from pigou.worker.kv_transfer.side_channel_protocol import transfer_key
 from pigou.worker.kv_transfer.transfer_params import BACKENDS
-from pigou.worker.metrics import TierMetrics, WorkerMetrics
+from pigou.worker.metrics import WorkerMetrics
 from pigou.worker.startup.build import WorkerParts, transfer_config
 from pigou.worker.startup.profiling import prepare
 
@@ -97,7 +97,7 @@ class WorkerServer:
             parts.work,
         )
         if (energy := open_energy_counter(config.device)) is not None:
-            self._metrics.registry.register(EnergyMetrics(energy, model.name))
+            self._metrics.show_energy(energy)
         self._events = self._publisher()
         self.engine = EngineThread(
             core, parts.backend, self._report, self._crashed, self._events is not None
@@ -230,7 +230,7 @@ class WorkerServer:
             return None
         tiers = OffloadConnector(parts.core.tiers, *parts.tiers, self.engine.put)
         self.engine.tiers = tiers
-        self._metrics.registry.register(TierMetrics(tiers, parts.model.name))
+        self._metrics.show_tiers(tiers)
         tiers.recover()
         return tiers
 
