@@ -81,10 +81,7 @@ class EngineCore:
         return self._state.flush(Effects())
 
     def would_wait(self, request: Request) -> bool:
-        """True if `add` would take a request in, and place it behind another that waits.
-
-        Such a request is not admitted before one ends: a plan under way need not be cut.
-        """
+        """True if `add` would take a request in, and place it behind another that waits."""
         head = self._state.queue.head()
         if head is None or order_key(request, self.config.order, self._number) < head.key:
             return False
@@ -196,10 +193,7 @@ class EngineCore:
         return None if due is None else due - self._epoch
 
     def recall(self, now: int) -> Effects:
-        """Load from tiers what sessions left that are due to return; the next plan has the loads.
-
-        Only blocks are taken that no sequence needs now.
-        """
+        """Load from tiers what due sessions left; the next plan has the loads."""
         self._state.unix_ns = now + self._epoch
         self._state.prefetch_returning()
         return self._state.flush(Effects())

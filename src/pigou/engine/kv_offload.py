@@ -70,10 +70,7 @@ class DeferredOffload:
 
     @property
     def spare(self) -> int:
-        """Free blocks that may be taken before a chain is due; negative where one is.
-
-        With it, plans of many steps end where single steps would offer a chain.
-        """
+        """Free blocks that may be taken before a chain is due; negative where one is."""
         if not self._left:
             return len(self._owner)
         front = self._pool.peek(min(self._pool.free, self._max_distance + _MAX_LOOKAHEAD))
@@ -227,10 +224,7 @@ class KVOffloadConnector:
         return self._returns.next()
 
     def prefetch_returning(self, spare: int, now: int) -> list[BlockHashes]:
-        """Load what due sessions left from tiers; return hashes that were evicted for it.
-
-        At most half of the `spare` blocks are taken.
-        """
+        """Load what due sessions left from tiers; return hashes that were evicted for it."""
         room = spare // 2
         removed = []
         for pause in self._returns.due(now):
@@ -288,9 +282,6 @@ class KVOffloadConnector:
         )
 
     def restorable(self, seq: Sequence, first: int) -> Ints:
-        """Return from which tiers a sequence's blocks from `first` on are loaded, shape (n,).
-
-        Its last token is computed in any case, for its logits.
-        """
+        """Return from which tiers a sequence's blocks from `first` on are loaded, shape (n,)."""
         last = min(len(seq.hashes), (seq.length - 1) // self._size)
         return self.tiers.restorable(seq.hashes[:last], first, self.now)

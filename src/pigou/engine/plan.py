@@ -70,10 +70,7 @@ class Compaction(msgspec.Struct, frozen=True):
 
 
 class Recomputation(msgspec.Struct, frozen=True):
-    """Entries that a row gave up, and that are recomputed, behind those it has.
-
-    Which tokens come back is the executor's choice: those of the highest return.
-    """
+    """Entries that a row gave up, and that are recomputed, behind those it has."""
 
     row: int  # the row of the batch
     entries: int  # that it has before (after a compaction of the same plan)
@@ -103,21 +100,17 @@ class Plan(msgspec.Struct):
     samples: NDArray[np.bool_]  # whether the entry yields a token, shape (n,)
     repeat: int = 1  # most steps to do
     horizon: int = NEVER  # no step may begin at or after this time, in nanoseconds
-    # requests that compute from this plan on, in a row of their own.
-    started: list[Started] = msgspec.field(default_factory=list)
-    # ids of requests that lost their row since the last plan.
-    preempted: list[str] = msgspec.field(default_factory=list)
+    started: list[Started] = []  # requests that compute from this plan on, in a row of their own
+    preempted: list[str] = []  # ids of requests that lost their row since the last plan
     swap_out: Ints = _NO_PAIRS  # device block to host block, shape (m, 2)
     copies: Ints = _NO_PAIRS  # device block to device block (copy-on-write), shape (m, 2)
     swap_in: Ints = _NO_PAIRS  # host block to device block, shape (m, 2)
-    loads: list[Load] = msgspec.field(default_factory=list)  # blocks to be filled from outside
+    loads: list[Load] = []  # blocks to be filled from outside
     # blocks to be copied to or between tiers, and to be deleted there, in order and off the step's
-    # path; those with a number are answered with `EngineCore.landed`.
-    moves: list[Move] = msgspec.field(default_factory=list)
-    # entries to be given up, in order.
-    compactions: list[Compaction] = msgspec.field(default_factory=list)
-    # entries to be computed again.
-    recomputations: list[Recomputation] = msgspec.field(default_factory=list)
+    # path; those with a number are answered with `EngineCore.on_transfer_done`.
+    moves: list[Move] = []
+    compactions: list[Compaction] = []  # entries to be given up, in order
+    recomputations: list[Recomputation] = []  # entries to be computed again
     # rows whose entries `Result.lost_returns` is to score, shape (k, 3): the row; the first entry
     # that may go (a multiple of the block size: the blocks before it are shared); the maximum of
     # blocks of entries that are of interest.
@@ -152,20 +145,20 @@ class Result(msgspec.Struct):
     """What an executor computed of a plan."""
 
     steps: int = 1  # steps done, 1 to `plan.repeat`
-    finished: list[Finish] = msgspec.field(default_factory=list)  # sequences that ended early
+    finished: list[Finish] = []  # sequences that ended early
     # per row, hashes of the blocks that became full, beyond those that the core knows, shape
     # (blocks, 2). The core knows `Request.hashes` and what it got before, also after a preemption.
     # A row left out, or fewer hashes, leaves blocks unshared.
-    full_block_hashes: dict[int, BlockHashes] = msgspec.field(default_factory=dict)
+    full_block_hashes: dict[int, BlockHashes] = {}
     # of each step, in nanoseconds, shape (steps,); empty where nobody timed them.
     durations: Nanos = _NO_TIMES
     # for the rows that were to be scored, the return lost with each further block of entries that
     # the row gives up (those of least return first), after the plan's last step, shape (blocks that
     # it can give up,), ascending.
-    lost_returns: dict[int, NDArray[np.float64]] = msgspec.field(default_factory=dict)
+    lost_returns: dict[int, NDArray[np.float64]] = {}
     # for the same rows, the return regained with each further block of tokens that is recomputed,
     # shape (blocks that it gave up,), descending; a row left out can recompute nothing.
-    regained_returns: dict[int, NDArray[np.float64]] = msgspec.field(default_factory=dict)
+    regained_returns: dict[int, NDArray[np.float64]] = {}
 
 
 class Finished(msgspec.Struct, frozen=True):
@@ -186,8 +179,8 @@ class Effects(msgspec.Struct):
     """What follows for callers from one call."""
 
     tokens: Ints = _NONE  # per plan entry, tokens that count as sampled, shape (n,)
-    finished: list[Finished] = msgspec.field(default_factory=list)  # requests that left
-    events: list[KVEvent] = msgspec.field(default_factory=list)  # KV events, in order
+    finished: list[Finished] = []  # requests that left
+    events: list[KVEvent] = []  # KV events, in order
     freed: int = 0  # blocks that became free or evictable
 
 

@@ -26,10 +26,7 @@ def swap_seconds(blocks: int, rates: Rates, hit_blocks: int = 0) -> float:
 def cheaper(
     tokens: int, blocks: int, rates: Rates, hit_tokens: int = 0, hit_blocks: int = 0
 ) -> Literal["recompute", "swap"]:
-    """Choose how a sequence is preempted; recompute when equal, as it needs no host memory.
-
-    The hits are tokens and blocks that the prefix cache will have when it returns.
-    """
+    """Choose how a sequence is preempted; recompute when equal, as it needs no host memory."""
     again = recompute_seconds(tokens, rates, hit_tokens)
     moved = swap_seconds(blocks, rates, hit_blocks)
     return "swap" if moved < again else "recompute"

@@ -27,10 +27,7 @@ _NO_PAIRS: Ints = np.empty((0, 2), dtype=np.int32)
 
 
 class Lookahead(msgspec.Struct):
-    """Blocks laid out for the steps of a plan after its first; still in the free queue.
-
-    Valid until the next plan is made.
-    """
+    """Blocks laid out for the steps of a plan after its first; still in the free queue."""
 
     work: Ints  # has their rows, steps and ids (`EngineState.work`)
     count: int
@@ -93,13 +90,13 @@ class ScheduleBuilder(msgspec.Struct):
     ranked: bool  # whether priorities count
     started: list[Started]
     decodes: int = 0  # entries, the first ones, that decode
-    preempted: list[str] = msgspec.field(default_factory=list)
-    loads: list[Load] = msgspec.field(default_factory=list)
-    evictions: dict[int, RowEviction] = msgspec.field(default_factory=dict)  # what rows give up
-    recomputations: list[Recomputation] = msgspec.field(default_factory=list)
-    swap_out: list[Ints] = msgspec.field(default_factory=list)
-    copies: list[Ints] = msgspec.field(default_factory=list)
-    swap_in: list[Ints] = msgspec.field(default_factory=list)
+    preempted: list[str] = []
+    loads: list[Load] = []
+    evictions: dict[int, RowEviction] = {}  # what rows give up
+    recomputations: list[Recomputation] = []
+    swap_out: list[Ints] = []
+    copies: list[Ints] = []
+    swap_in: list[Ints] = []
     # of the first prompt, which those of a higher number yield to; None before.
     top_priority: int | None = None
     steady: bool = True  # whether the next step would be the same, if no sequence ended

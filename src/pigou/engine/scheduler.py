@@ -58,10 +58,7 @@ TOO_FEW = -1
 def find_decodes(
     order: Ints, columns: Ints, block_size: int, budget: int, rows: Ints, growing: Ints
 ) -> tuple[int, int]:
-    """Write the rows of `order` with one token to compute, at most `budget`, to `rows`.
-
-    Those whose blocks are full are written to `growing`. Returns how many of each.
-    """
+    """Write the rows of `order` with one token to compute, at most `budget`, to `rows`."""
     computed, length, dropped = columns[COMPUTED], columns[LENGTH], columns[DROPPED]
     blocks = columns[BLOCKS]
     count = 0
@@ -139,11 +136,7 @@ def _start_decodes(
     order: Ints, columns: Ints, tables: Ints, block_size: int, budget: int, pool: PoolArrays,
     work: Ints,
 ) -> tuple[int, int]:  # fmt: skip
-    """Write the decoding rows of `order` to `work`, at most `budget`; give each its block.
-
-    Returns how many rows, and how many hashes were removed (the pool's `removed` takes them). Where
-    they need more blocks than are free: `TOO_FEW`, and how many; nothing was done then.
-    """
+    """Write the decoding rows of `order` to `work`, at most `budget`; give each its block."""
     meta, keys, _, counts, removed = pool
     count, grow = find_decodes(
         order, columns, block_size, budget, work[ENTRY_ROW], work[GROWING_ROW]

@@ -39,11 +39,7 @@ class ProfiledLoad(NamedTuple):
 
 
 def profiled_loads(config: EngineConfig) -> tuple[ProfiledLoad, ...]:
-    """Return what a worker with these limits can measure, the smallest first.
-
-    Prompts alone, streams alone, and prompts beside streams. So a prompt's time, the time between
-    tokens, and what a prompt takes from streams are seen apart.
-    """
+    """Return what a worker with these limits can measure, the smallest first."""
     prompts = [ProfiledLoad(tokens, 0) for tokens in _PROMPTS]
     streams = [ProfiledLoad(0, count) for count in _STREAMS]
     mixed = [ProfiledLoad(tokens, count) for count in _MIXED_STREAMS for tokens in _PROMPTS]

@@ -80,10 +80,7 @@ def evictable_blocks(
 
 
 def _evictable_rows(state: EngineState, order: Ints) -> Iterator[tuple[int, int, int]]:
-    """Yield (row, first entry that may go, blocks) of the rows that could give up some.
-
-    A prompt that another worker will pull is not touched.
-    """
+    """Yield (row, first entry that may go, blocks) of the rows that could give up some."""
     scores = _scores_of(state)
     for i in np.flatnonzero(scores.evictable[: len(order)]).tolist():
         row = int(order[i])
@@ -93,12 +90,7 @@ def _evictable_rows(state: EngineState, order: Ints) -> Iterator[tuple[int, int,
 
 
 def _rows_to_score(state: EngineState, needs: int) -> Ints:
-    """Return (row, first entry that may go, blocks) of the rows to score, shape (k, 3).
-
-    Rows are scored that were compacted since, or not scored for an interval. They are scored once
-    fewer blocks are free than rows run, while a sequence waits for blocks, and while there is a
-    price to go by.
-    """
+    """Return (row, first entry that may go, blocks) of the rows to score, shape (k, 3)."""
     scores, rows = _scores_of(state), state.rows
     order = state.running
     low = state.pool.free - needs < len(order) or (state.blocked is not None and rows.free > 0)
