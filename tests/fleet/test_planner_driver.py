@@ -18,7 +18,7 @@ from pigou.control.planner.config import PlannerConfig
 from pigou.control.planner.messages import Action, AddWorkers, DrainWorker, PlannerDecision
 from pigou.fleet.planner_driver import PlannerDriver, profile_of
 from pigou.gateway.journal import Journal
-from pigou.gateway.plan_status import PlanMetrics, PlanStatus
+from pigou.gateway.plan_status import PlanStatus, plan_families
 from pigou.gateway.plane_driver import PlaneDriver
 from pigou.gateway.request_meter import RequestMeter
 from pigou.objectives import Objectives, Slo
@@ -173,7 +173,7 @@ async def test_metrics_show_replicas_moves_and_prices() -> None:
     )
     values = {
         (sample.name, *sample.labels.values()): sample.value
-        for family in PlanMetrics(status).collect()
+        for family in plan_families(status)
         for sample in family.samples
     }
     assert values["pigou_planner_replicas", "both", "ready"] == 1

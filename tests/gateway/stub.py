@@ -17,14 +17,14 @@ from aiohttp import web
 
 from pigou.config import ControlConfig
 from pigou.control.plane import ControlPlane
-from pigou.gateway.app import Gateway
+from pigou.gateway.app import GatewayServer
 from pigou.gateway.auth.keys import Keys
 from pigou.gateway.config import GatewayConfig
 from pigou.gateway.fleet_status import FleetStatus
+from pigou.gateway.gateway import Gateway
 from pigou.gateway.metrics import Metrics
 from pigou.gateway.plane_driver import PlaneDriver
 from pigou.gateway.proxy.upstream import Engine
-from pigou.gateway.server import GatewayServer
 from pigou.objectives import Objectives
 from pigou.request import Role, Worker
 from pigou.tracing.tracer import Tracer

@@ -14,11 +14,10 @@ from pigou.gateway.auth.tenure import (
     OPEN_POLICY,
     SETS,
     TEXTS,
-    ServerScope,
     header,
     read_tenure_headers,
 )
-from pigou.gateway.request_parsing import read
+from pigou.gateway.request_parsing import ServerScope, read
 from pigou.request import SECOND
 
 TENANTS = ("", "acme", "a", "ab")

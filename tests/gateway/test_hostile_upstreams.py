@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 
 from pigou.config import ControlConfig
 from pigou.control.plane import ControlPlane
-from pigou.gateway.app import Gateway
+from pigou.gateway.app import GatewayServer
 from pigou.gateway.config import GatewayConfig
 from pigou.gateway.fleet_status import FleetStatus
+from pigou.gateway.gateway import Gateway
 from pigou.gateway.metrics import Metrics
 from pigou.gateway.plane_driver import PlaneDriver
 from pigou.gateway.proxy import upstream as upstreams
@@ -28,7 +29,6 @@ from pigou.gateway.proxy.connection import HTTPConnection, HTTPConnectionError, 
 from pigou.gateway.proxy.relay import Relay
 from pigou.gateway.proxy.upstream import Engine
 from pigou.gateway.proxy.writer import SSEWriter
-from pigou.gateway.server import GatewayServer
 from pigou.request import Role, Worker
 from pigou.wire import bodies, kv_event_decoding, sse
 from pigou.wire.bodies import ByteReservation

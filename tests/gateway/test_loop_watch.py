@@ -7,11 +7,11 @@ import gc
 import time
 import weakref
 
-from prometheus_client import CollectorRegistry
 from tests.gateway.stub import Stub, serving
 from tests.gateway.test_front import eventually, raw
 
 from pigou.gateway.loop_watch import LOOK_S, LoopWatch
+from pigou.metric_rows import MetricSet
 
 
 class Node:
@@ -22,8 +22,9 @@ class Node:
 
 
 async def test_a_pause_of_the_loop_is_observed() -> None:
-    registry = CollectorRegistry()
-    watching = asyncio.create_task(LoopWatch(registry).run())
+    metrics = MetricSet()
+    registry = metrics.registry
+    watching = asyncio.create_task(LoopWatch(metrics).run())
     await asyncio.sleep(0)
     time.sleep(LOOK_S + 0.4)
     await asyncio.sleep(0.01)
@@ -40,7 +41,7 @@ async def test_cycles_of_the_oldest_generation_are_collected_by_time() -> None:
     gc.disable()
     try:
         del node
-        watching = asyncio.create_task(LoopWatch(CollectorRegistry(), collect_every_s=0.0).run())
+        watching = asyncio.create_task(LoopWatch(MetricSet(), collect_every_s=0.0).run())
         await eventually(lambda: gone() is None, 10)
         watching.cancel()
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -13,9 +14,10 @@ from pigou.control.messages import WorkerUp
 from pigou.control.plane import ControlPlane, Status
 from pigou.control.price_of_anarchy import PoAEstimate, Split
 from pigou.games.price_of_anarchy import Estimate, PriceOfAnarchy
-from pigou.gateway import prices as prices_api
 from pigou.gateway.fleet_status import FleetStatus, WorkerRow
 from pigou.gateway.plane_driver import PlaneDriver
+from pigou.gateway.prices import game_view, price_families
+from pigou.metric_rows import Scraped
 from pigou.request import Worker
 
 GAIN = Estimate(1.5, 1.25, 2.0)
@@ -40,12 +42,12 @@ def status(assessment: PoAEstimate | None, why: str = "") -> Status:
 
 def metrics(found: Status) -> str:
     registry = CollectorRegistry()
-    registry.register(prices_api.PriceGauges(lambda: (found, [])))
+    registry.register(Scraped(lambda: price_families(found, [])))
     return generate_latest(registry).decode()
 
 
 def test_what_is_unknown_is_null_with_its_reason() -> None:
-    told = prices_api.view(status(None, "nothing ended"))
+    told = game_view(status(None, "nothing ended"))
     assert (told["poa"], told["poa_split"], told["poa_unknown"]) == (None, None, "nothing ended")
     page = metrics(status(None, "nothing ended"))
     assert "pigou_game_poa_known 0.0" in page
@@ -53,7 +55,7 @@ def test_what_is_unknown_is_null_with_its_reason() -> None:
 
 
 def test_what_is_known_has_its_interval_and_the_better_split_its_gain() -> None:
-    told: dict[str, Any] = prices_api.view(status(FOUND))
+    told: dict[str, Any] = game_view(status(FOUND))
     assert told["poa_unknown"] is None
     assert told["poa"]["whole"] == {"value": 1.5, "low": 1.25, "high": 2.0}
     assert told["poa_split"] == {
@@ -93,7 +95,8 @@ def test_a_workers_ratio_is_shown_with_its_interval_or_not_at_all() -> None:
         fleet_status = FleetStatus(PlaneDriver(made), lambda: rows)
         (row,) = fleet_status.view()["workers"]
         registry = CollectorRegistry()
-        registry.register(prices_api.PriceGauges(fleet_status.prices))
+        shown = fleet_status.prices()
+        registry.register(Scraped(partial(price_families, *shown)))
         page = generate_latest(registry).decode()
         if ranges:
             assert (row["poa"], row["poa_low"], row["poa_high"]) == (1.2, 1.1, 1.4)

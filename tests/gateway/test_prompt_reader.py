@@ -25,7 +25,7 @@ from pigou.gateway.prompt_reader import (
     first_prompt,
 )
 from pigou.gateway.proxy.upstream import Engine
-from pigou.gateway.request import GatewayRequest
+from pigou.gateway.request import GatewayRun
 from pigou.gateway.request_parsing import read
 from pigou.models import bundled_path
 from pigou.request import Worker
@@ -145,8 +145,8 @@ async def test_streams_name_their_decision_and_worker_too() -> None:
             assert named == (why.prefill[why.chosen] or None)
 
 
-def call_of(body: dict[str, Any], *, chat: bool = False) -> GatewayRequest:
-    return read(msgspec.json.encode(body), chat=chat, strict=True)
+def call_of(body: dict[str, Any], *, chat: bool = False) -> GatewayRun:
+    return GatewayRun.of(read(msgspec.json.encode(body), chat=chat, strict=True))
 
 
 async def met(stub: Stub, prompts: PromptReader) -> PlaneDriver:
@@ -187,7 +187,7 @@ async def test_workers_are_asked_where_the_tokenizer_here_disagrees() -> None:
                 asked = stub.asked
                 call = call_of(source, chat=chat)
                 await plane_driver.read(call)
-                assert (call.prompt, len(call.keys[16]), stub.asked) == (40, 2, asked + 1)
+                assert (call.prompt_tokens, len(call.keys[16]), stub.asked) == (40, 2, asked + 1)
                 assert "prompt_token_ids" not in call.body
             ids = call_of({"prompt": list(range(48))})
             asked = stub.asked
@@ -209,7 +209,7 @@ async def test_without_any_tokenizer_requests_go_on_with_a_guess(
         assert "--tokenizer" in caplog.text
         call = call_of({"prompt": "a" * 400})
         await plane_driver.read(call)
-        assert (call.prompt, dict(call.keys)) == (100, {})
+        assert (call.prompt_tokens, dict(call.keys)) == (100, {})
         ids = call_of({"prompt": list(range(48))})
         await plane_driver.read(ids)
         assert (ids.prompt, len(ids.keys[16])) == (48, 3)

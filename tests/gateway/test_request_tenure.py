@@ -24,7 +24,6 @@ from pigou.gateway.auth.keys import Keys, make_key
 from pigou.gateway.auth.tenure import (
     OPEN_POLICY,
     KeyPolicy,
-    ServerScope,
     TenureChoices,
     TenureDefaults,
     TenureHeaders,
@@ -32,6 +31,7 @@ from pigou.gateway.auth.tenure import (
     read_tenure_headers,
 )
 from pigou.gateway.request import BodyFields
+from pigou.gateway.request_parsing import ServerScope
 from pigou.kv.tenure import Tenure, salt_expiry
 from pigou.request import NEVER, SECOND, Role
 from pigou.wire.errors import APIError

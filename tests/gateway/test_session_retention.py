@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import aiohttp
 import numpy as np
-from prometheus_client import CollectorRegistry
 from tests.gateway.stub import Stub, serving
 from tests.gateway.test_stage_metrics import scrape
 
-from pigou.gateway.session_retention import SessionRetention
+from pigou.gateway.metrics import SessionRetention
+from pigou.metric_rows import MetricSet
 from pigou.request import BlockKeys
 
 
@@ -21,7 +21,7 @@ def counts(retention: SessionRetention) -> tuple[float, float]:
 
 
 def test_a_prompt_that_begins_with_an_earlier_one_is_its_sessions_next_turn() -> None:
-    retention = SessionRetention(CollectorRegistry())
+    retention = SessionRetention(MetricSet())
     retention.take(keys(1, 2, 3), 0)
     retention.take(keys(1, 2, 3, 4, 5), 3)  # all of the first turn is there
     assert counts(retention) == (3, 3)
@@ -30,7 +30,7 @@ def test_a_prompt_that_begins_with_an_earlier_one_is_its_sessions_next_turn() ->
 
 
 def test_another_prompt_of_the_same_start_is_another_session() -> None:
-    retention = SessionRetention(CollectorRegistry())
+    retention = SessionRetention(MetricSet())
     retention.take(keys(1, 2, 3), 0)
     retention.take(keys(1, 2, 9), 2)  # a shared system prompt is no session
     retention.take(keys(), 0)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.lib.examples import examples
 
 from pigou.gateway.proxy.relay import Relay
-from pigou.gateway.request import GatewayRequest
+from pigou.gateway.request import GatewayRun, ParsedRequest
 from pigou.wire.sse import DONE, frame
 
 texts = st.text(max_size=6) | st.sampled_from(
@@ -20,9 +20,15 @@ texts = st.text(max_size=6) | st.sampled_from(
 )
 
 
-def call(wants_ids: bool = True, **changes: Any) -> GatewayRequest:
-    fields = {"chat": False, "stream": True, "body": {}, "prompt": 1, "max_tokens": 9} | changes
-    return GatewayRequest(id="a", wire_id="a", wants_ids=wants_ids, **fields)
+def call(wants_ids: bool = True, **changes: Any) -> GatewayRun:
+    fields = {
+        "chat": False,
+        "stream": True,
+        "body": {},
+        "prompt_tokens": 1,
+        "max_tokens": 9,
+    } | changes
+    return GatewayRun.of(ParsedRequest(id="a", wire_id="a", wants_ids=wants_ids, **fields))
 
 
 @st.composite

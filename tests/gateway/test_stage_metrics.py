@@ -6,12 +6,12 @@ import asyncio
 
 import aiohttp
 import pytest
-from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 from tests.gateway.stub import Fleet, Script, Stub, serving
 from tests.gateway.test_stalled import WIDE, paused
 
-from pigou.gateway.stage_metrics import MIN_STALL_S, STALL_RATIO, StageMetrics
+from pigou.gateway.metrics import MIN_STALL_S, STALL_RATIO, StageMetrics
+from pigou.metric_rows import MetricSet
 from pigou.request import SECOND, Role
 
 
@@ -103,7 +103,7 @@ async def test_a_pause_is_its_makers_alone(cause: str) -> None:
 
 
 def test_the_running_median_comes_near_the_median_and_a_stall_is_above_ten_times_it() -> None:
-    metrics = StageMetrics(CollectorRegistry())
+    metrics = StageMetrics(MetricSet())
     gaps = [0.01, 0.02, 0.03, 0.02, 0.015] * 200
     for gap in gaps:
         metrics.gap(gap, blocked=False)
@@ -118,7 +118,7 @@ def test_the_running_median_comes_near_the_median_and_a_stall_is_above_ten_times
 
 
 def test_no_pause_counts_that_nobody_sees_or_before_the_median_is_known() -> None:
-    metrics = StageMetrics(CollectorRegistry())
+    metrics = StageMetrics(MetricSet())
     metrics.gap(0.02, blocked=False)
     metrics.gap(5.0, blocked=False)
     metrics.client_blocked(5 * SECOND)

@@ -12,11 +12,11 @@ from pigou.gateway.auth.tenure import (
     OPEN_POLICY,
     SETS,
     TEXTS,
-    ServerScope,
     header,
     read_tenure_headers,
 )
-from pigou.gateway.request_parsing import read
+from pigou.gateway.request import GatewayRun
+from pigou.gateway.request_parsing import ServerScope, read
 from pigou.kv.tenure import salt_expiry
 from pigou.request import SECOND
 from pigou.wire.errors import APIError
@@ -66,7 +66,7 @@ def test_the_journal_has_nothing_of_a_tenure_but_its_tenant() -> None:
     recorder = JournalRecorder(
         ControlPlane(ControlConfig()), lambda entry: lines.append(encode(entry))
     )
-    recorder.submit(call.request(), 0)
+    recorder.submit(GatewayRun.of(call).request(), 0)
     line = lines[0].decode()
     assert '"tenant":"acme"' in line
     for told in ("secret", "123456", call.salt, call.salt.split(":")[1], str(tenure.expiry)):

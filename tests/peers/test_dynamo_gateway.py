@@ -16,7 +16,7 @@ from benchmarks.lib.peers import PeerMissing, shared
 from benchmarks.lib.servers import LOOPBACK, free_ports
 from pigou.gateway.proxy import reply_parsing
 from pigou.gateway.proxy.migration import attempt_body
-from pigou.gateway.request import GatewayRequest
+from pigou.gateway.request import GatewayRun, ParsedRequest
 from pigou.lifecycle.migration import StreamState
 
 live = [pytest.mark.dynamo, pytest.mark.slow, pytest.mark.timeout(240)]
@@ -24,17 +24,17 @@ WORKERS = 3
 WATCH = {"timeout": 30.0, "failures": 10, "hang": 300.0}
 
 
-def call(stream: bool = True, wants_ids: bool = False, **body: Any) -> GatewayRequest:
+def call(stream: bool = True, wants_ids: bool = False, **body: Any) -> GatewayRun:
     if stream:
         body["return_token_ids"] = True
-    return GatewayRequest(
-        id="0a", wire_id="", chat=False, stream=stream, body=body, prompt=3, max_tokens=4,
+    return GatewayRun.of(ParsedRequest(
+        id="0a", wire_id="", chat=False, stream=stream, body=body, prompt_tokens=3, max_tokens=4,
         wants_ids=wants_ids,
-    )  # fmt: skip
+    ))  # fmt: skip
 
 
-def sent(one: GatewayRequest) -> dict[str, Any]:
-    found = attempt_body(one, StreamState(), stock=True, seed=0, max_model_len=0, dynamo=True)
+def sent(one: GatewayRun) -> dict[str, Any]:
+    found = attempt_body(one, StreamState(), stock=True, max_model_len=0, dynamo=True)
     return found.body
 
 

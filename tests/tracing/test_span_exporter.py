@@ -14,8 +14,7 @@ from tests.lib.otlp_receiver import OTLPReceiver
 from pigou.config import ConfigError
 from pigou.tracing import exporter as exporter_module
 from pigou.tracing.config import ExportTarget, TracingConfig
-from pigou.tracing.exporter import ExportAnswer, SpanExporter, check_not_grpc
-from pigou.tracing.metrics import SpanExporterMetrics
+from pigou.tracing.exporter import ExportAnswer, SpanExporter, check_not_grpc, exporter_families
 from pigou.tracing.request_trace import RequestTrace
 from pigou.tracing.tracer import Tracer, open_tracer
 
@@ -162,7 +161,7 @@ def test_the_metrics_have_what_arrived_and_what_was_lost() -> None:
     made.dropped["refused"] = 2
     samples = {
         (sample.name, sample.labels.get("reason", "")): sample.value
-        for family in SpanExporterMetrics(made).collect()
+        for family in exporter_families(made)
         for sample in family.samples
     }
     assert samples["pigou_trace_spans_exported_total", ""] == 7

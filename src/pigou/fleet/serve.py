@@ -29,17 +29,17 @@ from pigou.fleet.planner_driver import PlannerDriver
 from pigou.fleet.prefill_queue.messages import queue_address
 from pigou.fleet.sources.local import WorkerTemplate, sleeps, start_workers
 from pigou.fleet.supervisor import FleetSetup, Supervisor
-from pigou.gateway.app import Gateway
+from pigou.gateway.app import GatewayServer
 from pigou.gateway.auth.keys import Keys
 from pigou.gateway.config import GatewayConfig
 from pigou.gateway.fleet_status import FleetStatus, WorkerRow
+from pigou.gateway.gateway import Gateway
 from pigou.gateway.journal import Journal
 from pigou.gateway.metrics import Metrics
 from pigou.gateway.model_routing import GatewayModel, ModelRouting
 from pigou.gateway.plan_status import PlanStatus
 from pigou.gateway.plane_driver import PlaneDriver
 from pigou.gateway.prompt_reader import PromptReader, PromptTokenizer
-from pigou.gateway.server import GatewayServer
 from pigou.gateway.startup_shutdown import StageListener, Startup
 from pigou.imports import require
 from pigou.kernel_cache import on_compiling
@@ -128,7 +128,7 @@ class Serving:
             )
         self.peers = PeerExchange(self.plane_driver, bus, self._secret)
         self.plane_driver.peers_health = self.peers.health
-        self._metrics.add(PeerMetrics(self.peers))
+        self._metrics.scrape(PeerMetrics(self.peers).collect)
 
     def _routing(
         self, models: Sequence[DeclaredModel], drivers: Mapping[str, PlaneDriver]

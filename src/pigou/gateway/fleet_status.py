@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import heapq
-import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
 from typing import Any, Protocol
 
 import msgspec
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from prometheus_client.core import Metric
 
-from pigou.control.messages import RemoteKVFetch
-from pigou.control.plane import ControlPlane, Status
-from pigou.control.router import Explanation
-from pigou.gateway import prices as prices_api
+from pigou.control.plane import Status
 from pigou.gateway.plane_driver import PlaneDriver
-from pigou.gateway.prices import json_number
+from pigou.gateway.prices import Price, game_view, json_number, worker_prices
 from pigou.gateway.prompt_reader import TokenizationMode
+from pigou.metric_rows import counter_family, gauge_family
 from pigou.request import SECOND, Role
-from pigou.wire.errors import APIError, bad_request
 
 
 class ChangeRefused(Exception):
@@ -97,31 +90,17 @@ class RegistryStatus(msgspec.Struct, frozen=True, kw_only=True):
         return {"stale": self.stale, "entries": self.entries, "suspects": len(self.suspects)}
 
 
-class RegistryMetrics(Collector):
-    """The families `pigou_registry_*`, read anew at each scrape."""
-
-    def __init__(self, read: Callable[[], RegistryStatus]) -> None:
-        """Export what `read` returns."""
-        self._read = read
-
-    def describe(self) -> Iterable[Metric]:
-        """Return nothing: the families are the same at each scrape."""
-        return []
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield whether it is stale, its entries, suspects and what was ignored."""
-        status = self._read()
-        gauges = {
-            "stale": ("1 while the registry does not answer.", status.stale),
-            "entries": ("Workers of the view, suspects too.", status.entries),
-            "suspects": ("Workers that are not registered any more.", len(status.suspects)),
-            "ignored": ("Records that are no entries of this fleet.", status.ignored),
-        }
-        for name, (help, value) in gauges.items():
-            yield GaugeMetricFamily(f"pigou_registry_{name}", help, value=float(value))
-        yield CounterMetricFamily(
-            "pigou_registry_outages", "Times that it stopped answering.", value=status.outages
-        )
+def registry_families(status: RegistryStatus) -> Iterator[Metric]:
+    """Yield `pigou_registry_*`."""
+    for name, help, value in (
+        ("stale", "1 while the registry does not answer.", status.stale),
+        ("entries", "Workers of the view, suspects too.", status.entries),
+        ("suspects", "Workers that are not registered any more.", len(status.suspects)),
+        ("ignored", "Records that are no entries of this fleet.", status.ignored),
+    ):
+        yield gauge_family(f"pigou_registry_{name}", help, float(value))
+    text = "Times that it stopped answering."
+    yield counter_family("pigou_registry_outages", text, status.outages)
 
 
 class WorkerRow(msgspec.Struct, kw_only=True):
@@ -190,7 +169,7 @@ class FleetStatus:
         ]
         return {
             "workers": workers,
-            "game": prices_api.view(status),
+            "game": game_view(status),
             "tokenized": self._modes(),
             "queued": self._plane_driver.queued,
             "held_sequences": self._plane_driver.held,
@@ -214,12 +193,12 @@ class FleetStatus:
             zip(("completions", "chats"), (_MODE_NAMES[mode] for mode in modes), strict=True)
         )
 
-    def prices(self) -> tuple[Status, list[prices_api.Price]]:
+    def prices(self) -> tuple[Status, list[Price]]:
         """Return what the control plane says of itself, and each worker's prices."""
         plane = self._plane_driver.plane
         status = self._whole(plane.status(time.monotonic_ns()))
         streams = plane.state.columns.decode_requests.tolist()
-        return status, prices_api.prices(status, streams)
+        return status, worker_prices(status, streams)
 
     def _whole(self, status: Status) -> Status:
         """Return the status without a Price of Anarchy where the fleet is not complete."""
@@ -301,131 +280,8 @@ class ModelsStatus:
         return first | sums | shown
 
 
-def _priced(price: prices_api.Price | None) -> dict[str, Any]:
+def _priced(price: Price | None) -> dict[str, Any]:
     """Return the columns of a worker's prices; null while it is away."""
-    names = (
-        "toll",
-        "itl",
-        "social_ratio",
-        "prefill_token",
-        "busy",
-        "poa",
-        "poa_low",
-        "poa_high",
-        "rho",
-    )
-    return {
-        name: None if price is None else prices_api.json_number(getattr(price, name))
-        for name in names
-    }
-
-
-MAX_DECISIONS = 1000
-_DEFAULT_DECISIONS = 20
-_ID = re.compile(r"[0-9a-f]{32}")
-
-
-class Decisions:
-    """The last decisions of control planes, one a model."""
-
-    def __init__(self, *planes: ControlPlane) -> None:
-        self._planes = planes
-
-    def one(self, id: str, tenant: str | None = None) -> dict[str, Any]:
-        """Return a decision, with each candidate's cost, part by part.
-
-        Args:
-            tenant: who asks, to whom the decisions of others do not exist; None knows all.
-
-        Raises:
-            APIError: 404, it is not known.
-        """
-        known = (plane.decision(id) for plane in self._planes)
-        why = next((decision for decision in known if decision is not None), None)
-        if why is None or tenant not in (None, why.tenant):
-            max_decisions = self._planes[0].config.max_decisions
-            what = "is not known" if _ID.fullmatch(id) else "is no decision's id"
-            raise APIError(
-                404,
-                f"The decision {id[:64]!r} {what}: ids are in the header X-Pigou-Decision of "
-                f"replies, and the last {max_decisions} are kept.",
-                "id",
-            )
-        return _summary(why) | {"candidates": _candidates(why)}
-
-    def latest(self, limit: str | None, tenant: str | None = None) -> dict[str, Any]:
-        """Return the latest decisions, newest first, without their candidates.
-
-        Args:
-            limit: at most so many.
-            tenant: of this tenant only; None for all.
-
-        Raises:
-            APIError: 400, the limit is no number within range.
-        """
-        count = _DEFAULT_DECISIONS
-        if limit is not None:
-            count = int(limit) if limit.isascii() and limit.isdigit() and len(limit) < 9 else 0
-            if not 1 <= count <= MAX_DECISIONS:
-                raise bad_request(
-                    f"limit is {limit[:40]!r}; it must be a number from 1 to {MAX_DECISIONS}.",
-                    "limit",
-                )
-        latest = heapq.merge(
-            *(plane.router.ledger.latest() for plane in self._planes), key=lambda why: -why.at
-        )
-        own = (why for why in latest if tenant in (None, why.tenant))
-        return {"decisions": [_summary(why) for why in islice(own, count)]}
-
-
-def _summary(why: Explanation) -> dict[str, Any]:
-    index, choice = why.chosen, why.choice
-    age = time.monotonic_ns() - why.at
-    return {
-        "id": why.request,
-        "at": round(time.time() - age / SECOND, 3),
-        "age_seconds": round(age / SECOND, 3),
-        "policy": why.policy,
-        "temperature": why.temperature,
-        "regime": why.regime,
-        "prompt_tokens": why.prompt,
-        "prefill": choice.prefill,
-        "decode": choice.decode,
-        "cached_tokens": choice.cached,
-        "read": _remote_fetch(choice.read),
-        "cost": json_number(why.costs[index]),
-        "toll_seconds": json_number(why.toll[index]),
-        "regret_seconds": json_number(why.regret),
-        "choices": len(why.candidates),
-    }
-
-
-def _remote_fetch(read: RemoteKVFetch | None) -> dict[str, Any] | None:
-    """Return what is read from another worker's cache, and its price."""
-    if read is None:
-        return None
-    return {
-        "worker": read.worker,
-        "depth_tokens": read.depth,
-        "tokens": read.tokens,
-        "seconds": json_number(read.seconds),
-        "saves_seconds": json_number(read.saves),
-    }
-
-
-def _candidates(why: Explanation) -> list[dict[str, Any]]:
-    price, toll = why.price, why.toll
-    return [
-        {
-            "prefill": prefill or None,
-            "decode": decode,
-            "chosen": index == why.chosen,
-            "cached_tokens": int(why.cached[index]),
-            "read_tokens": int(why.read[index]),
-            "cost": json_number(why.costs[index]),
-            "parts": {name: json_number(part[index]) for name, part in why.parts.items()},
-            "price_seconds": json_number(price[index]),
-            "toll_seconds": json_number(toll[index]),
-        }
-        for index, (prefill, decode) in enumerate(zip(why.prefill, why.decode, strict=True))
-    ]
+    names = ("toll", "itl", "social_ratio", "prefill_token", "busy", "poa", "poa_low", "poa_high",
+             "rho")  # fmt: skip
+    return {name: None if price is None else json_number(getattr(price, name)) for name in names}

@@ -7,7 +7,7 @@ import gc
 import logging
 import time
 
-from prometheus_client import CollectorRegistry, Histogram
+from pigou.metric_rows import MetricSet
 
 _log = logging.getLogger("pigou.gateway")
 
@@ -26,16 +26,13 @@ class LoopWatch:
     at the start, so that a collection looks at what came since.
 
     Example:
-        background.start("event loop", LoopWatch(metrics.registry).run)
+        background.start("event loop", LoopWatch(metrics).run)
     """
 
-    def __init__(
-        self, registry: CollectorRegistry, collect_every_s: float = COLLECT_EVERY_S
-    ) -> None:
-        self._lag = Histogram(
+    def __init__(self, metrics: MetricSet, collect_every_s: float = COLLECT_EVERY_S) -> None:
+        self._lag = metrics.histogram(
             "pigou_event_loop_lag_seconds",
-            "How late the gateway's event loop came to a timer, by ten looks a second.",
-            buckets=_SECONDS, registry=registry,
+            "How late the gateway's event loop came to a timer, by ten looks a second.", _SECONDS,
         )  # fmt: skip
         self._collect_every_s = collect_every_s
         self._warned_s = -_WARN_EVERY_S

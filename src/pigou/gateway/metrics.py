@@ -1,18 +1,14 @@
-"""The gateway's own metrics, under `pigou_` names."""
+"""The gateway's own metrics, under `pigou_` names, and `gen_ai_server_*` of OpenTelemetry."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Literal, TypeAlias
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    disable_created_metrics,
-)
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -24,15 +20,18 @@ from prometheus_client.registry import Collector
 from pigou import __version__
 from pigou.control.messages import RemoteKVFetch
 from pigou.control.router import Explanation
-from pigou.gateway.genai_metrics import GenAIMetrics
-from pigou.gateway.plane_driver import NO_BROKER, NO_PULLER
-from pigou.gateway.session_retention import SessionRetention
-from pigou.gateway.stage_metrics import StageMetrics
-from pigou.request import BlockKeys
+from pigou.metric_rows import MetricSet, gauge_family
+from pigou.request import SECOND, BlockKeys
+
+#: Labels with the tenant's name, and with the model's, as vLLM calls it.
+TENANT, MODEL = "tenant", "model_name"
+BUILD_INFO = "pigou_build_info"
+#: Reasons for which a prompt is not pulled: no worker pulls it, or there is no broker.
+NO_PULLER, NO_BROKER = "no_puller", "no_broker"
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120,
             300, 600)  # fmt: skip
-
+_STAGE = (0.0005, *_SECONDS)
 _ITL = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2,
         0.3, 0.5, 0.75, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)  # fmt: skip
 _DECISION = (0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.25)
@@ -41,171 +40,118 @@ _COST = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3000,
 _REGRET = (0, 0.0001, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
 _BLOCKS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 _SHARES = (0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
-
 #: Columns of the fleet's table that only rise, and those whose metric names their unit.
 _WORKER_COUNTERS = ("restarts", "out_of_memory", "tokens", "kv_events")
 _WORKER_UNITS = {"kv_usage": "kv_usage_ratio"}
-
 NO_KEYS: Mapping[int, BlockKeys] = MappingProxyType({})
-
 #: Rows of the fleet's table: (worker, role, name -> value).
-Rows = Iterable[tuple[str, str, dict[str, float]]]
+Rows: TypeAlias = Iterable[tuple[str, str, dict[str, float]]]
 
 
-#: Label with the tenant's name.
-TENANT = "tenant"
-#: Label with the model's name, as vLLM calls it.
-MODEL = "model_name"
-BUILD_INFO = "pigou_build_info"
-
-
-class BuildInfo(Collector):
-    """The gauge `pigou_build_info`: 1, with the version as its label."""
-
-    def describe(self) -> Iterable[Metric]:
-        """Return the family without samples."""
-        return [_build_info()]
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield the one sample."""
-        family = _build_info()
-        family.add_metric([__version__], 1)
-        yield family
-
-
-def _build_info() -> GaugeMetricFamily:
-    return GaugeMetricFamily(
-        BUILD_INFO, "Version of Pigou; the value is always 1.", labels=["version"]
-    )
-
-
-class Metrics:
-    """Counters and histograms of requests, in a registry of their own."""
+class Metrics(MetricSet):
+    """Metrics of a model's requests, in a registry of their own."""
 
     def __init__(self) -> None:
-        disable_created_metrics()  # type: ignore[no-untyped-call]
-        self.registry = CollectorRegistry()
-        self.registry.register(BuildInfo())
-        self.requests = Counter(
-            "pigou_requests", "Requests by route and HTTP status.",
-            ["route", "status"], registry=self.registry,
-        )  # fmt: skip
-        self.prompt_tokens = Counter(
-            "pigou_prompt_tokens", "Prompt tokens of finished requests.",
-            ["tenant"], registry=self.registry,
-        )  # fmt: skip
-        self.generation_tokens = Counter(
-            "pigou_generation_tokens", "Generated tokens that passed through.",
-            ["tenant"], registry=self.registry,
-        )  # fmt: skip
-        self.migrations = Counter(
+        super().__init__()
+        self.scrape(lambda: [gauge_family(
+            BUILD_INFO, "Version of Pigou; the value is always 1.", [((__version__,), 1)], "version"
+        )])  # fmt: skip
+        counter, seconds = self.counter, self.histogram
+        self.requests = counter(
+            "pigou_requests", "Requests by route and HTTP status.", "route", "status"
+        )
+        self.prompt_tokens = counter(
+            "pigou_prompt_tokens", "Prompt tokens of finished requests.", TENANT
+        )
+        self.generation_tokens = counter(
+            "pigou_generation_tokens", "Generated tokens that passed through.", TENANT
+        )
+        self.migrations = counter(
             "pigou_migrations", "Requests sent to another worker after one failed, by phase.",
-            ["phase", "reason"], registry=self.registry,
+            "phase", "reason",
         )  # fmt: skip
-        self.unfinished = Counter(
-            "pigou_requests_failed", "Requests that no worker could finish.",
-            ["reason"], registry=self.registry,
-        )  # fmt: skip
-        self.cancelled = Counter(
-            "pigou_requests_cancelled", "Requests whose client left.", registry=self.registry
+        self.unfinished = counter(
+            "pigou_requests_failed", "Requests that no worker could finish.", "reason"
         )
-        self.stalled = Counter(
-            "pigou_clients_stalled", "Streams cut off because their client took nothing.",
-            registry=self.registry,
-        )  # fmt: skip
-        self.retried = Counter(
-            "pigou_client_retries", "Requests whose client says that it tries once more.",
-            registry=self.registry,
-        )  # fmt: skip
-        self.shed = Counter(
-            "pigou_requests_shed", "Requests refused because the fleet was full.",
-            registry=self.registry,
-        )  # fmt: skip
-        self.overflowed = Counter(
-            "pigou_requests_overflowed", "Requests that went to another model or fleet.",
-            ["to"], registry=self.registry,
-        )  # fmt: skip
-        self.first_token = Histogram(
+        self.cancelled = counter("pigou_requests_cancelled", "Requests whose client left.")
+        self.stalled = counter(
+            "pigou_clients_stalled", "Streams cut off because their client took nothing."
+        )
+        self.retried = counter(
+            "pigou_client_retries", "Requests whose client says that it tries once more."
+        )
+        self.shed = counter("pigou_requests_shed", "Requests refused because the fleet was full.")
+        self.overflowed = counter(
+            "pigou_requests_overflowed", "Requests that went to another model or fleet.", "to"
+        )
+        self.first_token = seconds(
             "pigou_time_to_first_token_seconds", "From arrival to the first token relayed.",
-            buckets=_SECONDS, registry=self.registry,
+            _SECONDS,
         )  # fmt: skip
-        self.prefill = Histogram(
-            "pigou_prefill_leg_seconds", "From leg 1's request to its reply.",
-            buckets=_SECONDS, registry=self.registry,
-        )  # fmt: skip
-        self.duration = Histogram(
-            "pigou_request_duration_seconds", "From arrival to the end of the reply.",
-            buckets=_SECONDS, registry=self.registry,
-        )  # fmt: skip
-        self.reads = Counter(
+        self.prefill = seconds(
+            "pigou_prefill_leg_seconds", "From leg 1's request to its reply.", _SECONDS
+        )
+        self.duration = seconds(
+            "pigou_request_duration_seconds", "From arrival to the end of the reply.", _SECONDS
+        )
+        self.reads = counter(
             "pigou_peer_reads", "Prompts that were to be read from another worker's cache.",
-            ["outcome"], registry=self.registry,
+            "outcome",
         )  # fmt: skip
-        self.read_tokens = Counter(
-            "pigou_peer_read_tokens", "Tokens that are expected to come so.",
-            registry=self.registry,
-        )  # fmt: skip
-        self.read_saves = Counter(
-            "pigou_game_peer_read_saved_seconds", "Seconds that this is expected to save.",
-            registry=self.registry,
-        )  # fmt: skip
-        self.inflight = Gauge(
-            "pigou_requests_inflight", "Requests being served.", registry=self.registry
+        self.read_tokens = counter("pigou_peer_read_tokens", "Tokens that are expected to come so.")
+        self.read_saves = counter(
+            "pigou_game_peer_read_saved_seconds", "Seconds that this is expected to save."
         )
-        self.queued = Gauge(
-            "pigou_requests_queued", "Requests that wait for a worker.", registry=self.registry
-        )
-        self.prefill_queue = Gauge(
+        self.inflight = self.gauge("pigou_requests_inflight", "Requests being served.")
+        self.queued = self.gauge("pigou_requests_queued", "Requests that wait for a worker.")
+        self.prefill_queue = self.gauge(
             "pigou_prefill_queue_prompts",
             "Prompts of all gateways that prefill workers are to pull, or have claimed.",
-            registry=self.registry,
         )
-        self.unpulled_prompts = Counter(
+        self.unpulled_prompts = counter(
             "pigou_prefill_queue_unpulled",
             "Prompts that decode workers computed: no worker of theirs pulls, or no broker is up.",
-            ["reason"],
-            registry=self.registry,
+            "reason",
         )
         for reason in (NO_PULLER, NO_BROKER):
             self.unpulled_prompts.labels(reason)
-
-        self.stages = StageMetrics(self.registry)
-        self.genai = GenAIMetrics(self.registry)
-        self.retention = SessionRetention(self.registry)
-        self.itl = self._fast(
+        self.stages, self.genai = StageMetrics(self), GenAIMetrics(self)
+        self.retention = SessionRetention(self)
+        fast = self._fast_histogram
+        self.itl = fast(
             "pigou_inter_token_latency_seconds",
             "Between two chunks of a stream, for each token of the later one.", _ITL,
         )  # fmt: skip
-        self.decision = self._fast(
+        self.decision = fast(
             "pigou_game_decision_seconds", "What one routing decision takes to compute.", _DECISION
         )
-        self.cost = self._fast(
+        self.cost = fast(
             "pigou_game_routing_cost", "Cost of the chosen workers, in the policy's unit.", _COST
         )
-        self.regret = self._fast(
+        self.regret = fast(
             "pigou_game_regret_seconds",
             "What a choice costs everybody more than the best candidate would have.", _REGRET,
         )  # fmt: skip
-        self.overlap = self._fast(
-            "pigou_game_overlap_blocks",
-            "Leading blocks of a prompt that its worker holds.",
+        self.overlap = fast(
+            "pigou_game_overlap_blocks", "Leading blocks of a prompt that its worker holds.",
             _BLOCKS,
-        )
-        self.overlap_ratio = self._fast(
+        )  # fmt: skip
+        self.overlap_ratio = fast(
             "pigou_game_overlap_ratio", "Share of a prompt that its worker holds.", _SHARES
         )
 
+    def _fast_histogram(self, name: str, help: str, buckets: Sequence[float]) -> FastHistogram:
+        made = FastHistogram(name, help, buckets)
+        self.registry.register(made)
+        return made
+
     def decided(
-        self,
-        why: Explanation,
-        block_size: int,
-        keys: Mapping[int, BlockKeys] = NO_KEYS,
+        self, why: Explanation, block_size: int, keys: Mapping[int, BlockKeys] = NO_KEYS
     ) -> None:
         """Count a decision.
 
         Args:
-            keys: of the prompt's blocks, by size; empty where they are not known, or the request
-                was routed before.
+            keys: of the prompt's blocks, by size; empty where unknown, or for a further attempt.
         """
         cached = int(why.cached[why.chosen])
         self.cost.observe(float(why.costs[why.chosen]))
@@ -226,7 +172,7 @@ class Metrics:
                 sample.value
                 for family in counter.collect()
                 for sample in family.samples
-                if sample.labels["tenant"] == tenant and sample.name.endswith("_total")
+                if sample.labels[TENANT] == tenant and sample.name.endswith("_total")
             )
             for name, counter in counters.items()
         }
@@ -238,73 +184,14 @@ class Metrics:
             self.read_tokens.inc(read.tokens)
             self.read_saves.inc(read.saves)
 
-    def _fast(self, name: str, help: str, bounds: Sequence[float]) -> FastHistogram:
-        made = FastHistogram(name, help, bounds)
-        self.registry.register(made)
-        return made
-
-    def add_fleet(self, rows: Callable[[], Rows]) -> None:
-        """Export the fleet's table, read anew at each scrape, as `pigou_worker_*`."""
-        self.registry.register(_Fleet(rows))
-
-    def add_count(self, name: str, help: str, read: Callable[[], int]) -> None:
-        """Export a number that only rises, read anew at each scrape."""
-        self.registry.register(_Count(name, help, read))
-
-    def add(self, collector: Collector) -> None:
-        """Export what a collector yields."""
-        self.registry.register(collector)
-
-
-class _Count(Collector):
-    def __init__(self, name: str, help: str, read: Callable[[], int]) -> None:
-        self._name, self._help, self._read = name, help, read
-
-    def describe(self) -> Iterable[Metric]:
-        return []
-
-    def collect(self) -> Iterator[Metric]:
-        yield CounterMetricFamily(self._name, self._help, value=self._read())
-
-
-class _Fleet(Collector):
-    def __init__(self, rows: Callable[[], Rows]) -> None:
-        self._rows = rows
-
-    def describe(self) -> Iterable[Metric]:
-        return []
-
-    def collect(self) -> Iterator[Metric]:
-        families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
-        for worker, role, values in self._rows():
-            for name, value in values.items():
-                if name not in families:
-                    families[name] = _worker_family(name)
-                families[name].add_metric([worker, role], value)
-        yield from families.values()
-
-
-def _worker_family(name: str) -> GaugeMetricFamily | CounterMetricFamily:
-    help = f"{name.replace('_', ' ').capitalize()} of a worker."
-    made = CounterMetricFamily if name in _WORKER_COUNTERS else GaugeMetricFamily
-    name = _WORKER_UNITS.get(name, name)
-    return made(f"pigou_worker_{name}", help, labels=["worker", "role"])
-
 
 class FastHistogram(Collector):
-    """Counts observations by bucket; to be used by one thread.
-
-    Attributes:
-        total: sum of all observations.
-    """
+    """Counts observations by bucket; to be used by one thread."""
 
     def __init__(self, name: str, help: str, bounds: Sequence[float]) -> None:
-        """Begin; `bounds` are the upper bounds of the buckets, ascending."""
-        self._name = name
-        self._help = help
-        self._bounds = list(bounds)
+        self._name, self._help, self._bounds = name, help, list(bounds)
         self._counts = [0] * (len(bounds) + 1)
-        self.total = 0.0
+        self.total = 0.0  # sum of all observations
 
     def observe(self, value: float, times: int = 1) -> None:
         """Count a value, so many times."""
@@ -312,7 +199,7 @@ class FastHistogram(Collector):
         self.total += value * times
 
     def describe(self) -> list[Metric]:
-        """Return its name and help, without values."""
+        """Return name and help, without values."""
         return [HistogramMetricFamily(self._name, self._help)]
 
     def collect(self) -> Iterator[Metric]:
@@ -322,3 +209,201 @@ class FastHistogram(Collector):
             so_far += count
             buckets.append(("+Inf" if bound == float("inf") else str(float(bound)), so_far))
         yield HistogramMetricFamily(self._name, self._help, buckets=buckets, sum_value=self.total)
+
+
+def worker_families(rows: Rows) -> Iterator[Metric]:
+    """Yield the fleet's table as `pigou_worker_*`."""
+    families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
+    for worker, role, values in rows:
+        for name, value in values.items():
+            if name not in families:
+                kind = CounterMetricFamily if name in _WORKER_COUNTERS else GaugeMetricFamily
+                families[name] = kind(
+                    f"pigou_worker_{_WORKER_UNITS.get(name, name)}",
+                    f"{name.replace('_', ' ').capitalize()} of a worker.",
+                    labels=["worker", "role"],
+                )
+            families[name].add_metric([worker, role], value)
+    yield from families.values()
+
+
+#: A gap is a stall above so many times the median, and above so many seconds: what is below is no
+#: pause to a reader, and may be the gateway's own event loop.
+STALL_RATIO, MIN_STALL_S = 10.0, 0.05
+#: Gaps before the median is trusted, and by how much each moves it.
+_WARM_UP, _STEP = 64, 1.02
+#: Who made a stream pause: the client, which read nothing, or the engine, which produced nothing.
+StallCause: TypeAlias = Literal["client", "engine"]
+
+
+class StageMetrics:
+    """Histograms of a request's stages, and counters of stalls; used by the event loop only."""
+
+    def __init__(self, metrics: MetricSet) -> None:
+        seconds = metrics.histogram
+        self.queue_wait = seconds(  # from asking for workers to the decision, each attempt
+            "pigou_queue_wait_seconds",
+            "Wait at the gateway: within the limits of a key, and for workers.", _STAGE,
+        )  # fmt: skip
+        self.tokenize = seconds(
+            "pigou_tokenize_seconds", "Tokenizing a prompt, and the keys of its blocks.", _STAGE
+        )
+        self.transfer = seconds(
+            "pigou_transfer_seconds", "From leg 1's reply to the first token of leg 2.", _STAGE
+        )
+        self._delivery = seconds(
+            "pigou_delivery_seconds",
+            "Time of a stream in which bytes waited for its client to read them.", _STAGE,
+        )  # fmt: skip
+        self._stalls = metrics.counter(
+            "pigou_stream_stalls", "Pauses of streams above 10 times the median inter-token "
+            "latency, by who made them.", "cause",
+        )  # fmt: skip
+        self._stall_seconds = metrics.counter(
+            "pigou_stream_stall_seconds", "Seconds of these pauses.", "cause"
+        )
+        for cause in ("client", "engine"):
+            self._stalls.labels(cause)
+            self._stall_seconds.labels(cause)
+        self.typical_itl_s = 0.0  # running median of the seconds between tokens; 0 before any
+        self._gaps = 0
+
+    def gap(self, seconds: float, *, blocked: bool) -> bool:
+        """Count the seconds for each token between two reads of a stream; True for a stall.
+
+        The median is frugal: each gap moves it by a fixed factor, up or down (Ma et al. 2013,
+        arXiv 1407.1121, with relative steps).
+
+        Args:
+            blocked: meanwhile the worker was not read, as the client took nothing. The gap tells
+                nothing of the engine then; `delivered` counts the client's own pause.
+        """
+        if blocked:
+            return False
+        typical, stalled = self.typical_itl_s, False
+        self._gaps += 1
+        if seconds > typical:
+            if seconds > STALL_RATIO * typical and typical:
+                stalled = self._stall("engine", seconds)
+            self.typical_itl_s = typical * _STEP or seconds
+        else:
+            self.typical_itl_s = typical / _STEP
+        return stalled
+
+    def client_blocked(self, nanoseconds: int) -> None:
+        """Count a pause in which bytes waited for a client all the time."""
+        seconds = nanoseconds / SECOND
+        if self.typical_itl_s and seconds > STALL_RATIO * self.typical_itl_s:
+            self._stall("client", seconds)
+
+    def delivered(self, nanoseconds: int) -> None:
+        """Count the time of a whole stream in which bytes waited for its client."""
+        self._delivery.observe(nanoseconds / SECOND)
+
+    def _stall(self, cause: StallCause, seconds: float) -> bool:
+        counts = self._gaps > _WARM_UP and seconds > MIN_STALL_S
+        if counts:
+            self._stalls.labels(cause).inc()
+            self._stall_seconds.labels(cause).inc(seconds)
+        return counts
+
+
+#: Prompts whose end is remembered.
+_MAX_SESSIONS = 65_536
+
+
+class SessionRetention:
+    """Counts blocks of earlier prompts that a longer one begins with, and those still cached.
+
+    A prompt that begins with all full blocks of an earlier one is that session's next turn. The
+    ratio of the two counters is the session's block retention rate.
+    """
+
+    def __init__(self, metrics: MetricSet) -> None:
+        self._returned = metrics.counter(
+            "pigou_session_blocks_returned",
+            "KV blocks of earlier prompts that a session's next prompt begins with.",
+        )
+        self._retained = metrics.counter(
+            "pigou_session_blocks_retained",
+            "Of those, blocks that the worker still has that computes the next prompt.",
+        )
+        self._last_blocks: OrderedDict[int, None] = OrderedDict()
+
+    def take(self, keys: BlockKeys, cached_blocks: int) -> None:
+        """Count a routed prompt.
+
+        Args:
+            keys: of its full blocks, (blocks,); each says what all blocks up to it are.
+            cached_blocks: leading blocks that its worker has.
+        """
+        if not len(keys):
+            return
+        chain: list[int] = keys.tolist()
+        for index in range(len(chain) - 1, -1, -1):
+            if chain[index] in self._last_blocks:
+                self._returned.inc(index + 1)
+                self._retained.inc(min(cached_blocks, index + 1))
+                del self._last_blocks[chain[index]]  # the session ends further on now
+                break
+        self._last_blocks[chain[-1]] = None
+        if len(self._last_blocks) > _MAX_SESSIONS:
+            self._last_blocks.popitem(last=False)
+
+
+#: Buckets, names and labels of OpenTelemetry's semantic conventions for generative AI (status:
+#: development). A dot is an underscore in Prometheus, and the unit ends the name.
+_GENAI_DURATION = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96,
+                   81.92)  # fmt: skip
+_GENAI_PER_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
+_GENAI_FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5,
+                      7.5, 10)  # fmt: skip
+#: `gen_ai.provider.name` of this server.
+PROVIDER = "pigou"
+_GENAI_LABELS = ("gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model",
+                 "gen_ai_response_model")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class GenAIRequest:
+    """A request that ended, as the conventions describe it."""
+
+    chat: bool
+    request_model: str
+    response_model: str
+    error: str  # `error.type`; empty where it succeeded
+    duration_s: float  # from arrival to the end of the reply
+    first_token_s: float | None  # from arrival; None without one, or for a reply in one piece
+    tokens: int  # generated, of all sequences
+    sequences: int = 1
+
+
+class GenAIMetrics:
+    """The three histograms `gen_ai_server_*`."""
+
+    def __init__(self, metrics: MetricSet) -> None:
+        self._duration = metrics.histogram(
+            "gen_ai_server_request_duration_seconds", "From arrival to the end of the reply.",
+            _GENAI_DURATION, *_GENAI_LABELS, "error_type",
+        )  # fmt: skip
+        self._first_token = metrics.histogram(
+            "gen_ai_server_time_to_first_token_seconds", "From arrival to the first token.",
+            _GENAI_FIRST_TOKEN, *_GENAI_LABELS,
+        )  # fmt: skip
+        self._per_token = metrics.histogram(
+            "gen_ai_server_time_per_output_token_seconds",
+            "Mean seconds for a token after the first one.", _GENAI_PER_TOKEN, *_GENAI_LABELS,
+        )  # fmt: skip
+
+    def ended(self, request: GenAIRequest) -> None:
+        """Count a request; its times between tokens only where it succeeded."""
+        operation = "chat" if request.chat else "text_completion"
+        labels = (operation, PROVIDER, request.request_model, request.response_model)
+        self._duration.labels(*labels, request.error).observe(request.duration_s)
+        first_s = request.first_token_s
+        if first_s is None or request.error:
+            return
+        self._first_token.labels(*labels).observe(first_s)
+        gaps = request.tokens / request.sequences - 1
+        if gaps > 0:
+            self._per_token.labels(*labels).observe((request.duration_s - first_s) / gaps)

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 
-from pigou.gateway.auth.tenure import ServerScope
 from pigou.gateway.config import Overflow
-from pigou.gateway.failure import Rejected, unknown_model
+from pigou.gateway.failure import unknown_model
 from pigou.gateway.fleet_status import FleetStatus
-from pigou.gateway.genai_metrics import GenAIRequest
 from pigou.gateway.metrics import Metrics
 from pigou.gateway.plane_driver import PlaneDriver
 from pigou.gateway.prompt_reader import PromptReader
-from pigou.gateway.proxy.driver import Generator
 from pigou.gateway.proxy.upstream import Upstream
-from pigou.gateway.request import GatewayRequest
-from pigou.request import SECOND
+from pigou.gateway.request_parsing import ServerScope
 from pigou.wire.errors import APIError, bad_request
 from pigou.wire.openai_replies import model_card
 from pigou.wire.openai_requests import without_bom
@@ -45,7 +38,6 @@ class GatewayModel:
         aliases: further names of it.
         plane_driver: of its workers; no other model has any of them.
         fleet_status: the table of its workers.
-        generator: serves its requests.
         overflow: where requests go that it cannot serve now; None for nowhere.
     """
 
@@ -56,7 +48,6 @@ class GatewayModel:
         """Take the parts; arguments are as the attributes."""
         self.name, self.aliases, self.overflow = name, tuple(aliases), overflow
         self.plane_driver, self.metrics, self.fleet_status = plane_driver, metrics, fleet_status
-        self.generator = Generator(plane_driver, metrics)
         plane_driver.timed = metrics.decision.observe
 
     @property
@@ -162,36 +153,6 @@ class GatewayModel:
             parent = served if adapter.parent in engine.names else adapter.parent or None
             card |= {"root": adapter.root or name, "parent": parent}
         return card
-
-
-@contextmanager
-def count_request(call: GatewayRequest, model: GatewayModel) -> Iterator[None]:
-    """Within it, a request is served; what it raises says how it ended."""
-    error = "_OTHER"  # the word of the conventions for what is not foreseen
-    try:
-        yield
-        failure = None if call.metered is None else call.metered.error
-        error = "" if failure is None else str(failure.status)
-    except (APIError, Rejected) as refusal:
-        error = str(refusal.status)
-        raise
-    except (ConnectionError, TimeoutError, asyncio.CancelledError):
-        error = "499"  # as in the counter of requests: the client left
-        raise
-    finally:
-        served, requested = model.served_name, call.fields.model
-        first_ns = call.stats.first_token
-        ended = GenAIRequest(
-            chat=call.chat,
-            request_model=requested if requested and model.knows(requested) else served,
-            response_model=call.adapter or served,
-            error=error,
-            duration_s=(time.monotonic_ns() - call.arrival) / SECOND,
-            first_token_s=(first_ns - call.arrival) / SECOND if first_ns else None,
-            tokens=call.stats.completion_tokens,
-            sequences=call.choices * len(call.prompts),
-        )
-        model.metrics.genai.ended(ended)
 
 
 class ModelRouting:

@@ -8,13 +8,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from prometheus_client.core import Metric
 
 from pigou.control.planner.messages import Action, AddWorkers, PlannerDecision, RebalancePool
 from pigou.gateway.metrics import MODEL
 from pigou.gateway.prices import json_number
 from pigou.gateway.request_meter import RequestMeter
+from pigou.metric_rows import counter_family, gauge_family
 from pigou.objectives import class_label
 from pigou.windows.planner_window import PlannerWindow, PoolWindow, WorkerState
 
@@ -180,61 +180,41 @@ class PlanStatus:
         }  # fmt: skip
 
 
-class PlanMetrics(Collector):
-    """The families `pigou_planner_*`, read anew at each scrape; none without a planner."""
-
-    def __init__(self, status: PlanStatus) -> None:
-        """Export what a status has."""
-        self._status = status
-
-    def describe(self) -> Iterable[Metric]:
-        """Return nothing: pools are known once there is a planner."""
-        return []
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield replicas, moves, prices and forecasts."""
-        status = self._status
-        if not status.planner:
-            return
-        workers = GaugeMetricFamily(
-            "pigou_planner_replicas", "Workers of a pool by state.", labels=["pool", "state"]
-        )
-        for pool, states in status.replicas.items():
-            for state, count in states.items():
-                workers.add_metric([pool, state], count)
-        moves = CounterMetricFamily(
-            "pigou_planner_moves", "Actions of the planner that were carried out.",
-            labels=["action"],
-        )  # fmt: skip
-        for action, count in status.moves.items():
-            moves.add_metric([action], count)
-        yield workers
-        yield moves
-        yield CounterMetricFamily(
-            "pigou_planner_failures", "Times that the planner raised.", value=status.failures
-        )
-        latest = status.latest
-        if latest is None:
-            return
-        yield GaugeMetricFamily(
-            "pigou_planner_shadow_price",
-            "Weighted seconds of delay that one more GPU-second of the budget would save.",
-            value=latest.shadow_price,
-        )
-        wanted = GaugeMetricFamily(
-            "pigou_planner_wanted", "Workers that the planner wants in a pool.", labels=["pool"]
-        )
-        for plan in latest.pools:
-            wanted.add_metric([plan.pool], plan.wanted)
-        labels = [MODEL] if len(latest.forecasts) > 1 else []
-        planned = GaugeMetricFamily(
-            "pigou_planner_planned_rps", "Requests a second that the plan is made for.",
-            labels=labels,
-        )  # fmt: skip
-        for forecast in latest.forecasts:
-            planned.add_metric([forecast.model] if labels else [], forecast.planned_rps)
-        yield wanted
-        yield planned
+def plan_families(status: PlanStatus) -> Iterator[Metric]:
+    """Yield `pigou_planner_*`; nothing without a planner."""
+    if not status.planner:
+        return
+    replicas = [
+        ((pool, state), count)
+        for pool, states in status.replicas.items()
+        for state, count in states.items()
+    ]
+    yield gauge_family(
+        "pigou_planner_replicas", "Workers of a pool by state.", replicas, "pool", "state"
+    )
+    yield counter_family(
+        "pigou_planner_moves", "Actions of the planner that were carried out.",
+        [((action,), count) for action, count in status.moves.items()], "action",
+    )  # fmt: skip
+    yield counter_family(
+        "pigou_planner_failures", "Times that the planner raised.", status.failures
+    )
+    latest = status.latest
+    if latest is None:
+        return
+    yield gauge_family(
+        "pigou_planner_shadow_price",
+        "Weighted seconds of delay that one more GPU-second of the budget would save.",
+        latest.shadow_price,
+    )
+    yield gauge_family(
+        "pigou_planner_wanted", "Workers that the planner wants in a pool.",
+        [((plan.pool,), plan.wanted) for plan in latest.pools], "pool",
+    )  # fmt: skip
+    labels = (MODEL,) if len(latest.forecasts) > 1 else ()
+    planned = [((one.model,) * len(labels), one.planned_rps) for one in latest.forecasts]
+    text = "Requests a second that the plan is made for."
+    yield gauge_family("pigou_planner_planned_rps", text, planned, *labels)
 
 
 def replicas_of(pools: Iterable[PoolWindow]) -> dict[str, dict[str, int]]:

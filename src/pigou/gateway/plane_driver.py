@@ -26,16 +26,18 @@ from pigou.control.messages import (
     WorkerUp,
 )
 from pigou.control.plane import ControlPlane
+from pigou.gateway.failure import WorkerFailed
 from pigou.gateway.journal import Journal
 from pigou.gateway.prompt_reader import PromptReader
 from pigou.gateway.proxy.relay import Relay
 from pigou.gateway.proxy.upstream import Engine, Upstream
-from pigou.gateway.request import GatewayRequest
+from pigou.gateway.request import GatewayRun
 from pigou.gateway.request_meter import RequestMeter
 from pigou.lifecycle.suspicion import WorkerEnd
 from pigou.objectives import Objectives
 from pigou.request import SECOND, FinishReason, Request, Role, Worker
 from pigou.windows.prompts import RepeatedPrompts, prompt_key
+from pigou.wire.errors import bad_request
 
 
 class PrefillLeg(NamedTuple):
@@ -54,10 +56,6 @@ class PulledPrefill(NamedTuple):
 
     status: int
     reply: bytes
-
-
-#: Why a prompt is computed where it is decoded: no worker pulls it, or there is no broker.
-NO_PULLER, NO_BROKER = "no_puller", "no_broker"
 
 
 class LocalPrefill(NamedTuple):
@@ -130,7 +128,7 @@ class PlaneDriver:
         prefill_queue: that prefill workers pull from; None where they are sent prompts.
         peers_health: returns what is known of other gateways; None without a bus to them.
         joining: held while a worker is compared with the others, and comes up.
-        compiled: set while the plane's kernels are there; nobody is to call it otherwise.
+        compiled: set while the plane's kernels are there; nobody is to run it otherwise.
     """
 
     def __init__(
@@ -173,7 +171,7 @@ class PlaneDriver:
         self.timed: Callable[[float], None] = _ignore
         self._queued: dict[str, asyncio.Future[Route | Shed]] = {}
         self._relays: dict[str, tuple[Relay, int]] = {}
-        self._drivers: dict[str, Interruptible] = {}
+        self.drivers: dict[str, Interruptible] = {}  # of open requests: get recalls and sheds
         self._woken: set[asyncio.Event] = set()
         self._ticker: asyncio.Task[None] | None = None
         self._assessing: asyncio.Task[None] | None = None
@@ -192,7 +190,7 @@ class PlaneDriver:
             self._journal.write(entry)
 
     def start(self) -> None:
-        """Begin to let time pass; call within the event loop."""
+        """Begin to let time pass; run within the event loop."""
         if self.prefill_queue is not None:
             self._pulling = self.background.start("prefill queue", self.prefill_queue.run)
         self._ticker = self.background.start("control plane ticks", self._tick)
@@ -244,15 +242,22 @@ class PlaneDriver:
         upstream.worker = replace(upstream.worker, role=role)
         self.observe(WorkerUp(upstream.worker))
 
-    async def read(self, call: GatewayRequest) -> None:
-        """Put the prompt's tokens and block keys into a call, as far as they can be known."""
-        if self.prompts is not None and call.single:
-            await self.prompts.read(call, list(self.upstreams.values()))
+    async def read(self, run: GatewayRun) -> None:
+        """Put the prompt's tokens and block keys into a run, as far as they can be known."""
+        if self.prompts is not None and run.parsed.single:
+            await self.prompts.read(run, list(self.upstreams.values()))
 
-    def may_add(self, call: GatewayRequest, own: int) -> bool:
+    def upstream(self, worker: str) -> Upstream:
+        """Return the upstream of a worker; raise `WorkerFailed` when it is gone."""
+        upstream = self.upstreams.get(worker)
+        if upstream is None:
+            raise WorkerFailed("connect", f"{worker} is gone", frozenset({worker}))
+        return upstream
+
+    def may_add(self, run: GatewayRun, own: int) -> bool:
         """Whether another sequence of a request may be sent; `own` of them are under way."""
-        prompt = max(1, call.prompt // len(call.prompts))
-        return self.plane.may_add(own, prompt, call.max_tokens, time.monotonic_ns())
+        prompt = max(1, run.prompt_tokens // len(run.parsed.prompts))
+        return self.plane.may_add(own, prompt, run.parsed.max_tokens, time.monotonic_ns())
 
     @contextmanager
     def woken(self, event: asyncio.Event) -> Iterator[None]:
@@ -301,7 +306,7 @@ class PlaneDriver:
         return decision
 
     async def _wait(self, request: str) -> Route | Shed:
-        """Return what a later call decides of a queued request."""
+        """Return what a later run decides of a queued request."""
         future: asyncio.Future[Route | Shed] = asyncio.get_running_loop().create_future()
         self._queued[request] = future
         try:
@@ -328,7 +333,7 @@ class PlaneDriver:
 
     def watch(self, relay: Relay) -> None:
         """Report this relay's tokens at each tick, until its request ends."""
-        self._relays[relay.call.id] = (relay, relay.counted)
+        self._relays[relay.run.parsed.id] = (relay, relay.counted)
 
     @property
     def heeds_deadlines(self) -> bool:
@@ -337,6 +342,15 @@ class PlaneDriver:
         if self.plane.queue.order.refuses_late or within == "edf":
             return True
         return any(up.engine.deadlines for up in self.upstreams.values())
+
+    def check_deadline(self, deadline_ms: int | None) -> None:
+        """Raise `APIError` 400 for a deadline that nobody goes by."""
+        if deadline_ms is not None and self.upstreams and not self.heeds_deadlines:
+            raise bad_request(
+                f"deadline_ms is {deadline_ms}; nobody here goes by deadlines: start the gateway "
+                "with --admission edf, or its workers with --order edf, or remove the field.",
+                "deadline_ms",
+            )
 
     @property
     def queue_timeout_s(self) -> float:
@@ -353,15 +367,6 @@ class PlaneDriver:
         """Requests that wait for a worker."""
         return len(self.plane.queue)
 
-    @contextmanager
-    def driving(self, request: str, driver: Interruptible) -> Iterator[None]:
-        """Within it, a driver gets recalls and sheds of its routed request."""
-        self._drivers[request] = driver
-        try:
-            yield
-        finally:
-            self._drivers.pop(request, None)
-
     def _wake(self, decisions: Sequence[Decision] | Sequence[Action]) -> None:
         for decision in decisions:
             if isinstance(decision, Assess):
@@ -369,7 +374,7 @@ class PlaneDriver:
                 continue
             future = self._queued.get(decision.request)
             if isinstance(decision, Recall) or (future is None and isinstance(decision, Shed)):
-                driver = self._drivers.get(decision.request)
+                driver = self.drivers.get(decision.request)
                 changed = driver is not None and driver.interrupt(decision)
                 self.shed += changed and isinstance(decision, Shed)
             elif isinstance(decision, Route | Shed) and future is not None and not future.done():

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from prometheus_client.core import Metric
 
 from pigou.control.cache_monitor import CacheStatus
 from pigou.control.plane import Status
 from pigou.control.price_of_anarchy import PoAEstimate
-from pigou.games.price_of_anarchy import Estimate, PriceOfAnarchy
+from pigou.games.price_of_anarchy import Estimate
+from pigou.metric_rows import counter_family, gauge_family
 
 PARTS = ("whole", "routing", "prefill_decode", "queueing")
 
@@ -43,7 +43,7 @@ class Price:
     poa_high: float = math.nan
 
 
-def prices(status: Status, streams: Sequence[int]) -> list[Price]:
+def worker_prices(status: Status, streams: Sequence[int]) -> list[Price]:
     """Return each worker's prices.
 
     Args:
@@ -74,7 +74,7 @@ def prices(status: Status, streams: Sequence[int]) -> list[Price]:
     ]
 
 
-def view(status: Status) -> dict[str, Any]:
+def game_view(status: Status) -> dict[str, Any]:
     """Return parameters and the Price of Anarchy as JSON builtins."""
     estimate = status.poa
     return {
@@ -83,8 +83,13 @@ def view(status: Status) -> dict[str, Any]:
         "regime": status.regime.value,
         "signal": json_number(status.signal),
         "temperature": json_number(status.temperature),
-        "parameters": {name: _value(value) for name, value in status.parameters.items()},
-        "poa": None if estimate is None else _anarchy(estimate.anarchy),
+        "parameters": {
+            name: json_number(value) if isinstance(value, float) else value
+            for name, value in status.parameters.items()
+        },
+        "poa": None
+        if estimate is None
+        else {name: _estimate(getattr(estimate.anarchy, name)) for name in PARTS},
         "poa_legacy": None if estimate is None else json_number(estimate.legacy),
         "poa_requests": 0 if estimate is None else estimate.requests,
         "poa_unknown": status.unknown or None,
@@ -131,51 +136,6 @@ def _caching(caching: CacheStatus) -> dict[str, Any]:
     }
 
 
-class PriceGauges(Collector):
-    """The gauges `pigou_game_*`, read anew at each scrape."""
-
-    def __init__(self, look: Callable[[], tuple[Status, list[Price]]]) -> None:
-        """Export what `look` returns."""
-        self._look = look
-
-    def describe(self) -> Iterable[Metric]:
-        """Return nothing: names are known once there are values."""
-        return []
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield all gauges."""
-        status, prices = self._look()
-        yield _gauge(
-            "pigou_game_saturation_state",
-            "Regime: 0 below, 1 transition, 2 saturated.",
-            [((), status.regime.level)],
-        )
-        yield _gauge(
-            "pigou_game_saturation_signal", "What the detector looks at.", [((), status.signal)]
-        )
-        yield _gauge(
-            "pigou_game_router_temperature",
-            "Temperature of the choice.",
-            [((), status.temperature)],
-        )
-        parameters = [
-            ((name,), float(value))
-            for name, value in status.parameters.items()
-            if isinstance(value, int | float)
-        ]
-        yield _gauge(
-            "pigou_game_router_parameter", "Parameters of the routing policy.", parameters, "name"
-        )
-        yield from _worker_gauges(prices)
-        yield from _caching_gauges(status.caching)
-        known = float(status.poa is not None)
-        text = "Whether the Price of Anarchy of the last minute is known."
-        yield _gauge("pigou_game_poa_known", text, [((), known)])
-        if status.poa is not None:
-            yield from _poa_gauges(status.poa.anarchy, status.poa.legacy)
-            yield from _split_gauges(status.poa, status.workers)
-
-
 #: Gauges of a worker: name, field of `Price`, help.
 _GAUGES = (
     ("toll_seconds", "toll", "Seconds that one more stream on a worker would cost those there."),
@@ -203,56 +163,58 @@ _GAUGES = (
 )  # fmt: skip
 
 
-def _worker_gauges(prices: list[Price]) -> Iterator[Metric]:
+def price_families(status: Status, prices: Sequence[Price]) -> Iterator[Metric]:
+    """Yield the gauges `pigou_game_*`; of a price that is not known, nothing."""
+    text = "Regime: 0 below, 1 transition, 2 saturated."
+    yield gauge_family("pigou_game_saturation_state", text, status.regime.level)
+    yield gauge_family("pigou_game_saturation_signal", "What the detector looks at.", status.signal)
+    yield gauge_family(
+        "pigou_game_router_temperature", "Temperature of the choice.", status.temperature
+    )
+    parameters = [
+        ((name,), float(value))
+        for name, value in status.parameters.items()
+        if isinstance(value, int | float)
+    ]
+    text = "Parameters of the routing policy."
+    yield gauge_family("pigou_game_router_parameter", text, parameters, "name")
     for name, field, help in _GAUGES:
-        samples = (((price.worker,), getattr(price, field)) for price in prices)
-        known = ((worker, value) for worker, value in samples if not math.isnan(value))
-        yield _gauge(f"pigou_game_{name}", help, known, "worker")
-
-
-def _caching_gauges(caching: CacheStatus) -> Iterator[Metric]:
+        samples = [((price.worker,), getattr(price, field)) for price in prices]
+        known = [(worker, value) for worker, value in samples if not math.isnan(value)]
+        yield gauge_family(f"pigou_game_{name}", help, known, "worker")
+    caching = status.caching
     if not math.isnan(caching.fleet_rho):
         text = "Active KV blocks of the fleet over its device blocks."
-        yield _gauge("pigou_game_rho", text, [((), caching.fleet_rho)])
+        yield gauge_family("pigou_game_rho", text, caching.fleet_rho)
     text = "Blocks that left a device for others, as KV events tell."
-    yield CounterMetricFamily("pigou_game_evicted_blocks", text, value=caching.evicted)
+    yield counter_family("pigou_game_evicted_blocks", text, caching.evicted)
     if caching.placement is not None:
         text = "Seconds of prompts where blocks lie, over those where they would lie at best."
-        yield _gauge("pigou_game_poa_caching", text, [((), caching.placement.poa)])
+        yield gauge_family("pigou_game_poa_caching", text, caching.placement.poa)
+    text = "Whether the Price of Anarchy of the last minute is known."
+    yield gauge_family("pigou_game_poa_known", text, float(status.poa is not None))
+    if status.poa is not None:
+        yield from _poa_families(status.poa, status.workers)
 
 
-def _poa_gauges(anarchy: PriceOfAnarchy, legacy: float) -> Iterator[Metric]:
-    parts: dict[str, Estimate] = {name: getattr(anarchy, name) for name in PARTS}
+def _poa_families(estimate: PoAEstimate, workers: Sequence[str]) -> Iterator[Metric]:
+    parts: dict[str, Estimate] = {name: getattr(estimate.anarchy, name) for name in PARTS}
     what = "Price of Anarchy of the last minute, and the parts that multiply to it"
-    for suffix, of in (("", "value"), ("_low", "low"), ("_high", "high")):
-        end = {"": ".", "_low": "; lower end of the interval.", "_high": "; upper end."}[suffix]
-        samples = [((name,), float(getattr(estimate, of))) for name, estimate in parts.items()]
-        yield _gauge(f"pigou_game_poa{suffix}", what + end, samples, "part")
-    yield _gauge("pigou_game_poa_legacy", "The index of Georgiou 2026, Eq. 12.", [((), legacy)])
-
-
-def _split_gauges(estimate: PoAEstimate, workers: Sequence[str]) -> Iterator[Metric]:
-    """Yield what the best split of the workers would save, and whose role it would change."""
+    for suffix, of, end in (
+        ("", "value", "."), ("_low", "low", "; lower end of the interval."),
+        ("_high", "high", "; upper end."),
+    ):  # fmt: skip
+        samples = [((name,), float(getattr(part, of))) for name, part in parts.items()]
+        yield gauge_family(f"pigou_game_poa{suffix}", what + end, samples, "part")
+    text = "The index of Georgiou 2026, Eq. 12."
+    yield gauge_family("pigou_game_poa_legacy", text, estimate.legacy)
     split = estimate.split
     text = "Seconds that the best prefill/decode split would save a request; 0: it is the present."
-    yield _gauge("pigou_game_split_saves_seconds", text, [((), split.saves if split else 0.0)])
+    yield gauge_family("pigou_game_split_saves_seconds", text, split.saves if split else 0.0)
     moves = split.moves if split else ()
     text = "Whether the best prefill/decode split would change a worker's role."
     samples = [((worker,), float(worker in moves)) for worker in workers]
-    yield _gauge("pigou_game_split_moves", text, samples, "worker")
-
-
-def _gauge(
-    name: str, help: str, samples: Iterable[tuple[tuple[str, ...], float]], *labels: str
-) -> GaugeMetricFamily:
-    made = GaugeMetricFamily(name, help, labels=list(labels))
-    for values, value in samples:
-        made.add_metric(list(values), value)
-    return made
-
-
-def _anarchy(anarchy: PriceOfAnarchy) -> dict[str, Any]:
-    return {name: _estimate(getattr(anarchy, name)) for name in PARTS}
+    yield gauge_family("pigou_game_split_moves", text, samples, "worker")
 
 
 def _estimate(estimate: Estimate) -> dict[str, Any]:
@@ -267,7 +229,3 @@ def json_number(value: float) -> float | None:
     """Return a number as JSON has it: what is not finite becomes null."""
     value = float(value)
     return value if math.isfinite(value) else None
-
-
-def _value(value: Any) -> Any:
-    return json_number(value) if isinstance(value, float) else value

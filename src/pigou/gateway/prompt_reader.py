@@ -15,10 +15,10 @@ import msgspec
 
 from pigou.config import ConfigError
 from pigou.control.prefix_index.block_keys import chain, token_array
-from pigou.gateway.auth.tenure import digest
 from pigou.gateway.failure import Rejected, WorkerFailed
 from pigou.gateway.proxy.upstream import Engine, Upstream
-from pigou.gateway.request import Body, BodyFields, GatewayRequest
+from pigou.gateway.request import Body, BodyFields, GatewayRun
+from pigou.gateway.request_parsing import digest
 from pigou.request import BlockKeys
 from pigou.text.chat_template import ChatError, ChatTemplate, parse_call
 from pigou.text.model_files import find_tokenizer
@@ -168,7 +168,7 @@ def _parsed(message: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(calls, list):
         return message
     try:
-        return {**message, "tool_calls": [parse_call(call) for call in calls]}
+        return {**message, "tool_calls": [parse_call(run) for run in calls]}
     except ValueError as error:
         raise NotTokenizable(f"tool_calls: {error}") from error
 
@@ -265,30 +265,31 @@ class PromptReader:
         chat = await self._compare(upstream, chat=True)
         self._modes[upstream.worker.id] = (text, chat)
 
-    async def read(self, call: GatewayRequest, upstreams: Collection[Upstream]) -> None:
-        """Put the prompt's tokens and block keys into a call, as far as they can be known.
+    async def read(self, run: GatewayRun, upstreams: Collection[Upstream]) -> None:
+        """Put the prompt's tokens and block keys into a run, as far as they can be known.
 
         Where all workers are Pigou's own they are sent the ids, and need not tokenize again.
         What is wrong with a request is not told here: that is the worker's to do.
         """
         try:
-            tokens_of_prompt = await self._prompt_tokens(call, upstreams)
+            tokens_of_prompt = await self._prompt_tokens(run, upstreams)
         except NotTokenizable:
             return
-        if call.trace is not None:
-            call.trace.phase("hash")
-        prompt = call.fields.prompt
+        if run.trace is not None:
+            run.trace.phase("hash")
+        prompt = run.parsed.fields.prompt
         several = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
-        call.prompt = max(1, tokens_of_prompt.count, call.prompt if several else 0)
-        if not call.fields.scores_prompt(call.chat):
-            call.keys = tokens_of_prompt.keys
+        run.prompt_tokens = max(1, tokens_of_prompt.count, run.prompt_tokens if several else 0)
+        if not run.parsed.fields.scores_prompt(run.parsed.chat):
+            run.keys = tokens_of_prompt.keys
         if tokens_of_prompt.ids is not None:
-            call.body["prompt_token_ids" if call.chat else "prompt"] = tokens_of_prompt.ids
+            name = "prompt_token_ids" if run.parsed.chat else "prompt"
+            run.body = {**run.body, name: tokens_of_prompt.ids}
 
     async def _prompt_tokens(
-        self, call: GatewayRequest, upstreams: Collection[Upstream]
+        self, run: GatewayRun, upstreams: Collection[Upstream]
     ) -> _PromptTokens:
-        fields, chat = call.fields, call.chat
+        fields, chat = run.parsed.fields, run.parsed.chat
         sizes = {up.worker.block_size for up in upstreams}
         source = None if chat else _first(fields.prompt)
         mode, tokenizer = self.mode(chat=chat), self._tokenizer
@@ -296,19 +297,19 @@ class PromptReader:
 
             def work() -> _PromptTokens:
                 return _tokenize(
-                    tokenizer if mode is TokenizationMode.GATEWAY else None, call, upstreams, sizes
+                    tokenizer if mode is TokenizationMode.GATEWAY else None, run, upstreams, sizes
                 )
 
             size = len(memoryview(fields.messages)) if source is None else len(source)
-            return work() if size <= LONG else await self._pool.run(call.tenant, work)
+            return work() if size <= LONG else await self._pool.run(run.parsed.tenant, work)
         if mode is not TokenizationMode.WORKER:
             raise NotTokenizable("there is no tokenizer")
-        tokens = _cut(await self._ask_any(call, source, upstreams), fields)
-        if call.trace is not None:
-            call.trace.phase("tokenize", (("pigou.tokens",), (len(tokens),)))
+        tokens = _cut(await self._ask_any(run, source, upstreams), fields)
+        if run.trace is not None:
+            run.trace.phase("tokenize", (("pigou.tokens",), (len(tokens),)))
         if len(tokens) <= LONG:
-            return _keyed(tokens, call, sizes)
-        return await self._pool.run(call.tenant, lambda: _keyed(tokens, call, sizes))
+            return _keyed(tokens, run, sizes)
+        return await self._pool.run(run.parsed.tenant, lambda: _keyed(tokens, run, sizes))
 
     async def _compare(self, upstream: Upstream, *, chat: bool) -> TokenizationMode:
         """Return how prompts of a route can be tokenized for this worker."""
@@ -342,7 +343,7 @@ class PromptReader:
         return TokenizationMode.WORKER
 
     async def _ask_any(
-        self, call: GatewayRequest, source: str | None, upstreams: Collection[Upstream]
+        self, run: GatewayRun, source: str | None, upstreams: Collection[Upstream]
     ) -> list[int]:
         """Ask the least busy worker that answers for the tokens of a prompt."""
         with suppress(TimeoutError):
@@ -350,7 +351,7 @@ class PromptReader:
                 for upstream in sorted(upstreams, key=lambda up: up.inflight):
                     stock = upstream.engine.stock
                     names = _SHARED if source is not None else _CHAT_SHARED + _CHAT_STOCK * stock
-                    body = {name: call.body[name] for name in names if name in call.body}
+                    body = {name: run.body[name] for name in names if name in run.body}
                     body |= {"model": upstream.engine.model}
                     body |= {} if source is None else {"prompt": source}
                     if (tokens := await _ask(upstream, body)) is not None:
@@ -399,19 +400,19 @@ async def _ask(upstream: Upstream, body: Body) -> list[int] | None:
 
 def _tokenize(
     tokenizer: PromptTokenizer | None,
-    call: GatewayRequest,
+    run: GatewayRun,
     upstreams: Collection[Upstream],
     sizes: Collection[int],
 ) -> _PromptTokens:
     """Tokenize a prompt of ids, or of text where there is a tokenizer."""
-    fields, chat = call.fields, call.chat
+    fields, chat = run.parsed.fields, run.parsed.chat
     stock = any(up.engine.stock for up in upstreams)
     max_context = max((up.engine.max_model_len for up in upstreams), default=0)
     if tokenizer is None:
-        return _keyed(_cut(_ids(first_prompt(fields.prompt)), fields), call, sizes)
+        return _keyed(_cut(_ids(first_prompt(fields.prompt)), fields), run, sizes)
     source = tokenizer.prompt_of(fields, chat=chat, stock=stock)
-    if call.trace is not None:
-        call.trace.phase("assemble")
+    if run.trace is not None:
+        run.trace.phase("assemble")
     if (
         max_context
         and isinstance(source, str)
@@ -419,10 +420,10 @@ def _tokenize(
     ):
         raise NotTokenizable("it is longer than the context")
     tokens = tokenizer.encode(source, fields, chat=chat)
-    if call.trace is not None:
-        call.trace.phase("tokenize", (("pigou.tokens",), (len(tokens),)))
-    tokens_of_prompt = _keyed(_cut(tokens, fields), call, sizes)
-    wanted = not stock and call.single and isinstance(source, str) and not fields.echo
+    if run.trace is not None:
+        run.trace.phase("tokenize", (("pigou.tokens",), (len(tokens),)))
+    tokens_of_prompt = _keyed(_cut(tokens, fields), run, sizes)
+    wanted = not stock and run.parsed.single and isinstance(source, str) and not fields.echo
     if not (wanted and fields.truncate_prompt_tokens is None and 0 < len(tokens) <= max_context):
         return tokens_of_prompt
     return replace(tokens_of_prompt, ids=msgspec.Raw(msgspec.json.encode(tokens)))
@@ -448,10 +449,12 @@ def _cut(tokens: list[int], fields: BodyFields) -> list[int]:
     return tokens[-keep:] if keep is not None and keep > 0 else tokens
 
 
-def _keyed(tokens: list[int], call: GatewayRequest, sizes: Collection[int]) -> _PromptTokens:
+def _keyed(tokens: list[int], run: GatewayRun, sizes: Collection[int]) -> _PromptTokens:
     try:
         packed = token_array(tokens)
-        keys = {size: chain(packed, size, call.salt, lora=call.adapter) for size in sizes}
+        keys = {
+            size: chain(packed, size, run.parsed.salt, lora=run.parsed.adapter) for size in sizes
+        }
     except (OverflowError, ValueError, TypeError) as error:
         raise NotTokenizable(f"ids are out of range: {error}") from error
     return _PromptTokens(len(tokens), keys)

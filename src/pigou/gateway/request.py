@@ -1,23 +1,30 @@
-"""What the gateway itself reads of a body; the rest is the worker's to judge."""
+"""A client's request: what was parsed of it, and its run through the fleet."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 
 from pigou.control.messages import Choice
+from pigou.gateway.auth.keys import RequestQuota
+from pigou.gateway.failure import Rejected
 from pigou.gateway.proxy.reply_parsing import ABSENT
-from pigou.request import NEVER, BlockKeys, Request
+from pigou.objectives import Objectives, Slo
+from pigou.request import NEVER, SECOND, BlockKeys, Request
+from pigou.tracing.request_trace import RequestTrace
 from pigou.tracing.trace_context import TRACEPARENT, header_lines
+from pigou.windows.builder import ComputedPrompt, MeteredRequest
 from pigou.wire.bodies import REPLIES, ByteReservation
+from pigou.wire.errors import APIError
 
-if TYPE_CHECKING:
-    from pigou.gateway.auth.keys import RequestQuota
-    from pigou.gateway.request_meter import MeteredCall
-    from pigou.tracing.request_trace import RequestTrace
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+_MILLISECOND = 1_000_000
+#: Fields of a JSON body, the untouched ones still encoded (`msgspec.Raw`).
+Body: TypeAlias = dict[str, Any]
 
 
 class RequestedStreamOptions(msgspec.Struct):
@@ -82,102 +89,116 @@ class BodyFields(msgspec.Struct):
         return not chat and bool(self.echo) and self.logprobs not in (None, False)
 
 
-#: Fields of a JSON body, the untouched ones still encoded (`msgspec.Raw`).
-Body: TypeAlias = dict[str, Any]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParsedRequest:
+    """What a client asked for: its body and headers, checked."""
 
-COMPLETIONS = "/v1/completions"
-CHAT = "/v1/chat/completions"
-_MILLISECOND = 1_000_000
+    id: str  # unique among the gateway's requests
+    wire_id: str  # `X-Request-Id` of both legs, from which workers make the reply's id
+    chat: bool  # whether it came to the chat route
+    stream: bool
+    body: Body = field(repr=False)
+    fields: BodyFields = field(default_factory=BodyFields, repr=False)
+    prompt_tokens: int  # of all prompts; a guess from the text's length
+    max_tokens: int  # a guess where the client did not say
+    single: bool = True  # one prompt and one choice: can have two legs, and go on elsewhere
+    splits: bool = True  # the prompt may be computed on another worker
+    # can go on where only prompt and tokens so far are understood (a stock vLLM).
+    portable: bool = True
+    seeded: bool = False  # the client gave a seed
+    wants_ids: bool = False  # token ids
+    wants_usage: bool = False  # a last chunk with the usage
+    tenant: str = ""  # empty without keys
+    priority: int = 0  # lower goes first
+    deadline_ms: int | None = None  # from the arrival to the first token
+    arrival: int = 0  # nanoseconds of the gateway's clock
+    salt: str = ""  # the cache salt that workers are sent; empty for none
+    expiry: int = NEVER  # when what is cached under it becomes void, in nanoseconds since 1970
+    overrides: Mapping[str, float] = field(default_factory=dict)  # of the routing policy
+    unknown: Sequence[str] = ()  # fields that no worker knows, left out of the body
+    choices: int = 1  # sequences for each prompt (`n`)
+    prompts: Sequence[Any] = (None,)  # as the client sent them; None for the one of a chat
+    group: str = ""  # id of the request that it is one sequence of; empty for one that is alone
+    adapter: str = ""  # name of the adapter that it asks for; empty for the model itself
+
+    @property
+    def sequences(self) -> int:
+        """Choices of all prompts."""
+        return self.choices * len(self.prompts)
+
+    @property
+    def token_limit(self) -> int:
+        """Most tokens that a worker may send, all choices together; 0 where nobody said."""
+        wanted = self.fields.max_completion_tokens
+        wanted = self.fields.max_tokens if wanted is None else wanted
+        return max(1, wanted) * self.sequences if wanted else 0
+
+    @property
+    def path(self) -> str:
+        """The route it came to."""
+        return CHAT if self.chat else COMPLETIONS
+
+    @property
+    def own_seed(self) -> int:
+        """Seed where the client gave none: the same in every attempt."""
+        return int(self.id, 16) & 0x7FFF_FFFF_FFFF_FFFF
+
+    def left_ms(self, now: int) -> int:
+        """Return the milliseconds until its deadline at `now` (the gateway's clock), at least 0."""
+        return max(0, (self.deadline_ms or 0) - (now - self.arrival) // _MILLISECOND)
 
 
 @dataclass(slots=True)
 class RequestStats:
     """Tokens, times and worker of a request so far, all its sequences together."""
 
-    # when the first token was passed on, in nanoseconds of the gateway's clock; 0 before.
-    first_token: int = 0
+    first_token: int = 0  # when it was passed on, in nanoseconds of the gateway's clock; 0 before
     prompt_tokens: int = 0  # of its prompts; 0 while unknown
     completion_tokens: int = 0
     worker: str | None = None  # id of the last worker that decoded it
-    # of the sequences that have ended; only of a request that is traced.
-    finish_reasons: tuple[str, ...] = ()
+    finish_reasons: tuple[str, ...] = ()  # of sequences that have ended; only if traced
 
     def add(self, prompt_tokens: int, completion_tokens: int) -> None:
-        """A sequence ended, or another part of it."""
+        """Add what a sequence got."""
         self.prompt_tokens += prompt_tokens
         self.completion_tokens += completion_tokens
 
 
-@dataclass(slots=True)
-class GatewayRequest:
-    """One request of a client."""
+@dataclass(slots=True, kw_only=True)
+class GatewayRun:
+    """A request on its way through the fleet, or one sequence of it."""
 
-    id: str  # unique among the gateway's requests
-    wire_id: str  # `X-Request-Id` of both legs, from which workers make the reply's id
-    chat: bool  # whether it came to the chat route
-    stream: bool  # whether the client wants a stream
-    body: Body = field(repr=False)
-    prompt: int  # tokens of the prompt; a guess from the text's length until they are known
-    max_tokens: int  # most tokens to generate, a guess where the client did not say
-    single: bool = True  # one prompt and one choice: can be split in two legs, and go on elsewhere
-    splits: bool = True  # the prompt may be computed on another worker
-    # can go on where only prompt and tokens so far are understood (a stock vLLM).
-    portable: bool = True
-    seeded: bool = False  # the client gave a seed
-    wants_ids: bool = False  # the client wants token ids
-    wants_usage: bool = False  # the client wants a last chunk with the usage
-    tenant: str = ""  # who asks; empty without keys
-    priority: int = 0  # lower goes first
-    # milliseconds after the arrival by which the first token is wanted.
-    deadline_ms: int | None = None
-    arrival: int = 0  # nanoseconds of the gateway's clock
-    salt: str = ""  # the cache salt that workers are sent; empty for none
-    expiry: int = NEVER  # when what is cached under it becomes void, in nanoseconds since 1970
-    # the body's fields that the gateway reads.
-    fields: BodyFields = field(default_factory=BodyFields, repr=False)
+    parsed: ParsedRequest
+    body: Body = field(repr=False)  # with token ids of the prompt once they are known
+    prompt_tokens: int  # a guess until they are known
     # the router's keys of the prompt's blocks, by block size; none while unknown.
     keys: Mapping[int, BlockKeys] = field(default_factory=dict, repr=False)
-    # parameters of the routing policy, for this request.
-    overrides: Mapping[str, float] = field(default_factory=dict)
-    unknown: Sequence[str] = ()  # names of fields that no worker knows, left out of the body
-    # tokens of the prompt that the worker of leg 1 had cached; None without one.
-    cached: int | None = None
+    cached: int | None = None  # prompt tokens that the worker of leg 1 had; None without one
     choice: Choice | None = None  # the workers that it was sent to last; None before
-    # tokens and times so far, shared by its sequences.
-    stats: RequestStats = field(default_factory=RequestStats, repr=False)
-    choices: int = 1  # sequences for each prompt (`n`)
-    prompts: Sequence[Any] = (None,)  # as the client sent them; None for the one of a chat
-    group: str = ""  # id of the request that it is one sequence of; empty for one that is alone
-    held: int = 0  # sequences of that request that were not sent when this one was
+    held: int = 0  # sequences of the same request that are still to be sent
     held_tokens: int = 0
-    # what it has of its key's limits; None without.
-    quota: RequestQuota | None = field(default=None, repr=False)
-    # told of the workers each time that it is sent to some.
+    quota: RequestQuota | None = field(default=None, repr=False)  # of its key; None without limits
     on_route: Callable[[Choice], None] | None = field(default=None, repr=False)
-    # what it got so far, shared by its sequences; None where nobody counts.
-    metered: MeteredCall | None = field(default=None, repr=False)
-    overflow: str = ""  # the model that was asked for, where another one serves it; else empty
-    # its spans so far; None where it is not traced.
+    overflow: str = ""  # the model that was asked for, where another one serves it
+    advice: str = ""  # on the beginning of its prompt, where its client asked for some
     trace: RequestTrace | None = field(default=None, repr=False)
     # the client's, passed on to workers where tracing is off.
     trace_headers: Mapping[str, str] = field(default_factory=dict, repr=False)
-    advice: str = ""  # on the beginning of its prompt, where its client asked for some; else empty
-    adapter: str = ""  # name of the adapter that it asks for; empty for the model itself
-    # budget of the replies, shared by all sequences.
+    # shared by its sequences: tokens and times, metering, budget of the replies.
+    stats: RequestStats = field(default_factory=RequestStats, repr=False)
+    metered: MeteredRun | None = field(default=None, repr=False)
     reply_bytes: ByteReservation = field(default_factory=REPLIES.reserve, repr=False)
 
-    @property
-    def token_limit(self) -> int:
-        """Most tokens that a worker may send, all choices together; 0 where nobody said."""
-        fields = self.fields
-        given = (fields.max_completion_tokens, fields.max_tokens)
-        wanted = next((limit for limit in given if limit is not None), 0)
-        return max(1, wanted) * self.choices * len(self.prompts) if wanted else 0
+    @classmethod
+    def of(cls, parsed: ParsedRequest, **shared: Any) -> GatewayRun:
+        """Return the run of a request that was just parsed."""
+        return cls(parsed=parsed, body=parsed.body, prompt_tokens=parsed.prompt_tokens, **shared)
 
     @property
-    def path(self) -> str:
-        """The route it came to."""
-        return CHAT if self.chat else COMPLETIONS
+    def load(self) -> tuple[int, int]:
+        """Its sequences, and the tokens of each, prompt and output."""
+        parsed = self.parsed
+        return parsed.sequences, self.prompt_tokens // len(parsed.prompts) + parsed.max_tokens
 
     @property
     def outgoing(self) -> str:
@@ -187,28 +208,14 @@ class GatewayRequest:
     @property
     def traceparent(self) -> str:
         """The same as the value of a header, where there are no lines."""
-        trace = self.trace
-        if trace is None:
+        if self.trace is None:
             return self.trace_headers.get(TRACEPARENT, "")
-        return trace.context.header(trace.leg_id)
+        return self.trace.context.header(self.trace.leg_id)
 
     @property
     def trace_id(self) -> str:
         """Id of its trace; empty where it is not traced."""
         return "" if self.trace is None else self.trace.context.trace_id
-
-    def current(self, body: Body, now: int) -> Body:
-        """Return a body to be sent at `now` (ns since 1970).
-
-        When the request waited past the expiry of its tenure, it has a salt that nobody else
-        has: what it would find is void.
-        """
-        return body if now < self.expiry else {**body, "cache_salt": f"expired-{self.id}"}
-
-    def left_ms(self, now: int) -> int:
-        """Return the milliseconds until its deadline at `now` (the gateway's clock), at least 0."""
-        wanted = self.deadline_ms or 0
-        return max(0, wanted - (now - self.arrival) // _MILLISECOND)
 
     def request(self, generated: int = 0, eligible: frozenset[str] = frozenset()) -> Request:
         """Return the request for ControlPlane.
@@ -217,23 +224,145 @@ class GatewayRequest:
             generated: tokens that have joined the prompt.
             eligible: ids of the workers that can serve it; empty for all.
         """
-        wanted = self.deadline_ms
+        parsed = self.parsed
+        wanted = parsed.deadline_ms
         return Request(
-            id=self.id,
-            prompt=self.prompt + generated,
-            max_tokens=max(1, self.max_tokens - generated),
-            priority=self.priority,
-            arrival=self.arrival,
-            deadline=NEVER if wanted is None else self.arrival + wanted * _MILLISECOND,
-            tenant=self.tenant,
+            id=parsed.id,
+            prompt=self.prompt_tokens + generated,
+            max_tokens=max(1, parsed.max_tokens - generated),
+            priority=parsed.priority,
+            arrival=parsed.arrival,
+            deadline=NEVER if wanted is None else parsed.arrival + wanted * _MILLISECOND,
+            tenant=parsed.tenant,
             keys=self.keys,
-            overrides=self.overrides,
-            streamed=self.stream,
-            splits=self.splits,
-            sequences=self.choices * len(self.prompts),
-            group=self.group,
+            overrides=parsed.overrides,
+            streamed=parsed.stream,
+            splits=parsed.splits,
+            sequences=parsed.sequences,
+            group=parsed.group,
             held=self.held,
             held_tokens=self.held_tokens,
-            model=self.adapter,
+            model=parsed.adapter,
             eligible=eligible,
         )
+
+
+class StreamCount:
+    """Tokens of one stream so far."""
+
+    def __init__(self) -> None:
+        self.counted = 0  # tokens of all choices
+        self.last_token_ns = 0  # when the last came, by the gateway's clock; 0 before
+
+
+class MeteredRun:
+    """What a request got, from its arrival to its end.
+
+    Once it has ended, nothing of the request itself is kept: windows may be long.
+    """
+
+    __slots__ = (
+        "_counted", "_ended", "_headers", "_run", "computed", "computed_ns", "error",
+        "first_token_ns", "moves", "relays",
+    )  # fmt: skip
+
+    def __init__(self, run: GatewayRun, headers: Mapping[str, str]) -> None:
+        self._run = run
+        self.first_token_ns = 0  # when its first token was passed on; 0 before
+        self.computed_ns = 0  # when the prefill worker was done; 0 before, or without one
+        self.computed: ComputedPrompt | None = None  # once the prompt was computed
+        self.moves = 0  # attempts that failed
+        self.relays: list[StreamCount] = []
+        self.error: APIError | Rejected | None = None
+        self._headers = headers
+        self._counted = 0
+        self._ended: MeteredRequest | None = None
+
+    def begun(self, worker: str, uncached: int | None) -> None:
+        """Note the first token, and what the worker that computed the prompt had to compute."""
+        self.first_token_ns = self.first_token_ns or time.monotonic_ns()
+        if self.computed is None and uncached is not None and not self.moves:
+            at_ns = self.computed_ns or self.first_token_ns
+            self.computed = ComputedPrompt(worker, self._run.prompt_tokens, max(uncached, 1), at_ns)
+
+    @property
+    def is_over(self) -> bool:
+        """True once it has ended."""
+        return self._ended is not None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that it got so far."""
+        if self._ended is not None:
+            return self._ended.output_tokens
+        if self.relays:
+            return sum(relay.counted for relay in self.relays)
+        return self._run.stats.completion_tokens
+
+    @property
+    def tenant(self) -> str:
+        """Tenant of an open request."""
+        return self._run.parsed.tenant
+
+    @property
+    def work(self) -> int:
+        """Prompt and output tokens of an open request so far."""
+        return self._run.prompt_tokens + self.tokens
+
+    def name(self, objectives: Objectives, model: str) -> str:
+        """Return the name of its class."""
+        if self._ended is not None:
+            return self._ended.workload
+        run = self._run
+        return objectives.name_of(run.parsed.tenant, run.prompt_tokens, self._headers, model)
+
+    def end(self, now: int, objectives: Objectives, model: str, *, done: bool) -> MeteredRequest:
+        """Note the end; return it as a window counts it."""
+        open_request = self.metered(objectives, model)
+        self._ended = open_request._replace(
+            ended_ns=now, is_done=done,
+            is_attained=done and self._is_inside(objectives.slo_of(open_request.workload), now),
+        )  # fmt: skip
+        self.relays.clear()
+        del self._run
+        return self._ended
+
+    def fresh_tokens(self) -> int:
+        """Return the tokens that it got since this was asked last."""
+        tokens, counted = self.tokens, self._counted
+        self._counted = tokens
+        return tokens - counted
+
+    def metered(self, objectives: Objectives, model: str) -> MeteredRequest:
+        """Return it as a planner's window counts it."""
+        if self._ended is not None:
+            return self._ended
+        run = self._run
+        return MeteredRequest(
+            self.name(objectives, model), run.prompt_tokens, run.parsed.arrival, run.parsed.arrival,
+            self.first_token_ns if run.parsed.stream else 0, 0, self.tokens, self._itl_ns(),
+            computed=self.computed,
+        )  # fmt: skip
+
+    def _is_inside(self, slo: Slo | None, now: int) -> bool:
+        """True if it ends inside its objective; a whole reply by the time a stream may take."""
+        run, itl_ns = self._run, self._itl_ns()
+        if slo is None:
+            return True
+        if not run.parsed.stream:
+            gaps = max(self.tokens - 1, 0)
+            limit_s = slo.ttft_s + (gaps * slo.itl_s if gaps else 0.0)
+            return (now - run.parsed.arrival) / SECOND <= limit_s
+        if not self.first_token_ns:
+            return False
+        ttft_s = (self.first_token_ns - run.parsed.arrival) / SECOND
+        return slo.attained(ttft_s, None if itl_ns is None else itl_ns / SECOND)
+
+    def _itl_ns(self) -> float | None:
+        """Return the mean nanoseconds between tokens of its streams."""
+        gaps = [
+            (relay.last_token_ns - self.first_token_ns) / (relay.counted - 1)
+            for relay in self.relays
+            if relay.counted > 1
+        ]
+        return sum(gaps) / len(gaps) if gaps else None

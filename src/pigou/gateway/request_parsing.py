@@ -1,4 +1,4 @@
-"""Reads a client's body into a `GatewayRequest`, or an error that says what is wrong."""
+"""Parses a client's body into a `ParsedRequest`, or an error that names what is wrong."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import math
 import re
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from hashlib import blake2b
 from typing import Any
 
 import msgspec
 
-from pigou.gateway.auth.tenure import ServerScope, salt
 from pigou.gateway.proxy.reply_parsing import ABSENT, given
-from pigou.gateway.request import Body, BodyFields, GatewayRequest
+from pigou.gateway.request import Body, BodyFields, ParsedRequest
 from pigou.kv.tenure import Tenure
+from pigou.request import NEVER
 from pigou.wire.errors import APIError, bad_request, decode_error
 from pigou.wire.json_limits import read_fields
 from pigou.wire.openai_requests import (
@@ -40,20 +43,79 @@ _RESERVED = {
 _KNOWN = set(CompletionRequest.__struct_fields__) | set(ChatRequest.__struct_fields__)
 
 
+_body_fields = msgspec.json.Decoder(BodyFields, strict=False)
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_raw_list = msgspec.json.Decoder(list[msgspec.Raw] | None)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerScope:
+    """What the gateway itself knows of a request's tenure."""
+
+    model: str = ""
+    release: str = ""  # that the gateway was given; empty for none
+    releases: frozenset[str] = frozenset()
+    template: str = ""  # digest of the model's chat template; empty where it is not known here
+    aliases: frozenset[str] = frozenset()  # all names of that model
+
+    def extend(self, tenure: Tenure, fields: BodyFields, body: Body, *, chat: bool) -> Tenure:
+        """Return a request's whole tenure: of its key and headers, its body, and this gateway.
+
+        Each of these alone makes another tenure. Without key, salt, headers and release the tenure
+        is empty: workers keep apart what they know themselves, model and release.
+        """
+        own_tenure = replace(tenure, cache_salt=fields.cache_salt or "")
+        if own_tenure == Tenure() and not self.release:
+            return own_tenure
+        template, named = "", fields.model
+        if chat:
+            own = fields.chat_template
+            known = isinstance(own, str)
+            template = digest(own.encode("utf-8", "surrogatepass")) if known else self.template
+        return replace(
+            own_tenure,
+            model=self.model if named is None or named in self.aliases else named,
+            release=_packed(self.release, *sorted(self.releases)) + own_tenure.release,
+            template=_packed(template) + own_tenure.template,
+            tools=frozenset(f"stated:{name}" for name in own_tenure.tools) | _schemas(body),
+        )
+
+
+def digest(text: bytes) -> str:
+    """Return the digest that stands for a long text, 32 hexadecimal digits."""
+    return blake2b(text, digest_size=16).hexdigest()
+
+
+@lru_cache(maxsize=4096)
+def salt(tenure: Tenure) -> str:
+    """Return `Tenure.salt`, which few tenures ask for often."""
+    return tenure.salt()
+
+
+def _packed(*parts: str) -> str:
+    return f"{len(parts)};" + "".join(f"{len(part)}:{part}" for part in parts)
+
+
+def _schemas(body: Body) -> frozenset[str]:
+    """Return the digest of each of a request's tools, as it was sent."""
+    raw = body.get("tools")
+    if not isinstance(raw, msgspec.Raw):
+        return frozenset()
+    return frozenset(f"schema:{digest(bytes(tool))}" for tool in _raw_list.decode(raw) or ())
+
+
 #: The tenure of a request of which nothing is known or said.
 NOTHING = Tenure()
 NO_SCOPE = ServerScope()
-
-_body_fields = msgspec.json.Decoder(BodyFields, strict=False)
-_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def read(
     data: bytes, *, chat: bool, strict: bool, tenure: Tenure = NOTHING,
     scope: ServerScope = NO_SCOPE, request_id: str | None = None,
     overrides: Mapping[str, float] | None = None, context: int = 0, model: str = "",
-) -> GatewayRequest:  # fmt: skip
-    """Read a body; a large one is to be read on a thread (`pigou.wire.json_limits.SMALL`).
+    adapter: Callable[[str | None], str] = lambda _: "",
+) -> ParsedRequest:  # fmt: skip
+    """Parse a body; a large one is to be parsed on a thread (`pigou.wire.json_limits.SMALL`).
 
     Args:
         chat: whether it came to the chat route.
@@ -63,6 +125,7 @@ def read(
         overrides: of the routing policy's parameters, for this request.
         context: tokens that the model can hold; 0 where that is not known.
         model: name that workers know the model by, in place of an alias; empty changes nothing.
+        adapter: returns a name that a request asks for if it is an adapter's, else nothing.
 
     Raises:
         APIError: 400, naming field and remedy.
@@ -88,52 +151,44 @@ def read(
             body = dict(_fields.decode(known.body))
     if model:
         fields.model, body["model"] = model, msgspec.Raw(msgspec.json.encode(model))
-    call = _generation_request(fields, body, chat)
-    call.unknown = unknown
-    call.arrival, call.tenant, call.wire_id = (
-        arrival,
-        tenure.tenant,
-        wire_id(request_id, fields.request_id),
-    )
-    if overrides:
-        call.overrides = overrides
-    whole = scope.extend(tenure, fields, body, chat=chat)
-    if whole != NOTHING:
-        call.salt, call.expiry = salt(whole), whole.expiry
-        body["cache_salt"] = call.salt
-    return call
-
-
-def _generation_request(fields: BodyFields, body: Body, chat: bool) -> GatewayRequest:
     prompts, tokens = (1, _chat_size(fields)) if chat else _prompt_size(fields.prompt)
     choices = max(1, fields.n or 1)
-    single = prompts == 1 and choices == 1
-    stream = bool(fields.stream)
+    single, stream = prompts == 1 and choices == 1, bool(fields.stream)
     wanted = fields.max_completion_tokens or fields.max_tokens
-    call = GatewayRequest(
-        id=secrets.token_hex(16),
-        wire_id="",
-        chat=chat,
-        stream=stream,
-        body=body,
-        prompt=max(1, tokens),
-        max_tokens=wanted or (_DEFAULT_CHAT_TOKENS if chat else _DEFAULT_COMPLETION_TOKENS),
-        single=single,
-        splits=single and not fields.scores_prompt(chat),
-        portable=_portable(fields, body),
-        seeded=fields.seed is not None,
-        wants_ids=bool(fields.return_token_ids),
-        wants_usage=fields.stream_options is not None and bool(fields.stream_options.include_usage),
-        priority=fields.priority or 0,
-        deadline_ms=fields.deadline_ms,
-        fields=fields,
-        choices=choices,
-        prompts=fields.prompt if prompts > 1 else (None,) if chat else _prompts(fields.prompt),
-    )
+    portable = _portable(fields, body)
     body.pop("request_id", None)
     if stream:
         body["return_token_ids"] = True
-    return call
+    whole, cache_salt = scope.extend(tenure, fields, body, chat=chat), ""
+    if whole != NOTHING:
+        cache_salt = body["cache_salt"] = salt(whole)
+    return ParsedRequest(
+        id=secrets.token_hex(16),
+        wire_id=wire_id(request_id, fields.request_id),
+        chat=chat,
+        stream=stream,
+        body=body,
+        fields=fields,
+        prompt_tokens=max(1, tokens),
+        max_tokens=wanted or (_DEFAULT_CHAT_TOKENS if chat else _DEFAULT_COMPLETION_TOKENS),
+        single=single,
+        splits=single and not fields.scores_prompt(chat),
+        portable=portable,
+        seeded=fields.seed is not None,
+        wants_ids=bool(fields.return_token_ids),
+        wants_usage=fields.stream_options is not None and bool(fields.stream_options.include_usage),
+        tenant=tenure.tenant,
+        priority=fields.priority or 0,
+        deadline_ms=fields.deadline_ms,
+        arrival=arrival,
+        salt=cache_salt,
+        expiry=whole.expiry if cache_salt else NEVER,
+        overrides=overrides or {},
+        unknown=unknown,
+        choices=choices,
+        prompts=fields.prompt if prompts > 1 else (None,) if chat else _prompts(fields.prompt),
+        adapter=adapter(fields.model),
+    )
 
 
 def _prompt_size(prompt: Any) -> tuple[int, int]:

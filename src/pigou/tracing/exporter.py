@@ -16,14 +16,19 @@ from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
+from prometheus_client.core import Metric
+
 from pigou import __version__
 from pigou.config import ConfigError
+from pigou.metric_rows import counter_family, gauge_family
 from pigou.tracing.config import ExportTarget
 from pigou.tracing.otlp import CONTENT_TYPE, encode_spans, frame, rejected_spans
 from pigou.tracing.request_trace import AttributeValue, RequestTrace
 
 _log = logging.getLogger("pigou.tracing")
 
+#: Why spans are dropped: `SpanExporter.dropped`.
+REASONS = ("queue_full", "rejected", "refused", "unreachable")
 #: Spans that wait at most, and that are sent at once.
 MAX_QUEUED_SPANS, MAX_BATCH_SPANS = 16_384, 512
 #: Seconds that a span waits at most before it is sent.
@@ -247,3 +252,20 @@ class HTTPPost:
             self._connection.close()
             raise
         return ExportAnswer(response.status, response.getheader("retry-after", ""), answer)
+
+
+def exporter_families(exporter: SpanExporter) -> list[Metric]:
+    """Return the metrics `pigou_trace_*`: spans that arrived, were lost, or wait."""
+    lost = [((reason,), exporter.dropped[reason]) for reason in REASONS]
+    return [
+        counter_family(
+            "pigou_trace_spans_exported", "Spans that the receiver took.", exporter.exported
+        ),
+        counter_family(
+            "pigou_trace_spans_dropped", "Spans that it did not get or take.", lost, "reason"
+        ),
+        counter_family(
+            "pigou_trace_export_retries", "Batches that were sent again.", exporter.retries
+        ),
+        gauge_family("pigou_trace_spans_queued", "Spans that wait to be sent.", exporter.queued),
+    ]

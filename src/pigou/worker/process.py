@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib import import_module
 from typing import Any, Protocol
 from uuid import uuid4
@@ -19,8 +20,9 @@ from pigou import logs
 from pigou.background import Background
 from pigou.control.placement.topology import read_location
 from pigou.imports import uncollected
+from pigou.metric_rows import Scraped
 from pigou.stop_signals import END_S, StopSignals
-from pigou.tracing.metrics import SpanExporterMetrics
+from pigou.tracing.exporter import exporter_families
 from pigou.tracing.tracer import open_tracer
 from pigou.wire.connections import ConnectionLimits, Factory
 from pigou.wire.fleet_secret import FleetSecret
@@ -116,7 +118,8 @@ class WorkerServer:
         about = {**self._about(), "rehearsed": parts.rehearsed, "memory": parts.memory_report}
         self._tracer = open_tracer(config.tracing, "pigou-worker")
         if self._tracer is not None and self._tracer.exporter is not None:
-            self._metrics.registry.register(SpanExporterMetrics(self._tracer.exporter))
+            read = partial(exporter_families, self._tracer.exporter)
+            self._metrics.registry.register(Scraped(read))
         routes = Routes(
             model, self._intake, self._service,
             events=self._events, about=about, heartbeat=self.engine.heartbeat,

@@ -40,9 +40,8 @@ from pigou.fleet.prefill_queue.messages import (
     QueuedPrefill,
     WorkerAlive,
 )
+from pigou.gateway.metrics import NO_BROKER, NO_PULLER
 from pigou.gateway.plane_driver import (
-    NO_BROKER,
-    NO_PULLER,
     LocalPrefill,
     PlaneDriver,
     PrefillDropped,

@@ -9,14 +9,39 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+from aiohttp import web
 
 from pigou.diagnosis.diagnose import diagnose
 from pigou.diagnosis.metric_pages import MetricPage
+from pigou.gateway.api.metrics import gateway_metrics
+from pigou.gateway.api.page import Access, APIPage, APIPages, json_response
+from pigou.gateway.gateway import Gateway
 from pigou.windows.observations import FleetObservation
 from pigou.windows.scrape import FleetScrape, scraped_window, with_knees
 
 #: Seconds of a window, and windows that are remembered: half an hour.
 WINDOW_S, MAX_WINDOWS = 10.0, 180
+
+
+def pages(gateway: Gateway) -> APIPages:
+    """Return `/diagnosis`: which failure modes the last half hour shows."""
+
+    def page() -> MetricPage:
+        families = gateway_metrics(gateway).collect()
+        return MetricPage(
+            (sample.name, sample.labels, sample.value)
+            for family in families
+            for sample in family.samples
+        )
+
+    diagnosis = GatewayDiagnosis(page, gateway.status.view)
+
+    async def show(_: web.Request) -> web.Response:
+        return json_response(diagnosis.view())
+
+    return APIPages(
+        [APIPage("/diagnosis", show, Access.ADMIN)], {"diagnosis of the fleet": diagnosis.run}
+    )
 
 
 class GatewayDiagnosis:

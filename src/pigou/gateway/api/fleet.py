@@ -1,26 +1,33 @@
-"""Routes that change the fleet: workers are added, drained, flipped and removed."""
+"""The fleet: its workers, its plan, and what changes the workers."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from functools import partial
+from typing import Annotated, Any, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
 from aiohttp import web
 
 from pigou.config import ConfigError
-from pigou.gateway.api.status import json_response
-from pigou.gateway.auth.guard import current_key
-from pigou.gateway.fleet_status import ChangeRefused, FleetChanges, UnknownWorker, WorkerRow
+from pigou.gateway.api.costs import cost_meter
+from pigou.gateway.api.page import Access, APIPage, APIPages, json_response
+from pigou.gateway.auth.keys import current_key
+from pigou.gateway.fleet_status import (
+    ChangeRefused,
+    FleetChanges,
+    UnknownWorker,
+    WorkerRow,
+    registry_families,
+)
+from pigou.gateway.gateway import Gateway
+from pigou.gateway.plan_status import PlanStatus, plan_families
 from pigou.request import Role
-from pigou.wire.bodies import no_interim_answer, read_json
+from pigou.wire.bodies import read_json
 from pigou.wire.errors import APIError, bad_request, decode_error
 from pigou.wire.openai_requests import without_bom
-
-if TYPE_CHECKING:
-    from pigou.gateway.app import Gateway
 
 _T = TypeVar("_T")
 #: Workers that one request adds at most.
@@ -59,20 +66,46 @@ class FlipBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     limit_s: float | None = None
 
 
-class FleetRoutes:
-    """Handlers of the routes that change the fleet; an administrator's key is needed."""
+def pages(gateway: Gateway) -> APIPages:
+    """Return the workers and the plan, to an administrator, and what changes the workers."""
+    plan_status = gateway.plan_status or PlanStatus(gateway.plane_driver.meter)
+    gateway.metrics.scrape(partial(plan_families, plan_status))
+    registry = gateway.registry
+    if registry is not None:
+        gateway.metrics.scrape(lambda: registry_families(registry()))
+
+    async def workers(_: web.Request) -> web.Response:
+        view = gateway.status.view()
+        view["costs"] = any(cost_meter(model.plane_driver) for model in gateway.routing)
+        if registry is not None:
+            view["registry"] = msgspec.to_builtins(registry())
+        return json_response(view)
+
+    async def plan(_: web.Request) -> web.Response:
+        """Show what the planner decided, and why."""
+        return json_response(plan_status.view())
+
+    change = FleetAPI(gateway)
+    posts = {
+        "/workers": change.add, "/workers/{id}/drain": change.drain,
+        "/workers/{id}/flip": change.flip, "/workers/{id}/restart": change.restart,
+    }  # fmt: skip
+    return APIPages([
+        APIPage("/workers", workers, Access.ADMIN),
+        APIPage("/plan", plan, Access.ADMIN),
+        *(
+            APIPage(path, answer, parameters=None, method="POST", late_body=True)
+            for path, answer in posts.items()
+        ),
+        APIPage("/workers/{id}", change.remove, parameters=None, method="DELETE"),
+    ])  # fmt: skip
+
+
+class FleetAPI:
+    """Changes the fleet: workers are added, drained, flipped and removed by an administrator."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-
-    def add_to(self, router: web.UrlDispatcher) -> None:
-        """Add the routes."""
-        late = no_interim_answer
-        router.add_post("/workers", self.add, expect_handler=late)
-        router.add_post("/workers/{id}/drain", self.drain, expect_handler=late)
-        router.add_post("/workers/{id}/flip", self.flip, expect_handler=late)
-        router.add_post("/workers/{id}/restart", self.restart, expect_handler=late)
-        router.add_delete("/workers/{id}", self.remove)
 
     async def add(self, request: web.Request) -> web.Response:
         """Add local workers of a role, or attach a server."""

@@ -6,66 +6,117 @@ import asyncio
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeAlias
 
 import aiohttp
-from prometheus_client import CollectorRegistry, generate_latest
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from pigou.gateway.metrics import BUILD_INFO, MODEL, TENANT
+from pigou.gateway.api.page import Access, APIPage, APIPages, check_admin
+from pigou.gateway.auth.keys import NO_KEY, Key, unauthorized
+from pigou.gateway.gateway import Gateway
+from pigou.gateway.metrics import BUILD_INFO, MODEL, TENANT, worker_families
 from pigou.gateway.model_routing import GatewayModel
+from pigou.gateway.prices import price_families
 from pigou.gateway.proxy.upstream import Upstream
+from pigou.gateway.request_meter import attainment_families
+from pigou.metric_rows import counter_family
+from pigou.tracing.exporter import exporter_families
 
-_Filter: TypeAlias = Callable[[Iterable[Metric]], Iterator[Metric]]
+Filter: TypeAlias = Callable[[Iterable[Metric]], Iterator[Metric]]
 
 
-#: Metrics of one model: its registry and name.
-ModelPage: TypeAlias = tuple[CollectorRegistry, str]
 #: Families that are counted before the model of a request is known, and those of it besides.
 _OF_GATEWAY = (BUILD_INFO, "pigou_requests_inflight")
 _OF_BOTH = ("pigou_requests", "pigou_requests_cancelled", "pigou_requests_shed")
 
 
-def page(
-    registry: CollectorRegistry, model: str, models: Sequence[ModelPage] = (),
-    *, tenant: str | None = None,
-) -> bytes:  # fmt: skip
-    """Return the metrics in the text format of Prometheus.
+def pages(gateway: Gateway) -> APIPages:
+    """Return `/metrics` and `/metrics/workers`, which look at the key themselves."""
+    for model in gateway.routing:
+        _register(model)
+    if gateway.tracer is not None and gateway.tracer.exporter is not None:
+        gateway.metrics.scrape(partial(exporter_families, gateway.tracer.exporter))
+    federation = WorkerFederation(gateway.routing)
 
-    Args:
-        registry: all metrics; of the gateway alone where there are several `models`.
-        model: the fleet's model; the label `model_name` of every sample but the build's.
-        models: metrics of each of several models.
-        tenant: writes this tenant's own samples, and nothing else; None writes all.
-    """
-    return generate_latest(
-        _FilteredMetrics(registry, model, models, lambda families: _own(families, tenant))
-    )
+    def key_of(request: web.Request) -> Key | None:
+        keys = gateway.keys
+        key = NO_KEY if keys is None else keys.find(request.headers.get("authorization"))
+        if key is None and not gateway.config.open_metrics:
+            raise unauthorized()
+        return key
+
+    async def metrics(request: web.Request) -> web.Response:
+        """Write all metrics for an admin key, its own for a tenant's, none without a key.
+
+        With `open_metrics` those that name no tenant are for everybody.
+        """
+        key, keep = key_of(request), _nameless
+        if key is not None:
+            keep = iter if key.admin else partial(_own, tenant=key.tenant)
+        body = generate_latest(gateway_metrics(gateway, keep))
+        return web.Response(body=body, headers={"content-type": CONTENT_TYPE_LATEST})
+
+    async def workers(request: web.Request) -> web.Response:
+        """Write the metrics of all workers, for whom `/metrics` has all: they name no tenant."""
+        key = key_of(request)
+        if key is not None:
+            check_admin(key)
+        body = await federation.page()
+        return web.Response(body=body, headers={"content-type": CONTENT_TYPE_LATEST})
+
+    return APIPages([
+        APIPage("/metrics", metrics, Access.PROBE, None),
+        APIPage("/metrics/workers", workers, Access.OPEN, None),
+    ])  # fmt: skip
 
 
-def samples(
-    registry: CollectorRegistry, model: str, models: Sequence[ModelPage] = ()
-) -> Iterator[Sample]:
-    """Yield the samples of a page with all metrics; arguments as of `page`."""
-    for family in _FilteredMetrics(registry, model, models, iter).collect():
-        yield from family.samples
+def gateway_metrics(gateway: Gateway, keep: Filter = iter) -> _FilteredMetrics:
+    """Return the gateway's metrics as they are now, with the label of the model."""
+    for model in gateway.routing:
+        model.metrics.queued.set(model.plane_driver.queued)
+        queue = model.plane_driver.prefill_queue
+        model.metrics.prefill_queue.set(0 if queue is None else queue.length)
+    # The gateway's own metrics count what comes before the model of a request is known.
+    models = [
+        (model.metrics.registry, model.name)
+        for model in gateway.routing
+        if model.metrics is not gateway.metrics
+    ]
+    name = "" if models else gateway.routing.models[0].served_name
+    return _FilteredMetrics(gateway.metrics.registry, name, models, keep)
 
 
-def page_without_tenants(
-    registry: CollectorRegistry, model: str, models: Sequence[ModelPage] = ()
-) -> bytes:
-    """Return the metrics with sums over all tenants in place of each; arguments as of `page`."""
-    return generate_latest(_FilteredMetrics(registry, model, models, _nameless))
+def _register(model: GatewayModel) -> None:
+    """Export what is known of a model with its metrics."""
+    metrics, driver = model.metrics, model.plane_driver
+    index, repeated = driver.plane.index, driver.repeated
+    metrics.scrape(lambda: worker_families(model.fleet_status.gauges()))
+    metrics.scrape(lambda: price_families(*model.fleet_status.prices()))
+    metrics.scrape(lambda: attainment_families(driver.meter))
+    metrics.scrape(lambda: [
+        counter_family(
+            "pigou_index_evicted_blocks",
+            "Blocks that the prefix index forgot to stay within its limits.", index.evicted,
+        ),
+        counter_family(
+            "pigou_requests_repeated", "Requests whose prompt came again within 60 s after an "
+            "attempt that was not served.", repeated.count,
+        ),
+    ])  # fmt: skip
 
 
 class _FilteredMetrics(Collector):
     """Metrics of a registry, filtered and labelled as they are read."""
 
     def __init__(
-        self, registry: CollectorRegistry, model: str, models: Sequence[ModelPage], keep: _Filter
-    ) -> None:
+        self, registry: CollectorRegistry, model: str,
+        models: Sequence[tuple[CollectorRegistry, str]], keep: Filter,
+    ) -> None:  # fmt: skip
         self._registry, self._model, self._models = registry, model, models
         self._keep = keep
 
@@ -93,11 +144,9 @@ def _join(families: dict[str, Metric], family: Metric) -> None:
         families[family.name] = _with(known, [*known.samples, *family.samples])
 
 
-def _own(families: Iterable[Metric], tenant: str | None) -> Iterator[Metric]:
+def _own(families: Iterable[Metric], tenant: str) -> Iterator[Metric]:
     for family in families:
-        if tenant is None:
-            yield family
-        elif samples := [s for s in family.samples if s.labels.get(TENANT) == tenant]:
+        if samples := [s for s in family.samples if s.labels.get(TENANT) == tenant]:
             yield _with(family, samples)
 
 
@@ -121,12 +170,8 @@ def _summed(samples: Iterable[Sample]) -> list[Sample]:
 def _labelled(family: Metric, model: str) -> Metric:
     if family.name == BUILD_INFO or not model:
         return family
-    label = {MODEL: model}
-    return _with(family, [_relabelled(sample, label) for sample in family.samples])
-
-
-def _relabelled(sample: Sample, label: dict[str, str]) -> Sample:
-    return sample._replace(labels=label | sample.labels)
+    own = [sample._replace(labels={MODEL: model} | sample.labels) for sample in family.samples]
+    return _with(family, own)
 
 
 def _with(family: Metric, samples: list[Sample]) -> Metric:

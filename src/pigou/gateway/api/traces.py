@@ -10,13 +10,13 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from pigou.gateway.api.status import checked, json_response
-from pigou.gateway.auth.guard import current_key
+from pigou.gateway.api.page import APIPage, APIPages, json_response, number_parameter
+from pigou.gateway.auth.keys import current_key
+from pigou.gateway.gateway import Gateway
 from pigou.gateway.model_routing import ModelRouting
 from pigou.gateway.proxy.upstream import Upstream
 from pigou.request import SECOND
 from pigou.tracing.request_trace import RequestTrace
-from pigou.tracing.tracer import Tracer
 from pigou.tracing.waterfall import as_text, spans_view, waterfall
 from pigou.wire.errors import APIError, bad_request
 
@@ -30,49 +30,35 @@ class _WorkerTrace(msgspec.Struct):
     spans: list[dict[str, Any]]
 
 
-class TraceRoutes:
-    """`GET /traces` and `GET /traces/ID`."""
+def pages(gateway: Gateway) -> APIPages:
+    """Return `/traces` and `/traces/ID`: of requests that the key may see."""
+    tracer = gateway.tracer
 
-    def __init__(self, tracer: Tracer | None, models: ModelRouting) -> None:
-        """Show what a tracer remembers; None answers that nothing is traced."""
-        self._tracer = tracer
-        self._models = models
-
-    def add_to(self, router: web.UrlDispatcher) -> None:
-        """Add the routes."""
-        router.add_get("/traces", checked(self.latest, "limit"))
-        router.add_get("/traces/{id}", checked(self.one, "format"))
-
-    async def latest(self, request: web.Request) -> web.Response:
-        """List the requests of the last traces that the key may see, newest first."""
-        text = request.query.get("limit", str(_DEFAULT_LIMIT))
-        limit = int(text) if text.isascii() and text.isdigit() and len(text) < 9 else 0
-        if not 1 <= limit <= _MAX_LIMIT:
-            raise bad_request(
-                f"limit is {text[:40]!r}; it must be a number from 1 to {_MAX_LIMIT}.", "limit"
-            )
-        if self._tracer is None:
+    async def latest(request: web.Request) -> web.Response:
+        """List the requests of the last traces, newest first."""
+        limit = number_parameter(request, "limit", _DEFAULT_LIMIT, _MAX_LIMIT)
+        if tracer is None:
             return json_response({"tracing": False, "traces": []})
         rows = [
             _row(trace)
-            for traces in self._tracer.memory.latest(limit)
+            for traces in tracer.memory.latest(limit)
             for trace in _own(reversed(traces))
         ]
         return json_response({"tracing": True, "traces": rows[:limit]})
 
-    async def one(self, request: web.Request) -> web.Response:
+    async def one(request: web.Request) -> web.Response:
         """Show a trace, by its id or by a decision's, as JSON or (`format=text`) as text."""
         id, form = request.match_info["id"], request.query.get("format", "json")
         if form not in ("json", "text"):
             raise bad_request(f"format is {form[:40]!r}; it must be json or text.", "format")
-        if self._tracer is None:
+        if tracer is None:
             raise APIError(
                 404,
                 "This gateway traces nothing: start it with --otlp-traces-endpoint URL, or "
                 "--otlp-traces-endpoint memory.",
                 "id",
             )
-        traces = list(_own(self._tracer.memory.find(id)))
+        traces = list(_own(tracer.memory.find(id)))
         if not traces:
             raise APIError(
                 404,
@@ -80,24 +66,32 @@ class TraceRoutes:
                 "remembered (--trace-memory).",
                 "id",
             )
-        spans = spans_view(traces, self._tracer.service)
-        spans += _below(spans, await self._of_workers(traces))
+        spans = spans_view(traces, tracer.service)
+        spans += _below(spans, await _worker_spans(gateway.routing, traces))
         ordered = waterfall(spans)
         if form == "text":
             return web.Response(text=as_text(ordered))
         return json_response({"trace_id": traces[0].context.trace_id, "spans": ordered})
 
-    async def _of_workers(self, traces: Sequence[RequestTrace]) -> list[dict[str, Any]]:
-        """Return what workers know of a trace; those that do not answer are left out."""
-        names = set[str]().union(*(trace.workers for trace in traces))
-        path = f"/traces/{traces[0].context.trace_id}"
-        answers = [
-            _ask(upstream, path)
-            for model in self._models
-            for name, upstream in model.plane_driver.upstreams.items()
-            if name in names and not upstream.engine.stock
-        ]
-        return [span for spans in await asyncio.gather(*answers) for span in spans]
+    return APIPages([
+        APIPage("/traces", latest, parameters=("limit",)),
+        APIPage("/traces/{id}", one, parameters=("format",)),
+    ])  # fmt: skip
+
+
+async def _worker_spans(
+    models: ModelRouting, traces: Sequence[RequestTrace]
+) -> list[dict[str, Any]]:
+    """Return what workers know of a trace; those that do not answer are left out."""
+    names = set[str]().union(*(trace.workers for trace in traces))
+    path = f"/traces/{traces[0].context.trace_id}"
+    answers = [
+        _ask(upstream, path)
+        for model in models
+        for name, upstream in model.plane_driver.upstreams.items()
+        if name in names and not upstream.engine.stock
+    ]
+    return [span for spans in await asyncio.gather(*answers) for span in spans]
 
 
 def _own(traces: Iterable[RequestTrace]) -> Iterable[RequestTrace]:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import ipaddress
 import logging
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from contextvars import ContextVar
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from pigou.gateway.api.history import ASSETS
-from pigou.gateway.auth.keys import NO_KEY, Key, Keys
+from pigou.gateway.api.page import Access, APIPage
+from pigou.gateway.auth.keys import Keys, unauthorized, use_key
 from pigou.gateway.config import GatewayConfig
 from pigou.gateway.failure import Rejected
 from pigou.gateway.metrics import Metrics
-from pigou.gateway.request import CHAT, COMPLETIONS
 from pigou.gateway.startup_shutdown import Shutdown
 from pigou.logs import accessed, note_request
 from pigou.wire.connections import is_reserved, serves_probes_alone, too_many_connections
@@ -30,23 +29,25 @@ _RETRY_COUNT = "x-stainless-retry-count"
 
 #: Metrics of the model that the current task's request is for; None while that is not known.
 _model_metrics: ContextVar[Metrics | None] = ContextVar("model_metrics", default=None)
-#: With which key the request of the current task came.
-_key: ContextVar[Key] = ContextVar("key", default=NO_KEY)
-#: Routes that need no key: for probes, and the page, which holds no data itself. `/metrics` and
-#: `/metrics/workers` look at the key themselves.
-_OPEN = ("/health", "/health/ready", "/health/live", "/ping", "/version", "/metrics",
-         "/metrics/workers", *ASSETS)  # fmt: skip
-_PROBES = ("/health", "/health/ready", "/health/live", "/ping", "/metrics")
-_KEYED = ("/v1/models", "/tokenize", "/detokenize", "/workers", "/history", "/usage", "/decisions",
-          "/costs", "/diagnosis", "/plan", "/traces")  # fmt: skip
-_ROUTES = (COMPLETIONS, CHAT, *_KEYED, *_OPEN)
-#: Pages with an id below them. They are no work, and `other` is: servers behind do it.
-_WITH_ID = ("/v1/models", "/workers", "/decisions", "/costs", "/traces")
 
 
-def current_key() -> Key:
-    """Return the key that the request came with; `NO_KEY` where there are no keys."""
-    return _key.get()
+class PageRules:
+    """What pages say of paths: who may ask, and the label in the metrics."""
+
+    def __init__(self, pages: Iterable[APIPage]) -> None:
+        own = [page for page in pages if page.is_own]
+        paths = {page.path for page in own if "{" not in page.path}
+        self.open = {page.path for page in own if page.access <= Access.OPEN}
+        self.probes = {page.path for page in own if page.access is Access.PROBE}
+        self._labels = {path: path for path in paths}
+        self._above = {page.path.partition("/{")[0] for page in own if "{" in page.path}
+
+    def label(self, path: str) -> str:
+        """Return the label of a path in the metrics; there are few, whatever is asked."""
+        if path in self._labels:
+            return path
+        above = next((page for page in self._above if path.startswith(f"{page}/")), None)
+        return "other" if above is None else f"{above}/{{id}}"
 
 
 def count_for(metrics: Metrics) -> None:
@@ -54,12 +55,11 @@ def count_for(metrics: Metrics) -> None:
     _model_metrics.set(metrics)
 
 
-def guard(keys: Keys | None, metrics: Metrics, shutdown: Shutdown) -> Middleware:
+def guard(keys: Keys | None, metrics: Metrics, shutdown: Shutdown, rules: PageRules) -> Middleware:
     """Return the middleware that checks keys, turns errors into bodies, and counts.
 
     Args:
         keys: accepted API keys; None lets everybody in.
-        shutdown: knows who is under way.
     """
 
     @web.middleware
@@ -70,7 +70,6 @@ def guard(keys: Keys | None, metrics: Metrics, shutdown: Shutdown) -> Middleware
         return response
 
     async def counted(request: web.Request, handler: Handler) -> web.StreamResponse:
-        route = _route(request.path)
         # Probes and scrapes are not work: they are counted by route alone.
         works = request.method == "POST"
         metrics.inflight.inc(works)
@@ -79,52 +78,39 @@ def guard(keys: Keys | None, metrics: Metrics, shutdown: Shutdown) -> Middleware
         status = "499"
         try:
             with shutdown.under_way():
-                response = await _answer(request, handler, keys, metrics, shutdown)
+                response = await answered(request, handler)
             status = str(response.status)
         finally:
             metrics.inflight.dec(works)
             own = _model_metrics.get() or metrics
-            own.requests.labels(route, status).inc()
+            own.requests.labels(rules.label(request.path), status).inc()
             if works and request.headers.get(_RETRY_COUNT, "0") != "0":
                 own.retried.inc()
             if status == "499" and works:
                 own.cancelled.inc()
         return response
 
+    async def answered(request: web.Request, handler: Handler) -> web.StreamResponse:
+        is_open = request.path in rules.open
+        try:
+            if keys is not None and not is_open:
+                key = keys.find(request.headers.get("authorization") or _x_api_key(request))
+                if key is None:
+                    raise unauthorized()
+                use_key(key)
+            # Above the cap, where no key tells who comes, only probes are let in.
+            if (
+                serves_probes_alone(request) or (is_reserved(request) and (keys is None or is_open))
+            ) and request.path not in rules.probes:
+                raise too_many_connections()
+            with shutdown.reports_end():
+                return await handler(request)
+        except (ConnectionError, TimeoutError):
+            raise  # the client is gone: there is nobody to tell
+        except Exception as error:
+            return _refusal(request, error, metrics)
+
     return middleware
-
-
-def _route(path: str) -> str:
-    """Return the label of a path in the metrics; there are few of them, whatever is asked."""
-    if path in _ROUTES:
-        return path
-    above = next((page for page in _WITH_ID if path.startswith(f"{page}/")), None)
-    return "other" if above is None else f"{above}/{{id}}"
-
-
-async def _answer(
-    request: web.Request,
-    handler: Handler,
-    keys: Keys | None,
-    metrics: Metrics,
-    shutdown: Shutdown,
-) -> web.StreamResponse:
-    try:
-        if keys is not None and request.path not in _OPEN:
-            key = keys.find(request.headers.get("authorization") or _x_api_key(request))
-            if key is None:
-                raise unauthorized()
-            _key.set(key)
-        if serves_probes_alone(request) or (
-            is_reserved(request) and (keys is None or request.path in _OPEN)
-        ):
-            _check_reserved(request.path)
-        with shutdown.reports_end():
-            return await handler(request)
-    except (ConnectionError, TimeoutError):
-        raise  # the client is gone: there is nobody to tell
-    except Exception as error:
-        return _refusal(request, error, metrics)
 
 
 def _x_api_key(request: web.Request) -> str | None:
@@ -155,22 +141,6 @@ def _refusal(request: web.Request, error: Exception, metrics: Metrics) -> web.Re
             return response
     _log.error("%s %s failed", request.method, request.path, exc_info=error)
     return error_response(APIError(500, "The gateway failed; its log says why."))
-
-
-def _check_reserved(path: str) -> None:
-    """Let only probes in over a connection above the cap, where no key tells who comes."""
-    if path not in _PROBES:
-        raise too_many_connections()
-
-
-def unauthorized() -> APIError:
-    """Return the error of a request without a key that is known."""
-    return APIError(
-        401,
-        "The request has no API key that this gateway knows: send one as the header "
-        "`Authorization: Bearer KEY`.",
-        "authorization",
-    )
 
 
 def _json(status: int, body: bytes) -> web.Response:

@@ -9,6 +9,7 @@ import secrets
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -17,7 +18,6 @@ import msgspec
 
 from pigou.config import ConfigError
 from pigou.gateway.auth.tenure import OPEN_POLICY, KeyPolicy, TenureChoices, TenureDefaults
-from pigou.gateway.request import GatewayRequest
 from pigou.small_file import read_text
 from pigou.wire.errors import APIError
 
@@ -180,19 +180,22 @@ class KeyLoads:
         return load
 
     @contextmanager
-    def accepted(self, digest: bytes, limits: KeyLimits, call: GatewayRequest) -> Iterator[None]:
+    def accepted(
+        self, digest: bytes, limits: KeyLimits, sequences: int, tokens: int
+    ) -> Iterator[RequestQuota | None]:
         """Within it, a request of a key is under way; its sequences take turns by the limits.
+
+        Args:
+            tokens: of each sequence, prompt and output.
 
         Raises:
             APIError: 429, the key has too much under way.
         """
         if limits == KeyLimits():
-            yield
+            yield None
             return
-        sequences = call.choices * len(call.prompts)
-        tokens = call.prompt // len(call.prompts) + call.max_tokens
-        with self.of(digest, limits).accepted(sequences, tokens) as call.quota:
-            yield
+        with self.of(digest, limits).accepted(sequences, tokens) as quota:
+            yield quota
 
 
 NO_LIMITS = KeyLimits()
@@ -218,6 +221,29 @@ class Key:
 
 #: What everybody has where there are no keys.
 NO_KEY = Key("", b"", admin=True)
+_current: ContextVar[Key] = ContextVar("key", default=NO_KEY)
+
+
+def current_key() -> Key:
+    """Return the key that the current task's request came with; `NO_KEY` without keys."""
+    return _current.get()
+
+
+def use_key(key: Key) -> None:
+    """Note the key that the current task's request came with."""
+    _current.set(key)
+
+
+def unauthorized() -> APIError:
+    """Return the error of a request without a key that is known."""
+    return APIError(
+        401,
+        "The request has no API key that this gateway knows: send one as the header "
+        "`Authorization: Bearer KEY`.",
+        "authorization",
+    )
+
+
 #: What ends the line of an administrator's key.
 _ADMIN = ":admin"
 

@@ -5,14 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from hashlib import blake2b
 from typing import Any
 
 import msgspec
 
 from pigou.config import ConfigError
-from pigou.gateway.request import Body, BodyFields
 from pigou.kv.tenure import Tenure
 from pigou.request import NEVER, SECOND
 from pigou.wire.errors import APIError, bad_request
@@ -121,73 +118,6 @@ def _seconds(field: str, value: str) -> int:
     if not _SECONDS.fullmatch(value) or not 1 <= int(value) <= max_s:
         raise refused(field, value[:60], f"it must be a whole number of seconds in [1, {max_s}]")
     return int(value)
-
-
-_list = msgspec.json.Decoder(list[msgspec.Raw] | None)
-
-
-@dataclass(frozen=True, slots=True)
-class ServerScope:
-    """What the gateway knows, whatever a request says."""
-
-    model: str = ""
-    release: str = ""  # that the gateway was given; empty for none
-    releases: frozenset[str] = frozenset()
-    template: str = ""  # digest of the model's chat template; empty where it is not known here
-    aliases: frozenset[str] = frozenset()  # all names of that model
-
-    def extend(self, tenure: Tenure, fields: BodyFields, body: Body, *, chat: bool) -> Tenure:
-        """Return a request's whole tenure.
-
-        What is known joins what key and request say (`tenure`) in the same field, so that each
-        of the two alone makes another tenure. A request without key, salt and headers, at a
-        gateway without a release, says nothing: its tenure is empty, and workers keep apart what
-        they know themselves, model and release.
-
-        Args:
-            fields: the body as the gateway reads it.
-            body: the same, `tools` still encoded.
-            chat: whether it came to the chat route.
-        """
-        own_tenure = replace(tenure, cache_salt=fields.cache_salt or "")
-        if own_tenure == Tenure() and not self.release:
-            return own_tenure
-        template, named = "", fields.model
-        if chat:
-            own = fields.chat_template
-            known = isinstance(own, str)
-            template = digest(own.encode("utf-8", "surrogatepass")) if known else self.template
-        return replace(
-            own_tenure,
-            model=self.model if named is None or named in self.aliases else named,
-            release=_packed(self.release, *sorted(self.releases)) + own_tenure.release,
-            template=_packed(template) + own_tenure.template,
-            tools=frozenset(f"stated:{name}" for name in own_tenure.tools) | _schemas(body),
-        )
-
-
-def digest(text: bytes) -> str:
-    """Return the digest that stands for a long text, 32 hexadecimal digits."""
-    return blake2b(text, digest_size=16).hexdigest()
-
-
-@lru_cache(maxsize=4096)
-def salt(tenure: Tenure) -> str:
-    """Return `Tenure.salt`, which few tenures ask for often."""
-    return tenure.salt()
-
-
-def _packed(*parts: str) -> str:
-    """Put texts together so that they can be told apart again, and from what follows."""
-    return f"{len(parts)};" + "".join(f"{len(part)}:{part}" for part in parts)
-
-
-def _schemas(body: Body) -> frozenset[str]:
-    """Return the versions of a request's tools: the digest of each, as it was sent."""
-    raw = body.get("tools")
-    if not isinstance(raw, msgspec.Raw):
-        return frozenset()
-    return frozenset(f"schema:{digest(bytes(tool))}" for tool in _list.decode(raw) or ())
 
 
 #: Ends a name that stands for all names that begin so; alone, for any.

@@ -6,14 +6,14 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
 from pigou.config import ConfigError
-from pigou.control.messages import Choice, PrefillClaimed, Recall, Route, Shed
+from pigou.control.messages import Choice, PrefillClaimed, Recall, Shed
 from pigou.gateway.failure import Rejected, WorkerFailed, busy, surrender, suspect, unknown_model
 from pigou.gateway.metrics import Metrics
 from pigou.gateway.plane_driver import (
@@ -23,7 +23,6 @@ from pigou.gateway.plane_driver import (
     PrefillDropped,
     PrefillLeg,
 )
-from pigou.gateway.proxy import sequences
 from pigou.gateway.proxy.connection import HTTPConnection, HTTPConnectionError
 from pigou.gateway.proxy.migration import attempt_body, closing_frames, length_frame
 from pigou.gateway.proxy.relay import Relay, TooManyTokens
@@ -31,7 +30,7 @@ from pigou.gateway.proxy.reply_parsing import cached_tokens, whole, with_cached_
 from pigou.gateway.proxy.spans import decided, within_step
 from pigou.gateway.proxy.upstream import MAX_TICKET_BYTES, Engine, Upstream, fetch_kv
 from pigou.gateway.proxy.writer import SSEWriter
-from pigou.gateway.request import COMPLETIONS, Body, GatewayRequest
+from pigou.gateway.request import COMPLETIONS, Body
 from pigou.gateway.request_parsing import overrides_refused
 from pigou.lifecycle.messages import (
     ClientLeft,
@@ -67,26 +66,29 @@ from pigou.wire.prefill_decode_legs import leg_one, leg_two, ticket
 _log = logging.getLogger("pigou.gateway")
 
 
+Perform: TypeAlias = Callable[[Any], Awaitable[LifecycleEvent]]
+#: The driver's method for each step of the lifecycle.
+_PERFORM: dict[type[Step], str] = {
+    SubmitRequest: "_submit", FetchKV: "_fetch", StartPrefill: "_prefill",
+    StartDecode: "_decode", CompleteStream: "_complete",
+}  # fmt: skip
+
+
 class RequestDriver(ABC):
     """Does what the life of a request asks for, one step after another.
 
     A step is awaited; the event that it returns brings the next one. Decisions of the control
     plane about a routed request (`interrupt`) break the step off that is awaited.
-
-    Attributes:
-        relay: the stream to its client.
     """
 
     def __init__(self, plane_driver: PlaneDriver, metrics: Metrics, relay: Relay) -> None:
-        self.call: GatewayRequest = relay.call
-        self.relay = relay
-        self.life = RequestLifecycle(relay.call.id)
-        self._plane_driver = plane_driver
-        self._metrics = metrics
+        self.run, self.relay = relay.run, relay
+        self.life = RequestLifecycle(relay.run.parsed.id)
+        self._plane_driver, self._metrics = plane_driver, metrics
         self._choice = Choice("")
         self._priority: int | None = None
-        self._path = relay.call.path
-        self._body: Body = relay.call.body
+        self._path = relay.run.parsed.path
+        self._body: Body = relay.run.body
         self._reply = b""
         self._transfer: dict[str, Any] | None = None  # params of what the next leg need not compute
         self._failure = WorkerFailed(RECALLED, "it was taken from worker to worker")
@@ -95,24 +97,46 @@ class RequestDriver(ABC):
         self._awaiting: asyncio.Task[object] | None = None  # a step that may be broken off
         self._interrupted: Effects = ()
 
-    async def run(self) -> bytes:
+    async def drive(self) -> bytes:
         """Serve the request; return its reply, empty where that was streamed.
 
         Raises:
             APIError: no worker could serve it. Rejected: a worker refused it.
         """
+        task, trace = asyncio.current_task(), self.run.trace
+        assert task is not None
         try:
-            with self._plane_driver.driving(self.call.id, self):
-                step = self._apply(self.life.begin())
-                while step is not None:
-                    step = self._apply(await self._follow(step))
+            self._plane_driver.drivers[self.run.parsed.id] = self
+            step = self._apply(self.life.begin())
+            while step is not None:
+                event: LifecycleEvent | None = None
+                failure: WorkerFailed | None = None
+                self._awaiting, cancelling = task, task.cancelling()
+                try:
+                    perform: Perform = getattr(self, _PERFORM[type(step)])
+                    doing = perform(step)
+                    event = await (doing if trace is None else within_step(self.run, step, doing))
+                except asyncio.CancelledError:
+                    if not self._interrupted or task.uncancel() > cancelling:
+                        raise  # the client is gone
+                except WorkerFailed as error:
+                    failure = error
+                except (APIError, Rejected) as error:
+                    failure = self._without_adapter(step, error)
+                    if failure is None:
+                        self._refusal, event = error, RequestRefused(step.leg)
+                finally:
+                    self._awaiting = None
+                step = self._apply(await self._follow(step, event, failure))
         finally:
+            self._plane_driver.drivers.pop(self.run.parsed.id, None)
             left = self.life.take(ClientLeft(), time.monotonic_ns())
             self._apply((*self._interrupted, *left))
+            self._count_end()
         return self._result()
 
     def interrupt(self, decision: Recall | Shed) -> bool:
-        """Take in a decision about the routed request; return whether it breaks a step off."""
+        """Apply a decision about the routed request; True if it breaks a step off."""
         task = self._awaiting
         if task is None or self._interrupted:
             return False
@@ -127,7 +151,7 @@ class RequestDriver(ABC):
     # --- effects ------------------------------------------------------------------------------
 
     def _apply(self, effects: Effects) -> Step | None:
-        """Do what needs no waiting; return the step to be followed, None at the end."""
+        """Do what needs no waiting; return the next step, None at the end."""
         step: Step | None = None
         for effect in effects:
             match effect:
@@ -145,62 +169,36 @@ class RequestDriver(ABC):
                     self._plane_driver.observe(effect)
         return step
 
-    async def _follow(self, step: Step) -> Effects:
-        """Follow a step to its end; return what comes after it."""
-        task = asyncio.current_task()
-        assert task is not None
-        cancelling = task.cancelling()
-        event: LifecycleEvent | None = None
-        failure: WorkerFailed | None = None
-        self._awaiting = task
-        try:
-            doing = self._perform(step)
-            event = await (
-                doing if self.call.trace is None else within_step(self.call, step, doing)
-            )
-        except asyncio.CancelledError:
-            if not self._interrupted or task.uncancel() > cancelling:
-                raise  # the client is gone
-        except WorkerFailed as error:
-            failure = error
-        except (APIError, Rejected) as error:
-            failure = self._without_adapter(step, error)
-            if failure is None:
-                self._refusal = error
-                event = RequestRefused(step.leg)
-        finally:
-            self._awaiting = None
+    async def _follow(
+        self, step: Step, event: LifecycleEvent | None, failure: WorkerFailed | None
+    ) -> Effects:
+        """Return what comes after a step: by its event, its failure, or what broke it off."""
         effects, self._interrupted = self._interrupted, ()
         if effects:
             return effects
         self._note_tokens()
         now_ns = time.monotonic_ns()
         if failure is not None:
-            event = await self._failed(step, failure)
+            # Its frames, and those of its cause, would keep this driver and what was read.
+            self._failure = failure.with_traceback(None)
+            failure.__cause__ = failure.__context__ = None
+            fate = failure.fate if failure.may_be_death else None
+            end = None if fate is None else await fate()
+            complete = self.relay.state.finish is not None and self.run.parsed.single
+            event = LegFailed(step.leg, failure.workers, failure.reason, end, complete)
         assert event is not None
         return self.life.take(event, now_ns)
 
     def _without_adapter(self, step: Step, error: APIError | Rejected) -> WorkerFailed | None:
         """Return the failure of a worker that has unloaded the adapter; None for a refusal."""
-        if not (self.call.adapter and error.status == 404):
-            return None
-        if not isinstance(step, StartPrefill | StartDecode):
+        adapter = self.run.parsed.adapter
+        if not (adapter and error.status == 404 and isinstance(step, StartPrefill | StartDecode)):
             return None
         upstream = self._plane_driver.upstreams.get(step.worker)
         if upstream is not None:
-            upstream.forget(self.call.adapter)
-        words = f"{step.worker} has unloaded {self.call.adapter}"
+            upstream.forget(adapter)
+        words = f"{step.worker} has unloaded {adapter}"
         return WorkerFailed("refused", words, frozenset({step.worker}), status=404)
-
-    async def _failed(self, step: Step, failure: WorkerFailed) -> LegFailed:
-        """Return the event of a worker's failure, with how the worker ended if it did."""
-        # Its frames, and those of its cause, would keep this driver and what was read.
-        self._failure = failure.with_traceback(None)
-        failure.__cause__ = failure.__context__ = None
-        fate = failure.fate if failure.may_be_death else None
-        end = None if fate is None else await fate()
-        complete = self.relay.state.finish is not None and self.call.single
-        return LegFailed(step.leg, failure.workers, failure.reason, end, complete)
 
     def _note_tokens(self) -> None:
         """Report new tokens to the lifecycle."""
@@ -215,7 +213,7 @@ class RequestDriver(ABC):
 
     def _report(self, report: ReportDeaths) -> None:
         """Warn of deaths with the request under way."""
-        id_, workers = self.call.wire_id, ", ".join(report.deaths)
+        id_, workers = self.run.parsed.wire_id, ", ".join(report.deaths)
         words = "request %s was under way when %s ended (%s)"
         _log.warning(words, id_, workers, self._failure)
         if report.suspect:
@@ -224,12 +222,15 @@ class RequestDriver(ABC):
 
     def _over(self, end: EndRequest) -> None:
         self._end = end
-        call = self.call
-        self._plane_driver.end(call.id, end.finish)
-        if call.choice is not None:
-            call.stats.worker = call.choice.decode
-        if call.quota is not None:
-            call.quota.ended(call.id)
+        run = self.run
+        self._plane_driver.end(run.parsed.id, end.finish)
+        if run.choice is not None:
+            run.stats.worker = run.choice.decode
+        if run.quota is not None:
+            run.quota.ended(run.parsed.id)
+
+    def _count_end(self) -> None:  # noqa: B027
+        """Count what a stream got, at its end; a whole reply is counted as it comes."""
 
     def _result(self) -> bytes:
         """Return the reply, or raise the error in its place."""
@@ -240,7 +241,7 @@ class RequestDriver(ABC):
         if end.shed is not None:
             raise busy(end.shed)
         if end.outcome is RequestOutcome.SUSPECT:
-            raise suspect(self.call.wire_id, self.life.suspicion.deaths)
+            raise suspect(self.run.parsed.wire_id, self.life.suspicion.deaths)
         if self._refusal is not None:
             raise self._refusal
         self._metrics.unfinished.labels(self._failure.reason).inc()
@@ -248,71 +249,63 @@ class RequestDriver(ABC):
 
     # --- steps --------------------------------------------------------------------------------
 
-    async def _perform(self, step: Step) -> LifecycleEvent:
-        match step:
-            case SubmitRequest():
-                return await self._submit(step)
-            case FetchKV():
-                return await self._fetch(step)
-            case StartPrefill():
-                return await self._prefill(step)
-            case StartDecode():
-                return await self._decode(step)
-        return await self._complete(step)
-
     async def _submit(self, step: SubmitRequest) -> LifecycleEvent:
         """Ask the control plane for workers, once the key's limits let the request go."""
-        call, quota, start_ns = self.call, self.call.quota, time.monotonic_ns()
+        run, quota, start_ns = self.run, self.run.quota, time.monotonic_ns()
+        parsed, plane_driver = run.parsed, self._plane_driver
         if step.cause:
             self._count_move(step.cause)
         if quota is not None:
             # Further sequences of a request were accepted with its first one.
-            follows = call.group not in ("", call.id)
-            await quota.take(call.id, None if follows else self._plane_driver.queue_timeout_s)
-        exclude, nearby = step.exclude, self._plane_driver.exclude_hosts
-        exclude = nearby(exclude) if exclude and step.cause != RECALLED else exclude
-        eligible = self._plane_driver.serving(call.adapter)
-        if call.adapter and not eligible:
-            raise unknown_model(call.adapter)
+            follows = parsed.group not in ("", parsed.id)
+            await quota.take(parsed.id, None if follows else plane_driver.queue_timeout_s)
+        exclude = step.exclude
+        if exclude and step.cause != RECALLED:
+            exclude = plane_driver.exclude_hosts(exclude)
+        eligible = plane_driver.serving(parsed.adapter)
+        if parsed.adapter and not eligible:
+            raise unknown_model(parsed.adapter)
         try:
-            decision = await self._plane_driver.decide(call.request(step.tokens, eligible), exclude)
+            decision = await plane_driver.decide(run.request(step.tokens, eligible), exclude)
         except ConfigError as error:
             raise overrides_refused(error) from error
         self._metrics.stages.queue_wait.observe((time.monotonic_ns() - start_ns) / SECOND)
         if isinstance(decision, Shed):
             return decision
-        choice = call.choice = self._choice = decision.choice
+        choice = run.choice = self._choice = decision.choice
         self._priority, self._transfer = decision.priority, None
+        run.cached = None if choice.prefill is None else run.cached
         if quota is not None and not step.exclude:
             quota.sent()
-        if call.on_route is not None:
-            call.on_route(choice)
-        why = self._plane_driver.plane.decision(call.id)
-        if call.trace is not None:
-            decided(call.trace, why, step.exclude)
-        computes = self._plane_driver.upstreams.get(choice.prefill or choice.decode)
+        if run.on_route is not None:
+            run.on_route(choice)
+        why = plane_driver.plane.decision(parsed.id)
+        if run.trace is not None:
+            decided(run.trace, why, step.exclude)
+        computes = plane_driver.upstreams.get(choice.prefill or choice.decode)
         if why is not None and computes is not None:
-            keys = {} if step.cause else call.keys
+            keys = {} if step.cause else run.keys
             self._metrics.decided(why, computes.worker.block_size, keys)
-        return await self._prepare(step, decision)
+        body = await self._attempt_body(choice.decode)
+        if body is None:
+            return StreamFinished(step.leg)
+        if time.time_ns() >= parsed.expiry:  # what it would hit is void
+            body = {**body, "cache_salt": f"expired-{parsed.id}"}
+        self._body = body
+        return decision
 
-    async def _prepare(self, step: SubmitRequest, route: Route) -> LifecycleEvent:  # noqa: ARG002
-        """Make up the body of a routed attempt; return the route, or why there is no leg."""
-        self._set_body(self.call.body)
-        return route
-
-    def _set_body(self, body: Body) -> None:
-        """Take a body for both legs; one whose tenure has expired finds nothing cached."""
-        self._body = self.call.current(body, time.time_ns())
+    async def _attempt_body(self, decode: str) -> Body | None:  # noqa: ARG002
+        """Return the body of a routed attempt, for both legs; None where the reply is complete."""
+        return self.run.body
 
     async def _fetch(self, step: FetchKV) -> LifecycleEvent:
         """Ask another worker for what it has cached of the prompt."""
         source = self._plane_driver.upstreams.get(step.read.worker)
         params, outcome = None, "gone"
         if source is not None:
-            call = self.call
+            run = self.run
             params, outcome = await fetch_kv(
-                source, self._body, call.wire_id, step, call.tenant, call.outgoing
+                source, self._body, run.parsed.wire_id, step, run.parsed.tenant, run.outgoing
             )
         self._transfer = params
         self._metrics.read(outcome, step.read)
@@ -320,10 +313,10 @@ class RequestDriver(ABC):
 
     async def _prefill(self, step: StartPrefill) -> LifecycleEvent:
         """Have the prefill worker compute the prompt, or one that pulls it."""
-        call, start_ns = self.call, time.monotonic_ns()
-        prefill = self._upstream(step.worker)
+        run, start_ns = self.run, time.monotonic_ns()
+        prefill = self._plane_driver.upstream(step.worker)
         leg = leg_one(self._body, chat=self._path != COMPLETIONS, read=self._transfer)
-        leg = self._ordered(prefill.engine, leg | {"return_token_ids": False})
+        leg = self._leg_body(prefill.engine, leg | {"return_token_ids": False})
         try:
             queue = self._plane_driver.prefill_queue
             if queue is not None:
@@ -334,17 +327,17 @@ class RequestDriver(ABC):
             else:
                 with prefill.busy():
                     reply = await prefill.whole(
-                        self._path, leg, call.wire_id, call.tenant, call.outgoing,
-                        held=call.reply_bytes, max_bytes=MAX_TICKET_BYTES,
+                        self._path, leg, run.parsed.wire_id, run.parsed.tenant, run.outgoing,
+                        held=run.reply_bytes, max_bytes=MAX_TICKET_BYTES,
                     )  # fmt: skip
             self._transfer = ticket(reply)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise prefill.broke("garbage", error) from error
-        call.cached = None if self._transfer is None else cached_tokens(reply)
+        run.cached = None if self._transfer is None else cached_tokens(reply)
         now_ns = time.monotonic_ns()
         self._metrics.prefill.observe((now_ns - start_ns) / SECOND)
-        if call.metered is not None:
-            call.metered.computed_ns = now_ns
+        if run.metered is not None:
+            run.metered.computed_ns = now_ns
         return Prefilled(step.leg)
 
     async def _pull(
@@ -357,18 +350,18 @@ class RequestDriver(ABC):
         Raises:
             Rejected: the worker refused it. APIError: nobody computed it.
         """
-        call, plane = self.call, self._plane_driver.plane
-        routed = plane.state.requests.get(call.id)
+        run, plane = self.run, self._plane_driver.plane
+        routed = plane.state.requests.get(run.parsed.id)
         if routed is None or routed.decode is None:
             return None
 
         def claimed(worker: str, cached: int) -> None:
             self._choice = msgspec.structs.replace(self._choice, prefill=worker, cached=cached)
-            call.choice = self._choice
-            self._plane_driver.observe(PrefillClaimed(call.id, worker, cached))
+            run.choice = self._choice
+            self._plane_driver.observe(PrefillClaimed(run.parsed.id, worker, cached))
 
-        mark, parent = forecast.mark(call.tenant), call.traceparent
-        sent = PrefillLeg(self._path, call.wire_id, mark, leg, forecast.worker.id, parent)
+        mark, parent = forecast.mark(run.parsed.tenant), run.traceparent
+        sent = PrefillLeg(self._path, run.parsed.wire_id, mark, leg, forecast.worker.id, parent)
         try:
             pulled = await queue.prefill(routed.request, sent, claimed)
         except PrefillDropped as dropped:
@@ -376,10 +369,10 @@ class RequestDriver(ABC):
             raise APIError(status, f"{dropped}.", retry_after=1) from dropped
         if isinstance(pulled, LocalPrefill):
             self._metrics.unpulled_prompts.labels(pulled.reason).inc()
-            self._transfer = None
+            self._transfer = run.cached = None
             self._choice = msgspec.structs.replace(self._choice, prefill=None, cached=0)
-            call.choice = self._choice
-            self._plane_driver.observe(PrefillClaimed(call.id, self._choice.decode, 0))
+            run.choice = self._choice
+            self._plane_driver.observe(PrefillClaimed(run.parsed.id, self._choice.decode, 0))
             return None
         if pulled.status != 200:
             raise Rejected(pulled.status, pulled.reply)
@@ -393,129 +386,68 @@ class RequestDriver(ABC):
         """Write the end of a stream that has all its tokens."""
         raise NotImplementedError(f"{type(self).__name__} streams nothing that could be completed")
 
-    def _decode_body(self, engine: Engine) -> Body:
-        """Return what the decode worker is sent."""
-        if self._choice.prefill is None:
-            self.call.cached = None
-        params = self._transfer
-        body = self._body if params is None else leg_two(self._body, params)
-        return self._ordered(engine, body)
-
-    def _ordered(self, engine: Engine, body: Body) -> Body:
-        """Return a body with what matters to the order inside a worker, as that understands it."""
-        if self.call.deadline_ms is not None and self._plane_driver.heeds_deadlines:
-            body = engine.dated(body, self.call.left_ms(time.monotonic_ns()))
-        body = engine.ranked(body, self._priority)
-        return engine.addressed(body, self.call.fields.model)
-
-    def _upstream(self, worker: str) -> Upstream:
-        upstream = self._plane_driver.upstreams.get(worker)
-        if upstream is None:
-            raise WorkerFailed("connect", f"{worker} is gone", frozenset({worker}))
-        return upstream
+    def _leg_body(self, engine: Engine, body: Body) -> Body:
+        """Return a leg's body with what matters to the order inside a worker."""
+        parsed = self.run.parsed
+        if parsed.deadline_ms is not None and self._plane_driver.heeds_deadlines:
+            body = engine.dated(body, parsed.left_ms(time.monotonic_ns()))
+        return engine.addressed(engine.ranked(body, self._priority), parsed.fields.model)
 
     def _meter_prompt(self) -> None:
         """Note that the prompt was computed, and by which worker."""
-        metered, choice = self.call.metered, self._choice
+        metered, choice = self.run.metered, self._choice
         if metered is not None and not metered.first_token_ns:
-            routed = self._plane_driver.plane.state.requests.get(self.call.id)
+            routed = self._plane_driver.plane.state.requests.get(self.run.parsed.id)
             uncached = None if routed is None else routed.uncached
-            self._plane_driver.meter.begun(self.call, choice.prefill or choice.decode, uncached)
+            self._plane_driver.meter.begun(self.run, choice.prefill or choice.decode, uncached)
 
     def _count_move(self, cause: str) -> None:
-        if self.call.metered is not None:
-            self.call.metered.moves += 1
+        if self.run.metered is not None:
+            self.run.metered.moves += 1
         phase = "stream" if self.life.generated else "prompt"
         self._metrics.migrations.labels(phase, cause).inc()
-
-
-class Generator:
-    """Serves generation requests over the fleet."""
-
-    def __init__(self, plane_driver: PlaneDriver, metrics: Metrics) -> None:
-        self._plane_driver = plane_driver
-        self._metrics = metrics
-
-    async def whole(self, call: GatewayRequest) -> bytes:
-        """Return the JSON body of a reply that is not streamed.
-
-        Raises:
-            APIError: no worker could serve it. Rejected: a worker refused it.
-        """
-        if sequences.splits(call):
-            reply = await sequences.whole(self._plane_driver, call, self._whole)
-        else:
-            reply = await self._whole(call)
-        self._metrics.duration.observe((time.monotonic_ns() - call.arrival) / SECOND)
-        return reply
-
-    async def _whole(self, call: GatewayRequest) -> bytes:
-        """Return the reply of one sequence, or of several that are not to be split."""
-        return await ReplyDriver(self._plane_driver, self._metrics, Relay(call)).run()
-
-    async def stream(self, call: GatewayRequest, writer: SSEWriter) -> None:
-        """Stream a reply to `writer`.
-
-        Raises:
-            APIError, Rejected: as `whole`; when something was written before, the caller ends the
-                stream with an error event.
-        """
-        if sequences.splits(call):
-            await sequences.stream(self._plane_driver, call, writer, self._stream)
-        else:
-            await self._stream(call, writer)
-        self._metrics.duration.observe((time.monotonic_ns() - call.arrival) / SECOND)
-
-    async def _stream(self, call: GatewayRequest, writer: SSEWriter) -> None:
-        """Stream one sequence, or several that are not to be split."""
-        relay = Relay(call)
-        if call.metered is not None:
-            call.metered.relays.append(relay)
-        self._plane_driver.watch(relay)
-        try:
-            await StreamDriver(self._plane_driver, self._metrics, relay, writer).run()
-        finally:
-            prompt_tokens = relay.state.prompt_tokens
-            self._metrics.generation_tokens.labels(call.tenant).inc(relay.counted)
-            self._metrics.prompt_tokens.labels(call.tenant).inc(prompt_tokens)
-            call.stats.add(prompt_tokens, relay.counted)
-            if call.trace is not None and relay.state.finish:
-                call.stats.finish_reasons += (relay.state.finish,)
 
 
 class ReplyDriver(RequestDriver):
     """Serves a request whose reply comes in one piece."""
 
     async def _decode(self, step: StartDecode) -> LifecycleEvent:
-        call, decode = self.call, self._upstream(step.worker)
-        body = self._decode_body(decode.engine)
+        run, decode = self.run, self._plane_driver.upstream(step.worker)
+        params = self._transfer
+        body = self._body if params is None else leg_two(self._body, params)
+        body = self._leg_body(decode.engine, body)
         with decode.busy(), decode.in_one_piece():
             reply = await decode.whole(
-                self._path, body, call.wire_id, call.tenant, call.outgoing, held=call.reply_bytes
+                self._path,
+                body,
+                run.parsed.wire_id,
+                run.parsed.tenant,
+                run.outgoing,
+                held=run.reply_bytes,
             )
         try:
             read = whole(without_bom(reply))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            call.reply_bytes.shrink(len(reply))
+            run.reply_bytes.shrink(len(reply))
             del reply  # the error's frames would keep it
             raise decode.broke("garbage", error) from None
         tokens = 0 if read.usage is None else read.usage.completion_tokens
-        if call.token_limit and tokens > call.token_limit:
-            raise decode.broke("garbage", TooManyTokens(call.token_limit))
+        if run.parsed.token_limit and tokens > run.parsed.token_limit:
+            raise decode.broke("garbage", TooManyTokens(run.parsed.token_limit))
         if any(choice.finish_reason in ("abort", "error") for choice in read.choices):
             worker = decode.worker.id
             raise WorkerFailed("abort", f"{worker} gave the request up", frozenset({worker}))
         self._meter_prompt()
-        if call.trace is not None:
+        if run.trace is not None:
             reasons = (choice.finish_reason or "" for choice in read.choices)
-            call.stats.finish_reasons += tuple(filter(None, reasons))
+            run.stats.finish_reasons += tuple(filter(None, reasons))
         if read.usage is not None:
             decode.tokens += tokens
-            self._plane_driver.on_tokens(((call.id, tokens),))
-            self._metrics.generation_tokens.labels(call.tenant).inc(tokens)
-            self._metrics.prompt_tokens.labels(call.tenant).inc(read.usage.prompt_tokens)
-            call.stats.add(read.usage.prompt_tokens, tokens)
-        self._reply = reply if call.cached is None else with_cached_tokens(reply, call.cached)
+            self._plane_driver.on_tokens(((run.parsed.id, tokens),))
+            self._metrics.generation_tokens.labels(run.parsed.tenant).inc(tokens)
+            self._metrics.prompt_tokens.labels(run.parsed.tenant).inc(read.usage.prompt_tokens)
+            run.stats.add(read.usage.prompt_tokens, tokens)
+        self._reply = reply if run.cached is None else with_cached_tokens(reply, run.cached)
         return StreamFinished(step.leg)
 
 
@@ -534,12 +466,17 @@ class StreamDriver(RequestDriver):
         self._writer = writer
         self._worker: Upstream | None = None
         self._mapped = False
+        if self.run.metered is not None:
+            self.run.metered.relays.append(relay)
+        plane_driver.watch(relay)
 
-    async def _prepare(self, step: SubmitRequest, route: Route) -> LifecycleEvent:
-        call, state = self.call, self.relay.state
-        self._worker = decode = self._upstream(route.choice.decode)
-        engine = decode.engine
-        if not can_migrate(state, single=call.single, portable=call.portable, stock=engine.stock):
+    async def _attempt_body(self, decode: str) -> Body | None:
+        run, state = self.run, self.relay.state
+        self._worker = worker = self._plane_driver.upstream(decode)
+        engine = worker.engine
+        if not can_migrate(
+            state, single=run.parsed.single, portable=run.parsed.portable, stock=engine.stock
+        ):
             raise APIError(
                 502,
                 f"The worker of this stream failed ({self._failure}), and the stream cannot go on "
@@ -549,31 +486,44 @@ class StreamDriver(RequestDriver):
         if engine.stock and (dropped := state.drop_unshown()):
             self.life.take(TokensDropped(dropped), time.monotonic_ns())
         sent = attempt_body(
-            call, state, stock=engine.stock, seed=_seed(call),
+            run, state, stock=engine.stock,
             max_model_len=engine.max_model_len, dynamo=engine.dynamo,
         )  # fmt: skip
         if sent.body.get("max_tokens") == 0:
-            await self._writer.write(length_frame(call, state) + closing_frames(call, state))
-            return StreamFinished(step.leg)
+            await self._writer.write(length_frame(run, state) + closing_frames(run, state))
+            return None
         self._path, self._mapped = sent.path, sent.mapped
-        self._set_body(sent.body)
-        return route
+        return sent.body
 
     async def _decode(self, step: StartDecode) -> LifecycleEvent:
-        call, decode = self.call, self._worker
+        run, decode = self.run, self._worker
         assert decode is not None
-        body = self._decode_body(decode.engine)
+        params = self._transfer
+        body = self._body if params is None else leg_two(self._body, params)
+        body = self._leg_body(decode.engine, body)
         self.relay.begin(stock=decode.engine.stock, mapped=self._mapped)
         with decode.busy():
-            async with decode.stream(
-                self._path, body, call.wire_id, call.tenant, call.outgoing
-            ) as connection:
+            connection = await decode.ask(
+                self._path, body, run.parsed.wire_id, run.parsed.tenant, run.outgoing
+            )
+            try:
                 await self._pump(step, decode, connection)
+            finally:
+                decode.give_back(connection)
         return StreamFinished(step.leg)
+
+    def _count_end(self) -> None:
+        relay, run = self.relay, self.run
+        prompt_tokens = relay.state.prompt_tokens
+        self._metrics.generation_tokens.labels(run.parsed.tenant).inc(relay.counted)
+        self._metrics.prompt_tokens.labels(run.parsed.tenant).inc(prompt_tokens)
+        run.stats.add(prompt_tokens, relay.counted)
+        if run.trace is not None and relay.state.finish:
+            run.stats.finish_reasons += (relay.state.finish,)
 
     async def _complete(self, step: CompleteStream) -> LifecycleEvent:
         self._count_move(self._failure.reason)
-        await self._writer.write(closing_frames(self.call, self.relay.state))
+        await self._writer.write(closing_frames(self.run, self.relay.state))
         return StreamFinished(step.leg)
 
     async def _pump(self, step: StartDecode, decode: Upstream, connection: HTTPConnection) -> None:
@@ -599,7 +549,7 @@ class StreamDriver(RequestDriver):
                     gap_s = (now_ns - last_ns) / count / SECOND
                     itl(gap_s, count)
                     stalled = stall(gap_s, blocked=read_ns > last_ns)
-                    if stalled and (trace := self.call.trace) is not None:
+                    if stalled and (trace := self.run.trace) is not None:
                         trace.event("engine stall", last_ns, (("pigou.gap_s",), (gap_s,)))
                 elif before == 0:
                     self._first_token(step)
@@ -641,10 +591,10 @@ class StreamDriver(RequestDriver):
     def _first_token(self, step: StartDecode) -> None:
         now_ns = time.monotonic_ns()
         self._apply(self.life.take(StreamBegan(step.leg), now_ns))
-        stats = self.call.stats
+        stats = self.run.stats
         stats.first_token = stats.first_token or now_ns
-        self._metrics.first_token.observe((now_ns - self.call.arrival) / SECOND)
-        metered = self.call.metered
+        self._metrics.first_token.observe((now_ns - self.run.parsed.arrival) / SECOND)
+        metered = self.run.metered
         if self._transfer is not None and metered is not None and metered.computed_ns:
             self._metrics.stages.transfer.observe((now_ns - metered.computed_ns) / SECOND)
         self._meter_prompt()
@@ -665,8 +615,3 @@ async def _to_end(connection: HTTPConnection) -> None:
         async with asyncio.timeout(_END_S):
             while await connection.read():
                 pass
-
-
-def _seed(call: GatewayRequest) -> int:
-    """Return the seed of a request whose client gave none: the same in every attempt."""
-    return int(call.id, 16) & 0x7FFF_FFFF_FFFF_FFFF

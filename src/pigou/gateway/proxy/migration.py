@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from pigou.gateway.request import CHAT, COMPLETIONS, Body, GatewayRequest
+from pigou.gateway.request import CHAT, COMPLETIONS, Body, GatewayRun
 from pigou.lifecycle.migration import Continuation, StreamState
 from pigou.wire.sse import DONE, frame
 
@@ -33,44 +33,44 @@ class AttemptBody:
 
 
 def attempt_body(
-    call: GatewayRequest, state: StreamState, *, stock: bool, seed: int, max_model_len: int,
+    run: GatewayRun, state: StreamState, *, stock: bool, max_model_len: int,
     dynamo: bool = False,
 ) -> AttemptBody:  # fmt: skip
     """Return what to send for the next attempt; first or not.
 
     Args:
-        call: the client's request.
+        run: the client's request.
         state: the stream so far; `can_migrate` holds. For a stock worker, it has no tokens
             that were not shown entirely.
         stock: the worker knows nothing of `resume_tokens`.
-        seed: used on Pigou's workers where the client gave none, so that a sampled stream goes
-            on with the draws that it would have had.
         max_model_len: context of the worker, in tokens.
         dynamo: the worker is a frontend of Dynamo, which tells token ids in its own way.
     """
-    body = call.body if stock or call.seeded else {**call.body, "seed": seed}
-    if dynamo and call.stream and not call.wants_ids:
+    body = run.body if stock or run.parsed.seeded else {**run.body, "seed": run.parsed.own_seed}
+    if dynamo and run.parsed.stream and not run.parsed.wants_ids:
         body = _dynamo(body)
     if not state.tokens:
-        return AttemptBody(call.path, body)
+        return AttemptBody(run.parsed.path, body)
     prompt = state.prompt_ids()
     ids = prompt + state.tokens
     generated = len(state.tokens)
     if not stock:
-        where = "prompt_token_ids" if call.chat else "prompt"
-        return AttemptBody(call.path, {**body, where: ids, "resume_tokens": generated})
+        where = "prompt_token_ids" if run.parsed.chat else "prompt"
+        return AttemptBody(run.parsed.path, {**body, where: ids, "resume_tokens": generated})
     rest: Body = {name: body[name] for name in _CARRIED if name in body}
-    context_left = max_model_len - len(prompt) if max_model_len else call.max_tokens
-    max_output_tokens = _number(body, "max_completion_tokens") if call.chat else None
+    context_left = max_model_len - len(prompt) if max_model_len else run.parsed.max_tokens
+    max_output_tokens = _number(body, "max_completion_tokens") if run.parsed.chat else None
     max_output_tokens = (
-        max_output_tokens or _number(body, "max_tokens") or (context_left if call.chat else 16)
+        max_output_tokens
+        or _number(body, "max_tokens")
+        or (context_left if run.parsed.chat else 16)
     )
     min_tokens = _number(body, "min_tokens") or 0
     left = Continuation.after(
         generated, len(prompt), min(max_output_tokens, context_left), min_tokens
     )
     rest |= {"prompt": ids, "max_tokens": left.max_tokens, "min_tokens": left.min_tokens}
-    return AttemptBody(COMPLETIONS, rest, mapped=call.path == CHAT)
+    return AttemptBody(COMPLETIONS, rest, mapped=run.parsed.path == CHAT)
 
 
 def _dynamo(body: Body) -> Body:
@@ -101,9 +101,9 @@ class MigratedChunks:
     reply; prompt ids are not told again.
     """
 
-    def __init__(self, call: GatewayRequest, state: StreamState, mapped: bool) -> None:
+    def __init__(self, run: GatewayRun, state: StreamState, mapped: bool) -> None:
         """Prepare for one attempt; `mapped` turns completion chunks into chat chunks."""
-        self._call = call
+        self._run = run
         self._state = state
         self._mapped = mapped
 
@@ -121,9 +121,9 @@ class MigratedChunks:
             body["object"] = _CHUNK
             body["choices"] = choices = [self._chat(choice) for choice in choices]
         for choice in choices:
-            if self._call.chat and self._says_nothing_new(choice):
+            if self._run.parsed.chat and self._says_nothing_new(choice):
                 return b""
-            if not self._call.wants_ids:
+            if not self._run.parsed.wants_ids:
                 choice["token_ids"] = None
             if "prompt_token_ids" in choice:
                 choice["prompt_token_ids"] = None
@@ -174,15 +174,15 @@ def _whole(usage_body: dict[str, Any], state: StreamState) -> dict[str, Any]:
     return usage | {_DETAILS: details}
 
 
-def closing_frames(call: GatewayRequest, state: StreamState) -> bytes:
+def closing_frames(run: GatewayRun, state: StreamState) -> bytes:
     """Return the frames that end a stream whose last token came, but whose end did not."""
     head = state.head
     assert head is not None
     frames = []
-    if call.wants_usage and not state.usage:
+    if run.parsed.wants_usage and not state.usage:
         body = {
             "id": head.id,
-            "object": _CHUNK if call.chat else "text_completion",
+            "object": _CHUNK if run.parsed.chat else "text_completion",
             "created": head.created,
             "model": head.model,
             "choices": [],
@@ -192,15 +192,15 @@ def closing_frames(call: GatewayRequest, state: StreamState) -> bytes:
     return b"".join([*frames, DONE])
 
 
-def length_frame(call: GatewayRequest, state: StreamState) -> bytes:
+def length_frame(run: GatewayRun, state: StreamState) -> bytes:
     """Return the chunk that says a reply ended for its length, when its last token has come."""
     head = state.head
     assert head is not None
     choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": "length"}
-    choice |= {"delta": {"content": ""}} if call.chat else {"text": ""}
+    choice |= {"delta": {"content": ""}} if run.parsed.chat else {"text": ""}
     body = {
         "id": head.id,
-        "object": _CHUNK if call.chat else "text_completion",
+        "object": _CHUNK if run.parsed.chat else "text_completion",
         "created": head.created,
         "model": head.model,
         "choices": [choice | {"stop_reason": None, "token_ids": None}],

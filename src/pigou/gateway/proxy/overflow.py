@@ -11,7 +11,7 @@ from aiohttp import web
 
 from pigou.control.messages import Choice
 from pigou.gateway.config import Overflow
-from pigou.gateway.request import GatewayRequest
+from pigou.gateway.request import GatewayRun
 from pigou.wire.errors import APIError
 from pigou.wire.json_limits import read_fields
 from pigou.wire.openai_requests import without_bom
@@ -25,12 +25,12 @@ _REPLY_HEADERS = ("content-type", "cache-control", "retry-after")
 
 
 async def unless_full(
-    call: GatewayRequest, price_s: float, serve: Callable[[], Awaitable[web.StreamResponse]]
+    run: GatewayRun, price_s: float, serve: Callable[[], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse | None:
     """Serve a request; return None where it found no worker, and nothing was written.
 
     Args:
-        call: the request; its wait ends with its first route.
+        run: the request; its wait ends with its first route.
         price_s: that it may wait for a worker, in seconds.
     """
     limit = asyncio.timeout(price_s)
@@ -39,7 +39,7 @@ async def unless_full(
         if not limit.expired():
             limit.reschedule(None)
 
-    call.on_route = routed
+    run.on_route = routed
     try:
         async with limit:
             return await serve()
@@ -53,7 +53,7 @@ async def unless_full(
 
 
 def with_model(data: bytes, model: str) -> bytes:
-    """Return a body with this `model`; for a large one (`SMALL`), call it on a thread."""
+    """Return a body with this `model`; for a large one (`SMALL`), run it on a thread."""
     body = read_fields(without_bom(data))
     body["model"] = msgspec.Raw(msgspec.json.encode(model))
     return msgspec.json.encode(body)
@@ -71,23 +71,23 @@ class OtherFleets:
             await self._session.close()
 
     async def forward(
-        self, request: web.Request, data: bytes, call: GatewayRequest, overflow: Overflow
+        self, request: web.Request, data: bytes, run: GatewayRun, overflow: Overflow
     ) -> web.StreamResponse:
         """Pass a request on, and its answer back.
 
         Args:
-            call: the request as it was read here.
+            run: the request as it was read here.
 
         Raises:
             APIError: 503, the other fleet cannot be reached; 502, it broke off before it answered.
         """
-        model = call.fields.model or ""
+        model = run.parsed.fields.model or ""
         headers = {"content-type": "application/json", OVERFLOW_HEADER: model}
-        headers[REQUEST_ID_HEADER] = call.wire_id
-        if call.trace is None:
-            headers |= call.trace_headers
+        headers[REQUEST_ID_HEADER] = run.parsed.wire_id
+        if run.trace is None:
+            headers |= run.trace_headers
         else:
-            headers |= call.trace.context.header_map(call.trace.leg_id)
+            headers |= run.trace.context.header_map(run.trace.leg_id)
         if overflow.key:
             headers["authorization"] = f"Bearer {overflow.key}"
         url = overflow.to.rstrip("/").removesuffix("/v1") + request.path

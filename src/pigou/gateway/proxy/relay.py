@@ -11,7 +11,7 @@ from pigou.gateway.failure import Rejected, WorkerFailed
 from pigou.gateway.proxy import reply_parsing
 from pigou.gateway.proxy.migration import MigratedChunks, length_frame
 from pigou.gateway.proxy.reply_parsing import PROMPT_TOKEN_IDS, TOKEN_IDS, count, with_cached_tokens
-from pigou.gateway.request import GatewayRequest
+from pigou.gateway.request import GatewayRun, StreamCount
 from pigou.lifecycle.migration import StreamState
 from pigou.wire.bodies import OverBudget
 from pigou.wire.errors import REQUEST_FAILED
@@ -38,33 +38,25 @@ class TooManyTokens(ValueError):
         super().__init__(f"the worker sent over {limit} tokens, and no more were asked for")
 
 
-class Relay:
+class Relay(StreamCount):
     """Passes a stream on, chunk by chunk, and keeps its state.
 
     `begin` starts each attempt; `feed` takes what its worker sends. Within the first attempt a
     chunk's bytes pass as they are, without the token ids that only the gateway asked for. In
     later attempts chunks are decoded and made to fit what the client saw before.
-
-    Attributes:
-        state: of the stream: tokens, text shown, end.
-        counted: tokens of all choices so far.
-        last_token_ns: when the last of them came, in nanoseconds of the gateway's clock; 0 before.
-        muted: what comes is dropped, until the next attempt.
-        failed: why the attempt cannot go on, set by `feed`; None while it can.
     """
 
-    def __init__(self, call: GatewayRequest) -> None:
-        self.call = call
-        self.state = StreamState()
-        self.counted = 0
-        self.last_token_ns = 0
-        self.muted = False
-        self.failed: WorkerFailed | Rejected | None = None
+    def __init__(self, run: GatewayRun) -> None:
+        super().__init__()
+        self.run = run
+        self.state = StreamState()  # tokens, text shown, end
+        self.muted = False  # what comes is dropped, until the next attempt
+        self.failed: WorkerFailed | Rejected | None = None  # why the attempt cannot go on
         self._reader = Reader()
         self._idle_events = 0
         self._stock = False
         self._full = True
-        self._limit = call.token_limit or _MAX_TOKENS
+        self._limit = run.parsed.token_limit or _MAX_TOKENS
         self._texts = 0
         self._pending = 0
         self._migrated: MigratedChunks | None = None
@@ -90,11 +82,11 @@ class Relay:
         self._drop_reader()
         self._idle_events = self._texts = 0
         self._stock = stock
-        self._full = stock or not self.state.begun or not self.call.single
+        self._full = stock or not self.state.begun or not self.run.parsed.single
         self._fast_path = self._ready = None
         self._fast_paths = 0
         if self.state.begun:
-            self._migrated = MigratedChunks(self.call, self.state, mapped)
+            self._migrated = MigratedChunks(self.run, self.state, mapped)
 
     def feed(self, data: bytes) -> bytes:
         """Take bytes of the worker; return bytes for the client, possibly none.
@@ -118,7 +110,7 @@ class Relay:
         self._idle_events = 0
         if text and self._stock:
             self.state.shown = len(tokens)
-        return data if self.call.wants_ids else bare
+        return data if self.run.parsed.wants_ids else bare
 
     def end(self) -> bytes:
         """Take the end of the worker's bytes: a last `[DONE]` needs no blank line after it."""
@@ -166,19 +158,19 @@ class Relay:
         """Fail the attempt; a stream that has all its tokens ends there, by its length."""
         self.failed = WorkerFailed("garbage", str(error))
         state = self.state
-        if not self.call.single or state.head is None or len(state.tokens) < self._limit:
+        if not self.run.parsed.single or state.head is None or len(state.tokens) < self._limit:
             return b""
         if state.finish is not None:
             return b""
         state.finish = "length"
-        return length_frame(self.call, state)
+        return length_frame(self.run, state)
 
     def _reserve(self, pending: int) -> None:
         """Count the bytes of an event that is not whole yet among those of all replies."""
         if pending > self._pending:
-            self.call.reply_bytes.grow(pending - self._pending)
+            self.run.reply_bytes.grow(pending - self._pending)
         elif pending < self._pending:
-            self.call.reply_bytes.shrink(self._pending - pending)
+            self.run.reply_bytes.shrink(self._pending - pending)
         self._pending = pending
 
     def _drop_reader(self) -> None:
@@ -218,7 +210,7 @@ class Relay:
             return self._migrated.fit(payload)
         if self._learns and chunk.nvext is None:
             self._learn(payload, chunk.choices)
-        if has_ids and not self.call.wants_ids:
+        if has_ids and not self.run.parsed.wants_ids:
             return reply_parsing.without_ids(payload, False)
         return payload
 
@@ -244,15 +236,15 @@ class Relay:
         if state.head is None:
             state.head = chunk.head()
             self._keep(prompt)
-            self._full = self._stock or not self.call.single
-            self._fast_paths = _MAX_FAST_PATHS if self.call.single else 0
-        if (has_ids or prompt) and not self.call.wants_ids:
+            self._full = self._stock or not self.run.parsed.single
+            self._fast_paths = _MAX_FAST_PATHS if self.run.parsed.single else 0
+        if (has_ids or prompt) and not self.run.parsed.wants_ids:
             return reply_parsing.without_ids(payload, bool(prompt))
         return payload
 
     def _cached(self, payload: bytes, usage: msgspec.Raw) -> bytes:
         """Return a chunk with what the prefill worker had cached, where that is known."""
-        cached = self.call.cached
+        cached = self.run.cached
         if cached is None or not reply_parsing.given(usage):
             return payload
         return with_cached_tokens(payload, cached)
@@ -288,7 +280,7 @@ class Relay:
     def _keep(self, prompt: bytes) -> None:
         """Keep the prompt's ids, with which the stream can go on elsewhere, while there is room."""
         try:
-            self.call.reply_bytes.grow(len(prompt))
+            self.run.reply_bytes.grow(len(prompt))
         except OverBudget as error:
             raise WorkerFailed("garbage", f"the worker sent too long a prompt: {error}") from None
         self.state.prompt = prompt

@@ -11,200 +11,187 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
 from pigou.control.messages import Choice, GroupEnded
+from pigou.gateway.metrics import Metrics
 from pigou.gateway.plane_driver import PlaneDriver
+from pigou.gateway.proxy.driver import ReplyDriver, StreamDriver
+from pigou.gateway.proxy.relay import Relay
 from pigou.gateway.proxy.writer import HIGH_WATER, SSEWriter
-from pigou.gateway.request import GatewayRequest
+from pigou.gateway.request import GatewayRun
 from pigou.wire.errors import bad_request
 from pigou.wire.sse import DONE, DONE_PAYLOAD, Reader, frame
 
 #: Most sequences that one request may ask for.
 MAX_SEQUENCES = 1024
-#: Fields under which the sequences of a request depend on each other; their neutral values.
-_COUPLING_FIELDS: dict[str, tuple[Any, ...]] = {
-    "use_beam_search": (None, False),
-    "best_of": (None, 1),
-}
 _DETAILS, _CACHED = "prompt_tokens_details", "cached_tokens"
 #: Characters of a request id that are kept before a sequence's number.
 _ID = 240
 
 
-def splits(call: GatewayRequest) -> bool:
+def splits(run: GatewayRun) -> bool:
     """Whether a request is served as one request for each of its sequences.
 
     Raises:
         APIError: 400, it asks for more than `MAX_SEQUENCES`.
     """
-    total = call.choices * len(call.prompts)
+    total = run.parsed.sequences
     if total > MAX_SEQUENCES:
         raise bad_request(
             f"prompt and n ask for {total} sequences; at most {MAX_SEQUENCES} work in one "
             "request: send several requests.",
-            "prompt" if len(call.prompts) > 1 else "n",
+            "prompt" if len(run.parsed.prompts) > 1 else "n",
         )
-    return total > 1 and all(
-        _value(call.body.get(name)) in (*neutral, *((call.choices,) if name == "best_of" else ()))
-        for name, neutral in _COUPLING_FIELDS.items()
+    # Under beam search and best_of the sequences depend on each other.
+    return (
+        total > 1
+        and _value(run.body.get("use_beam_search")) in (None, False)
+        and _value(run.body.get("best_of")) in (None, 1, run.parsed.choices)
     )
 
 
-@dataclass(eq=False, slots=True)
-class _Sequence:
-    """One sequence under way; `routed` is set once it has workers, or is over."""
-
-    call: GatewayRequest
-    index: int
-    routed: asyncio.Event
-
-
 #: Serves one sequence.
-Serve = Callable[[GatewayRequest, int], Awaitable[None]]
+Serve = Callable[[GatewayRun, int], Awaitable[None]]
 
 
 class Sequences:
     """Serves the sequences of one request, a few at a time.
 
     The choices of one prompt follow once the prompt is computed for the first of them: then they
-    find its blocks in the cache.
+    hit its blocks in the cache.
     """
 
-    def __init__(self, plane_driver: PlaneDriver, call: GatewayRequest) -> None:
-        self._plane_driver = plane_driver
-        self._call = call
-        self._total = call.choices * len(call.prompts)
-        self._first = deque(range(0, self._total, call.choices))
+    def __init__(self, plane_driver: PlaneDriver, run: GatewayRun) -> None:
+        self._plane_driver, self._run = plane_driver, run
+        self._choices, self._total = run.parsed.choices, run.parsed.sequences
+        self._first = deque(range(0, self._total, self._choices))
         self._next: deque[int] = deque()
-        self._leaders: dict[int, GatewayRequest] = {}
-        self._active: dict[int, _Sequence] = {}
+        self._leaders: dict[int, str] = {}  # ids of prompts' first sequences, by number
+        # under way; the event is set once the sequence has workers, or is over.
+        self._routed: dict[int, asyncio.Event] = {}
         self._wake = asyncio.Event()
 
-    async def run(self, serve: Serve) -> None:
+    async def serve(self, serve: Serve) -> None:
         """Serve them all.
 
         Raises:
             APIError, Rejected: the first failure of any; the others are ended.
         """
-        if self._call.trace is not None:
-            self._call.trace.begin_branches()
+        trace = self._run.trace
+        if trace is not None:
+            trace.begin_branches()
         try:
             with self._plane_driver.woken(self._wake):
                 async with asyncio.TaskGroup() as tasks:
                     for sent in range(1, self._total + 1):
-                        index = await self._turn()
-                        sequence = self._begin(index, self._total - sent)
-                        tasks.create_task(self._one(sequence, serve))
-                        await sequence.routed.wait()  # one of them waits for a worker at a time
+                        index = await self._next_index()
+                        run, routed = self._begin(index, self._total - sent)
+                        tasks.create_task(self._serve_one(run, index, serve))
+                        await routed.wait()  # one of them waits for a worker at a time
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from failures
         finally:
-            self._plane_driver.observe(GroupEnded(self._call.id))
-            if self._call.trace is not None:
-                self._call.trace.end_branches("choices")
+            self._plane_driver.observe(GroupEnded(self._run.parsed.id))
+            if trace is not None:
+                trace.end_branches("choices")
 
     def wake(self) -> None:
-        """Let `run` look whether the next sequence may go."""
+        """Look again whether the next sequence may go."""
         self._wake.set()
 
-    async def _turn(self) -> int:
+    async def _next_index(self) -> int:
         """Wait until another sequence may go; return its number."""
         while True:
-            self._follow()
+            for index, leader in list(self._leaders.items()):
+                # The other choices follow a prompt that is computed.
+                if index not in self._routed or not self._plane_driver.plane.computes(leader):
+                    del self._leaders[index]
+                    self._next.extend(range(index + 1, index + self._choices))
             waiting = self._next or self._first
-            if waiting and self._plane_driver.may_add(self._call, len(self._active)):
+            if waiting and self._plane_driver.may_add(self._run, len(self._routed)):
                 return waiting.popleft()
             self._wake.clear()
             await self._wake.wait()
 
-    def _follow(self) -> None:
-        """Let the other choices go of prompts that are computed."""
-        for index, leader in list(self._leaders.items()):
-            if index not in self._active or not self._plane_driver.plane.computes(leader.id):
-                del self._leaders[index]
-                self._next.extend(range(index + 1, index + self._call.choices))
-
-    def _begin(self, index: int, held: int) -> _Sequence:
-        routed = asyncio.Event()
+    def _begin(self, index: int, held: int) -> tuple[GatewayRun, asyncio.Event]:
+        whole, routed = self._run, asyncio.Event()
 
         def on_route(choice: Choice) -> None:
-            if self._call.choice is None and self._call.on_route is not None:
-                self._call.on_route(choice)
-            self._call.choice = self._call.choice or choice
+            if whole.choice is None and whole.on_route is not None:
+                whole.on_route(choice)
+            whole.choice = whole.choice or choice
             routed.set()
 
-        prompts = -(-held // self._call.choices)  # those of the other choices are cached
-        call = one_of(self._call, index)
-        call.held, call.held_tokens = held, prompts * call.prompt
-        call.on_route = on_route
-        if self._call.choices > 1 and index % self._call.choices == 0:
-            self._leaders[index] = call
-        sequence = self._active[index] = _Sequence(call, index, routed)
-        return sequence
+        prompts = -(-held // self._choices)  # those of the other choices are cached
+        run = one_of(whole, index)
+        run.held, run.held_tokens = held, prompts * run.prompt_tokens
+        run.on_route = on_route
+        if self._choices > 1 and index % self._choices == 0:
+            self._leaders[index] = run.parsed.id
+        self._routed[index] = routed
+        return run, routed
 
-    async def _one(self, sequence: _Sequence, serve: Serve) -> None:
-        call, above = sequence.call, self._call.trace
+    async def _serve_one(self, run: GatewayRun, index: int, serve: Serve) -> None:
+        above = self._run.trace
         if above is not None:
-            call.trace = above.branch()
+            run.trace = above.branch()
         try:
-            await self._plane_driver.read(call)
-            await serve(call, sequence.index)
+            await self._plane_driver.read(run)
+            await serve(run, index)
         finally:
-            if above is not None and call.trace is not None:
-                above.end_branch(call.trace, "choice", (("pigou.choice",), (sequence.index,)))
-            del self._active[sequence.index]
-            sequence.routed.set()
+            if above is not None and run.trace is not None:
+                above.end_branch(run.trace, "choice", (("pigou.choice",), (index,)))
+            self._routed.pop(index).set()
             self._wake.set()
 
 
-def one_of(call: GatewayRequest, index: int) -> GatewayRequest:
+def one_of(run: GatewayRun, index: int) -> GatewayRun:
     """Return sequence `index` of a request as a request of its own.
 
     Choice j of a seeded request is what the same request yields with seed + j.
     """
-    prompt_index, sample = divmod(index, call.choices)
-    prompt = call.prompts[prompt_index]
-    body = {name: value for name, value in call.body.items() if name not in ("n", "best_of")}
+    parsed = run.parsed
+    prompt_index, sample = divmod(index, parsed.choices)
+    prompt = parsed.prompts[prompt_index]
+    body = {name: value for name, value in run.body.items() if name not in ("n", "best_of")}
     changes: dict[str, Any] = {"n": 1}
     if prompt is not None:
         body["prompt"] = changes["prompt"] = prompt
-    if call.fields.seed is not None:
-        body["seed"] = changes["seed"] = call.fields.seed + sample
-    return replace(
-        call,
-        id=secrets.token_hex(16) if index else call.id,
-        wire_id=f"{call.wire_id[:_ID]}-{index}",
+    if parsed.fields.seed is not None:
+        body["seed"] = changes["seed"] = parsed.fields.seed + sample
+    one = replace(
+        parsed,
+        id=secrets.token_hex(16) if index else parsed.id,
+        wire_id=f"{parsed.wire_id[:_ID]}-{index}",
         body=body,
-        prompt=max(1, call.prompt // len(call.prompts)),
+        prompt_tokens=max(1, run.prompt_tokens // len(parsed.prompts)),
         single=True,
-        splits=not call.fields.scores_prompt(call.chat),
-        fields=msgspec.structs.replace(call.fields, **changes),
-        arrival=time.monotonic_ns() if index else call.arrival,
+        splits=not parsed.fields.scores_prompt(parsed.chat),
+        fields=msgspec.structs.replace(parsed.fields, **changes),
+        arrival=time.monotonic_ns() if index else parsed.arrival,
         choices=1,
         prompts=(prompt,),
-        group=call.id,
-        choice=None,
-        keys={},
+        group=parsed.id,
+    )
+    return replace(
+        run, parsed=one, body=body, prompt_tokens=one.prompt_tokens, choice=None, keys={}
     )
 
 
-async def whole(
-    plane_driver: PlaneDriver,
-    call: GatewayRequest,
-    serve: Callable[[GatewayRequest], Awaitable[bytes]],
-) -> bytes:
-    """Return the JSON body of a reply with all choices, `serve` being that of one sequence."""
+async def whole(plane_driver: PlaneDriver, run: GatewayRun, metrics: Metrics) -> bytes:
+    """Return the JSON body of a reply with all choices."""
     replies: dict[int, dict[str, msgspec.Raw]] = {}
 
-    async def one(sequence: GatewayRequest, index: int) -> None:
-        replies[index] = msgspec.json.decode(await serve(sequence), type=dict[str, msgspec.Raw])
+    async def one(sequence: GatewayRun, index: int) -> None:
+        reply = await ReplyDriver(plane_driver, metrics, Relay(sequence)).drive()
+        replies[index] = msgspec.json.decode(reply, type=dict[str, msgspec.Raw])
 
-    await Sequences(plane_driver, call).run(one)
-    usage = UsageSum(call.choices)
+    await Sequences(plane_driver, run).serve(one)
+    usage = UsageSum(run.parsed.choices)
     choices: list[dict[str, Any]] = []
     for index in sorted(replies):
         reply = replies[index]
@@ -212,23 +199,21 @@ async def whole(
         own = msgspec.json.decode(reply.pop("choices", b"[]"), type=list[dict[str, msgspec.Raw]])
         choices += [choice | {"index": index} for choice in own]
     first = replies[0]
-    body = first | {"id": _common(_value(first.get("id")), call, 0), "choices": choices}
+    body = first | {"id": _common(_value(first.get("id")), run, 0), "choices": choices}
     return msgspec.json.encode(body | ({"usage": usage.total} if usage.total else {}))
 
 
 async def stream(
-    plane_driver: PlaneDriver,
-    call: GatewayRequest,
-    writer: SSEWriter,
-    serve: Callable[[GatewayRequest, SSEWriter], Awaitable[None]],
+    plane_driver: PlaneDriver, run: GatewayRun, metrics: Metrics, writer: SSEWriter
 ) -> None:
-    """Stream all choices to `writer`, `serve` being that of one sequence."""
-    sequences, merged = Sequences(plane_driver, call), _MergedStream(call, writer)
+    """Stream all choices to `writer`."""
+    sequences, merged = Sequences(plane_driver, run), _MergedStream(run, writer)
 
-    async def one(sequence: GatewayRequest, index: int) -> None:
-        await serve(sequence, _SequenceWriter(merged, index, sequences.wake))
+    async def one(sequence: GatewayRun, index: int) -> None:
+        own_writer = _SequenceWriter(merged, index, sequences.wake)
+        await StreamDriver(plane_driver, metrics, Relay(sequence), own_writer).drive()
 
-    await sequences.run(one)
+    await sequences.serve(one)
     await writer.write(merged.end())
 
 
@@ -261,10 +246,10 @@ class UsageSum:
 class _MergedStream:
     """One stream for the client, merged from the chunks of all sequences."""
 
-    def __init__(self, call: GatewayRequest, writer: SSEWriter) -> None:
-        self.call = call
+    def __init__(self, run: GatewayRun, writer: SSEWriter) -> None:
+        self.run = run
         self.writer = writer
-        self.usage = UsageSum(call.choices)
+        self.usage = UsageSum(run.parsed.choices)
         self._head: dict[str, Any] = {}
         self._last: dict[str, Any] | None = None
         self._writing = asyncio.Lock()  # the first write sends the head
@@ -280,7 +265,7 @@ class _MergedStream:
         if not self._head:
             names = ("created", "model")
             self._head = {name: body[name] for name in names if name in body}
-            self._head["id"] = _common(body.get("id"), self.call, index)
+            self._head["id"] = _common(body.get("id"), self.run, index)
         body |= self._head
         if not body.get("choices"):
             self.usage.add(index, body.get("usage"))
@@ -330,11 +315,11 @@ class _SequenceWriter(SSEWriter):
         await self._merged.writer.drain(max_waiting_bytes)
 
 
-def _common(id_: Any, call: GatewayRequest, index: int) -> Any:
+def _common(id_: Any, run: GatewayRun, index: int) -> Any:
     """Return the reply's id for the id of sequence `index`."""
     if not isinstance(id_, str):
         return id_
-    return id_.replace(f"{call.wire_id[:_ID]}-{index}", call.wire_id, 1)
+    return id_.replace(f"{run.parsed.wire_id[:_ID]}-{index}", run.parsed.wire_id, 1)
 
 
 def _value(raw: Any) -> Any:

@@ -7,7 +7,8 @@ any, else they begin with `pigou.`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import TypeVar
 
@@ -17,11 +18,12 @@ from aiohttp import web
 from pigou.control.messages import Shed
 from pigou.control.router import Explanation
 from pigou.gateway.failure import Rejected, WorkerFailed
-from pigou.gateway.request import GatewayRequest
+from pigou.gateway.request import GatewayRun
 from pigou.lifecycle.messages import FetchKV, LifecycleEvent, StartDecode, StartPrefill, Step
 from pigou.lifecycle.messages import SubmitRequest as Submit
 from pigou.request import SECOND
 from pigou.tracing.request_trace import Attributes, AttributeValue, RequestTrace
+from pigou.tracing.trace_context import Headers
 from pigou.tracing.tracer import Tracer
 from pigou.wire.errors import APIError
 
@@ -52,13 +54,13 @@ _REPLIED = ("gen_ai.request.model", "gen_ai.response.model", "gen_ai.request.str
 
 
 async def within_step(
-    call: GatewayRequest, step: Step, doing: Awaitable[LifecycleEvent]
+    run: GatewayRun, step: Step, doing: Awaitable[LifecycleEvent]
 ) -> LifecycleEvent:
     """Do a step of a request's life within its span; return its event.
 
     The wait for a decision and the decision itself are spans of `decided`.
     """
-    trace = call.trace
+    trace = run.trace
     assert trace is not None
     if isinstance(step, Submit):
         try:
@@ -75,14 +77,14 @@ async def within_step(
     elif isinstance(step, StartPrefill | StartDecode):
         name = "prefill" if isinstance(step, StartPrefill) else "decode"
         worker = step.worker
-    return await within_leg(call, name, worker, doing, step.leg)
+    return await within_leg(run, name, worker, doing, step.leg)
 
 
 async def within_leg(
-    call: GatewayRequest, name: str, worker: str, doing: Awaitable[_T], leg: int = 0
+    run: GatewayRun, name: str, worker: str, doing: Awaitable[_T], leg: int = 0
 ) -> _T:
     """Ask a server within a span, whose context it is sent; return what it answers."""
-    trace = call.trace
+    trace = run.trace
     assert trace is not None
     trace.begin_leg()
     trace.workers.add(worker)
@@ -94,7 +96,7 @@ async def within_leg(
         raise
     finally:
         span = trace.end_leg(name, (_LEG, (worker, leg)), error)
-        first_ns = call.stats.first_token
+        first_ns = run.stats.first_token
         if name == "decode" and first_ns > span.start_ns:
             trace.child("stream", span, first_ns)
 
@@ -132,36 +134,50 @@ def _price_names(parts: tuple[str, ...]) -> tuple[str, ...]:
 
 
 class TracedRequest:
-    """A request with its trace, from before its body is read.
+    """A request with its trace, from before its body is read."""
 
-    Attributes:
-        call: the request; None before it was read.
-    """
-
-    __slots__ = ("call", "trace")
+    __slots__ = ("run", "status", "trace")
 
     def __init__(self, trace: RequestTrace) -> None:
         self.trace = trace
-        self.call: GatewayRequest | None = None
+        self.run: GatewayRun | None = None  # once its body was read
+        self.status = 500
 
-    def take(self, call: GatewayRequest) -> None:
+    def take(self, run: GatewayRun) -> None:
         """Take the request, once its body was read."""
-        self.call, call.trace = call, self.trace
+        self.run, run.trace = run, self.trace
         if not self.trace.collected:
             self.trace.phase("receive")
 
 
-def end_request(
-    tracer: Tracer, traced: TracedRequest, path: str, status: int, address: tuple[str, int]
-) -> None:
-    """End the trace of a request.
+@contextmanager
+def traced_request(
+    tracer: Tracer | None, headers: Headers, path: str, address: tuple[str, int]
+) -> Iterator[TracedRequest | None]:
+    """Within it, a request is served, whose trace begins and ends; None without a tracer.
 
     Args:
         address: host and port of this gateway.
     """
-    trace, call = traced.trace, traced.call
+    if tracer is None:
+        yield None
+        return
+    traced = TracedRequest(tracer.begin(headers))
+    try:
+        yield traced
+    except BaseException as error:
+        traced.status = status_of(error)
+        raise
+    finally:
+        _end_request(tracer, traced, path, address)
+
+
+def _end_request(
+    tracer: Tracer, traced: TracedRequest, path: str, address: tuple[str, int]
+) -> None:
+    trace, run, status = traced.trace, traced.run, traced.status
     trace.phase("deliver" if trace.collected else "receive")
-    metered = None if call is None else call.metered
+    metered = None if run is None else run.metered
     if metered is not None and metered.error is not None:
         status = metered.error.status
     trace.is_failed = status >= 500
@@ -173,11 +189,11 @@ def end_request(
         names.append("error.type")
         values.append(str(status))
         error = str(status) if trace.is_failed else ""
-    if call is not None:
-        model = call.fields.model or ""
+    if run is not None:
+        model = run.parsed.fields.model or ""
         name = f"{operation} {model}" if model else operation
-        _add_request(call, model, names, values)
-        trace.request_id, trace.tenant = call.id, call.tenant
+        _add_request(run, model, names, values)
+        trace.request_id, trace.tenant = run.parsed.id, run.parsed.tenant
     tracer.end(trace, name, (tuple(names), tuple(values)), error)
 
 
@@ -201,14 +217,14 @@ def error_type(error: BaseException) -> str:
 
 
 def _add_request(
-    call: GatewayRequest, model: str, names: list[str], values: list[AttributeValue]
+    run: GatewayRun, model: str, names: list[str], values: list[AttributeValue]
 ) -> None:
     """Add what a request asked for, and what it got."""
-    stats, body = call.stats, call.body
+    stats, body, parsed = run.stats, run.body, run.parsed
     names += _REPLIED
     values += (
-        model, model, call.stream, f"{'chatcmpl' if call.chat else 'cmpl'}-{call.wire_id}",
-        stats.prompt_tokens or call.prompt, stats.completion_tokens, call.id,
+        model, model, parsed.stream, f"{'chatcmpl' if parsed.chat else 'cmpl'}-{parsed.wire_id}",
+        stats.prompt_tokens or run.prompt_tokens, stats.completion_tokens, run.parsed.id,
     )  # fmt: skip
     for field in _REQUESTED.keys() & body.keys():
         if (value := _attribute(body[field])) is not None:
@@ -216,12 +232,12 @@ def _add_request(
             values.append(value)
     further: list[tuple[str, AttributeValue | None]] = [
         ("gen_ai.response.finish_reasons", stats.finish_reasons or None),
-        ("gen_ai.usage.cache_read.input_tokens", call.cached),
-        ("pigou.tenant", call.tenant or None),
-        ("pigou.overflow.from", call.overflow or None),
+        ("gen_ai.usage.cache_read.input_tokens", run.cached),
+        ("pigou.tenant", run.parsed.tenant or None),
+        ("pigou.overflow.from", run.overflow or None),
     ]
     if stats.first_token:
-        first_s = (stats.first_token - call.arrival) / SECOND
+        first_s = (stats.first_token - run.parsed.arrival) / SECOND
         further.append(("gen_ai.response.time_to_first_chunk", first_s))
     for name, value in further:
         if value is not None:

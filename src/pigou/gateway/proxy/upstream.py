@@ -27,7 +27,7 @@ from pigou.lifecycle.suspicion import WorkerEnd
 from pigou.request import SECOND, Worker
 from pigou.wire.bodies import REPLIES, ByteReservation, OverBudget, read_page
 from pigou.wire.errors import APIError
-from pigou.wire.fleet_secret import tenant_mark
+from pigou.wire.fleet_secret import TENANT, tenant_mark
 from pigou.wire.json_limits import MAX_DEPTH, MAX_FIELDS, SMALL, is_deep, measure
 from pigou.wire.prefill_decode_legs import ticket
 
@@ -250,36 +250,66 @@ class Upstream:
         """Return what the worker is told of a tenant; empty for nothing."""
         return tenant_mark(tenant) if tenant and self.knows_secret else ""
 
-    @asynccontextmanager
-    async def stream(
+    async def ask(
         self, path: str, body: Body, request_id: str, tenant: str = "", trace: str = ""
-    ) -> AsyncIterator[HTTPConnection]:
-        """Send a request; within the block its answer, of status 200, can be read.
+    ) -> HTTPConnection:
+        """Send a request; return the connection that its answer, of status 200, is to be read from.
 
-        A worker that knows the fleet's secret is told a mark of the tenant, where there is one.
-        `trace` are header lines of the trace that it belongs to. A connection that was not read to
-        its end is cut, so that the worker stops computing.
+        `give_back` it: one that was not read to its end is cut, so that the worker stops
+        computing. An idle connection that turns out to be closed is replaced once.
+
+        Args:
+            tenant: a worker that knows the fleet's secret is told a mark of it.
+            trace: header lines of the trace that the request belongs to.
 
         Raises:
             Rejected: 4xx, the request's fault.
             WorkerFailed: no connection, no answer, or 5xx.
         """
+        pool, mark = self._connections, self.mark(tenant)
+        headers = f"x-request-id: {request_id}\r\n{trace}" + (
+            f"{TENANT}: {mark}\r\n" if mark else ""
+        )
+        request = pool.post(path, msgspec.json.encode(body), headers)
+        connection, head = pool.take_idle(), None
         try:
-            connection, head = await self._connections.ask(
-                path, msgspec.json.encode(body), request_id, self.mark(tenant), trace
-            )
-        except HTTPConnectionError as error:  # the request was sent
-            raise self.broke("broke", error) from error
+            if connection is not None:
+                try:
+                    head = await connection.ask(request)
+                except HTTPConnectionError as error:
+                    if not error.fresh:
+                        raise
+                    pool.give_back(connection)
+                    connection = await self._reopen()
+            if connection is None:
+                connection = await pool.open()
+            if head is None:
+                head = await connection.ask(request)
+            if head.status == 200:
+                return connection
+            with REPLIES.reserve() as held:
+                answer = await self._rest(connection, held, MAX_ERROR_BYTES)
+        except BaseException as error:
+            if connection is not None:
+                pool.give_back(connection)
+            if isinstance(error, HTTPConnectionError):  # the request was sent
+                raise self.broke("broke", error) from error
+            if isinstance(error, OSError):  # or `TimeoutError`
+                raise self.broke("connect", error) from error
+            raise
+        pool.give_back(connection)
+        raise self._refusal(head.status, answer)
+
+    async def _reopen(self) -> HTTPConnection:
+        """Return a connection in place of one that was closed before the request was read."""
+        try:
+            return await self._connections.open()
         except (OSError, TimeoutError) as error:
-            raise self.broke("connect", error) from error
-        try:
-            if head.status != 200:
-                with REPLIES.reserve() as held:
-                    answer = await self._rest(connection, held, MAX_ERROR_BYTES)
-                raise self._refusal(head.status, answer)
-            yield connection
-        finally:
-            self._connections.give_back(connection)
+            raise HTTPConnectionError(f"it ended with the request: {error}", fresh=True) from error
+
+    def give_back(self, connection: HTTPConnection) -> None:
+        """Keep a connection for the next request, or cut it within an answer."""
+        self._connections.give_back(connection)
 
     async def _rest(
         self, connection: HTTPConnection, held: ByteReservation, max_bytes: int
@@ -349,10 +379,13 @@ class Upstream:
         """Send a request; return the body of its answer, whose bytes stay with `held`.
 
         It has up to `max_bytes` bytes, by default `MAX_REPLY_BYTES`. The other arguments and
-        errors are those of `stream` and `_rest`.
+        errors are those of `ask` and `_rest`.
         """
-        async with self.stream(path, body, request_id, tenant, trace) as connection:
+        connection = await self.ask(path, body, request_id, tenant, trace)
+        try:
             return await self._rest(connection, held, max_bytes or MAX_REPLY_BYTES)
+        finally:
+            self._connections.give_back(connection)
 
     async def get(self, path: str, timeout_s: float) -> tuple[int, bytes]:
         """Return status and body of a GET; raises `aiohttp.ClientError`, `TimeoutError`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -16,8 +17,11 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from pigou.control.saturation.histogram import quantile_of
+from pigou.gateway.api.page import Access, APIPage, APIPages, json_response
 from pigou.gateway.fleet_status import FleetStatus, ModelsStatus, WorkerRow
+from pigou.gateway.gateway import Gateway
 from pigou.gateway.metrics import Metrics
+from pigou.wire.errors import bad_request
 
 #: Seconds between samples, and how many of them, and of events, are kept: half an hour.
 STEP_S, MAX_SAMPLES, MAX_EVENTS = 2.0, 900, 200
@@ -184,6 +188,35 @@ _POLICY = (
 )
 
 
+def pages(gateway: Gateway) -> APIPages:
+    """Return the page's files, which hold no data themselves, and what its charts show."""
+    history = History(
+        gateway.status, gateway.metrics, gateway.status.rows,
+        models=[model.metrics for model in gateway.routing],
+    )  # fmt: skip
+
+    async def show_history(request: web.Request) -> web.Response:
+        """Show samples and events after `since`, Unix time in seconds."""
+        text = request.query.get("since", "0")
+        try:
+            since = float(text)
+        except ValueError:
+            since = math.nan
+        if not math.isfinite(since):
+            raise bad_request(f"since is {text[:40]!r}; it must be seconds.", "since")
+        return json_response(history.view(since))
+
+    for name, _ in ASSETS.values():
+        _text(name)  # read now, so that no request needs a file descriptor
+    return APIPages(
+        [
+            APIPage("/history", show_history, Access.ADMIN, ("since",)),
+            *(APIPage(path, asset, Access.OPEN, None) for path in ASSETS),
+        ],
+        {"history of the page": history.run},
+    )
+
+
 async def asset(request: web.Request) -> web.Response:
     """Return one of the page's files."""
     name, kind = ASSETS[request.path]
@@ -194,12 +227,6 @@ async def asset(request: web.Request) -> web.Response:
         "cache-control": "no-cache",
     }
     return web.Response(text=_text(name), content_type=kind, charset="utf-8", headers=headers)
-
-
-def read_assets() -> None:
-    """Read all files now, so that no request needs a file descriptor for one."""
-    for name, _ in ASSETS.values():
-        _text(name)
 
 
 @lru_cache

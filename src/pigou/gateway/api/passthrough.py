@@ -7,35 +7,40 @@ it is there. What a server has, its `/openapi.json` tells, or its 404.
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Collection, Iterable, Mapping
-from typing import Any, TypeAlias
-from weakref import WeakKeyDictionary
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
 
 import aiohttp
 import msgspec
 from aiohttp import web
 
 from pigou.control.messages import FirstToken, Shed
-from pigou.gateway.auth.keys import Key, KeyLoads
-from pigou.gateway.auth.tenure import salt
-from pigou.gateway.config import GatewayConfig
+from pigou.gateway.api.page import APIPage, APIPages
+from pigou.gateway.auth.keys import Key, current_key
+from pigou.gateway.auth.tenure import read_tenure_headers
 from pigou.gateway.failure import WorkerFailed, busy
-from pigou.gateway.model_routing import GatewayModel, ModelRouting
+from pigou.gateway.gateway import Gateway
+from pigou.gateway.model_routing import GatewayModel
 from pigou.gateway.plane_driver import PlaneDriver
+from pigou.gateway.proxy.server_routes import (
+    ROOT_PATHS,
+    absent_route_here,
+    check_path,
+    is_absent,
+)
 from pigou.gateway.proxy.upstream import Upstream
-from pigou.gateway.request import CHAT, COMPLETIONS, Body, BodyFields, GatewayRequest
+from pigou.gateway.request import Body, BodyFields, GatewayRun, ParsedRequest
+from pigou.gateway.request_parsing import salt
 from pigou.kv.tenure import Tenure
 from pigou.request import SECOND, FinishReason
 from pigou.tracing.trace_context import passed_on
 from pigou.wire.errors import (
     STORED_COLLECTIONS,
     APIError,
-    absent_route,
     bad_request,
     error_body,
     too_large,
@@ -43,135 +48,6 @@ from pigou.wire.errors import (
 from pigou.wire.openai_requests import without_bom
 from pigou.wire.request_validation import REQUEST_ID_HEADER as REQUEST_ID
 from pigou.wire.request_validation import request_id
-
-#: Routes outside `/v1` that are passed on, too.
-ROOT_PATHS = ("/rerank", "/v2/rerank", "/score", "/pooling", "/classify")
-#: What the gateway answers itself below `/v1`, with the methods that it takes.
-_OWN = {COMPLETIONS: "POST", CHAT: "POST", "/v1/models": "GET"}
-#: Never passed on: they change a server, or belong to the fleet alone.
-_CLOSED = ("kv", "load_lora_adapter", "unload_lora_adapter")
-_PATH = re.compile(r"(/[A-Za-z0-9_~:-][A-Za-z0-9._~:-]{0,255}){1,8}")
-_TIMEOUT_S = 5.0
-
-
-#: Paths of a route, and the methods that it takes.
-Route: TypeAlias = tuple[re.Pattern[str], set[str]]
-
-
-class ServerRoutes:
-    """Learns the routes of each attached server, and forgets them with the server."""
-
-    def __init__(self) -> None:
-        self._routes: WeakKeyDictionary[Upstream, list[Route] | None]
-        self._routes = WeakKeyDictionary()
-        self._lacks: WeakKeyDictionary[Upstream, set[tuple[str, str]]] = WeakKeyDictionary()
-        self._learning = asyncio.Lock()
-
-    async def having(self, servers: list[Upstream], method: str, path: str) -> list[Upstream]:
-        """Return the servers that have a route, or may have it; asks those that are new."""
-        await self._learn(servers)
-        having = []
-        for upstream in servers:
-            routes = self._routes.get(upstream)
-            lacks = self._lacks.get(upstream, ())
-            listed = routes is None or any(
-                pattern.fullmatch(path) and method in methods for pattern, methods in routes
-            )
-            if listed and (method, _kind(path)) not in lacks:
-                having.append(upstream)
-        return having
-
-    async def _learn(self, servers: Collection[Upstream]) -> None:
-        async with self._learning:  # one at a time: many requests ask for the same page
-            new = [upstream for upstream in servers if upstream not in self._routes]
-            learnt = await asyncio.gather(*map(_listed_routes, new))
-            self._routes.update(zip(new, learnt, strict=True))
-
-    def known(self) -> list[str]:
-        """Return what attached servers have beside the gateway's own routes."""
-        routes = (_posts(routes or ()) for routes in list(self._routes.values()))
-        return sorted(set().union(*routes) - _OWN.keys())
-
-    async def endpoints(self, servers: Collection[Upstream]) -> list[str]:
-        """Return the paths at which some of these servers take a POST that has a model.
-
-        A server that does not list its routes is expected to have those of the gateway itself.
-        """
-        await self._learn([upstream for upstream in servers if upstream.engine.stock])
-        listed = (self._routes.get(upstream) for upstream in servers)
-        own = {path for path, method in _OWN.items() if method == "POST"}
-        return sorted(
-            set().union(*(own if routes is None else _posts(routes) for routes in listed))
-        )
-
-    def note_absent(self, upstream: Upstream, method: str, path: str) -> None:
-        """Note that a server answered that it has no such route."""
-        self._lacks.setdefault(upstream, set()).add((method, _kind(path)))
-
-
-def check_path(path: str, request: web.Request) -> None:
-    """Refuse a path that is not passed on.
-
-    Raises:
-        APIError: 404. web.HTTPMethodNotAllowed: the path is the gateway's own.
-    """
-    own = _OWN.get(path) or ("GET" if path.startswith("/v1/models/") else None)
-    if own is not None:
-        raise web.HTTPMethodNotAllowed(request.method, [own])
-    if not _PATH.fullmatch(path) or path.split("/")[2:3] in [[name] for name in _CLOSED]:
-        raise absent_route(request.method, path, ())
-    if "upgrade" in request.headers.get("connection", "").lower():
-        raise APIError(404, f"{path} is not served over WebSockets here; use POST.", final=True)
-
-
-def absent_route_here(method: str, path: str, attached: list[str]) -> APIError:
-    """Return the error for a route that neither the gateway nor an attached server has."""
-    return absent_route(method, path, [*_OWN, "/tokenize", "/detokenize", *attached[:40]])
-
-
-def _posts(routes: Iterable[Route]) -> set[str]:
-    """Return the paths of routes that may be passed on and take a POST."""
-    paths = {pattern.pattern for pattern, methods in routes if "POST" in methods}
-    return {path for path in paths if path in ROOT_PATHS or (
-        path.startswith("/v1/") and "[" not in path and path.split("/")[2] not in _CLOSED
-    )}  # fmt: skip
-
-
-async def _listed_routes(upstream: Upstream) -> list[Route] | None:
-    """Return what a server's `/openapi.json` lists; None where it does not say."""
-    try:
-        status, page = await upstream.get("/openapi.json", _TIMEOUT_S)
-        paths = msgspec.json.decode(page).get("paths") if status == 200 else None
-        if not isinstance(paths, dict):
-            return None
-        routes = []
-        for path, methods in paths.items():
-            pattern = "".join(
-                "[^/]+" if part.startswith("{") else re.escape(part).replace("\\-", "-")
-                for part in re.split(r"(\{[^{}]*\})", str(path))
-            )
-            routes.append((re.compile(pattern), {str(name).upper() for name in methods}))
-    except (aiohttp.ClientError, OSError, TimeoutError, ValueError, AttributeError, TypeError,
-            re.error, RecursionError):  # fmt: skip
-        return None
-    return routes
-
-
-def is_absent(status: int, answer: bytes) -> bool:
-    """Whether a refusal means that the route is not there, and not that an object is not."""
-    if status != 404:
-        return True
-    try:
-        body = json.loads(answer)
-    except (ValueError, RecursionError):
-        return True
-    return not isinstance(body, dict) or "error" not in body
-
-
-def _kind(path: str) -> str:
-    """Return what stands for a path where a server lacks it: its first parts."""
-    return "/".join(path.split("/")[:4])
-
 
 _REQUEST_HEADERS = ("accept", "content-type", "anthropic-version", "anthropic-beta", "openai-beta")
 _REPLY_HEADERS = ("content-type", "cache-control", "content-disposition", "retry-after",
@@ -185,32 +61,36 @@ _TOKENS = 256
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
+def pages(gateway: Gateway) -> APIPages:
+    """Return all routes that are passed on."""
+    answer = Passthrough(gateway).answer
+    return APIPages([
+        *(
+            APIPage(path, answer, parameters=None, method="POST", is_own=False)
+            for path in ROOT_PATHS
+        ),
+        APIPage("/v1/{path:.*}", answer, parameters=None, method="*", is_own=False),
+    ])  # fmt: skip
+
+
 class Passthrough:
     """Passes requests on; one for each gateway."""
 
-    def __init__(
-        self,
-        models: ModelRouting,
-        config: GatewayConfig,
-        usage: KeyLoads,
-    ) -> None:
-        self._models = models
-        self._config = config
-        self._usage = usage
-        self._routes = ServerRoutes()
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway, self._models, self._config = gateway, gateway.routing, gateway.config
+        self._usage, self._routes = gateway.key_loads, gateway.server_routes
         self._owners: OrderedDict[str, tuple[str, str]] = OrderedDict()
 
-    async def endpoints(self, servers: list[Upstream]) -> list[str]:
-        """Return the paths at which some of these servers take requests."""
-        return await self._routes.endpoints(servers)
-
-    async def answer(self, request: web.Request, key: Key, tenure: Tenure) -> web.StreamResponse:
+    async def answer(self, request: web.Request) -> web.StreamResponse:
         """Answer a request of a path that is not the gateway's own.
 
         Raises:
             APIError: 404 where no server has it, another 4xx for what is wrong with it, 503 where
                 the fleet is full. web.HTTPMethodNotAllowed: the path is the gateway's own.
         """
+        self._gateway.shutdown.check_open()
+        key, headers = current_key(), read_tenure_headers(request.headers)
+        tenure = key.policy.apply(key.tenant, headers, time.time_ns())
         path = request.rel_url.raw_path
         check_path(path, request)
         stock = [up for model in self._models for up in model.upstreams if up.engine.stock]
@@ -235,17 +115,18 @@ class Passthrough:
         if sent is not None:
             servers = self._continuing(servers, body, key)
             data = self._salted(sent, body, tenure, model)
-        call = _call(request, body, data, key)
-        call.adapter = model.adapter(name)
+        run = _run_of(request, body, data, key, model.adapter(name))
         plane_driver = model.plane_driver
         if request.method != "POST":
             server = min(servers, key=lambda up: up.inflight)
-            return await self._passed(request, call, server, data, plane_driver)
-        with self._usage.accepted(key.digest, key.limits, call):
-            return await self._admitted(request, call, servers, data, model)
+            return await self._passed(request, run, server, data, plane_driver)
+        with self._usage.accepted(
+            key.digest, key.limits, 1, run.prompt_tokens + run.parsed.max_tokens
+        ) as run.quota:
+            return await self._admitted(request, run, servers, data, model)
 
     async def _admitted(
-        self, request: web.Request, call: GatewayRequest, servers: list[Upstream], data: Any,
+        self, request: web.Request, run: GatewayRun, servers: list[Upstream], data: Any,
         model: GatewayModel,
     ) -> web.StreamResponse:  # fmt: skip
         """Pass it to the server that admission and routing choose, or the next that has it."""
@@ -257,20 +138,20 @@ class Passthrough:
                 others = plane_driver.upstreams.keys() - left
                 eligible = frozenset(left if others else ())
                 start_ns = time.monotonic_ns()
-                if call.quota is not None:
-                    await call.quota.take(call.id, plane_driver.queue_timeout_s)
-                route = await plane_driver.decide(call.request(eligible=eligible), frozenset())
+                if run.quota is not None:
+                    await run.quota.take(run.parsed.id, plane_driver.queue_timeout_s)
+                route = await plane_driver.decide(run.request(eligible=eligible), frozenset())
                 metrics.stages.queue_wait.observe((time.monotonic_ns() - start_ns) / SECOND)
                 if isinstance(route, Shed):
                     raise busy(route)
-                if call.quota is not None:
-                    call.quota.sent()
+                if run.quota is not None:
+                    run.quota.sent()
                 upstream = plane_driver.upstreams.get(route.choice.decode)
                 left.discard(route.choice.decode)
                 if upstream is None:
                     continue
                 try:
-                    answer = await self._passed(request, call, upstream, data, plane_driver)
+                    answer = await self._passed(request, run, upstream, data, plane_driver)
                 except _RouteAbsent:
                     if not isinstance(data, bytes):
                         break
@@ -282,12 +163,12 @@ class Passthrough:
             reason = FinishReason.ABORT
             raise
         finally:
-            plane_driver.end(call.id, reason)
-            if call.quota is not None:
-                call.quota.ended(call.id)
+            plane_driver.end(run.parsed.id, reason)
+            if run.quota is not None:
+                run.quota.ended(run.parsed.id)
 
     async def _passed(
-        self, request: web.Request, call: GatewayRequest, upstream: Upstream, data: Any,
+        self, request: web.Request, run: GatewayRun, upstream: Upstream, data: Any,
         plane_driver: PlaneDriver,
     ) -> web.StreamResponse:  # fmt: skip
         """Pass a request to one server, and its answer back.
@@ -297,7 +178,7 @@ class Passthrough:
         """
         headers = {name: request.headers[name] for name in _REQUEST_HEADERS
                    if name in request.headers}  # fmt: skip
-        headers |= {"x-request-id": call.wire_id, "accept-encoding": "identity"}
+        headers |= {"x-request-id": run.parsed.wire_id, "accept-encoding": "identity"}
         headers |= passed_on(request.headers)
         path = request.rel_url.raw_path
         query = f"?{request.rel_url.raw_query_string}" if request.query_string else ""
@@ -309,11 +190,11 @@ class Passthrough:
                 if refused and is_absent(reply.status, first):
                     self._routes.note_absent(upstream, request.method, path)
                     raise _RouteAbsent
-                out = web.StreamResponse(status=reply.status, headers=_reply_headers(reply, call))
+                out = web.StreamResponse(status=reply.status, headers=_reply_headers(reply, run))
                 out.headers["x-pigou-worker"] = upstream.worker.id
                 await out.prepare(request)
                 await out.write(first)
-                await self._copy(reply, out, call, upstream, plane_driver)
+                await self._copy(reply, out, run, upstream, plane_driver)
         except (aiohttp.ClientError, OSError, WorkerFailed) as error:
             if isinstance(error, ConnectionResetError) and _gone(request):
                 raise
@@ -329,17 +210,17 @@ class Passthrough:
         self,
         reply: aiohttp.ClientResponse,
         out: web.StreamResponse,
-        call: GatewayRequest,
+        run: GatewayRun,
         up: Upstream,
         plane_driver: PlaneDriver,
     ) -> None:
         head = b""
         async for data in reply.content.iter_any():
             if not head:
-                plane_driver.observe(FirstToken(call.id))
+                plane_driver.observe(FirstToken(run.parsed.id))
             if len(head) < _HEAD_BYTES:
                 head += data[:_HEAD_BYTES]
-                self._note_owner(head, call, up)
+                self._note_owner(head, run, up)
             async with asyncio.timeout(self._config.client_timeout or None):
                 await out.write(data)
 
@@ -391,12 +272,12 @@ class Passthrough:
             )  # fmt: skip
         return holders
 
-    def _note_owner(self, head: bytes, call: GatewayRequest, upstream: Upstream) -> None:
+    def _note_owner(self, head: bytes, run: GatewayRun, upstream: Upstream) -> None:
         """Remember who keeps a response, and whose it is."""
         match = _RESPONSE_ID.search(head)
         if match is None:
             return
-        self._owners.setdefault(match[1].decode(), (upstream.worker.id, call.tenant))
+        self._owners.setdefault(match[1].decode(), (upstream.worker.id, run.parsed.tenant))
         while len(self._owners) > _MAX_OWNERS:
             self._owners.popitem(last=False)
 
@@ -430,7 +311,7 @@ def _of(model: GatewayModel, servers: list[Upstream], request: web.Request) -> l
     return own
 
 
-def _call(request: web.Request, body: Body, data: Any, key: Key) -> GatewayRequest:
+def _run_of(request: web.Request, body: Body, data: Any, key: Key, adapter: str) -> GatewayRun:
     size = len(data) if isinstance(data, bytes) else (request.content_length or 0)
     wanted = None
     for name in ("max_output_tokens", "max_completion_tokens", "max_tokens"):
@@ -438,19 +319,21 @@ def _call(request: web.Request, body: Body, data: Any, key: Key) -> GatewayReque
         value = None if raw is None else msgspec.json.decode(raw)
         if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31:
             wanted = value
-    call = GatewayRequest(
+    parsed = ParsedRequest(
         id=secrets.token_hex(16),
         wire_id=request_id(request.headers.get(REQUEST_ID), None),
         chat=False,
         stream=True,
         body={},
-        prompt=max(1, size // _BYTES_PER_TOKEN),
+        prompt_tokens=max(1, size // _BYTES_PER_TOKEN),
         max_tokens=wanted or _TOKENS,
         splits=False,
         portable=False,
+        tenant=key.tenant,
+        arrival=time.monotonic_ns(),
+        adapter=adapter,
     )
-    call.arrival, call.tenant = time.monotonic_ns(), key.tenant
-    return call
+    return GatewayRun.of(parsed)
 
 
 def _object(data: bytes) -> Body:
@@ -479,9 +362,9 @@ async def _streamed(request: web.Request, max_bytes: int) -> AsyncIterator[bytes
         yield data
 
 
-def _reply_headers(reply: aiohttp.ClientResponse, call: GatewayRequest) -> dict[str, str]:
+def _reply_headers(reply: aiohttp.ClientResponse, run: GatewayRun) -> dict[str, str]:
     headers = {name: reply.headers[name] for name in _REPLY_HEADERS if name in reply.headers}
-    return headers | {"x-request-id": call.wire_id}
+    return headers | {"x-request-id": run.parsed.wire_id}
 
 
 def _gone(request: web.Request) -> bool:

@@ -1,0 +1,304 @@
+"""Completions and chats: a request is parsed, kept within its key's limits, and served."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from functools import partial
+
+import msgspec
+from aiohttp import web
+
+from pigou.diagnosis.prefix_advice import MAX_PIECES, PrefixAdvisor
+from pigou.diagnosis.prompt_pieces import prompt_pieces
+from pigou.gateway.api.page import JSON, APIPage, APIPages
+from pigou.gateway.auth.guard import count_for
+from pigou.gateway.auth.keys import current_key
+from pigou.gateway.auth.tenure import read_tenure_headers
+from pigou.gateway.failure import Rejected
+from pigou.gateway.gateway import Gateway
+from pigou.gateway.metrics import GenAIRequest, Metrics
+from pigou.gateway.model_routing import GatewayModel
+from pigou.gateway.proxy import sequences
+from pigou.gateway.proxy.driver import ReplyDriver, StreamDriver
+from pigou.gateway.proxy.overflow import OVERFLOW_HEADER, OtherFleets, unless_full, with_model
+from pigou.gateway.proxy.relay import Relay
+from pigou.gateway.proxy.spans import TracedRequest, traced_request, within_leg
+from pigou.gateway.proxy.writer import ClientStalled, SSEWriter
+from pigou.gateway.request import CHAT, COMPLETIONS, GatewayRun
+from pigou.gateway.request_parsing import ROUTING_HEADER, read, read_overrides
+from pigou.kv.tenure import Tenure
+from pigou.logs import describe_access, note_request
+from pigou.request import SECOND
+from pigou.tracing.trace_context import passed_on
+from pigou.wire.bodies import read_json
+from pigou.wire.connections import note_reply_id
+from pigou.wire.errors import APIError
+from pigou.wire.openai_requests import HEADER as UNKNOWN
+from pigou.wire.openai_requests import UnknownFields, header_value
+from pigou.wire.request_validation import REQUEST_ID_HEADER as REQUEST_ID
+
+_log = logging.getLogger("pigou.gateway")
+#: A request that has it, with any value, is answered with advice on its prompt.
+ADVICE_HEADER = "x-pigou-prefix-advice"
+#: Bytes of messages that are read for advice.
+_MAX_ADVICE_BYTES = 2**18
+
+
+def pages(gateway: Gateway) -> APIPages:
+    """Return the pages of both generation routes."""
+    api = GenerationAPI(gateway)
+    return APIPages(
+        [
+            APIPage(path, api.generate, method="POST", parameters=None, late_body=True)
+            for path in (COMPLETIONS, CHAT)
+        ],
+        close=api.fleets.close,
+    )
+
+
+class GenerationAPI:
+    """Answers completions and chats."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self.fleets = OtherFleets()
+        self._unknown = UnknownFields(gateway.config.unknown_fields, _log.warning)
+        self._advisor = PrefixAdvisor()
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        """Answer a completion or a chat; one that its model cannot serve now may overflow."""
+        gateway, config, key = self._gateway, self._gateway.config, current_key()
+        address = (config.host, config.port)
+        with traced_request(gateway.tracer, request.headers, request.path, address) as traced:
+            gateway.shutdown.check_open()
+            gateway.startup.check(gateway.routing.decodes)
+            headers = read_tenure_headers(request.headers)
+            tenure = key.policy.apply(key.tenant, headers, time.time_ns())
+            overrides = read_overrides(request.headers.get(ROUTING_HEADER))
+            data = await read_json(request, config.max_body)
+            parse = partial(self._parse, request, data, tenure, overrides)
+            run, model = await gateway.off_loop(data, parse)
+            if traced is not None:
+                traced.take(run)
+            note_request(run.parsed.wire_id, run.trace_id)
+            note_reply_id(request, run.parsed.wire_id)
+            self._unknown.judge(run.parsed.unknown)
+            gateway.routing.check(run.parsed.fields.model)
+            if ADVICE_HEADER in request.headers:
+                run.advice = self._advice(run)
+            count_for(model.metrics)
+            if model.overflow is None or OVERFLOW_HEADER in request.headers:
+                response = await self.serve(request, run, model)
+            else:
+                serve = partial(self.serve, request, run, model)
+                served = await unless_full(run, model.overflow.price_s, serve)
+                response = served or await self._overflow(request, run, model, data, parse, traced)
+            if traced is not None:
+                traced.status = response.status
+            return response
+
+    def _parse(
+        self, request: web.Request, data: bytes, tenure: Tenure, overrides: dict[str, float],
+        model: GatewayModel | None = None,
+    ) -> tuple[GatewayRun, GatewayModel]:  # fmt: skip
+        """Parse a body for the model that it names, or for a given one."""
+        config, routing = self._gateway.config, self._gateway.routing
+        model, name = (model, model.name) if model else routing.of_body(data)
+        parsed = read(
+            data,
+            chat=request.path == CHAT,
+            strict=config.strict or model.pigou_only,
+            tenure=tenure,
+            scope=model.scope(config.release),
+            request_id=request.headers.get(REQUEST_ID),
+            overrides=overrides,
+            context=model.context,
+            model=name,
+            adapter=model.adapter,
+        )
+        return GatewayRun.of(parsed, trace_headers=passed_on(request.headers)), model
+
+    async def _overflow(
+        self, request: web.Request, run: GatewayRun, model: GatewayModel, data: bytes,
+        parse: Callable[..., tuple[GatewayRun, GatewayModel]], traced: TracedRequest | None,
+    ) -> web.StreamResponse:  # fmt: skip
+        """Have another model, or another fleet, serve a request of a full model."""
+        gateway, overflow, key = self._gateway, model.overflow, current_key()
+        assert overflow is not None
+        gateway.shutdown.check_open()
+        model.metrics.overflowed.labels(overflow.to).inc()
+        if not overflow.is_url:
+            fallback = gateway.routing.find(overflow.to)
+            run, _ = await gateway.off_loop(data, partial(parse, fallback))
+            run.overflow = model.name
+            if traced is not None:
+                traced.take(run)
+            return await self.serve(request, run, fallback)
+        data = await gateway.off_loop(data, partial(with_model, data, model.name))
+        with gateway.key_loads.accepted(key.digest, key.limits, *run.load) as run.quota:
+            if run.quota is not None:
+                await run.quota.take(run.parsed.id, model.plane_driver.queue_timeout_s)
+                run.quota.sent()
+            sent = self.fleets.forward(request, data, run, overflow)
+            if traced is None:
+                return await sent
+            return await within_leg(run, "overflow", overflow.to, sent)
+
+    async def serve(
+        self, request: web.Request, run: GatewayRun, model: GatewayModel
+    ) -> web.StreamResponse:
+        """Serve a request within the limits of its key."""
+        gateway, key, driver = self._gateway, current_key(), model.plane_driver
+        with _counted(run, model):
+            if gateway.routing.several:  # the only one was checked before its body was read
+                gateway.startup.check(model.decodes)
+            driver.check_deadline(run.parsed.deadline_ms)
+            with (
+                gateway.key_loads.accepted(key.digest, key.limits, *run.load) as run.quota,
+                driver.meter.metering(run, request.headers),
+            ):
+                if run.parsed.single and driver.prompts is not None:
+                    start_ns = time.monotonic_ns()
+                    await driver.read(run)
+                    seconds = (time.monotonic_ns() - start_ns) / SECOND
+                    model.metrics.stages.tokenize.observe(seconds)
+                writer = SSEWriter(
+                    request, partial(_decision_headers, run), gateway.config.client_timeout,
+                    on_blocked=model.metrics.stages.client_blocked,
+                )  # fmt: skip
+                metrics = model.metrics
+                with _delivering(run, writer, metrics):
+                    if not run.parsed.stream:
+                        if sequences.splits(run):
+                            reply = await sequences.whole(driver, run, metrics)
+                        else:
+                            reply = await ReplyDriver(driver, metrics, Relay(run)).drive()
+                        _observe_duration(run, metrics)
+                        return await writer.send(web.Response(body=reply, content_type=JSON))
+                    async with self._errors_in_stream(run, writer):
+                        if sequences.splits(run):
+                            await sequences.stream(driver, run, metrics, writer)
+                        else:
+                            await StreamDriver(driver, metrics, Relay(run), writer).drive()
+                        _observe_duration(run, metrics)
+                    return await writer.close()
+
+    @asynccontextmanager
+    async def _errors_in_stream(self, run: GatewayRun, writer: SSEWriter) -> AsyncIterator[None]:
+        """Within it, an error ends a stream that has begun, as an event in it."""
+        try:
+            with self._gateway.shutdown.reports_end():
+                yield
+        except (ConnectionError, TimeoutError):
+            raise  # the client is gone
+        except Exception as error:
+            if not writer.open:
+                raise
+            failure = error
+            if not isinstance(failure, APIError | Rejected):
+                _log.exception("the stream of request %s failed", run.parsed.wire_id)
+                failure = APIError(500, f"The gateway failed: {type(error).__name__}.")
+            if run.metered is not None:
+                run.metered.error = failure
+            await writer.fail(failure)
+
+    def _advice(self, run: GatewayRun) -> str:
+        """Return advice on a request's prompt; one of several prompts is judged by the first."""
+        prompt = run.parsed.fields.prompt
+        if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+            prompt = prompt[0]
+        body = {"prompt": prompt}
+        if run.parsed.chat:
+            messages = memoryview(run.parsed.fields.messages)
+            if len(messages) > _MAX_ADVICE_BYTES:
+                return f"unknown; messages have over {_MAX_ADVICE_BYTES} bytes"
+            body = {"messages": msgspec.json.decode(messages)}
+        pieces = prompt_pieces(body, MAX_PIECES)
+        if pieces is None:
+            return "unknown; the prompt is neither text nor token ids"
+        return self._advisor.advise(run.parsed.tenant, pieces)
+
+
+@contextmanager
+def _counted(run: GatewayRun, model: GatewayModel) -> Iterator[None]:
+    """Within it, a request is served; what it raises says how it ended."""
+    error, parsed, stats = "_OTHER", run.parsed, run.stats  # the conventions' word for the rest
+    try:
+        yield
+        failure = None if run.metered is None else run.metered.error
+        error = "" if failure is None else str(failure.status)
+    except (APIError, Rejected) as refusal:
+        error = str(refusal.status)
+        raise
+    except (ConnectionError, TimeoutError, asyncio.CancelledError):
+        error = "499"  # as in the counter of requests: the client left
+        raise
+    finally:
+        served, requested = model.served_name, parsed.fields.model
+        first_ns = stats.first_token
+        first_s = (first_ns - parsed.arrival) / SECOND if first_ns else None
+        model.metrics.genai.ended(GenAIRequest(
+            chat=parsed.chat,
+            request_model=requested if requested and model.knows(requested) else served,
+            response_model=parsed.adapter or served,
+            error=error,
+            duration_s=(time.monotonic_ns() - parsed.arrival) / SECOND,
+            first_token_s=first_s,
+            tokens=stats.completion_tokens,
+            sequences=parsed.sequences,
+        ))  # fmt: skip
+        describe_access(
+            request_id=parsed.wire_id,
+            trace_id=run.trace_id or None,
+            tenant=parsed.tenant,
+            model=parsed.adapter or served,
+            stream=parsed.stream,
+            prompt_tokens=stats.prompt_tokens,
+            completion_tokens=stats.completion_tokens,
+            ttft_s=None if first_s is None else round(first_s, 6),
+            worker=stats.worker,
+        )
+
+
+@contextmanager
+def _delivering(run: GatewayRun, writer: SSEWriter, metrics: Metrics) -> Iterator[None]:
+    """Within it, a reply goes to its client, whose pauses are counted at the end."""
+    try:
+        yield
+    except ClientStalled as error:
+        metrics.stalled.inc()
+        _log.warning("request %s was cut off: %s", run.parsed.wire_id, error)
+        raise
+    finally:
+        run.reply_bytes.close()
+        writer.end_blocked()
+        if run.parsed.stream:
+            metrics.stages.delivered(writer.blocked_ns)
+        if run.trace is not None and writer.blocked_ns:
+            pauses = (("pigou.wait_s",), (writer.blocked_ns / SECOND,))
+            run.trace.event("client slow", time.monotonic_ns(), pauses)
+
+
+def _observe_duration(run: GatewayRun, metrics: Metrics) -> None:
+    metrics.duration.observe((time.monotonic_ns() - run.parsed.arrival) / SECOND)
+
+
+def _decision_headers(run: GatewayRun) -> dict[str, str]:
+    """Return the headers that tell who serves a request, and where the reason can be had."""
+    headers, choice = {}, run.choice
+    if run.parsed.unknown:
+        headers[UNKNOWN] = header_value(run.parsed.unknown)
+    if choice is None:
+        return headers
+    if run.overflow:
+        headers[OVERFLOW_HEADER] = run.overflow
+    if run.advice:
+        headers[ADVICE_HEADER] = run.advice
+    headers |= {"x-pigou-decision": run.parsed.id, "x-pigou-worker": choice.decode}
+    if choice.prefill is not None:
+        headers["x-pigou-prefill-worker"] = choice.prefill
+    return headers

@@ -1,0 +1,64 @@
+"""What the pages of a gateway work with: its models, keys, metrics and state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from pigou.gateway.auth.keys import KeyLoads, Keys, current_key
+from pigou.gateway.config import GatewayConfig
+from pigou.gateway.fleet_status import FleetChanges, FleetStatus, ModelsStatus, RegistryStatus
+from pigou.gateway.metrics import Metrics
+from pigou.gateway.model_routing import GatewayModel, ModelRouting
+from pigou.gateway.plan_status import PlanStatus
+from pigou.gateway.plane_driver import PlaneDriver
+from pigou.gateway.proxy.server_routes import ServerRoutes
+from pigou.gateway.startup_shutdown import Shutdown, Startup
+from pigou.tracing.tracer import Tracer
+from pigou.wire.bodies import FairThreadPool
+from pigou.wire.json_limits import SMALL
+
+_T = TypeVar("_T")
+
+
+@dataclass(slots=True)
+class Gateway:
+    """A gateway's parts; the application is built over them."""
+
+    config: GatewayConfig
+    plane_driver: PlaneDriver  # of the first model
+    metrics: Metrics  # of the first model, and of what comes before the model is known
+    fleet_status: FleetStatus
+    keys: Keys | None  # accepted API keys; None lets everybody in
+    created: int  # Unix time in seconds, which the model card shows
+    shutdown: Shutdown = field(default_factory=Shutdown)
+    startup: Startup = field(default_factory=Startup)
+    changes: FleetChanges | None = None  # changes the fleet; None where that cannot be
+    plan_status: PlanStatus | None = None  # what a planner decided; None without one
+    registry: Callable[[], RegistryStatus] | None = None  # reads its state; None without one
+    models: ModelRouting | None = None  # where they are declared; None for that of `plane_driver`
+    tracer: Tracer | None = None  # of requests; None where they are not traced
+    # made of these:
+    routing: ModelRouting = field(init=False)
+    status: ModelsStatus = field(init=False)
+    key_loads: KeyLoads = field(default_factory=KeyLoads, init=False)
+    server_routes: ServerRoutes = field(default_factory=ServerRoutes, init=False)
+    _threads: FairThreadPool = field(default_factory=FairThreadPool, init=False)
+
+    def __post_init__(self) -> None:
+        one = GatewayModel(self.plane_driver, self.metrics, self.fleet_status)
+        self.routing = self.models or ModelRouting([one])
+        self.status = ModelsStatus(
+            {model.name: (model.fleet_status, model.aliases) for model in self.routing}
+        )
+
+    async def off_loop(self, data: bytes, work: Callable[[], _T]) -> _T:
+        """Return what work on a body returns; that on a large one is done on a thread."""
+        if len(data) <= SMALL:
+            return work()
+        return await self._threads.run(current_key().tenant, work)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._threads.close()

@@ -1,0 +1,146 @@
+"""Which routes attached servers have, by their `/openapi.json` or their 404."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Collection, Iterable
+from typing import TypeAlias
+from weakref import WeakKeyDictionary
+
+import aiohttp
+import msgspec
+from aiohttp import web
+
+from pigou.gateway.proxy.upstream import Upstream
+from pigou.gateway.request import CHAT, COMPLETIONS
+from pigou.wire.errors import APIError, absent_route
+
+#: Routes outside `/v1` that are passed on, too.
+ROOT_PATHS = ("/rerank", "/v2/rerank", "/score", "/pooling", "/classify")
+#: What the gateway answers itself below `/v1`, with the methods that it takes.
+_OWN = {COMPLETIONS: "POST", CHAT: "POST", "/v1/models": "GET"}
+#: Never passed on: they change a server, or belong to the fleet alone.
+_CLOSED = ("kv", "load_lora_adapter", "unload_lora_adapter")
+_PATH = re.compile(r"(/[A-Za-z0-9_~:-][A-Za-z0-9._~:-]{0,255}){1,8}")
+_TIMEOUT_S = 5.0
+
+
+#: Paths of a route, and the methods that it takes.
+Route: TypeAlias = tuple[re.Pattern[str], set[str]]
+
+
+class ServerRoutes:
+    """Learns the routes of each attached server, and forgets them with the server."""
+
+    def __init__(self) -> None:
+        self._routes: WeakKeyDictionary[Upstream, list[Route] | None]
+        self._routes = WeakKeyDictionary()
+        self._lacks: WeakKeyDictionary[Upstream, set[tuple[str, str]]] = WeakKeyDictionary()
+        self._learning = asyncio.Lock()
+
+    async def having(self, servers: list[Upstream], method: str, path: str) -> list[Upstream]:
+        """Return the servers that have a route, or may have it; asks those that are new."""
+        await self._learn(servers)
+        having = []
+        for upstream in servers:
+            routes = self._routes.get(upstream)
+            lacks = self._lacks.get(upstream, ())
+            listed = routes is None or any(
+                pattern.fullmatch(path) and method in methods for pattern, methods in routes
+            )
+            if listed and (method, _kind(path)) not in lacks:
+                having.append(upstream)
+        return having
+
+    async def _learn(self, servers: Collection[Upstream]) -> None:
+        async with self._learning:  # one at a time: many requests ask for the same page
+            new = [upstream for upstream in servers if upstream not in self._routes]
+            learnt = await asyncio.gather(*map(_listed_routes, new))
+            self._routes.update(zip(new, learnt, strict=True))
+
+    def known(self) -> list[str]:
+        """Return what attached servers have beside the gateway's own routes."""
+        routes = (_posts(routes or ()) for routes in list(self._routes.values()))
+        return sorted(set().union(*routes) - _OWN.keys())
+
+    async def endpoints(self, servers: Collection[Upstream]) -> list[str]:
+        """Return the paths at which some of these servers take a POST that has a model.
+
+        A server that does not list its routes is expected to have those of the gateway itself.
+        """
+        await self._learn([upstream for upstream in servers if upstream.engine.stock])
+        listed = (self._routes.get(upstream) for upstream in servers)
+        own = {path for path, method in _OWN.items() if method == "POST"}
+        return sorted(
+            set().union(*(own if routes is None else _posts(routes) for routes in listed))
+        )
+
+    def note_absent(self, upstream: Upstream, method: str, path: str) -> None:
+        """Note that a server answered that it has no such route."""
+        self._lacks.setdefault(upstream, set()).add((method, _kind(path)))
+
+
+def check_path(path: str, request: web.Request) -> None:
+    """Refuse a path that is not passed on.
+
+    Raises:
+        APIError: 404. web.HTTPMethodNotAllowed: the path is the gateway's own.
+    """
+    own = _OWN.get(path) or ("GET" if path.startswith("/v1/models/") else None)
+    if own is not None:
+        raise web.HTTPMethodNotAllowed(request.method, [own])
+    if not _PATH.fullmatch(path) or path.split("/")[2:3] in [[name] for name in _CLOSED]:
+        raise absent_route(request.method, path, ())
+    if "upgrade" in request.headers.get("connection", "").lower():
+        raise APIError(404, f"{path} is not served over WebSockets here; use POST.", final=True)
+
+
+def absent_route_here(method: str, path: str, attached: list[str]) -> APIError:
+    """Return the error for a route that neither the gateway nor an attached server has."""
+    return absent_route(method, path, [*_OWN, "/tokenize", "/detokenize", *attached[:40]])
+
+
+def _posts(routes: Iterable[Route]) -> set[str]:
+    """Return the paths of routes that may be passed on and take a POST."""
+    paths = {pattern.pattern for pattern, methods in routes if "POST" in methods}
+    return {path for path in paths if path in ROOT_PATHS or (
+        path.startswith("/v1/") and "[" not in path and path.split("/")[2] not in _CLOSED
+    )}  # fmt: skip
+
+
+async def _listed_routes(upstream: Upstream) -> list[Route] | None:
+    """Return what a server's `/openapi.json` lists; None where it does not say."""
+    try:
+        status, page = await upstream.get("/openapi.json", _TIMEOUT_S)
+        paths = msgspec.json.decode(page).get("paths") if status == 200 else None
+        if not isinstance(paths, dict):
+            return None
+        routes = []
+        for path, methods in paths.items():
+            pattern = "".join(
+                "[^/]+" if part.startswith("{") else re.escape(part).replace("\\-", "-")
+                for part in re.split(r"(\{[^{}]*\})", str(path))
+            )
+            routes.append((re.compile(pattern), {str(name).upper() for name in methods}))
+    except (aiohttp.ClientError, OSError, TimeoutError, ValueError, AttributeError, TypeError,
+            re.error, RecursionError):  # fmt: skip
+        return None
+    return routes
+
+
+def is_absent(status: int, answer: bytes) -> bool:
+    """Whether a refusal means that the route is not there, and not that an object is not."""
+    if status != 404:
+        return True
+    try:
+        body = json.loads(answer)
+    except (ValueError, RecursionError):
+        return True
+    return not isinstance(body, dict) or "error" not in body
+
+
+def _kind(path: str) -> str:
+    """Return what stands for a path where a server lacks it: its first parts."""
+    return "/".join(path.split("/")[:4])
