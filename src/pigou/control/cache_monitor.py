@@ -62,10 +62,7 @@ class CacheMonitor:
         self._first = self._before = self._after = math.nan
 
     def routed(self, worker: str, request: Request, cached: int, known: int, now: int) -> None:
-        """Record a prompt that was sent to the worker that is to compute it.
-
-        That worker has `cached` tokens of it; `known` is the highest number that any has.
-        """
+        """Record a prompt that was sent to the worker that is to compute it."""
         self._prompts.append((now, worker, request, cached, known))
         self._new += 1
 

@@ -85,10 +85,7 @@ def _plane_status(
     controller: str, tracker: RequestTracker, router: Router, index: PrefixIndex,
     cache_monitor: CacheMonitor, poa: PoAEstimate | None, away: Collection[str], now: int,
 ) -> Status:  # fmt: skip
-    """Return the status of a control plane with these parts; none of them changes.
-
-    `controller` names what sets the routing parameters; `away` are workers that are expected back.
-    """
+    """Return the status of a control plane with these parts; none of them changes."""
     unknown = _unknown(tracker, poa, away, now)
     state, detector = tracker.state, tracker.detector
     columns, estimates = state.columns, tracker.latency_model.peek(now)

@@ -130,10 +130,7 @@ class PoAEstimator:
         self, running: Iterable[RequestTimes | None], row: Mapping[str, int],
         prefill: Sequence[int], estimates: Estimates, now: int,
     ) -> PoASnapshot | None:  # fmt: skip
-        """Return what the Price of Anarchy is computed from; None when too few requests ended.
-
-        `running` have not ended; `prefill` are rows whose role is prefill alone.
-        """
+        """Return what the Price of Anarchy is computed from; None when too few requests ended."""
         while self._ended and now - self._ended[0].ended_at > SPAN:
             self._ended.popleft()
         if len(self._ended) < MIN_REQUESTS or not self._fresh:

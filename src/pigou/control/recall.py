@@ -24,10 +24,7 @@ MARGIN = 3 * SECOND
 
 
 def _without_tokens(state: FleetState, worker: str) -> list[RoutedRequest]:
-    """Return the requests at a worker that have no token, those sent first before others.
-
-    A prompt that another worker has computed is its decode worker's.
-    """
+    """Return the requests at a worker that have no token, those sent first before others."""
     requests = [
         routed
         for routed in state.requests.values()
@@ -79,11 +76,7 @@ def overdue(state: FleetState, before: int) -> Iterator[tuple[RoutedRequest, str
 def _fair_shares(
     requests: int, max_streams: NDArray[np.int64], others: int = 0
 ) -> NDArray[np.int64]:
-    """Return how many requests each worker may have, rounded up, (workers,).
-
-    In proportion to the streams that it runs at once, (workers,), 2^60 for no limit. `others` are
-    streams of workers that are not among them, and get their share too.
-    """
+    """Return how many requests each worker may have, rounded up, (workers,)."""
     whole = sum(max_streams.tolist()) + others  # of Python's integers: none overflows
     shares = np.ceil(requests * max_streams.astype(np.float64) / whole)
     counts: NDArray[np.int64] = shares.astype(np.int64)
@@ -127,10 +120,7 @@ def to_move(
 
 
 def hand_over(state: FleetState, draining: str) -> list[Recall]:
-    """Recall the requests that wait inside a draining worker, where others can take them.
-
-    The worker keeps its streams, and the prompt that it computes now.
-    """
+    """Recall the requests that wait inside a draining worker, where others can take them."""
     if draining not in state.row or not state.columns.decodes.any():
         return []
     waiting = set(map(id, _waiting_inside(state, draining)))
@@ -178,10 +168,7 @@ class ReturningWorkers:
     def shares(
         self, max_streams: NDArray[np.int64], requests: int, since: int, now: int
     ) -> NDArray[np.int64] | None:
-        """Return how many requests each worker may have, (workers,); None for no limit.
-
-        A request that has waited `since` long enough is not held up by it.
-        """
+        """Return how many requests each worker may have, (workers,); None for no limit."""
         if now >= self._until or not self._away or now - since >= self._latest:
             return None
         expected = sum(self.away(now).values())

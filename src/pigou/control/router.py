@@ -31,10 +31,7 @@ Costs = NDArray[np.float64]
 
 
 class Explanation(msgspec.Struct, eq=False):  # each decision makes one; most are never read
-    """One decision: every candidate, what it would have cost, and why.
-
-    It keeps the arrays that the decision was made of; the rest is computed when it is asked for.
-    """
+    """One decision: every candidate, what it would have cost, and why."""
 
     request: str  # id of the request
     at: int  # when, in nanoseconds
@@ -139,10 +136,7 @@ OTHER_NAMES = {"overlap_weight": "prefill_load_scale"}
 
 
 class Router:
-    """Chooses workers by a policy, at a temperature.
-
-    Both may be set anew at any time (`tune`), and for one request (`Request.overrides`).
-    """
+    """Chooses workers by a policy, at a temperature."""
 
     def __init__(self, policy: RoutingPolicy, config: ControlConfig) -> None:
         self.policy = policy
@@ -160,10 +154,7 @@ class Router:
         self._with(overrides)
 
     def tune(self, temperature: float, parameters: Mapping[str, float]) -> None:
-        """Set the temperature, and those of the parameters that the policy has.
-
-        Where it has another name for one (`OTHER_NAMES`), that is set.
-        """
+        """Set the temperature, and those of the parameters that the policy has."""
         known = params_of(self.policy)
         self.temperature = temperature
         values = {}
@@ -262,10 +253,7 @@ class CandidateCache:
         self._sets: dict[bytes | tuple[bytes, bytes], Candidates] = {}
 
     def of(self, request: Request, fleet: FleetView, open_: Flags, room: Flags) -> Candidates:
-        """Return what `candidates` does, perhaps the same object as before.
-
-        Roles and versions have changed when the arrays of the view are others.
-        """
+        """Return what `candidates` does, perhaps the same object as before."""
         same = fleet.prefills is self._prefills and fleet.decodes is self._decodes
         if not same or fleet.version is not self._version:
             self._version = fleet.version

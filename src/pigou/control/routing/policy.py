@@ -64,11 +64,6 @@ class CostTable(Mapping[str, Costs]):
         return costs
 
     def __getitem__(self, name: str) -> Costs:
-        """Return a part.
-
-        Raises:
-            KeyError: there is none of that name.
-        """
         if name not in self.names:
             raise KeyError(name)
         part: Costs = self.rows[self.names.index(name)]
@@ -116,10 +111,7 @@ def params_of(policy: RoutingPolicy) -> Mapping[str, Any]:
 
 
 def param_of(policy: RoutingPolicy, name: str, default: Any) -> Any:
-    """Return one parameter of a policy, or of the one inside it; the default where none has it.
-
-    Quicker than `params_of`, for decisions.
-    """
+    """Return one parameter of a policy, or of the one inside it; the default where none has it."""
     inner_policy: RoutingPolicy | None = policy
     while inner_policy is not None:
         value = getattr(getattr(inner_policy, "params", None), name, None)

@@ -33,12 +33,7 @@ FetchArrays: TypeAlias = tuple[Counts, Counts, Counts, Counts, Seconds, Seconds]
 def _best_sources(
     layout: Counts, device: Counts, pending_tokens: Counts, open_: NDArray[np.bool_], best: Counts
 ) -> bool:
-    """Write which worker of each layout has most of a prompt on its device, the idlest of equals.
-
-    `layout` is 0 for workers that nobody fetches from, `device` the leading blocks on each one's
-    device, `open_` who may be used, (workers,) each; `best` takes rows, -1 for none, (layouts,).
-    Returns False if there is none.
-    """
+    """Write which worker of each layout has most of a prompt on its device; False for none."""
     some = False
     for i in range(best.shape[0]):
         best[i] = -1

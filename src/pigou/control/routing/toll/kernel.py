@@ -147,10 +147,7 @@ def _write_backlogs(
     table: Numbers, load_arrays: LoadArrays, under_way: UnderWayArrays, now_ns: int,
     waits_s: Numbers,
 ) -> None:  # fmt: skip
-    """Write the seconds of prompts that each worker has to compute, (workers,).
-
-    The first has run since it began; late, it takes nothing off those behind it.
-    """
+    """Write the seconds of prompts that each worker has to compute, (workers,)."""
     load, first = WorkerLoad(*load_arrays), PromptsUnderWay(*under_way)
     for w in range(waits_s.shape[0]):
         law, prompts = prefill_law(table, w), load.prefill_requests[w]
@@ -163,10 +160,7 @@ def _write_backlogs(
 
 @bare_kernel_over(*_OVER)
 def _displaced_blocks(share: Numbers, pool: Flags) -> float:
-    """Return blocks that a pool computes again for each that it stores, 0 to 9.
-
-    r / (1 - r), of the pool's mean share r: a worker that stores nothing keeps an old one.
-    """
+    """Return r / (1 - r), r of a pool's stored blocks displacing one that returns; 0 to 9."""
     total, workers = 0.0, 0
     for w in range(pool.shape[0]):
         if pool[w]:
@@ -202,11 +196,7 @@ def _fleet_weights(
 
 @bare_kernel_over(*_OVER)
 def _way_round(table: Numbers, load_arrays: LoadArrays, waits_s: Numbers) -> tuple[int, float]:
-    """Return how many workers do nothing but prefill, and what a prompt costs without them.
-
-    A prompt of mean length, computed by the decode worker where that costs least, it and the
-    streams there, less what bringing it from a prefill worker would take.
-    """
+    """Return how many workers do nothing but prefill, and what a prompt costs without them."""
     load = WorkerLoad(*load_arrays)
     pool, around_s = 0, math.inf
     for w in range(load.prefills.shape[0]):
@@ -250,11 +240,7 @@ def _prospect_of(
     pair: tuple[int, int], prompt: int, output: float, restore: tuple[float, float],
     around: tuple[int, float], links: LinkArrays,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Return the fields of `Prospect` for one candidate, a pair that computes and that decodes.
-
-    `waits_s` are seconds of the prompts that each worker has to compute; `restore` those of a token
-    from host memory, and from storage, as shares of computing it.
-    """
+    """Return the fields of `Prospect` for one candidate, a pair that computes and that decodes."""
     load, caches = WorkerLoad(*load_arrays), PromptCaches(*cache_arrays)
     p, d = pair
     local = p == d
