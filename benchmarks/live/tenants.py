@@ -34,7 +34,7 @@ from benchmarks.lib.servers import (
     unwind_on_terminate,
 )
 from benchmarks.live.routing import FLEETS, fleet
-from pigou.control.admission.tenant_quota import LINGERS
+from pigou.control.admission.admission_queue import LINGERS
 from pigou.gateway.auth.keys import make_key
 from pigou.request import SECOND
 

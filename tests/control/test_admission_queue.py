@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tests.lib.examples import examples
 
 from pigou.config import ConfigError, ControlConfig
+from pigou.control.admission.admission_queue import LINGERS, TenantActivity, TenantQuota
 from pigou.control.admission.queue_order import QueuedRequest
-from pigou.control.admission.tenant_quota import LINGERS, TenantActivity, TenantQuota
 from pigou.control.journal import report_tokens
 from pigou.control.messages import (
     Ended,

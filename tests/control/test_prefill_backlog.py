@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pigou.control.stream_slots import PrefillBacklog
+from pigou.control.state import PrefillBacklog
 
 STEPS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 5), st.booleans()), max_size=60)
 

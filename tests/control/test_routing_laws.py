@@ -19,7 +19,7 @@ from pigou.control.routing.policy import GROUP, load
 from pigou.control.routing.pool_policy import PoolPolicy
 from pigou.control.routing.selection import select
 from pigou.control.routing.view import Candidates, FleetView
-from pigou.control.stream_slots import PrefillBacklog
+from pigou.control.state import PrefillBacklog
 from pigou.request import Request
 
 NAMES = sorted(entry_points(group=GROUP).names)

@@ -16,7 +16,7 @@ from pigou.control.routing.policy import override
 from pigou.control.routing.toll.policy import Toll, TollParams
 from pigou.control.routing.toll.terms import PARTS
 from pigou.control.routing.view import Candidates, FleetView
-from pigou.control.stream_slots import PrefillBacklog
+from pigou.control.state import PrefillBacklog
 from pigou.games.latency import LatencyLaw
 from pigou.request import SECOND, Request, Role, Worker
 

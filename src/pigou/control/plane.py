@@ -45,7 +45,6 @@ from pigou.control.messages import (
 from pigou.control.peers.reports import PeerReports
 from pigou.control.prefix_index import PrefixIndex
 from pigou.control.price_of_anarchy import PoAEstimate, PoASnapshot
-from pigou.control.recall import REPORT_HOLDS, ReturningWorkers, hand_over, overdue, to_move
 from pigou.control.request_tracker import RequestTracker
 from pigou.control.router import Explanation, Router
 from pigou.control.routing.policy import RoutingPolicy, load, params_of
@@ -54,7 +53,14 @@ from pigou.control.routing_controller import Static
 from pigou.control.routing_controller import load as load_controller
 from pigou.control.saturation.regime import Regime
 from pigou.control.saturation.regime import load as load_detector
-from pigou.control.worker_assignment import WorkerAssigner
+from pigou.control.worker_assignment import (
+    REPORT_HOLDS,
+    ReturningWorkers,
+    WorkerAssigner,
+    hand_over,
+    overdue,
+    to_move,
+)
 from pigou.request import NEVER, SECOND, Request, Worker
 
 

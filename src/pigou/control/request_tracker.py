@@ -17,8 +17,7 @@ from pigou.control.price_of_anarchy import PoAEstimator, PoASnapshot, RequestTim
 from pigou.control.routing.view import FleetView
 from pigou.control.routing_controller import Controller, E2ESample, Static
 from pigou.control.saturation.regime import Detector, TTFTSample
-from pigou.control.state import FleetState
-from pigou.control.stream_slots import RoutedRequest
+from pigou.control.state import FleetState, RoutedRequest
 from pigou.request import SECOND, Request, Worker
 
 #: Nanoseconds between two fits of the latency model to the streams.

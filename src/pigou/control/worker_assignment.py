@@ -1,8 +1,9 @@
-"""Worker assignment: which workers serve a request now, and what charging them takes."""
+"""Worker assignment: which workers serve a request now, and which requests go to another one."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -13,15 +14,184 @@ from pigou.control.admission.admission_controller import AdmissionController
 from pigou.control.admission.queue_order import QueuedRequest
 from pigou.control.admission.worker_capacity import UNLIMITED
 from pigou.control.cache_monitor import CacheMonitor
-from pigou.control.messages import Choice, Route
+from pigou.control.messages import Choice, Recall, Route
 from pigou.control.peers.bookings import PredictedPrompt
 from pigou.control.prefix_index import PrefixIndex
-from pigou.control.recall import ReturningWorkers
 from pigou.control.request_tracker import RequestTracker
 from pigou.control.router import Router
 from pigou.control.routing.view import FleetView
-from pigou.control.state import both
-from pigou.request import Request
+from pigou.control.state import FleetState, RoutedRequest, both
+from pigou.request import NEVER, SECOND, Request
+
+#: A worker that went down is expected back within this time, in nanoseconds.
+RETURN_WITHIN = 300 * SECOND
+#: After one worker came back, the shares of those still expected are reserved this long at most.
+HOLD_SHARES = 30 * SECOND
+#: A load report holds for this time, in nanoseconds.
+REPORT_HOLDS = 15 * SECOND
+#: A request waits for no share in the last nanoseconds of the queue timeout, this many, or in its
+#: last quarter where that is shorter.
+MARGIN = 3 * SECOND
+
+
+def _without_tokens(state: FleetState, worker: str) -> list[RoutedRequest]:
+    """Return the requests at a worker that have no token, those sent first before others."""
+    requests = [
+        routed
+        for routed in state.requests.values()
+        if not routed.first_token_at
+        and routed.generated == 0
+        and (routed.prefill == worker or (routed.decode == worker and routed.prefill is None))
+    ]
+    return sorted(requests, key=lambda routed: routed.routed_at)
+
+
+def _waiting_inside(state: FleetState, worker: str) -> list[RoutedRequest]:
+    """Return the requests that wait inside a worker: it has not begun them.
+
+    They are the last of those without a token, as many as the worker reports as waiting, but none
+    of those that it may be running. So a prompt that takes long to compute does not wait, nor
+    does a reply that is not streamed, whatever other clients send to the worker.
+    """
+    row, requests = state.row[worker], _without_tokens(state, worker)
+    streaming = sum(
+        routed.decode == worker and (routed.first_token_at > 0 or routed.generated > 0)
+        for routed in state.requests.values()
+    )
+    begun = max(0, int(state.columns.running[row]) - streaming)
+    count = min(int(state.columns.waiting[row]), len(requests) - begun)
+    return requests[-count:] if count > 0 else []
+
+
+def overdue(state: FleetState, before: int) -> Iterator[tuple[RoutedRequest, str]]:
+    """Return the requests that wait inside workers and arrived by `before` (ns), and where."""
+    if state.oldest_arrival > before:  # as on nearly all ticks
+        return
+    state.oldest_arrival = min(
+        (
+            routed.arrived_at
+            for routed in state.requests.values()
+            if not (routed.given_up or routed.first_token_at or routed.generated)
+        ),
+        default=NEVER,
+    )
+    if state.oldest_arrival > before:
+        return
+    for row in np.flatnonzero(state.columns.waiting > 0).tolist():
+        worker = state.ids[row]
+        for routed in _waiting_inside(state, worker):
+            if routed.arrived_at <= before and not routed.request.is_follower:
+                yield routed, worker
+
+
+def _fair_shares(
+    requests: int, max_streams: NDArray[np.int64], others: int = 0
+) -> NDArray[np.int64]:
+    """Return how many requests each worker may have, rounded up, (workers,)."""
+    whole = sum(max_streams.tolist()) + others  # of Python's integers: none overflows
+    shares = np.ceil(requests * max_streams.astype(np.float64) / whole)
+    counts: NDArray[np.int64] = shares.astype(np.int64)
+    return counts
+
+
+def to_move(
+    state: FleetState, max_streams: NDArray[np.int64], new: str
+) -> list[tuple[RoutedRequest, str]]:
+    """Return the requests without a token that a new worker should take over, and from whom.
+
+    Each worker keeps the prompt that it computes now, and its share of all requests at workers of
+    its role, in proportion to its streams, (workers,). Requests that were sent last move.
+    """
+    columns, own = state.columns, state.row[new]
+    moves: list[tuple[RoutedRequest, str]] = []
+    stages = (
+        (columns.decodes, columns.decode_requests),
+        (columns.prefills & ~columns.decodes, columns.prefill_requests),
+    )
+    for pool, held in stages:
+        if not pool[own]:
+            continue
+        rows = np.flatnonzero(pool)
+        shares = _fair_shares(int(held[pool].sum()), max_streams[rows])
+        for row, share in zip(rows.tolist(), shares.tolist(), strict=True):
+            excess = int(held[row]) - share
+            if row == own or excess <= 0:
+                continue
+            worker = state.ids[row]
+            waiting = set(map(id, _waiting_inside(state, worker)))
+            movable = [
+                routed
+                for routed in _without_tokens(state, worker)[1:]
+                if not routed.prefill_done_at
+                and (routed.prefill == worker or id(routed) in waiting)
+                and (not routed.request.eligible or new in routed.request.eligible)
+            ]
+            moves += [(routed, worker) for routed in movable[-excess:]]
+    return moves
+
+
+def hand_over(state: FleetState, draining: str) -> list[Recall]:
+    """Recall the requests that wait inside a draining worker, where others can take them."""
+    if draining not in state.row or not state.columns.decodes.any():
+        return []
+    waiting = set(map(id, _waiting_inside(state, draining)))
+    return [
+        Recall(routed.request.id, draining)
+        for routed in _without_tokens(state, draining)[1:]
+        if not routed.prefill_done_at
+        and (routed.prefill_worker == draining or id(routed) in waiting)
+    ]
+
+
+class ReturningWorkers:
+    """Workers that went down and are expected back, and the shares reserved for them.
+
+    While one has come back and others are still expected, each worker is given no more than its
+    share of all requests, those at workers and those that wait. So the first that returns does
+    not get the whole queue. The time of this is bounded: no request is refused for it.
+    """
+
+    def __init__(self, queue_timeout: int) -> None:
+        self._latest = queue_timeout - min(MARGIN, queue_timeout // 4)
+        self._share_time = min(HOLD_SHARES, self._latest)
+        self._away: dict[str, tuple[int, int]] = {}
+        self._until = 0
+
+    def __len__(self) -> int:
+        return len(self._away)
+
+    def down(self, worker: str, max_streams: int, now: int) -> None:
+        """Record that a worker of so many streams (0 for one that runs none) went down."""
+        self._away[worker] = max_streams, now
+
+    def up(self, worker: str, now: int) -> None:
+        """Record that a worker is there, known from before or not."""
+        known = self._away.pop(worker, None)
+        self._forget(now)
+        if known is not None and self._away:
+            self._until = now + self._share_time
+
+    def away(self, now: int) -> Mapping[str, int]:
+        """Return the streams that each worker that is expected back runs at once, by id."""
+        self._forget(now)
+        return {worker: max_streams for worker, (max_streams, _) in self._away.items()}
+
+    def shares(
+        self, max_streams: NDArray[np.int64], requests: int, since: int, now: int
+    ) -> NDArray[np.int64] | None:
+        """Return how many requests each worker may have, (workers,); None for no limit."""
+        if now >= self._until or not self._away or now - since >= self._latest:
+            return None
+        expected = sum(self.away(now).values())
+        if not expected:
+            return None
+        return _fair_shares(requests, max_streams, expected)
+
+    def _forget(self, now: int) -> None:
+        for worker, (_, when) in list(self._away.items()):
+            if now - when > RETURN_WITHIN:
+                del self._away[worker]
+
 
 #: Predicted prompts that are remembered for other gateways.
 _PREDICTED = 256

@@ -8,10 +8,16 @@ from typing import NamedTuple
 import numpy as np
 
 from pigou.config import ControlConfig
-from pigou.control.admission.admission_queue import MIN_RETRY, AdmissionQueue, DrainRate
+from pigou.control.admission.admission_queue import (
+    MIN_RETRY,
+    AdmissionQueue,
+    DrainRate,
+    Refusal,
+    TenantActivity,
+    TenantQuota,
+)
 from pigou.control.admission.fair_order import Fair
 from pigou.control.admission.queue_order import QueuedRequest, QueueOrder, load
-from pigou.control.admission.tenant_quota import Refusal, TenantActivity, TenantQuota
 from pigou.control.admission.worker_capacity import (
     UNLIMITED,
     WorkerCapacity,
@@ -23,8 +29,7 @@ from pigou.control.messages import Choice, Queue, Shed
 from pigou.control.peers.allowance import StreamAllowance, TokenCharges
 from pigou.control.peers.bookings import TenantService
 from pigou.control.routing.view import FleetView
-from pigou.control.state import FleetState
-from pigou.control.stream_slots import Counts, StreamSlots
+from pigou.control.state import Counts, FleetState, StreamSlots
 from pigou.request import NEVER, SECOND, Request
 
 #: A worker that failed a request is tried again for it after this time, if no other can serve.

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from pigou.compiled import bare_kernel
 from pigou.control.latency_model.estimates import Estimates
-from pigou.control.stream_slots import PrefillBacklog
+from pigou.control.state import PrefillBacklog
 from pigou.request import Ints
 
 Counts = NDArray[np.int64]

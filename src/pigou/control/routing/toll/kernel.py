@@ -37,7 +37,7 @@ from pigou.control.latency_model.estimates import (
 from pigou.control.routing.toll import terms
 from pigou.control.routing.toll.terms import PARTS, Prospect, TollWeights
 from pigou.control.routing.view import Candidates, FleetView
-from pigou.control.stream_slots import PrefillBacklog
+from pigou.control.state import PrefillBacklog
 from pigou.request import Request
 
 Counts: TypeAlias = NDArray[np.int64]
