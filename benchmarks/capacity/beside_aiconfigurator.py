@@ -38,7 +38,7 @@ from pigou.capacity.plan.demand import Demand, read_demand
 from pigou.capacity.plan.plan import PlanRequest, make_trial
 from pigou.capacity.plan.search_space import Candidate
 from pigou.capacity.plan.trial import run_trial, trial_figures
-from pigou.cost.token_cost import usd_per_million_at
+from pigou.cost.usage import usd_per_million_at
 from pigou.models.architecture import Architecture
 from pigou.models.read import architecture
 from pigou.objectives import Slo

@@ -9,8 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pigou.control.saturation.cusum_detector import Cusum, LongRunVariance, cusum_threshold
-from pigou.control.saturation.no_queue_law import UnloadedLaw
+from pigou.control.saturation.cusum_detector import (
+    Cusum,
+    LongRunVariance,
+    UnloadedLaw,
+    cusum_threshold,
+)
 
 
 @pytest.mark.parametrize(("arl", "shift"), [(200, 1.0), (500, 0.5), (1000, 1.0), (300, 1.5)])

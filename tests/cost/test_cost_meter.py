@@ -18,11 +18,10 @@ from pigou.control.messages import (
     WorkerDown,
     WorkerUp,
 )
-from pigou.cost.cost_meter import CostMeter
+from pigou.cost.cost_meter import CostMeter, MeteredControlPlane
 from pigou.cost.energy import PowerModel
 from pigou.cost.fleet_bill import FleetBill
-from pigou.cost.metered_plane import MeteredControlPlane
-from pigou.cost.worker_rate import WorkerRate
+from pigou.cost.usage import WorkerRate
 from pigou.request import SECOND, FinishReason, Rehearsed, Request, Role, Worker
 
 KV = 131_072.0

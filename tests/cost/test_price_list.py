@@ -26,10 +26,6 @@ def test_what_is_no_price_is_refused_by_its_name(text: str, named: str) -> None:
         price_list(text)
 
 
-def test_memory_of_a_gpu_is_its_hours_over_its_gigabytes() -> None:
-    assert PriceList().gpu_memory("H100", 80e9) == pytest.approx(2.5 * 730 / 80)
-
-
 def test_a_gigabyte_of_a_tier_costs_its_price_in_a_month() -> None:
     prices = PriceList(storage={"dram": 3.0, "nvme": 0.1, "object": 0.02})
     month_s = 730 * 3600

@@ -4,10 +4,7 @@ import math
 
 import pytest
 
-from pigou.cost.token_cost import (
-    step_shares,
-    step_tolls,
-    storage_usd_per_reuse,
+from pigou.cost.usage import (
     usd_per_million,
     usd_per_million_at,
 )
@@ -29,15 +26,3 @@ def test_tokens_outside_the_objective_make_those_inside_dearer() -> None:
 
 def test_no_tokens_have_no_price() -> None:
     assert math.isnan(usd_per_million(1.0, 0))
-
-
-def test_shares_of_a_step_add_up_and_tolls_leave_the_weights_unpaid() -> None:
-    sizes, weights = [1e9, 3e9, 0.0], 16e9
-    shares, tolls = step_shares(sizes, weights), step_tolls(sizes, weights)
-    assert sum(shares) == pytest.approx(1.0)
-    assert sum(tolls) == pytest.approx(1.0 - weights / 20e9)
-    assert [a - b for a, b in zip(shares, tolls, strict=True)] == pytest.approx([16 / 60] * 3)
-
-
-def test_storage_of_a_reuse_is_bytes_times_seconds_over_reuses() -> None:
-    assert storage_usd_per_reuse(2e-15, 1e9, 100.0, 4) == pytest.approx(5e-5)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pigou.cost.token_cost import step_shares, step_tolls
-from pigou.cost.usage import Usage
+from pigou.cost.usage import Payer, Usage, WorkerRate
 from pigou.cost.worker_meter import WorkerMeter
-from pigou.cost.worker_rate import Payer, WorkerRate
 from pigou.request import SECOND
 
 RATE = WorkerRate(usd_per_s=1.0, weight_bytes=1000.0, kv_bytes=1.0)
@@ -24,8 +22,9 @@ def test_streams_pay_the_shares_of_a_step() -> None:
     meter.settle(10 * SECOND)
     paid = [who.usages[0].decode_usd for who in payers]
     tolls = [who.usages[0].marginal_usd for who in payers]
-    assert paid == pytest.approx([10 * share for share in step_shares(sizes, 1000.0)])
-    assert tolls == pytest.approx([10 * toll for toll in step_tolls(sizes, 1000.0)])
+    weights = 1000.0  # as long as the KV of both: half of a step, shared equally
+    assert paid == pytest.approx([10 * (size + weights / 2) / (2 * weights) for size in sizes])
+    assert tolls == pytest.approx([10 * size / (2 * weights) for size in sizes])
 
 
 def test_prompts_one_after_another_pay_their_own_seconds() -> None:

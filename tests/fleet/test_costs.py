@@ -4,7 +4,7 @@ import pytest
 
 from pigou.config import ConfigError, ControlConfig
 from pigou.control.plane import ControlPlane
-from pigou.cost.metered_plane import MeteredControlPlane
+from pigou.cost.cost_meter import MeteredControlPlane
 from pigou.fleet.costs import make_plane, read_model, read_worker_gpus
 from pigou.gateway.config import GatewayConfig
 from pigou.request import Role, Worker

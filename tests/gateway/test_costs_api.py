@@ -9,9 +9,8 @@ import pytest
 from tests.gateway.stub import Fleet, Stub, serving
 
 from pigou.config import ControlConfig
-from pigou.cost.cost_meter import CostMeter
-from pigou.cost.metered_plane import MeteredControlPlane
-from pigou.cost.worker_rate import WorkerRate
+from pigou.cost.cost_meter import CostMeter, MeteredControlPlane
+from pigou.cost.usage import WorkerRate
 from pigou.gateway.auth.keys import Key, Keys, make_key
 from pigou.request import Role
 

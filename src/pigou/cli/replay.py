@@ -95,7 +95,7 @@ class _Meters:
 
     def make_plane(self, control: ControlConfig) -> ControlPlane:
         """Return the plane of a run."""
-        from pigou.cost.metered_plane import MeteredControlPlane
+        from pigou.cost.cost_meter import MeteredControlPlane
         from pigou.fleet.costs import make_plane
 
         plane = make_plane(control, self._config)

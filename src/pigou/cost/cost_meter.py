@@ -11,9 +11,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from pigou.config import ControlConfig
 from pigou.control.messages import (
+    Action,
+    CacheChanged,
+    CacheKeyed,
+    Decision,
     Ended,
     FirstToken,
+    LoadReport,
+    Observation,
     PrefillClaimed,
     PrefillDone,
     ReadFailed,
@@ -26,16 +36,19 @@ from pigou.control.messages import (
     WorkerDown,
     WorkerUp,
 )
+from pigou.control.plane import ControlPlane
+from pigou.control.routing.policy import RoutingPolicy
 from pigou.cost.fleet_bill import FleetBill
-from pigou.cost.usage import Usage, UsageKey
+from pigou.cost.usage import Payer, Usage, UsageKey, WorkerRate
 from pigou.cost.worker_meter import WorkerMeter
-from pigou.cost.worker_rate import Payer, WorkerRate
 from pigou.request import SECOND, Request, Worker
 
 #: Nanoseconds between two settlements.
 SETTLE_NS = SECOND
 #: Requests whose bills are remembered after their end.
 _MAX_BILLS = 4096
+#: What says nothing of costs, and comes often.
+_SILENT = (CacheChanged, CacheKeyed, LoadReport)
 
 
 @dataclass(slots=True)
@@ -292,3 +305,39 @@ class CostMeter:
             worker.tick(now)
         if now - self._settled_ns >= SETTLE_NS:
             self.settle(now)
+
+
+class MeteredControlPlane(ControlPlane):
+    """A ControlPlane that tells a meter of each call; it decides as one without."""
+
+    def __init__(
+        self, config: ControlConfig, cost_meter: CostMeter, policy: RoutingPolicy | None = None
+    ) -> None:
+        """As `ControlPlane`."""
+        super().__init__(config, policy)
+        self.cost_meter = cost_meter
+
+    def submit(self, request: Request, now: int, exclude: frozenset[str] = frozenset()) -> Decision:
+        """As `ControlPlane.submit`."""
+        decision = super().submit(request, now, exclude)
+        self.cost_meter.follow(Submit(request), (decision,), now)
+        return decision
+
+    def observe(self, observation: Observation, now: int) -> Sequence[Decision]:
+        """As `ControlPlane.observe`."""
+        decisions = super().observe(observation, now)
+        if decisions or type(observation) not in _SILENT:
+            self.cost_meter.follow(observation, decisions, now)
+        return decisions
+
+    def on_tokens(self, slots: NDArray[np.int64], counts: NDArray[np.int64], now: int) -> None:
+        """As `ControlPlane.on_tokens`."""
+        super().on_tokens(slots, counts, now)
+        pairs = zip(self.requests_in(slots), counts.tolist(), strict=True)
+        self.cost_meter.follow(Tokens(tuple(pairs)), (), now)
+
+    def tick(self, now: int) -> Sequence[Action]:
+        """As `ControlPlane.tick`."""
+        decisions = super().tick(now)
+        self.cost_meter.follow(Tick(), decisions, now)
+        return decisions

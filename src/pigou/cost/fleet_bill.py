@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pigou.cost.energy import kwh_per_million
-from pigou.cost.token_cost import number_or_none, usd_per_million
-from pigou.cost.usage import Usage, UsageKey, total
+from pigou.cost.usage import Usage, UsageKey, number_or_none, total, usd_per_million
 
 #: Labels of what a bill can be added up by.
 GROUPS = ("tenant", "model", "workload")

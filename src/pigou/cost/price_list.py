@@ -38,10 +38,7 @@ TIER_STORAGE: Mapping[str, str] = MappingProxyType(
 
 
 class PriceList(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What GPUs and storage cost.
-
-    Memory of GPUs is paid with the GPU-hour: it has a price (`gpu_memory`), and adds nothing.
-    """
+    """What GPUs and storage cost. Memory of GPUs is paid with the GPU-hour."""
 
     # dollars of a GPU-hour by kind, named as in `GPU_HOUR_USD`.
     gpu_hour: dict[str, float] = msgspec.field(default_factory=lambda: dict(GPU_HOUR_USD))
@@ -59,10 +56,6 @@ class PriceList(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
                 f"prices has none for GPU {kind!r}; give it: --prices {kind or 'NAME'}=DOLLARS"
             )
         return self.gpu_hour[kind]
-
-    def gpu_memory(self, kind: str, memory_bytes: float) -> float:
-        """Return dollars of a GPU's gigabyte for a month: its hours over its memory."""
-        return self.gpu(kind) * MONTH_HOURS / (memory_bytes / GB)
 
     def byte_second(self, storage: str) -> float:
         """Return dollars of a byte of storage for a second."""

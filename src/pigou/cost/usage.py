@@ -1,11 +1,36 @@
-"""Usage: what requests of one tenant, model and class took of the fleet, and what that costs."""
+"""Usage: what requests took of the fleet, what that costs, and the rates of its workers."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
-from pigou.cost.token_cost import number_or_none, usd_per_million
+from pigou.cost.energy import PowerModel
+
+
+def usd_per_million(usd: float, tokens: float) -> float:
+    """Return dollars for a million tokens; NaN for no tokens."""
+    return usd / tokens * 1e6 if tokens > 0 else math.nan
+
+
+def usd_per_million_at(
+    usd_per_gpu_hour: float, gpus: float, tok_s: float, attained: float = 1.0
+) -> float:
+    """Return dollars for a million tokens that are served inside the objective.
+
+    Price of a GPU-hour x GPUs / 3600 / (tokens a second) x 10^6 / attained share.
+
+    Args:
+        tok_s: tokens a second of all.
+        attained: share of the requests inside the objective, above 0.
+    """
+    return usd_per_million(usd_per_gpu_hour * gpus / 3600.0, tok_s) / attained
+
+
+def number_or_none(value: float) -> float | None:
+    """Return a number as JSON has it: None for NaN."""
+    return None if math.isnan(value) else value
 
 
 class UsageKey(NamedTuple):
@@ -82,3 +107,36 @@ def total(usages: list[Usage]) -> Usage:
     for usage in usages:
         whole.add(usage)
     return whole
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRate:
+    """What a worker costs, and what its energy is estimated from."""
+
+    usd_per_s: float
+    storage_usd_per_s: float = 0.0
+    gpus: int = 1  # their number
+    power: PowerModel | None = None  # of each; None where it is not known
+    weight_bytes: float = 0.0  # read in each step; 0 where it is not known
+    kv_bytes: float = 0.0  # of one token in the KV cache; 0 where it is not known
+    bytes_per_s: float = 0.0  # memory bandwidth of all its GPUs
+    flops: float = 0.0  # peak FLOP/s of all of them
+    token_flops: float = 0.0  # FLOPs of one token of a prompt
+
+    @property
+    def weight_tokens(self) -> float:
+        """Return the weights in tokens of KV; infinite where either is not known."""
+        known = self.weight_bytes > 0 and self.kv_bytes > 0
+        return self.weight_bytes / self.kv_bytes if known else math.inf
+
+
+@dataclass(slots=True)
+class Payer:
+    """Who pays for a request: its own usage, and that of its tenant, model and class."""
+
+    usages: tuple[Usage, ...]
+
+    def add(self, name: str, value: float) -> None:
+        """Add to a figure of all of them."""
+        for usage in self.usages:
+            setattr(usage, name, getattr(usage, name) + value)

@@ -1,8 +1,10 @@
 """The meter of one worker: its seconds, split among the requests that it serves.
 
-A worker's time is idle, of prompts, of streams, or of both. Between two settlements, the seconds of
-streams are shared as `step_shares` has it, those of prompts in proportion to the tokens that were
-computed. Nothing is lost: what is charged, idle and open adds up to the worker's time.
+A worker's time is idle, of prompts, of streams, or of both. A stream pays the share
+(KV bytes + W/B) / (all KV bytes + W) of a step: what is read for it alone, and an equal part of the
+weights W, which are read once for the batch of B. Its toll, the marginal price, lacks W/B. Prompts
+pay in proportion to the tokens that were computed. What is charged, idle and open adds up to the
+worker's time.
 
 Streams that begin and end at any time pay by two integrals over the seconds t of streams:
 A = int dt / (K + W), C = int (W/B) dt / (K + W). K are the tokens in the KV cache, W the weights in
@@ -17,7 +19,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pigou.cost.worker_rate import Payer, WorkerRate
+from pigou.cost.usage import Payer, WorkerRate
 from pigou.request import SECOND, Rehearsed
 
 #: Weight of a new observation in running means.

@@ -8,10 +8,9 @@ from pathlib import Path
 
 from pigou.config import ConfigError, ControlConfig
 from pigou.control.plane import ControlPlane
-from pigou.cost.cost_meter import CostMeter
-from pigou.cost.metered_plane import MeteredControlPlane
+from pigou.cost.cost_meter import CostMeter, MeteredControlPlane
 from pigou.cost.price_list import PriceList
-from pigou.cost.worker_rate import WorkerRate
+from pigou.cost.usage import WorkerRate
 from pigou.gateway.config import GatewayConfig
 from pigou.gateway.plane_driver import PlaneDriver
 from pigou.models import bundled_path

@@ -1,4 +1,4 @@
-"""Waits and knees of the textbook queues.
+"""Waits of the textbook queues.
 
 ``utilisation`` is always a server's: arrival rate times mean service time, over the number of
 servers. Times are in units of ``service``, the mean service time, in seconds.
@@ -13,12 +13,8 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import brentq
-from scipy.special import gammaln, lambertw, ndtri
+from scipy.special import lambertw, ndtri
 
-from pigou.games import Floats
-
-#: Share of probability that the exact M/D/c distribution may leave out, as exponent of e.
-_TAIL = 40.0
 #: Services up to which Erlang's alternating sum is taken for M/D/1; it loses no digits there.
 _ERLANG_SERVICES = 4.0
 
@@ -73,53 +69,6 @@ def mgc_wait(servers: int, utilisation: float, scv: float, service: float = 1.0)
     return 0.5 * (1.0 + scv) * mmc_wait(servers, utilisation, service)
 
 
-def mm1ps_response(utilisation: float, service: float = 1.0) -> float:
-    """Return the mean time in a processor-sharing server of a request that alone takes ``service``.
-
-    service / (1 - utilisation), for every distribution of service times (Kleinrock 1967): so it
-    is the time of a request of that size, as well as the mean over sizes.
-    """
-    _check(1, utilisation)
-    return service / (1.0 - utilisation)
-
-
-def wait_knee(servers: int, wait: float = 1.0, scv: float = 1.0) -> float:
-    """Return the utilisation at which the mean M/G/c wait is ``wait`` mean service times."""
-    if not (math.isfinite(wait) and wait > 0):
-        raise ValueError(f"wait is {wait}: give a finite number of services above 0")
-    top = 1.0 - 1e-12
-    return float(brentq(lambda u: mgc_wait(servers, u, scv) - wait, 0.0, top, xtol=1e-14))
-
-
-def power_knee(servers: int, scv: float = 1.0) -> float:
-    """Return the utilisation of greatest power, throughput over response time (Kleinrock 1979).
-
-    There, one per cent more load costs one per cent more response. For M/M/1 it is 1/2.
-    """
-
-    def excess(utilisation: float) -> float:
-        step = 1e-6 * min(utilisation, 1.0 - utilisation)
-        below = mgc_wait(servers, utilisation - step, scv)
-        above = mgc_wait(servers, utilisation + step, scv)
-        response = 1.0 + 0.5 * (below + above)
-        return utilisation * (above - below) / (2.0 * step) - response
-
-    return float(brentq(excess, 1e-3, 1.0 - 1e-6, xtol=1e-10))
-
-
-def closed_knee(throughput: float, response: float, think: float = 0.0) -> float:
-    """Return the number of clients at which a closed system's two asymptotes meet.
-
-    ``throughput`` is the most that the system completes (a second), ``response`` what a request
-    takes with nobody else there, ``think`` a client's pause between requests (seconds). With fewer
-    clients than throughput (response + think), nobody need wait; with more, somebody must
-    (Denning and Buzen 1978).
-    """
-    if not (throughput > 0 and response > 0 and think >= 0):
-        raise ValueError("give throughput > 0, response > 0 and think >= 0")
-    return throughput * (response + think)
-
-
 # --- deterministic service -------------------------------------------------------------------
 
 
@@ -147,27 +96,6 @@ def mdc_tail(servers: int, utilisation: float) -> tuple[float, float]:
     return constant, servers * utilisation * (sigma - 1.0)
 
 
-def mdc_wait_quantile(
-    servers: int, utilisation: float, quantile: float, service: float = 1.0
-) -> float:
-    """Return the wait that a share ``quantile`` of arrivals to an M/D/c queue stays within.
-
-    Exact: the queue's distribution from its generating function (`mdc_tail`), the wait from that
-    by Franx, "A simple solution for the M/D/c waiting time distribution" (2001): sums of positive
-    terms, where Erlang's formula for one server cancels. Milliseconds of computing.
-    """
-    _check_quantile(quantile)
-    below = np.cumsum(_mdc_counts(servers, utilisation))[servers:]  # P(at most m wait), m = 0..
-    if quantile <= _mdc_wait_cdf(servers, utilisation, 0.0, below):
-        return 0.0
-    constant, rate = mdc_tail(servers, utilisation)
-    high = 1.0 + max(math.log(max(constant, 1.0) / (1.0 - quantile)), 0.0) / rate
-    while _mdc_wait_cdf(servers, utilisation, high, below) < quantile:
-        high *= 2.0
-    excess = lambda t: _mdc_wait_cdf(servers, utilisation, t, below) - quantile  # noqa: E731
-    return service * float(brentq(excess, 0.0, high, xtol=1e-10))
-
-
 def _outer_root(utilisation: float) -> float:
     return float(-lambertw(-utilisation * math.exp(-utilisation), -1).real / utilisation)
 
@@ -185,36 +113,6 @@ def _turns(servers: int) -> NDArray[np.complex128]:
     """Return the roots of unity but 1, shape (servers - 1,)."""
     turns: NDArray[np.complex128] = np.exp(2j * np.pi * np.arange(1, servers) / servers)
     return turns
-
-
-def _mdc_counts(servers: int, utilisation: float) -> Floats:
-    """Return P(n in the M/D/c system), shape (numbers,), from its generating function's FFT.
-
-    P(z) = e^y (c - a) (z - 1) prod_k ((z - z_k) / (1 - z_k)) / (z^c - e^y), y = a (z - 1).
-    """
-    _check(servers, utilisation)
-    if utilisation < 1e-12:
-        return np.concatenate(([1.0], np.zeros(servers + 1)))
-    erlangs = servers * utilisation
-    count = servers + _TAIL / math.log(_outer_root(utilisation)) + 8.0 * math.sqrt(servers) + 64.0
-    points = 1 << math.ceil(math.log2(count))
-    z = np.exp(2j * np.pi * np.arange(1, points) / points)
-    bracket = np.exp(erlangs * (z - 1.0))
-    values = bracket * (servers - erlangs) * (z - 1.0) / (z**servers - bracket)
-    for root in _inner_roots(servers, utilisation):
-        values *= (z - root) / (1.0 - root)
-    counts: Floats = np.fft.fft(np.concatenate(([1.0], values))).real / points
-    return np.maximum(counts, 0.0)
-
-
-def _mdc_wait_cdf(servers: int, utilisation: float, t: float, below: Floats) -> float:
-    """Return P(W <= t services): sum_j P(at most kc-1-j wait) Poisson(j; a (k - t)), k > t."""
-    k = math.floor(t) + 1
-    j = np.arange(k * servers)
-    mean = servers * utilisation * (k - t)
-    log_poisson = j * math.log(mean) - mean - gammaln(j + 1.0) if mean > 0 else np.log(j == 0)
-    index = np.minimum(k * servers - 1 - j, len(below) - 1)
-    return float(np.exp(log_poisson) @ below[index])
 
 
 # --- general service -------------------------------------------------------------------------
@@ -314,59 +212,6 @@ def max_utilisation(
         return top
     excess = lambda u: response_quantile(servers, u, quantile, scv, arrival_scv) - limit  # noqa: E731
     return float(brentq(excess, 1e-9, top, xtol=1e-5))
-
-
-def min_servers(
-    erlangs: float, limit: float, quantile: float, scv: float = 0.0, arrival_scv: float = 1.0
-) -> int | None:
-    """Return the fewest servers with which a share ``quantile`` is done within ``limit``.
-
-    Args:
-        erlangs: arrival rate times mean service.
-        quantile: share that stays within it, 0 to under 1.
-        scv, arrival_scv: squared coefficients of variation of service times and arrivals.
-
-    Returns:
-        None where no number of servers keeps the limit: service alone takes longer.
-    """
-    if not (0 <= erlangs < math.inf):
-        raise ValueError(f"erlangs is {erlangs}: give a finite number of 0 or more")
-    if not response_quantile(1, 1e-9, quantile, scv, arrival_scv) <= limit:
-        return None
-
-    def suffices(servers: int) -> bool:
-        utilisation = erlangs / servers
-        return response_quantile(servers, utilisation, quantile, scv, arrival_scv) <= limit
-
-    low = max(math.floor(erlangs), 0)  # too few, or 0
-    step, high = 1, low + 1
-    while not suffices(high):
-        low, step = high, 2 * step
-        high += step
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if suffices(middle) else (middle, high)
-    return high
-
-
-# --- shared servers --------------------------------------------------------------------------
-
-
-def shared_occupancy(arrival_rate: float, departure_rates: Floats) -> Floats:
-    """Return P(n in the system) where its rate depends on n, shape (numbers + 1,).
-
-    p_n ~ prod_i arrival_rate / departure_rates[i - 1]: state-dependent M/G/n with its servers
-    shared, for every distribution of work (Cohen 1979; Cheah and Smith 1994 with a limit). The
-    last number is a limit: arrivals beyond it are lost.
-
-    Args:
-        arrival_rate: a second, above 0.
-        departure_rates: a second, with 1, 2, ... in the system, shape (numbers,).
-    """
-    logs = np.concatenate(([0.0], np.cumsum(math.log(arrival_rate) - np.log(departure_rates))))
-    weights = np.exp(logs - logs.max())
-    shares: Floats = weights / weights.sum()
-    return shares
 
 
 def _check_quantile(quantile: float) -> None:

@@ -8,7 +8,7 @@ from pigou.config import ConfigError
 from pigou.cost.cost_meter import CostMeter
 from pigou.cost.energy import MAX_WATTS, PowerModel
 from pigou.cost.price_list import HOUR_S, PriceList, read_price_list
-from pigou.cost.worker_rate import WorkerRate
+from pigou.cost.usage import WorkerRate
 from pigou.models.architecture import Architecture
 from pigou.models.read import architecture
 from pigou.objectives import Objectives

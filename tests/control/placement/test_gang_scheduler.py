@@ -9,22 +9,20 @@ import pytest
 from tests.control.placement.test_packing import random_cluster, random_gang
 
 from pigou.config import ConfigError
-from pigou.control.placement.cost import is_packed
-from pigou.control.placement.effects import (
-    GangEvicted,
-    GangPlaced,
-    GangRefused,
-    GangWaits,
-    PlacementEffect,
-)
 from pigou.control.placement.gang import (
     Gang,
+    GangEvicted,
+    GangPlaced,
     GangPlacement,
+    GangRefused,
+    GangWaits,
     Pack,
+    PlacementEffect,
     PlacementRefusal,
     Replica,
     RoleDemand,
     count_roles,
+    is_packed,
 )
 from pigou.control.placement.gang_scheduler import GangScheduler
 from pigou.control.placement.topology import Distance, Node, TopologyLevel

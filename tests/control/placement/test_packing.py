@@ -9,7 +9,6 @@ from random import Random
 
 import pytest
 
-from pigou.control.placement.cost import is_packed, placement_cost
 from pigou.control.placement.gang import (
     Gang,
     GangPlacement,
@@ -17,6 +16,8 @@ from pigou.control.placement.gang import (
     PlacementRefusal,
     Replica,
     RoleDemand,
+    is_packed,
+    placement_cost,
 )
 from pigou.control.placement.packing import free_gpus, pack_gang
 from pigou.control.placement.topology import DistanceCosts, Node, TopologyLevel

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pigou.control.placement.cost import removal_costs
+from pigou.control.placement.gang import removal_costs
 from pigou.control.placement.topology import DistanceCosts
 from pigou.control.planner.messages import DrainWorker
 from pigou.control.planner.price.transition import MoveRates, PoolMembership, Transition

@@ -15,7 +15,7 @@ import msgspec
 from pigou.capacity.plan.demand import Demand
 from pigou.config import ConfigError, EngineConfig
 from pigou.cost.energy import MAX_WATTS, PowerModel, joules_per_token
-from pigou.cost.token_cost import usd_per_million_at
+from pigou.cost.usage import usd_per_million_at
 from pigou.models.architecture import Architecture
 from pigou.objectives import Slo
 from pigou.performance.model import PerformanceModel, joint_share

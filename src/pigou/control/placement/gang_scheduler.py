@@ -19,20 +19,18 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from pigou.config import ConfigError
-from pigou.control.placement.cost import placement_of
-from pigou.control.placement.effects import (
+from pigou.control.placement.gang import (
+    Gang,
     GangEvicted,
     GangPlaced,
+    GangPlacement,
     GangRefused,
     GangWaits,
     PlacementEffect,
-)
-from pigou.control.placement.gang import (
-    Gang,
-    GangPlacement,
     PlacementRefusal,
     Replica,
     count_roles,
+    placement_of,
 )
 from pigou.control.placement.packing import MAX_STEPS, free_gpus, pack_gang
 from pigou.control.placement.topology import DistanceCosts, Node

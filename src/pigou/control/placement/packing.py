@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
-from pigou.control.placement.cost import placement_of
 from pigou.control.placement.gang import (
     Gang,
     GangPlacement,
@@ -19,6 +18,7 @@ from pigou.control.placement.gang import (
     Replica,
     RoleDemand,
     count_roles,
+    placement_of,
 )
 from pigou.control.placement.topology import DistanceCosts, Node, domain
 from pigou.request import Role

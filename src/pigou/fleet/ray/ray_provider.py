@@ -7,8 +7,17 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from pigou.control.placement.effects import GangEvicted, GangPlaced, GangRefused, PlacementEffect
-from pigou.control.placement.gang import Gang, Pack, PlacementRefusal, Replica, RoleDemand
+from pigou.control.placement.gang import (
+    Gang,
+    GangEvicted,
+    GangPlaced,
+    GangRefused,
+    Pack,
+    PlacementEffect,
+    PlacementRefusal,
+    Replica,
+    RoleDemand,
+)
 from pigou.control.placement.gang_scheduler import GangScheduler
 from pigou.control.placement.topology import Node, label_warning
 from pigou.fleet.config import FleetError, LocalWorker, RayConfig

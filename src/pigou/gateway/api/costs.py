@@ -10,9 +10,8 @@ from typing import Any
 from aiohttp import web
 from prometheus_client.core import Metric
 
-from pigou.cost.cost_meter import CostMeter
+from pigou.cost.cost_meter import CostMeter, MeteredControlPlane
 from pigou.cost.fleet_bill import FleetBill, sum_bills
-from pigou.cost.metered_plane import MeteredControlPlane
 from pigou.gateway.api.page import APIPage, APIPages, json_response, seen_tenant
 from pigou.gateway.gateway import Gateway
 from pigou.gateway.metrics import TENANT

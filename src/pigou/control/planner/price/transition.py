@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pigou.control.placement.cost import removal_costs
+from pigou.control.placement.gang import removal_costs
 from pigou.control.placement.topology import DistanceCosts
 from pigou.control.planner.messages import (
     Action,
