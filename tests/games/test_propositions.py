@@ -17,7 +17,7 @@ from pigou.games.caching import CachingGame
 from pigou.games.congestion import ParallelLinks, RoutingGame
 from pigou.games.latency import LatencyLaw
 from pigou.games.legacy_estimator import LegacyEstimator
-from pigou.games.queueing import erlang_c, mm1ps_response
+from pigou.games.queueing import erlang_c
 
 
 def identical(requests: int, workers: int, law: LatencyLaw) -> RoutingGame:
@@ -241,8 +241,9 @@ def test_p4_the_laws_curvature_is_not_the_curvature_over_offered_load() -> None:
     law = LatencyLaw(1.0, 0.0)
     assert law(3) - 2 * law(2) + law(1) == 0
     step = 1e-3
+    response = lambda u: 1.0 / (1.0 - u)  # noqa: E731 (Kleinrock 1967)
     bend = [
-        (mm1ps_response(u + step) - 2 * mm1ps_response(u) + mm1ps_response(u - step)) / step**2
+        (response(u + step) - 2 * response(u) + response(u - step)) / step**2
         for u in (0.5, 0.9, 0.99)
     ]
     assert bend == pytest.approx([2 / (1 - u) ** 3 for u in (0.5, 0.9, 0.99)], rel=0.02)

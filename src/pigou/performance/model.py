@@ -61,8 +61,8 @@ class PerformanceModel:
     Prefill: one queue before c servers (the router sends a prompt where it is computed first):
     M/G/c with mean service D, its q-quantile (`pigou.games.queueing.response_quantile`).
     Decode: all streams share the pool, a station whose rate depends on their number. Their number
-    N deviates by sqrt(N / (1 - e)), e the elasticity of ITL (linear noise; it is the variance of
-    `shared_occupancy`), a request's mean over its life by `AVERAGING` as much.
+    N deviates by sqrt(N / (1 - e)), e the elasticity of ITL (linear noise; nearly that of the exact
+    station, Cohen 1979), a request's mean over its life by `AVERAGING` as much.
     A worker that does both: prompts are computed in chunks, in steps that decode too, so ITL grows
     by 1 / (1 - lambda D / c), and a prompt of k chunks takes D + k ITL(n).
 

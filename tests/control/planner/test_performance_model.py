@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from tests.lib.examples import examples
 
 from pigou.games.latency import LatencyLaw
-from pigou.games.queueing import shared_occupancy
 from pigou.objectives import Slo
 from pigou.performance.model import PerformanceModel, joint_share
 from pigou.performance.speed import (
@@ -100,7 +99,9 @@ def test_streams_deviate_as_those_of_the_exact_station_do() -> None:
     cap = MODEL.max_streams(MIX) * workers
     held = np.minimum(numbers, cap)
     rates = held / (MIX.osl * np.array([MODEL.itl_at(n / workers, MIX) for n in held]))
-    shares = shared_occupancy(rps, rates)
+    # p_n ~ prod_i rps / rates[i - 1]: servers that are shared (Cohen 1979)
+    logs = np.concatenate(([0.0], np.cumsum(math.log(rps) - np.log(rates))))
+    shares = np.exp(logs - logs.max()) / np.exp(logs - logs.max()).sum()
     counts = np.arange(len(shares))
     mean = float(shares @ counts)
     deviation = math.sqrt(float(shares @ counts**2) - mean**2)
