@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from pigou.games.congestion import RoutingGame
 from pigou.games.latency import LatencyLaw
+from pigou_lab.games.routing import RoutingGame
 
 BRUTE = 20_000
 OPTIMAL = 1 + 1e-9

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.lib.examples import examples
 
-from pigou.games.allocation import AllocationGame
+from pigou_lab.games.allocation import AllocationGame
 
 
 def exponential(gpus: float, k1: float, k2: float) -> AllocationGame:

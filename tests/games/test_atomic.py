@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.lib.examples import examples
 
-from pigou.games.congestion import AtomicGame
+from pigou_lab.games.atomic import AtomicGame
 
 GOLDEN = (1 + math.sqrt(5)) / 2
 

@@ -7,8 +7,8 @@ from itertools import product
 import numpy as np
 import pytest
 
-from pigou.games import caching
-from pigou.games.caching import CachingGame
+from pigou_lab.games import caching
+from pigou_lab.games.caching import CachingGame
 
 
 def line(nodes: int, alpha: float) -> CachingGame:

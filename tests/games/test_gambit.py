@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pigou.games.caching import CachingGame
-from pigou.games.congestion import AtomicGame, RoutingGame
 from pigou.games.latency import LatencyLaw
+from pigou_lab.games.atomic import AtomicGame
+from pigou_lab.games.caching import CachingGame
+from pigou_lab.games.routing import RoutingGame
 
 pytestmark = pytest.mark.gambit
 ORACLE = Path(__file__).with_name("gambit_oracle.py")

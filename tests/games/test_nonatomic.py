@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.lib.examples import examples
 
-from pigou.games.congestion import FlowNetwork, ParallelLinks
+from pigou_lab.games.nonatomic import FlowNetwork, ParallelLinks
 
 
 def pigou(degree: int) -> ParallelLinks:

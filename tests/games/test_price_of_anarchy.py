@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 from tests.games.fleet import always_first, at_random, least_loaded, simulate
 
-from pigou.games.congestion import RoutingGame
 from pigou.games.latency import LatencyLaw, fit
-from pigou.games.legacy_estimator import LegacyEstimator
-from pigou.games.price_of_anarchy import PriceOfAnarchy, calibrated
+from pigou.games.price_of_anarchy import PriceOfAnarchy, calibrated, legacy_index, legacy_optimum
 from pigou.games.request_window import RequestWindow
+from pigou_lab.games.routing import RoutingGame
 
 DECODE = LatencyLaw(0.0005, 0.02, 0.2, 40, 1.0)
 LIGHT = LatencyLaw(0.002, 0.002)
@@ -143,13 +142,11 @@ def concurrent(decode: list[int], workers: int, seconds: np.ndarray) -> RequestW
 def test_requests_that_are_all_there_are_the_routing_game(seed: int) -> None:
     rng = np.random.default_rng(seed)
     laws = [LatencyLaw(*rng.uniform(0.1, 1, 3), n_sat=9.0) for _ in range(3)]
-    savings = rng.random((6, 3)) * 0.3
-    game = RoutingGame(laws, savings, 1.0)
+    game = RoutingGame(laws, np.zeros((6, 3)), 1.0)
     chosen = rng.integers(0, 3, 6).tolist()
     loads = game.loads(chosen)
     paid = np.array([laws[w](float(loads[w])) for w in chosen])
-    saved = savings[np.arange(6), chosen]
-    result = calibrated(concurrent(chosen, 3, paid - saved), laws, savings=savings)
+    result = calibrated(concurrent(chosen, 3, paid), laws)
     best = min(game.social_cost(p) for p in product(range(3), repeat=6))
     assert result.routing.value == pytest.approx(game.social_cost(chosen) / best, rel=1e-3)
     assert result.queueing.value == pytest.approx(1.0)
@@ -203,17 +200,6 @@ def test_calibration_says_what_it_lacks() -> None:
         calibrated(window, [DECODE])
     with pytest.raises(ValueError, match="needs prefill_laws"):
         calibrated(window, [DECODE] * 3, prefill_workers=[2])
-    with pytest.raises(ValueError, match="savings have shape"):
-        calibrated(window, [DECODE] * 2, savings=np.zeros((1, 2)))
-    with pytest.raises(ValueError, match="ratio needs costs above 0"):
-        calibrated(window, [DECODE] * 2, savings=np.full((2, 2), 9.0))
-
-
-def legacy(workers: int, seconds: float, count: int = 200) -> LegacyEstimator:
-    estimator = LegacyEstimator(workers)
-    for _ in range(count):
-        estimator.observe(seconds)
-    return estimator
 
 
 @pytest.mark.parametrize(
@@ -229,33 +215,16 @@ def legacy(workers: int, seconds: float, count: int = 200) -> LegacyEstimator:
 def test_the_legacy_index_is_the_papers_table(
     workers: int, seconds: float, count: int, paper: float, within: float
 ) -> None:
-    assert legacy(workers, seconds, count).poa() == pytest.approx(paper, rel=within)
+    assert legacy_index([seconds] * count, workers) == pytest.approx(paper, rel=within)
 
 
 def test_the_legacy_optimum_is_a_constant_of_the_fleets_size() -> None:
-    assert legacy(2, 1.0).optimum() / 200 == pytest.approx(0.296, abs=1e-3)
-    assert 0.1225 <= legacy(5, 1.0).optimum() / 200 <= 0.129
-    assert legacy(2, 9.0).optimum() == legacy(2, 1.0).optimum()
+    assert legacy_optimum(2, 200) / 200 == pytest.approx(0.296, abs=1e-3)
+    assert 0.1225 <= legacy_optimum(5, 200) / 200 <= 0.129
+    assert legacy_index([9.0] * 300, 2) == legacy_index([5.0] * 100 + [9.0] * 200, 2)
 
 
 def test_the_legacy_assignment_of_equal_rows_takes_the_cheapest_copies() -> None:
-    estimator = legacy(2, 1.0, count=150)
     k = np.arange(1, 76)
     column = 0.005 * k + 0.02 + 0.01 / np.maximum(64 - k, 0.4) ** 2
-    assert estimator.optimum() == pytest.approx(np.sort(np.tile(column, 2))[:150].sum())
-
-
-def test_the_legacy_index_counts_overlap_and_forgets_what_left_the_window() -> None:
-    estimator = LegacyEstimator(2, window=4)
-    for _ in range(4):
-        estimator.observe(1.0, [0.0, 0.0])
-    plain = estimator.optimum()
-    for _ in range(4):
-        estimator.observe(1.0, [1.0, 1.0])
-    assert estimator.optimum() == pytest.approx(plain - 4 * 0.015)
-    with pytest.raises(ValueError, match="give"):
-        estimator.observe(1.0, [0.0])
-    with pytest.raises(ValueError, match="no completions"):
-        LegacyEstimator(2).poa()
-    with pytest.raises(ValueError, match="1 or more"):
-        LegacyEstimator(0)
+    assert legacy_optimum(2, 150) == pytest.approx(np.sort(np.tile(column, 2))[:150].sum())

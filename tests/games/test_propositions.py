@@ -12,12 +12,13 @@ from itertools import pairwise, product
 import numpy as np
 import pytest
 
-from pigou.games.allocation import AllocationGame
-from pigou.games.caching import CachingGame
-from pigou.games.congestion import ParallelLinks, RoutingGame
 from pigou.games.latency import LatencyLaw
-from pigou.games.legacy_estimator import LegacyEstimator
+from pigou.games.price_of_anarchy import legacy_index
 from pigou.games.queueing import erlang_c
+from pigou_lab.games.allocation import AllocationGame
+from pigou_lab.games.caching import CachingGame
+from pigou_lab.games.nonatomic import ParallelLinks
+from pigou_lab.games.routing import RoutingGame
 
 
 def identical(requests: int, workers: int, law: LatencyLaw) -> RoutingGame:
@@ -271,7 +272,4 @@ def test_p5_unlimited_room_does_not_make_it_1_either() -> None:
 @pytest.mark.parametrize(("seconds", "index"), [(5.53, 18.7), (0.1, 0.338)])
 def test_the_papers_index_is_no_bound(seconds: float, index: float) -> None:
     """A fleet that routes at best, slow or fast: its Price of Anarchy is 1 both times."""
-    estimator = LegacyEstimator(2)
-    for _ in range(200):
-        estimator.observe(seconds)
-    assert estimator.poa() == pytest.approx(index, rel=0.01)
+    assert legacy_index([seconds] * 200, 2) == pytest.approx(index, rel=0.01)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pigou.games.caching import CachingGame
 from pigou.games.replication import ReplicationGame
+from pigou_lab.games.caching import CachingGame
 
 
 def random_game(seed: int, nodes: int, objects: int) -> tuple[np.ndarray, np.ndarray, float, float]:

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from scipy.optimize import linear_sum_assignment
 from tests.lib.examples import examples
 
-from pigou.games.congestion import AtomicGame, RoutingGame
 from pigou.games.latency import LatencyLaw
+from pigou_lab.games.atomic import AtomicGame
+from pigou_lab.games.routing import RoutingGame
 
 GAMES = 300
 

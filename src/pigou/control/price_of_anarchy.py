@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from pigou.control.latency_model.estimates import Estimates
 from pigou.games.latency import LatencyLaw, OnlineFit
-from pigou.games.legacy_estimator import LegacyEstimator
-from pigou.games.price_of_anarchy import PriceOfAnarchy, calibrated
+from pigou.games.price_of_anarchy import PriceOfAnarchy, calibrated, legacy_index
 from pigou.games.request_window import LOCAL, RequestWindow
 from pigou.request import SECOND
 
@@ -66,7 +65,7 @@ class PoAEstimate:
     """The Price of Anarchy of a window."""
 
     anarchy: PriceOfAnarchy  # calibrated (`pigou.games.price_of_anarchy.calibrated`)
-    legacy: float  # the paper's index (`LegacyEstimator`); neither a bound nor an estimate
+    legacy: float  # the paper's index (`legacy_index`); neither a bound nor an estimate
     requests: int
     # observed over best seconds of the requests that each worker computed a part of.
     by_worker: Mapping[str, float] = field(default_factory=dict)
@@ -164,7 +163,7 @@ class PoAEstimator:
         by_worker = {worker: share for worker, share in shares if share is not None}
         by_row = zip(snapshot.workers, anarchy.worker_ranges, strict=True)
         ranges = {worker: pair for worker, pair in by_row if pair is not None}
-        legacy, split = _legacy(window, len(laws)), _split(anarchy, snapshot)
+        legacy, split = legacy_index(window.observed.tolist(), len(laws)), _split(anarchy, snapshot)
         requests = len(window.decode)
         return PoAEstimate(anarchy, legacy, requests, by_worker, split, ranges)
 
@@ -247,10 +246,3 @@ def _split(anarchy: PriceOfAnarchy, snapshot: PoASnapshot) -> Split | None:
     decode = tuple(name for name in names if name not in prefill)
     moves = tuple(names[row] for row in sorted(best ^ frozenset(snapshot.prefill)))
     return Split(prefill, decode, moves, anarchy.split_saves)
-
-
-def _legacy(window: RequestWindow, workers: int) -> float:
-    estimator = LegacyEstimator(workers)
-    for seconds in window.observed[-estimator.window :].tolist():  # it looks at no others
-        estimator.observe(seconds)
-    return estimator.poa()

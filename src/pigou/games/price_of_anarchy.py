@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from pigou.games import Floats, Indices
-from pigou.games.congestion import RoutingGame
 from pigou.games.latency import LatencyLaw
 from pigou.games.request_window import LOCAL, RequestWindow
 
@@ -62,7 +60,6 @@ def calibrated(
     prefill_laws: Sequence[LatencyLaw] | None = None,
     *,
     prefill_workers: Collection[int] | None = None,
-    savings: ArrayLike | None = None,
     level: float = 0.9,
     draws: int = 400,
     seed: int = 0,
@@ -72,26 +69,24 @@ def calibrated(
     ``laws[w]`` is the law of worker w's decode stage (all of the request where prefill is local),
     ``prefill_laws[w]`` that of its prefill stage; workers that never had a role take the law of
     those like them that did. ``prefill_workers`` are those with that role now (those that the
-    window shows, when None). ``savings`` (requests, workers) is what a cached prefix saves each
-    request where its prefill runs, in seconds.
+    window shows, when None).
 
     A law is per unit of work (`Window`). The optimum keeps what was there: each request meets
     as many others in all, over its stage, as it did, and they are spread over the pool at least
-    cost (`Levelling`). Savings are counted by the `RoutingGame` of the window. Intervals are of
-    ``draws`` seeded draws of a circular block bootstrap at ``level``, and hold the laws fixed.
-    A draw in which an optimum comes out above what was observed counts as 1 (`_clip_optima`).
+    cost (`Levelling`). Intervals are of ``draws`` seeded draws of a circular block bootstrap at
+    ``level``, and hold the laws fixed. A draw in which an optimum comes out above what was
+    observed counts as 1 (`_clip_optima`).
     Raises ValueError for missing laws, pools that leave a stage without workers, or an optimum
     that is not above 0.
     """
     pools = _Pools.of(window, laws, prefill_laws, prefill_workers)
-    saved, saved_more = _savings(window, pools, savings)
-    expected = _expected(window, pools) - saved
+    expected = _expected(window, pools)
     spread = _Spread(window, pools)
-    routed = spread.cost(pools.prefill) - saved_more
+    routed = spread.cost(pools.prefill)
     split = _best_split(spread, pools)
-    best = spread.cost(split) - saved_more
+    best = spread.cost(split)
     if not (expected.sum() > 0 and routed.sum() > 0 and best.sum() > 0):
-        raise ValueError("savings exceed what the laws say: a ratio needs costs above 0")
+        raise ValueError("the laws say that requests cost nothing: a ratio needs costs above 0")
     draw = _bootstrap(len(best), draws, seed)
     chain = np.stack([window.observed, expected, routed, best], axis=1)
     totals, drawn = _clip_optima(chain.sum(axis=0)[None])[0], _clip_optima(draw @ chain)
@@ -253,50 +248,6 @@ def _nearby(
             yield other
 
 
-def _savings(
-    window: RequestWindow, pools: _Pools, savings: ArrayLike | None
-) -> tuple[Floats, Floats]:
-    """What each request saved, and its share of what the optimum would save: (requests,) each.
-
-    The optimum's is net of the imbalance that it accepts to be with the cached prefixes.
-    """
-    count, workers = len(window.decode), len(pools.laws)
-    if savings is None:
-        return np.zeros(count), np.zeros(count)
-    table = np.asarray(savings, dtype=np.float64)
-    if table.shape != (count, workers):
-        raise ValueError(f"savings have shape {table.shape}: give ({count}, {workers})")
-    remote = window.prefill != LOCAL
-    where = np.where(remote, window.prefill, window.decode)
-    more = np.zeros(count)
-    stages = (
-        (remote, sorted(pools.prefill), pools.prefill_laws, window.prefill_total),
-        (~remote, pools.decoders(pools.prefill), pools.laws, window.decode_total),
-    )
-    for some, pool, laws, totals in stages:
-        if some.any():
-            part = [laws[w] for w in pool]
-            more[some] = _net_savings(part, table[some][:, pool], float(totals[some].mean()))
-    return table[np.arange(count), where], more
-
-
-def _net_savings(laws: Sequence[LatencyLaw], savings: Floats, present: float) -> float:
-    """Seconds a request that the optimum gains by caches, ``present`` requests being there."""
-    count = len(savings)
-    share = present / count  # the load that each request of the window is, on average
-
-    def scaled(law: LatencyLaw) -> LatencyLaw:
-        unit = share**-law.beta
-        return LatencyLaw(
-            law.a * share, law.b, law.d * unit, law.n_sat / share, law.beta, law.floor / share
-        )
-
-    with_caches = RoutingGame([scaled(law) for law in laws], savings, 1.0)
-    without = RoutingGame(with_caches.laws, np.zeros_like(savings), 1.0)
-    without_cost = without.social_cost(without.optimum())
-    return (without_cost - with_caches.social_cost(with_caches.optimum())) / count
-
-
 def _bootstrap(count: int, draws: int, seed: int) -> Floats:
     """How often each request is in each draw of a circular block bootstrap: (draws, requests)."""
     rng = np.random.default_rng(seed)
@@ -355,3 +306,34 @@ class Levelling:
         """Costs of 0, 1, 2 ... steps of load, each put where it adds least."""
         added = np.sort(np.concatenate(marginals))[: size - 1]
         return np.concatenate([[0.0], np.cumsum(added)])
+
+
+#: Completions that the paper's index looks at, and requests that a worker's column has places for.
+_LEGACY_WINDOW, _LEGACY_CAPACITY = 200, 64
+
+
+def legacy_costs(count: int) -> Floats:
+    """Return what the paper's model says that a worker's k-th request takes, in seconds, (count,).
+
+    a k + b + d / max(capacity - k, eps)^beta (Georgiou 2026, section 6.4), with its constants.
+    """
+    k = np.arange(1, count + 1, dtype=np.float64)
+    costs: Floats = 0.005 * k + 0.020 + 0.010 / np.maximum(_LEGACY_CAPACITY - k, 0.4) ** 2.0
+    return costs
+
+
+def legacy_optimum(workers: int, count: int) -> float:
+    """Return the seconds of the cheapest places of all columns: what the paper divides by."""
+    costs = np.sort(legacy_costs(max(_LEGACY_CAPACITY, math.ceil(count / workers)))).tolist()
+    return math.fsum(costs[rank // workers] for rank in range(count))
+
+
+def legacy_index(seconds: Sequence[float], workers: int) -> float:
+    """Return the paper's index (Georgiou 2026, Eq. 12) as its tables show that it was run.
+
+    ``seconds`` are latencies in order of completion, of which the last 200 count. None of the
+    model's constants is fitted to the fleet: it is mean latency over a constant, neither a bound
+    nor an estimate of a Price of Anarchy. `calibrated` is what replaces it.
+    """
+    recent = seconds[-_LEGACY_WINDOW:]
+    return math.fsum(recent) / legacy_optimum(workers, len(recent))

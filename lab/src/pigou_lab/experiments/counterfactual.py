@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pigou.games.legacy_estimator import LegacyEstimator
+from pigou.games.price_of_anarchy import legacy_costs, legacy_optimum
 from pigou_lab.experiments.fleets import PaperFleet, PolicySetting, Reading
 from pigou_lab.experiments.level import Level, run
 from pigou_lab.experiments.paper import COUNTERFACTUAL, LEVELS
@@ -40,7 +40,7 @@ def static(fleet: PaperFleet) -> list[dict[str, Any]]:
     """
     levels = []
     for users in LEVELS:
-        optimum = _optimum(fleet.decoders, users)
+        optimum = legacy_optimum(fleet.decoders, users)
         ratios = {
             name: float(np.mean([_cost(counts) for counts in drawn])) / optimum
             for name, drawn in _assigned(fleet.decoders, users).items()
@@ -94,21 +94,4 @@ def _assigned(workers: int, users: int) -> dict[str, list[NDArray[np.int64]]]:
 
 def _cost(counts: NDArray[np.int64]) -> float:
     """Seconds of all requests under the paper's cost model."""
-    return math.fsum(float(_columns(int(n)).sum()) for n in counts.tolist())
-
-
-def _columns(count: int) -> NDArray[np.float64]:
-    """Costs of the first `count` requests of a worker, (count,)."""
-    one = LegacyEstimator(1)
-    k = np.arange(1, count + 1, dtype=np.float64)
-    gap = np.maximum(one.capacity - k, one.eps)
-    costs: NDArray[np.float64] = one.a * k + one.b + one.d / gap**one.beta
-    return costs
-
-
-def _optimum(workers: int, users: int) -> float:
-    """Return the paper's denominator for so many requests."""
-    estimator = LegacyEstimator(workers, window=users)
-    for _ in range(users):
-        estimator.observe(1.0)
-    return estimator.optimum()
+    return math.fsum(float(legacy_costs(int(n)).sum()) for n in counts.tolist())

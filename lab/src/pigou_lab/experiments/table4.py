@@ -8,13 +8,13 @@ from typing import Any
 
 from scipy.special import gammainc
 
-from pigou.games.allocation import AllocationGame
 from pigou_lab.experiments.detect import Watcher, regime_of
 from pigou_lab.experiments.fleets import PaperFleet, Reading
 from pigou_lab.experiments.level import Level, run
 from pigou_lab.experiments.paper import EXPERIMENT1, LEVELS, THRESHOLDS_OF_TABLE_4
 from pigou_lab.experiments.results import Row, log_rmse, make_row
 from pigou_lab.experiments.window import WindowFigures
+from pigou_lab.games.allocation import AllocationGame
 
 NAME = "table4"
 #: From here on the paper's rows are past its knee.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pigou.games.legacy_estimator import LegacyEstimator
+from pigou.games.price_of_anarchy import legacy_index
 from pigou.request import SECOND
 from pigou.sim.request_run import RequestRun, RunOutcome
 from pigou.sim.result import summary
@@ -122,10 +122,7 @@ def measure(
 
 def index(done: Sequence[RequestRun], workers: int) -> float:
     """Return the paper's index of the last 200 of some requests, in order of completion."""
-    estimator = LegacyEstimator(workers)
-    for run in done[-200:]:
-        estimator.observe((run.last_token_ns - run.intended_ns) / SECOND)
-    return estimator.poa()
+    return legacy_index([(run.last_token_ns - run.intended_ns) / SECOND for run in done], workers)
 
 
 def _p99(nanos: Sequence[int]) -> float:

@@ -8,7 +8,7 @@ from itertools import product
 
 import numpy as np
 
-from pigou.games import improves
+from pigou_lab.games import improves
 
 Cost = Callable[[float], float]
 Profile = tuple[int, ...]

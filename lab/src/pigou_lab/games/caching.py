@@ -13,7 +13,8 @@ from itertools import product
 import numpy as np
 from numpy.typing import ArrayLike
 
-from pigou.games import Floats, Indices, improves
+from pigou.games import Floats, Indices
+from pigou_lab.games import improves
 
 #: In a placement: the node does not hold the object.
 ABSENT = -1

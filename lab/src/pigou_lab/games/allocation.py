@@ -9,7 +9,8 @@ from typing import Literal
 import numpy as np
 from scipy.optimize import brentq, minimize_scalar
 
-from pigou.games import Floats, improves
+from pigou.games import Floats
+from pigou_lab.games import improves
 
 Kind = Literal["interior", "kink", "flat", "no prefill", "no decode"]
 

@@ -9,7 +9,8 @@ from itertools import product
 import numpy as np
 from numpy.typing import ArrayLike
 
-from pigou.games import Floats, Indices, improves
+from pigou.games import Floats, Indices
+from pigou_lab.games import improves
 
 #: Seconds that each of n requests on a worker takes. A `LatencyLaw` is one.
 Law = Callable[[float], float]
