@@ -1,4 +1,4 @@
-"""GPUs: peaks of data sheets, the part of them that is reached, and the KV blocks that fit.
+"""GPUs (`gpus.json`): peaks, the part of them that is reached, and the KV blocks that fit.
 
 Peaks are of dense matrix products with float32 accumulation, from NVIDIA's and AMD's data sheets of
 each product. Efficiencies are measured figures of others or of this project; each names its source.
@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.resources import files
+
+import msgspec
 
 from pigou.config import ConfigError, check_bounds
 from pigou.models.architecture import Architecture
@@ -66,170 +69,38 @@ class Gpu:
         raise ConfigError(f"gpu {self.name!r} has no peak for dtype {dtype!r}")
 
 
-def _tensor(
-    half: float, eight: float = 0.0, single: float = 0.0, four: float = 0.0
-) -> dict[str, float]:
-    """Peaks in TFLOP/s by format: 16 bits, 8 bits, 32 bits, 4 bits (float); 0 for none."""
-    peaks = {"bfloat16": half * TERA, "float16": half * TERA}
-    if eight:
-        peaks |= {"fp8": eight * TERA, "int8": eight * TERA}
-    if single:
-        peaks["float32"] = single * TERA
-    if four:
-        peaks["fp4"] = four * TERA
-    return peaks
+class _GpuRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A row of `gpus.json`, in the units of data sheets."""
+
+    key: str
+    name: str
+    aliases: list[str] = []  # as `_normalized` writes them, the driver's names among them
+    tflops: dict[str, float]  # dense, by number format
+    gb_s: float
+    memory_gib: float = 0.0
+    memory_bytes: int = 0  # in place of it
+    link_gb_s: float  # one way; of PCIe with 16 lanes about 80% arrive
+    link_latency_s: float
+    link_gpus: int = 8
+    reached: tuple[float, float, float, float]  # compute, streaming, cache, attention
+    launch_s: float = 2e-6
+    step_s: float = 0.0
+    source: str
+
+    def gpu(self) -> Gpu:
+        """Return the device."""
+        return Gpu(
+            self.name, {dtype: peak * TERA for dtype, peak in self.tflops.items()},
+            self.gb_s * GIGA, self.memory_bytes or int(self.memory_gib * GIB),
+            self.link_gb_s * GIGA, self.link_latency_s, *self.reached, launch=self.launch_s,
+            step=self.step_s, source=self.source, link_gpus=self.link_gpus,
+        )  # fmt: skip
 
 
-_A100 = _tensor(312, single=19.5) | {"int8": 624 * TERA}
-#: Efficiencies in the order of the fields: compute, streaming, cache, attention.
-_AMPERE = (0.859, 0.90, 0.80, 0.60)
-_HOPPER = (0.803, 0.90, 0.80, 0.60)
-_BLACKWELL = (0.776, 0.90, 0.80, 0.50)
-_CDNA = (0.546, 0.80, 0.70, 0.40)
-#: Cards without NVLink.
-_INFERENCE = (0.80, 0.92, 0.73, 0.60)
-_MAMF = "compute: MAMF table of stas00/ml-engineering"
-_FA2, _FA3 = "attention: FlashAttention-2 paper", "attention: FlashAttention-3 paper"
-#: GB/s one way of PCIe with 16 lanes, of which about 80% arrive, and seconds of a hop over it.
-_PCIE4, _PCIE5, _PCIE_HOP = 25 * GIGA, 50 * GIGA, 16e-6
-_HOP = 0.7e-6
-
-GPUS = {
-    "a100": Gpu(
-        "A100", _A100, 2039 * GIGA, int(79.15 * GIB), 300 * GIGA, _HOP, *_AMPERE,
-        source=f"{_MAMF}; {_FA2}",
-    ),
-    "a100-40gb": Gpu(
-        "A100-SXM4-40GB", _A100, 1555 * GIGA, int(39.39 * GIB), 300 * GIGA, _HOP, *_AMPERE,
-        source="as A100",
-    ),
-    "a100-pcie-80gb": Gpu(
-        "A100-PCIE-80GB", _A100, 1935 * GIGA, int(79.15 * GIB), _PCIE4, _PCIE_HOP, *_AMPERE,
-        source="as A100; without NVLink bridges",
-    ),
-    "a100-pcie-40gb": Gpu(
-        "A100-PCIE-40GB", _A100, 1555 * GIGA, int(39.39 * GIB), _PCIE4, _PCIE_HOP, *_AMPERE,
-        source="as A100; without NVLink bridges",
-    ),
-    "h100": Gpu(
-        "H100", _tensor(989.5, 1979, 67), 3350 * GIGA, int(79.11 * GIB), 450 * GIGA, _HOP,
-        *_HOPPER, source=f"{_MAMF}; {_FA3}",
-    ),
-    "h100-pcie": Gpu(
-        "H100-PCIE", _tensor(756, 1513, 51), 2039 * GIGA, int(79.11 * GIB), _PCIE5, _PCIE_HOP,
-        *_HOPPER, source="as H100; without NVLink bridges",
-    ),
-    "h100-nvl": Gpu(
-        "H100-NVL", _tensor(835, 1671, 60), 3938 * GIGA, int(93.58 * GIB), 300 * GIGA, _HOP,
-        *_HOPPER, source="as H100", link_gpus=2,
-    ),
-    "h200": Gpu(
-        "H200", _tensor(989.5, 1979, 67), 4800 * GIGA, int(139.81 * GIB), 450 * GIGA, _HOP,
-        *_HOPPER, source=f"{_MAMF}; {_FA3}",
-    ),
-    "h200-nvl": Gpu(
-        "H200-NVL", _tensor(835, 1671, 60), 4800 * GIGA, int(139.81 * GIB), 450 * GIGA, _HOP,
-        *_HOPPER, source="as H200", link_gpus=4,
-    ),
-    "b200": Gpu(
-        "B200", _tensor(2250, 4500, 75, 9000), 8000 * GIGA, int(178.36 * GIB), 900 * GIGA, _HOP,
-        *_BLACKWELL, source=f"{_MAMF}; attention: as H100, less mature",
-    ),
-    "gb200": Gpu(
-        "GB200", _tensor(2500, 5000, 80, 10_000), 8000 * GIGA, int(184.0 * GIB), 900 * GIGA, _HOP,
-        *_BLACKWELL, source="as B200; a rack (NVL72) is one NVLink domain", link_gpus=72,
-    ),
-    "b300": Gpu(
-        "B300", _tensor(2250, 4500, 75, 13_500), 8000 * GIGA, int(268.59 * GIB), 900 * GIGA, _HOP,
-        *_BLACKWELL, source="as B200",
-    ),
-    "h20": Gpu(
-        "H20", _tensor(148, 296, 44), 4000 * GIGA, int(95.58 * GIB), 450 * GIGA, _HOP,
-        *_HOPPER, source="as H100",
-    ),
-    "h800": Gpu(
-        "H800", _tensor(989.5, 1979, 67), 3350 * GIGA, int(79.11 * GIB), 200 * GIGA, _HOP,
-        *_HOPPER, source="as H100",
-    ),
-    "mi300x": Gpu(
-        "MI300X", _tensor(1307.4, 2614.9, 163.4), 5300 * GIGA, int(191.98 * GIB), 448 * GIGA, _HOP,
-        *_CDNA, source=f"{_MAMF}; bandwidths and attention: assumed",
-    ),
-    "mi325x": Gpu(
-        "MI325X", _tensor(1307.4, 2614.9, 163.4), 6000 * GIGA, int(255.98 * GIB), 448 * GIGA, _HOP,
-        *_CDNA, source="as MI300X",
-    ),
-    "a10": Gpu(
-        "A10", _tensor(125, single=31.2) | {"int8": 250 * TERA}, 600 * GIGA, int(22.49 * GIB),
-        _PCIE4, _PCIE_HOP, *_INFERENCE, source="assumed, as L40S",
-    ),
-    "a10g": Gpu(
-        "A10G", _tensor(70, single=35.0) | {"int8": 140 * TERA}, 600 * GIGA, int(22.49 * GIB),
-        _PCIE4, _PCIE_HOP, *_INFERENCE, source="assumed, as L40S",
-    ),
-    "l4": Gpu(
-        "L4", _tensor(121, 242.5, 30.3), 300 * GIGA, int(22.49 * GIB), _PCIE4, _PCIE_HOP,
-        *_INFERENCE, source="assumed, as L40S",
-    ),
-    "t4": Gpu(  # float16 in place of bfloat16, which it has not
-        "T4", _tensor(65, single=8.1) | {"int8": 130 * TERA}, 320 * GIGA, int(14.75 * GIB),
-        _PCIE4 / 2, _PCIE_HOP, *_INFERENCE, source="assumed, as L40S",
-    ),
-    "l40s": Gpu(
-        "L40S", _tensor(362, 733, 91.6), 864 * GIGA, int(44.4 * GIB), _PCIE4, _PCIE_HOP,
-        *_INFERENCE, source="assumed, between RTX4090 and RTXPRO6000",
-    ),
-    "rtx5090": Gpu(
-        "RTX5090", _tensor(209.5, 419, 104.8, 1676) | {"int8": 838 * TERA}, 1792 * GIGA,
-        int(31.84 * GIB), _PCIE5, _PCIE_HOP, *_INFERENCE, source="assumed, as L40S",
-    ),
-    "rtx4090": Gpu(
-        "RTX4090", _tensor(165.2, 330.3, 82.6), 1008 * GIGA, 25_250_627_584, 12 * GIGA, 16e-6,
-        compute=0.98, streaming=0.93, cache=0.735, attention=0.65,
-        source="layer tables of vLLM 0.19 (LLMServingSim): Llama-3.1-8B at 2,048 and 1 tokens",
-    ),
-    "rtxpro6000": Gpu(
-        "RTXPRO6000", _tensor(503.8, 1007.6, 126, 2015.2), 1597 * GIGA, int(94.97 * GIB),
-        17.6 * GIGA, 16.1e-6, compute=0.80, streaming=0.92, cache=0.706, attention=0.42,
-        source="layer tables of vLLM 0.19 (LLMServingSim): Llama-3.1-8B at 2,048 and 1 tokens; "
-        "links: 16.37 GiB/s and 16.1 us a hop, measured by LLMServingSim",
-    ),
-    "cpu": Gpu(
-        "cpu", {"float32": 195e9, "bfloat16": 195e9}, 39.7e9, 24 * GIB, 20 * GIGA, 5e-6,
-        compute=1.0, streaming=0.56, cache=0.56, attention=0.5, launch=5e-6, step=200e-6,
-        source="measured on 2 cores of an AMD EPYC (Zen): float32 product of 2,048 x 2,048, sum "
-        "over 256 MiB, product of one row with 256 MiB of weights",
-    ),
-}  # fmt: skip
-
-#: Other names of the same devices, the driver's among them, as `_normalized` writes them.
-_ALIASES = {
-    "a100": ("a10080gb", "a100sxm", "a100sxm480gb", "a100sxm80gb"),
-    "a100-40gb": ("a100sxm440gb", "a100sxm40gb"),
-    "a100-pcie-80gb": ("a10080gbpcie", "a100pcie"),
-    "a100-pcie-40gb": ("a10040gbpcie",),
-    "h100": ("h10080gbhbm3", "h100sxm", "h100sxm5", "h10080gb", "h100sxm580gb", "h100sxm80gb"),
-    "h100-pcie": ("h10080gbpcie", "h100pcie80gb"),
-    "h100-nvl": ("h10094gbnvl", "h100nvl94gb"),
-    "h200": ("h200sxm", "h200sxm141gb", "h200141gb"),
-    "h200-nvl": ("h200nvl141gb",),
-    "b200": ("b200sxm", "b200180gb", "b200192gb"),
-    "gb200": ("gb200nvl72",),
-    "b300": ("b300sxm", "b300sxm6ac"),
-    "h20": ("h2096gb", "h20sxm"),
-    "h800": ("h80080gbhbm3", "h800sxm"),
-    "mi300x": ("mi300xoam",),
-    "a10": ("a1024gb", "a10pcie"),
-    "l4": ("l424gb",),
-    "t4": ("t416gb",),
-    "rtx5090": ("5090", "rtx509032gb"),
-    "l40s": ("l40s48gb",),
-    "rtx4090": ("4090", "rtx409024gb"),
-    "rtxpro6000": (
-        "rtxpro6000blackwell", "rtxpro6000blackwellserveredition", "rtxpro6000serveredition",
-        "rtxpro600096gb",
-    ),
-}  # fmt: skip
+_ROWS = msgspec.json.decode(
+    files("pigou.sim").joinpath("gpus.json").read_bytes(), type=list[_GpuRow]
+)
+GPUS = {row.key: row.gpu() for row in _ROWS}
 
 
 def gpu(name: str) -> Gpu:
@@ -240,9 +111,9 @@ def gpu(name: str) -> Gpu:
     wanted = _normalized(name)
     for prefix in ("nvidia", "tesla", "geforce", "amd", "instinct"):
         wanted = wanted.removeprefix(prefix)
-    for key, device in GPUS.items():
-        if wanted in (_normalized(key), *_ALIASES.get(key, ())):
-            return device
+    for row in _ROWS:
+        if wanted in (_normalized(row.key), *row.aliases):
+            return GPUS[row.key]
     raise ConfigError(f"gpu is {name!r}; it must be one of {', '.join(GPUS)}")
 
 

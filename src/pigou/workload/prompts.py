@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 
 import numpy as np
 
@@ -13,28 +14,7 @@ from pigou.workload.bench_config import LengthRange
 Prompt = str | list[int]
 
 #: Short common words: each is one token of most tokenizers, with the space before it.
-WORDS = tuple(
-    """about after again all also always and another any are around ask at away back be because
-    been before began being best better big both bring but by call came can care change city
-    clear close cold come could country cut dark day did different do does door down draw each
-    early earth eat end even ever every eye face fact family far farm fast father feel few field
-    find fire first five follow food for form found four free friend from full game gave get girl
-    give go gold good got great green ground group grow had half hand hard has have he head hear
-    help her here high him his hold home horse hot hour house how idea if in is it just keep kind
-    king knew know land large last late learn leave left let letter life light like line list
-    little live long look lost love low made make man many map mark may mean men might mind money
-    moon more most mother move much music must my name near need never new next night no north not
-    note now number of off often old on once one only open or order other our out over own page
-    paper part pass people place plan plant play point power public pull put question quick rain
-    ran read real red rest right river road rock room round rule run said same saw say school sea
-    second see seem send set ship short should show side simple since six sleep slow small snow so
-    some song soon sound south space stand star start state stay step still stop story street
-    strong such sun sure table take talk tell ten than that the their them then there these they
-    thing think this those though three time to today told too took top toward town tree true try
-    turn two under until up us use very voice wait walk want war warm was watch water way we week
-    well went were west what wheel when where which while white who whole why will wind with wood
-    word work world would write year yes you young your""".split()  # noqa: SIM905
-)
+WORDS = tuple(files("pigou.workload").joinpath("words.txt").read_text("ascii").split())
 _PIECE = re.compile(r"\s*\S+")
 
 
