@@ -109,10 +109,7 @@ def vram_map(model: Architecture, device: Gpu, config: VramConfig) -> VramMap:
 
 
 def adapter_bytes(model: Architecture, rank: int, targets: Sequence[str]) -> int:
-    """Return the bytes of one LoRA adapter in bfloat16, undivided.
-
-    r (in + out) b a target and layer: two thin matrices (Hu et al. 2021).
-    """
+    """Return bytes of one undivided LoRA adapter: r (in + out) b a target (Hu et al. 2021)."""
     kinds = {(cache.heads, cache.width, cache.latent) for cache, _ in model.caches}
     if len(kinds) != 1 or any(cache.latent for cache, _ in model.caches):
         raise ConfigError(f"{model.name}: adapters of its attention are not described")
@@ -148,13 +145,10 @@ def mix_demand(
     model: Architecture, device: Gpu, memory: VramMap, sequences: Sequence[tuple[int, int]],
     tp: int = 1, margin: float = 0.3,
 ) -> MixDemand:  # fmt: skip
-    """Return what sequences need of the cache of a worker, and the time of a step of them all.
+    """Return what sequences need of a worker's cache, less a share `margin`, and their step's time.
 
     t = (W + sum of KV) / bandwidth: a decode step reads the weights and each sequence's cache once.
     Weights of experts are counted whole: a large batch reads nearly all.
-
-    Args:
-        margin: share of the cache to keep free, 0 to 1.
     """
     check_bounds("margin", margin, ge=0, lt=1)
     demand = sum(count * model.sequence_bytes(tokens, tp) for count, tokens in sequences)
@@ -178,10 +172,7 @@ def decode_intensity(model: Architecture, sequences: int, tokens: int) -> float:
 
 
 def measured_map(about: Mapping[str, Any]) -> VramMap:
-    """Return the six terms of a worker's device; `usable` is their sum.
-
-    CUDA graphs count as runtime, as in the computed map.
-    """
+    """Return the six terms of a worker's device (CUDA graphs in runtime); `usable` is their sum."""
     memory = about.get("memory")
     if not isinstance(memory, Mapping):
         raise ConfigError(

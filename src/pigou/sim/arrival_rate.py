@@ -151,15 +151,11 @@ def _schedule(pieces: list[tuple[float, float]]) -> RateSchedule:
 def renewal_times(rate: float | RateSchedule, cv: float, rng: np.random.Generator) -> Iterator[int]:
     """Yield intended send times, nanoseconds from the start, never falling.
 
-    The gaps, that before the first request included, are independent and Gamma distributed with
-    mean 1/rate and coefficient of variation `cv`: shape 1/cv^2, scale cv^2/rate. A cv of 1 is
-    Poisson (exponential gaps), less is smoother, more is burstier, and 0 is a metronome. Under a
-    schedule these are gaps of the expected count, which its inverse takes to times: with a cv of
-    1 exactly an inhomogeneous Poisson process. They end where the schedule does.
-
-    Args:
-        rate: requests per second, above 0, or a schedule of them.
-        cv: standard deviation of a gap over its mean: 0, or `MIN_CV` to `MAX_CV`.
+    Gaps, the first included, are independent and Gamma distributed with mean 1/rate and coefficient
+    of variation `cv` (0, or `MIN_CV` to `MAX_CV`): shape 1/cv^2, scale cv^2/rate. A cv of 1 is
+    Poisson, less is smoother, more is burstier, 0 is a metronome. Under a schedule the gaps are of
+    the expected count, which its inverse takes to times: with cv 1 an inhomogeneous Poisson
+    process.
 
     Raises:
         ValueError: rate or cv is out of its range.

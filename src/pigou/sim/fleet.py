@@ -212,11 +212,7 @@ class SimulatedFleet:
                 worker.sim.close()
 
     def check(self) -> None:
-        """Check the laws of all cores.
-
-        Raises:
-            IntegrityError: one does not hold.
-        """
+        """Check the laws of all cores; raises `IntegrityError`."""
         for worker in self.workers:
             if worker.sim is not None:
                 worker.sim.core.check_integrity()

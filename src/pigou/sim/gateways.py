@@ -242,11 +242,7 @@ def make_gateways(
     config: GatewaysConfig, control: ControlConfig, clock: Clock,
     policy: RoutingPolicy | None, seed: int, pulls: bool,
 ) -> SimulatedGateways | None:  # fmt: skip
-    """Return the gateways of a fleet; None for one.
-
-    Args:
-        policy: a copy of it is used instead of the one that `control` names.
-    """
+    """Return the gateways of a fleet, each with a copy of `policy` if it is given; None for one."""
     if config.count == 1:
         return None
     if pulls:

@@ -39,10 +39,7 @@ class Gpu:
     link_gpus: int = 8  # GPUs of an NVLink domain, or the PCIe slots of a host
 
     def all_reduce(self, size: float, devices: int) -> float:
-        """Seconds to sum `size` bytes over devices in a ring.
-
-        2 (p - 1) hops of size / p bytes (reduce-scatter, then all-gather).
-        """
+        """Seconds to sum `size` bytes in a ring: 2 (p - 1) hops of size / p bytes."""
         hop = self.link_latency + size / devices / self.link_bandwidth
         return 2 * (devices - 1) * hop
 
@@ -128,18 +125,12 @@ SAMPLER_BYTES = 31
 
 
 def layer_bytes(hidden: int, wide: float, max_batched_tokens: int) -> int:
-    """Return the bytes of the widest moment of a layer on a GPU.
-
-    It holds the residual stream and its copy, and `wide` numbers of the feed-forward layer.
-    """
+    """Return the bytes of a layer's widest moment: residual, its copy, `wide` numbers a token."""
     return int(max_batched_tokens * (2 * hidden + wide) * DTYPE_BYTES["bfloat16"])
 
 
 def reserve(model: Architecture, tp: int, max_batched_tokens: int, max_seqs: int) -> int:
-    """Return the bytes of activations that a GPU keeps free for the largest step.
-
-    That is the widest moment of a layer; the sampler's tensors are kept until it is over.
-    """
+    """Return the bytes of activations that a GPU keeps free for the largest step."""
     layer = layer_bytes(model.hidden, model.wide / tp, max_batched_tokens)
     return layer + max_seqs * model.vocab * SAMPLER_BYTES
 
@@ -148,12 +139,7 @@ def kv_blocks(
     model: Architecture, device: Gpu, tp: int = 1, *, block_size: int = 16,
     utilization: float = 0.9, max_batched_tokens: int = 2048, max_seqs: int = 256,
 ) -> int:  # fmt: skip
-    """Return the blocks of one worker: `tp` GPUs that share weights and KV heads.
-
-    Args:
-        tp: GPUs of the worker. Where it is more than the KV heads, these are held several times.
-        utilization: part of the memory that the engine may take, 0 to 1.
-    """
+    """Return the blocks of a worker: `tp` GPUs share weights and KV heads, or repeat few heads."""
     check_bounds("utilization", utilization, gt=0, le=1)
     if tp < 1 or model.heads % tp:
         raise ConfigError(f"tp is {tp}; it must divide the {model.heads} heads of the model")

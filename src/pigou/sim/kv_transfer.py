@@ -70,10 +70,7 @@ class KVLeases:
 
 
 class RemoteKVFetches:
-    """Requests to workers to hold what they have cached of a prompt, one an attempt.
-
-    A reply is waited for until computing the prompt would have been as quick.
-    """
+    """Requests to hold the cached beginning of a prompt; each waits no longer than computing it."""
 
     def __init__(
         self, clock: Clock, workers: Mapping[str, FleetWorker], delay_ns: int,

@@ -153,10 +153,7 @@ class Membership:
     def set_limits(
         self, pool: str, max_seqs: int | None, max_batched_tokens: int | None, now: int
     ) -> None:
-        """Let each worker of a pool, and those that join it, run no more at once.
-
-        None leaves a limit as it is. What a worker runs already goes on.
-        """
+        """Limit what workers of a pool, present and future, run at once; None keeps a limit."""
         seqs, tokens = self._limits.get(pool, (None, None))
         self._limits[pool] = (
             seqs if max_seqs is None else max_seqs,

@@ -45,10 +45,7 @@ class _WorkerSums:
 
 
 class WindowObserver:
-    """Observes a simulation: samples every second, a window every ten.
-
-    It only reads: results are the same with and without. The last hour is remembered.
-    """
+    """Observes a simulation without changing it: samples every second, a window every ten."""
 
     def __init__(self, simulation: Simulation, *, window_s: int = 10) -> None:
         """Observe a simulation that has not run yet, in windows of `window_s` seconds."""
@@ -266,10 +263,7 @@ class WindowObserver:
 
 
 def knee_of(timing: Timing, depth: int) -> float | None:
-    """Return the batch at which a decode step, `depth` tokens deep, takes twice as long as alone.
-
-    None where no batch of up to 4,096 does.
-    """
+    """Return the batch whose decode step takes twice as long as one stream's; None up to 4,096."""
 
     def step_ns(batch: int) -> int:
         ones, kv = np.ones(batch, dtype=np.int32), np.full(batch, depth, dtype=np.int32)

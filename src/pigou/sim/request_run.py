@@ -36,10 +36,7 @@ CLIENT_OUTCOMES = dict.fromkeys(RequestOutcome, RunOutcome.FAILED) | {
 
 
 class RequestRun(msgspec.Struct, eq=False):
-    """One request as its client knows it, from the intention to send to the end.
-
-    Times are nanoseconds of the virtual clock, 0 where nothing happened.
-    """
+    """One request as its client knows it; times in nanoseconds of the virtual clock, 0 for none."""
 
     number: int  # unique, in the order of the intentions
     spec: RequestSpec
@@ -112,10 +109,7 @@ class Attempt(msgspec.Struct, eq=False):
         )
 
     def leg_request(self, max_tokens: int, *, keep_blocks: bool = False) -> Request:
-        """Return what a worker is asked for: `max_tokens` tokens behind all of the prompt so far.
-
-        With `keep_blocks` it keeps the prompt's blocks for another worker.
-        """
+        """Return a worker's request; `keep_blocks` holds the prompt's blocks for another."""
         run, lifecycle = self.run, self.lifecycle
         return Request(
             f"{lifecycle.id}+{lifecycle.moves}" if lifecycle.moves else lifecycle.id,

@@ -40,10 +40,7 @@ def is_attained(objectives: Objectives, run: RequestRun, since_ns: int) -> bool:
 
 
 def objectives_document(objectives: Objectives, runs: Sequence[RequestRun]) -> dict[str, Any]:
-    """Return the objectives, and the shares of offered requests that attained them.
-
-    TTFT counts from the intention to send.
-    """
+    """Return objectives and attained shares of offered requests; TTFT counts from the intention."""
     attainment = AttainmentCounter(objectives)
     for run in runs:
         inside = is_attained(objectives, run, run.intended_ns)

@@ -75,9 +75,8 @@ class OfferedRate:
 def reversals(moves: Sequence[ScalingMove], arrivals: OfferedRate) -> int:
     """Return how often a move undid the last one of its pool though the load had not changed.
 
-    A worker less after a worker more counts unless the arrival rate has fallen by more than
-    `DEADBAND` in between; a worker more after one less, unless it has risen by so much. Where a
-    workload has several parts, any change of one by so much is a change of the load.
+    The load changed if a part's arrival rate rose (for a worker more) or fell (for one less) by
+    more than `DEADBAND` in between; with several parts, either way.
     """
     count = 0
     last: dict[str, ScalingMove] = {}
@@ -105,11 +104,7 @@ def settle_seconds(
 ) -> float:  # fmt: skip
     """Return the longest time from a change of the load until the fleet rests.
 
-    A fleet rests after the last move that was decided before the next change of the load, once
-    the worker serves, or is gone.
-
-    Args:
-        load_ns: times at which the load changed, ascending.
+    A fleet rests once the worker of the last move before the next change serves, or is gone.
     """
     final = (WorkerState.READY, None)
     settled_ns = {
@@ -352,8 +347,8 @@ _PLANNER_KEY = -1
 class Scaling:
     """Lets a planner change fleets, every few seconds of the virtual clock.
 
-    An action that cannot be carried out is refused, and the decision says why: it would exceed
-    `max_workers`, take the last worker that decodes, or names a worker or pool that is not there.
+    An action is refused, with the reason in the decision, if it exceeds `max_workers`, takes the
+    last worker that decodes, or names an unknown worker or pool.
     """
 
     def __init__(

@@ -275,10 +275,7 @@ _WORKERS = 2
 
 
 def warm_up(fleet: FleetConfig, setup: Setup, control: ControlConfig) -> None:
-    """Run a small simulation, so that kernels are compiled or loaded.
-
-    Takes some seconds the first time on a machine, and a fraction of one after that.
-    """
+    """Run a small simulation, so that kernels are compiled or loaded."""
     startup_profiling.warm_up()
     prefix_index.warm_up()  # small caches never outgrow its tables
     groups = tuple(

@@ -66,17 +66,11 @@ class Streams:
         self, rows: Ints, end_times: Nanos, steps: int, now: int, inclusive: bool, slots: Counts,
         counts: Counts, size: int,
     ) -> int:  # fmt: skip
-        """Write the tokens that are not published yet, by the stream slots of their streams.
+        """Write slots and tokens of streams from index `size` on; return the new size.
 
         Args:
-            rows: have generated one token more at each of `end_times` that has passed.
-            end_times: ascending, nanoseconds, (steps,) or more.
+            rows: generate a token at each of `end_times` (ascending nanoseconds) that has passed.
             inclusive: whether an end at `now` has passed.
-            slots, counts: take stream slots and their tokens, from index `size` on.
-            size: entries that are there already.
-
-        Returns:
-            `size`, and how many streams there are.
         """
         self.unpublished = False
         return publish(
@@ -144,10 +138,7 @@ class ITLHistogram:
         return int(self.sums[GAPS_NS]) / self.count / SECOND if self.count else float("nan")
 
     def percentiles(self, shares: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return percentiles (0 to 100) in seconds, each the middle of its class; NaN where empty.
-
-        The k-th smallest of n, k = ceil(share n / 100).
-        """
+        """Return percentiles (0 to 100) in seconds, the middle of their class; NaN where empty."""
         if not self.count:
             return np.full(len(shares), np.nan)
         ranks = np.maximum(1, np.ceil(shares / 100 * self.count)).astype(np.int64)
@@ -200,10 +191,7 @@ def count(
 ) -> int:  # fmt: skip
     """Count the tokens of a plan's entries, and the gaps before those of streams.
 
-    Writes rows that got their first token to `first_rows`; `steps` is 1 where there are any.
-
-    Returns:
-        How many.
+    Writes rows with their first token to `first_rows` (`steps` is 1 then), and returns how many.
     """
     begun = 0
     running = 0
@@ -236,14 +224,11 @@ def publish(
     rows: Ints, end_times: Nanos, steps: int, now: int, inclusive: bool, produced: Counts,
     published: Counts, streams: Flags, row_slots: Counts, slots: Counts, counts: Counts, size: int,
 ) -> int:  # fmt: skip
-    """Find streams with tokens that are not published, and mark these as published.
+    """Write the tokens of streams that are not published yet, and mark them as published.
 
     `rows` have generated a token at each of the first `steps` of `end_times` that has passed,
-    besides `produced`; one at `now` has passed if `inclusive`. Writes stream slots to `slots`, and
-    their tokens to `counts`, from index `size` on, in the order of the rows.
-
-    Returns:
-        `size`, and how many there are.
+    besides `produced`; one at `now` has passed if `inclusive`. Fills `slots` and `counts` from
+    index `size` on, in the order of rows, and returns the new size.
     """
     passed, end = 0, steps
     while passed < end:

@@ -46,12 +46,9 @@ class _Cell(NamedTuple):
 def sweep(
     config: SweepConfig, setup: Setup, watch: Callable[[int, int, str], None] | None = None
 ) -> SweepTables:
-    """Measure the tables.
+    """Measure the tables; a decode cell that a worker cannot hold is left out.
 
-    A decode cell that a worker cannot hold (blocks, `max_seqs`) is left out.
-
-    Args:
-        watch: told cells that are done, all cells, and the next one.
+    `watch` is told cells that are done, all cells, and the next one.
     """
     max_tokens = max(*config.isls, max(config.context_tokens) + config.osl)
     known = _performance(setup, max_tokens)

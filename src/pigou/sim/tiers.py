@@ -83,10 +83,7 @@ class TierLinks:
         self.up_ns = [0 for _ in tiers.tiers]
 
     def measure(self, now: int, wait: int) -> None:
-        """Tell the tiers how long a read takes from now on, those in line before it included.
-
-        And until the worker takes note of its end: `wait`, nanoseconds.
-        """
+        """Tell the tiers how long a read takes now, its queue and `wait` nanoseconds included."""
         for tier, speed in enumerate(self._speeds):
             more = (max(0, self._up[tier] - now) + wait) / SECOND
             self.tiers.speeds[tier] = TierSpeed(speed.latency + more, speed.block)

@@ -28,10 +28,9 @@ def _columns(workers: int) -> list[tuple[str, type[np.float32], tuple[int]]]:
 
 
 class Timeline:
-    """Takes a sample every `period` of virtual time.
+    """Samples a simulation every `period` of virtual time, without changing it.
 
-    Memory is bounded: at `max_samples` every second sample is dropped, and the period doubles. A
-    sample only reads: results are the same, to the last digit, with and without.
+    At `max_samples` every second sample is dropped, and the period doubles.
     """
 
     def __init__(

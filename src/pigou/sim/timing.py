@@ -48,9 +48,7 @@ class Timing(Protocol):
     """Seconds of computation, as integer nanoseconds."""
 
     def durations(self, batch: StepShape, repeat: int) -> Nanos:
-        """Return the time of each of `repeat` steps, shape (repeat,), at least 1 ns each.
-
-        The array is new, and the caller's to write to.
+        """Return the nanoseconds of each of `repeat` steps, at least 1: a new array, (repeat,).
 
         Step i is the same batch i steps later: with i times its `counts` more cache entries. The
         vector equals, to the last digit, what `repeat` calls for one step each would return.
@@ -80,10 +78,9 @@ class StepKey(NamedTuple):
     age: int  # decode-only steps of the same sequences right before
 
     def uniforms(self, repeat: int) -> NDArray[np.float64]:
-        """Return a number in [0, 1) for each of `repeat` steps, shape (repeat,).
+        """Return numbers in [0, 1), shape (repeat,), by key and step alone.
 
-        Each depends on the key and its step alone: SplitMix64's output function (Steele, Lea,
-        Flood 2014), once for each; the top 52 bits.
+        The top 52 bits of SplitMix64's output function (Steele, Lea, Flood 2014).
         """
         start = (_mix(self.key & _MASK) + self.step) & _MASK
         state = np.uint64(start) + np.arange(repeat, dtype=np.uint64) + np.uint64(_STRIDE)
@@ -390,15 +387,9 @@ def roofline_durations(
 ) -> None:  # fmt: skip
     """Write the nanoseconds of each of `repeat` steps to `durations`, shape (repeat,).
 
-    Args:
-        counts: tokens that each entry computes.
-        kv_lens: cache entries of each before the first step.
-        samples: whether each yields a token.
-        repeat: steps; in each, entries have as many more cached tokens as they computed before.
-        products: matrix products, one a row, with the columns `FLOPS` to `ACTIVE`.
-        kinds: kinds of layer, with the columns `COUNT` to `SCAN_FLOPS`.
-        caches: kinds of cache, with the columns `LAYERS` to `WINDOW`.
-        rates: with the indices `FLOP` to `CACHE_BYTE`.
+    In each step entries have as many more cached tokens as they computed before (`counts`). Columns
+    of `products`: `FLOPS` to `ACTIVE`; of `kinds`: `COUNT` to `SCAN_FLOPS`; of `caches`: `LAYERS`
+    to `WINDOW`; indices of `rates`: `FLOP` to `CACHE_BYTE`.
     """
     tokens, sampled, decodes, decode_reads = 0, 0, 0, 0
     prompt, squares, twice, prompt_kv = 0, 0, 0, 0

@@ -34,14 +34,10 @@ class WorkerProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
         (decodes(n) + cache(K), if n > 0, else alone) + prompts(t) + context A + prompt k
 
-    K is the cache entries that the decodes read, A the same for all tokens of prompts together,
-    causally. Between the points of a curve lie straight lines; beyond its last point its last
-    line goes on.
-
-    That is the mean. A decode-only step takes more or less by its index in the engine's plan, which
-    begins anew where the sequences change, and every few steps (`rhythm`). That is multiplied by a
-    factor drawn for each step (`scatter`). Both lie on straight lines between the numbers of
-    sequences that are given, and stay beyond.
+    K: cache entries that decodes read; A: those that all tokens of prompts read, causally. Curves
+    are linear between points, and go on beyond the last. A decode-only step differs from this mean
+    by its index in the engine's plan (`rhythm`), times a factor drawn for each step (`scatter`);
+    both are linear between the given numbers of sequences, and constant beyond.
     """
 
     decodes: TimeCurve  # points (sequences, seconds), the first at 1

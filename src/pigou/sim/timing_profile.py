@@ -57,10 +57,10 @@ class LayerCurve:
     ns: Floats  # nanoseconds, shape (n,)
 
     def table(self, max_number: int) -> Floats:
-        """Return the times of 0 to `max_number`, shape (most + 1,).
+        """Return the times of 0 to `max_number`, shape (max_number + 1,).
 
-        Beyond the last point the line between the last measured number and the one nearest to
-        half of it goes on: neighbouring points are too close together for a slope.
+        Beyond the last point the line from the point nearest to half of it goes on: neighbouring
+        points are too close together for a slope.
         """
         numbers = np.arange(max_number + 1, dtype=np.float64)
         times = np.interp(numbers, self.numbers, self.ns)
@@ -103,10 +103,8 @@ class Tables:
 def find_tables(folder: Path, model: str, gpu: str, tp: int, dtype: str) -> Path:
     """Find the folder with the tables of a model, a GPU and a degree of tensor parallelism.
 
-    Args:
-        folder: that folder itself, or any above it in GPU/owner/model/dtype/tpN.
-        model: name of the model; the folder's may differ by a variant of equal shape.
-        dtype: number format of the weights; a folder that names another is refused.
+    `folder` is that folder, or any above it in GPU/owner/model/dtype/tpN; the model's name may
+    differ by a variant of equal shape, the weights' `dtype` may not.
     """
     if (folder / "dense.csv").is_file():
         name = folder.resolve().name
@@ -157,11 +155,7 @@ def _matches(path: Path, root: Path, model: str, gpu: str, tp: int, dtype: str) 
 
 
 def read_tables(folder: Path, tp: int = 1) -> Tables:
-    """Read all tables of a folder.
-
-    Experts that were measured on one GPU only are shared out: each of `tp` GPUs holds, and
-    activates, its part of them.
-    """
+    """Read all tables; experts measured on one GPU alone are divided among `tp`."""
     meta, moe, shards = _meta(folder), folder / "moe.csv", 1
     if not moe.is_file() and tp > 1:
         moe, shards = folder.parent / "tp1" / "moe.csv", tp
@@ -437,10 +431,7 @@ def _heads(
 
 @inlined
 def _bracket(axis: Floats, first: int, value: float) -> int:
-    """Find i, at least `first`, such that `value` is between axis[i] and axis[i + 1].
-
-    Outside the axis it is the first, or the last, pair; with a single point it is that point.
-    """
+    """Find i >= `first` with `value` in axis[i] to axis[i + 1], or at the nearest end."""
     low, high = first, axis.shape[0] - 2
     while low < high:
         middle = (low + high + 1) // 2
@@ -539,18 +530,12 @@ def profile_durations(
 ) -> Nanos:  # fmt: skip
     """Return the nanoseconds of each of `repeat` steps, shape (repeat,).
 
+    In each step entries have as many more cached tokens as they computed before (`counts`).
+
     Args:
-        counts: tokens that each entry computes.
-        kv_lens: cache entries of each before the first step.
-        repeat: steps; in each, entries have as many more cached tokens as they computed before.
-        dense: time of all layers but attention, by tokens of the step.
-        heads: time of the output layer and the sampler, by entries of the step.
+        dense, heads: time of all layers but attention by tokens; of output and sampler by entries.
         skew: weight of the longest decode against the mean one, 0 to 1.
-        chunks: axis 0 of `grid`, and so on.
-        keys: axis 1.
-        decodes: axis 2.
-        kvs: axis 3.
-        grid: time of one layer's attention.
+        chunks, keys, decodes, kvs: axes 0 to 3 of `grid`, the time of one layer's attention.
     """
     count, total, max_kv, prompt, squares, twice = 0, 0, 0, 0, 0, 0
     for i in range(counts.shape[0]):

@@ -43,8 +43,8 @@ class Phase(IntEnum):
 class Clock:
     """Runs events in the order of (time, phase, key).
 
-    Keys order the events of one phase by their owner (the number of a worker or a request), not
-    by the order of their scheduling. So the order does not depend on how many events there are.
+    Keys order a phase's events by their owner (a worker or request), not by when they were
+    scheduled.
     """
 
     def __init__(self) -> None:
@@ -55,11 +55,7 @@ class Clock:
         self._count = 0
 
     def at(self, time: int, phase: int, key: int, event: Event) -> None:
-        """Let `event(time)` run at a time that is not past.
-
-        Raises:
-            ValueError: it is past.
-        """
+        """Let `event(time)` run at a time; raises ValueError where it is past."""
         if time < self.now:
             raise ValueError(f"time is {time}; now it is {self.now} already")
         self._count += 1

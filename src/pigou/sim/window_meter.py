@@ -43,11 +43,9 @@ class _Progress:
 
 
 class WindowMeter:
-    """Makes the windows of a planner, each from the end of the one before.
+    """Makes a planner's windows: a request counts where its first token, or its end, falls.
 
-    Latencies count from the arrival at the gateway, as it sees them. A request counts where its
-    first token, or its end, falls in the window. The CPU of a worker is taken to be busy while it
-    computes, as that of a process that launches kernels is.
+    Latencies count from the arrival at the gateway. A worker's CPU is busy while it computes.
     """
 
     def __init__(

@@ -59,13 +59,10 @@ _STEP, _PLAN = int(Phase.STEP), int(Phase.PLAN)  # quicker to look up, and to co
 class SimWorker:
     """Plans to its next local change, and is cut back when a command arrives.
 
-    A command waits for the end of the step under way, as at a live worker. So a plan of several
-    steps is in the same state at each of their ends as single steps are. Figures that are read in
-    between include those steps (`passed`).
-
-    KV events are published with the step that computes prompts, ends requests or preempts. Those
-    of decode-only steps (evictions) are published with the next of these. A plan of many chunks
-    of a prompt publishes them before the control plane looks (`catch_up`), or at its end.
+    A command waits for the end of the step under way, so a plan of several steps equals single
+    ones. KV events are published with the step that computes prompts, ends requests or preempts;
+    those of decode-only steps with the next of these; those of several chunks of a prompt before
+    the control plane looks (`catch_up`), or at the plan's end.
     """
 
     def __init__(
@@ -76,10 +73,11 @@ class SimWorker:
         """Start with nothing to do.
 
         Args:
-            ahead: a step is planned when the one before it begins, as by vLLM's asynchronous
-                scheduler: a command that arrives during a step counts from the second step on.
-            lagging: where it registers while it has events to publish (`catch_up`); with None
-                chunks of prompts are single steps.
+            ahead: plan a step when the one before begins (vLLM's asynchronous scheduling): a
+                command
+                that arrives during a step counts from the second step on.
+            lagging: holds it while it has events to publish; without, chunks of prompts are single
+                steps.
         """
         self.number, self.name = number, name
         self.core = EngineCore(config, tiers=tiers)
@@ -128,10 +126,7 @@ class SimWorker:
         self._between_steps(lambda _: self._add_events(self.core.loaded(request, tokens)), now)
 
     def hold_cached(self, request: Request, on_held: Callable[[int, int], None], now: int) -> None:
-        """Hold the cached blocks of a prompt; `on_held` gets their number and the time.
-
-        It is not called if the worker dies before.
-        """
+        """Hold the cached blocks of a prompt; `on_held` gets their number and the time."""
         self._between_steps(lambda at: on_held(len(self.core.hold_cached(request, at)), at), now)
 
     def release(self, request: str, now: int) -> None:
@@ -250,10 +245,7 @@ class SimWorker:
             self._count_passed(self._yield_rows)
 
     def catch_up(self) -> None:
-        """Publish the KV events of the chunks that have been computed by now.
-
-        The plan under way ends where its last chunk ended, and the rest is planned anew.
-        """
+        """Publish KV events of the chunks computed by now; the rest of the plan is planned anew."""
         if not self._many_chunks or self._first_end_ns > self._clock.now:
             return
         steps = self.passed()

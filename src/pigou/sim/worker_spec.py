@@ -60,10 +60,7 @@ class WorkerSpec:
 
 @dataclass(slots=True, eq=False)
 class FleetWorker:
-    """One worker over its lives: after each death it starts again with an empty cache.
-
-    Times before `since_ns` are counted in `gpu_ns`.
-    """
+    """One worker over its lives: after each death it starts again with an empty cache."""
 
     number: int  # its index in the fleet
     info: Worker
@@ -150,12 +147,9 @@ def _measure(load: ProfiledLoad, timing: Timing, config: EngineConfig) -> Rehear
 def step_nanos(
     timing: Timing, chunk: int, done: int, last: bool, streams: int, context: int
 ) -> int:
-    """Return the nanoseconds of a step: some streams, and a chunk of a prompt if there is any.
+    """Return the nanoseconds of a step of `streams` decodes and a chunk of a prompt (0 for none).
 
-    Args:
-        chunk: tokens of the prompt that are computed; 0 for none.
-        done: tokens of it that are computed already.
-        last: whether its first output token is sampled.
+    `done` tokens of the prompt are computed already; `last`: its first output token is sampled.
     """
     prompt = int(chunk > 0)
     counts, kv_lens = (

@@ -172,11 +172,8 @@ def renewal(
 ) -> OpenLoop:  # fmt: skip
     """Return requests whose gaps are independent and Gamma distributed (`renewal_times`).
 
-    Args:
-        cv: standard deviation of a gap over its mean; 1 is Poisson, 0 a metronome.
-        count: requests at most; 0 takes all those of `seconds`.
-        seconds: in which they are sent; 0 takes `count` of them. A schedule that ends needs
-            neither.
+    A `count` of 0 takes all requests of `seconds`, `seconds` of 0 takes `count`; a schedule that
+    ends needs neither.
     """
     known = isinstance(rate, RateSchedule) or 1 / MAX_SECONDS < rate < float("inf")
     if not known or (cv and not MIN_CV <= cv <= MAX_CV):
@@ -202,10 +199,7 @@ def renewal(
 
 
 def merged(loops: Sequence[OpenLoop]) -> OpenLoop:
-    """Return all sessions of several loops, each at its own start.
-
-    Templates of different loops are different prompts.
-    """
+    """Return all sessions of several loops at their own starts; their templates differ."""
     if any(loop.concurrency for loop in loops):
         raise ConfigError("workload: C has no start times that could be joined; leave it out")
     sessions = [
@@ -240,11 +234,8 @@ _MASK = 2**64 - 1
 def block_hashes(spec: RequestSpec, number: int, size: int) -> BlockHashes:
     """Return hashes of the full blocks of a prompt, shape (prompt_tokens // size, 2).
 
-    A block's hash is that of all ids of the trace up to the one that holds its last token, and of
-    its position. So prompts share the blocks of their common ids; the ids of a trace are trusted.
-
-    Args:
-        number: of the request, which stands for its content where it has no ids.
+    A block's hash is of its position and all ids up to its last token: prompts share the blocks of
+    common ids, which are trusted. Without ids, the request's `number` stands for its content.
     """
     hashes = np.empty((spec.prompt_tokens // size, 2), dtype=np.uint64)
     if spec.block_ids:

@@ -138,11 +138,7 @@ async def bench(
     stop: asyncio.Event | None = None,
     watch: Callable[[LoadGenerator], None] | None = None,
 ) -> BenchResult | None:
-    """Load an endpoint as configured; return what was measured, None when stopped before that.
-
-    Args:
-        stop: ends the run when set; what was measured by then is returned.
-        watch: called with the state of the run after each request that ended.
+    """Load an endpoint; return what was measured until the end or `stop`, None if nothing was.
 
     Raises:
         EndpointError: the endpoint is not there, or refuses what was asked.

@@ -76,13 +76,9 @@ class DownloadError(Exception):
 def download(
     trace: Listed, folder: Path, address: str = "", watch: Watch = lambda _so_far, _all: None
 ) -> Path:
-    """Return the path of a trace's file, downloaded if it is not there.
+    """Return the path of a trace's file, downloaded if it is not there, from `address` if given.
 
-    What has come when it breaks off is kept (`NAME.part`), and the next call goes on from there,
-    if the server can, and says that the file is still the same.
-
-    Args:
-        address: of another copy; empty for the owner's.
+    A part that broke off is kept (`NAME.part`) and resumed if the server still has the same file.
 
     Raises:
         DownloadError: it cannot be reached or written, or is not what it should be.

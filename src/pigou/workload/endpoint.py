@@ -43,10 +43,7 @@ class ApiFlavour:
         return body
 
     def simpler(self, refusal: str) -> ApiFlavour | None:
-        """Return the flavour without the field that a refusal names.
-
-        When it names none, the least common field goes; None when there is nothing left to drop.
-        """
+        """Return the flavour without the field that a refusal names, else the rarest."""
         steps: dict[str, tuple[bool, dict[str, Any]]] = {
             "continuous_usage_stats": (self.usage and self.continuous, {"continuous": False}),
             "ignore_eos": (self.ignore_eos, {"ignore_eos": False}),
@@ -91,11 +88,7 @@ class EndpointClient:
     timeout: float = 600.0  # seconds from sending to the end of the stream
 
     async def send(self, job: PromptJob, intended: int) -> SentRequest:
-        """Send one request now and follow its stream to the end; failures are returned.
-
-        Args:
-            intended: when it was meant to be sent, on the clock of `time.monotonic_ns`.
-        """
+        """Send a request meant for `intended` (monotonic ns); failures are returned."""
         body = msgspec.json.encode(self.flavour.body(self.model, job, chat=self.chat))
         sent = time.monotonic_ns()
         result: Stream | Failure
@@ -158,11 +151,7 @@ class AnswerTooLong(aiohttp.ClientPayloadError):
 
 
 async def read_answer(reply: aiohttp.ClientResponse, max_bytes: int | None = None) -> bytes:
-    """Return an answer's body.
-
-    Raises:
-        AnswerTooLong: it has more bytes; its connection is closed.
-    """
+    """Return an answer's body; raises `AnswerTooLong`, and closes the connection, beyond a size."""
     max_bytes = MAX_ANSWER if max_bytes is None else max_bytes
     body = bytearray()
     async for part in reply.content.iter_any():
@@ -216,9 +205,7 @@ class _Tokens(msgspec.Struct):
 
 
 async def find_model(session: aiohttp.ClientSession, base: str, name: str) -> ModelCard:
-    """Return the card of the named model, or of the first that is no adapter.
-
-    A name that is not listed gets a bare card.
+    """Return the card of the named model (bare if not listed), or of the first that is no adapter.
 
     Raises:
         EndpointError: the endpoint is not there, or no name was given and it lists no model.
@@ -250,8 +237,7 @@ async def find_flavour(
 ) -> ApiFlavour:
     """Return the richest flavour that the endpoint takes, found by sending `probe`.
 
-    Args:
-        ignore_eos: True insists on it, None takes it where it is known, False leaves it out.
+    `ignore_eos`: True insists on it, None takes it where it is known, False leaves it out.
 
     Raises:
         EndpointError: every flavour is refused, or something else is wrong.

@@ -109,11 +109,7 @@ class FleetScraper:
 async def scraped_windows(
     url: str, key: str, seconds: float, watch: Callable[[float], None] = lambda _: None
 ) -> tuple[FleetObservation, ...]:
-    """Scrape a fleet for so many seconds; return twelve windows.
-
-    Args:
-        seconds: to scrape, from 6 to a day.
-    """
+    """Scrape a fleet for 6 seconds to a day; return twelve windows."""
     every = seconds / _WINDOWS
     if not _MIN_WINDOW_S <= every <= _MAX_WINDOW_S:
         raise ConfigError(

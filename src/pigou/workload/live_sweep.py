@@ -54,13 +54,10 @@ async def live_sweep(
     config: SweepConfig, setup: Setup, target: SweepTarget,
     watch: Callable[[int, int, str], None] | None = None, stop: asyncio.Event | None = None,
 ) -> SweepTables | None:  # fmt: skip
-    """Measure the tables; None when stopped.
+    """Measure the tables on a live fleet; None when stopped.
 
-    TTFT counts as the prompt's seconds in whole: a client does not see its parts. Streams are the
-    mean over a run, its ends counted, so that ITL is that of somewhat more of them.
-
-    Args:
-        watch: told cells that are done, all cells, and the next one.
+    TTFT counts as the prompt's seconds in whole. Streams are means over a run with its ends, so ITL
+    is that of somewhat more of them.
 
     Raises:
         EndpointError: the fleet is not there, refuses, or requests fail.

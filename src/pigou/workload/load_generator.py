@@ -35,10 +35,7 @@ class LoadGenerator:
     async def closed(
         self, jobs: Iterator[PromptJob], slots: int, duration: float | None = None
     ) -> None:
-        """Keep `slots` requests in flight until the jobs, or the seconds to send in, run out.
-
-        A request is meant to be sent when the one before it in its slot has ended.
-        """
+        """Keep `slots` requests in flight until the jobs, or `duration` seconds, run out."""
         self.began = time.monotonic_ns()
         end = None if duration is None else self.began + round(duration * SECOND)
 
@@ -59,8 +56,7 @@ class LoadGenerator:
     ) -> None:
         """Send each job at its time, nanoseconds from the start, whatever became of the others.
 
-        A client that is late, and one that must wait since `max_inflight` are on their way, sends
-        as soon as it can; the intended time stays.
+        Beyond `max_inflight` jobs wait, and keep their intended time.
         """
         slots = asyncio.Semaphore(max_inflight) if max_inflight else None
 
@@ -83,16 +79,10 @@ class LoadGenerator:
         self, sessions: Iterable[Sequence[tuple[PromptJob, float]]], starts: Iterable[float],
         slots: int | None = None,
     ) -> None:  # fmt: skip
-        """Send the jobs of each session one after another.
+        """Send the jobs of each session one after another, `slots` sessions at once (None: all).
 
-        A job is meant to be sent when the one before it ended and its seconds of thinking are
-        over; a session's first, when the session starts. After a failure the session goes on.
-
-        Args:
-            sessions: pairs of a job, and the seconds of thinking before it.
-            starts: of the sessions, in seconds from the beginning, never falling.
-            slots: most sessions at once; the next then starts when one has ended. None for no
-                bound.
+        Sessions are pairs of a job and seconds of thinking after the one before; `starts` are
+        seconds from the beginning, never falling. After a failure a session goes on.
         """
         free = asyncio.Semaphore(slots) if slots else None
 

@@ -74,10 +74,8 @@ def to_trace(
 ) -> Trace:  # fmt: skip
     """Return the trace of rows with block ids that all share.
 
-    Args:
-        block: tokens of a block, as the user names them; 0 for what the rows fit.
-        unit: timestamps are in, one of `UNITS`; "" infers it.
-        name_block: tokens of a block that the file's name says; 0 for none.
+    `block` (the user's) or `name_block` (the file name's) is the tokens of a block, 0 for what rows
+    fit; `unit` that of timestamps, "" infers it.
     """
     bailian = any(row.chat_id is not None for row in rows)
     pairs = [(row.input_length, len(row.hash_ids)) for row in rows if row.hash_ids]
@@ -94,12 +92,9 @@ def to_trace(
 def block_tokens(
     pairs: Iterable[tuple[int, int]], given: float, default: float, where: str
 ) -> float:
-    """Return the tokens of a block: `given`, `default`, or the one size that all rows fit.
+    """Return the tokens of a block: `given`, the format's `default`, or the one size that all fit.
 
-    Args:
-        pairs: tokens of each prompt, and its blocks: those that it fills, or one more.
-        given: size that is stated; 0 for none.
-        default: size that the format's own traces have.
+    `pairs` are the tokens of each prompt, and its blocks: those that it fills, or one more.
     """
     distinct = sorted({(tokens, count) for tokens, count in pairs if tokens > 0})
     if given:

@@ -22,12 +22,7 @@ _CHUNK = 1 << 14
 
 
 def unpacked(path: str | Path) -> IO[bytes]:
-    """Open a file to read what is in it; reading one that is cut off or damaged fails.
-
-    Raises:
-        OSError: it cannot be opened. ConfigError: zstandard is missing, or, when it is read, the
-            file is not whole.
-    """
+    """Open a file to read its content, unpacked; a damaged one raises ConfigError when read."""
     path = Path(path)
     if path.suffix not in (".gz", ".zst"):
         return path.open("rb")
@@ -38,11 +33,7 @@ def unpacked(path: str | Path) -> IO[bytes]:
 
 
 def packing(path: str | Path) -> IO[bytes]:
-    """Open a file to write to, and pack it as its name says; what was there is lost.
-
-    Raises:
-        OSError: it cannot be opened. ConfigError: zstandard is missing.
-    """
+    """Open a file to write to, and pack it as its name says; what was there is lost."""
     path = Path(path)
     if path.suffix == ".gz":
         return cast(IO[bytes], gzip.open(path, "wb"))

@@ -21,11 +21,7 @@ _MAX_PROMPTS, _MAX_LINE = 20_000, 2**24
 
 
 def lint_trace(path: str | Path) -> PrefixReport:
-    """Lint the prompts of a file.
-
-    Lines with `prompt` (text or token ids), `prompt_token_ids` or `messages` are compared by
-    content; other traces, and journals, by the ids of their blocks.
-    """
+    """Lint the prompts of a file: by content where lines have texts or ids, else by blocks."""
     contents = _contents(Path(path))
     if contents is not None:
         return lint_prefixes(contents)

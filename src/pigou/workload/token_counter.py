@@ -120,10 +120,8 @@ class _StreamEvent(NamedTuple):
 class TokenCounter:
     """One choice's tokens: when they came, and how many at a time.
 
-    A chunk's tokens are counted in the first of these ways that fits the whole stream: by the
-    growth of its `usage`, by a `usage` that tells each chunk's own, by its `token_ids`, or as one
-    where it brings text. A usage that is zero or the total until the end fits none of the first
-    two. The final usage, where there is one, decides the number of tokens of the whole.
+    Counted the first way that fits the whole stream: growth of a running `usage`, a `usage` of each
+    chunk's own, `token_ids`, or one a chunk with text. A final usage decides the total.
     """
 
     __slots__ = ("_events", "_final", "_usage", "done", "finished")
@@ -136,11 +134,7 @@ class TokenCounter:
         self._final: int | None = None
 
     def feed(self, payload: bytes, now: int) -> None:
-        """Take one event's payload, which arrived at `now` (nanoseconds).
-
-        Raises:
-            Broken: it is an error event, an aborted end, or no chunk of a completion.
-        """
+        """Take one event's payload, which arrived at `now` (nanoseconds); raises `BrokenStream`."""
         if payload.strip() == DONE_PAYLOAD:
             self.done = True
             return
@@ -167,11 +161,7 @@ class TokenCounter:
             self._usage = chunk.usage
 
     def close(self) -> Stream:
-        """Return what the stream brought, once its connection has ended it.
-
-        Raises:
-            Broken: it ended before its end was told, or brought no token.
-        """
+        """Return the stream once its connection has ended; raises `BrokenStream`."""
         if not (self.done or self.finished):
             seen = sum(event.text for event in self._events)
             raise BrokenStream("broken stream", f"it ended after {seen} chunks, without an end")

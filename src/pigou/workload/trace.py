@@ -58,10 +58,7 @@ class Trace:
             raise ConfigError(f"trace: its rows have no timestamp; {remedy}")
 
     def scaled(self, tokens: float = 1.0, speed: float = 1.0) -> Trace:
-        """Return the trace with all lengths times `tokens`, and all times by `speed`.
-
-        Blocks shrink with the lengths, so that what was shared stays shared, in proportion.
-        """
+        """Return the trace with lengths (and blocks) times `tokens`, and times by `speed`."""
         self._check_scale(tokens, speed)
 
         def turn(old: Turn) -> Turn:
@@ -95,10 +92,7 @@ class Trace:
             )
 
     def fitting(self, max_tokens: int) -> Trace:
-        """Return the trace without turns longer than `max_tokens` tokens, prompt and output.
-
-        A session ends at its first such turn, as a client's would whose context is full.
-        """
+        """Return the trace; each session ends before its first turn of over `max_tokens` tokens."""
         sessions = []
         for session in self.sessions:
             turns: list[Turn] = []
@@ -111,10 +105,7 @@ class Trace:
         return replace(self, sessions=tuple(sessions))
 
     def prompt(self, session: TraceSession, turn: Turn, vocabulary: Sequence[int]) -> list[int]:
-        """Return token ids for a turn's prompt, the same for the same blocks of the same scope.
-
-        Without recorded blocks the prompt is one of the session's own, that no other shares.
-        """
+        """Return token ids of a turn's prompt, equal for equal blocks of a scope."""
         if not turn.blocks:
             return _tokens(f"{session.scope}/{session.start}/{turn}", turn.input, vocabulary)
         token_ids: list[int] = []
@@ -154,11 +145,7 @@ def turn(input_: int, output: int, blocks: Sequence[int] = (), think: float = 0.
 
 
 def ordered(block: float, sessions: Sequence[TraceSession], rows: Sequence[int] = ()) -> Trace:
-    """Return a trace whose sessions begin in order, the first at 0.
-
-    Args:
-        rows: line of each in its file; left out, they are one after another from line 1 on.
-    """
+    """Return a trace whose sessions begin in order, the first at 0; `rows` are their lines."""
     if not sessions:
         raise ConfigError("trace: it has no requests")
     first = min(
@@ -205,10 +192,7 @@ class Sharing:
 
 
 def turns(trace: Trace) -> Iterator[tuple[str, Turn]]:
-    """Yield scope and turn of each request, in the order of their times.
-
-    What is served takes no time here: a turn comes its think time after the one before.
-    """
+    """Yield scope and turn of each request in the order of their times; serving takes none."""
     timed = []
     for number, session in enumerate(trace.sessions):
         at = session.start
@@ -230,11 +214,9 @@ def sharing(trace: Trace) -> Sharing:
 
 
 def hit_ratio(trace: Trace, tokens: float) -> float:
-    """Return the share of prompt tokens that one cache would have hit, at best.
+    """Return the share of prompt tokens that one cache of the fleet would hit, at best.
 
-    The cache holds the blocks of so many tokens, used longest ago goes first, and the whole
-    fleet shares it. A prompt hits its leading blocks. Blocks of answers are not counted, as
-    traces do not tell them.
+    Least recently used blocks leave it first. Blocks of answers are unknown, and do not count.
     """
     room = tokens / trace.block
     cache: OrderedDict[tuple[str, int], None] = OrderedDict()

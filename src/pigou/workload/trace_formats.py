@@ -126,11 +126,7 @@ def _block(rows: Sequence[TraceRow], given: float) -> float:
 
 
 def to_rows(trace: Trace) -> Iterator[TraceRow]:
-    """Yield a trace as rows, in the order of its sessions.
-
-    Block ids are numbered by first use. Sessions of several turns are named where they are not:
-    `session-0` and so on.
-    """
+    """Yield a trace as rows in the order of its sessions; blocks are numbered by first use."""
     trace.check_timed("arrival_s of each session must be known")
     ids: dict[tuple[str, int], int] = {}
     taken = {session.name for session in trace.sessions}

@@ -81,13 +81,7 @@ class LengthMix(msgspec.Struct, frozen=True, kw_only=True):
     def arrivals(
         self, rate: float | RateSchedule, cv: float, requests: int, seconds: float, seed: int
     ) -> OpenLoop:
-        """Return requests at random times (`renewal_times`).
-
-        Args:
-            cv: standard deviation of a gap over its mean; 1 is Poisson.
-            requests: at most; 0 takes all those of `seconds`.
-            seconds: in which they are sent; 0 takes `requests` of them.
-        """
+        """Return requests at random times (`renewal`, which has the meaning of 0)."""
         return renewal(_Sampler(self), rate, cv, requests, seconds, seed)
 
 
@@ -243,10 +237,7 @@ def _read_part(text: str, seed: int) -> WorkloadSpec:
 
 
 def from_trace(trace: Trace, concurrency: int = 0) -> OpenLoop:
-    """Return a trace's sessions as jobs; `concurrency` above 0 sends so many at once instead.
-
-    Tenants do not share blocks, whatever the ids say: their tenures differ.
-    """
+    """Return a trace's sessions as jobs, `concurrency` at once; tenants share no blocks."""
     sessions = []
     for session in trace.sessions:
         scope = _scope(f"{session.tenant}/{session.scope}")

@@ -138,8 +138,7 @@ def plan_joules_per_token(
 def _watts(pool: PlannedPool, figures: LoadFigures, mix: RequestMix, model: Architecture) -> float:
     """Return the watts of a pool.
 
-    Prompts take their FLOPs at what large products reach, at full power; the rest of the time is of
-    streams, whose number follows from the rate (Little), or idle.
+    Prompts take their FLOPs at full power, streams (by Little's law) the rest of the time, or idle.
     """
     kind, device = pool.kind, gpu_named(pool.kind.gpu)
     power = PowerModel(MAX_WATTS[device.name])
@@ -184,10 +183,7 @@ class Analysis:
         self._limits: dict[tuple[Role, WorkerKind, int, int], float] = {}
 
     def changed(self, slo: Slo, demand: Demand) -> Analysis:
-        """Return the analysis for another objective and demand; what does not change stays known.
-
-        Speeds do not depend on either, limits of a pool not on the rate.
-        """
+        """Return the analysis for another objective and demand; what both share stays known."""
         other = Analysis(self._model, demand, slo, self._link, self.usd_per_hour)
         other._measured = self._measured
         if slo == self.slo and demand.mix == self.demand.mix and demand.loop is self.demand.loop:
@@ -245,9 +241,8 @@ class Analysis:
     ) -> float:
         """Return the most requests a second that a pool holds inside its part of the objective.
 
-        Args:
-            joining_s: seconds that first tokens take in the decode pool besides; taken in steps
-                of a fiftieth of the objective.
+        `joining_s`, what first tokens take in the decode pool, is in steps of a 50th of the
+        objective.
         """
         step = self.slo.ttft_s / _JOINING_STEPS
         joining = math.ceil(joining_s / step) if math.isfinite(step) else 0
@@ -268,10 +263,9 @@ class Analysis:
     def split_limit_rps(
         self, prefill: tuple[WorkerKind, int], decode: tuple[WorkerKind, int]
     ) -> float:
-        """Return the most requests a second of a prefill and a decode pool, kind and workers each.
+        """Return the limit of a prefill and a decode pool, kind and workers each, joining included.
 
-        First tokens wait for steps of the decode pool at that rate. What decode workers compute of
-        prompts is not counted: `local_limit_rps` takes longer.
+        Prompts that decode workers compute are not counted: `local_limit_rps` takes longer.
         """
         limit = self.limit_rps(Role.DECODE, *decode)
         load = self.load(decode[0], Role.DECODE)
@@ -288,10 +282,7 @@ class Analysis:
         return min(self.limit_rps(Role.DECODE, *decode), both.highest_rps) if both else 0.0
 
     def local_limit_rps(self, configuration: Configuration, floor_rps: float = 0.0) -> float:
-        """Return the limit of a fleet whose decode workers compute what would wait too long.
-
-        Below `floor_rps` what they add may be left out.
-        """
+        """Return the limit where decode workers compute waiting prompts; exact above a floor."""
         prefill, decode = ((pool.kind, pool.workers) for pool in configuration.pools)
         remote, highest = self.split_limit_rps(prefill, decode), self.highest_rps(configuration)
         both = self.split_load(prefill, decode)
@@ -366,12 +357,7 @@ class Analysis:
         self, configuration: Configuration, rate_rps: float, latencies: tuple[float, float, float],
         attained: float | None,
     ) -> LoadFigures:  # fmt: skip
-        """Return figures with throughput and cost.
-
-        Args:
-            latencies: TTFT and ITL at the percentile, mean end to end, in seconds.
-            attained: share of the requests inside the objective.
-        """
+        """Return figures with throughput and cost; `latencies`: TTFT, ITL, mean E2E, in seconds."""
         tok_s = rate_rps * self.demand.mix.osl
         usd = None
         if self.usd_per_hour and tok_s > 0:

@@ -42,10 +42,7 @@ class Demand:
         return replace(self, mix=replace(self.mix, hit_rate=hit_rate), classes=changed)
 
     def at(self, rate_rps: float, requests: int) -> OpenLoop:
-        """Return the first requests of the workload, at so many a second.
-
-        Gaps keep their shape: all times are stretched alike.
-        """
+        """Return the first requests of the workload at a rate: all times are stretched alike."""
         sessions = self.loop.sessions
         own = self.rate_rps or 1.0
         taken: list[RequestSession] = []
@@ -94,11 +91,7 @@ def busiest(loop: OpenLoop, requests: int) -> OpenLoop:
 
 
 def describe(loop: OpenLoop, *, known_rate: bool) -> Demand:
-    """Return the demand of a workload.
-
-    Args:
-        known_rate: whether their times mean anything.
-    """
+    """Return the demand of a workload; without `known_rate` its times mean nothing."""
     requests = [spec for session in loop.sessions for spec in session.requests]
     prompts = np.array([spec.prompt_tokens for spec in requests], dtype=float)
     outputs = np.array([spec.output_tokens for spec in requests], dtype=float)
@@ -123,12 +116,7 @@ def describe(loop: OpenLoop, *, known_rate: bool) -> Demand:
 
 
 def length_classes(prompts: np.ndarray, outputs: np.ndarray, shared: np.ndarray) -> LengthClasses:
-    """Return requests in classes: by uncached tokens in up to 12 parts, each by output in up to 4.
-
-    Args:
-        prompts: tokens of each prompt, shape (requests,).
-        shared: tokens of each prompt that are cached.
-    """
+    """Return requests in up to 12 classes by uncached tokens, each in up to 4 by output."""
     computed = np.maximum(prompts - shared, 1.0)
     order = np.lexsort((outputs, computed))
     rows: list[tuple[float, float, float, int]] = []
@@ -155,10 +143,7 @@ def _parts(values: np.ndarray, indices: np.ndarray, count: int) -> list[np.ndarr
 
 
 def shared_tokens(requests: Sequence[RequestSpec]) -> np.ndarray:
-    """Return the prompt tokens that a cache without bounds would have of each request, in order.
-
-    At least one token of a prompt is computed.
-    """
+    """Return the prompt tokens of each request, in order, that an unbounded cache would have."""
     scopes: dict[int, set[int]] = {}
     shared = np.zeros(len(requests))
     for i, spec in enumerate(requests):

@@ -30,10 +30,7 @@ def shadow_prices(
     gpus: Mapping[str, int], analysis: Analysis, model: Architecture, kv_dtype: str,
     use: TierUse | None, pool: ProcessPoolExecutor | None,
 ) -> dict[str, dict[str, float]]:  # fmt: skip
-    """Return what a little more of each scarce thing is worth, by the analysis.
-
-    The worth is output tokens a second that all GPUs together may yield more.
-    """
+    """Return the output tokens a second that a little more of each scarce thing is worth."""
     demand = replace(analysis.demand, rate_rps=0.0)
     slo = analysis.slo
     same = analysis.changed(slo, demand)
@@ -151,11 +148,7 @@ def make_plan(
     request: PlanRequest, demand: Demand, model: Architecture,
     pool: ProcessPoolExecutor | None = None, watch: Watch = lambda *_: None,
 ) -> CapacityPlan:  # fmt: skip
-    """Make a plan.
-
-    Args:
-        watch: called with the stage, and how many of its simulations are done.
-    """
+    """Make a plan; `watch` is called with the stage, and its simulations done and in all."""
     began = time.perf_counter()
     link = LinkConfig()
     analysis = Analysis(model, demand, request.slo, link, request.usd_per_hour)
@@ -211,8 +204,7 @@ def ranked_candidates(
 ) -> list[Candidate]:
     """Return what may hold the workload, best first; one of those that do the same.
 
-    With a rate: cheapest first, then with the largest limit. Without: the largest limit for its
-    price first.
+    With a rate: cheapest first, then by limit. Without: by limit, then by price.
     """
     unique: dict[tuple[object, ...], Candidate] = {}
     for candidate in sorted(seen, key=lambda c: -c.limit_rps):
@@ -400,10 +392,7 @@ class StressResult:
 
 
 def stress(plan: CapacityPlan, request: PlanRequest, model: Architecture) -> list[StressResult]:
-    """Simulate the recommended fleet under 1.3 times its load, and in a burst.
-
-    The burst goes on at a pace that 99% of all 100 requests in a row do not exceed.
-    """
+    """Simulate the best fleet at 1.3 times its load, and at the P99 pace of 100 requests."""
     rate_rps = plan.best.figures.rate_rps
     analysis = Analysis(model, plan.demand, request.slo, LinkConfig(), request.usd_per_hour)
     rates = {
@@ -414,11 +403,7 @@ def stress(plan: CapacityPlan, request: PlanRequest, model: Architecture) -> lis
 
 
 def burst_rps(demand: Demand, rate_rps: float) -> float:
-    """Return the requests a second that 99% of the stretches of 100 requests do not exceed.
-
-    Args:
-        rate_rps: to which it is stretched; at least so many are returned.
-    """
+    """Return the pace that 99% of stretches of 100 requests keep, at a mean of `rate_rps`."""
     sessions = demand.loop.sessions
     per_session = demand.loop.request_count / len(sessions)
     width = min(math.ceil(_BURST / per_session), len(sessions) - 1)

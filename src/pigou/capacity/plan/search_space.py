@@ -63,11 +63,8 @@ def candidates(
 ) -> list[Candidate]:  # fmt: skip
     """Return all configurations that the analysis looked at, with their limits.
 
-    A rate that is given bounds pools to the sizes around those that hold it; otherwise pools take
-    all GPUs.
-
-    Args:
-        enough: fleets whose decode workers' prompts are counted at least.
+    A known rate bounds pools to sizes near those that hold it; otherwise pools take all GPUs.
+    Prompts on decode workers are counted for at least `enough` fleets.
     """
     kinds = {role: worker_kinds(model, gpus, role, kv_dtypes) for role in Role}
     seen = list(_joint(analysis, gpus, kinds[Role.BOTH]))

@@ -33,11 +33,7 @@ class TierSplit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def split(gb: float, tiers: Sequence[StorageTier], *, parallel: bool = True) -> TierSplit:
-    """Return the split that is read soonest.
-
-    Args:
-        parallel: whether tiers are read at once, or one after the other.
-    """
+    """Return the split that is read soonest, tiers read at once (`parallel`) or in turn."""
     from scipy.optimize import linprog
 
     _check(gb, tiers)
@@ -148,10 +144,7 @@ def recurring_tokens(requests: Sequence[RequestSpec]) -> float:
 
 
 def hit_rate_within(requests: Sequence[RequestSpec], tokens: float) -> float:
-    """Return the share of prompt tokens in one cache of so many tokens, requests in order.
-
-    The block that was not used for longest is evicted.
-    """
+    """Return the share of prompt tokens that one LRU cache of so many tokens holds, in order."""
     cache: OrderedDict[tuple[int, int], float] = OrderedDict()
     held = hits = total = 0.0
     for spec in requests:

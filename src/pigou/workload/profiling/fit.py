@@ -85,17 +85,10 @@ def window(streams: Sequence[Stream]) -> Window | None:
 
 
 def excess(times: NDArray[np.int64], sent: int, ended: int) -> float | None:
-    """Return the seconds that a running stream lost while somebody else was served.
+    """Return the seconds that a running stream lost while another request was served.
 
-    Args:
-        times: when each of its tokens came.
-        sent: when the other was sent.
-        ended: when the other was over.
-
-    Returns:
-        The time between the token before `sent` and the second one after `ended`, less the same
-        number of mean gaps: a mean over those before and after, since tokens may arrive in
-        clumps. None where the stream is too short for that.
+    The time from its token before `sent` to the second one after `ended`, less as many mean gaps
+    (before and after: tokens may arrive in clumps). None where the stream is too short.
     """
     around = side_gaps(times)
     before = int(times.searchsorted(sent, "right")) - 1
@@ -145,11 +138,9 @@ def gaps_of(streams: Sequence[Stream]) -> StreamGaps:
 def spreads(
     seen: Sequence[Sequence[StreamGaps]], decodes: Sequence[Decodes], steps: int
 ) -> tuple[VariationTable, VariationTable]:
-    """Return rhythm and scatter for each number of streams, whatever their lengths were.
+    """Return rhythm and scatter for each number of streams, whatever their lengths.
 
-    Args:
-        seen: of each shape the gaps of all its runs; their median tells what a step takes.
-        decodes: of each shape that median.
+    `seen` has the gaps of all runs of each shape, `decodes` their median.
     """
     rows, factors = [], []
     for n in sorted({entry.n for entry in decodes}):
@@ -162,14 +153,9 @@ def spreads(
 
 
 def rhythm(seen: Sequence[StreamGaps], steps: int) -> tuple[float, ...]:
-    """Return the seconds that each step of a plan takes more than their mean.
+    """Return the seconds of each step of a plan over their mean, from runs of as many streams.
 
-    Args:
-        seen: all of as many streams; a median over them leaves slow moments out.
-
-    Returns:
-        Of each place in a plan; they add up to 0. Nothing for plans of one step, or where no run
-        is as long as two plans.
+    Empty for plans of one step, or where no run is as long as two plans.
     """
     deviations = []
     for run in seen:
@@ -185,14 +171,9 @@ def rhythm(seen: Sequence[StreamGaps], steps: int) -> tuple[float, ...]:
 
 
 def scatter(seen: Sequence[tuple[StreamGaps, float]], places: Sequence[float]) -> tuple[float, ...]:
-    """Return factors of a step's mean time that are equally likely, rising, with a mean of 1.
+    """Return `CLASSES` equally likely factors of a step's mean time, rising, with a mean of 1.
 
-    Args:
-        seen: gaps, and the mean seconds of their steps.
-        places: seconds more, by place in a plan (`rhythm`); empty for none.
-
-    Returns:
-        `CLASSES` factors, each the mean of its share; nothing where there are too few gaps.
+    `seen` has gaps and mean seconds of steps, `places` the rhythm. Empty for too few gaps.
     """
     ratios = []
     for run, mean_step_s in seen:
@@ -223,10 +204,9 @@ class FitError:
 def fit(seen: Measurements, about: dict[str, Any] | None = None) -> WorkerProfile:
     """Return the timing that is nearest to what was seen.
 
-    Curves are sums of ramps between the places that were measured, whose slopes are at least 0
-    (and never fall, of the cache that decodes read);
-    with the other terms they are found by non-negative least squares of relative errors (Lawson
-    and Hanson, through scipy). `alone` and `overhead` are medians of what is left then.
+    Curves are sums of ramps between measured places with slopes of at least 0 (never falling for
+    the cache of decodes), found by non-negative least squares of relative errors (Lawson and
+    Hanson); `alone` and `overhead` are medians of the rest.
 
     Raises:
         ValueError: nothing was seen of decodes or of prompts.

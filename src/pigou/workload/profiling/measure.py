@@ -73,11 +73,7 @@ class Target:
         return [int(token) for token in drawn]
 
     async def ask(self, prompt: list[int], output: int) -> tuple[SentRequest, Stream]:
-        """Send a request.
-
-        Raises:
-            EndpointError: it failed.
-        """
+        """Send a request; raises `EndpointError` where it fails."""
         outcome = await self.client.send(PromptJob(prompt, output), 0)
         if not isinstance(outcome.result, Stream):
             failure = outcome.result
@@ -232,11 +228,7 @@ _TRIES = 5
 
 
 class Measuring:
-    """Measures one worker.
-
-    Everything is measured in rounds, each of which holds all shapes: a machine that is slower for
-    some seconds is so for all of them, and medians leave it out.
-    """
+    """Measures one worker in rounds of all shapes, so that medians leave slow seconds out."""
 
     def __init__(self, target: Target, config: ProfileConfig, watch: Watch) -> None:
         self._target, self._config, self._watch = target, config, watch
@@ -262,11 +254,7 @@ class Measuring:
         self.pace = Pace(config.budget, round_steps, config.repeats)
 
     async def run(self) -> Measurements:
-        """Measure everything.
-
-        Raises:
-            EndpointError: a request failed, or streams could not be had at once.
-        """
+        """Measure everything; raises `EndpointError` where requests fail or run apart."""
         await self._target.ask(self._target.prompt(_SHORT), 4)  # wakes what sleeps
         for number in range(self._config.repeats):
             if not self.pace.allows_round:

@@ -30,12 +30,7 @@ class ProfileReport:
 async def profile(
     config: ProfileConfig, watch: Watch | None = None, stop: asyncio.Event | None = None
 ) -> ProfileReport:
-    """Measure a live worker.
-
-    Args:
-        watch: told of each measurement: how many are done, of how many, what is measured, and the
-            seconds that the rest takes.
-        stop: breaks it off once it is set; what was measured counts, if a round was whole.
+    """Measure a live worker until the end or `stop`; what whole rounds measured counts.
 
     Raises:
         EndpointError: the worker is not there, is busy, cannot be measured, or it was broken off
