@@ -26,23 +26,13 @@ from pigou.control.messages import (
     Assessed,
     CacheChanged,
     CacheKeyed,
-    CacheLost,
     Decision,
-    Ended,
-    FirstToken,
-    GroupEnded,
+    KeyedObservation,
     LoadReport,
     Observation,
-    PeerGone,
-    PeerReport,
-    PrefillClaimed,
-    PrefillDone,
-    ReadFailed,
     Submit,
     Tick,
     Tokens,
-    WorkerDown,
-    WorkerDraining,
     WorkerUp,
 )
 from pigou.control.plane import ControlPlane
@@ -58,11 +48,7 @@ from pigou.windows.planner_window import PlannerWindow
 VERSION = 2
 
 #: What a journal holds of each call; of KV events, only those without tokens.
-Recorded: TypeAlias = (
-    Submit | Tokens | Tick | WorkerUp | WorkerDraining | WorkerDown | PrefillDone | PrefillClaimed
-    | ReadFailed | FirstToken | Ended | GroupEnded | CacheKeyed | CacheLost | LoadReport
-    | PeerReport | PeerGone | Assessed | PlannerStarted | PlannerWindow
-)  # fmt: skip
+Recorded: TypeAlias = KeyedObservation | Submit | Tokens | Tick | PlannerStarted | PlannerWindow
 
 _T = TypeVar("_T")
 

@@ -233,24 +233,12 @@ class Assessed(Message, frozen=True):
 
 #: What comes again and again, from workers and other gateways.
 Report: TypeAlias = LoadReport | PeerReport | PeerGone
-Observation: TypeAlias = (
-    WorkerUp
-    | WorkerDraining
-    | WorkerDown
-    | PrefillDone
-    | PrefillClaimed
-    | ReadFailed
-    | FirstToken
-    | Ended
-    | GroupEnded
-    | CacheChanged
-    | CacheKeyed
-    | CacheLost
-    | LoadReport
-    | PeerReport
-    | PeerGone
-    | Assessed
-)
+#: What a journal can hold: KV events without tokens.
+KeyedObservation: TypeAlias = (
+    WorkerUp | WorkerDraining | WorkerDown | PrefillDone | PrefillClaimed | ReadFailed | FirstToken
+    | Ended | GroupEnded | CacheKeyed | CacheLost | LoadReport | PeerReport | PeerGone | Assessed
+)  # fmt: skip
+Observation: TypeAlias = KeyedObservation | CacheChanged
 
 
 class Submit(Message, frozen=True):

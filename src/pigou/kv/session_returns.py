@@ -61,7 +61,7 @@ class SessionReturns:
         self._away.pop(key, None)
         self._away[key] = SessionPause(hashes, expiry, now)
         when = self._quantile(self._early)
-        if when is not None and self._likely_back():
+        if when is not None and self._returned >= self._likely * (self._returned + self._lost):
             heapq.heappush(self._due, (now + when, now, key))
         if len(self._away) > _MAX_SESSIONS:
             self._away.popitem(last=False)
@@ -105,9 +105,6 @@ class SessionReturns:
         self._bins[_bin(nanos)] += 1.0
         self._returned = self._returned * _FADE + 1.0
         self._lost *= _FADE
-
-    def _likely_back(self) -> bool:
-        return self._returned >= self._likely * (self._returned + self._lost)
 
     def _quantile(self, share: float, edge: int = 0) -> int | None:
         total = float(self._bins.sum())

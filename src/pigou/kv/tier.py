@@ -266,16 +266,13 @@ class Tier:
         elif above is not None:
             above.down = entry.right
         elif entry.block.parent in self._waiting:
-            self._first_waiting(entry)
+            if entry.right is None:
+                del self._waiting[entry.block.parent]
+            else:
+                self._waiting[entry.block.parent] = entry.right
         entry.up = entry.left = entry.right = None
         if above is not None and above.free:
             self.policy.freed(above, now)
-
-    def _first_waiting(self, entry: Entry) -> None:
-        if entry.right is None:
-            del self._waiting[entry.block.parent]
-        else:
-            self._waiting[entry.block.parent] = entry.right
 
     # --- pins ---------------------------------------------------------------------------------
 

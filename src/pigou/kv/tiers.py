@@ -56,7 +56,9 @@ class TierEvents:
         self, tiers: Sequence[Tier], incoming: Sequence[Set[bytes]],
         leaving: Sequence[Set[bytes]], media: Sequence[Medium] | None = None,
     ) -> None:  # fmt: skip
-        self.media = list(media) if media is not None else _default_media(len(tiers))
+        if media is None:
+            media = [Medium.HOST if number == 0 else Medium.STORAGE for number in range(len(tiers))]
+        self.media = list(media)
         self._tiers, self._incoming, self._leaving = tiers, incoming, leaving
         self._pending: list[_PendingEvent] = []
 
@@ -118,15 +120,8 @@ def _event(pending: _PendingEvent) -> BlockStored | BlockRemoved:
     if not pending.stored:
         return BlockRemoved(hashes, pending.medium)
     first = pending.blocks[0]
-    return BlockStored(NOBODY, first.depth, hashes, _parent(first), pending.medium)
-
-
-def _parent(block: Block) -> BlockHashes:
-    return no_hashes() if block.parent == ROOT else hashes_of([block.parent])
-
-
-def _default_media(tiers: int) -> list[Medium]:
-    return [Medium.HOST if number == 0 else Medium.STORAGE for number in range(tiers)]
+    parent = no_hashes() if first.parent == ROOT else hashes_of([first.parent])
+    return BlockStored(NOBODY, first.depth, hashes, parent, pending.medium)
 
 
 #: Relative change of the recompute cost from which on policies value blocks anew.
