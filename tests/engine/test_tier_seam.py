@@ -73,7 +73,7 @@ class TierSeam(Seam):
             ),
         )
         self.core.rates = rates
-        self.core._state.offload._returns.min_pauses = 1.0
+        self.core._state.offload.returns.min_pauses = 1.0
         self.oracle: TierOracle = TierOracle(
             self.core,
             ends=data.draw(st.booleans()),
@@ -232,7 +232,7 @@ def test_a_read_that_takes_longer_than_computing_is_not_made() -> None:
 def test_a_session_that_is_expected_back_finds_its_blocks_on_the_device() -> None:
     tiers = make_tiers([99], 0, copies=8)
     core = EngineCore(EngineConfig(blocks=16, block_size=2, max_model_len=64), tiers=tiers)
-    core._state.offload._returns.min_pauses = 2.0
+    core._state.offload.returns.min_pauses = 2.0
     oracle = TierOracle(core, ends=False, stores=[{}], links=[deque()], most=[99])
     now = 0
 

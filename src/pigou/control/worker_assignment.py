@@ -236,8 +236,9 @@ class WorkerAssigner:
     ) -> Assignment | None:
         """Choose workers and charge them; None when none can take the request."""
         request, capacity, state = waiting.request, self._admission.capacity, self._state
-        if self._admission.allowance_spent(waiting):
-            return None
+        own_streams = self._admission.activity.own_total
+        if not waiting.returned and self._admission.allowance.spent(own_streams):
+            return None  # this gateway has its part of the places
         above = self._admission.above(waiting)
         streams = self._shared(waiting, capacity.streams(state, above), now)
         if request.sequences > 1:

@@ -73,7 +73,7 @@ class EngineCore:
         seq = state.sequences[request.id] = Sequence(request, key, hashes)
         state.queue.push(seq)
         if state.offload is not None:
-            state.offload.session_back(seq.hashes, request.arrival + self._epoch)
+            state.offload.returns.on_request(seq.hashes, request.arrival + self._epoch)
 
     def set_limits(self, max_seqs: int, max_batched_tokens: int) -> Effects:
         """Run at most so much at once, up to `config`, from the next plan on."""
@@ -189,7 +189,7 @@ class EngineCore:
     def next_return(self) -> int | None:
         """When to call `recall`, in nanoseconds of the caller's clock; None for never."""
         offload = self._state.offload
-        due = offload.next_return() if offload is not None else None
+        due = offload.returns.next() if offload is not None else None
         return None if due is None else due - self._epoch
 
     def recall(self, now: int) -> Effects:

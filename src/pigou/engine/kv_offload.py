@@ -127,11 +127,11 @@ class KVOffloadConnector:
         self.now = 0  # time of the last plan, nanoseconds since 1970
         self._pool, self._prefix, self._size = pool, prefix, block_size
         self._pending: deque[OffloadCandidate] = deque(maxlen=_MAX_PENDING)
-        self._deferred = DeferredOffload(pool)
+        self.deferred = DeferredOffload(pool)
         self._pinned: dict[int, PinnedCopy] = {}
         #: By move, the chain of which blocks are still to be offered.
         self._rest: dict[int, OffloadCandidate] = {}
-        self._returns = SessionReturns()
+        self.returns = SessionReturns()
         self._prefetches: dict[str, Prefetch] = {}
         self._loads: list[Load] = []
         self._number = 0
@@ -158,15 +158,10 @@ class KVOffloadConnector:
         self.now = now
         self.tiers.expire(now)
         self._offer_candidates()
-        due = self._deferred.due()
+        due = self.deferred.due()
         if due:
             self._pending.extendleft(left._replace(last=True) for left in due)
             self._offer_candidates()
-
-    @property
-    def spare(self) -> int:
-        """Free blocks that may be handed out before a chain is due (`DeferredOffload.spare`)."""
-        return self._deferred.spare
 
     def _offer_candidates(self) -> None:
         now = self.now
@@ -180,7 +175,7 @@ class KVOffloadConnector:
                 self.tiers.use(hashes, pending.expiry, now)
                 pending = pending._replace(use_noted=True)
             if not pending.last and self.tiers.defers(len(blocks)):
-                self._deferred.add(pending, blocks)
+                self.deferred.add(pending, blocks)
                 continue
             move = self.tiers.offer(hashes, blocks, pending.expiry, now, self._room)
             if move is not None:
@@ -213,21 +208,13 @@ class KVOffloadConnector:
     def session_left(self, seq: Sequence, cached: int) -> None:
         """Note that a sequence has ended; its session may return."""
         if cached and self.tiers.recall:
-            self._returns.on_turn_end(seq.hashes[:cached], seq.request.expiry, self.now)
-
-    def session_back(self, hashes: BlockHashes, now: int) -> None:
-        """Note a request with these blocks: a session may have returned."""
-        self._returns.on_request(hashes, now)
-
-    def next_return(self) -> int | None:
-        """Return when the next session is due, nanoseconds since 1970; None when none is."""
-        return self._returns.next()
+            self.returns.on_turn_end(seq.hashes[:cached], seq.request.expiry, self.now)
 
     def prefetch_returning(self, spare: int, now: int) -> list[BlockHashes]:
         """Load what due sessions left from tiers; return hashes that were evicted for it."""
         room = spare // 2
         removed = []
-        for pause in self._returns.due(now):
+        for pause in self.returns.due(now):
             shared = self._prefix.match(pause.hashes, len(pause.hashes)).blocks
             tiers = self.tiers.restorable(pause.hashes, len(shared), now)
             taken = len(tiers) + int((self._pool.refs(shared) == 0).sum())
@@ -266,8 +253,8 @@ class KVOffloadConnector:
     def clear(self) -> None:
         """Forget all blocks of the tiers, and all that was to be offered."""
         self._pending.clear()
-        self._deferred.clear()
-        self._returns.clear()
+        self.deferred.clear()
+        self.returns.clear()
         self.tiers.clear(self.now)
 
     def check(self) -> None:

@@ -364,7 +364,7 @@ class Scheduler:
             chunks = not builder.moves and not state.copying
         entries = np.empty((PLAN_COLUMNS, size), dtype=np.int32)
         samples = np.empty(size, dtype=np.bool_)
-        spare = pool.blocks if state.offload is None else state.offload.spare
+        spare = pool.blocks if state.offload is None else state.offload.deferred.spare
         repeat, needs = _finish_plan(
             builder.decodes, rows.columns, rows.tables, state.config.block_size, max_steps, chunks,
             spare, pool.arrays, state.work, entries, samples,

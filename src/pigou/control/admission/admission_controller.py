@@ -115,10 +115,6 @@ class AdmissionController:
         charges = TokenCharges(params.input_weight, params.output_weight)
         self.allowance.update(now, places, self.services(), others, self._weights, charges)
 
-    def allowance_spent(self, waiting: QueuedRequest) -> bool:
-        """True if a request is to wait because this gateway has its part of the places."""
-        return not waiting.returned and self.allowance.spent(self.activity.own_total)
-
     def services(self) -> list[TenantService]:
         """Return what this gateway did for each tenant, and has of it now."""
         quota, own = self.queue.quota, self.activity.own_streams()

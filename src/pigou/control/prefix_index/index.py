@@ -99,17 +99,12 @@ class PrefixIndex:
         self._orders: dict[tuple[str, ...], NDArray[np.int64]] = {}
         self._last_ids: tuple[str, ...] = ()
         self._last_order: NDArray[np.int64] = self._arrange(())
-        self._blocks = 0
+        self.blocks = 0  # of all workers, predictions counted
         self._evicted = 0
         self.removed = 0  # blocks that left a device for others, as events told
         self._predicts = False  # whether anything was predicted
         self._free_numbers: list[int] = []
         self._next_number = 0
-
-    @property
-    def blocks(self) -> int:
-        """Blocks of all workers, predictions counted."""
-        return self._blocks
 
     @property
     def keys(self) -> int:
@@ -284,11 +279,11 @@ class PrefixIndex:
         medium: str | None,
     ) -> None:  # fmt: skip
         """Store blocks; hashes and keys are in the last columns."""
-        if self._blocks + len(hashes) > self._max_total:
+        if self.blocks + len(hashes) > self._max_total:
             self._make_room(cache.holdings.count_absent(hashes))
         media = TIER_BITS.get(medium, STORAGE_BIT)
-        self._blocks += cache.store(self._table, self._ghosts, hashes, keys, parent, media)
-        if self._blocks > self._max_total:  # what made room may have been among what was stored
+        self.blocks += cache.store(self._table, self._ghosts, hashes, keys, parent, media)
+        if self.blocks > self._max_total:  # what made room may have been among what was stored
             self._make_room(0)
 
     def _remove(self, cache: WorkerCache, hashes: Words, medium: str | None) -> None:
@@ -297,18 +292,18 @@ class PrefixIndex:
         if media == DEVICE_BIT:
             self.removed += len(hashes)
         ghosts = self._ghosts
-        if self._blocks > ghosts.capacity:
-            ghosts.reserve(self._blocks)
-        self._blocks += cache.remove(self._table, ghosts, hashes, media)
+        if self.blocks > ghosts.capacity:
+            ghosts.reserve(self.blocks)
+        self.blocks += cache.remove(self._table, ghosts, hashes, media)
 
     def _change(self, cache: WorkerCache, entries: WorkerEntries, changes: BlockChanges) -> None:
         self._table.change(cache.number, changes)
-        self._blocks += entries.growth()
+        self.blocks += entries.growth()
 
     def _make_room(self, new: int) -> None:
-        while self._blocks and self._blocks + new > self._max_total:
+        while self.blocks and self.blocks + new > self._max_total:
             cache, entries = self._largest()
-            changes = entries.evict(self._blocks + new - self._max_total)
+            changes = entries.evict(self.blocks + new - self._max_total)
             self._change(cache, entries, changes)
 
     def _largest(self) -> tuple[WorkerCache, Holdings | Predictions]:
