@@ -149,19 +149,6 @@ def test_a_sender_in_device_memory_serves_readers_elsewhere_by_tcp(
     assert (store.as_bytes()[[1, 0]] == data[[4, 2]]).all()
 
 
-def test_both_sides_count_blocks_bytes_and_failures(make_sender: Any, make_receiver: Any) -> None:
-    sender, _, _ = make_sender()
-    receiver = make_receiver(stand.empty_store())
-    params = sender.offer("r", ids(1, 2), 32)
-    pull(receiver, params, ids(0, 1))
-    pull(receiver, params, ids(0, 1))
-    got, gave = receiver.stats(), sender.stats()
-    assert (got.transfers, got.blocks, got.bytes) == (2, 2, 2 * stand.BLOCK_BYTES)
-    assert (gave.blocks, gave.bytes) == (2, 2 * stand.BLOCK_BYTES)
-    assert got.failures == {"unknown_request": 1} == gave.failures
-    assert got.seconds > 0
-
-
 def test_an_offer_that_does_not_fit_its_tokens_is_refused_by_name(make_sender: Any) -> None:
     sender, _, _ = make_sender()
     with pytest.raises(ValueError, match="3 blocks for 20 tokens"):

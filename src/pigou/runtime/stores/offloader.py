@@ -36,17 +36,17 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pigou.kv import checksum
-from pigou.kv.block import Bytes, KVLayout
+from pigou.kv.block import Bytes
 from pigou.kv.checksum import Checksums
 from pigou.request import SECOND, BlockHashes, Ints
 from pigou.runtime.stores.host_store import HostStore
-from pigou.runtime.stores.store import BlockRecords, Bools, Store, StoreCounts
+from pigou.runtime.stores.store import BlockRecords, Bools, DeviceBlocks, Store, StoreCounts
 from pigou.runtime.stores.transfer_queue import (
     CircuitBreaker,
     OffloadResult,
@@ -528,23 +528,6 @@ class StagedCopy:
         """Let go of what is left; the second time there is nothing."""
         self._host.drop(self._rows[self._held])
         self._held[:] = False
-
-
-class DeviceBlocks(Protocol):
-    """A KV cache seen as bytes."""
-
-    @property
-    def layout(self) -> KVLayout:
-        """How a block lies in memory."""
-
-    def as_bytes(self) -> Bytes | None:
-        """All blocks without a copy, shape (blocks, block_bytes); None if not in host memory."""
-
-    def read(self, ids: Ints) -> Bytes:
-        """Copy blocks out, shape (n, block_bytes), in the order of `ids`."""
-
-    def write(self, ids: Ints, data: Bytes) -> None:
-        """Copy `data`, shape (n, block_bytes), into the blocks `ids`."""
 
 
 def copy_out(blocks: DeviceBlocks, ids: Ints, arena: Bytes, rows: Ints) -> Checksums:

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
-from pigou.kv.block import ROOT, Block, Bytes, hashes_of, keys_of
+from pigou.kv.block import ROOT, Block, Bytes, KVLayout, hashes_of, keys_of
 from pigou.kv.checksum import Checksums
 from pigou.request import NEVER, BlockHashes, Ints, Nanos
 
@@ -379,3 +379,20 @@ class SlotMap:
     def slots(self) -> list[int]:
         """Where keys lie, in no order."""
         return list(self._slots.values())
+
+
+class DeviceBlocks(Protocol):
+    """A KV cache seen as bytes; several threads call it at once."""
+
+    @property
+    def layout(self) -> KVLayout:
+        """How a block lies in memory."""
+
+    def as_bytes(self) -> Bytes | None:
+        """All blocks without a copy, shape (blocks, block_bytes); None if not in host memory."""
+
+    def read(self, ids: Ints) -> Bytes:
+        """Copy blocks out, shape (n, block_bytes), in the order of `ids`."""
+
+    def write(self, ids: Ints, data: Bytes) -> None:
+        """Copy `data`, shape (n, block_bytes), into the blocks `ids`."""

@@ -21,8 +21,8 @@ from pigou.registry import named
 from pigou.request import Ints
 from pigou.runtime.stores.host_store import HostStore
 from pigou.runtime.stores.offloader import DEVICE as DEVICE_NAME
-from pigou.runtime.stores.offloader import DeviceBlocks, KVOffloader, StoreStatus, make_arena
-from pigou.runtime.stores.store import BlockRecords, OpenStore, Store, StoreError
+from pigou.runtime.stores.offloader import KVOffloader, StoreStatus, make_arena
+from pigou.runtime.stores.store import BlockRecords, DeviceBlocks, OpenStore, Store, StoreError
 from pigou.runtime.stores.transfer_queue import OffloadResult
 from pigou.worker.config import WorkerConfig
 from pigou.worker.engine_thread.commands import Command, OffloadDone, Recovered, Restored

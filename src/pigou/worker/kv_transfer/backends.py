@@ -18,9 +18,9 @@ import numpy as np
 
 from pigou.kv.block import Bytes
 from pigou.request import Ints
+from pigou.runtime.stores.store import DeviceBlocks
 from pigou.worker.kv_transfer.block_store import (
     SHARED_DIR,
-    BlockStore,
     MappedMemory,
     ReceiveBuffer,
     SharedMemory,
@@ -44,18 +44,15 @@ class BackendUnavailable(Exception):
 class SendBackend(Protocol):
     """The sender's end of a backend."""
 
-    @property
-    def name(self) -> str:
-        """The backend's name, the same at both ends."""
+    name: str  # the same at both ends
 
     def details(self, blocks: Ints) -> dict[str, bytes | int]:
         """What the receiver's end needs to know to have these blocks."""
 
     def push(self, link: SideChannelLink, blocks: Ints, keep: Callable[[], None]) -> None:
-        """Send the blocks, if it is this end that moves them.
+        """Send the blocks, if it is this end that moves them; `keep` renews the lease, or raises.
 
-        Args:
-            blocks: device blocks, shape (n,).
+        `keep` is called at least once a chunk.
         """
 
     def finish(self, details: dict[str, bytes | int]) -> None:
@@ -68,13 +65,8 @@ class SendBackend(Protocol):
 class ReceiveBackend(Protocol):
     """The receiver's end of a backend."""
 
-    @property
-    def name(self) -> str:
-        """The backend's name, the same at both ends."""
-
-    @property
-    def needs_confirmation(self) -> bool:
-        """Whether blocks count only if the lease is confirmed afterwards (one-sided reads)."""
+    name: str  # the same at both ends
+    needs_confirmation: bool  # blocks count only if the lease is confirmed after them
 
     def reaches(self, ticket: TransferParams) -> bool:
         """Whether the sender's memory may be within reach."""
@@ -86,7 +78,7 @@ class ReceiveBackend(Protocol):
         landing: ReceiveBuffer,
         renew: Callable[[], None],
     ) -> None:
-        """Fill the landing.
+        """Fill the landing; call `renew` at least once a chunk where the sender does not push.
 
         Raises:
             BackendUnavailable: nothing was moved; try another.
@@ -126,12 +118,12 @@ def check_within(ids: Ints, rows: int) -> None:
 PARALLEL_BYTES = 2 << 20
 
 
-class ShmExport:
+class ShmExport(SendBackend):
     """The sender's end: tells where the blocks are, and moves nothing."""
 
     name = "shm"
 
-    def __init__(self, store: BlockStore, memory: SharedMemory) -> None:
+    def __init__(self, store: DeviceBlocks, memory: SharedMemory) -> None:
         """Export a store whose blocks lie in `memory`.
 
         Raises:
@@ -153,17 +145,8 @@ class ShmExport:
             "blocks": blocks.astype("<i4").tobytes(),
         }
 
-    def push(self, link: SideChannelLink, blocks: Ints, keep: Callable[[], None]) -> None:
-        """Nothing: the receiver reads by itself."""
 
-    def finish(self, details: dict[str, bytes | int]) -> None:
-        """Nothing: no pull has anything of its own."""
-
-    def close(self) -> None:
-        """Nothing: the memory is the worker's."""
-
-
-class ShmImport:
+class ShmImport(ReceiveBackend):
     """The receiver's end: maps the sender's memory read-only, once, and copies out of it."""
 
     name = "shm"
@@ -262,7 +245,7 @@ class StagedShmExport(ShmExport):
     To the receiver it is the backend `shm`. The memory lasts until the pull has ended.
     """
 
-    def __init__(self, store: BlockStore) -> None:
+    def __init__(self, store: DeviceBlocks) -> None:
         self._store = store
         self._lock = threading.Lock()
         self._staged: dict[bytes, SharedMemory] = {}
@@ -318,12 +301,12 @@ class StagedShmExport(ShmExport):
 MESSAGE_BYTES = 1 << 20
 
 
-class TcpExport:
+class TcpExport(SendBackend):
     """The sender's end: streams blocks straight out of the cache where it is host memory."""
 
     name = "tcp"
 
-    def __init__(self, store: BlockStore) -> None:
+    def __init__(self, store: DeviceBlocks) -> None:
         self._store = store
         self._step = max(1, MESSAGE_BYTES // store.layout.block_bytes)
 
@@ -340,14 +323,8 @@ class TcpExport:
             keep()
             link.send(Data(len(ids)), [_flat(run) for run in runs])
 
-    def finish(self, details: dict[str, bytes | int]) -> None:
-        """Nothing: no pull has anything of its own."""
 
-    def close(self) -> None:
-        """Nothing is kept between pulls."""
-
-
-class TcpImport:
+class TcpImport(ReceiveBackend):
     """The receiver's end: receives straight into the cache where it is host memory."""
 
     name = "tcp"
@@ -376,12 +353,6 @@ class TcpImport:
                 link.receive_into([_flat(run) for run in targets])
                 landing.accept(first, targets)
             arrived += count
-
-    def sweep(self) -> None:
-        """Nothing is kept between pulls."""
-
-    def close(self) -> None:
-        """Nothing is kept between pulls."""
 
 
 def _flat(run: Bytes) -> memoryview:

@@ -1,4 +1,4 @@
-"""BlockStore: the KV blocks of a worker, seen as bytes."""
+"""DeviceBlocks: the KV blocks of a worker, seen as bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -22,25 +21,9 @@ from pigou.kv import checksum
 from pigou.kv.block import Bytes, KVLayout
 from pigou.kv.checksum import Checksums, checksums_of
 from pigou.request import Ints
+from pigou.runtime.stores.store import DeviceBlocks
 from pigou.small_file import check_regular, read_text
 from pigou.worker.kv_transfer.transfer_params import TransferError, TransferReason
-
-
-class BlockStore(Protocol):
-    """What a transfer reads and writes; called from several of its threads at once."""
-
-    @property
-    def layout(self) -> KVLayout:
-        """How a block lies in memory."""
-
-    def as_bytes(self) -> Bytes | None:
-        """All blocks without a copy, shape (blocks, block_bytes); None if not in host memory."""
-
-    def read(self, ids: Ints) -> Bytes:
-        """Copy blocks out, shape (n, block_bytes), in the order of `ids`."""
-
-    def write(self, ids: Ints, data: Bytes) -> None:
-        """Copy `data`, shape (n, block_bytes), into the blocks `ids`."""
 
 
 class HostBlockStore:
@@ -83,7 +66,7 @@ STAGE_BYTES = 8 << 20
 PIECE_BYTES = 2 << 20
 
 
-def checksums_in(store: BlockStore, ids: Ints) -> Checksums:
+def checksums_in(store: DeviceBlocks, ids: Ints) -> Checksums:
     """Checksums of the blocks `ids`, shape (n,), without copying when they are in host memory.
 
     Lets other threads run between two pieces: who waits for a core here mostly waits to be told
@@ -264,7 +247,7 @@ class ReceiveBuffer:
     """
 
     def __init__(
-        self, store: BlockStore, dest: Ints, cancelled: Callable[[], bool] = lambda: False
+        self, store: DeviceBlocks, dest: Ints, cancelled: Callable[[], bool] = lambda: False
     ) -> None:
         self.good = 0
         self.block_bytes = store.layout.block_bytes

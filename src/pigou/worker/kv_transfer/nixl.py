@@ -21,8 +21,15 @@ from pigou.config import ConfigError
 from pigou.imports import remedy
 from pigou.kv.block import Bytes
 from pigou.request import SECOND, Ints
-from pigou.worker.kv_transfer.backends import BackendUnavailable, check_within, granted_blocks
-from pigou.worker.kv_transfer.block_store import BlockStore, ReceiveBuffer
+from pigou.runtime.stores.store import DeviceBlocks
+from pigou.worker.kv_transfer.backends import (
+    BackendUnavailable,
+    ReceiveBackend,
+    SendBackend,
+    check_within,
+    granted_blocks,
+)
+from pigou.worker.kv_transfer.block_store import ReceiveBuffer
 from pigou.worker.kv_transfer.side_channel_protocol import (
     GrantFrame,
     SideChannelLink,
@@ -168,12 +175,12 @@ class NixlAgent:
         del self._agent
 
 
-class NixlExport:
+class NixlExport(SendBackend):
     """The sender's end: tells where the blocks are, and makes progress while they are read."""
 
     name = "nixl"
 
-    def __init__(self, store: BlockStore) -> None:
+    def __init__(self, store: DeviceBlocks) -> None:
         self._store = store
         self._rows = store.as_bytes()
         self._agent = NixlAgent(self._rows)
@@ -202,9 +209,6 @@ class NixlExport:
             "blocks": ids.astype("<i4").tobytes(),
         }
 
-    def push(self, link: SideChannelLink, blocks: Ints, keep: Callable[[], None]) -> None:
-        """Nothing: the receiver reads by itself."""
-
     def finish(self, details: dict[str, bytes | int]) -> None:
         """End the progress for this pull, and forget memory that was made for it."""
         with self._wake:
@@ -231,13 +235,13 @@ class NixlExport:
             time.sleep(_POLL_S)
 
 
-class NixlImport:
+class NixlImport(ReceiveBackend):
     """The receiver's end: reads the sender's memory into the blocks."""
 
     name = "nixl"
     needs_confirmation = True
 
-    def __init__(self, store: BlockStore, timeout: int) -> None:
+    def __init__(self, store: DeviceBlocks, timeout: int) -> None:
         """Read into `store`; a request of which nothing comes for `timeout` ns has failed."""
         self._agent = NixlAgent(store.as_bytes())
         self._in_place = store.as_bytes() is not None
@@ -274,9 +278,6 @@ class NixlImport:
                 if region is not None:
                     self._agent.deregister(region)
             landing.accept(first, targets)
-
-    def sweep(self) -> None:
-        """Nothing is known of senders that are gone."""
 
     def close(self) -> None:
         """Forget everything."""

@@ -18,13 +18,14 @@ from pigou.background import Background
 from pigou.kv import checksum
 from pigou.logs import about
 from pigou.request import SECOND, Ints
+from pigou.runtime.stores.store import DeviceBlocks
 from pigou.worker.kv_transfer.backends import (
     BackendUnavailable,
     ReceiveBackend,
     ShmImport,
     TcpImport,
 )
-from pigou.worker.kv_transfer.block_store import BlockStore, ReceiveBuffer
+from pigou.worker.kv_transfer.block_store import ReceiveBuffer
 from pigou.worker.kv_transfer.side_channel_protocol import (
     Confirm,
     Decline,
@@ -38,12 +39,10 @@ from pigou.worker.kv_transfer.side_channel_protocol import (
 )
 from pigou.worker.kv_transfer.transfer_params import (
     TransferConfig,
-    TransferCounters,
     TransferError,
     TransferParams,
     TransferReason,
     TransferResult,
-    TransferStats,
     read_transfer_params,
 )
 
@@ -79,7 +78,7 @@ class Receiver:
 
     def __init__(
         self,
-        store: BlockStore,
+        store: DeviceBlocks,
         config: TransferConfig | None = None,
         background: Background | None = None,
         key: bytes = b"",
@@ -96,7 +95,6 @@ class Receiver:
         checksum.warm_up()
         self._config = config or TransferConfig()
         self._store = store
-        self._counters = TransferCounters()
         self._imports = [self._import(name) for name in self._config.backends]
         self._puller = Puller(store, self._imports, self._config, key)
         self._wake = threading.Condition()
@@ -149,10 +147,6 @@ class Receiver:
         """Pulls and refusals that wait for a thread."""
         with self._wake:
             return len(self._waiting)
-
-    def stats(self) -> TransferStats:
-        """Counters of what was pulled."""
-        return self._counters.stats()
 
     def close(self) -> None:
         """End every pull (CLOSED) and thread. The store may go then."""
@@ -224,7 +218,6 @@ class Receiver:
             log.warning("pull of request %s: %s %s", *_words(outcome), extra=about(outcome.request))
         if pull.done is None:
             return
-        self._counters.add(outcome.blocks, outcome.bytes, outcome.seconds, outcome.reason)
         try:
             pull.done(outcome)
         except Exception:
@@ -257,7 +250,7 @@ class Puller:
 
     def __init__(
         self,
-        store: BlockStore,
+        store: DeviceBlocks,
         imports: Sequence[ReceiveBackend],
         config: TransferConfig,
         key: bytes = b"",

@@ -17,8 +17,9 @@ from pigou.kv import checksum
 from pigou.kv.block import KVLayout
 from pigou.logs import about
 from pigou.request import SECOND, Ints
+from pigou.runtime.stores.store import DeviceBlocks
 from pigou.worker.kv_transfer.backends import SendBackend, ShmExport, StagedShmExport, TcpExport
-from pigou.worker.kv_transfer.block_store import BlockStore, SharedMemory, checksums_in, host_id
+from pigou.worker.kv_transfer.block_store import SharedMemory, checksums_in, host_id
 from pigou.worker.kv_transfer.lease import LeasedBlocks, LeaseTable
 from pigou.worker.kv_transfer.side_channel_protocol import (
     MAX_REQUEST,
@@ -38,11 +39,9 @@ from pigou.worker.kv_transfer.side_channel_protocol import (
 )
 from pigou.worker.kv_transfer.transfer_params import (
     TransferConfig,
-    TransferCounters,
     TransferError,
     TransferParams,
     TransferReason,
-    TransferStats,
     signed,
 )
 
@@ -54,7 +53,7 @@ class Sender:
 
     def __init__(
         self,
-        store: BlockStore,
+        store: DeviceBlocks,
         on_release: Callable[[str], None],
         config: TransferConfig | None = None,
         memory: SharedMemory | None = None,
@@ -81,7 +80,6 @@ class Sender:
         self._key = key
         self._fingerprint = store.layout.fingerprint()
         self._host_id = host_id()
-        self._counters = TransferCounters()
         self.engine_id = str(uuid.uuid4())
         self._exports = self._export(memory)
         self._book = LeaseTable(self._config.lease, self._config.max_hold, on_release)
@@ -92,7 +90,6 @@ class Sender:
             layout=store.layout,
             book=self._book,
             exports=self._exports,
-            counters=self._counters,
             background=background,
             key=key,
         )
@@ -134,10 +131,6 @@ class Sender:
     def held(self) -> int:
         """Offers that are held."""
         return len(self._book)
-
-    def stats(self) -> TransferStats:
-        """Counters of what receivers took."""
-        return self._counters.stats()
 
     def close(self) -> None:
         """Release every offer, and end every connection and thread. The store may go then."""
@@ -204,7 +197,6 @@ class SideChannel:
         layout: KVLayout,
         book: LeaseTable,
         exports: Mapping[str, SendBackend],
-        counters: TransferCounters,
         background: Background,
         key: bytes = b"",
     ) -> None:
@@ -219,7 +211,6 @@ class SideChannel:
         self._fingerprint = layout.fingerprint()
         self._book = book
         self._exports = exports
-        self._counters = counters
         self._key = key
         self._lock = threading.Lock()
         self._links: dict[SideChannelLink, threading.Thread] = {}
@@ -288,7 +279,6 @@ class SideChannel:
                 self._links.pop(link, None)
 
     def _refuse(self, link: SideChannelLink, error: TransferError) -> None:
-        self._counters.add(0, 0, 0.0, error.reason)
         if error.reason in (TransferReason.CUT, TransferReason.TIMEOUT):
             return
         try:
@@ -321,7 +311,6 @@ class SideChannel:
         self._give(link, request, offer)
 
     def _give(self, link: SideChannelLink, request: Open, offer: LeasedBlocks) -> None:
-        began = time.monotonic()
         export = self._check(request, offer)
         span = slice(request.first, request.first + request.count)
         blocks = offer.blocks[span]
@@ -331,18 +320,10 @@ class SideChannel:
             link.send(GrantFrame(details, patience))
             link.send(ChecksumsFrame(self._checksums(offer)[span].astype("<u8").tobytes()))
             export.push(link, blocks, lambda: self._keep(offer))
-            done = self._await_done(link, offer)
+            self._await_done(link, offer)
         finally:
             export.finish(details)
-        taken = min(max(done.blocks, 0), len(blocks))
-        held = self._book.finish(offer)
-        self._counters.add(
-            taken,
-            taken * self._layout.block_bytes,
-            time.monotonic() - began,
-            TransferReason.OK if held else TransferReason.EXPIRED,
-        )
-        link.send(Confirm(held))
+        link.send(Confirm(self._book.finish(offer)))
 
     def _check(self, request: Open, offer: LeasedBlocks) -> SendBackend:
         if request.layout != self._fingerprint:
@@ -378,11 +359,11 @@ class SideChannel:
             raise TransferError(TransferReason.STORE, offer.error)
         return offer.checksums
 
-    def _await_done(self, link: SideChannelLink, offer: LeasedBlocks) -> Done:
+    def _await_done(self, link: SideChannelLink, offer: LeasedBlocks) -> None:
         while True:
             request = link.receive(REQUESTS, MAX_REQUEST)
             if isinstance(request, Done):
-                return request
+                return
             if not isinstance(request, Renew):
                 raise TransferError(
                     TransferReason.PROTOCOL, f"{type(request).__name__} out of turn"

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hmac
 import logging
-import threading
-from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from hashlib import sha256
 from typing import Annotated, Any
@@ -236,42 +234,3 @@ class TransferResult:
     backend: str = ""  # which moved the bytes; empty when none did
     bytes: int = 0  # bytes in `blocks`
     seconds: float = 0.0  # from the beginning of the pull (not counting its wait for a thread)
-
-
-@dataclass(frozen=True, slots=True)
-class TransferStats:
-    """Counters since the start."""
-
-    transfers: int = 0  # transfers that ended, well or not
-    blocks: int = 0  # blocks that arrived verified (Receiver) or were taken and confirmed (Sender)
-    bytes: int = 0
-    seconds: float = 0.0  # sum of the transfers' durations
-    # transfers that did not bring everything, by reason.
-    failures: dict[str, int] = field(default_factory=dict)
-
-
-class TransferCounters:
-    """Counters that several threads add to."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._stats = TransferStats()
-        self._failures: Counter[str] = Counter()
-
-    def add(self, blocks: int, size: int, seconds: float, reason: TransferReason) -> None:
-        """Count one transfer of `size` bytes in `seconds`."""
-        with self._lock:
-            was = self._stats
-            if reason is not TransferReason.OK:
-                self._failures[reason] += 1
-            self._stats = TransferStats(
-                was.transfers + 1, was.blocks + blocks, was.bytes + size, was.seconds + seconds
-            )
-
-    def stats(self) -> TransferStats:
-        """Return the counters as they are now."""
-        with self._lock:
-            was = self._stats
-            return TransferStats(
-                was.transfers, was.blocks, was.bytes, was.seconds, dict(self._failures)
-            )

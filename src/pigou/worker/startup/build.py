@@ -19,7 +19,8 @@ from pigou.engine.preemption import RateMeter
 from pigou.kv.block import KVLayout
 from pigou.models.read import architecture, read_architecture
 from pigou.request import SECOND, Ints, Rehearsed
-from pigou.runtime.stores.offloader import DeviceBlocks, KVOffloader
+from pigou.runtime.stores.offloader import KVOffloader
+from pigou.runtime.stores.store import DeviceBlocks
 from pigou.text.model_files import read_object, within
 from pigou.text.tokenizer import Tokenizer
 from pigou.wire.names import advertised
@@ -48,7 +49,7 @@ from pigou.worker.http.structured_output_pool import (
     GrammarSource,
     NoGrammars,
 )
-from pigou.worker.kv_transfer.block_store import BlockStore, HostBlockStore, SharedMemory
+from pigou.worker.kv_transfer.block_store import HostBlockStore, SharedMemory
 from pigou.worker.kv_transfer.transfer_params import TransferConfig
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ class WorkerParts:
     model: ServedModel
     core: EngineCore
     backend: Backend
-    store: BlockStore  # the KV blocks, for transfers
+    store: DeviceBlocks  # the KV blocks, for transfers
     memory: SharedMemory | None  # shared memory that they lie in; None where they do not
     meter: RateMeter | None
     grammars: GrammarSource
