@@ -6,19 +6,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    disable_created_metrics,
-    generate_latest,
-)
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from prometheus_client import Counter, generate_latest
+from prometheus_client.core import Metric
 
 from pigou.engine.plan import Finished
 from pigou.kv.offload import TierCounts
+from pigou.metric_rows import MetricSet, counter_family, gauge_family
 from pigou.request import SECOND
 from pigou.runtime.stores.offloader import StoreStatus
 from pigou.worker.device_use import EnergyCounter, WorkEstimate
@@ -46,32 +39,10 @@ class Row(NamedTuple):
     source: str  # dotted path from the object that is read, of a value or a method
     counter: bool = False
 
-
-class RowCollector(Collector):
-    """Reads rows off objects at each scrape."""
-
-    def __init__(
-        self,
-        rows: Sequence[Row],
-        labels: Sequence[str],
-        read: Callable[[], Iterable[tuple[Sequence[str], Any]]],
-    ) -> None:
-        """Show `rows` of each object that `read` returns, with the values of its labels."""
-        self._rows = [(row, attrgetter(row.source)) for row in rows]
-        self._labels, self._read = labels, read
-
-    def collect(self) -> Iterator[Metric]:
-        """Return one family for each row that has a value; None is none."""
-        objects = list(self._read())
-        for row, value_of in self._rows:
-            kind = CounterMetricFamily if row.counter else GaugeMetricFamily
-            family = kind(row.name, row.help, labels=self._labels)
-            for values, source in objects:
-                value = value_of(source)
-                if value is not None:
-                    family.add_metric(values, value() if callable(value) else value)
-            if family.samples:
-                yield family
+    def value(self, source: object) -> float | None:
+        """Read the value off an object; None is not shown."""
+        value: Any = attrgetter(self.source)(source)
+        return value() if callable(value) else value
 
 
 def _counters(*rows: tuple[str, str, str]) -> tuple[Row, ...]:
@@ -190,7 +161,7 @@ REASONS = ("stop", "length", "abort", "error")
 SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
 
 
-class WorkerMetrics:
+class WorkerMetrics(MetricSet):
     """Counts what passes; used by the event loop only."""
 
     def __init__(
@@ -202,8 +173,7 @@ class WorkerMetrics:
         work: WorkEstimate | None = None,
     ) -> None:
         """Make the metrics of one model; `cache` has the labels of `vllm:cache_config_info`."""
-        disable_created_metrics()  # type: ignore[no-untyped-call]
-        self.registry = CollectorRegistry()
+        super().__init__()
         self._labels = {"model_name": model, "engine": "0"}
         self.gauges, self.waiting = Gauges(), 0
         self.blocks, self.block_tokens = blocks, float(cache.get("block_size", 0))
@@ -214,15 +184,16 @@ class WorkerMetrics:
             self.show(_WORK_ROWS, lambda: [((), work)])
         tokens = _token_buckets(max_model_len)
         self._histogram = {
-            name: self._new_histogram(name, text, tokens if buckets is None else buckets)
+            name: self.histogram(
+                f"vllm:{name}", text, tokens if buckets is None else buckets, *self._labels
+            ).labels(**self._labels)
             for name, (text, buckets) in _HISTOGRAMS.items()
         }
         self._success = self._new_family("request_success", "Requests that ended.",
                                          "finished_reason", REASONS)  # fmt: skip
         self._sources = self._new_family("prompt_tokens_by_source", "Where prompt KV came from.",
                                          "source", SOURCES)  # fmt: skip
-        info = Gauge("vllm:cache_config_info", "Of the KV cache.", [*cache, "engine"],
-                     registry=self.registry)  # fmt: skip
+        info = self.gauge("vllm:cache_config_info", "Of the KV cache.", *cache, "engine")
         info.labels(**cache, engine="0").set(1)
         self._itl = self._histogram["inter_token_latency_seconds"]
 
@@ -233,14 +204,18 @@ class WorkerMetrics:
         *labels: str,
     ) -> None:
         """Show rows of what `read` returns at each scrape, with the values of further labels."""
-        own = tuple(self._labels.values())
-        self.registry.register(
-            RowCollector(
-                rows,
-                (*self._labels, *labels),
-                lambda: (((*own, *values), source) for values, source in read()),
-            )
-        )
+        own, names = tuple(self._labels.values()), (*self._labels, *labels)
+
+        def families() -> Iterator[Metric]:
+            objects = list(read())
+            for row in rows:
+                values = [((*own, *more), row.value(source)) for more, source in objects]
+                samples = [(labels, value) for labels, value in values if value is not None]
+                if samples:
+                    family = counter_family if row.counter else gauge_family
+                    yield family(row.name, row.help, samples, *names)
+
+        self.scrape(families)
 
     def show_tiers(self, tiers: OffloadConnector) -> None:
         """Show the figures of each tier."""
@@ -322,17 +297,10 @@ class WorkerMetrics:
     def _observe(self, name: str, nanoseconds: int) -> None:
         self._histogram[name].observe(nanoseconds / SECOND)
 
-    def _new_histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
-        histogram = Histogram(
-            f"vllm:{name}", text, list(self._labels), registry=self.registry, buckets=buckets
-        )
-        return histogram.labels(**self._labels)
-
     def _new_family(
         self, name: str, text: str, label: str, values: tuple[str, ...]
     ) -> dict[str, Counter]:
-        names = [*self._labels, label]
-        counter = Counter(f"vllm:{name}", text, names, registry=self.registry)
+        counter = self.counter(f"vllm:{name}", text, *self._labels, label)
         return {value: counter.labels(**self._labels, **{label: value}) for value in values}
 
 

@@ -20,7 +20,6 @@ from pigou import logs
 from pigou.background import Background
 from pigou.control.placement.topology import read_location
 from pigou.imports import uncollected
-from pigou.metric_rows import Scraped
 from pigou.stop_signals import END_S, StopSignals
 from pigou.tracing.exporter import exporter_families
 from pigou.tracing.tracer import open_tracer
@@ -118,16 +117,15 @@ class WorkerServer:
         about = {**self._about(), "rehearsed": parts.rehearsed, "memory": parts.memory_report}
         self._tracer = open_tracer(config.tracing, "pigou-worker")
         if self._tracer is not None and self._tracer.exporter is not None:
-            read = partial(exporter_families, self._tracer.exporter)
-            self._metrics.registry.register(Scraped(read))
+            self._metrics.scrape(partial(exporter_families, self._tracer.exporter))
         routes = Routes(
             model, self._intake, self._service,
-            events=self._events, about=about, heartbeat=self.engine.heartbeat,
-            background=self._background, tiers=self._tiers,
+            max_body=config.max_body, events=self._events, about=about,
+            heartbeat=self.engine.heartbeat, background=self._background, tiers=self._tiers,
             unknown_fields=config.unknown_fields, secret=secret, tracer=self._tracer,
         )  # fmt: skip
         self._runner = web.AppRunner(
-            routes.application(config.max_body),
+            routes.application(),
             access_log=None,
             handler_cancellation=True,
             shutdown_timeout=1.0,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -386,17 +386,15 @@ def _reply_attributes(reply: Reply) -> Attributes:
     )
 
 
-class UntracedReply:
-    """What stands for the trace of a request where requests are not traced: it does nothing.
+class ReplyTrace:
+    """The trace of a request and its reply, a `with` block; does nothing without a tracer."""
 
-    Attributes:
-        trace: None.
-    """
+    __slots__ = ("_reply", "_tracer", "trace")
 
-    __slots__ = ("trace",)
-
-    def __init__(self) -> None:
-        self.trace: RequestTrace | None = None
+    def __init__(self, tracer: Tracer | None, headers: Mapping[str, str]) -> None:
+        self._tracer = tracer
+        self.trace = None if tracer is None else tracer.begin(headers)
+        self._reply: Reply | None = None
 
     @property
     def trace_id(self) -> str:
@@ -405,40 +403,19 @@ class UntracedReply:
 
     def phase(self, name: str) -> None:
         """End a phase of the request."""
-
-    def take(self, reply: Reply) -> None:
-        """Take the reply, once it has begun."""
-
-    def __enter__(self) -> UntracedReply:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        pass
-
-
-#: Of all requests that are not traced.
-NOT_TRACED = UntracedReply()
-
-
-class TracedReply(UntracedReply):
-    """The trace of a request and the reply to it; its end is that of the `with` block."""
-
-    __slots__ = ("_reply", "_tracer")
-
-    def __init__(self, tracer: Tracer, trace: RequestTrace) -> None:
-        self._tracer = tracer
-        self.trace: RequestTrace = trace
-        self._reply: Reply | None = None
-
-    def phase(self, name: str) -> None:
-        """End a phase of the request."""
-        self.trace.phase(name)
+        if self.trace is not None:
+            self.trace.phase(name)
 
     def take(self, reply: Reply) -> None:
         """Take the reply, once it has begun."""
         self._reply = reply
 
+    def __enter__(self) -> ReplyTrace:
+        return self
+
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self._tracer is None or self.trace is None:
+            return
         failure = error or (None if self._reply is None else self._reply.error)
         status = getattr(failure, "status", 500 if isinstance(failure, Exception) else 0)
         left = isinstance(failure, ConnectionError)

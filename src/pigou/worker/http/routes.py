@@ -51,15 +51,18 @@ from pigou.worker.engine_thread.kv_event_publisher import EventPublisher
 from pigou.worker.engine_thread.kv_offload import OffloadConnector
 from pigou.worker.http.fleet_auth import fleet_guard, fleet_tenant
 from pigou.worker.http.input_processor import InputProcessor
-from pigou.worker.http.reply import NOT_TRACED, Reply, TracedReply, UntracedReply
+from pigou.worker.http.reply import Reply, ReplyTrace
 from pigou.worker.http.served_model import ServedModel
 from pigou.worker.metrics import CONTENT_TYPE, health_of
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_R = TypeVar("_R", CompletionRequest, ChatRequest)
 
 
 class Routes:
-    """Everything that is answered without the engine."""
+    """All that a worker answers."""
 
     def __init__(
         self,
@@ -67,6 +70,7 @@ class Routes:
         intake: InputProcessor,
         service: EngineClient,
         *,
+        max_body: int,
         events: EventPublisher | None,
         about: dict[str, Any],
         heartbeat: Heartbeat,
@@ -76,7 +80,7 @@ class Routes:
         secret: FleetSecret | None = None,
         tracer: Tracer | None = None,
     ) -> None:
-        self._unknown = UnknownFields(unknown_fields, _log.warning)
+        self._unknown = UnknownFields(unknown_fields, log.warning)
         self._secret = secret
         self._tracer = tracer
         self._tiers = tiers
@@ -87,21 +91,21 @@ class Routes:
         self._service = service
         self._events = events
         self._about = about
+        self._max_body = max_body
+        self._bodies = Bodies(max_body, model.limits.max_model_len)
 
-    def application(self, max_body: int) -> web.Application:
-        """Return the application with all routes; bodies have at most `max_body` bytes."""
+    def application(self) -> web.Application:
+        """Return the application with all routes."""
         app = web.Application(
-            client_max_size=max_body, middlewares=[errors, fleet_guard(self._secret)]
+            client_max_size=self._max_body, middlewares=[errors, fleet_guard(self._secret)]
         )
         app.on_response_prepare.append(close_old_streams)
         app.on_response_prepare.append(tell_request_id)
-        bodies = self._bodies = Bodies(max_body, self._model.limits.max_model_len)
         post = partial(web.post, expect_handler=no_interim_answer)
-        generation = Generation(self._intake, self._service, bodies, self._unknown, self._tracer)
         app.add_routes(
             [
-                post("/v1/completions", generation.completions),
-                post("/v1/chat/completions", generation.chat),
+                post("/v1/completions", self.completions),
+                post("/v1/chat/completions", self.chat),
                 post("/v1/kv/offer", self.offer),
                 web.get("/v1/models", self.models, allow_head=False),
                 web.get("/v1/models/{model:.+}", self.model_card, allow_head=False),
@@ -127,22 +131,87 @@ class Routes:
         """End the threads."""
         self._bodies.close()
 
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        """Complete a prompt, or several."""
+        return await self._parse_and_reply(request, known_completion, self._intake.completion)
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        """Answer a chat."""
+        return await self._parse_and_reply(request, known_chat, self._intake.chat)
+
+    async def _parse_and_reply(
+        self,
+        request: web.Request,
+        decode: Callable[[bytes], Known[_R]],
+        begin: Callable[[_R, str, str, RequestTrace | None], Awaitable[Reply]],
+    ) -> web.StreamResponse:
+        with ReplyTrace(self._tracer, request.headers) as spans:
+            known = await self._bodies.read(request, decode)
+            headers = self._unknown.judge(known.unknown)
+            id = _id(request, known.request.request_id)
+            spans.phase("receive")
+            reply = await begin(known.request, id, fleet_tenant(), spans.trace)
+            spans.take(reply)
+            return await self._send(request, reply, headers, spans.trace_id)
+
+    async def _send(
+        self, request: web.Request, reply: Reply, headers: dict[str, str], trace_id: str
+    ) -> web.StreamResponse:
+        note_request(reply.id, trace_id)
+        try:
+            with traced(reply.id, trace_id):
+                if reply.options.stream:
+                    return await self._stream(request, reply, headers)
+                while not reply.done:
+                    await reply.wait()
+            if (failure := reply.failure()) is not None:
+                raise failure
+            return web.Response(body=reply.body(), content_type="application/json", headers=headers)
+        finally:
+            # Also when the client went away: its requests are computed no further.
+            self._service.cancel(reply)
+            _describe(reply, trace_id)
+
+    async def _stream(
+        self, request: web.Request, reply: Reply, headers: dict[str, str]
+    ) -> web.StreamResponse:
+        await reply.wait()
+        if (failure := reply.failure()) is not None:
+            raise failure  # before the first byte it can still have a status
+        response = web.StreamResponse(headers=headers)
+        response.content_type = "text/event-stream"
+        response.charset = "utf-8"
+        mark_event_stream(request)
+        await response.prepare(request)
+        data = reply.opening()
+        while True:
+            ended, error = reply.done, reply.failure()
+            data += reply.take_frames()
+            if error is not None:
+                await response.write(data + frame(error.body()) + DONE)
+                break
+            if ended:
+                await response.write(data + reply.closing())
+                break
+            if data:
+                await response.write(data)
+            data = b""
+            await reply.wait()
+        await response.write_eof()
+        return response
+
     async def models(self, _: web.Request) -> web.Response:
         """List the one model."""
-        model = self._model
-        body = openai_replies.models(
-            model.name, model.root, model.created, model.limits.max_model_len
-        )
-        return _json(body)
+        return _json(openai_replies.models(*self._card()))
 
     async def model_card(self, request: web.Request) -> web.Response:
         """Describe the one model."""
         self._intake.check_model(request.match_info["model"])
+        return _json(openai_replies.model_card(*self._card()))
+
+    def _card(self) -> tuple[str, str, int, int]:
         model = self._model
-        card = openai_replies.model_card(
-            model.name, model.root, model.created, model.limits.max_model_len
-        )
-        return _json(card)
+        return model.name, model.root, model.created, model.limits.max_model_len
 
     async def health(self, _: web.Request) -> web.Response:
         """Answer 200 while requests are taken; else 503.
@@ -254,104 +323,8 @@ def _json(value: Any, status: int = 200) -> web.Response:
     return web.Response(body=body, status=status, content_type="application/json")
 
 
-log = logging.getLogger(__name__)
-
 #: What is answered also over connections above the cap.
 _PROBES = ("/health", "/ping", "/metrics")
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-_R = TypeVar("_R", CompletionRequest, ChatRequest)
-
-
-class Generation:
-    """`POST /v1/completions` and `POST /v1/chat/completions`."""
-
-    def __init__(
-        self,
-        intake: InputProcessor,
-        service: EngineClient,
-        bodies: Bodies,
-        unknown: UnknownFields,
-        tracer: Tracer | None = None,
-    ) -> None:
-        self._tracer = tracer
-        self._intake = intake
-        self._service = service
-        self._bodies = bodies
-        self._unknown = unknown
-
-    async def completions(self, request: web.Request) -> web.StreamResponse:
-        """Complete a prompt, or several."""
-        return await self._generate(request, known_completion, self._intake.completion)
-
-    async def chat(self, request: web.Request) -> web.StreamResponse:
-        """Answer a chat."""
-        return await self._generate(request, known_chat, self._intake.chat)
-
-    async def _generate(
-        self,
-        request: web.Request,
-        decode: Callable[[bytes], Known[_R]],
-        begin: Callable[[_R, str, str, RequestTrace | None], Awaitable[Reply]],
-    ) -> web.StreamResponse:
-        with self._tracing(request) as spans:
-            known = await self._bodies.read(request, decode)
-            headers = self._unknown.judge(known.unknown)
-            id = _id(request, known.request.request_id)
-            spans.phase("receive")
-            reply = await begin(known.request, id, fleet_tenant(), spans.trace)
-            spans.take(reply)
-            return await self._send(request, reply, headers, spans.trace_id)
-
-    def _tracing(self, request: web.Request) -> UntracedReply:
-        tracer = self._tracer
-        return NOT_TRACED if tracer is None else TracedReply(tracer, tracer.begin(request.headers))
-
-    async def _send(
-        self, request: web.Request, reply: Reply, headers: dict[str, str], trace_id: str
-    ) -> web.StreamResponse:
-        note_request(reply.id, trace_id)
-        try:
-            with traced(reply.id, trace_id):
-                if reply.options.stream:
-                    return await self._stream(request, reply, headers)
-                while not reply.done:
-                    await reply.wait()
-            if (failure := reply.failure()) is not None:
-                raise failure
-            return web.Response(body=reply.body(), content_type="application/json", headers=headers)
-        finally:
-            # Also when the client went away: its requests are computed no further.
-            self._service.cancel(reply)
-            _describe(reply, trace_id)
-
-    async def _stream(
-        self, request: web.Request, reply: Reply, headers: dict[str, str]
-    ) -> web.StreamResponse:
-        await reply.wait()
-        if (failure := reply.failure()) is not None:
-            raise failure  # before the first byte it can still have a status
-        response = web.StreamResponse(headers=headers)
-        response.content_type = "text/event-stream"
-        response.charset = "utf-8"
-        mark_event_stream(request)
-        await response.prepare(request)
-        data = reply.opening()
-        while True:
-            ended, error = reply.done, reply.failure()
-            data += reply.take_frames()
-            if error is not None:
-                await response.write(data + frame(error.body()) + DONE)
-                break
-            if ended:
-                await response.write(data + reply.closing())
-                break
-            if data:
-                await response.write(data)
-            data = b""
-            await reply.wait()
-        await response.write_eof()
-        return response
 
 
 def _describe(reply: Reply, trace_id: str) -> None:
