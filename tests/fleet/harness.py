@@ -130,7 +130,7 @@ async def attached(
 
 
 async def until(client: Client, law: Any) -> dict[str, dict[str, Any]]:
-    for _ in range(200):
+    for _ in range(1200):
         rows = await client.workers()
         if law(rows):
             return rows

@@ -60,7 +60,7 @@ async def test_an_attached_worker_of_the_fleet_needs_no_key() -> None:
             client = Client(f"http://127.0.0.1:{serving.port}", session)
             body = {"prompt": "x" * 100, "max_tokens": 3}
             assert (await client.post("/v1/completions", **body))[0] == 200
-            for _ in range(500):
+            for _ in range(3000):
                 if (await client.workers())["a"]["kv_events"]:
                     break
                 await asyncio.sleep(0.02)

@@ -203,7 +203,7 @@ async def test_a_task_that_fails_is_logged_shown_and_started_again(
 
     with caplog.at_level(logging.ERROR, "pigou.background"):
         task = background.start("worker", work)
-        await asyncio.wait_for(over.wait(), 30)
+        await asyncio.wait_for(over.wait(), 60)
     assert background.view() == [
         {"name": "worker", "state": "running", "restarts": 3, "error": "ValueError: run 3"}
     ]

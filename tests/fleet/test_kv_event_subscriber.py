@@ -72,7 +72,7 @@ class Sink:
         self.seen.append("lost")
 
     async def reaches(self, expected: list[int | str]) -> None:
-        for _ in range(200):
+        for _ in range(3000):
             if self.seen == expected:
                 return
             await asyncio.sleep(0.02)
@@ -201,7 +201,7 @@ async def test_a_publisher_that_is_not_there_is_reported(
         source = EventSource(f"tcp://127.0.0.1:{held.getsockname()[1]}", "", "kv")
         sink = Sink()
         task = asyncio.create_task(EventSubscriber(source, sink.apply, sink.lose).run())
-        for _ in range(200):
+        for _ in range(3000):
             if caplog.records:
                 break
             await asyncio.sleep(0.02)

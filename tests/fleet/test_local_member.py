@@ -106,7 +106,7 @@ async def test_the_only_worker_comes_back_for_those_that_wait() -> None:
 async def test_kv_events_of_workers_reach_the_index() -> None:
     async with running(1, 1, 0, control=SPLITS) as (serving, client):
         await client.reply(prompt=PROMPT * 4)
-        for _ in range(100):
+        for _ in range(1200):
             rows = await client.workers()
             if rows["prefill-0"]["cached_blocks"] and rows["decode-0"]["cached_blocks"]:
                 break

@@ -68,7 +68,7 @@ async def worker(
     server = WorkerServer(config, parts, secret, registrar, "127.0.0.2" if registry else "")
     running = asyncio.create_task(server.serve())
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while server._listener is None:
                 await asyncio.sleep(0.01)
         yield f"http://localhost:{server._listener.sockets[0].getsockname()[1]}"
@@ -100,7 +100,7 @@ async def gateway(
         serving.join_peers(NatsBus(NatsAddress.parse([nats], "peers"), "fleet"))
     try:
         await serving.start()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while len(serving.plane_driver.upstreams) < 2:
                 await asyncio.sleep(0.02)
         yield serving
@@ -113,7 +113,7 @@ async def check(session: aiohttp.ClientSession, serving: Serving, number: int) -
     url = f"http://127.0.0.1:{serving.port}/v1/completions"
     body = {"model": SLEEP["served_model_name"], "max_tokens": 2, "ignore_eos": True,
             "prompt": [number + 1, *range(300, 380)]}  # fmt: skip
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while True:  # the worker may be about to connect to the queue
             async with session.post(url, json=body) as response:
                 assert response.status == 200, await response.text()
@@ -157,7 +157,7 @@ async def heard(one: Serving, other: Serving) -> None:
     """Both gateways name both workers alike, however they came to know them."""
     assert one.peers is not None
     assert other.peers is not None
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while other.peers.name not in one.peers.health()["peers"]:
             await asyncio.sleep(0.02)
     assert set(one.peers._ids) == set(other.peers._ids)

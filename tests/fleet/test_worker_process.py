@@ -42,7 +42,7 @@ def test_the_shared_memory_of_a_worker_that_has_to_be_killed_goes_with_it(child:
         worker = WorkerProcess("w0", process)
         assert path.is_file()
         stopping = asyncio.create_task(worker.stop(0.05))
-        async with asyncio.timeout(3.0):
+        async with asyncio.timeout(15):
             while path.exists():
                 await asyncio.sleep(0.01)
             await stopping
@@ -50,7 +50,7 @@ def test_the_shared_memory_of_a_worker_that_has_to_be_killed_goes_with_it(child:
         assert worker.code == -9
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        await asyncio.wait_for(process.wait(), 3.0)
+        await asyncio.wait_for(process.wait(), 15)
         await asyncio.sleep(0.05)  # the streams close
 
     asyncio.run(run())

@@ -38,7 +38,7 @@ def request(
 
 async def to_end(reader: asyncio.StreamReader) -> bytes:
     """Read until the server closes the connection."""
-    return await asyncio.wait_for(reader.read(), 20)
+    return await asyncio.wait_for(reader.read(), 60)
 
 
 async def exchange(fleet: Fleet, data: bytes) -> bytes:
@@ -54,7 +54,7 @@ async def exchange(fleet: Fleet, data: bytes) -> bytes:
 async def status(fleet: Fleet, data: bytes) -> int:
     reader, writer = await connect(fleet)
     writer.write(data)
-    line = await asyncio.wait_for(reader.readline(), 20)
+    line = await asyncio.wait_for(reader.readline(), 60)
     writer.close()
     return int(line.split()[1]) if line else 0
 
@@ -117,7 +117,7 @@ async def test_a_head_that_comes_byte_by_byte_is_ended_in_time() -> None:
     async with serving(Stub("a"), head_timeout=0.3) as fleet:
         reader, writer = await connect(fleet)
         writer.write(request(None, method="GET", path="/health"))
-        assert b" 200 " in await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 20)
+        assert b" 200 " in await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 60)
         ended = asyncio.create_task(to_end(reader))
         for byte in b"GET /health HTTP/1.1\r\nx-long: " + b"a" * 2000:
             writer.write(bytes([byte]))

@@ -108,7 +108,7 @@ async def test_the_least_loaded_server_is_chosen_and_the_load_is_counted() -> No
         assert fleet.plane_driver.upstreams[busy.name].inflight == 1
         assert not fleet.idle()
         second = asyncio.create_task(asked(session, "/v1/embeddings"))
-        await asyncio.wait_for(idle.began.wait(), 10)
+        await asyncio.wait_for(idle.began.wait(), 60)
         a.hold.set()
         assert {(await first)[1]["by"], (await second)[1]["by"]} == {"a", "b"}
 
@@ -249,7 +249,7 @@ async def test_a_client_that_leaves_ends_the_servers_work() -> None:
     async with fleet_of(server) as (fleet, session):
         server.hold = asyncio.Event()
         task = asyncio.create_task(asked(session, "/v1/embeddings"))
-        await asyncio.wait_for(server.began.wait(), 10)
+        await asyncio.wait_for(server.began.wait(), 60)
         task.cancel()
         await fleet.settle(10.0)
         assert fleet.plane_driver.upstreams["a"].inflight == 0

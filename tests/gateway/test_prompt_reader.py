@@ -81,7 +81,7 @@ async def decided(
 async def settled(serving: Serving) -> None:
     """Wait until KV events have been quiet for a while."""
     index, last, quiet = serving.plane_driver.plane.index, -1, 0
-    for _ in range(400):
+    for _ in range(1200):
         await asyncio.sleep(0.05)
         events = sum(index.cache(worker).events for worker in serving.plane_driver.upstreams)
         quiet = quiet + 1 if events == last and events else 0

@@ -60,7 +60,7 @@ def texts(chunks: list[dict[str, Any]]) -> dict[int, str]:
 
 
 async def eventually(check: Any) -> None:
-    for _ in range(1000):
+    for _ in range(6000):
         if check():
             return
         await asyncio.sleep(0.01)

@@ -40,7 +40,7 @@ async def names(client: Client) -> list[str]:
 
 async def listed(client: Client, name: str, present: bool = True) -> None:
     """Wait until the gateway has read again what its servers list."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while (name in await names(client)) is not present:
             await asyncio.sleep(0.05)
 

@@ -26,7 +26,7 @@ async def post(fleet: Any, body: Any) -> tuple[int, str, Any]:
 
 
 async def eventually(check: Any) -> None:
-    for _ in range(1000):
+    for _ in range(6000):
         if check():
             return
         await asyncio.sleep(0.01)

@@ -14,7 +14,7 @@ FILES = (bodies, connections, grammars, machine, sharing, upstreams)
 
 async def main(name: str, url: str, key: str) -> None:
     """Attack, for some seconds at most."""
-    async with asyncio.timeout(25):
+    async with asyncio.timeout(60):
         await ATTACKS[name](Target(url, key))
 
 

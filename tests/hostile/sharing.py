@@ -82,7 +82,7 @@ async def paused_readers(target: Target) -> None:
         await asyncio.sleep(8)
         rest = b""
         with suppress(OSError):
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 rest = await reader.read()
         writer.close()
         return b"[DONE]" not in rest

@@ -178,7 +178,7 @@ class Publisher:
 
 
 async def until(condition) -> None:  # type: ignore[no-untyped-def]
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.02)
 

@@ -153,7 +153,7 @@ def test_a_pin_before_what_is_no_dynamo_is_refused() -> None:
         plane_driver = PlaneDriver(ControlPlane(ControlConfig()))
         setup = MemberSetup(plane_driver, WatchConfig(), HangArbiter(WatchConfig().hang))
         member = ServerSource(spec).member(setup)
-        await asyncio.wait_for(member.run(), 10)
+        await asyncio.wait_for(member.run(), 60)
         assert "no frontend of Dynamo" in member.failed
         await runner.cleanup()
 

@@ -150,8 +150,8 @@ def test_the_end_does_not_wait_for_a_receiver_that_is_away() -> None:
     made.start()
     made.put(trace_of(2))
     began = time.monotonic()
-    made.close(5.0)
-    assert time.monotonic() - began < 4
+    made.close(60.0)
+    assert time.monotonic() - began < 30
     assert made.dropped["unreachable"] == 2
 
 

@@ -122,7 +122,7 @@ class Stub:
         if self.how.barrier:
             if self.inflight == self.how.barrier:
                 self._full.set()
-            await asyncio.wait_for(self._full.wait(), 30)
+            await asyncio.wait_for(self._full.wait(), 60)
         await asyncio.sleep(self.how.first)
 
     async def _stream(

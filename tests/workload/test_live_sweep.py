@@ -32,12 +32,12 @@ def test_the_tables_have_the_servers_times(stub: Start) -> None:
     assert tables is not None
     assert told == ["0/4", "1/4", "2/4", "3/4"]  # 500 users are more than a worker runs
     (prompt,), (prefill,) = tables.prompts, tables.prefill
-    assert 0.05 <= prompt.prefill_s < 0.2
+    assert 0.05 <= prompt.prefill_s < 1.0
     assert prefill.rate_rps == pytest.approx(0.5 * 2 / prompt.prefill_s)
     assert prefill.ttft_p50_s >= 0.05
     assert [point.concurrency for point in tables.decode] == [1, 4]
     for point in tables.decode:
-        assert 0.01 <= point.itl_mean_s < 0.04
+        assert 0.01 <= point.itl_mean_s < 0.4
         assert 0 < point.streams <= point.concurrency
     model = tables.performance(Role.PREFILL)
     assert model.service_s(RequestMix(isl=64, osl=8)) == pytest.approx(prompt.prefill_s)

@@ -221,7 +221,7 @@ async def test_the_command_finds_its_server_serves_health_and_ends_at_sigterm(
             async with aiohttp.ClientSession() as session, session.get(health) as reply:
                 assert reply.status == 200
             process.send_signal(signal.SIGTERM)
-            assert await asyncio.wait_for(process.wait(), 15) == 0
+            assert await asyncio.wait_for(process.wait(), 60) == 0
         finally:
             controller.cancel()
             if process.returncode is None:

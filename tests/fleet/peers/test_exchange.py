@@ -111,7 +111,7 @@ def submit(exchange: PeerExchange, name: str) -> None:
 
 
 async def until(law: Callable[[], bool]) -> None:
-    for _ in range(300):
+    for _ in range(6000):
         if law():
             return
         await asyncio.sleep(0.01)
@@ -212,7 +212,7 @@ def test_a_bus_that_swallows_the_cancellation_does_not_keep_a_gateway_from_its_e
         exchange._bus.publish = publish  # type: ignore[method-assign]
         exchange.start()
         await publishes.wait()
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(60):
             await exchange.stop()
         assert exchange._task is not None
         assert exchange._task.done()

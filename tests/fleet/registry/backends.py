@@ -102,7 +102,7 @@ class Served(Backend):
 
     async def lapse(self, registry: Registry, worker: str, *renewals: Renewal) -> None:
         assert worker in await _workers(registry)
-        async with asyncio.timeout(10.0):
+        async with asyncio.timeout(60):
             while worker in await _workers(registry):
                 for renew in renewals:
                     await renew()

@@ -34,7 +34,7 @@ def test_foreign_files_of_a_folder(tmp_path: Path, caplog: pytest.LogCaptureFixt
                 snapshot = await registry.relist()
                 assert [e.worker for e in snapshot.entries] == ["w0"]
                 assert snapshot.ignored == count + 1
-            assert time.monotonic() - began < 2.0
+            assert time.monotonic() - began < 20.0
         kinds = len(caplog.records)
         assert 3 <= kinds < 12, [r.message for r in caplog.records]
         await registry.register(entry("w1"))  # what is in its place goes
@@ -60,7 +60,7 @@ def test_a_lock_that_cannot_be_had_is_an_error_in_time(tmp_path: Path, how: str)
 
     async def main() -> None:
         store = FileStore(tmp_path)
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(60):
             with pytest.raises(RegistryUnavailable, match=r"\.lock"):
                 await store.put("w0", b"x", 1.0, None)
             assert await store.get("w0") is None
@@ -93,13 +93,13 @@ def test_a_large_pod_does_not_end_the_watch() -> None:
             store, woken = made.client(), asyncio.Event()
             watching = asyncio.create_task(store.watch(woken.set))
             for note in ("x" * 200_000, "y" * 200_000):
-                await asyncio.wait_for(woken.wait(), 5.0)
+                await asyncio.wait_for(woken.wait(), 60)
                 await asyncio.sleep(0.1)
                 woken.clear()
                 pod = made.fake.store.all("pods")[0]
                 meta = {**pod["metadata"], "annotations": {"note": note}}
                 made.fake.store.put({**pod, "metadata": meta})
-            await asyncio.wait_for(woken.wait(), 5.0)
+            await asyncio.wait_for(woken.wait(), 60)
             assert not watching.done()
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
