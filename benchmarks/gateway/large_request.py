@@ -18,7 +18,7 @@ import aiohttp
 from pigou.config import ControlConfig
 from pigou.fleet.config import WatchConfig
 from pigou.fleet.serve import Serving
-from pigou.fleet.sources.local import local_workers
+from pigou.fleet.sources.local import WorkerTemplate, start_workers
 from pigou.fleet.supervisor import FleetSetup
 from pigou.gateway.config import GatewayConfig
 from pigou.gateway.proxy import sequences
@@ -44,7 +44,8 @@ async def measure(arguments: argparse.Namespace) -> None:
     """Run the fleet, and print the figures."""
     if arguments.unsplit:
         sequences.splits = lambda call: False  # noqa: ARG005
-    workers = local_workers(0, 0, arguments.workers, tuple(arguments.worker_arguments), ["cpu"])
+    template = WorkerTemplate(arguments=tuple(arguments.worker_arguments))
+    workers = start_workers([template], {"": (0, 0, arguments.workers)})
     serving = Serving(
         GatewayConfig(port=0),
         ControlConfig(),

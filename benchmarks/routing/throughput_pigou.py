@@ -21,8 +21,8 @@ from pigou.wire.kv_event_decoding import (
     Removed,
     Stored,
     WireEvent,
-    decode_batch,
     encode_batch,
+    event_slices,
     stored_map,
 )
 
@@ -97,7 +97,7 @@ class Side:
 
     def decode(self, _: int) -> Call:
         """Decode a message of one event."""
-        return lambda i: decode_batch(self.payloads[i % len(self.payloads)])
+        return lambda i: list(event_slices(self.payloads[i % len(self.payloads)]))
 
     def decide(self, size: int) -> Call:
         """Hash a prompt and route it, from an array of its tokens; it ends outside the clock."""

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from pigou.config import ConfigError
-from pigou.struct_values import read_struct
+from pigou.registry import read_struct
 
 _INF = float("inf")
 _LATENCY = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?|inf")

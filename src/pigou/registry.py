@@ -1,11 +1,14 @@
-"""Plug-ins by name: policies, planners, predictors and others, through entry points."""
+"""Plug-ins by name, through entry points, and their values, read as structs."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Any, TypeVar
 
-from pigou.config import ConfigError
+import msgspec
+
+from pigou.config import ConfigError, wrong
 
 #: Names that `pigou-lab` registers, by entry point group: without it, its remedy is told.
 LAB_NAMES = {
@@ -46,3 +49,14 @@ def named(group: str, name: Any, what: str) -> Any:
         )
     names = ", ".join(sorted(entries.names))
     raise ConfigError(f"{what} is {name!r}; it must be one of: {names}")
+
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+def read_struct(where: str, kind: type[T], values: Mapping[str, Any]) -> T:
+    """Read values, which may be text, as a struct. Raises ConfigError, which names `where`."""
+    try:
+        return msgspec.convert(values, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{where}: {wrong(error, kind, values)}") from error

@@ -72,19 +72,18 @@ def parse_json(data: bytes) -> Any:
     """Return the value of JSON, NaN and infinity included. Raises ValueError, also if too deep."""
     try:
         value = json.loads(data)
+        deep = is_deep(value)
     except RecursionError:
-        value = None
         deep = True
-    else:
-        deep = _is_deep(value)
     if deep:
         raise ValueError(f"it is nested more deeply than {MAX_DEPTH} levels")
     return value
 
 
-def _is_deep(value: Any) -> bool:
+def is_deep(value: Any, max_depth: int = MAX_DEPTH) -> bool:
+    """Whether lists and objects are nested more deeply than `max_depth` levels."""
     level = [value]
-    for _ in range(MAX_DEPTH + 1):
+    for _ in range(max_depth + 1):
         level = [outer for outer in level if isinstance(outer, (dict, list))]
         if not level:
             return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tests.lib.local_workers import local_workers
 
 from pigou.cli import main
 from pigou.cli.worker import split_model
@@ -17,7 +18,6 @@ from pigou.fleet.config import (
 )
 from pigou.fleet.member import check_fit
 from pigou.fleet.serve import workers_of
-from pigou.fleet.sources.local import local_workers
 from pigou.gateway.auth.keys import Keys
 from pigou.gateway.proxy.upstream import Engine
 from pigou.request import Role

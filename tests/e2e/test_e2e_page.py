@@ -170,9 +170,10 @@ async def explained(page: Page, client: Client) -> None:
 
 
 async def test_the_page_asks_for_a_key_and_says_when_it_is_wrong(tmp_path: Path) -> None:
+    from tests.lib.local_workers import local_workers
+
     from pigou.config import ControlConfig as Control
     from pigou.fleet.serve import Serving
-    from pigou.fleet.sources.local import local_workers
     from pigou.fleet.supervisor import FleetSetup
     from pigou.gateway.auth.keys import make_key
     from pigou.gateway.config import GatewayConfig

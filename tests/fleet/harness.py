@@ -11,12 +11,13 @@ from typing import Any
 
 import aiohttp
 from tests.gateway.stub import Stub
+from tests.lib.local_workers import local_workers
 
 from pigou.config import ControlConfig
 from pigou.control.planner.config import PlannerConfig
 from pigou.fleet.config import AttachedWorker, DeclaredModel, LocalWorker, WatchConfig
 from pigou.fleet.serve import Serving
-from pigou.fleet.sources.local import WorkerTemplate, local_workers
+from pigou.fleet.sources.local import WorkerTemplate
 from pigou.fleet.supervisor import FleetSetup
 from pigou.gateway.config import GatewayConfig
 

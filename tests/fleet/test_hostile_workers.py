@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tests.fleet.test_attached_member import attached, until
 from tests.fleet.test_kv_event_subscriber import subscribed
 from tests.gateway.stub import Stub, whole_text
+from tests.lib.kv_event_batch import decode_batch
 
 from pigou.background import Background
 from pigou.config import ControlConfig
@@ -30,7 +31,7 @@ from pigou.fleet.probe import (
 from pigou.fleet.worker_report import metrics_progress, read_load
 from pigou.request import Role, Worker
 from pigou.wire import metrics_text
-from pigou.wire.kv_event_decoding import EventError, decode_batch, sequence_frame
+from pigou.wire.kv_event_decoding import EventError, sequence_frame
 
 SCALARS = (
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=8)

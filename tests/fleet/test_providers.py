@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from tests.lib.local_workers import local_workers
 
 from pigou.config import ConfigError, ControlConfig
 from pigou.control.plane import ControlPlane
@@ -18,7 +19,6 @@ from pigou.fleet.sources.attached import AttachedProvider
 from pigou.fleet.sources.local import (
     LocalProvider,
     WorkerTemplate,
-    local_workers,
     start_workers,
 )
 from pigou.fleet.supervisor import FleetSetup, Supervisor

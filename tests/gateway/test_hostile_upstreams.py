@@ -15,6 +15,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.lib.kv_event_batch import decode_batch
 
 from pigou.config import ControlConfig
 from pigou.control.plane import ControlPlane
@@ -32,7 +33,7 @@ from pigou.gateway.proxy.writer import SSEWriter
 from pigou.request import Role, Worker
 from pigou.wire import bodies, kv_event_decoding, sse
 from pigou.wire.bodies import ByteReservation
-from pigou.wire.kv_event_decoding import EventError, decode_batch, event_slices
+from pigou.wire.kv_event_decoding import EventError, event_slices
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 JSON = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"

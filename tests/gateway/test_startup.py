@@ -8,12 +8,12 @@ import threading
 import aiohttp
 import pytest
 from tests.fleet.harness import SLEEP, WATCH
+from tests.lib.local_workers import local_workers
 
 from pigou.config import ControlConfig
 from pigou.fleet import serve
 from pigou.fleet.config import FleetError
 from pigou.fleet.serve import Serving
-from pigou.fleet.sources.local import local_workers
 from pigou.fleet.supervisor import FleetSetup
 from pigou.gateway.config import GatewayConfig
 from pigou.gateway.startup_shutdown import STARTING_RETRY_AFTER_S, Startup

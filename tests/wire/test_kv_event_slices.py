@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.hostile.stub_server import BATCHES
+from tests.lib.kv_event_batch import decode_batch
 
 from pigou.wire import kv_event_decoding
 from pigou.wire.kv_event_decoding import (
@@ -19,7 +20,6 @@ from pigou.wire.kv_event_decoding import (
     Stored,
     Walk,
     WireEvent,
-    decode_batch,
     event_slices,
 )
 

@@ -15,7 +15,7 @@ from pigou.sampling import Grammar
 from pigou.wire import openai_replies, request_validation
 from pigou.wire.errors import REFUSED, APIError
 from pigou.wire.openai_replies import ReplyChunk, StreamEncoder
-from pigou.wire.openai_requests import WITHOUT_MEANING, ChatRequest, decode_chat, decode_completion
+from pigou.wire.openai_requests import ChatRequest, decode_chat, decode_completion
 from pigou.wire.prefill_decode_legs import asks_to_hold, leg_one, leg_two, offers_blocks, ticket
 from pigou.wire.sampling_params import Defaults, ModelLimits, sampling_params
 from pigou.wire.structured_output import grammar
@@ -77,10 +77,6 @@ def test_what_other_servers_know_is_refused_with_a_remedy(name: str) -> None:
     with pytest.raises(APIError, match=REFUSED[name].split(";")[0]) as caught:
         decode_chat(json.dumps({k: v for k, v in body.items() if k != "prompt"}).encode())
     assert caught.value.param == name
-
-
-def test_fields_without_meaning_are_fields() -> None:
-    assert set(WITHOUT_MEANING) <= set(ChatRequest.__struct_fields__)
 
 
 def test_what_openai_clients_send_without_meaning_here_is_taken() -> None:

@@ -8,17 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.lib.examples import examples
+from tests.lib.kv_event_batch import KVEventBatch, decode_batch
 
 from pigou.events import AllBlocksCleared, BlockRemoved, BlockStored, Medium
 from pigou.wire.kv_event_decoding import (
     END_OF_REPLAY,
     Cleared,
     EventError,
-    KVEventBatch,
     Removed,
     Stored,
     cleared_map,
-    decode_batch,
     encode_batch,
     removed_map,
     sequence_frame,

@@ -14,7 +14,6 @@ import typing_extensions
 from pigou.wire.errors import REFUSED, APIError
 from pigou.wire.openai_requests import (
     HEADER,
-    WITHOUT_MEANING,
     ChatRequest,
     CompletionRequest,
     UnknownFields,
@@ -160,10 +159,6 @@ def test_each_message_is_taken_or_refused_by_name(message: dict[str, Any]) -> No
 def test_best_of_that_returns_all_it_computes_is_taken(n: int) -> None:
     assert not isinstance(outcome(False, {"prompt": "a", "n": n, "best_of": n}), APIError)
     assert isinstance(outcome(False, {"prompt": "a", "n": n, "best_of": n + 1}), APIError)
-
-
-def test_fields_without_meaning_are_named() -> None:
-    assert set(WITHOUT_MEANING) <= set(ChatRequest.__struct_fields__)
 
 
 @pytest.mark.parametrize(

@@ -7,15 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 import zmq
+from tests.lib.kv_event_batch import KVEventBatch, decode_batch
 from worker_process import Worker
 
 from pigou.wire.kv_event_decoding import (
     END_OF_REPLAY,
     Cleared,
-    KVEventBatch,
     Removed,
     Stored,
-    decode_batch,
     sequence_frame,
     sequence_number,
 )

@@ -12,8 +12,7 @@ import numpy as np
 
 from pigou.config import ConfigError
 from pigou.control.saturation.regime import Detector, TTFTSample
-from pigou.registry import named
-from pigou.struct_values import read_struct
+from pigou.registry import named, read_struct
 
 GROUP = "pigou.controller"
 

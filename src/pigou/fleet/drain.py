@@ -67,7 +67,6 @@ class Drain:
             )  # fmt: skip
 
     def _is_there(self, upstream: Upstream) -> bool:
-        """Whether the worker still is the one whose drain began."""
         return self._plane_driver.upstreams.get(self._worker) is upstream
 
     def _is_idle(self, upstream: Upstream) -> bool:

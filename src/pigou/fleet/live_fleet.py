@@ -89,7 +89,8 @@ class LiveFleet:
         if refusal:
             return refusal
         try:
-            self._check_roles(member, _role(pool))
+            ups, role = member.plane_driver.upstreams.values(), _role(pool)
+            check_fit([(role if up.worker.id == id else up.worker.role, up.engine) for up in ups])
         except FleetError as error:
             return str(error)
         return ""
@@ -123,22 +124,13 @@ class LiveFleet:
         return member
 
     def _provider(self, pool: str) -> Provider:
-        """Return the provider of a pool; local workers may get a pool of another role."""
         for provider in self.supervisor.providers:
             if any(pool == provided.name for provided in provider.pools):
                 return provider
         return self.supervisor.local
 
-    def _check_roles(self, member: Member, role: Role) -> None:
-        """Raise FleetError unless the workers fit together when one of them has another role."""
-        ups = member.plane_driver.upstreams.values()
-        check_fit(
-            [(role if up.worker.id == member.id else up.worker.role, up.engine) for up in ups]
-        )
-
 
 def _role(pool: str) -> Role:
-    """Return the role of a pool, by its name."""
     return Role(pool.partition(".")[0])
 
 
@@ -225,6 +217,5 @@ class OperatorChanges:
 
 
 def _check(refusal: str) -> None:
-    """Raise `ChangeRefused` where there is a reason."""
     if refusal:
         raise ChangeRefused(refusal)

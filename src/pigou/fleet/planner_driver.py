@@ -122,7 +122,6 @@ class PlannerDriver:
         self._plane_driver.write(entry)
 
     def _act(self, decision: PlannerDecision, now: int) -> list[str]:
-        """Carry out the actions; return why some were not."""
         refusals = []
         for action in decision.actions:
             try:
@@ -206,7 +205,6 @@ class PlannerDriver:
         )
 
     def _can_flip(self) -> bool:
-        """Whether any worker can change its role."""
         return any(
             pool != member.pool and not self._live_fleet.flip_refusal(member.id, pool)
             for member in self._live_fleet.members
@@ -215,7 +213,6 @@ class PlannerDriver:
 
 
 def _read_tables(path: str) -> SweepTables | None:
-    """Return the tables of a file; None without one. Raises ConfigError."""
     if not path:
         return None
     try:

@@ -15,12 +15,7 @@ from pigou.config import ConfigError, ControlConfig
 from pigou.control.journal import journal_config
 from pigou.control.planner.config import PlannerConfig
 from pigou.control.warm_up import warm_up
-from pigou.fleet.config import (
-    AttachedWorker,
-    DeclaredModel,
-    LocalWorker,
-    WorkersConfig,
-)
+from pigou.fleet.config import AttachedWorker, DeclaredModel, LocalWorker, WorkersConfig
 from pigou.fleet.costs import follow_driver, make_plane
 from pigou.fleet.live_fleet import LiveFleet, OperatorChanges
 from pigou.fleet.peers.bus import PeerBus
@@ -133,7 +128,6 @@ class Serving:
     def _routing(
         self, models: Sequence[DeclaredModel], drivers: Mapping[str, PlaneDriver]
     ) -> ModelRouting | None:
-        """Return the routing by model; None where none is declared."""
         if not models:
             return None
         return ModelRouting([
@@ -238,7 +232,6 @@ class Serving:
 
 
 def _pull_prefills(drivers: Iterable[PlaneDriver], fleet: FleetSetup, secret: FleetSecret) -> None:
-    """Let prefill workers pull prompts from the queue of the fleet."""
     from pigou.fleet.prefill_queue.publisher import NatsPrefillQueue
 
     address = queue_address(fleet.prefill_queue)

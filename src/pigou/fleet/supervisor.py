@@ -255,7 +255,6 @@ class Supervisor:
         self._drains[member.id] = drain, task
 
     async def _finish(self, member: Member, drain: Drain, then: Callable[[], None]) -> None:
-        """Wait for a drain, then do what it was for."""
         try:
             await drain.run()
         except Exception as error:
@@ -269,7 +268,6 @@ class Supervisor:
             task.cancel()
 
     def _gone(self, member: Member) -> None:
-        """A member that was let go has ended."""
         self._tasks.pop(member.id, None)
         self.provider(member).discard(member)
         _log.info("%s has left", member.id)
@@ -287,7 +285,6 @@ def _registered(setup: MemberSetup, fleet: FleetSetup) -> RegistryProvider | Non
 
 
 def _starter(setup: MemberSetup, templates: Sequence[WorkerTemplate]) -> LocalProvider:
-    """Return what starts workers: on this machine, or on a Ray cluster."""
     if not templates or templates[0].ray is None:
         return LocalProvider(setup, templates)
     from pigou.fleet.ray.ray_provider import RayProvider

@@ -180,7 +180,6 @@ class WorkerWatch:
             upstream.engine = replace(upstream.engine, served=served)
 
     def _stock_progress(self, page: bytes) -> EngineProgress | None:
-        """Return the progress of a server without heartbeat, by its metrics."""
         upstream = self._upstream
         tokens = self._plane_driver.plane.state.figures(upstream.worker.id)["prefill_tokens"]
         return metrics_progress(

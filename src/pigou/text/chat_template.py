@@ -24,9 +24,7 @@ class ChatError(ValueError):
 def make_environment() -> ImmutableSandboxedEnvironment:
     """Return an environment with the settings that published templates are written for."""
     env = ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=["jinja2.ext.loopcontrols", _Generation],
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
     )
     env.filters["tojson"] = _tojson
     env.globals["raise_exception"] = _raise
@@ -105,19 +103,13 @@ def _tojson(
 ) -> str:
     """Return JSON; unlike Jinja's own filter it escapes nothing for HTML."""
     return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 
 def _now(form: str) -> str:
     return datetime.now().strftime(form)
 
-
-__all__ = ["ChatError", "ChatTemplate"]
 
 #: Marks the end of a final message that is to be continued. Its own trailing space shows whether
 #: the template trims messages.
@@ -232,7 +224,6 @@ class ChatTemplate:
         return _within(text, final) if continue_final_message else text
 
     def _prepare(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return a message as the template reads it."""
         result = {key: value for key, value in message.items() if value is not None}
         if result.get("role") == _DEVELOPER and not self._knows_developer:
             result["role"] = "system"
@@ -382,7 +373,6 @@ def _aliases(tree: nodes.Template, key: str) -> set[str]:
 
 
 def _bindings(tree: nodes.Template) -> Iterator[tuple[str, nodes.Node]]:
-    """Yield names with the expressions that they stand for."""
     for assign in tree.find_all(nodes.Assign):
         if isinstance(assign.target, nodes.Name):
             yield from ((assign.target.name, value) for value in _values(assign.node))

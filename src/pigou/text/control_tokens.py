@@ -115,7 +115,6 @@ class ControlTokens:
 
 
 def _text(item: Any) -> str | None:
-    """Return the text of a part of a message; None of what is no part."""
     value = item.get("text") if isinstance(item, dict) else item
     return value if isinstance(value, str) else None
 

@@ -69,7 +69,6 @@ def read_tokenizer(folder: Path) -> str:
 
 
 def _numbered_tokens(settings: Mapping[str, Any]) -> list[tuple[int | None, dict[str, Any]]]:
-    """Return the tokens of `added_tokens_decoder`, by id."""
     table = settings.get("added_tokens_decoder") or {}
     try:
         tokens = [
@@ -189,7 +188,7 @@ def end_tokens(
     Raises:
         ValueError: an `eos_token_id` is neither an id nor a list of ids.
     """
-    names = [_content(settings.get("eos_token")), _content(special.get("eos_token"))]
+    names = [content_of(settings.get("eos_token")), content_of(special.get("eos_token"))]
     if any(CHATML_END in template for template in templates):
         names.append(CHATML_END)
     ids = {index for name in names if name and (index := token_id(name)) is not None}
@@ -237,7 +236,7 @@ class _Names:
         self._complete = False
         added = settings.get("added_tokens_decoder")
         for key, token in added.items() if isinstance(added, dict) else ():
-            if (text := _content(token)) is not None and str(key).isdecimal():
+            if (text := content_of(token)) is not None and str(key).isdecimal():
                 self._ids[text] = int(key)
 
     def __call__(self, name: str) -> int | None:
@@ -257,7 +256,7 @@ class _Names:
             self._ids.setdefault(token["content"], token["id"])
 
 
-def _content(token: Any) -> str | None:
+def content_of(token: Any) -> str | None:
     """Return a special token's text: it is written as text, or as an object with `content`."""
     value = token.get("content") if isinstance(token, dict) else token
     return value if isinstance(value, str) else None

@@ -12,7 +12,13 @@ from tokenizers import Tokenizer as Backend
 from pigou.small_file import parse_json
 from pigou.text.control_tokens import ControlTokens
 from pigou.text.detokenizer import Detokenizer
-from pigou.text.model_files import end_tokens, read_object, read_templates, read_tokenizer
+from pigou.text.model_files import (
+    content_of,
+    end_tokens,
+    read_object,
+    read_templates,
+    read_tokenizer,
+)
 from pigou.text.vocabulary import Vocabulary, vocabulary
 
 
@@ -39,47 +45,12 @@ class Tokenizer:
     @staticmethod
     def load(folder: Path) -> Tokenizer:
         """Read a model folder. Raises TokenizerError."""
-        path = folder / "tokenizer.json"
-        if not path.is_file():
+        if not (folder / "tokenizer.json").is_file():
             raise TokenizerError(f"{folder} has no tokenizer.json; only that format is read")
         try:
-            text = read_tokenizer(folder)
-            spec = parse_json(text.encode())
+            return _read(folder)
         except (OSError, ValueError) as error:
             raise TokenizerError(str(error)) from None
-        backend = Backend.from_str(text)
-        backend.no_truncation()
-        backend.no_padding()
-        settings = _json(folder / "tokenizer_config.json")
-        special = {
-            index for index, token in backend.get_added_tokens_decoder().items() if token.special
-        }
-        words = vocabulary(
-            backend.get_vocab(with_added_tokens=True),
-            special,
-            spec.get("decoder"),
-            partial(backend.decode, skip_special_tokens=False),
-        )
-        generation = _json(folder / "generation_config.json")
-        named = _json(folder / "special_tokens_map.json")
-        templates = _templates(folder, settings)
-        eos = _eos(
-            settings=settings,
-            special=named,
-            generation=generation,
-            config=_json(folder / "config.json"),
-            templates=templates.values(),
-            token_id=backend.token_to_id,
-        )
-        return Tokenizer(
-            backend=backend,
-            vocabulary=words,
-            eos=eos,
-            names=_names(settings, named),
-            templates=templates,
-            generation=generation,
-            control=ControlTokens(backend, eos),
-        )
 
     def warm_up(self) -> None:
         """Prepare what the first chat of a client would have to wait for."""
@@ -117,40 +88,42 @@ class Tokenizer:
         return self.vocabulary.bytes_of(token).decode(errors="replace")
 
 
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        return read_object(path)
-    except (OSError, ValueError) as error:
-        raise TokenizerError(str(error)) from None
-
-
-def _content(token: Any) -> str | None:
-    """Return a special token's text: it is written as text, or as an object with `content`."""
-    value = token.get("content") if isinstance(token, dict) else token
-    return value if isinstance(value, str) else None
-
-
-def _names(*sources: dict[str, Any]) -> dict[str, str]:
-    return {
-        key: text
-        for source in reversed(sources)
-        for key, value in source.items()
-        if key.endswith("_token") and (text := _content(value)) is not None
-    }
-
-
-def _eos(**files: Any) -> frozenset[int]:
-    try:
-        ids = end_tokens(**files)
-    except (OSError, ValueError) as error:
-        raise TokenizerError(str(error)) from None
-    if not ids:
-        raise TokenizerError("no end token: tokenizer_config, generation_config and config lack it")
-    return ids
-
-
-def _templates(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
-    try:
-        return read_templates(folder, settings)
-    except (OSError, ValueError) as error:
-        raise TokenizerError(str(error)) from None
+def _read(folder: Path) -> Tokenizer:
+    text = read_tokenizer(folder)
+    backend = Backend.from_str(text)
+    backend.no_truncation()
+    backend.no_padding()
+    settings = read_object(folder / "tokenizer_config.json")
+    named = read_object(folder / "special_tokens_map.json")
+    generation = read_object(folder / "generation_config.json")
+    templates = read_templates(folder, settings)
+    words = vocabulary(
+        backend.get_vocab(with_added_tokens=True),
+        {index for index, token in backend.get_added_tokens_decoder().items() if token.special},
+        parse_json(text.encode()).get("decoder"),
+        partial(backend.decode, skip_special_tokens=False),
+    )
+    eos = end_tokens(
+        settings=settings,
+        special=named,
+        generation=generation,
+        config=read_object(folder / "config.json"),
+        templates=templates.values(),
+        token_id=backend.token_to_id,
+    )
+    if not eos:
+        raise ValueError("no end token: tokenizer_config, generation_config and config lack it")
+    return Tokenizer(
+        backend=backend,
+        vocabulary=words,
+        eos=eos,
+        names={
+            key: content
+            for source in (named, settings)
+            for key, value in source.items()
+            if key.endswith("_token") and (content := content_of(value)) is not None
+        },
+        templates=templates,
+        generation=generation,
+        control=ControlTokens(backend, eos),
+    )

@@ -326,7 +326,6 @@ class MarkedParser(ToolParser):
     # --- calls ------------------------------------------------------------------------------
 
     def _open(self) -> list[Event]:
-        """Look what a marker is followed by."""
         self._bare = True
         if not self._skip(" \t\r\n[,", _FENCES):
             return []
@@ -351,7 +350,6 @@ class MarkedParser(ToolParser):
         self._state = self._call
 
     def _call(self) -> list[Event]:
-        """Let the reader take all that there is."""
         reader = self._reader
         begun = reader.begun
         events, self._rest = reader.feed(self._rest)
@@ -425,7 +423,6 @@ class MistralParser(MarkedParser):
     OPEN = "[TOOL_CALLS]"
 
     def _head(self) -> list[Event]:
-        """Read a name and what introduces its arguments."""
         if match := _MISTRAL_HEAD.match(self._rest):
             self._rest = self._rest[match.end() :]
             self._end, self._state, self._marked = JsonEnd(), self._named, True

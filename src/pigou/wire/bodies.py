@@ -275,7 +275,6 @@ class FairThreadPool:
                 del self._waiting[tenant]
 
     def _give_back(self) -> None:
-        """Give a thread to the tenant whose turn it is."""
         while self._waiting:
             tenant = next(iter(self._waiting))
             queue = self._waiting.pop(tenant)

@@ -198,7 +198,10 @@ class LimitedHandler(RequestHandler):
     def connection_lost(self, exc: BaseException | None) -> None:
         """Give the place back."""
         self._connections.remove(self)
-        self._cancel_timers()
+        self._end_head()
+        if self._probe_timer is not None:
+            self._probe_timer.cancel()
+            self._probe_timer = None
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -278,12 +281,6 @@ class LimitedHandler(RequestHandler):
             transport.write(_CONTINUE)
         elif self.streams_events:
             transport.write(_COMMENT)
-
-    def _cancel_timers(self) -> None:
-        self._end_head()
-        if self._probe_timer is not None:
-            self._probe_timer.cancel()
-            self._probe_timer = None
 
     # --- errors -----------------------------------------------------------------------------
 

@@ -89,6 +89,7 @@ REFUSED = {
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<field>.*?)`(?: - at `(?P<path>.*)`)?$")
 _MISSING = re.compile(r"Object missing required field `(?P<field>.*?)`(?: - at `(?P<path>.*)`)?$")
 _WRONG = re.compile(r"(?P<what>.*?) - at `(?P<path>.*)`$")
+_PATH_STEP = re.compile(r"[.\[]")
 _STEP = re.compile(r"\.(\w+)|\[(\d+|\.\.\.)\]")
 
 
@@ -131,6 +132,11 @@ class APIError(Exception):
 def bad_request(message: str, param: str | None = None) -> APIError:
     """Return the error 400 for a request that cannot be honoured as it stands."""
     return APIError(400, message, param)
+
+
+def bad_field(path: str, text: str) -> APIError:
+    """Return the error 400 for a field, whose path (`a.b[2]`) begins the message."""
+    return bad_request(f"{path} {text}", _PATH_STEP.split(path, maxsplit=1)[0])
 
 
 def unknown_field(field: str) -> APIError:

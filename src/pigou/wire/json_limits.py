@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.compiled import kernel
-from pigou.wire.errors import APIError, bad_request, decode_error
+from pigou.wire.errors import bad_field, bad_request, decode_error
 
 MAX_DEPTH = 128
 MAX_FIELDS = 1024
@@ -47,6 +47,7 @@ _REMEDY = {
 }
 
 
+_SEVERAL = "work in one request: send several requests"
 #: How a list of texts begins.
 _TEXTS = re.compile(rb'\s*\[\s*"')
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -149,64 +150,39 @@ def _check_count(count: int) -> None:
 
 
 def _check_fields(fields: dict[str, msgspec.Raw], context: int) -> None:
-    """Check the counts and sizes of a body's fields."""
     cut = "truncate_prompt_tokens" in fields
     for name, raw in fields.items():
-        view = memoryview(raw)
-        if name not in _LONG and len(view) > MAX_FIELD_BYTES:
-            raise bad_request(
-                f"{name[:80]} has {len(view)} bytes; at most {MAX_FIELD_BYTES} work: shorten it.",
-                name[:80],
-            )
+        view, shown = memoryview(raw), name[:80]
+        if name not in _LONG:
+            _bound(shown, len(view), MAX_FIELD_BYTES, "bytes")
         if len(view) < 2 * MAX_TOOLS:
             continue  # too short for any of the bounds, but for the model's context
         shape = measure(view)
         if name in _IDS:
             _check_ids(name, view, shape, 0 if cut else context)
             continue
-        if shape.items > (max_items := _ITEMS.get(name, MAX_VALUES)):
-            remedy = _REMEDY.get(name, "shorten it")
-            raise bad_request(
-                f"{name[:80]} has {shape.items} entries; at most {max_items} work: {remedy}.",
-                name[:80],
-            )
-        if shape.values > MAX_VALUES:
-            raise bad_request(
-                f"{name[:80]} has {shape.values} values; at most {MAX_VALUES} work: shorten it.",
-                name[:80],
-            )
+        remedy = f"work: {_REMEDY.get(name, 'shorten it')}"
+        _bound(shown, shape.items, _ITEMS.get(name, MAX_VALUES), "entries", remedy)
+        _bound(shown, shape.values, MAX_VALUES, "values")
 
 
 def _check_ids(name: str, view: memoryview, shape: JsonSize, context: int) -> None:
     """Check token ids, or several prompts."""
     if shape.depth == 0:
         return
-    if shape.depth == 1:
-        text = _TEXTS.match(view) is not None
-        if text and shape.items > MAX_PROMPTS:
-            raise _too_many_prompts(name, shape.items)
-        if not text and context and shape.items > context:
-            raise bad_request(
-                f"{name} has {shape.items} token ids; the model's context is {context} tokens: "
-                "shorten it.",
-                name,
-            )
-    elif shape.items > MAX_PROMPTS:
-        raise _too_many_prompts(name, shape.items)
-    if shape.values > MAX_TOKEN_IDS:
-        raise bad_request(
-            f"{name} has {shape.values} token ids; at most {MAX_TOKEN_IDS} work in one request: "
-            "send several requests.",
+    if shape.depth > 1 or _TEXTS.match(view) is not None:
+        _bound(name, shape.items, MAX_PROMPTS, "prompts", _SEVERAL)
+    elif context and shape.items > context:
+        raise bad_field(
             name,
+            f"has {shape.items} token ids; the model's context is {context} tokens: shorten it.",
         )
+    _bound(name, shape.values, MAX_TOKEN_IDS, "token ids", _SEVERAL)
 
 
-def _too_many_prompts(name: str, count: int) -> APIError:
-    return bad_request(
-        f"{name} has {count} prompts; at most {MAX_PROMPTS} work in one request: send several "
-        "requests.",
-        name,
-    )
+def _bound(name: str, count: int, limit: int, noun: str, remedy: str = "work: shorten it") -> None:
+    if count > limit:
+        raise bad_field(name, f"has {count} {noun}; at most {limit} {remedy}.")
 
 
 def warm_up() -> None:

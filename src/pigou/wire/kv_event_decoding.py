@@ -12,7 +12,7 @@ it decodes them, and decodes long ones in parts of at most some milliseconds.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, TypeAlias, cast
 
 import msgspec
@@ -194,15 +194,6 @@ class Cleared:
 WireEvent: TypeAlias = Stored | Removed | Cleared
 
 
-@dataclass(frozen=True, slots=True)
-class KVEventBatch:
-    """Events that one engine step caused."""
-
-    ts: float  # Unix time in seconds at the sender
-    events: tuple[WireEvent, ...] = field(default_factory=tuple)  # in order
-    rank: int | None = None  # data parallel rank; None when not said
-
-
 #: Bounds of one event: blocks, tokens in a block, bytes of a hash, characters of a name.
 MAX_BLOCKS, MAX_BLOCK_SIZE, MAX_HASH_BYTES, MAX_NAME_CHARS = 2**16, 2**16, 64, 1024
 Tokens = list[Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**32)]]
@@ -272,21 +263,6 @@ def cleared_map(_: AllBlocksCleared) -> dict[str, Any]:
 def encode_batch(ts: float, events: list[dict[str, Any]], rank: int = 0) -> bytes:
     """Encode a payload; `ts` is Unix time in seconds."""
     return _encoder.encode([ts, events, rank])
-
-
-def decode_batch(payload: bytes) -> KVEventBatch:
-    """Decode a payload of vLLM, SGLang or Pigou, of either shape. Raises EventError."""
-    try:
-        raw = _decoder.decode(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
-        raise EventError(f"not MessagePack: {error}") from None
-    if not isinstance(raw, list) or len(raw) < 2 or not isinstance(raw[1], list):
-        raise EventError("a batch is [timestamp, [events], rank?]")
-    if not isinstance(raw[0], int | float):
-        raise EventError(f"timestamp is {shown(raw[0])}; it must be a number")
-    events = tuple(event for item in raw[1] if (event := read_event(item)) is not None)
-    rank = raw[2] if len(raw) > 2 and isinstance(raw[2], int) else None
-    return KVEventBatch(float(raw[0]), events, rank)
 
 
 def sequence_frame(number: int) -> bytes:
@@ -434,7 +410,7 @@ def event_slices(payload: bytes) -> Iterator[tuple[WireEvent, ...]]:
         Events in order, about `SLICE` blocks of them; none where others should run all the same.
 
     Raises:
-        EventError: as `decode_batch`, or over `MAX_BATCH`; events before it have been yielded.
+        EventError: it is no batch, or over `MAX_BATCH`; events before it have been yielded.
     """
     if len(payload) > MAX_BATCH:
         raise EventError(f"a batch of {len(payload)} bytes; at most {MAX_BATCH} work")
@@ -487,7 +463,6 @@ def _batch(walk: Walk) -> _Parts:
 
 
 def _split(event: WireEvent) -> Iterator[WireEvent]:
-    """Yield an event's blocks `SLICE` at a time."""
     if isinstance(event, Cleared) or len(event.hashes) <= SLICE:
         yield event
     elif isinstance(event, Removed):
@@ -506,7 +481,6 @@ def _split(event: WireEvent) -> Iterator[WireEvent]:
 
 
 def _large(walk: Walk, at: int) -> _Parts:
-    """Yield the parts of an event that is too large to be decoded as a whole."""
     spans = yield from _spans(walk, at)
     kind = _decode(walk, spans["type"], "type") if "type" in spans else None
     if kind == "AllBlocksCleared":
@@ -526,7 +500,6 @@ def _large(walk: Walk, at: int) -> _Parts:
 
 
 def _stored_parts(hashes: _Items, tokens: _Items, fields: dict[str, Any]) -> _Parts:
-    """Yield the blocks of a stored event, some at a time."""
     size, parent = read_block_size(fields), fields.get("parent_block_hash")
     before = None if parent is None else read_hash(parent)
     medium, lora = read_text(fields, "medium"), read_lora(fields)
@@ -616,7 +589,6 @@ def _first_keys(walk: Walk, spans: dict[str, _Span]) -> Generator[None, None, li
 
 
 def _decode(walk: Walk, span: _Span, name: str) -> Any:
-    """Decode a value that must not be long."""
     start, end = span
     if end - start > _FIELD:
         raise EventError(f"{name} has {end - start} bytes; it may have {_FIELD}")

@@ -5,7 +5,7 @@ Chunks are encoded around fixed bytes that are made once a stream: what changes 
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
@@ -120,106 +120,31 @@ def prompt_logprobs(tokens: list[LogprobsEntry]) -> list[Json | None]:
     return by_token
 
 
-def completion_choice(
-    index: int,
-    text: str,
-    finish: str | None,
-    stop: str | int | None,
-    *,
-    logprobs: Json | None = None,
-    token_ids: list[int] | None = None,
-    prompt_token_ids: list[int] | None = None,
-    prompt_logprobs: list[Json | None] | None = None,
-) -> Json:
-    """Return one choice of a whole completion."""
+def choice(
+    index: int, content: Json, finish: str | None, stop: str | int | None, *,
+    logprobs: Json | None = None, token_ids: list[int] | None = None, **rest: Any,
+) -> Json:  # fmt: skip
+    """Return one choice of a whole reply; `content` is its `text`, or its `message`."""
     return {
-        "index": index,
-        "text": text,
-        "logprobs": logprobs,
-        "finish_reason": finish,
-        "stop_reason": stop,
-        "token_ids": token_ids,
-        "prompt_logprobs": prompt_logprobs,
-        "prompt_token_ids": prompt_token_ids,
-    }
+        "index": index, **content, "logprobs": logprobs, "finish_reason": finish,
+        "stop_reason": stop, "token_ids": token_ids, **rest,
+    }  # fmt: skip
 
 
-def chat_choice(
-    index: int,
-    text: str,
-    finish: str | None,
-    stop: str | int | None,
-    *,
-    logprobs: Json | None = None,
-    token_ids: list[int] | None = None,
-    tool_calls: list[Json] | None = None,
-) -> Json:
-    """Return one choice of a whole chat completion; without text, its tool calls stand alone."""
-    message: Json = {"role": "assistant", "content": text, "refusal": None}
-    if tool_calls:
-        message |= {"content": text or None, "tool_calls": tool_calls}
-    return {
-        "index": index,
-        "message": message,
-        "logprobs": logprobs,
-        "finish_reason": finish,
-        "stop_reason": stop,
-        "token_ids": token_ids,
-    }
+def message(text: str, tool_calls: list[Json] | None) -> Json:
+    """Return the message of a chat choice; without text, its tool calls stand alone."""
+    said: Json = {"role": "assistant", "content": text, "refusal": None}
+    return said | {"content": text or None, "tool_calls": tool_calls} if tool_calls else said
 
 
-def completion(
-    id: str,
-    created: int,
-    model: str,
-    choices: list[Json],
-    *,
-    usage: UsageInfo,
-    ticket: Json | None = None,
-) -> bytes:
-    """Encode a whole completion; `ticket` becomes `kv_transfer_params`."""
-    return encode(
-        {
-            "id": id,
-            "object": "text_completion",
-            "created": created,
-            "model": model,
-            "choices": choices,
-            "service_tier": None,
-            "system_fingerprint": FINGERPRINT,
-            "usage": usage,
-            "kv_transfer_params": ticket,
-        }
-    )
-
-
-def chat_completion(
-    id: str,
-    created: int,
-    model: str,
-    choices: list[Json],
-    *,
-    usage: UsageInfo,
-    ticket: Json | None = None,
-    prompt_token_ids: list[int] | None = None,
-    prompt_logprobs: list[Json | None] | None = None,
-) -> bytes:
-    """Encode a whole chat completion; `ticket` becomes `kv_transfer_params`."""
-    return encode(
-        {
-            "id": id,
-            "object": "chat.completion",
-            "created": created,
-            "model": model,
-            "choices": choices,
-            "service_tier": None,
-            "system_fingerprint": FINGERPRINT,
-            "usage": usage,
-            "prompt_logprobs": prompt_logprobs,
-            "prompt_token_ids": prompt_token_ids,
-            "kv_transfer_params": ticket,
-        }
-    )
+def whole(
+    kind: Literal["text_completion", "chat.completion"], id: str, created: int, model: str,
+    choices: list[Json], *, usage: UsageInfo, ticket: Json | None = None, **rest: Any,
+) -> bytes:  # fmt: skip
+    """Encode a reply that is not streamed; `ticket` becomes `kv_transfer_params`."""
+    head = {"id": id, "object": kind, "created": created, "model": model, "choices": choices}
+    head |= {"service_tier": None, "system_fingerprint": FINGERPRINT, "usage": usage}
+    return encode({**head, **rest, "kv_transfer_params": ticket})
 
 
 class ReplyChunk(msgspec.Struct):
@@ -254,7 +179,6 @@ class StreamEncoder:
         self._heads: dict[int, bytes] = {}
 
     def _head(self, index: int) -> bytes:
-        """Return the bytes of a chunk up to where its text goes."""
         head = self._heads.get(index)
         if head is None:
             text = b'"delta":{"content":' if self._chat else b'"text":'
@@ -290,10 +214,7 @@ class StreamEncoder:
         return b"".join(parts)
 
     def role(
-        self,
-        index: int,
-        prompt_token_ids: list[int] | None = None,
-        usage: UsageInfo | None = None,
+        self, index: int, prompt_token_ids: list[int] | None = None, usage: UsageInfo | None = None
     ) -> bytes:
         """Return the first frame of a chat choice, which says who speaks."""
         choice = {
@@ -320,12 +241,5 @@ def models(name: str, root: str, created: int, max_model_len: int) -> bytes:
 
 def model_card(name: str, root: str, created: int, max_model_len: int) -> Json:
     """Return the card of one model."""
-    return {
-        "id": name,
-        "object": "model",
-        "created": created,
-        "owned_by": "pigou",
-        "root": root,
-        "parent": None,
-        "max_model_len": max_model_len,
-    }
+    card = {"id": name, "object": "model", "created": created, "owned_by": "pigou", "root": root}
+    return {**card, "parent": None, "max_model_len": max_model_len}

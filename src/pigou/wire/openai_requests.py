@@ -12,7 +12,7 @@ from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeAlias, Type
 
 import msgspec
 
-from pigou.wire.errors import REFUSED, bad_request, decode_error, unknown_field
+from pigou.wire.errors import REFUSED, bad_field, decode_error, unknown_field
 
 #: Response header that names the unknown fields of a request.
 HEADER = "X-Pigou-Unknown-Fields"
@@ -80,7 +80,7 @@ def known_part(
         raw = parts.pop(name)
         if name in REFUSED:
             if not neutral(name, _value(raw), n):
-                raise bad_request(f"{name} is refused: {REFUSED[name]}.", name)
+                raise bad_field(name, f"is refused: {REFUSED[name]}.")
         elif bytes(raw) != b"null":
             unknown.append(name)
     for path in nested:
@@ -305,20 +305,6 @@ class DetokenizeRequest(_OpenAIBody, kw_only=True):
     tokens: list[Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]]
     model: str | None = None
 
-
-#: Fields that are accepted and have no effect.
-WITHOUT_MEANING = (
-    "user",
-    "metadata",
-    "store",
-    "service_tier",
-    "safety_identifier",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "prompt_cache_options",
-    "spaces_between_special_tokens",
-    "verbosity",
-)
 
 #: Objects within a request, and the names of their fields.
 _NESTED = {

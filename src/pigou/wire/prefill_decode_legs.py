@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from pigou.wire.errors import bad_request
+from pigou.wire.errors import bad_field
 
 #: What asks a prefill worker to hold its blocks for another one.
 ASK: dict[str, Any] = {
@@ -75,8 +75,5 @@ def _flag(params: Mapping[str, Any], name: str) -> bool:
     if value is None:
         return False
     if not isinstance(value, bool):
-        raise bad_request(
-            f"kv_transfer_params.{name} is {value!r}; it must be true or false.",
-            "kv_transfer_params",
-        )
+        raise bad_field(f"kv_transfer_params.{name}", f"is {value!r}; it must be true or false.")
     return value

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from pigou.kv.tenure import salt_expiry
-from pigou.wire.errors import bad_request
+from pigou.wire.errors import bad_field, bad_request
 from pigou.wire.json_limits import MAX_BIASED, MAX_PROMPTS, MAX_STOP_TOKENS
 from pigou.wire.openai_requests import ChatRequest, CompletionRequest, GenerationRequest
 from pigou.wire.structured_output import grammar
@@ -60,12 +60,11 @@ def prompts(request: CompletionRequest) -> list[str | list[int]]:
     else:
         parsed = [_ids(item) for item in prompt]
     if len(parsed) > MAX_PROMPTS:
-        raise bad_request(
-            f"prompt has {len(parsed)} prompts; at most {MAX_PROMPTS} work in one request.",
-            "prompt",
+        raise bad_field(
+            "prompt", f"has {len(parsed)} prompts; at most {MAX_PROMPTS} work in one request."
         )
     if not parsed or any(not item for item in parsed):
-        raise bad_request("prompt is empty: send text or token ids.", "prompt")
+        raise bad_field("prompt", "is empty: send text or token ids.")
     return parsed
 
 
@@ -105,48 +104,39 @@ def _check_numbers(request: GenerationRequest) -> None:
     _check_length(request.logit_bias, MAX_BIASED, "logit_bias")
     for token in request.stop_token_ids or ():
         if not 0 <= token < 2**31:
-            raise bad_request(f"stop_token_ids has {token}, which is no token id.",
-                              "stop_token_ids")  # fmt: skip
+            raise bad_field("stop_token_ids", f"has {token}, which is no token id.")  # fmt: skip
     for key, bias in (request.logit_bias or {}).items():
         if not key.isascii() or not key.isdigit() or len(key) > 9:
-            raise bad_request(
-                f"logit_bias has the key {key[:40]!r}; keys are token ids.", "logit_bias"
-            )
+            raise bad_field("logit_bias", f"has the key {key[:40]!r}; keys are token ids.")
         if not -100 <= bias <= 100:
-            raise bad_request(
-                f"logit_bias[{key}] is {bias}; it must be in [-100, 100].", "logit_bias"
-            )
+            raise bad_field(f"logit_bias[{key}]", f"is {bias}; it must be in [-100, 100].")
 
 
 def _check_stream(request: GenerationRequest) -> None:
     options = request.stream_options
     if options is not None and options.include_obfuscation:
-        raise bad_request(
-            "stream_options.include_obfuscation is refused: streams are not padded; set it to "
-            "false, or remove it.",
-            "stream_options",
+        raise bad_field(
+            "stream_options.include_obfuscation",
+            "is refused: streams are not padded; set it to false, or remove it.",
         )
     asks = options is not None and (options.include_usage or options.continuous_usage_stats)
     if asks and not request.stream:
-        raise bad_request(
-            "stream_options is given without stream: set stream to true, or remove it.",
-            "stream_options",
+        raise bad_field(
+            "stream_options", "is given without stream: set stream to true, or remove it."
         )
     if request.stream and request.prompt_logprobs is not None:
-        raise bad_request(
-            "prompt_logprobs does not travel in a stream: set stream to false.", "prompt_logprobs"
-        )
+        raise bad_field("prompt_logprobs", "does not travel in a stream: set stream to false.")
 
 
 def _check_stops(request: GenerationRequest) -> None:
     strings = stops(request)
     if "" in strings:
-        raise bad_request("stop holds an empty string: remove it.", "stop")
+        raise bad_field("stop", "holds an empty string: remove it.")
     if len(strings) > MAX_STOPS:
-        raise bad_request(f"stop has {len(strings)} strings; at most {MAX_STOPS} work.", "stop")
+        raise bad_field("stop", f"has {len(strings)} strings; at most {MAX_STOPS} work.")
     if (max_length := max(map(len, strings), default=0)) > MAX_STOP_LENGTH:
-        raise bad_request(
-            f"stop has a string of {max_length} characters; at most {MAX_STOP_LENGTH} work.", "stop"
+        raise bad_field(
+            "stop", f"has a string of {max_length} characters; at most {MAX_STOP_LENGTH} work."
         )
 
 
@@ -154,14 +144,14 @@ def _check_salt(salt: str | None) -> None:
     if salt is None:
         return
     if not 1 <= len(salt) <= MAX_SALT or any(char in salt for char in _SALT_FORBIDS):
-        raise bad_request(
-            f"cache_salt must have 1 to {MAX_SALT} characters, none of them '@', '/', '\\' or NUL.",
+        raise bad_field(
             "cache_salt",
+            f"must have 1 to {MAX_SALT} characters, none of them '@', '/', '\\' or NUL.",
         )
     try:
         salt_expiry(salt)
     except ValueError as error:
-        raise bad_request(f"cache_salt is {salt!r}; {error}.", "cache_salt") from None
+        raise bad_field("cache_salt", f"is {salt!r}; {error}.") from None
 
 
 def _check_resume(request: GenerationRequest) -> None:
@@ -170,48 +160,43 @@ def _check_resume(request: GenerationRequest) -> None:
         return
     _within(request, "resume_tokens", 0, 2**31 - 1)
     if (request.n or 1) != 1:
-        raise bad_request("resume_tokens continues one stream: set n to 1.", "resume_tokens")
+        raise bad_field("resume_tokens", "continues one stream: set n to 1.")
     if isinstance(request, CompletionRequest):
         texts = [item for item in prompts(request) if isinstance(item, str)]
         if texts or len(prompts(request)) != 1:
-            raise bad_request("resume_tokens needs one prompt of token ids.", "resume_tokens")
+            raise bad_field("resume_tokens", "needs one prompt of token ids.")
     elif isinstance(request, ChatRequest) and request.prompt_token_ids is None:
-        raise bad_request("resume_tokens needs prompt_token_ids.", "resume_tokens")
+        raise bad_field("resume_tokens", "needs prompt_token_ids.")
 
 
 def _check_chat(request: ChatRequest) -> None:
     _within(request, "max_completion_tokens", 1, 2**31 - 1)
     _within(request, "top_logprobs", 0, MAX_LOGPROBS)
     if request.top_logprobs and not request.logprobs:
-        raise bad_request(
-            "top_logprobs is given without logprobs: set logprobs to true.", "top_logprobs"
-        )
+        raise bad_field("top_logprobs", "is given without logprobs: set logprobs to true.")
     if request.prompt_token_ids is not None:
         if not request.prompt_token_ids:
-            raise bad_request("prompt_token_ids is empty: remove it.", "prompt_token_ids")
+            raise bad_field("prompt_token_ids", "is empty: remove it.")
         _ids(request.prompt_token_ids, "prompt_token_ids")
     check_messages(request.messages)
     if request.add_generation_prompt is not False and request.continue_final_message:
-        raise bad_request(
-            "continue_final_message needs add_generation_prompt to be false.",
-            "continue_final_message",
-        )
+        raise bad_field("continue_final_message", "needs add_generation_prompt to be false.")
 
 
 def check_messages(messages: list[dict[str, Any]]) -> None:
     """Raise `APIError` 400 unless these are chat messages of text."""
     if not messages:
-        raise bad_request("messages is empty: send at least one message.", "messages")
+        raise bad_field("messages", "is empty: send at least one message.")
     for index, message in enumerate(messages):
         where = f"messages[{index}]"
         if not isinstance(message.get("role"), str):
-            raise bad_request(f"{where}.role is missing or not a string.", "messages")
+            raise bad_field(f"{where}.role", "is missing or not a string.")
         _check_message(message, where)
         content = message.get("content")
         if content is None or isinstance(content, str):
             continue
         if not isinstance(content, list):
-            raise bad_request(f"{where}.content must be text or a list of parts.", "messages")
+            raise bad_field(f"{where}.content", "must be text or a list of parts.")
         for part in content:
             _check_part(part, where)
 
@@ -219,10 +204,10 @@ def check_messages(messages: list[dict[str, Any]]) -> None:
 def _check_message(message: Mapping[str, Any], where: str) -> None:
     """Refuse what no template shows, and would be lost in silence."""
     if message["role"] == "function":
-        raise bad_request(f"{where}.role is 'function', which is deprecated; use tool.", "messages")
+        raise bad_field(f"{where}.role", "is 'function', which is deprecated; use tool.")
     for name, remedy in _REFUSED_IN_MESSAGES.items():
         if message.get(name) is not None:
-            raise bad_request(f"{where}.{name} is refused: {remedy}.", "messages")
+            raise bad_field(f"{where}.{name}", f"is refused: {remedy}.")
 
 
 def _check_part(part: Any, where: str) -> None:
@@ -230,29 +215,28 @@ def _check_part(part: Any, where: str) -> None:
         return
     if not isinstance(part, Mapping) or part.get("type") not in ("text", "input_text", "refusal"):
         kind = part.get("type") if isinstance(part, Mapping) else part
-        raise bad_request(
-            f"{where}.content has a part of type {str(kind)[:40]!r}; the model reads text only.",
-            "messages",
+        raise bad_field(
+            f"{where}.content", f"has a part of type {str(kind)[:40]!r}; the model reads text only."
         )
     if not isinstance(part.get("refusal" if part["type"] == "refusal" else "text"), str):
-        raise bad_request(f"{where}.content has a text part without text.", "messages")
+        raise bad_field(f"{where}.content", "has a text part without text.")
 
 
 def _within(request: msgspec.Struct, name: str, minimum: float, maximum: float) -> None:
     value = getattr(request, name)
     if value is not None and not (minimum <= value <= maximum):
-        raise bad_request(f"{name} is {value}; it must be in [{minimum}, {maximum}].", name)
+        raise bad_field(name, f"is {value}; it must be in [{minimum}, {maximum}].")
 
 
 def _check_length(items: Sized | None, maximum: int, name: str) -> None:
     if items is not None and len(items) > maximum:
-        raise bad_request(f"{name} has {len(items)} entries; at most {maximum} work.", name)
+        raise bad_field(name, f"has {len(items)} entries; at most {maximum} work.")
 
 
 def _above_zero(request: msgspec.Struct, name: str, maximum: float) -> None:
     value = getattr(request, name)
     if value is not None and not (0 < value <= maximum and math.isfinite(value)):
-        raise bad_request(f"{name} is {value}; it must be in (0, {maximum:g}].", name)
+        raise bad_field(name, f"is {value}; it must be in (0, {maximum:g}].")
 
 
 def _ids(items: Any, name: str = "prompt") -> list[int]:
@@ -263,14 +247,13 @@ def _ids(items: Any, name: str = "prompt") -> list[int]:
         raise _mixed()
     for item in (min(items, default=0), max(items, default=0)):
         if not 0 <= item < 2**31:
-            raise bad_request(f"{name} has the token id {item}, which is out of vocabulary.", name)
+            raise bad_field(name, f"has the token id {item}, which is out of vocabulary.")
     return items
 
 
 def _mixed() -> Exception:
-    return bad_request(
-        "prompt mixes kinds: it must be text, a list of texts, token ids, or a list of those.",
-        "prompt",
+    return bad_field(
+        "prompt", "mixes kinds: it must be text, a list of texts, token ids, or a list of those."
     )
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from pigou.sampling import Grammar, SamplingParams
-from pigou.wire.errors import bad_request
+from pigou.wire.errors import bad_field, bad_request
 from pigou.wire.openai_requests import ChatRequest, CompletionRequest, GenerationRequest
 from pigou.wire.request_validation import scores_only
 
@@ -59,9 +59,8 @@ def sampling_params(
     limit = max_tokens(request, prompt_tokens, limits.max_model_len)
     min_tokens = request.min_tokens or 0
     if min_tokens > limit:
-        raise bad_request(
-            f"min_tokens is {min_tokens}; it must be at most max_tokens, which is {limit} here.",
-            "min_tokens",
+        raise bad_field(
+            "min_tokens", f"is {min_tokens}; it must be at most max_tokens, which is {limit} here."
         )
     return SamplingParams(
         max_tokens=limit,
@@ -106,10 +105,10 @@ def max_tokens(request: GenerationRequest, prompt_tokens: int, max_model_len: in
     if wanted is None:
         return room if isinstance(request, ChatRequest) else min(room, COMPLETION_TOKENS)
     if wanted > room:
-        raise bad_request(
-            f"{name} is {wanted}; the model's context is {max_model_len} tokens, and the prompt "
-            f"has {prompt_tokens}: ask for at most {room}, or shorten the prompt.",
+        raise bad_field(
             name,
+            f"is {wanted}; the model's context is {max_model_len} tokens, and the prompt "
+            f"has {prompt_tokens}: ask for at most {room}, or shorten the prompt.",
         )
     return wanted
 
@@ -134,9 +133,8 @@ def _in_vocabulary(request: GenerationRequest, limits: ModelLimits) -> list[int]
     ids = request.stop_token_ids or []
     for token in ids:
         if token >= limits.vocab_size:
-            raise bad_request(
-                f"stop_token_ids has {token}; the vocabulary has {limits.vocab_size} tokens.",
-                "stop_token_ids",
+            raise bad_field(
+                "stop_token_ids", f"has {token}; the vocabulary has {limits.vocab_size} tokens."
             )
     return ids
 
@@ -145,9 +143,9 @@ def _bias(request: GenerationRequest, limits: ModelLimits) -> dict[int, float]:
     bias = {int(key): value for key, value in (request.logit_bias or {}).items()}
     for token in bias:
         if token >= limits.vocab_size:
-            raise bad_request(
-                f"logit_bias has the token {token}; the vocabulary has {limits.vocab_size} tokens.",
+            raise bad_field(
                 "logit_bias",
+                f"has the token {token}; the vocabulary has {limits.vocab_size} tokens.",
             )
     return bias
 

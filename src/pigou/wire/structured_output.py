@@ -15,7 +15,8 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 
 from pigou.sampling import Grammar
-from pigou.wire.errors import APIError, bad_request
+from pigou.small_file import is_deep
+from pigou.wire.errors import APIError, bad_field, bad_request
 from pigou.wire.openai_requests import ChatRequest, GenerationRequest, StructuredOutputs
 
 Schema: TypeAlias = dict[str, Any]
@@ -124,7 +125,6 @@ _VOID: dict[str, Callable[[Any, Schema], bool]] = {
 
 
 def _is_void(key: str, value: Any, schema: Schema) -> bool:
-    """Whether a keyword with this value allows all that the rest of its schema does."""
     if key in _TYPES and "type" in schema:
         types = schema["type"]
         if _TYPES[key] not in (types if isinstance(types, list) else [types]):
@@ -170,36 +170,32 @@ def grammar(request: GenerationRequest, flexible: bool = False) -> Grammar | Non
         if form.type == "json_object":
             return _json_grammar("json_object", None, wanted, flexible)
         if form.json_schema is None or form.json_schema.schema is None:
-            raise bad_request(
-                "response_format.json_schema.schema is missing: json_schema needs one.",
-                "response_format",
+            raise bad_field(
+                "response_format.json_schema.schema", "is missing: json_schema needs one."
             )
         return _json_grammar("response_format", form.json_schema.schema, wanted, flexible)
     if wanted is None:
         return None
     if len(given) != 1:
         named = ", ".join(given) or "none"
-        raise bad_request(
-            f"structured_outputs has {named}; give exactly one of json, regex, choice, grammar, "
-            "json_object.",
+        raise bad_field(
             "structured_outputs",
+            f"has {named}; give exactly one of json, regex, choice, grammar, json_object.",
         )
     return _structured(given[0], getattr(wanted, given[0]), wanted, flexible)
 
 
 def schema_grammar(schema: Any, field: str, flexible: bool = False) -> Grammar:
     """Return the grammar of a JSON schema; raise `APIError` 400 that names `field` if too large."""
-    if _too_deep(schema):
-        raise bad_request(
-            f"{field} has a schema that is nested deeper than {MAX_DEPTH}: flatten it.", field
-        )
+    if is_deep(schema, MAX_DEPTH):
+        raise bad_field(field, f"has a schema that is nested deeper than {MAX_DEPTH}: flatten it.")
     if schema is False:
-        raise bad_request(f"{field} has the schema false, which allows no output.", field)
+        raise bad_field(field, "has the schema false, which allows no output.")
     try:
         source = "{}" if schema is True else _text(without_void(schema))
     except TypeError:
-        raise bad_request(
-            f"{field} has a schema whose minProperties or maxProperties is no number.", field
+        raise bad_field(
+            field, "has a schema whose minProperties or maxProperties is no number."
         ) from None
     return _bounded(Grammar("json_schema", source, flexible), field)
 
@@ -216,23 +212,21 @@ def _structured(name: str, value: Any, wanted: StructuredOutputs, flexible: bool
         return _json_grammar("json_object", None, wanted, flexible)
     if name == "choice":
         if not value or "" in value:
-            raise bad_request(
-                "structured_outputs.choice must hold at least one string, none of them empty.",
-                field,
+            raise bad_field(
+                "structured_outputs.choice", "must hold at least one string, none of them empty."
             )
         if len(value) > MAX_CHOICES:
-            raise bad_request(
-                f"structured_outputs.choice has {len(value)} strings; at most {MAX_CHOICES} work.",
-                field,
+            raise bad_field(
+                "structured_outputs.choice",
+                f"has {len(value)} strings; at most {MAX_CHOICES} work.",
             )
         return _bounded(Grammar("choice", _text(value)), field)
     if name in ("regex", "grammar"):
         bounded = _bounded(Grammar("regex" if name == "regex" else "grammar", value), field)
         if _brackets(value) > MAX_DEPTH:
-            raise bad_request(
-                f"structured_outputs.{name} has brackets nested deeper than {MAX_DEPTH}: flatten "
-                "it.",
-                field,
+            raise bad_field(
+                f"structured_outputs.{name}",
+                f"has brackets nested deeper than {MAX_DEPTH}: flatten it.",
             )
         return bounded
     schema = value
@@ -240,11 +234,9 @@ def _structured(name: str, value: Any, wanted: StructuredOutputs, flexible: bool
         try:
             schema = msgspec.json.decode(value.encode())
         except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
-            raise bad_request(
-                "structured_outputs.json is not JSON: send a schema.", field
-            ) from None
+            raise bad_field("structured_outputs.json", "is not JSON: send a schema.") from None
     if not isinstance(schema, dict | bool):
-        raise bad_request("structured_outputs.json must be a JSON schema (an object).", field)
+        raise bad_field("structured_outputs.json", "must be a JSON schema (an object).")
     return _json_grammar(field, schema, wanted, flexible)
 
 
@@ -258,7 +250,7 @@ def _json_grammar(
             flexible = not wanted.disable_any_whitespace
         pattern = wanted.whitespace_pattern
         if wanted.disable_additional_properties and schema is not None:
-            if _too_deep(schema):
+            if is_deep(schema, MAX_DEPTH):
                 return schema_grammar(schema, field)
             schema = rewrite(schema, _closed)
     if pattern is None:
@@ -266,15 +258,13 @@ def _json_grammar(
             return Grammar("json_object", "", flexible)
         return schema_grammar(schema, field, flexible)
     if wanted is not None and wanted.disable_any_whitespace:
-        raise bad_request(
-            "structured_outputs has whitespace_pattern and disable_any_whitespace; keep one.",
-            "structured_outputs",
+        raise bad_field(
+            "structured_outputs", "has whitespace_pattern and disable_any_whitespace; keep one."
         )
     if len(pattern) > MAX_PATTERN:
-        raise bad_request(
-            f"structured_outputs.whitespace_pattern has {len(pattern)} characters; at most "
-            f"{MAX_PATTERN} work.",
-            "structured_outputs",
+        raise bad_field(
+            "structured_outputs.whitespace_pattern",
+            f"has {len(pattern)} characters; at most {MAX_PATTERN} work.",
         )
     base = Grammar("json_object") if schema is None else schema_grammar(schema, field)
     return Grammar(base.kind, base.source, True, pattern)
@@ -287,25 +277,10 @@ def _bounded(output_grammar: Grammar, field: str) -> Grammar:
     if size <= max_bytes:
         size = len(output_grammar.source.encode("utf-8", "surrogatepass"))
     if size > max_bytes:
-        raise bad_request(
-            f"{field} has a {output_grammar.kind} of {size} bytes; at most {max_bytes} work.", field
+        raise bad_field(
+            field, f"has a {output_grammar.kind} of {size} bytes; at most {max_bytes} work."
         )
     return output_grammar
-
-
-def _too_deep(value: Any) -> bool:
-    """Whether lists and objects are nested deeper than `MAX_DEPTH`."""
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        level = [inner for outer in level for inner in _inner(outer)]
-        if not level:
-            return False
-    return True
-
-
-def _inner(value: Any) -> list[Any]:
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return [item for item in items if isinstance(item, dict | list)]
 
 
 def _brackets(text: str) -> int:
@@ -374,16 +349,13 @@ def tool_use(request: ChatRequest) -> ToolUse | None:
 
 
 def _functions(tools: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the functions by name."""
     if len(tools) > MAX_TOOLS:
-        raise bad_request(f"tools has {len(tools)} entries; at most {MAX_TOOLS} work.", "tools")
+        raise bad_field("tools", f"has {len(tools)} entries; at most {MAX_TOOLS} work.")
     by_name: dict[str, dict[str, Any]] = {}
     for index, tool in enumerate(tools):
         where = f"tools[{index}]"
         if (kind := tool.get("type")) != "function":
-            raise bad_request(
-                f"{where}.type is {str(kind)[:40]!r}; tools of type function work.", "tools"
-            )
+            raise bad_field(f"{where}.type", f"is {str(kind)[:40]!r}; tools of type function work.")
         function = tool.get("function")
         name = function.get("name") if isinstance(function, dict) else None
         if (
@@ -391,16 +363,13 @@ def _functions(tools: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
             or not isinstance(name, str)
             or not _TOOL_NAME.fullmatch(name)
         ):
-            raise bad_request(
-                f"{where}.function.name must have 1 to 64 letters, digits, '_', '-' or '.'.",
-                "tools",
+            raise bad_field(
+                f"{where}.function.name", "must have 1 to 64 letters, digits, '_', '-' or '.'."
             )
         if name in by_name:
-            raise bad_request(f"tools has the function {name!r} twice: keep one.", "tools")
+            raise bad_field("tools", f"has the function {name!r} twice: keep one.")
         if not isinstance(function.get("parameters") or {}, dict):
-            raise bad_request(
-                f"{where}.function.parameters must be a JSON schema (an object).", "tools"
-            )
+            raise bad_field(f"{where}.function.parameters", "must be a JSON schema (an object).")
         by_name[name] = function
     return by_name
 
@@ -412,25 +381,22 @@ def _mode(choice: Any, functions: dict[str, Any], given: bool) -> tuple[str, str
         if choice == "auto" and not given:
             return "none", ""
         if not given:
-            raise bad_request(f"tool_choice is {choice!r}, and tools is missing.", "tool_choice")
+            raise bad_field("tool_choice", f"is {choice!r}, and tools is missing.")
         return choice, ""
     function = choice.get("function") if isinstance(choice, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(choice, dict) or choice.get("type") != "function" or not name:
-        raise bad_request(
-            f"tool_choice is {str(choice)[:80]!r}; give none, auto, required, or "
-            '{"type": "function", "function": {"name": ...}}.',
+        raise bad_field(
             "tool_choice",
+            f"is {str(choice)[:80]!r}; give none, auto, required, or "
+            '{"type": "function", "function": {"name": ...}}.',
         )
     if name not in functions:
-        raise bad_request(
-            f"tool_choice names the function {str(name)[:80]!r}, which tools lacks.", "tool_choice"
-        )
+        raise bad_field("tool_choice", f"names the function {str(name)[:80]!r}, which tools lacks.")
     return "named", str(name)
 
 
 def _calls(functions: dict[str, dict[str, Any]], max_calls: int) -> dict[str, Any]:
-    """Return the schema of a list of calls."""
     items, definitions = [], {}
     for number, (name, function) in enumerate(functions.items()):
         definitions[f"tool{number}"] = _parameters(function, f"/$defs/tool{number}")
@@ -462,9 +428,7 @@ def _parameters(function: dict[str, Any], root: str) -> dict[str, Any]:
     try:
         schema: dict[str, Any] = rewrite(given, partial(_prepared, root))
     except RecursionError:
-        raise bad_request(
-            "tools has a schema that is nested too deeply: flatten it.", "tools"
-        ) from None
+        raise bad_field("tools", "has a schema that is nested too deeply: flatten it.") from None
     for name in ("$schema", "$id"):
         schema.pop(name, None)
     return {"type": "object", **schema} if "$ref" not in schema else schema
@@ -483,6 +447,4 @@ def _prepared(root: str, schema: dict[str, Any], combined: bool) -> dict[str, An
 
 
 def _conflict(field: str) -> APIError:
-    return bad_request(
-        f"tool_choice demands a call, and {field} demands other output; keep one.", "tool_choice"
-    )
+    return bad_field("tool_choice", f"demands a call, and {field} demands other output; keep one.")

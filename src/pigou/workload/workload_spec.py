@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 from pigou.config import ConfigError, check_bounds
+from pigou.registry import read_struct
 from pigou.request import SECOND
 from pigou.sim.arrival_rate import (
     MAX_CV,
@@ -36,7 +37,6 @@ from pigou.sim.workload import (
     merged,
     renewal,
 )
-from pigou.struct_values import read_struct
 from pigou.workload.trace import Trace
 from pigou.workload.trace_formats import read_trace
 

@@ -15,9 +15,8 @@ from pigou.control.planner.messages import PlannerDecision
 from pigou.objectives import Budget, ProvisioningTimes, Slo, WorkloadClass
 from pigou.performance.model import PerformanceModel
 from pigou.performance.sweep_tables import SweepTables
-from pigou.registry import named
+from pigou.registry import named, read_struct
 from pigou.request import Role
-from pigou.struct_values import read_struct
 from pigou.windows.planner_window import PlannerWindow
 
 GROUP = "pigou.planner"

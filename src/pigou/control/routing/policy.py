@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 
 from pigou.config import ConfigError
 from pigou.control.routing.view import Candidates, FleetView
-from pigou.registry import named
+from pigou.registry import named, read_struct
 from pigou.request import Request
-from pigou.struct_values import read_struct
 
 GROUP = "pigou.routing"
 #: Weights up to here leave every cost a finite number.

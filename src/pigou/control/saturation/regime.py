@@ -8,8 +8,7 @@ from typing import Any, ClassVar, Protocol
 
 import msgspec
 
-from pigou.registry import named
-from pigou.struct_values import read_struct
+from pigou.registry import named, read_struct
 
 GROUP = "pigou.detector"
 

@@ -82,12 +82,8 @@ def definitions_yaml() -> str:
     """Return both as one YAML text, which the Helm chart has in `crds/`."""
     import yaml
 
-    return str(yaml.safe_dump_all(_unshared(definitions()), sort_keys=False, width=100))
-
-
-def _unshared(value: Any) -> Any:
-    """Return a value whose parts are its own, so that YAML needs no anchors."""
-    return msgspec.json.decode(msgspec.json.encode(value))
+    unshared = msgspec.json.decode(msgspec.json.encode(definitions()))  # YAML needs no anchors
+    return str(yaml.safe_dump_all(unshared, sort_keys=False, width=100))
 
 
 def _definition(

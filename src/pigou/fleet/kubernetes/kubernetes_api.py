@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import ssl
 import tempfile
 from base64 import b64decode
-from collections.abc import Callable
-from types import TracebackType
+from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, Self
 
 import aiohttp
@@ -16,7 +18,9 @@ from pigou import __version__
 from pigou.config import ConfigError
 from pigou.fleet.kubernetes.definitions import API_VERSION
 from pigou.fleet.kubernetes.fleet_spec import KubernetesObject as Manifest
+from pigou.small_file import read_text
 from pigou.wire.bodies import MAX_LIST_BYTES, read_page
+from pigou.wire.names import url_host
 
 #: Kind -> API version and plural.
 _KINDS = {
@@ -29,7 +33,10 @@ _KINDS = {
     "Node": ("v1", "nodes"),
     "Pod": ("v1", "pods"),
 }
-_CALL_S, _PAGE = 20.0, 500
+#: Seconds of a call; objects on a page of a list; seconds of one watch.
+_CALL_S, _PAGE, _WATCH_S = 20.0, 500, 240
+#: Bytes of an event of a watch (etcd holds objects of up to 1.5 MiB), and of an account's token.
+_LINE, _TOKEN = 4 << 20, 1 << 20
 _MERGE = "application/merge-patch+json"
 #: An unknown field is an error of the write.
 _STRICT = {"fieldValidation": "Strict"}
@@ -88,47 +95,74 @@ class Connection(msgspec.Struct, frozen=True, kw_only=True):
         return context
 
 
-class KubernetesApi:
-    """An API server's client; `async with` opens and closes it."""
+#: Where a pod finds its service account.
+ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
-    def __init__(self, connect: Callable[[], Connection]) -> None:
-        """Take what says where the server is; it is asked again when a token has expired."""
-        self._connect = connect
+
+def account_api(server: str = "", call_s: float = _CALL_S) -> KubernetesApi:
+    """Return the client of a pod's service account; without an account, of `kubectl proxy`.
+
+    Args:
+        server: URL of the API server; empty for the cluster in which this process runs.
+
+    Raises:
+        ConfigError: it runs in none.
+    """
+    host, port = (os.environ.get(f"KUBERNETES_SERVICE_{name}") for name in ("HOST", "PORT"))
+    if not server and not (host and port):
+        raise ConfigError(
+            "registry: this process runs in no pod, so that the API server is unknown; give it as "
+            "k8s://NAMESPACE?api=URL (`kubectl proxy` serves one on http://127.0.0.1:8001)"
+        )
+    server = server or f"https://{url_host(host or '')}:{port}"
+
+    def connect() -> Connection:
+        authority, token = ACCOUNT / "ca.crt", ""
+        with suppress(OSError, UnicodeDecodeError):
+            token = read_text(ACCOUNT / "token", _TOKEN).strip()
+        ca_path = str(authority) if authority.exists() else ""
+        return Connection(server=server, token=token, ca_path=ca_path)
+
+    return KubernetesApi(connect, call_s)
+
+
+class KubernetesApi:
+    """An API server's client, which connects at its first call; `async with` closes it.
+
+    Calls raise `KubernetesError`. `connect` is asked again when a token has expired: those of
+    service accounts last an hour.
+    """
+
+    def __init__(self, connect: Callable[[], Connection], call_s: float = _CALL_S) -> None:
+        self._connect, self._call_s = connect, call_s
         self._server = ""
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
-        """Open the session."""
-        self._open()
         return self
 
-    def _open(self) -> None:
-        connection = self._connect()
-        headers = {"user-agent": f"pigou/{__version__}"}
-        if connection.token:
-            headers["authorization"] = f"Bearer {connection.token}"
-        self._server = connection.server.rstrip("/")
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(ssl=connection.tls()),
-            timeout=aiohttp.ClientTimeout(total=_CALL_S),
-            headers=headers,
-        )
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
 
-    async def _renew(self) -> None:
-        """Open another session, with the token as it is now: service accounts' last an hour."""
-        assert self._session is not None
-        await self._session.close()
-        self._open()
+    async def close(self) -> None:
+        """Close the connections; a further call makes others."""
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Close the session."""
-        assert self._session is not None
-        await self._session.close()
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            connection = self._connect()
+            headers = {"user-agent": f"pigou/{__version__}"}
+            if connection.token:
+                headers["authorization"] = f"Bearer {connection.token}"
+            self._server = connection.server.rstrip("/")
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(ssl=connection.tls()),
+                timeout=aiohttp.ClientTimeout(total=self._call_s),
+                headers=headers,
+            )
+        return self._session
 
     async def get(self, kind: str, namespace: str, name: str) -> Manifest:
         """Return an object. Raises KubernetesError, with code 404 where there is none."""
@@ -142,10 +176,33 @@ class KubernetesApi:
         while True:
             page = await self._call("GET", _path(kind, namespace), query=query)
             named = {"apiVersion": _KINDS[kind][0], "kind": kind}
-            items += [{**item, **named} for item in page["items"]]
+            listed = page.get("items") or ()
+            items += [{**item, **named} if isinstance(item, dict) else item for item in listed]
             if not (more := (page.get("metadata") or {}).get("continue")):
                 return items
             query["continue"] = more
+
+    async def watch(self, kind: str, namespace: str, selector: str) -> AsyncGenerator[Any, None]:
+        """Yield None once it watches objects, then their events, for some minutes."""
+        path, query = _path(kind, namespace), {"labelSelector": selector}
+        first = await self._call("GET", path, query={**query, "limit": "1"})
+        query |= {
+            "watch": "true", "timeoutSeconds": str(_WATCH_S), "allowWatchBookmarks": "true",
+            "resourceVersion": first["metadata"]["resourceVersion"],
+        }  # fmt: skip
+        yield None
+        timeout = aiohttp.ClientTimeout(sock_connect=self._call_s, sock_read=_WATCH_S + _CALL_S)
+        try:
+            async with self._open().get(
+                self._server + path, params=query, timeout=timeout, read_bufsize=_LINE
+            ) as response:
+                if response.status >= 400:
+                    text = await read_page(response)
+                    raise KubernetesError(response.status, text.decode(errors="replace")[:500])
+                async for line in response.content:
+                    yield msgspec.json.decode(line)
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            raise KubernetesError(0, f"the watch of {path} ended: {error!r}") from error
 
     async def create(self, manifest: Manifest) -> None:
         """Make an object, none of whose fields the server drops. Raises KubernetesError."""
@@ -204,19 +261,19 @@ class KubernetesApi:
         except KubernetesError as error:
             if error.code != 401:
                 raise
-        await self._renew()
+        await self.close()
         return await self._ask(method, path, body, media_type, query)
 
     async def _ask(
         self, method: str, path: str, body: Manifest | None, media_type: str,
         query: dict[str, str] | None,
     ) -> Any:  # fmt: skip
-        assert self._session is not None, "the client is not open"
+        session = self._open()
         data = None if body is None else msgspec.json.encode(body)
         headers = {} if body is None else {"content-type": media_type}
         url = self._server + path
         try:
-            async with self._session.request(
+            async with session.request(
                 method, url, data=data, headers=headers, params=query
             ) as response:
                 text = await read_page(response, MAX_LIST_BYTES)

@@ -18,16 +18,16 @@ from pigou.config import ConfigError
 from pigou.control.planner.actuation import UNPLACEABLE
 from pigou.fleet.config import FleetError
 from pigou.fleet.kubernetes.fleet_spec import read_fleet
-from pigou.fleet.kubernetes.kubernetes_api import Connection, KubernetesApi, KubernetesError
+from pigou.fleet.kubernetes.kubernetes_api import KubernetesApi, KubernetesError, account_api
 from pigou.fleet.kubernetes.manifests import FLEET, MODEL, PART, ROLE, Manifest
 from pigou.fleet.member import Member, MemberSetup
 from pigou.fleet.provider import ProvidedPool
 from pigou.fleet.registry.entry import WorkerEntry
-from pigou.fleet.registry.kubernetes_store import ACCOUNT, api_server
 from pigou.fleet.registry.registry import Registry
 from pigou.fleet.sources.registered import FollowedFleet, RegistryProvider
 from pigou.request import SECOND, Role
-from pigou.small_file import read_text
+
+_log = logging.getLogger("pigou.fleet")
 
 #: Of a pod: those with the lowest cost are deleted first.
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
@@ -66,17 +66,13 @@ class FleetScales:
                 f"on is 'kubernetes', and registry is {registry!r}; give "
                 f"k8s://NAMESPACE?selector={FLEET}=NAME of the fleet that is scaled"
             )
-        server = options.get("api") or api_server()
-        return cls(KubernetesApi(lambda: _connection(server)), parts.netloc, fleet[1])
+        return cls(account_api(options.get("api", "")), parts.netloc, fleet[1])
 
     async def __aenter__(self) -> Self:
-        """Open the connection."""
-        await self._api.__aenter__()
         return self
 
     async def __aexit__(self, *error: Any) -> None:
-        """Close it."""
-        await self._api.__aexit__(*error)
+        await self._api.close()
 
     async def read(self) -> list[ScaledPool]:
         """Return the pools that have a range. Raises KubernetesError, ConfigError."""
@@ -150,18 +146,6 @@ def _is_unschedulable(pod: Manifest) -> bool:
         for condition in (pod.get("status") or {}).get("conditions") or ()
     )
 
-
-def _connection(server: str) -> Connection:
-    """Return the connection of a pod's service account; without one, of `kubectl proxy`."""
-    token, authority = ACCOUNT / "token", ACCOUNT / "ca.crt"
-    return Connection(
-        server=server,
-        token=read_text(token).strip() if token.exists() else "",
-        ca_path=str(authority) if authority.exists() else "",
-    )
-
-
-_log = logging.getLogger("pigou.fleet")
 
 #: Seconds between two looks at the pools.
 _POLL_S = 2.0
@@ -351,7 +335,6 @@ class KubernetesProvider(RegistryProvider):
             member.row().note = "no node has room" if fails else _NOT_READY
 
     def _expected(self, name: str) -> int:
-        """Return the replicas that a pool is to have, by what is ordered, too."""
         pool = self._pools[name]
         return min(max(pool.replicas + self._changes[name], pool.lowest), pool.highest)
 

@@ -236,7 +236,6 @@ class _Round:
         self._writes.append(Write("patch", patch))
 
     def _workloads(self, model: str) -> dict[str, dict[str, Manifest]]:
-        """Return the workloads of a model by version and role."""
         workloads: dict[str, dict[str, Manifest]] = {}
         for workload in self._own:
             labels = _labels(workload)
@@ -245,7 +244,6 @@ class _Round:
         return workloads
 
     def _target(self, model: ModelSpec, pool: PoolSpec) -> int:
-        """Return the replicas that a pool is to have, within its range."""
         if pool.replicas is not None:
             return pool.replicas
         lowest, highest = pool.min_replicas or 0, pool.max_replicas or 0

@@ -34,8 +34,7 @@ class PeersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         ),
     ] = ""
     subject: Annotated[
-        str,
-        option("First part of the fleet's subjects there.", _GROUP, name="peers_subject"),
+        str, option("First part of the fleet's subjects there.", _GROUP, name="peers_subject")
     ] = "pigou"
 
     def __post_init__(self) -> None:

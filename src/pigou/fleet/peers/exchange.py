@@ -189,7 +189,6 @@ class PeerExchange:
         await self._bus.publish(f"{self.name}.{number}", data)
 
     def _take(self, data: bytes) -> None:
-        """Take in a message of the bus."""
         try:
             message = self._envelope.open(data, time.time_ns() // 1_000_000)
         except PeerEnvelopeError as error:

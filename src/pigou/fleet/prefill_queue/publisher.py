@@ -16,7 +16,7 @@ from nats.aio.msg import Msg
 from nats.errors import Error
 
 from pigou.background import Background
-from pigou.control.pull_queue.claim_price import cached_at, service_table, warm_up
+from pigou.control.pull_queue.claim_price import ServiceTable, cached_at, service_table, warm_up
 from pigou.control.pull_queue.config import PullQueueConfig
 from pigou.control.pull_queue.prefill_queue import (
     PrefillClaim,
@@ -24,7 +24,6 @@ from pigou.control.pull_queue.prefill_queue import (
     PrefillItem,
     PrefillQueue,
     QueueEffect,
-    ServiceTable,
 )
 from pigou.fleet.prefill_queue.broker import BrokerUnavailable, PrefillBroker
 from pigou.fleet.prefill_queue.messages import (
@@ -207,8 +206,6 @@ class PrefillPublisher:
                 self._delete(pending)
 
     async def _ask_pullers(self, workers: Mapping[str, PullWorker]) -> list[bool]:
-        """Return which of some workers answer that they pull."""
-
         async def ask(incarnation: str, pool: PullPool) -> bool:
             try:
                 data = await self._broker.ask(
@@ -222,7 +219,6 @@ class PrefillPublisher:
         return await asyncio.gather(*answers)
 
     def _pulls(self, pool: PullPool) -> bool:
-        """Whether a worker of this gateway pulls from a pool."""
         workers = self._workers().items()
         return any(self._pulling.get(name) for name, worker in workers if worker.pool == pool)
 
@@ -249,7 +245,6 @@ class PrefillPublisher:
         raise NobodyPulls
 
     def _is_unclaimed(self, request: str, pending: _Pending) -> bool:
-        """Whether a prompt is awaited and nobody has claimed it."""
         awaited = self._pending.get(request) is pending and not pending.reply.done()
         return awaited and not self.core.claimant(request)
 
@@ -335,7 +330,9 @@ class PrefillPublisher:
         busy_s = [self.core.free_s(other, now_ns) for other in self.core.workers]
         delay_s = min((seconds for seconds in busy_s if seconds > 0.0), default=0.0)
         delay_s = min(max(delay_s, _MIN_DELAY_S), _MAX_DELAY_S)
-        claim = self.core.claim_one(request, worker, now_ns, self._law, delay_s)
+        claim = self.core.claim_one(
+            request, worker, now_ns, lambda items: self._service(items, self.core.workers), delay_s
+        )
         if isinstance(claim, PrefillClaim):
             pending.delivery = worker, question.delivery
             pending.on_claim(worker)
@@ -354,9 +351,6 @@ class PrefillPublisher:
             return False
         pending.reply.set_result(offer)
         return True
-
-    def _law(self, items: Sequence[PrefillItem]) -> ServiceTable:
-        return self._service(items, self.core.workers)
 
     def _update_workers(self, now_ns: int) -> Mapping[str, str]:
         """Tell the core which workers there are, and which pull; return their ids."""
@@ -467,7 +461,6 @@ class NatsPrefillQueue:
         return service_table(self._plane_driver.plane, requests, workers, time.monotonic_ns())
 
     def _pool(self, worker: Upstream) -> PullPool:
-        """Return the pool that a worker pulls from, if it pulls."""
         secret = self._secret if worker.knows_secret else None
         return PullPool.of(self._queue, worker.engine.model, worker.worker.version, secret)
 

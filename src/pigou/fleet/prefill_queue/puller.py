@@ -91,7 +91,6 @@ class PrefillPuller:
             await self._broker.close()
 
     async def _answer(self, message: Msg) -> None:
-        """Tell a gateway that this worker pulls."""
         if not self._stopping:
             with suppress(Error, OSError):
                 await message.respond(self._signer.sign(WorkerAlive(self._worker)))
@@ -137,7 +136,6 @@ class PrefillPuller:
         return answer.verdict == "begin"
 
     async def _serve(self, message: Msg, prompt: QueuedPrefill) -> None:
-        """Compute a prompt, and offer its KV."""
         alive = asyncio.create_task(self._stay_alive(message, prompt))
         try:
             try:
@@ -172,7 +170,6 @@ class PrefillPuller:
                 await asyncio.sleep(_RETRY_S)
 
     async def _stay_alive(self, message: Msg, prompt: QueuedPrefill) -> None:
-        """Renew a prompt's lease until cancelled."""
         while True:
             await asyncio.sleep(self._broker.address.lease_s / 3)
             with suppress(Error, OSError):

@@ -183,7 +183,6 @@ class RayCluster:
 
     @property
     def _counted(self) -> str:
-        """The resource that nodes are filled by."""
         return "GPU" if self._resources.get("GPU") else "CPU"
 
     async def connect(self) -> None:

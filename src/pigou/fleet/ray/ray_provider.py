@@ -123,7 +123,6 @@ class Placer:
             self._replicas[id] = self._scheduler.flip(_GANG, replica, role)
 
     def _follow(self, effects: Sequence[PlacementEffect]) -> None:
-        """Give new places to the workers that have none."""
         for effect in effects:
             if isinstance(effect, GangEvicted):  # it moves as a whole
                 self._lost |= {id: replica.role for id, replica in self._replicas.items()}
@@ -195,7 +194,8 @@ class RayProvider(LocalProvider):
             FleetError: the fleet does not fit the cluster, or no node has room for this worker.
         """
         async with self._lock:
-            nodes = await self._nodes()
+            await self.cluster.connect()
+            nodes = await self.cluster.nodes()
             if not self._began:
                 await self._begin(nodes)
             self._placer.update(nodes)
@@ -211,10 +211,6 @@ class RayProvider(LocalProvider):
                 (bundle,) = await self.cluster.reserve([location.host])
                 self._bundles[member.id] = bundle
             return bundle, location
-
-    async def _nodes(self) -> list[Node]:
-        await self.cluster.connect()
-        return await self.cluster.nodes()
 
     async def _begin(self, nodes: Sequence[Node]) -> None:
         """Place the workers of the start, and reserve all of their bundles at once."""
@@ -237,5 +233,4 @@ class RayProvider(LocalProvider):
         return RayProcess(member.id, own, member.setup.secret, self.cluster, bundle)
 
     def _device(self, template: WorkerTemplate) -> str | None:
-        """Return the device that a worker sees on its node."""
         return template.devices[0]

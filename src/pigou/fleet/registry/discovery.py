@@ -202,7 +202,6 @@ class RegistryView:
         return effects
 
     def _missing(self, known: _Known, listed: Iterable[WorkerEntry], now: int) -> list[ViewEffect]:
-        """Return what follows for a worker that is not registered any more."""
         entry = known.entry
         for other in listed:
             if other.worker == entry.worker:

@@ -146,7 +146,6 @@ class EtcdStore:
 
 @asynccontextmanager
 async def _calls() -> AsyncIterator[None]:
-    """Turn what the client raises into the store's errors."""
     try:
         yield
     except (aetcd.ClientError, TimeoutError) as error:

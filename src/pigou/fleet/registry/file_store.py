@@ -148,7 +148,6 @@ class FileStore:
         return records
 
     def _live(self, key: str, now: int) -> Record | None:
-        """Return the record of a key whose lease runs."""
         file = self._read(key)
         return _record(file) if file is not None and self._lives(key, file, now) else None
 

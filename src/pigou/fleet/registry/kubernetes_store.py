@@ -2,44 +2,23 @@
 
 from __future__ import annotations
 
-import os
-import ssl
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
-from pathlib import Path
+from contextlib import aclosing, asynccontextmanager
 from typing import Any, Self
 from urllib.parse import SplitResult, parse_qsl
 
-import aiohttp
-import msgspec
-
 from pigou.config import ConfigError
-from pigou.fleet.kubernetes.manifests import (
-    DEPLOYMENT_VERSION,
-    GPUS,
-    MODEL,
-    MODEL_NAME,
-    STOCK_ROLE,
-)
+from pigou.fleet.kubernetes.kubernetes_api import KubernetesApi, KubernetesError, account_api
+from pigou.fleet.kubernetes.manifests import DEPLOYMENT_VERSION, GPUS, MODEL, MODEL_NAME, STOCK_ROLE
 from pigou.fleet.registry.entry import KVShape, Topology, WorkerEntry, write_entry
 from pigou.fleet.registry.record_store import Record, RegistryUnavailable, WriteConflict
 from pigou.request import Role
-from pigou.small_file import read_text
-from pigou.wire.bodies import MAX_LIST_BYTES, read_page
 from pigou.wire.names import url_host
 
 #: Annotations of a pod: a worker's record, and the restarts of its containers at that time.
 ENTRY, RESTARTS = "pigou.dev/entry", "pigou.dev/entry-restarts"
 _ZONE, _RACK, _GPU = "topology.kubernetes.io/zone", "topology.kubernetes.io/rack", "nvidia.com/gpu"
-#: Where a pod finds its service account.
-ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-#: Seconds of a call; pods on a page of a list; seconds of one watch.
-_CALL_S, _PAGE, _WATCH_S = 5.0, 500, 240
-#: Bytes of an event of a watch: etcd holds objects of up to 1.5 MiB.
-_LINE = 4 << 20
-#: Bytes of an account's token.
-_TOKEN = 1 << 20
-_MERGE = "application/merge-patch+json"
+_CALL_S = 5.0
 _OPTIONS = ("selector", "port", "api")
 
 Pod = dict[str, Any]
@@ -54,11 +33,9 @@ class KubernetesStore:
     server vouches for it: who may make pods here may read the fleet's secret, too.
     """
 
-    def __init__(self, api: str, namespace: str, selector: str, port: int) -> None:
-        self._pods = f"{api.rstrip('/')}/api/v1/namespaces/{namespace}/pods"
-        self._selector = selector
+    def __init__(self, api: KubernetesApi, namespace: str, selector: str, port: int) -> None:
+        self._api, self._namespace, self._selector = api, namespace, selector
         self._port = port  # of pods that do not register themselves
-        self._session: aiohttp.ClientSession | None = None
 
     @classmethod
     def of(cls, parts: SplitResult) -> Self:
@@ -73,8 +50,8 @@ class KubernetesStore:
         port = options.get("port", "8000")
         if not port.isdecimal() or not 0 < int(port) < 65536:
             raise ConfigError(f"registry: port is {port!r}; it must be 1 to 65535")
-        return cls(options.get("api") or api_server(), parts.netloc,
-                   options.get("selector", ""), int(port))  # fmt: skip
+        api = account_api(options.get("api", ""), _CALL_S)
+        return cls(api, parts.netloc, options.get("selector", ""), int(port))
 
     async def get(self, key: str) -> Record | None:
         """Return a live record; None where there is none."""
@@ -84,17 +61,10 @@ class KubernetesStore:
 
     async def records(self) -> Mapping[str, Record | str]:
         """Return all live records, and why a ready pod that should have one has none."""
-        records: dict[str, Record | str] = {}
-        query = {"limit": str(_PAGE)}
-        while True:
-            page = await self._list(**query)
-            for pod in page.get("items") or ():
-                record = self._record(pod)
-                if record is not None:
-                    records[_name(pod)] = record
-            if not (more := (page.get("metadata") or {}).get("continue")):
-                return records
-            query["continue"] = more
+        async with _calls():
+            pods = await self._api.list("Pod", self._namespace, self._selector)
+        records = {_name(pod): self._record(pod) for pod in pods}
+        return {name: record for name, record in records.items() if record is not None}
 
     async def put(self, key: str, value: bytes, ttl_s: float, replaces: Record | None) -> None:  # noqa: ARG002
         """Write the annotation of a pod; its lease lasts while the pod is ready."""
@@ -117,25 +87,10 @@ class KubernetesStore:
 
     async def watch(self, wake: Callable[[], None]) -> None:
         """Call `wake` after changes of pods."""
-        first = await self._list(limit="1")
-        query = {
-            "labelSelector": self._selector, "watch": "true", "timeoutSeconds": str(_WATCH_S),
-            "resourceVersion": first["metadata"]["resourceVersion"],
-            "allowWatchBookmarks": "true",
-        }  # fmt: skip
-        wake()
-        timeout = aiohttp.ClientTimeout(sock_connect=_CALL_S, sock_read=_WATCH_S + _CALL_S)
-        headers = _authorization()
-        async with (
-            self._calls() as session,
-            session.get(
-                self._pods, params=query, timeout=timeout, headers=headers, read_bufsize=_LINE
-            ) as response,
-        ):
-            if response.status >= 400:
-                await _body(response)
-            async for line in response.content:
-                kind = msgspec.json.decode(line)["type"]
+        events = self._api.watch("Pod", self._namespace, self._selector)
+        async with _calls(), aclosing(events):
+            async for event in events:
+                kind = "" if event is None else event["type"]
                 if kind == "ERROR":
                     break
                 if kind != "BOOKMARK":
@@ -144,9 +99,7 @@ class KubernetesStore:
 
     async def close(self) -> None:
         """Close the connections."""
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        await self._api.close()
 
     # --- within -------------------------------------------------------------------------------
 
@@ -193,11 +146,13 @@ class KubernetesStore:
         )  # fmt: skip
 
     async def _pod(self, key: str) -> Pod | None:
-        async with (
-            self._calls() as session,
-            session.get(f"{self._pods}/{key}", headers=_authorization()) as response,
-        ):
-            return None if response.status == 404 else await _body(response)
+        async with _calls():
+            try:
+                return await self._api.get("Pod", self._namespace, key)
+            except KubernetesError as error:
+                if error.code != 404:
+                    raise
+        return None
 
     async def _expected(self, key: str, record: Record | None) -> Pod:
         """Return a pod, which still has the record that was read."""
@@ -213,72 +168,24 @@ class KubernetesStore:
     async def _annotate(self, pod: Pod, annotations: Mapping[str, str | None]) -> None:
         """Change annotations of a pod that nobody has changed since it was read."""
         meta = pod["metadata"]
-        patch = {
-            "metadata": {"annotations": annotations, "resourceVersion": meta["resourceVersion"]}
-        }
-        url, headers = f"{self._pods}/{meta['name']}", {"content-type": _MERGE, **_authorization()}
-        data = msgspec.json.encode(patch)
-        async with (
-            self._calls() as session,
-            session.patch(url, data=data, headers=headers) as response,
-        ):
-            if response.status in (404, 409):
-                raise WriteConflict(f"{meta['name']} was written meanwhile")
-            await _body(response)
-
-    async def _list(self, **query: str) -> Any:
-        query["labelSelector"] = self._selector
-        async with (
-            self._calls() as session,
-            session.get(self._pods, params=query, headers=_authorization()) as response,
-        ):
-            return await _body(response)
-
-    @asynccontextmanager
-    async def _calls(self) -> AsyncIterator[aiohttp.ClientSession]:
-        """Yield a session; what it raises becomes the store's error."""
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                timeout=aiohttp.ClientTimeout(total=_CALL_S),
-                connector=aiohttp.TCPConnector(ssl=_tls()),
-            )
-        try:
-            yield self._session
-        except (
-            aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError, AttributeError
-        ) as error:  # fmt: skip
-            raise RegistryUnavailable(f"Kubernetes: {error or type(error).__name__}") from error
+        keep = {name: meta[name] for name in ("name", "namespace", "resourceVersion")}
+        changed = {"kind": "Pod", "metadata": {**keep, "annotations": annotations}}
+        async with _calls():
+            try:
+                await self._api.patch(changed)
+            except KubernetesError as error:
+                if error.code not in (404, 409):
+                    raise
+                raise WriteConflict(f"{meta['name']} was written meanwhile") from error
 
 
-def api_server() -> str:
-    """Return the URL of the API server of this process's cluster; raise ConfigError outside."""
-    host, port = (os.environ.get(f"KUBERNETES_SERVICE_{name}") for name in ("HOST", "PORT"))
-    if not host or not port:
-        raise ConfigError(
-            "registry: this process runs in no pod, so that the API server is unknown; give it as "
-            "k8s://NAMESPACE?api=URL (`kubectl proxy` serves one on http://127.0.0.1:8001)"
-        )
-    return f"https://{url_host(host)}:{port}"
-
-
-def _tls() -> ssl.SSLContext | bool:
-    authority = ACCOUNT / "ca.crt"
-    return ssl.create_default_context(cafile=authority) if authority.exists() else True
-
-
-def _authorization() -> dict[str, str]:
-    """Return the header that shows the pod's account, whose token is renewed now and then."""
+@asynccontextmanager
+async def _calls() -> AsyncIterator[None]:
+    """Turn what the client raises, also of foreign answers, into the store's error."""
     try:
-        return {"authorization": f"Bearer {read_text(ACCOUNT / 'token', _TOKEN).strip()}"}
-    except (OSError, UnicodeDecodeError):
-        return {}
-
-
-async def _body(response: aiohttp.ClientResponse) -> Any:
-    if response.status >= 400:
-        text = (await read_page(response))[:200].decode(errors="replace")
-        raise RegistryUnavailable(f"Kubernetes answered {response.status}: {text}")
-    return msgspec.json.decode(await read_page(response, MAX_LIST_BYTES))
+        yield
+    except (KubernetesError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RegistryUnavailable(str(error) or type(error).__name__) from error
 
 
 def _name(pod: Any) -> str:
@@ -289,7 +196,6 @@ def _name(pod: Any) -> str:
 
 
 def _restarts(pod: Pod) -> int:
-    """Return how often containers of a pod were started again."""
     statuses = (pod.get("status") or {}).get("containerStatuses") or ()
     return sum(status.get("restartCount", 0) for status in statuses)
 

@@ -189,17 +189,14 @@ class NatsStore:
 
     async def _make(self, client: Client, ttl_s: float) -> KeyValue:
         stream = client.jetstream(timeout=_CONNECT_S)
-        if await self._has_message_ttl(client):
+        info = await stream.account_info()
+        if (info.api.level or 0) >= _MESSAGE_TTL_LEVEL:
             lifetime: dict[str, Any] = {"limit_marker_ttl": _MARKER_S}
         else:
             lifetime = {"ttl": ttl_s}
         with suppress(APIError):  # another worker makes it at the same time
             return await stream.create_key_value(bucket=self._bucket, **lifetime)
         return await stream.key_value(self._bucket)
-
-    async def _has_message_ttl(self, client: Client) -> bool:
-        info = await client.jetstream(timeout=_CONNECT_S).account_info()
-        return (info.api.level or 0) >= _MESSAGE_TTL_LEVEL
 
     async def _publish(
         self, client: Client, key: str, value: bytes, ttl_s: float, headers: dict[str, str],

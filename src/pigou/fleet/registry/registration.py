@@ -304,7 +304,6 @@ class WorkerRegistrar:
         await self._registry.close()
 
     def _changed(self, entry: WorkerEntry) -> None:
-        """Follow what somebody else wrote."""
         _log.info("epoch %d: role %s%s", entry.epoch, entry.role.value,
                   ", draining" if entry.draining else "")  # fmt: skip
         if entry.draining and self._stop is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import pairwise
 from statistics import median
 from typing import ClassVar, TypeAlias
@@ -41,9 +41,11 @@ class WorkerTemplate(msgspec.Struct, frozen=True, kw_only=True):
         pool: ModelPoolConfig | None = None,
     ) -> WorkerTemplate:
         """Return the template of a fleet, or of one of its models."""
+        # On the other machines of a cluster one thread, unless more are asked for.
+        threads = threads_each(sum(config.counts)) if config.ray is None else 1
         device = config.device if pool is None else pool.device or config.device
         return cls(
-            arguments=(*config.arguments(_threads(config), pool), *arguments),
+            arguments=(*config.arguments(threads, pool), *arguments),
             devices=tuple(device.split(",")),
             model="" if pool is None else pool.name,
             prefill_queue=config.prefill_queue,
@@ -77,14 +79,6 @@ class WorkerTemplate(msgspec.Struct, frozen=True, kw_only=True):
         except ConfigError as error:
             return str(error)
         return ""
-
-
-def local_workers(
-    prefill: int, decode: int, both: int, arguments: Iterable[str], devices: Iterable[str]
-) -> list[LocalWorker]:
-    """Return the workers of a local fleet, named by role and number."""
-    template = WorkerTemplate(arguments=tuple(arguments), devices=tuple(devices))
-    return start_workers([template], {"": (prefill, decode, both)})
 
 
 def start_workers(
@@ -147,11 +141,6 @@ def threads_of(arguments: Sequence[str]) -> int:
     given = [value for name, value in pairwise(arguments) if name == "--threads"]
     given += [text.partition("=")[2] for text in arguments if text.startswith("--threads=")]
     return max(int(given[-1]), 1) if given and given[-1].isdecimal() else 1
-
-
-def _threads(config: WorkersConfig) -> int:
-    """Return compute threads of each worker; on other machines one, unless more are asked for."""
-    return threads_each(sum(config.counts)) if config.ray is None else 1
 
 
 #: Seconds that the process of a worker that was let go is given to end.

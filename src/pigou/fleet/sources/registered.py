@@ -161,7 +161,6 @@ class RegistryProvider(Provider):
                 pass
 
     def _change(self, entry: WorkerEntry) -> None:
-        """Follow an entry that is new, or has another epoch."""
         member = self._members.get(entry.identity)
         if member is None:
             if not entry.draining and entry.identity not in self._released:
@@ -187,7 +186,6 @@ class RegistryProvider(Provider):
         self._running.add(member)
 
     def _name(self, entry: WorkerEntry) -> str:
-        """Return an id that no member ever had."""
         base = f"{entry.worker}.{entry.incarnation[:8]}"
         names = [entry.worker, base, *(f"{base}.{number}" for number in range(2, 1000))]
         name = next(

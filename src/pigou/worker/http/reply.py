@@ -218,17 +218,19 @@ class Reply:
         """Return the JSON body of a reply that is not streamed."""
         if self.options.chat:
             first = self.sequences[0]
-            return openai_replies.chat_completion(
+            return openai_replies.whole(
+                "chat.completion",
                 self.id,
                 self.created,
                 self.model,
                 [self._chat_choice(sequence) for sequence in self.sequences],
                 usage=self.usage(),
                 ticket=self.ticket,
-                prompt_token_ids=first.prompt if self.options.token_ids else None,
                 prompt_logprobs=_prompt_logprobs(first),
+                prompt_token_ids=first.prompt if self.options.token_ids else None,
             )
-        return openai_replies.completion(
+        return openai_replies.whole(
+            "text_completion",
             self.id,
             self.created,
             self.model,
@@ -286,27 +288,27 @@ class Reply:
         text = "".join(sequence.text)
         if options.echo is not None and not options.resumed:
             text = options.echo[sequence.index // options.per_prompt] + text
-        return openai_replies.completion_choice(
+        return openai_replies.choice(
             sequence.index,
-            text,
+            {"text": text},
             choice.finish,
             choice.stop,
             logprobs=self._all_logprobs(sequence),
             token_ids=choice.tokens if options.token_ids else None,
-            prompt_token_ids=sequence.prompt if options.token_ids else None,
             prompt_logprobs=_prompt_logprobs(sequence),
+            prompt_token_ids=sequence.prompt if options.token_ids else None,
         )
 
     def _chat_choice(self, sequence: ReplySequence) -> Json:
         choice, tools = sequence.choice, sequence.tools
-        return openai_replies.chat_choice(
+        text = "".join(sequence.text if tools is None else tools.content)
+        return openai_replies.choice(
             sequence.index,
-            "".join(sequence.text if tools is None else tools.content),
+            {"message": openai_replies.message(text, None if tools is None else tools.calls)},
             sequence.finish,
             choice.stop,
             logprobs=self._all_logprobs(sequence),
             token_ids=choice.tokens if self.options.token_ids else None,
-            tool_calls=None if tools is None else tools.calls,
         )
 
     def _all_logprobs(self, sequence: ReplySequence) -> Json | None:

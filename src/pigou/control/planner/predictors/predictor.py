@@ -9,8 +9,7 @@ from typing import Any, ClassVar, Protocol
 import msgspec
 
 from pigou.config import ConfigError
-from pigou.registry import named
-from pigou.struct_values import read_struct
+from pigou.registry import named, read_struct
 
 GROUP = "pigou.predictor"
 #: Largest load of one interval that is believed, in requests or tokens.
