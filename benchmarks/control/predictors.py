@@ -31,8 +31,7 @@ import numpy as np
 from benchmarks.control.predictor_loads import DAY, Arrivals, Floats, all_arrivals
 from pigou.config import ConfigError
 from pigou.control.planner.predictors.arrivals import ArrivalParams, ArrivalRate
-from pigou.control.planner.predictors.calibrated import CalibratedPredictor
-from pigou.control.planner.predictors.predictor import load
+from pigou.control.planner.predictors.predictor import CalibratedPredictor, load
 
 #: Seconds of an interval, and steps ahead.
 SETTINGS = ((30, 1), (30, 4), (180, 1))

@@ -8,8 +8,13 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 
 from pigou.config import ConfigError
-from pigou.control.planner.predictors.calibrated import HORIZONS, CalibratedPredictor
-from pigou.control.planner.predictors.predictor import MAX_LOAD, PredictorParams, check_counts
+from pigou.control.planner.predictors.predictor import (
+    HORIZONS,
+    MAX_LOAD,
+    CalibratedPredictor,
+    PredictorParams,
+    check_counts,
+)
 
 _LIBRARIES = ("pmdarima", "statsmodels")
 #: What the libraries raise where numbers do not suit them.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import ClassVar
 
-from pigou.control.planner.predictors.calibrated import CalibratedPredictor
 from pigou.control.planner.predictors.predictor import (
     MAX_LOAD,
+    CalibratedPredictor,
     PredictorParams,
     check_counts,
     check_positive,

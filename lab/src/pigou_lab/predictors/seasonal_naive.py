@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from pigou.control.planner.predictors.calibrated import CalibratedPredictor
-from pigou.control.planner.predictors.predictor import PredictorParams, check_counts
+from pigou.control.planner.predictors.predictor import (
+    CalibratedPredictor,
+    PredictorParams,
+    check_counts,
+)
 
 
 class SeasonalParams(PredictorParams, frozen=True, kw_only=True):

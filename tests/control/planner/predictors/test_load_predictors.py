@@ -13,8 +13,13 @@ from hypothesis import strategies as st
 from tests.lib.examples import examples
 
 from pigou.config import ConfigError
-from pigou.control.planner.predictors.calibrated import ErrorQuantiles, student
-from pigou.control.planner.predictors.predictor import MAX_LOAD, LoadPredictor, load
+from pigou.control.planner.predictors.predictor import (
+    MAX_LOAD,
+    ErrorQuantiles,
+    LoadPredictor,
+    load,
+    student,
+)
 
 FAST = ("last-value", "ewma", "seasonal-naive", "kalman", "dynamo-kalman", "arrivals")
 FITTED = ("holt-winters", "auto-arima", "dynamo-arima")

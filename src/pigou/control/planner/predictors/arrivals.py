@@ -7,8 +7,8 @@ from statistics import NormalDist
 from typing import ClassVar
 
 from pigou.config import ConfigError
-from pigou.control.planner.predictors.calibrated import CalibratedPredictor
 from pigou.control.planner.predictors.predictor import (
+    CalibratedPredictor,
     Forecast,
     PredictorParams,
     check_counts,
