@@ -45,12 +45,7 @@ class Slo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
         return self.percentile / 100.0
 
     def attained(self, ttft_s: float | None, itl_s: float | None) -> bool:
-        """Whether a request is inside both.
-
-        Args:
-            ttft_s: its seconds to the first token; None where it had none: it is outside.
-            itl_s: its mean seconds between tokens; None where it has one token only.
-        """
+        """Whether a request is inside both; no first token is outside, no ITL inside."""
         if ttft_s is None or not ttft_s <= self.ttft_s:
             return False
         return itl_s is None or itl_s <= self.itl_s
@@ -97,13 +92,7 @@ def latency_s(name: str, value: float | str) -> float:
 
 
 class WorkloadClass(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A class of requests with an objective of its own.
-
-    A request belongs to the first class of which it fits all that are given.
-
-    Attributes:
-        min_prompt_tokens, max_prompt_tokens: range of prompts, both ends counted.
-    """
+    """A class of requests with an objective of its own: those that fit all that is given."""
 
     name: str = ""
     slo: Slo = msgspec.field(default_factory=Slo)
@@ -111,7 +100,7 @@ class WorkloadClass(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     header: str = ""  # `name=value` of an HTTP header, the name in small letters; "" for any
     key: str = ""  # id of the API key; "" for any
     model: str = ""
-    min_prompt_tokens: int = 0
+    min_prompt_tokens: int = 0  # range of prompts, both ends counted
     max_prompt_tokens: int = 2**62
 
     def __post_init__(self) -> None:
@@ -181,11 +170,6 @@ class ProvisioningTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
         """Seconds for which a starting worker counts as supply."""
         return max(3.0 * self.start_up_s, 30.0) if self.give_up_s is None else self.give_up_s
 
-    @property
-    def can_flip(self) -> bool:
-        """Whether a worker can change its role."""
-        return math.isfinite(self.flip_s)
-
 
 @dataclass(frozen=True, slots=True)
 class Objectives:
@@ -206,38 +190,20 @@ class Objectives:
         names = tuple(entry.name for entry in self.classes)
         return names if "" in names else (*names, "")
 
-    def class_of(
-        self, key: str, prompt_tokens: int, headers: Mapping[str, str] = _NO_HEADERS,
-        model: str = "",
-    ) -> WorkloadClass | None:  # fmt: skip
-        """Return the class of a request; None for one that belongs to none."""
-        for entry in self.classes:
-            if entry.matches(headers, key, model, prompt_tokens):
-                return entry
-        return None
-
     def name_of(
         self, key: str, prompt_tokens: int, headers: Mapping[str, str] = _NO_HEADERS,
         model: str = "",
     ) -> str:  # fmt: skip
-        """Return the name of a request's class; arguments as of `class_of`."""
-        entry = self.class_of(key, prompt_tokens, headers, model)
-        return "" if entry is None else entry.name
+        """Return the name of a request's class; empty where it belongs to none."""
+        fits = (one.name for one in self.classes if one.matches(headers, key, model, prompt_tokens))
+        return next(fits, "")
 
     def slo_of(self, name: str) -> Slo | None:
         """Return the objective of the class of this name; None where it has none."""
-        for entry in self.classes:
-            if entry.name == name:
-                return entry.slo
-        return self.slo
+        return next((entry.slo for entry in self.classes if entry.name == name), self.slo)
 
     def attained(self, name: str, ttft_s: float | None, itl_s: float | None) -> bool:
-        """Whether a request that is done is inside the objective of its class.
-
-        Args:
-            ttft_s: its seconds to the first token.
-            itl_s: its mean seconds between tokens; None where it has one token only.
-        """
+        """Whether a request that is done is inside the objective of its class."""
         slo = self.slo_of(name)
         return slo is None or slo.attained(ttft_s, itl_s)
 
@@ -265,10 +231,7 @@ class AttainmentCounter:
         return _share(self.inside[name], self.requests[name])
 
     def document(self) -> dict[str, Any]:
-        """Return the objectives, and the shares of offered requests that attained them.
-
-        ITL is the mean of a request. A share is 1 where nothing was offered.
-        """
+        """Return the objectives, and the shares of offered requests that attained them."""
         figures = _terms(self.objectives.slo or Slo())
         figures["attained"] = _share(self.inside.total(), self.requests.total())
         if self.objectives.classes:
@@ -284,7 +247,6 @@ class AttainmentCounter:
 
 
 def _terms(slo: Slo) -> dict[str, Any]:
-    """Return the terms of an objective; None where it has no limit."""
     return {
         "ttft_s": slo.ttft_s if slo.ttft_s < math.inf else None,
         "itl_s": slo.itl_s if slo.itl_s < math.inf else None,

@@ -71,11 +71,6 @@ class CostMeter:
         for line in lines:  # of a journal
             meter.follow(line.message, decisions, line.now)
         bill = meter.bill(now)
-
-    Attributes:
-        workers: meters of the workers that are up, by id.
-        bills: usage of each of the last requests, by id.
-        owners: their tenants.
     """
 
     def __init__(
@@ -92,9 +87,9 @@ class CostMeter:
             storage: returns dollars a second of tiers, by their names and bytes.
         """
         self._storage = storage
-        self.workers: dict[str, WorkerMeter] = {}
-        self.bills: OrderedDict[str, Usage] = OrderedDict()
-        self.owners: dict[str, str] = {}
+        self.workers: dict[str, WorkerMeter] = {}  # that are up, by id
+        self.bills: OrderedDict[str, Usage] = OrderedDict()  # of the last requests, by id
+        self.owners: dict[str, str] = {}  # tenants of `bills`
         self.rate, self.model, self.workload = rate, model, workload
         self._usages: dict[UsageKey, Usage] = {}
         self._submitted: dict[str, Request] = {}
@@ -105,13 +100,7 @@ class CostMeter:
         self._settled_ns = 0
 
     def follow(self, message: Any, decisions: Sequence[Any], now: int) -> None:
-        """Take in a call of a control plane, and what it returned.
-
-        Args:
-            message: as a journal has it; those that say nothing of costs are passed over.
-            decisions: routes and refusals among others.
-            now: nanoseconds.
-        """
+        """Take in a call of a control plane, as a journal has it, and what it returned."""
         if self._began is None:
             self._began = self._settled_ns = now
         self.now_ns = now
@@ -145,10 +134,9 @@ class CostMeter:
             self.workers[worker].measured(joules)
 
     def bill(self, now: int, attained: float | None = None) -> FleetBill:
-        """Return the bill until `now`.
+        """Return the bill until `now`, in nanoseconds.
 
         Args:
-            now: nanoseconds.
             attained: share of the requests inside the objective; None without one.
         """
         self.settle(now)

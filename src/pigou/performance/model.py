@@ -65,9 +65,6 @@ class PerformanceModel:
     station, Cohen 1979), a request's mean over its life by `AVERAGING` as much.
     A worker that does both: prompts are computed in chunks, in steps that decode too, so ITL grows
     by 1 / (1 - lambda D / c), and a prompt of k chunks takes D + k ITL(n).
-
-    Attributes:
-        prefill_factor, decode_factor: observed over predicted seconds.
     """
 
     prefill: PrefillSpeed  # seconds of prompts
@@ -79,7 +76,7 @@ class PerformanceModel:
     overhead_s: float = 0.0
     # of TTFT for each token of the prompt that is sent to a decode worker.
     transfer_token_s: float = 0.0
-    prefill_factor: float = 1.0
+    prefill_factor: float = 1.0  # observed over predicted seconds
     decode_factor: float = 1.0
     wait_factor: float = 1.0  # observed over predicted waits
     # False where the router sends prompts anywhere: c queues of one server each.
@@ -93,12 +90,11 @@ class PerformanceModel:
         kv_tokens: float = math.inf,
         max_seqs: int = 256,
     ) -> PerformanceModel:
-        """Make a model of measured points.
+        """Make a model of measured points, at least one of each.
 
         Args:
-            prefill: (prompt tokens, seconds alone), at least one.
-            decode: (streams, tokens that each holds, seconds between tokens), at least one.
-            kv_tokens, max_seqs: limits of one worker.
+            prefill: (prompt tokens, seconds alone).
+            decode: (streams, tokens that each holds, seconds between tokens).
         """
         table = PrefillTable(tuple(sorted(prefill)))
         return cls(table, DecodeTable.of(decode), kv_tokens, max_seqs)
@@ -277,7 +273,6 @@ class PerformanceModel:
     def _both_inside(
         self, rps: float, workers: int, mix: RequestMix, slo: Slo, share: float
     ) -> bool:
-        """Whether a worker that does both keeps both objectives."""
         streams = self.streams(Role.BOTH, rps, workers, mix)
         if math.isinf(streams):
             return False
@@ -351,7 +346,7 @@ class PerformanceModel:
         return AVERAGING * max(float(ndtri(share)), 0.0) if share > 0.5 else 0.0
 
     def _stream_deviation(self, streams: float, workers: int, mix: RequestMix) -> float:
-        """Return the standard deviation of the streams of one worker in a balanced pool."""
+        """Return the standard deviation of one worker's streams in a balanced pool."""
         if streams <= 0:
             return 0.0
         left = max(1.0 - elasticity(self.decode, max(streams, 1.0), mix.context), 0.05)

@@ -93,10 +93,7 @@ class PromptWork:
         return self.rate_rps * self.mean_s
 
     def variance_s2(self, seconds: np.ndarray, workers: int) -> np.ndarray:
-        """Return the variance of what one of `workers` workers computes in `seconds` seconds.
-
-        Prompts go to the worker with the least to do: they come to each as to one in turn.
-        """
+        """Return the variance of what one of `workers` workers computes in `seconds` seconds."""
         count = self.rate_rps * seconds / workers
         free = 1.0 + (self.arrival_scv - 1.0) / workers
         counts = np.minimum(count * free, count * self.arrival_scv / workers + _IN_TURN)
@@ -106,30 +103,19 @@ class PromptWork:
 
 
 class LengthClasses:
-    """Requests by length.
-
-    Attributes:
-        prompts, computed, outputs: tokens of each class: of prompts, uncached ones, and outputs;
-            shape (classes,).
-        shares: of each class; they add up to 1.
-        osl: mean output tokens.
-        context: mean tokens that a stream holds while it decodes.
-    """
+    """Requests by length, one entry a class; arrays have shape (classes,)."""
 
     def __init__(
         self, prompts: np.ndarray, computed: np.ndarray, outputs: np.ndarray, shares: np.ndarray
     ) -> None:
-        self.prompts, self.computed, self.outputs, self.shares = prompts, computed, outputs, shares
-        self.osl = float(shares @ outputs)
+        self.prompts, self.computed, self.outputs = prompts, computed, outputs  # tokens
+        self.shares = shares  # of the requests; they add up to 1
+        self.osl = float(shares @ outputs)  # mean output tokens
         held = outputs * (prompts + 0.5 * outputs)
-        self.context = float(shares @ held) / self.osl
+        self.context = float(shares @ held) / self.osl  # mean tokens that a stream holds
 
     def mean_and_scv(self, values: np.ndarray) -> tuple[float, float]:
-        """Return the mean of a value that each class has, and its variance over the squared mean.
-
-        Args:
-            values: of the classes, shape (classes,).
-        """
+        """Return the mean of a value over the requests, and its variance over the squared mean."""
         mean = float(self.shares @ values)
         return mean, float(self.shares @ values**2) / mean**2 - 1.0
 
@@ -138,29 +124,17 @@ _NO_PROMPTS = PromptWork()
 
 
 class PoolLoad:
-    """A pool of workers of one kind and role, under a mix of lengths.
-
-    Attributes:
-        arrival_scv: variance of gaps between arrivals over their squared mean.
-        prompt_s: seconds of each class's prompt on one worker; shape (classes,).
-        chunks: of each class's prompt.
-        stalls_s: that each class's prompt takes from the streams of its worker.
-    """
+    """A pool of workers of one kind and role, under a mix of lengths."""
 
     def __init__(
         self, performance: PerformanceModel, role: Role, classes: LengthClasses,
         arrival_scv: float = 1.0,
     ) -> None:  # fmt: skip
-        """Work out the seconds of each class's prompt.
-
-        Args:
-            arrival_scv: variance of gaps between arrivals over their squared mean.
-        """
         self._performance, self._role, self.classes = performance, role, classes
-        self.arrival_scv = arrival_scv
+        self.arrival_scv = arrival_scv  # variance of gaps over their squared mean
         pairs = zip(classes.computed.tolist(), classes.prompts.tolist(), strict=True)
         seconds = [self._seconds(tokens, prompt) for tokens, prompt in pairs]
-        self.prompt_s = np.array(seconds)
+        self.prompt_s = np.array(seconds)  # of each class's prompt on one worker, (classes,)
         transfers_s = performance.transfer_token_s * classes.prompts
         self.overheads_s = performance.overhead_s + transfers_s
         self.chunks = np.ceil(classes.computed / performance.chunk_tokens)
@@ -169,6 +143,7 @@ class PoolLoad:
         counts = doubling(1, performance.max_seqs)
         itl_s = performance.decode.itl_s
         self._steps = [(float(n), itl_s(float(n), classes.context)) for n in counts]
+        # seconds that each class's prompt takes from the streams of its worker
         self.stalls_s = np.maximum(self.prompt_s - self.chunks * self.step_s(1.0), 0.0)
         self._stall = (
             float(classes.shares @ self.stalls_s), float(classes.shares @ self.stalls_s**2)
@@ -178,14 +153,14 @@ class PoolLoad:
         self.max_streams = max(min(float(performance.max_seqs), room), 1.0)
 
     def _fillings_s(self) -> np.ndarray:
-        """Seconds of what fits behind the last chunk of each class's prompt."""
+        """Return seconds of what fits behind the last chunk of each class's prompt."""
         chunk, computed = self._performance.chunk_tokens, self.classes.computed
         room = np.where(computed % chunk > 0, chunk - computed % chunk, 0.0)
         mean = float(self.classes.shares @ computed)
         return np.minimum(room, mean) * (self._mean_s / mean)
 
     def _seconds(self, computed: float, prompt: float) -> float:
-        """Seconds of a prompt's uncached tokens, which attend to the cached ones, too."""
+        """Return seconds of a prompt's uncached tokens, which attend to the cached ones, too."""
         speed = self._performance.prefill
         after_cached_s = speed.seconds(prompt, prompt) - speed.seconds(prompt - computed, prompt)
         return max(speed.seconds(computed, prompt), after_cached_s)
@@ -197,11 +172,7 @@ class PoolLoad:
         return interpolate(self._steps, max(streams, 1.0))
 
     def streams(self, rate_rps: float, workers: int, prompts: PromptWork | None = None) -> float:
-        """Return the mean streams of one worker; infinity where it cannot hold them.
-
-        Args:
-            rate_rps: requests a second.
-        """
+        """Return the mean streams of one worker; infinity where it cannot hold them."""
         rho = self._prompts(rate_rps, prompts).busy / workers
         key = (rate_rps, workers, rho)
         if self._last_streams[0] != key:
@@ -227,7 +198,7 @@ class PoolLoad:
         return self.joining_of(streams)
 
     def joining_of(self, streams: float) -> float:
-        """Return the same where each worker has `streams` streams."""
+        """Return the same where each worker has so many streams."""
         return _JOINING * self.step_s(streams) - self.step_s(1.0)
 
     def mixed_service_s(self, streams: float) -> np.ndarray:
@@ -237,7 +208,6 @@ class PoolLoad:
         return self.prompt_s + more_s + _ALIGNMENT * (1.0 - math.exp(-streams)) * step_s
 
     def _prompts(self, rate_rps: float, prompts: PromptWork | None) -> PromptWork:
-        """What the pool computes of prompts: those it is given, or all where it does both."""
         if prompts is None and self._role is Role.BOTH:
             return PromptWork(rate_rps, *self._stall, self.arrival_scv)
         return prompts or _NO_PROMPTS
@@ -245,10 +215,7 @@ class PoolLoad:
     def _itl(
         self, rate_rps: float, workers: int, prompts: PromptWork | None = None
     ) -> tuple[float, np.ndarray, float]:
-        """Mean ITL, its standard deviation for each class, and the share of requests with a slot.
-
-        Infinity in overload.
-        """
+        """Return mean ITL (infinity in overload), its deviation by class, share with a slot."""
         streams = self.streams(rate_rps, workers, prompts)
         if math.isinf(streams):
             return math.inf, np.zeros(len(self.classes.outputs)), 0.0
@@ -281,7 +248,7 @@ class PoolLoad:
     # --- prefill --------------------------------------------------------------------------------
 
     def _services(self, rate_rps: float, workers: int) -> np.ndarray:
-        """Seconds that each class's prompt takes on its worker; infinity in overload."""
+        """Return seconds of each class's prompt on its worker; infinity in overload."""
         if self._role is Role.PREFILL:
             return self.prompt_s
         streams = self.streams(rate_rps, workers)
@@ -290,7 +257,7 @@ class PoolLoad:
         return self.mixed_service_s(streams)
 
     def _wait(self, rate_rps: float, workers: int, services: np.ndarray) -> tuple[float, float]:
-        """Probability of a wait, and its mean where there is one; infinity in overload."""
+        """Return the probability of a wait, and its mean if there is one; infinity in overload."""
         mean, scv = self.classes.mean_and_scv(services)
         rho = rate_rps * mean / workers
         if not rho < _FULL:
@@ -305,11 +272,9 @@ class PoolLoad:
         ttft_s: float,
         more_s: float = 0.0,
     ) -> float:
-        """Return the share of the pool's prompts whose first token comes within `ttft_s`.
+        """Return the share of prompts whose first token comes within `ttft_s`.
 
         Args:
-            rate_rps: requests a second.
-            ttft_s: seconds to the first token.
             more_s: seconds that it takes elsewhere.
         """
         if not self._role.prefills:
@@ -384,7 +349,6 @@ class PoolLoad:
         return low
 
     def _highest_rps(self, workers: int) -> float:
-        """Return a rate that the pool cannot exceed."""
         rates = []
         if self._role.prefills:
             rates.append(workers / self._mean_s)
@@ -395,7 +359,6 @@ class PoolLoad:
 
 
 def _inverse_gaussian(x: float, mean: float, deviation: np.ndarray) -> np.ndarray:
-    """Return the probability of `x` or less."""
     if x <= 0.0:
         return np.zeros(len(deviation))
     shape = mean**3 / deviation**2

@@ -178,11 +178,10 @@ class SplitLoad:
         )
 
     def _used(self, rate_rps: float, weights: np.ndarray, services_s: np.ndarray) -> float:
-        """Share of the time of decode workers in which they compute prompts."""
+        """Return the share of decode workers' time in which they compute prompts."""
         return min(rate_rps / self._decoders * float(weights @ services_s), _MAX_BUSY)
 
     def _work(self, rate_rps: float, local: np.ndarray) -> PromptWork:
-        """What decode workers compute of prompts."""
         weights = self._prefill.classes.shares * local
         total = float(weights.sum())
         if total <= 0.0:
@@ -195,7 +194,7 @@ class SplitLoad:
     def _limits(
         self, rate_rps: float, mean_s: float, streams: float, work: PromptWork, local: np.ndarray
     ) -> np.ndarray:
-        """Tau of each class."""
+        """Return tau of each class, shape (levels, classes)."""
         first, second, shares = self._prefill, self._decode, self._prefill.classes.shares
         s, z = first.prompt_s, second.stalls_s
         x = first.overheads_s + second.joining_of(streams)
@@ -232,7 +231,7 @@ class SplitLoad:
     def _wait_distribution(
         self, rate_rps: float, limits: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Points of Q, the probability of each or less, and the seconds of Q up to each."""
+        """Return points of Q, the probability of each or less, and the seconds of Q up to each."""
         first, servers = self._prefill, self._servers
         highest = max(float(limits.max()), 1e-6)
         points = np.linspace(0.0, highest, _POINTS)
@@ -277,7 +276,7 @@ class SplitLoad:
         return float(first.classes.shares @ (remote + local))
 
     def _within(self, state: SplitState, left_s: np.ndarray) -> np.ndarray:
-        """Share of each class's prompts that a prefill worker begins within `left_s` seconds."""
+        """Return the share of each class's prompts that a prefill worker begins in `left_s`."""
         begun = _at(np.minimum(left_s, state.limits_s), state.waits_s, state.below)
         return np.where(left_s >= 0.0, begun, 0.0)
 

@@ -20,11 +20,7 @@ class PromptPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class PrefillPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A prefill pool at a load.
-
-    Attributes:
-        ttft_mean_s, ttft_p50_s, ttft_p90_s, ttft_p95_s, ttft_p99_s: from sending to first token.
-    """
+    """A prefill pool at a load; TTFT counts from sending."""
 
     workers: int
     isl_tokens: int
@@ -50,24 +46,18 @@ class DecodePoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class SweepTables(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What `pigou sweep` writes.
-
-    Attributes:
-        kv_tokens, max_seqs, max_batched_tokens: limits of one worker.
-        overhead_s, transfer_token_s: of TTFT besides the prompt: for each request, and for each
-            of its tokens.
-    """
+    """What `pigou sweep` writes."""
 
     source: str  # where it was measured: `simulator` or `live`
     model: str
     gpu: str
     tp: int
     timing: str
-    kv_tokens: int
+    kv_tokens: int  # limits of one worker
     max_seqs: int
     max_batched_tokens: int
-    overhead_s: float
-    transfer_token_s: float
+    overhead_s: float  # of TTFT besides the prompt
+    transfer_token_s: float  # of TTFT for each token of the prompt
     prompts: tuple[PromptPoint, ...]
     prefill: tuple[PrefillPoint, ...] = ()
     decode: tuple[DecodePoint, ...]

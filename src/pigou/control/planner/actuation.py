@@ -34,8 +34,7 @@ class ManagedWorker:
 class ManagedFleet(Protocol):
     """A fleet whose workers can be added, drained, flipped and removed.
 
-    The simulator has one on the virtual clock, the live fleet one of processes and servers. A
-    change is ordered by these calls, and goes on after they return.
+    A change is ordered by these calls, and goes on after they return.
     """
 
     @property
@@ -102,7 +101,6 @@ def carry_out(action: Action, fleet: ManagedFleet, now: int, max_workers: int = 
     """Carry out an action of a planner; return why not, empty where it was.
 
     Args:
-        now: nanoseconds.
         max_workers: of the fleet, in all states; 0 for no limit.
     """
     match action:
@@ -130,8 +128,6 @@ def tenants_limit(
     gets at most its share: ceil(sum of min(N d_t, M s_t)).
 
     Args:
-        max_workers: limit of the fleet, above 0.
-        wanted: workers in all states.
         work: recent load by tenant, in any unit.
         weights: by tenant; 1 for the others.
     """

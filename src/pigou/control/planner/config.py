@@ -19,23 +19,18 @@ _MAX_WORKERS = 10_000
 
 
 class RequestClassConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A class of requests, and its objective.
-
-    Attributes:
-        ttft, itl: latencies as `latency_s` reads them; `tpot` is another name of `itl`.
-        min_prompt_tokens, max_prompt_tokens: range of its prompts, both ends counted.
-    """
+    """A class of requests, and its objective; latencies as `latency_s` reads them."""
 
     name: str
     ttft: float | str = math.inf
     itl: float | str = math.inf
-    tpot: float | str = math.inf
+    tpot: float | str = math.inf  # another name of `itl`
     percentile: float = 95.0  # per cent of its requests that shall be inside both
     weight: float = 1.0  # what a second of its delay counts for
     header: str = ""  # `name=value` of an HTTP header of its requests; "" for any
     key: str = ""  # tenant of its requests; "" for any
     model: str = ""
-    min_prompt_tokens: int = 0
+    min_prompt_tokens: int = 0  # range of its prompts, both ends counted
     max_prompt_tokens: int = 2**62
 
     def __post_init__(self) -> None:
@@ -154,11 +149,7 @@ class PlannerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     @property
     def objective(self) -> Slo | None:
-        """What `slo` says; None without one.
-
-        Raises:
-            ConfigError: it is not understood.
-        """
+        """The objective of `slo`; None without one."""
         try:
             return Slo.parse(self.slo) if self.slo else None
         except ConfigError as error:
@@ -171,11 +162,7 @@ class PlannerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     @property
     def objectives(self) -> Objectives:
-        """What `slo` and `classes` say.
-
-        Raises:
-            ConfigError: `slo` is not understood.
-        """
+        """The objectives of `slo` and `classes`."""
         return Objectives(self.objective, self.workload_classes)
 
 

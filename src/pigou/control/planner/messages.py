@@ -61,39 +61,28 @@ Action: TypeAlias = (
 
 
 class LoadForecast(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The load of a model that was planned for.
-
-    Attributes:
-        low_rps, high_rps: interval of the forecast.
-        isl, osl: mean tokens of prompt and output.
-    """
+    """The load of a model that was planned for."""
 
     model: str
     rps: float  # requests a second, as observed
     planned_rps: float  # that the plan is made for, at the time when a start would be ready
-    low_rps: float
+    low_rps: float  # interval of the forecast
     high_rps: float
-    isl: float
+    isl: float  # mean tokens of prompt and output
     osl: float
     hit_rate: float = 0.0  # share of prompt tokens that is cached
 
 
 class PoolPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What was decided for one pool, and why.
-
-    Attributes:
-        ready, pending: workers that serve, and that are on their way and count as supply.
-        ttft_s, itl_s: predicted for `wanted`, at the objective's percentile; None as above.
-    """
+    """What was decided for one pool, and why; None where the planner has no model of it."""
 
     pool: str
-    ready: int
-    pending: int
+    ready: int  # workers that serve
+    pending: int  # workers on their way, which count as supply
     wanted: int  # workers that it should have
-    # requests a second that `wanted` workers serve inside the objective; None where the planner has
-    # no model of it.
+    # requests a second that `wanted` workers serve inside the objective.
     capacity_rps: float | None = None
-    ttft_s: float | None = None
+    ttft_s: float | None = None  # predicted for `wanted`, at the objective's percentile
     itl_s: float | None = None
     utilisation: float | None = None  # share of time that its servers are busy then
     value: float | None = None  # of one more worker: weighted seconds of delay saved a second

@@ -58,10 +58,7 @@ class Planner(Protocol):
         ...
 
     def tick(self, now_ns: int) -> PlannerDecision:
-        """Return what to do now. What was returned before shows in the next window's pools.
-
-        Without a window since the last tick, it returns no actions.
-        """
+        """Return what to do now; no actions without a window since the last tick."""
         ...
 
 
@@ -70,12 +67,8 @@ def load(
 ) -> Planner:
     """Return a new planner by its name in the entry point group `pigou.planner`.
 
-    Args:
-        params: its parameters by name; those left out keep their defaults.
-
     Raises:
-        ConfigError: there is none of that name (the message lists those that there are), it has
-            no such parameter, or a value does not fit.
+        ConfigError: there is none of that name, it has no such parameter, or a value does not fit.
     """
     kind = named(GROUP, name, "planner")
     values = dict(params or {})
@@ -107,11 +100,7 @@ class PoolProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class PlannerStarted(Message, frozen=True, kw_only=True):
-    """All that a planner is made of: `make` makes the same one again.
-
-    Attributes:
-        budget, times: as of `PlannerSetup`.
-    """
+    """All that a planner is made of: `make` makes the same one again."""
 
     planner: str  # its name under `pigou.planner`
     params: dict[str, Any] = msgspec.field(default_factory=dict)
@@ -146,10 +135,7 @@ class PlannerStarted(Message, frozen=True, kw_only=True):
 
 
 def decide(planner: Planner, window: PlannerWindow) -> PlannerDecision:
-    """Let a planner observe a window, and return what it decides at its end.
-
-    A planner that looks at its setup alone returns the same of the same windows.
-    """
+    """Let a planner observe a window, and return what it decides at its end."""
     planner.observe(window)
     return planner.tick(window.now_ns)
 

@@ -27,11 +27,7 @@ _EARLY = 0.01
 
 
 class WindowHistory:
-    """The windows of the last seconds.
-
-    Args:
-        seconds: that are kept; at least one window is.
-    """
+    """The windows of the last `seconds`, at least one."""
 
     def __init__(self, seconds: float) -> None:
         self._ns = int(seconds * SECOND)

@@ -62,9 +62,6 @@ class ArrivalRate(CalibratedPredictor):
     by the dispersion of the counts where that is above 1 (arrivals that cluster). At an alarm, bins
     before the likeliest split are dropped. A step by a factor r after a long history is found
     after about h / (log r - 1 + 1 / r) arrivals of the new rate.
-
-    Attributes:
-        alarms: changes so far.
     """
 
     Params: ClassVar[type[PredictorParams]] = ArrivalParams
@@ -81,7 +78,7 @@ class ArrivalRate(CalibratedPredictor):
         self._rate = 0.0
         self._effective_s = 0.0
         self._dispersion = Dispersion()
-        self.alarms = 0
+        self.alarms = 0  # changes so far
 
     @property
     def threshold(self) -> float:
@@ -180,13 +177,10 @@ class Dispersion:
     d = (n s' - n' s)^2 / (s s' (n + n')), of n arrivals in s seconds after n' in s', has mean 1 for
     Poisson counts of one rate, and a slow drift hardly moves it (von Neumann 1941). One d counts
     for at most nine times the mean of earlier ones, so a step is no dispersion.
-
-    Attributes:
-        value: exponentially weighted mean of d.
     """
 
     def __init__(self) -> None:
-        self.value = 1.0
+        self.value = 1.0  # exponentially weighted mean of d
         self._last: tuple[float, float] | None = None
         self._share = 1.0 - 0.5 ** (1.0 / _DISPERSION_HALF_LIFE)
 
@@ -205,9 +199,7 @@ def likelihood_ratio(newer: float, new_s: float, older: float, old_s: float) -> 
 
     Args:
         newer: arrivals in the last `new_s` seconds.
-        new_s: above 0.
         older: arrivals in the `old_s` seconds before.
-        old_s: above 0.
     """
     total, span = newer + older, new_s + old_s
     ratio = 0.0

@@ -72,11 +72,7 @@ class PredictorParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
 
 def check_counts(params: msgspec.Struct, minimum: int, *names: str) -> None:
-    """Check that fields are from `minimum` to a million.
-
-    Raises:
-        ConfigError: one is not.
-    """
+    """Refuse fields that are not from `minimum` to a million, with a ConfigError."""
     for name in names:
         value = getattr(params, name)
         if not minimum <= value <= 1_000_000:
@@ -84,11 +80,7 @@ def check_counts(params: msgspec.Struct, minimum: int, *names: str) -> None:
 
 
 def check_positive(params: msgspec.Struct, *names: str) -> None:
-    """Check that fields are above 0 and finite.
-
-    Raises:
-        ConfigError: one is not.
-    """
+    """Refuse fields that are not finite and above 0, with a ConfigError."""
     for name in names:
         value = getattr(params, name)
         if not 0.0 < value < math.inf:
@@ -99,8 +91,8 @@ def load(name: str, params: Mapping[str, Any] | None = None) -> LoadPredictor:
     """Return a new predictor by its name in the entry point group `pigou.predictor`.
 
     Raises:
-        ConfigError: there is none of that name (the message lists those that there are), it has
-            no such parameter, a value does not fit, or a library of it is not installed.
+        ConfigError: there is none of that name, it has no such parameter, a value does not fit, or
+            a library that it needs is not installed.
     """
     kind = named(GROUP, name, "load predictor")
     own = read_struct(f"load predictor {name}", kind.Params, dict(params or {}))
@@ -158,10 +150,7 @@ class ErrorQuantiles:
         return low + share * (low2 - low), high + share * (high2 - high)
 
     def _scaled(self, index: int, scale: float) -> tuple[float, float]:
-        """Return the bounds at one horizon; where it has no errors, those of the one below it.
-
-        Errors are then taken to add up like a random walk, with the square root of the steps.
-        """
+        """Return the bounds at one horizon; without errors, a random walk's from one below."""
         while not self._errors[index] and index > 0:
             scale *= math.sqrt(HORIZONS[index] / HORIZONS[index - 1])
             index -= 1
@@ -225,11 +214,7 @@ class CalibratedPredictor:
         self._quantiles.record(means)
 
     def forecast(self, steps: int = 1) -> Forecast:
-        """Return the load `steps` intervals ahead.
-
-        Raises:
-            ValueError: `steps` is below 1.
-        """
+        """Return the load `steps` intervals ahead, at least 1."""
         if steps < 1:
             raise ValueError(f"steps is {steps}; it must be at least 1")
         if not self._ready:
