@@ -28,25 +28,19 @@ PRIOR_TRANSFER = (0.005, 1e-6)
 #: Prior of a remote KV fetch: seconds apart from its tokens, and of each token.
 PRIOR_FETCH = (0.005, 1e-6)
 _LAW = ("a", "b", "d", "n_sat", "beta", "floor")
-#: Names of the rows of `Estimates.table`, in order.
-ROWS = (
-    "prefill_base", "prefill_token", "transfer_base", "transfer_token", "arrivals", "busy",
-    *_LAW, "interference_base", "interference_token", "mean_prefill", "arrival_cv2",
-    "prefill_cv2", "prefill_pair", "prefill_per_token", "fetch_base", "fetch_token",
-    "fleet_arrivals", "context_token", "mean_context",
-)  # fmt: skip
-#: The same for kernels.
+#: Rows of `Estimates.table`.
 (
     PREFILL_BASE, PREFILL_TOKEN, TRANSFER_BASE, TRANSFER_TOKEN, ARRIVALS, BUSY,
     ITL_A, ITL_B, ITL_D, ITL_N_SAT, ITL_BETA, ITL_FLOOR, INTERFERENCE_BASE, INTERFERENCE_TOKEN,
     MEAN_PREFILL, ARRIVAL_CV2, PREFILL_CV2, PREFILL_PAIR, PREFILL_PER_TOKEN, FETCH_BASE,
     FETCH_TOKEN, FLEET_ARRIVALS, CONTEXT_TOKEN, MEAN_CONTEXT,
-) = range(len(ROWS))  # fmt: skip
+) = range(24)  # fmt: skip
+ROWS = 24
 
 
 def prior_column(law: LatencyLaw = PRIOR_LAW) -> Numbers:
-    """Return the prior of one worker, in the order of `ROWS`, shape (24,)."""
-    column = np.zeros(len(ROWS))
+    """Return the prior of one worker, shape (24,)."""
+    column = np.zeros(ROWS)
     column[PREFILL_BASE], column[PREFILL_TOKEN] = PRIOR_PREFILL
     column[TRANSFER_BASE], column[TRANSFER_TOKEN] = PRIOR_TRANSFER
     column[ITL_A : ITL_FLOOR + 1] = [min(getattr(law, name), _FAR) for name in _LAW]
@@ -62,9 +56,7 @@ def pairs(tokens: Any, prompt: Any) -> Any:
     return tokens * (prompt - 0.5 * tokens)
 
 
-def _row(name: str) -> property:
-    index = ROWS.index(name)
-
+def _row(index: int) -> property:
     def read(self: Estimates) -> Numbers:
         row: Numbers = self.table[index]
         return row
@@ -76,34 +68,35 @@ def _row(name: str) -> property:
 class Estimates:
     """Speeds of the workers; each name below is a view of shape (workers,), mostly in seconds."""
 
-    table: Numbers  # all of them, by the names in `ROWS`, shape (24, workers)
+    table: Numbers  # all of them, by the names above, shape (24, workers)
     # between the hosts of the workers; None where they are not known.
     links: LinkTable | None = None
 
-    prefill_base = _row("prefill_base")  # of a prompt apart from its tokens
-    prefill_token = _row("prefill_token")  # of each uncached token of a prompt
-    transfer_base = _row("transfer_base")  # from remote prefill's end to first token, tokens apart
-    transfer_token = _row("transfer_token")  # of each transferred token
-    arrivals = _row("arrivals")  # prompts a second that are sent here to be computed
-    busy = _row("busy")  # share of its time that it computes prompts, 0 to under 1
-    a = _row("a")  # a to floor: the law of its ITL (`LatencyLaw`), streams holding as much as most;
-    b = _row("b")  # a law without a pole has a far one
-    d = _row("d")
-    n_sat = _row("n_sat")
-    beta = _row("beta")
-    floor = _row("floor")
-    interference_base = _row("interference_base")  # that a prompt takes from streams, tokens apart
-    interference_token = _row("interference_token")  # that each uncached token takes from streams
-    mean_prefill = _row("mean_prefill")  # of a prompt of mean length alone
-    arrival_cv2 = _row("arrival_cv2")  # variance of the fleet's gaps over squared mean
-    prefill_cv2 = _row("prefill_cv2")  # the same of the seconds of its prompts
-    prefill_pair = _row("prefill_pair")  # of each pair of a token and one before it (`pairs`)
-    prefill_per_token = _row("prefill_per_token")  # of an uncached token in the mean, with pairs
-    fetch_base = _row("fetch_base")  # of a fetch from another's cache, tokens apart; fleet-wide
-    fetch_token = _row("fetch_token")  # of each fetched token, likewise
-    fleet_arrivals = _row("fleet_arrivals")  # prompts a second that come to the whole fleet
-    context_token = _row("context_token")  # that each token held by streams adds to a step
-    mean_context = _row("mean_context")  # tokens that a stream holds in the mean
+    prefill_base = _row(PREFILL_BASE)  # of a prompt apart from its tokens
+    prefill_token = _row(PREFILL_TOKEN)  # of each uncached token of a prompt
+    transfer_base = _row(TRANSFER_BASE)  # from remote prefill's end to first token, tokens apart
+    transfer_token = _row(TRANSFER_TOKEN)  # of each transferred token
+    arrivals = _row(ARRIVALS)  # prompts a second that are sent here to be computed
+    busy = _row(BUSY)  # share of its time that it computes prompts, 0 to under 1
+    # The law of its ITL (`LatencyLaw`), streams holding as much as most; a missing pole is far.
+    a = _row(ITL_A)
+    b = _row(ITL_B)
+    d = _row(ITL_D)
+    n_sat = _row(ITL_N_SAT)
+    beta = _row(ITL_BETA)
+    floor = _row(ITL_FLOOR)
+    interference_base = _row(INTERFERENCE_BASE)  # that a prompt takes from streams, tokens apart
+    interference_token = _row(INTERFERENCE_TOKEN)  # that each uncached token takes from streams
+    mean_prefill = _row(MEAN_PREFILL)  # of a prompt of mean length alone
+    arrival_cv2 = _row(ARRIVAL_CV2)  # variance of the fleet's gaps over squared mean
+    prefill_cv2 = _row(PREFILL_CV2)  # the same of the seconds of its prompts
+    prefill_pair = _row(PREFILL_PAIR)  # of each pair of a token and one before it (`pairs`)
+    prefill_per_token = _row(PREFILL_PER_TOKEN)  # of an uncached token in the mean, with pairs
+    fetch_base = _row(FETCH_BASE)  # of a fetch from another's cache, tokens apart; fleet-wide
+    fetch_token = _row(FETCH_TOKEN)  # of each fetched token, likewise
+    fleet_arrivals = _row(FLEET_ARRIVALS)  # prompts a second that come to the whole fleet
+    context_token = _row(CONTEXT_TOKEN)  # that each token held by streams adds to a step
+    mean_context = _row(MEAN_CONTEXT)  # tokens that a stream holds in the mean
 
     @classmethod
     def prior(cls, workers: int, law: LatencyLaw = PRIOR_LAW) -> Self:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+import pigou.control.latency_model.estimates as fields
 from pigou.control.latency_model.affine_fit import AffineFit, FetchFit
 from pigou.control.latency_model.demand import (
     RATE_S,
@@ -18,27 +19,10 @@ from pigou.control.latency_model.demand import (
     decay_rates,
 )
 from pigou.control.latency_model.estimates import (
-    ARRIVAL_CV2,
-    CONTEXT_TOKEN,
-    FETCH_BASE,
-    FETCH_TOKEN,
-    INTERFERENCE_BASE,
-    INTERFERENCE_TOKEN,
-    ITL_A,
-    MEAN_CONTEXT,
-    MEAN_PREFILL,
     MIN_SLOPE,
-    PREFILL_BASE,
-    PREFILL_CV2,
-    PREFILL_PAIR,
-    PREFILL_PER_TOKEN,
-    PREFILL_TOKEN,
     PRIOR_LAW,
     PRIOR_PREFILL,
     PRIOR_TRANSFER,
-    ROWS,
-    TRANSFER_BASE,
-    TRANSFER_TOKEN,
     Estimates,
     fill,
     pairs,
@@ -367,28 +351,31 @@ class LatencyModel:
         law, prefill_alone = self._itl_law(), self._prefill_alone(now)
         column, min_slope = prior_column(law), MIN_SLOPE * law(1.0)
         if self._prefill.observed:
-            column[PREFILL_BASE], column[PREFILL_TOKEN] = self._prefill.law
+            column[fields.PREFILL_BASE], column[fields.PREFILL_TOKEN] = self._prefill.law
         if self._transfer.observed:
             base, token = self._transfer.law
             if self._longest_transfer < _SHORT:
                 base, token = base + token * self._longest_transfer, PRIOR_TRANSFER[1]
-            column[TRANSFER_BASE], column[TRANSFER_TOKEN] = base, token
-        column[FETCH_BASE], column[FETCH_TOKEN] = self._fetch.law
-        column[PREFILL_PAIR] = self._prefill.pair
-        column[PREFILL_PER_TOKEN] = column[PREFILL_TOKEN]
-        column[PREFILL_PER_TOKEN] += self._prefill.pair * self._prompts.pairs_per_token
-        column[INTERFERENCE_BASE], column[INTERFERENCE_TOKEN] = self._interference_law(
-            prefill_alone, law
+            column[fields.TRANSFER_BASE], column[fields.TRANSFER_TOKEN] = base, token
+        column[fields.FETCH_BASE], column[fields.FETCH_TOKEN] = self._fetch.law
+        column[fields.PREFILL_PAIR] = self._prefill.pair
+        column[fields.PREFILL_PER_TOKEN] = column[fields.PREFILL_TOKEN]
+        column[fields.PREFILL_PER_TOKEN] += self._prefill.pair * self._prompts.pairs_per_token
+        column[fields.INTERFERENCE_BASE], column[fields.INTERFERENCE_TOKEN] = (
+            self._interference_law(prefill_alone, law)
         )
         context_token, mean_context = self._itl.held_s, self._context.mean
-        column[CONTEXT_TOKEN], column[MEAN_CONTEXT] = context_token, mean_context
-        column[ITL_A] += context_token * mean_context
-        column[ARRIVAL_CV2] = self._gaps.cv2
-        prompt = [column.item(row) for row in (PREFILL_BASE, PREFILL_TOKEN, PREFILL_PAIR)]
-        column[MEAN_PREFILL] = self._prompts.mean(*prompt)
-        column[PREFILL_CV2] = self._prompts.cv2(*prompt)
+        column[fields.CONTEXT_TOKEN], column[fields.MEAN_CONTEXT] = context_token, mean_context
+        column[fields.ITL_A] += context_token * mean_context
+        column[fields.ARRIVAL_CV2] = self._gaps.cv2
+        prompt = [
+            column.item(row)
+            for row in (fields.PREFILL_BASE, fields.PREFILL_TOKEN, fields.PREFILL_PAIR)
+        ]
+        column[fields.MEAN_PREFILL] = self._prompts.mean(*prompt)
+        column[fields.PREFILL_CV2] = self._prompts.cv2(*prompt)
         prefill, transfer, itl = (factors.factors(now) for factors in self._factors)
-        estimates = Estimates(np.empty((len(ROWS), len(self._rate))), self._links.table(now))
+        estimates = Estimates(np.empty((fields.ROWS, len(self._rate))), self._links.table(now))
         common = (prefill[0], transfer[0], itl[0])
         fill(estimates.table, column, prefill[1], transfer[1], itl[1], common, min_slope)
         self._mean_prefill = estimates.mean_prefill

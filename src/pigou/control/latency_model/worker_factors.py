@@ -68,11 +68,11 @@ class WorkerFactors:
         """Add a worker; its row is the last."""
         fresh = (0.0, 0.0, 4 * _MIN_VARIANCE, 0)
         columns = zip(self._evidence, fresh, strict=True)
-        self._set(Evidence(*(np.append(column, value) for column, value in columns)))
+        self._set(Evidence._make(np.append(column, value) for column, value in columns))
 
     def remove_worker(self, row: int) -> None:
         """Remove a worker."""
-        self._set(Evidence(*(np.delete(column, row) for column in self._evidence)))
+        self._set(Evidence._make(np.delete(column, row) for column in self._evidence))
 
     def observe(self, row: int, ratio: float, now: int, trust: float = 1.0) -> None:
         """Add that worker `row` took `ratio` times what the common law says, above 0.
