@@ -9,12 +9,9 @@ class FailureMode(msgspec.Struct, frozen=True, kw_only=True):
     """One way in which a fleet fails to serve well.
 
     Texts may name limits in braces (`{kv_usage:.0%}`); `text` puts their values in.
-
-    Attributes:
-        number, name: 1 to 19, as the literature counts them; in lower case.
     """
 
-    number: int
+    number: int  # 1 to 19, as the literature counts them; in lower case
     name: str
     symptom: str
     cause: str
@@ -45,18 +42,14 @@ class ModeEvidence(msgspec.Struct, frozen=True):
 
 
 class ModeFinding(msgspec.Struct, frozen=True, kw_only=True):
-    """A failure mode that a series of windows shows.
-
-    Attributes:
-        from_s, to_s: the windows that show it.
-    """
+    """A failure mode that a series of windows shows."""
 
     number: int
     mode: str
     # low, medium or high: the signal lasted just as long as it must, twice, or four times as long;
     # what cannot be mistaken is high.
     confidence: str
-    from_s: float
+    from_s: float  # the windows that show it
     to_s: float
     evidence: tuple[ModeEvidence, ...]
     follows_from: int = 0  # number of the finding that it follows from; 0 for none

@@ -21,14 +21,10 @@ _MIN_TOKENS, _MIN_SHARE = 32, 0.2
 
 
 class PrefixGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """Prompts that begin alike, and diverge in the same block.
-
-    Attributes:
-        block, token: the first diverging block, and its first token, from 0.
-    """
+    """Prompts that begin alike, and diverge in the same block."""
 
     prompts: int
-    block: int
+    block: int  # the first diverging block, and its first token, from 0
     token: int
     text: str = ""  # of that block in one of them; "" where the prompts have no text
     # share of the tokens behind that block that recur; None where blocks are known by the hash of

@@ -17,12 +17,7 @@ from pigou.gateway.api.page import APIPages
 from pigou.gateway.auth.guard import PageRules, add_cors, check_browser, guard
 from pigou.gateway.gateway import Gateway
 from pigou.gateway.loop_watch import LoopWatch
-from pigou.wire.connections import (
-    ConnectionLimits,
-    Factory,
-    close_old_streams,
-    tell_request_id,
-)
+from pigou.wire.connections import ConnectionLimits, Factory, close_old_streams, tell_request_id
 
 _log = logging.getLogger("pigou.gateway")
 _BACKLOG = 4096
@@ -93,7 +88,6 @@ class GatewayServer:
     """
 
     def __init__(self, gateway: Gateway, shutdown_s: float = 5.0) -> None:
-        """Prepare; on `stop`, requests under way have `shutdown_s` seconds to finish."""
         self._gateway = gateway
         self._shutdown_s = shutdown_s
         self._runner = web.AppRunner(build(gateway), handler_cancellation=True, access_log=None)

@@ -13,16 +13,7 @@ from pigou.wire.errors import REQUEST_FAILED, SUSPECT, APIError
 
 
 class WorkerFailed(Exception):
-    """A worker could not serve a request; another one may.
-
-    Attributes:
-        reason: one word for the metrics: connect, broke, down, drained, garbage,
-            refused, error, abort.
-        workers: ids of those that are not to be asked again first.
-        status: HTTP status that the worker answered with, 0 when it did not answer.
-        body: what it answered, empty when nothing useful.
-        fate: returns how the worker ended, if it did; None where that cannot be asked.
-    """
+    """A worker could not serve a request; another one may."""
 
     def __init__(
         self,
@@ -35,11 +26,12 @@ class WorkerFailed(Exception):
         fate: Callable[[], Awaitable[WorkerEnd]] | None = None,
     ) -> None:
         super().__init__(message)
+        # one word for the metrics: connect, broke, down, drained, garbage, refused, error, abort
         self.reason = reason
-        self.workers = workers
-        self.status = status
+        self.workers = workers  # ids of those that are not to be asked again first
+        self.status = status  # HTTP status that the worker answered with, 0 when it did not answer
         self.body = body
-        self.fate = fate
+        self.fate = fate  # returns how the worker ended, if it did; None where that cannot be asked
 
     @property
     def may_be_death(self) -> bool:
@@ -49,16 +41,11 @@ class WorkerFailed(Exception):
 
 
 class Rejected(Exception):
-    """A worker refused a request for what is in it; every worker would.
-
-    Attributes:
-        status: HTTP status, 4xx; 500 where its content made the engine fail.
-        body: the worker's answer, JSON.
-    """
+    """A worker refused a request for what is in it; every worker would."""
 
     def __init__(self, status: int, body: bytes) -> None:
         super().__init__(f"the worker answered {status}")
-        self.status = status
+        self.status = status  # HTTP status, 4xx; 500 where its content made the engine fail
         self.body = body
 
 

@@ -104,11 +104,7 @@ def registry_families(status: RegistryStatus) -> Iterator[Metric]:
 
 
 class WorkerRow(msgspec.Struct, kw_only=True):
-    """A worker's row, as the supervisor of the fleet knows it.
-
-    Attributes:
-        host, rack, zone: labels of its node; empty where they are not known.
-    """
+    """A worker's row, as the supervisor of the fleet knows it."""
 
     id: str  # name in the fleet
     url: str  # base address; empty while it has none
@@ -124,7 +120,7 @@ class WorkerRow(msgspec.Struct, kw_only=True):
     note: str = ""  # why it is not up
     last_end: str = ""  # why it went down the last time; empty while it never has
     gaps: int = 0  # times that KV events were missed for good
-    host: str = ""
+    host: str = ""  # labels of its node; empty where they are not known
     rack: str = ""
     zone: str = ""
     model: str = ""  # that it serves; empty while that is not known
@@ -149,9 +145,6 @@ class FleetStatus:
     """Joins what the supervisor, the control plane and the upstreams know of the workers.
 
     `tokens_per_second` is measured between two looks at least half a second apart.
-
-    Attributes:
-        rows: what the supervisor of the fleet says of its workers.
     """
 
     def __init__(self, plane_driver: PlaneDriver, rows: Rows) -> None:
@@ -253,7 +246,6 @@ class ModelsStatus:
     """The tables of all models as one: rows of workers, sums, and the figures of each model."""
 
     def __init__(self, tables: Mapping[str, tuple[FleetStatus, Sequence[str]]]) -> None:
-        """Take the tables; at least one."""
         self.tables = dict(tables)
 
     def rows(self) -> list[WorkerRow]:

@@ -26,9 +26,6 @@ _MAX_WAITING_BYTES = 64 * 2**20
 class Journal:
     """Appends a run to a file. Whatever goes wrong with the file ends the journal, with a warning,
     and never the gateway.
-
-    Attributes:
-        failed: why it ended early; empty while it goes on.
     """
 
     def __init__(self, path: Path, config: ControlConfig) -> None:
@@ -42,7 +39,7 @@ class Journal:
             ConfigError: it cannot be opened.
         """
         self.path = path
-        self.failed = ""
+        self.failed = ""  # why it ended early; empty while it goes on
         self._lines: deque[bytes] = deque()
         self._put_bytes = 0  # written by the event loop alone
         self._done_bytes = 0  # written by the thread alone

@@ -35,9 +35,6 @@ class GatewayModel:
 
     Attributes:
         name: that it was declared with; empty where the workers say it.
-        aliases: further names of it.
-        plane_driver: of its workers; no other model has any of them.
-        fleet_status: the table of its workers.
         overflow: where requests go that it cannot serve now; None for nowhere.
     """
 
@@ -45,7 +42,6 @@ class GatewayModel:
         self, plane_driver: PlaneDriver, metrics: Metrics, fleet_status: FleetStatus,
         name: str = "", aliases: Sequence[str] = (), overflow: Overflow | None = None,
     ) -> None:  # fmt: skip
-        """Take the parts; arguments are as the attributes."""
         self.name, self.aliases, self.overflow = name, tuple(aliases), overflow
         self.plane_driver, self.metrics, self.fleet_status = plane_driver, metrics, fleet_status
         plane_driver.timed = metrics.decision.observe
@@ -160,13 +156,9 @@ class ModelRouting:
 
     One model without a declared name takes requests without `model`, and has the name that its
     workers report. Declared models are the only ones there are.
-
-    Attributes:
-        models: at least one, in order.
     """
 
     def __init__(self, models: Sequence[GatewayModel]) -> None:
-        """Take the models; several of them are declared, no two with a name in common."""
         self.models = tuple(models)
         self._by_name = {
             name: model for model in models if model.name for name in (model.name, *model.aliases)

@@ -26,14 +26,7 @@ _STATES = tuple(WorkerState)
 
 
 class PlanStatus:
-    """What `/plan`, the page and the metrics show of the planner.
-
-    Attributes:
-        max_workers: that it may have; 0 for no limit.
-        failures: times that it raised.
-        moves: actions that were carried out, by kind.
-        latest: its last decision; None before the first.
-    """
+    """What `/plan`, the page and the metrics show of the planner."""
 
     def __init__(
         self, meter: RequestMeter, meters: Mapping[str, RequestMeter] | None = None
@@ -45,7 +38,7 @@ class PlanStatus:
             meters: one for each of several models, by name; `meter` is the first of them.
         """
         self.planner = ""
-        self.max_workers = 0
+        self.max_workers = 0  # that it may have; 0 for no limit
         self.failures = 0
         self.moves: Counter[str] = Counter()
         self.latest: PlannerDecision | None = None

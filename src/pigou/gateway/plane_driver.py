@@ -65,15 +65,11 @@ class LocalPrefill(NamedTuple):
 
 
 class PrefillDropped(Exception):
-    """A queued prompt is not computed, and is not to be tried again.
-
-    Attributes:
-        expired: whether no worker claimed it in time; else those that did failed.
-    """
+    """A queued prompt is not computed, and is not to be tried again."""
 
     def __init__(self, message: str, *, expired: bool) -> None:
         super().__init__(message)
-        self.expired = expired
+        self.expired = expired  # whether no worker claimed it in time; else those that did failed
 
 
 class GatewayPrefillQueue(Protocol):
@@ -114,22 +110,7 @@ class Interruptible(Protocol):
 
 
 class PlaneDriver:
-    """Turns decisions into futures, and events into observations.
-
-    Attributes:
-        plane: the control plane; nobody else calls it.
-        upstreams: by id, of the workers that are up.
-        background: runs what must not end.
-        prompts: tokenizes; None leaves the length of prompts a guess.
-        shed: requests refused so far.
-        repeated: prompts that came again after an attempt that was not served.
-        timed: called with the seconds that each request's first decision took.
-        meter: counts what clients offer and get.
-        prefill_queue: that prefill workers pull from; None where they are sent prompts.
-        peers_health: returns what is known of other gateways; None without a bus to them.
-        joining: held while a worker is compared with the others, and comes up.
-        compiled: set while the plane's kernels are there; nobody is to run it otherwise.
-    """
+    """Turns decisions into futures, and events into observations."""
 
     def __init__(
         self,
@@ -156,18 +137,24 @@ class PlaneDriver:
         self._recorded: PlaneCalls = (
             plane if journal is None else JournalRecorder(plane, journal.write)
         )
-        self.upstreams: dict[str, Upstream] = {}
+        self.upstreams: dict[str, Upstream] = {}  # by id, of the workers that are up
+        # held while a worker is compared with the others, and comes up
         self.joining = asyncio.Lock()
         self._hosts: dict[str, str] = {}  # of workers that are gone, too
         self._served_model = model
         self.meter = RequestMeter(objectives or Objectives(), self._model)
         self.shed = 0
+        # prompts that came again after an attempt that was not served
         self.repeated = RepeatedPrompts()
+        # returns what is known of other gateways; None without a bus to them
         self.peers_health: Callable[[], dict[str, Any]] | None = None
+        # that prefill workers pull from; None where they are sent prompts
         self.prefill_queue: GatewayPrefillQueue | None = None
+        # set while the plane's kernels are there; nobody is to run it otherwise
         self.compiled: asyncio.Event = asyncio.Event() if sibling is None else sibling.compiled
         if sibling is None:
             self.compiled.set()
+        # called with the seconds that each request's first decision took
         self.timed: Callable[[float], None] = _ignore
         self._queued: dict[str, asyncio.Future[Route | Shed]] = {}
         self._relays: dict[str, tuple[Relay, int]] = {}

@@ -21,11 +21,7 @@ PARTS = ("whole", "routing", "prefill_decode", "queueing")
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """Prices of one worker at its present load, in seconds.
-
-    Attributes:
-        poa_low, poa_high: ends of its interval.
-    """
+    """Prices of one worker at its present load, in seconds."""
 
     worker: str  # its id
     toll: float  # what one more stream of expected length would cost those that run there
@@ -39,7 +35,7 @@ class Price:
     # NaN where it had none.
     poa: float
     rho: float  # active blocks over device blocks; NaN where it did not say how many it has
-    poa_low: float = math.nan
+    poa_low: float = math.nan  # ends of its interval
     poa_high: float = math.nan
 
 
@@ -99,11 +95,7 @@ def game_view(status: Status) -> dict[str, Any]:
 
 
 def _split(estimate: PoAEstimate) -> dict[str, Any] | None:
-    """Return the better split, and what it would gain.
-
-    `gain` is a ratio as all of the Price of Anarchy; the split is `certain` where even the lower
-    end of its interval is above 1.
-    """
+    """Return the better split, and what it would gain."""
     split = estimate.split
     if split is None:
         return None

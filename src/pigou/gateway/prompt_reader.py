@@ -38,8 +38,6 @@ class PromptTokenizer:
     """A tokenizer and its chat template.
 
     Attributes:
-        template: for chats; None where the model has none.
-        version: digest of the template; empty where there is none.
         allow_special_tokens: what clients type in chats may become special tokens.
     """
 
@@ -49,8 +47,8 @@ class PromptTokenizer:
         self, tokenizer: Tokenizer, template: ChatTemplate | None, version: str = ""
     ) -> None:
         self.tokenizer = tokenizer
-        self.template = template
-        self.version = version
+        self.template = template  # for chats; None where the model has none
+        self.version = version  # digest of the template; empty where there is none
 
     @classmethod
     def load(cls, folder: Path) -> PromptTokenizer:
@@ -226,7 +224,6 @@ class PromptReader:
     def __init__(
         self, tokenizer: PromptTokenizer | None = None, *, allow_special_tokens: bool = False
     ) -> None:
-        """Begin; `tokenizer` is used in place of what workers name."""
         self._special = allow_special_tokens
         self._tokenizer = self._ready(tokenizer)
         self._modes: dict[str, tuple[TokenizationMode, TokenizationMode]] = {}

@@ -34,17 +34,13 @@ class RequestMeter:
     Refused and failed requests are offered ones; bad ones (4xx) are not, nor are those above the
     limits of their own key. A request whose client left counts by what it got until then. Where it
     got nothing, it counts as outside once the objective of TTFT has passed, and else not at all.
-
-    Attributes:
-        model: returns the name of the served model.
-        is_windowed: whether requests are remembered for `take`.
     """
 
     def __init__(self, objectives: Objectives, model: Callable[[], str] = str) -> None:
         self.objectives = objectives
         self.attainment = AttainmentCounter(objectives)
         self.model = model
-        self.is_windowed = False
+        self.is_windowed = False  # whether requests are remembered for `take`
         self._header_names = {
             entry.header.partition("=")[0] for entry in objectives.classes if entry.header
         }
@@ -158,10 +154,7 @@ class RequestMeter:
         if not self.objectives.known:
             return None
         recent = {
-            class_label(name): {
-                "offered": count,
-                "attained": inside / count if count else None,
-            }
+            class_label(name): {"offered": count, "attained": inside / count if count else None}
             for name, (count, inside) in self.recent().items()
         }
         return self.attainment.document() | {"recent": recent}

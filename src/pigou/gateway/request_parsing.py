@@ -222,10 +222,7 @@ def _chat_size(fields: BodyFields) -> int:
 
 
 def _portable(fields: BodyFields, body: Body) -> bool:
-    """Whether prompt and tokens so far are all that the rest of the reply depends on.
-
-    A field that the gateway does not know may mean anything, so it makes a request unportable.
-    """
+    """Whether prompt and tokens so far are all that the rest of the reply depends on."""
     return body.keys() <= _KNOWN and not (
         fields.stop
         or fields.presence_penalty

@@ -17,17 +17,11 @@ StageListener = Callable[[str, str], None]
 
 
 class Startup:
-    """Knows the stage of each part of a fleet that starts.
-
-    Attributes:
-        active: whether the fleet is still starting.
-        stages: the last stage of each part, by its name.
-    """
+    """Knows the stage of each part of a fleet that starts."""
 
     def __init__(self, listener: StageListener | None = None) -> None:
-        """Not starting yet; `listener` gets each stage."""
         self.active = False
-        self.stages: dict[str, str] = {}
+        self.stages: dict[str, str] = {}  # the last stage of each part, by its name
         self._listener = listener
 
     def report(self, part: str, stage: str) -> None:
@@ -64,14 +58,10 @@ _SHUTDOWN_RETRY_AFTER_S = 1
 
 
 class Shutdown:
-    """Knows the requests under way, and ends them with an error that they can tell.
-
-    Attributes:
-        begun: no more requests are taken.
-    """
+    """Knows the requests under way, and ends them with an error that they can tell."""
 
     def __init__(self) -> None:
-        self.begun = False
+        self.begun = False  # no more requests are taken
         self._over = False
         self._tasks: dict[asyncio.Task[object], int] = {}
         self._cut: set[asyncio.Task[object]] = set()

@@ -56,14 +56,7 @@ Post = Callable[[bytes], ExportAnswer]
 
 
 class SpanExporter:
-    """Sends the spans of requests; `put` is called by one thread alone.
-
-    Attributes:
-        exported: spans that the receiver took.
-        dropped: spans that it never got or did not take, by reason: queue_full, rejected, refused
-            (a status that no retry mends), unreachable (all tries failed).
-        retries: tries beyond the first of a batch.
-    """
+    """Sends the spans of requests; `put` is called by one thread alone."""
 
     def __init__(
         self, target: ExportTarget, resource: Mapping[str, AttributeValue],
@@ -87,6 +80,8 @@ class SpanExporter:
         self._wake, self._closing = threading.Event(), threading.Event()
         self._warned_s = -_WARN_EVERY_S
         self.exported = self.retries = 0
+        # spans that it never got or did not take, by reason: queue_full, rejected, refused (a
+        # status that no retry mends), unreachable (all tries failed)
         self.dropped: Counter[str] = Counter()
         self._thread = threading.Thread(target=self._run, name="spans", daemon=True)
 

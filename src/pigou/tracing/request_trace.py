@@ -49,15 +49,7 @@ class RequestTrace:
     to the root.
 
     Attributes:
-        start_ns: when the request came, in monotonic nanoseconds.
-        epoch_ns: nanoseconds since 1970 at time 0 of that clock.
-        collected: spans that have ended.
-        outgoing: header lines for the server that is asked now; empty between legs.
-        leg_id: of the span of the server that was asked last, or of the phase that the sequences
-            are in; 0 before.
-        mark_ns: when the last phase ended.
         request_id: by which it is asked for, besides its trace's id.
-        workers: that served it, by id.
     """
 
     __slots__ = (
@@ -69,13 +61,15 @@ class RequestTrace:
         self.context = context
         self.span_id = new_span_id()
         self.start_ns = self.mark_ns = start_ns
-        self.epoch_ns = epoch_ns
+        self.epoch_ns = epoch_ns  # nanoseconds since 1970 at time 0 of that clock
         self.collected: list[SpanTuple] = []
-        self.outgoing = ""
+        self.outgoing = ""  # header lines for the server that is asked now; empty between legs
         self.is_failed = False
         self.request_id = self.tenant = ""
         self.workers: set[str] = set()
         self._events: list[SpanEvent] = []
+        # of the span of the server that was asked last, or of the phase that the sequences are in;
+        # 0 before
         self.leg_id = 0
 
     @property

@@ -60,11 +60,6 @@ class Tracer:
 
     The client's flag says whether a request is sampled, or the ratio where it gives none. One that
     is not sampled is kept all the same if it failed, or was slow.
-
-    Attributes:
-        memory: the last traces.
-        exporter: sends them; None where they are remembered alone.
-        service: name of this process in traces.
     """
 
     def __init__(

@@ -46,7 +46,6 @@ class History:
         rows: Callable[[], list[WorkerRow]], clock: Callable[[], float] = time.time,
         models: Sequence[Metrics] = (),
     ) -> None:  # fmt: skip
-        """Begin; `models` are the metrics of each model, `metrics` those of the gateway."""
         self._fleet_status = fleet_status
         self._models = list(models) or [metrics]
         self._metrics = [*self._models, *([] if metrics in self._models else [metrics])]

@@ -159,11 +159,7 @@ class FleetAPI:
         return _answer([_changed(work)])
 
     def _model(self, name: str | None) -> str:
-        """Return the declared name of a model; empty where none is declared.
-
-        Raises:
-            APIError: 400 or 404, as `ModelRouting.find`.
-        """
+        """Return the declared name of a model; empty where none is declared."""
         models = self._gateway.models
         if models is None:
             if name is not None:
@@ -172,11 +168,7 @@ class FleetAPI:
         return models.find(name).name
 
     def _changes(self, request: web.Request) -> FleetChanges:
-        """Return what changes the fleet, for who may.
-
-        Raises:
-            APIError: 403, 409, 503.
-        """
+        """Return what changes the fleet, for who may."""
         if not current_key().admin:
             raise APIError(
                 403,
@@ -208,11 +200,7 @@ class FleetAPI:
 
 
 async def _read(request: web.Request, kind: type[_T]) -> _T:
-    """Return the body of a request.
-
-    Raises:
-        APIError: 400 it is not such a body; else as `read_json`.
-    """
+    """Return the body of a request."""
     data = without_bom(await read_json(request, _MAX_BYTES))
     try:
         return msgspec.json.decode(data, type=kind)

@@ -51,10 +51,7 @@ def pages(gateway: Gateway) -> APIPages:
         return key
 
     async def metrics(request: web.Request) -> web.Response:
-        """Write all metrics for an admin key, its own for a tenant's, none without a key.
-
-        With `open_metrics` those that name no tenant are for everybody.
-        """
+        """Write all metrics for an admin key, its own for a tenant's, none without a key."""
         key, keep = key_of(request), _nameless
         if key is not None:
             keep = iter if key.admin else partial(_own, tenant=key.tenant)
@@ -224,7 +221,6 @@ class WorkerFederation:
     """
 
     def __init__(self, models: Iterable[GatewayModel], timeout_s: float = TIMEOUT_S) -> None:
-        """Take the models; a worker has `timeout_s` seconds."""
         self._models, self._timeout_s = models, timeout_s
         self._round: asyncio.Task[bytes] | None = None
 

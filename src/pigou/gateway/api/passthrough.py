@@ -26,25 +26,14 @@ from pigou.gateway.failure import WorkerFailed, busy
 from pigou.gateway.gateway import Gateway
 from pigou.gateway.model_routing import GatewayModel
 from pigou.gateway.plane_driver import PlaneDriver
-from pigou.gateway.proxy.server_routes import (
-    ROOT_PATHS,
-    absent_route_here,
-    check_path,
-    is_absent,
-)
+from pigou.gateway.proxy.server_routes import ROOT_PATHS, absent_route_here, check_path, is_absent
 from pigou.gateway.proxy.upstream import Upstream
 from pigou.gateway.request import Body, BodyFields, GatewayRun, ParsedRequest
 from pigou.gateway.request_parsing import salt
 from pigou.kv.tenure import Tenure
 from pigou.request import SECOND, FinishReason
 from pigou.tracing.trace_context import passed_on
-from pigou.wire.errors import (
-    STORED_COLLECTIONS,
-    APIError,
-    bad_request,
-    error_body,
-    too_large,
-)
+from pigou.wire.errors import STORED_COLLECTIONS, APIError, bad_request, error_body, too_large
 from pigou.wire.openai_requests import without_bom
 from pigou.wire.request_validation import REQUEST_ID_HEADER as REQUEST_ID
 from pigou.wire.request_validation import request_id
@@ -171,11 +160,7 @@ class Passthrough:
         self, request: web.Request, run: GatewayRun, upstream: Upstream, data: Any,
         plane_driver: PlaneDriver,
     ) -> web.StreamResponse:  # fmt: skip
-        """Pass a request to one server, and its answer back.
-
-        Raises:
-            _RouteAbsent: the server has no such route. APIError: 502, it failed before it answered.
-        """
+        """Pass a request to one server, and its answer back."""
         headers = {name: request.headers[name] for name in _REQUEST_HEADERS
                    if name in request.headers}  # fmt: skip
         headers |= {"x-request-id": run.parsed.wire_id, "accept-encoding": "identity"}
@@ -227,13 +212,7 @@ class Passthrough:
     # --- which server ----------------------------------------------------------------------
 
     def _model_of(self, body: Body, servers: list[Upstream], method: str) -> GatewayModel:
-        """Return the model that a request asks for; without a word, one that has the route.
-
-        Where several have it, a POST must say which one it means.
-
-        Raises:
-            APIError: 400 or 404, as `ModelRouting.find`.
-        """
+        """Return the model that a request asks for; without a word, one that has the route."""
         holders = [model for model in self._models if any(map(model.owns, servers))]
         if holders and "model" not in body and (len(holders) == 1 or method != "POST"):
             return holders[0]
@@ -300,11 +279,7 @@ class _RouteAbsent(Exception):
 
 
 def _of(model: GatewayModel, servers: list[Upstream], request: web.Request) -> list[Upstream]:
-    """Return those servers that serve a model.
-
-    Raises:
-        APIError: 404, none of them does.
-    """
+    """Return those servers that serve a model."""
     own = [up for up in servers if model.owns(up)]
     if not own:
         raise absent_route_here(request.method, request.rel_url.raw_path, [])

@@ -198,11 +198,7 @@ def check_host(request: web.BaseRequest, config: GatewayConfig) -> None:
 
 
 def _authority(target: str) -> tuple[str, ...]:
-    """Return the authority of a request's target that is an absolute URI, else nothing.
-
-    Raises:
-        APIError: 400, it is none of HTTP, or has user information.
-    """
+    """Return the authority of a request's target that is an absolute URI, else nothing."""
     if target.startswith("/") or "://" not in target:
         return ()
     scheme, _, rest = target.partition("://")
@@ -249,9 +245,7 @@ def host_name(host: str) -> str:
     return host
 
 
-def add_cors(
-    config: GatewayConfig,
-) -> Callable[[web.Request, web.StreamResponse], Awaitable[None]]:
+def add_cors(config: GatewayConfig) -> Callable[[web.Request, web.StreamResponse], Awaitable[None]]:
     """Return what adds CORS headers to every response; for `on_response_prepare`."""
 
     async def add(request: web.Request, response: web.StreamResponse) -> None:

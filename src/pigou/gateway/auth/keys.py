@@ -47,7 +47,6 @@ class KeyLoad:
     """What one key has under way.
 
     Attributes:
-        running: sequences at workers.
         waiting: sequences that were accepted and are not at a worker.
     """
 

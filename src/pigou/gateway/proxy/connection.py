@@ -79,15 +79,11 @@ _LITTLE = 1024
 
 
 class HTTPConnectionError(ConnectionError):
-    """The connection ended, or its bytes are not HTTP.
-
-    Attributes:
-        fresh: nothing of an answer had come.
-    """
+    """The connection ended, or its bytes are not HTTP."""
 
     def __init__(self, message: str, fresh: bool) -> None:
         super().__init__(message)
-        self.fresh = fresh
+        self.fresh = fresh  # nothing of an answer had come
 
 
 class _Phase(Enum):
@@ -114,17 +110,11 @@ Take = Callable[[bytes], bool]
 
 
 class HTTPConnection(asyncio.Protocol):
-    """One request at a time; `ask`, then `read` until it returns empty bytes.
-
-    Attributes:
-        idle_since: when the last response ended, by the event loop's clock.
-        closed: no further request can be sent.
-        declared: `content-length` of the answer under way; 0 where its head did not say.
-    """
+    """One request at a time; `ask`, then `read` until it returns empty bytes."""
 
     def __init__(self) -> None:
-        self.idle_since = 0.0
-        self.closed = False
+        self.idle_since = 0.0  # when the last response ended, by the event loop's clock
+        self.closed = False  # no further request can be sent
         self._gone = False  # cut or lost; `closed` may mean that the answer is the last one
         self._transport: asyncio.Transport | None = None
         self._phase = _Phase.IDLE
@@ -133,7 +123,7 @@ class HTTPConnection(asyncio.Protocol):
         self._chunk = _ChunkPart.SIZE
         self._interim = 0
         self._head: ResponseHead | None = None
-        self.declared = 0
+        self.declared = 0  # `content-length` of the answer under way; 0 where its head did not say
         self._body = bytearray()
         self._backlog = b""  # of a stream: not parsed yet; reading is paused
         self._next: asyncio.Handle | None = None

@@ -343,13 +343,7 @@ class RequestDriver(ABC):
     async def _pull(
         self, queue: GatewayPrefillQueue, forecast: Upstream, leg: Body
     ) -> bytes | None:
-        """Return the reply of the worker that pulls the prompt; None where the prompt stays.
-
-        Until one does, it weighs on the worker that the control plane expects.
-
-        Raises:
-            Rejected: the worker refused it. APIError: nobody computed it.
-        """
+        """Return the reply of the worker that pulls the prompt; None where the prompt stays."""
         run, plane = self.run, self._plane_driver.plane
         routed = plane.state.requests.get(run.parsed.id)
         if routed is None or routed.decode is None:
@@ -527,11 +521,7 @@ class StreamDriver(RequestDriver):
         return StreamFinished(step.leg)
 
     async def _pump(self, step: StartDecode, decode: Upstream, connection: HTTPConnection) -> None:
-        """Pass the worker's bytes on until the stream is done.
-
-        Once the client has the head of its response, chunks pass within the call that receives
-        them (`take`); the task only wakes when the client is slow, or at the end.
-        """
+        """Pass the worker's bytes on until the stream is done."""
         relay, writer, state = self.relay, self._writer, self.relay.state
         last_ns = read_ns = 0
         itl, stall = self._metrics.itl.observe, self._metrics.stages.gap

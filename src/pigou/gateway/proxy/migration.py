@@ -102,7 +102,6 @@ class MigratedChunks:
     """
 
     def __init__(self, run: GatewayRun, state: StreamState, mapped: bool) -> None:
-        """Prepare for one attempt; `mapped` turns completion chunks into chat chunks."""
         self._run = run
         self._state = state
         self._mapped = mapped
@@ -153,18 +152,11 @@ class MigratedChunks:
 def usage_totals(state: StreamState) -> dict[str, Any]:
     """Return the usage of the whole reply, by the gateway's own count."""
     prompt, output = len(state.prompt_ids()), len(state.tokens)
-    return {
-        "prompt_tokens": prompt,
-        "total_tokens": prompt + output,
-        "completion_tokens": output,
-    }
+    return {"prompt_tokens": prompt, "total_tokens": prompt + output, "completion_tokens": output}
 
 
 def _whole(usage_body: dict[str, Any], state: StreamState) -> dict[str, Any]:
-    """Return the usage of the whole reply, with the details that its last worker reported.
-
-    Its cached tokens may reach beyond the prompt, into tokens of the reply.
-    """
+    """Return the usage of the whole reply, with the details that its last worker reported."""
     usage = usage_totals(state)
     if _DETAILS not in usage_body:
         return usage

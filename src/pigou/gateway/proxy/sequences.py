@@ -218,11 +218,7 @@ async def stream(
 
 
 class UsageSum:
-    """Adds the usage of sequences up; a prompt counts once, whatever its choices.
-
-    Attributes:
-        total: of all that were added; empty while there was none.
-    """
+    """Adds the usage of sequences up; a prompt counts once, whatever its choices."""
 
     def __init__(self, choices: int) -> None:
         self.total: dict[str, Any] = {}

@@ -33,17 +33,13 @@ from pigou.wire.prefill_decode_legs import ticket
 
 
 class WorkerReport(NamedTuple):
-    """What a worker said of itself; None for what it does not say.
-
-    Attributes:
-        itl_s, itl_count: sum and number of the seconds between tokens, since its start.
-    """
+    """What a worker said of itself; None for what it does not say."""
 
     at_ns: int
     running: int | None = None
     waiting: int | None = None
     kv_usage: float | None = None  # share of its KV blocks in use, 0 to 1
-    itl_s: float | None = None
+    itl_s: float | None = None  # sum and number of the seconds between tokens, since its start
     itl_count: float | None = None
     prefill_s: float | None = None  # seconds in which it computed prompts, since its start
     # that it computed in them, those of prompts that were given up counted.
@@ -151,23 +147,18 @@ class Upstream:
     """A worker's HTTP client, without a connection limit.
 
     Attributes:
-        inflight: requests under way.
         paused: of those, requests whose client is slow, so that nothing is read from the worker.
         unstreamed: requests among those whose reply comes in one piece.
-        bytes_read: bytes of the worker's streams so far.
-        report: what it said last of itself; None before.
-        knows_secret: whether it is a worker of Pigou that asks for the fleet's secret.
     """
 
     def __init__(self, worker: Worker, engine: Engine, secret: str = "") -> None:
-        """Connect lazily; `secret` is sent as bearer key."""
         self.worker = worker
         self.engine = engine
         self.inflight = 0
         self.paused = self.unstreamed = 0
-        self.bytes_read = 0
+        self.bytes_read = 0  # bytes of the worker's streams so far
         self.tokens = 0
-        self.report: WorkerReport | None = None
+        self.report: WorkerReport | None = None  # what it said last of itself; None before
         self._closed = False
         self._end: asyncio.Future[WorkerEnd] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -176,6 +167,7 @@ class Upstream:
         self._headers = _HEADERS | bearer
         if engine.pin:
             self._headers["x-dynamo-worker-instance-id"] = engine.pin
+        # whether it is a worker of Pigou that asks for the fleet's secret
         self.knows_secret = bool(secret) and not engine.stock
         self._connections = HTTPConnectionPool(worker.url, self._headers)
         self._session = aiohttp.ClientSession(
@@ -314,15 +306,7 @@ class Upstream:
     async def _rest(
         self, connection: HTTPConnection, held: ByteReservation, max_bytes: int
     ) -> bytes:
-        """Return the rest of an answer, whose bytes stay with `held`.
-
-        Nothing is kept of one that fails: an error, and the frames that it refers to, can live on
-        for long.
-
-        Raises:
-            WorkerFailed: it broke off, is longer than `max_bytes` bytes, or nested too deeply.
-            APIError: 502, the replies under way leave no room for it.
-        """
+        """Return the rest of an answer, whose bytes stay with `held`."""
         answer = bytearray()
         failure: WorkerFailed | APIError | None = None
         try:

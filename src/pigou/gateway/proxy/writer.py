@@ -32,10 +32,6 @@ class SSEWriter:
     """A streamed response whose head is sent with its first bytes.
 
     Until then the request can still be answered with a plain error.
-
-    Attributes:
-        blocked_ns: nanoseconds in which bytes waited for the client, as looks at the connection's
-            buffer tell. What the client's kernel took and it did not read is not seen.
     """
 
     def __init__(
@@ -52,6 +48,8 @@ class SSEWriter:
             client_timeout_s: that the client may take nothing of what waits for it; 0 for ever.
             on_blocked: told the nanoseconds of each pause in which bytes waited for the client.
         """
+        # nanoseconds in which bytes waited for the client, as looks at the connection's buffer
+        # tell. What the client's kernel took and it did not read is not seen
         self.blocked_ns = 0
         self._on_blocked = on_blocked
         self._blocked_from_ns = self._blocked_to_ns = 0
@@ -182,10 +180,7 @@ class SSEWriter:
 
 
 def _limit_unsent(transport: asyncio.Transport | None) -> None:
-    """Let this kernel take no megabytes that the client's has no room for: they wait here.
-
-    So a slow client shows in the write buffer, and slows its worker, long before.
-    """
+    """Let this kernel take no megabytes that the client's has no room for: they wait here."""
     sock = None if transport is None else transport.get_extra_info("socket")
     if sock is not None and hasattr(socket, "TCP_NOTSENT_LOWAT"):
         with suppress(OSError):  # a Unix socket
