@@ -26,11 +26,7 @@ DETECTORS: Mapping[int, Callable[[Series], ModeFinding | None]] = {
 
 
 def diagnose(series: Series) -> Diagnosis:
-    """Return what a series of windows shows.
-
-    Args:
-        series: windows in the order of time, at least one.
-    """
+    """Return what a series of windows, at least one, shows."""
     findings: dict[int, ModeFinding] = {}
     not_judged: dict[str, str] = {}
     for number, detect in DETECTORS.items():

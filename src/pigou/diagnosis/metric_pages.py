@@ -21,12 +21,7 @@ MetricSample: TypeAlias = tuple[str, Mapping[str, str], float]
 
 
 class MetricPage:
-    """The samples of a page.
-
-    Example:
-        page = MetricPage.read("up 1")
-        assert page.total("up") == 1.0
-    """
+    """The samples of a page."""
 
     def __init__(self, samples: Iterable[MetricSample] = ()) -> None:
         self._samples: dict[str, list[tuple[Mapping[str, str], float]]] = defaultdict(list)

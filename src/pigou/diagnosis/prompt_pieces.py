@@ -11,14 +11,7 @@ _PIECE = re.compile(r"\s?\w{1,8}|\s?[^\w\s]|\s")
 
 
 def prompt_pieces(body: dict[str, Any], max_pieces: int = 2**22) -> Sequence[Hashable] | None:
-    """Return the pieces of a request body's prompt: token ids, or pieces of its text.
-
-    Args:
-        body: with `prompt_token_ids`, `prompt` or `messages`.
-
-    Returns:
-        None where it has no prompt of these forms.
-    """
+    """Return the pieces of a body's prompt: token ids, or pieces of its text; None for none."""
     ids = body.get("prompt_token_ids") or body.get("prompt")
     if isinstance(ids, list) and ids and all(isinstance(token, int) for token in ids):
         return ids[:max_pieces]

@@ -20,11 +20,7 @@ class SignalMissing(Exception):
 
 
 def need(values: Iterable[object], what: str) -> None:
-    """Check that somebody says a figure.
-
-    Raises:
-        SignalMissing: all values are None.
-    """
+    """Raise `SignalMissing` if all values are None."""
     if all(value is None for value in values):
         raise SignalMissing(what)
 

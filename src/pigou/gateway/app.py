@@ -80,12 +80,7 @@ def build(gateway: Gateway) -> web.Application:
 
 
 class GatewayServer:
-    """Listens from `start` to `stop`; an async context manager.
-
-    Example:
-        async with GatewayServer(gateway) as server:
-            print(f"http://127.0.0.1:{server.port}")
-    """
+    """Listens from `start` to `stop`; an async context manager."""
 
     def __init__(self, gateway: Gateway, shutdown_s: float = 5.0) -> None:
         self._gateway = gateway
@@ -100,11 +95,7 @@ class GatewayServer:
         return self._port
 
     async def start(self) -> None:
-        """Listen.
-
-        Raises:
-            OSError: the address is taken.
-        """
+        """Listen; raise `OSError` if the address is taken."""
         config = self._gateway.config
         await self._runner.setup()
         server = self._runner.server

@@ -35,30 +35,15 @@ class FleetChanges(Protocol):
     """
 
     def start(self, role: Role, count: int, model: str = "") -> tuple[list[WorkerRow], str]:
-        """Start local workers, of a model where there are several.
-
-        Returns:
-            Their rows, and why not all of `count`.
-
-        Raises:
-            ChangeRefused: none can be started.
-        """
+        """Start workers; return their rows, and why not all; raise `ChangeRefused`."""
         ...
 
     def attach(self, text: str) -> WorkerRow:
-        """Use one more server, described as `--attach` of `pigou serve` has it.
-
-        Raises:
-            ConfigError: the description is not understood. ChangeRefused: it is attached already.
-        """
+        """Use one more server, as `--attach` describes it; raise `ConfigError`, `ChangeRefused`."""
         ...
 
     def drain(self, id: str, limit_s: float | None) -> WorkerRow:
-        """Let a worker end what it has, for `limit_s` seconds at most, then go.
-
-        Raises:
-            UnknownWorker: there is none of that id. ChangeRefused: it cannot go.
-        """
+        """Drain a worker for up to `limit_s`; raise `UnknownWorker`, `ChangeRefused`."""
         ...
 
     def flip(self, id: str, role: Role, limit_s: float | None) -> WorkerRow:
@@ -142,10 +127,7 @@ Rows = Callable[[], list[WorkerRow]]
 
 
 class FleetStatus:
-    """Joins what the supervisor, the control plane and the upstreams know of the workers.
-
-    `tokens_per_second` is measured between two looks at least half a second apart.
-    """
+    """Joins what the supervisor, the control plane and the upstreams know of the workers."""
 
     def __init__(self, plane_driver: PlaneDriver, rows: Rows) -> None:
         self._plane_driver = plane_driver

@@ -29,15 +29,7 @@ class Journal:
     """
 
     def __init__(self, path: Path, config: ControlConfig) -> None:
-        """Open the file, and write the head.
-
-        Args:
-            path: made if it is not there, readable by its owner alone; a run is appended to what
-                is there.
-
-        Raises:
-            ConfigError: it cannot be opened.
-        """
+        """Open the file, for its owner alone, and write the head; raise `ConfigError`."""
         self.path = path
         self.failed = ""  # why it ended early; empty while it goes on
         self._lines: deque[bytes] = deque()

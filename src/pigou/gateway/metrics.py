@@ -148,11 +148,7 @@ class Metrics(MetricSet):
     def decided(
         self, why: Explanation, block_size: int, keys: Mapping[int, BlockKeys] = NO_KEYS
     ) -> None:
-        """Count a decision.
-
-        Args:
-            keys: of the prompt's blocks, by size; empty where unknown, or for a further attempt.
-        """
+        """Count a decision; `keys` are those of its prompt's blocks, for a first attempt alone."""
         cached = int(why.cached[why.chosen])
         self.cost.observe(float(why.costs[why.chosen]))
         self.regret.observe(why.regret)
@@ -331,12 +327,7 @@ class SessionRetention:
         self._last_blocks: OrderedDict[int, None] = OrderedDict()
 
     def take(self, keys: BlockKeys, cached_blocks: int) -> None:
-        """Count a routed prompt.
-
-        Args:
-            keys: of its full blocks, (blocks,); each says what all blocks up to it are.
-            cached_blocks: leading blocks that its worker has.
-        """
+        """Count a routed prompt: keys of its full blocks, and leading ones that its worker has."""
         if not len(keys):
             return
         chain: list[int] = keys.tolist()

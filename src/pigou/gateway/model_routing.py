@@ -134,11 +134,7 @@ class GatewayModel:
         )
 
     def card(self, name: str, created: int) -> dict[str, Any]:
-        """Return the card of one of its names.
-
-        Raises:
-            APIError: 503, no worker is up that could say how long its context is.
-        """
+        """Return the card of one of its names; raise `APIError` 503 without a worker."""
         upstream = self.names.get(name)
         if upstream is None:
             raise APIError(503, f"No worker of {name} is up.", retry_after=1)
@@ -183,11 +179,7 @@ class ModelRouting:
         return any(model.decodes for model in self.models)
 
     def find(self, name: str | None) -> GatewayModel:
-        """Return the model of a name; where there is one, None finds it.
-
-        Raises:
-            APIError: 404, there is none of that name; 400, None does not say which one.
-        """
+        """Return the model of a name, None for the only one; raise `APIError` 400 or 404."""
         if name is None and self.several:
             raise bad_request(f"model is missing; it must be one of {self._listed()}.", "model")
         if not self._by_name:
@@ -225,11 +217,7 @@ class ModelRouting:
         return model, model.sent_name(field.model)
 
     def check(self, name: str | None) -> None:
-        """Refuse a name that no worker reports, where no model is declared.
-
-        Raises:
-            APIError: 404.
-        """
+        """Raise `APIError` 404 for a name that no worker reports, where no model is declared."""
         if not self._by_name:
             self._check_reported(name)
 

@@ -31,12 +31,6 @@ class PlanStatus:
     def __init__(
         self, meter: RequestMeter, meters: Mapping[str, RequestMeter] | None = None
     ) -> None:
-        """Begin.
-
-        Args:
-            meter: counts the requests that the objectives are of.
-            meters: one for each of several models, by name; `meter` is the first of them.
-        """
         self.planner = ""
         self.max_workers = 0  # that it may have; 0 for no limit
         self.failures = 0

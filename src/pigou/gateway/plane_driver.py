@@ -87,14 +87,7 @@ class GatewayPrefillQueue(Protocol):
     async def prefill(
         self, request: Request, leg: PrefillLeg, on_claim: Callable[[str, int], None]
     ) -> PulledPrefill | LocalPrefill:
-        """Have a prompt computed by the worker that claims it, unless it stays local.
-
-        Args:
-            on_claim: called with the worker's id, and the tokens that it has cached.
-
-        Raises:
-            PrefillDropped: no worker computed it.
-        """
+        """Have a prompt computed by the worker that claims it, which `on_claim` is told."""
         ...
 
 
@@ -274,11 +267,7 @@ class PlaneDriver:
         return frozenset(up.worker.id for up in ups if adapter in up.engine.served.adapters)
 
     async def decide(self, request: Request, exclude: frozenset[str]) -> Route | Shed:
-        """Submit a request; return its route, or why it has none.
-
-        Raises:
-            ConfigError: its overrides cannot be honoured.
-        """
+        """Submit a request; return its route, or why it has none; raise `ConfigError`."""
         start = time.monotonic_ns()
         self.repeated.arrive(request.id, prompt_key(request), start / SECOND)
         decision = self._recorded.submit(request, start, exclude)

@@ -40,11 +40,7 @@ class Price:
 
 
 def worker_prices(status: Status, streams: Sequence[int]) -> list[Price]:
-    """Return each worker's prices.
-
-    Args:
-        streams: that run on each worker, in the order of `status.workers`.
-    """
+    """Return each worker's prices; `streams` run on each, in the order of `status.workers`."""
     known, rows = status.estimates, np.arange(len(status.workers))
     itl = known.itl(rows, np.asarray(streams, dtype=np.float64) + 1.0)
     own = np.maximum(status.output * itl, 1e-12)

@@ -52,11 +52,7 @@ class PromptTokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> PromptTokenizer:
-        """Read a model folder.
-
-        Raises:
-            ConfigError: its tokenizer or its template cannot be used.
-        """
+        """Read a model folder; raise `ConfigError` where it cannot be used."""
         try:
             tokenizer = Tokenizer.load(folder)
             template = ChatTemplate.choose(tokenizer.templates, tokenizer.names)
@@ -66,11 +62,7 @@ class PromptTokenizer:
 
     @classmethod
     def named(cls, name: str) -> PromptTokenizer:
-        """Find a tokenizer by folder or hub id, which is asked when its cache has it not.
-
-        Raises:
-            ConfigError: it cannot be had or used.
-        """
+        """Load a tokenizer by folder or hub id; raise `ConfigError` where it cannot be had."""
         folder = find_tokenizer(name, download=True)
         if folder is None:
             raise ConfigError(
@@ -85,11 +77,7 @@ class PromptTokenizer:
         return self.tokenizer.vocabulary.max_token_bytes
 
     def encode(self, text: str | list[int], fields: BodyFields, *, chat: bool) -> list[int]:
-        """Return the token ids of what `prompt_of` returned, all of them.
-
-        Raises:
-            NotTokenizable: it is no text.
-        """
+        """Return the token ids of what `prompt_of` returned; raise `NotTokenizable`."""
         if isinstance(text, list):
             return text
         special = fields.add_special_tokens
@@ -99,16 +87,9 @@ class PromptTokenizer:
             raise NotTokenizable(str(error)) from error
 
     def prompt_of(self, fields: BodyFields, *, chat: bool, stock: bool) -> str | list[int]:
-        """Return the prompt's text, or its ids; of several prompts, the first.
+        """Return the (first) prompt's text, or its ids; raise `NotTokenizable`.
 
-        Args:
-            fields: of the request's body.
-            chat: whether it came to the chat route.
-            stock: it is for a server that is not Pigou's own: that shows tools to the template
-                also where none may be called.
-
-        Raises:
-            NotTokenizable: it cannot be rendered here.
+        A `stock` server shows tools to the template also where none may be called.
         """
         if not chat:
             return first_prompt(fields.prompt)
@@ -144,11 +125,7 @@ class PromptTokenizer:
 
 
 def first_prompt(prompt: Any) -> str | list[int]:
-    """Return the first prompt of a completion, text or ids.
-
-    Raises:
-        NotTokenizable: it is neither.
-    """
+    """Return the first prompt of a completion, text or ids; raise `NotTokenizable`."""
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
         prompt = prompt[0]
     if isinstance(prompt, str):

@@ -218,12 +218,7 @@ class GatewayRun:
         return "" if self.trace is None else self.trace.context.trace_id
 
     def request(self, generated: int = 0, eligible: frozenset[str] = frozenset()) -> Request:
-        """Return the request for ControlPlane.
-
-        Args:
-            generated: tokens that have joined the prompt.
-            eligible: ids of the workers that can serve it; empty for all.
-        """
+        """Return the request for ControlPlane, with `generated` tokens in its prompt."""
         parsed = self.parsed
         wanted = parsed.deadline_ms
         return Request(

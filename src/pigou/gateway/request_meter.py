@@ -120,12 +120,7 @@ class RequestMeter:
         return self.objectives.name_of(request.tenant, request.prompt, model=self.model())
 
     def begun(self, run: GatewayRun, worker: str, uncached: int | None) -> None:
-        """A request had its first token.
-
-        Args:
-            run: the request, or one sequence of it.
-            uncached: tokens of it that were computed; None where not known.
-        """
+        """Note a first token, of a request that had `uncached` tokens computed."""
         metered = run.metered
         if metered is None or metered.first_token_ns or metered.is_over:
             return

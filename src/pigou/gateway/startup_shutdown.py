@@ -33,14 +33,7 @@ class Startup:
             self._listener(part, stage)
 
     def check(self, can_serve: bool) -> None:
-        """Refuse a request that would have to wait for the start.
-
-        Args:
-            can_serve: whether a worker that decodes is up.
-
-        Raises:
-            APIError: 503, with the stages and a Retry-After.
-        """
+        """Refuse a request that would wait for the start: `APIError` 503 with the stages."""
         if not self.active or can_serve:
             return
         stages = "; ".join(f"{part}: {stage}" for part, stage in self.stages.items())
@@ -79,11 +72,7 @@ class Shutdown:
 
     @contextmanager
     def reports_end(self) -> Iterator[None]:
-        """Within it, and within `under_way`, the end comes as an error for the client.
-
-        Raises:
-            APIError: 503, `cut` was called meanwhile, or before; once.
-        """
+        """Within it, and within `under_way`, the end comes once as `APIError` 503."""
         if self._over:
             raise _over()
         try:

@@ -94,9 +94,5 @@ class Continuation(NamedTuple):
     def after(
         cls, tokens: int, prompt_tokens: int, max_tokens: int, min_tokens: int = 0
     ) -> Continuation:
-        """Return what is left after `tokens` output tokens.
-
-        Args:
-            tokens: output tokens so far.
-        """
+        """Return what is left after `tokens` output tokens."""
         return cls(prompt_tokens + tokens, max_tokens - tokens, max(0, min_tokens - tokens))

@@ -52,13 +52,7 @@ class Suspicion(msgspec.Struct, eq=False):
     def count(
         self, workers: frozenset[str], end: WorkerEnd, *, progressed: bool, now_ns: int
     ) -> bool:
-        """Take in that workers failed the request; return whether a death was counted.
-
-        Args:
-            workers: ids of those that failed.
-            progressed: whether tokens came from them.
-            now_ns: when they failed.
-        """
+        """Count that workers failed the request, after tokens or not; True for a death."""
         if end is WorkerEnd.LIVES or (progressed and end is not WorkerEnd.CRASHED):
             return False
         if end is WorkerEnd.KILLED:

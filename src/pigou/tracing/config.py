@@ -134,11 +134,7 @@ def export_target(
 
 
 def sampled_share(config: TracingConfig, environ: Mapping[str, str] = os.environ) -> float:
-    """Return the share of traces that are sampled where the client does not say, 0 to 1.
-
-    Raises:
-        ConfigError: OTEL_TRACES_SAMPLER names a sampler that is not known.
-    """
+    """Return the share of traces that are sampled by default; raise `ConfigError`."""
     if config.sample_ratio is not None:
         return config.sample_ratio
     name = environ.get("OTEL_TRACES_SAMPLER", "").removeprefix("parentbased_") or "always_on"

@@ -62,14 +62,6 @@ class SpanExporter:
         self, target: ExportTarget, resource: Mapping[str, AttributeValue],
         post: Post | None = None, *, interval_s: float = INTERVAL_S, backoff_s: float = _BACKOFF_S,
     ) -> None:  # fmt: skip
-        """Prepare; nothing is sent before `start`.
-
-        Args:
-            resource: attributes that they have in common.
-            post: sends a body; by default over a connection to the target.
-            interval_s: seconds that spans wait at most.
-            backoff_s: seconds before the second try.
-        """
         self._post = post or HTTPPost(target)
         self._before, self._after = frame(resource)
         self._interval_s, self._backoff_s = interval_s, backoff_s
@@ -232,11 +224,7 @@ class HTTPPost:
             self._connection = HTTPConnection(host, parts.port or 80, timeout=timeout_s)
 
     def __call__(self, body: bytes) -> ExportAnswer:
-        """Post a body.
-
-        Raises:
-            OSError, HTTPException: no connection, or no answer.
-        """
+        """Post a body; raise `OSError` or `HTTPException`."""
         try:
             self._connection.request("POST", self._path or "/", body, self._headers)
             response = self._connection.getresponse()

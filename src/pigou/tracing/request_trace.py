@@ -85,12 +85,7 @@ class RequestTrace:
         end_ns: int = 0,
         error: str = "",
     ) -> None:
-        """End a phase of the request.
-
-        Args:
-            end_ns: when it ended, in monotonic nanoseconds; 0 for now.
-            error: why it failed; empty where it did not.
-        """
+        """End a phase, now or at `end_ns` (monotonic); `error` says why it failed."""
         start_ns = self.mark_ns
         self.mark_ns = end_ns = max(end_ns or time.monotonic_ns(), start_ns)
         events = self._take_events() if self._events else ()

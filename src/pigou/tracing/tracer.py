@@ -66,14 +66,6 @@ class Tracer:
         self, service: str, share: float, slow_s: float, max_traces: int,
         exporter: SpanExporter | None,
     ) -> None:  # fmt: skip
-        """Begin without a trace; the exporter is started.
-
-        Args:
-            service: name of this process in traces.
-            share: of traces that are sampled where the client does not say, 0 to 1.
-            slow_s: seconds from which on a request is kept; 0 for no such limit.
-            exporter: of spans; None sends none.
-        """
         self.service = service
         self._share = share
         self._slow_ns = round(slow_s * SECOND)
@@ -118,14 +110,7 @@ class Tracer:
 
 
 def open_tracer(config: TracingConfig, service: str) -> Tracer | None:
-    """Return a tracer by options and environment; None where requests are not traced.
-
-    Args:
-        service: name of this process in traces, where the environment has none.
-
-    Raises:
-        ConfigError: a variable of the environment cannot be honoured, or the receiver speaks gRPC.
-    """
+    """Return a tracer by options and environment, None without; raise `ConfigError`."""
     target = export_target(config)
     if target is None:
         return None

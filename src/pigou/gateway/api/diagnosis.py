@@ -55,12 +55,6 @@ class GatewayDiagnosis:
         self, page: Callable[[], MetricPage], table: Callable[[], dict[str, Any]],
         clock: Callable[[], float] = time.time,
     ) -> None:  # fmt: skip
-        """Begin.
-
-        Args:
-            table: as `/workers` shows it.
-            clock: Unix time.
-        """
         self._page, self._table, self._clock = page, table, clock
         self._windows: deque[FleetObservation] = deque(maxlen=MAX_WINDOWS)
         self._begin = clock()

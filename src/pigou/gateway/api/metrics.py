@@ -214,11 +214,7 @@ class _SampleFamily:
 
 
 class WorkerFederation:
-    """Asks all workers that are up for their pages; one round at a time, for all who ask.
-
-    Example:
-        page = await WorkerFederation(models).page()
-    """
+    """Asks all workers that are up for their pages; one round at a time, for all who ask."""
 
     def __init__(self, models: Iterable[GatewayModel], timeout_s: float = TIMEOUT_S) -> None:
         self._models, self._timeout_s = models, timeout_s

@@ -29,11 +29,7 @@ class Access(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class APIPage:
-    """One route, made by the module of `pigou.gateway.api` that answers it.
-
-    Example:
-        APIPage("/version", show_version, Access.OPEN)
-    """
+    """One route, made by the module of `pigou.gateway.api` that answers it."""
 
     path: str
     answer: Answer
@@ -99,11 +95,7 @@ def json_response(value: object, status: int = 200) -> web.Response:
 
 
 def number_parameter(request: web.Request, name: str, default: int, largest: int) -> int:
-    """Return a query parameter that is a number from 1.
-
-    Raises:
-        APIError: 400, it is none within range.
-    """
+    """Return a query parameter that is a number from 1; raise `APIError` 400 for another."""
     text = request.query.get(name, str(default))
     value = int(text) if text.isascii() and text.isdigit() and len(text) < 9 else 0
     if not 1 <= value <= largest:

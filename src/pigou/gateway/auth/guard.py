@@ -56,11 +56,7 @@ def count_for(metrics: Metrics) -> None:
 
 
 def guard(keys: Keys | None, metrics: Metrics, shutdown: Shutdown, rules: PageRules) -> Middleware:
-    """Return the middleware that checks keys, turns errors into bodies, and counts.
-
-    Args:
-        keys: accepted API keys; None lets everybody in.
-    """
+    """Return the middleware that checks keys (None for none), tells errors, and counts."""
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:

@@ -57,11 +57,7 @@ class KeyLoad:
 
     @contextmanager
     def accepted(self, sequences: int, tokens: int) -> Iterator[RequestQuota]:
-        """Within it, a request of so many sequences, of so many tokens each, is under way.
-
-        Raises:
-            APIError: 429, naming the limit that the request does not fit in.
-        """
+        """Within it, a request of `sequences` times `tokens` is under way; raise `APIError` 429."""
         self._check("queued", self.waiting, sequences)
         self._check("queued_tokens", self.tokens, sequences * tokens)
         quota = RequestQuota(self, sequences, tokens)
@@ -122,11 +118,7 @@ class RequestQuota:
         self._count(sequences)
 
     async def take(self, call: str, timeout_s: float | None) -> None:
-        """Wait until a sequence may run; does nothing where it has run already.
-
-        Raises:
-            APIError: 429, it waited for so many seconds.
-        """
+        """Wait until a sequence may run, unless it has run already; raise `APIError` 429."""
         if call in self._running:
             return
         try:
@@ -182,14 +174,7 @@ class KeyLoads:
     def accepted(
         self, digest: bytes, limits: KeyLimits, sequences: int, tokens: int
     ) -> Iterator[RequestQuota | None]:
-        """Within it, a request of a key is under way; its sequences take turns by the limits.
-
-        Args:
-            tokens: of each sequence, prompt and output.
-
-        Raises:
-            APIError: 429, the key has too much under way.
-        """
+        """Within it, a key's request is under way, by the key's limits; raise `APIError` 429."""
         if limits == KeyLimits():
             yield None
             return
@@ -307,11 +292,7 @@ class Keys:
 
 
 def make_key(tenant: str, *, admin: bool = False) -> tuple[str, str]:
-    """Return a new random key, and the line for the keys file.
-
-    Raises:
-        ConfigError: the tenant's name has other characters than letters, digits, `_`, `-`.
-    """
+    """Return a new random key, and its line for the keys file; raise `ConfigError`."""
     _check_tenant(tenant, "tenant")
     secret = f"pigou-{secrets.token_urlsafe(32)}"
     return secret, f"{tenant}:{sha256(secret.encode()).hexdigest()}{_ADMIN * admin}"

@@ -57,11 +57,7 @@ _FIELDS = {header(field).lower(): field for field in (*TEXTS, *SETS, *TIMES)}
 
 
 def read_tenure_headers(headers: Mapping[str, str]) -> TenureHeaders:
-    """Read a request's headers; sets are lists with commas, an empty one is the empty set.
-
-    Raises:
-        APIError: 400 for a header that is unknown, comes twice, or has no such value.
-    """
+    """Read a request's headers; an empty list is the empty set. Raise `APIError` 400."""
     values: dict[str, str] = {}
     for name, value in headers.items():
         lower = name.lower()
@@ -180,11 +176,7 @@ class KeyPolicy(msgspec.Struct, frozen=True, kw_only=True):
                 )
 
     def apply(self, tenant: str, headers: TenureHeaders, now: int) -> Tenure:
-        """Return the tenure of a tenant's request at `now` (ns since 1970).
-
-        Raises:
-            APIError: 403 for what the key does not let it set; 400 for an expiry that is past.
-        """
+        """Return the tenure of a request at `now` (ns since 1970); raise `APIError` 400 or 403."""
         values: dict[str, Any] = {}
         for field in (*TEXTS, *SETS):
             value, fixed = getattr(headers, field), getattr(self.tenure, field)

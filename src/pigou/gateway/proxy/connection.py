@@ -42,11 +42,7 @@ def parse_cost(data: bytes) -> int:
 
 
 def parse_head(data: bytes) -> ResponseHead:
-    """Return status and headers; `data` ends before the blank line.
-
-    Raises:
-        ValueError, IndexError: it is no HTTP/1 head.
-    """
+    """Return status and headers, `data` ending before the blank line; raise `ValueError`."""
     first, *lines = data.split(b"\r\n")
     headers = {}
     for line in lines:
@@ -59,11 +55,7 @@ def parse_head(data: bytes) -> ResponseHead:
 
 
 def parse_chunk_size(line: bytes) -> int:
-    """Return the bytes of a chunk, by its size line.
-
-    Raises:
-        ValueError: the line has no such number.
-    """
+    """Return a chunk's bytes by its size line; raise `ValueError`."""
     digits = line.partition(b";")[0].strip()
     if len(digits.lstrip(b"0")) > _MAX_SIZE_DIGITS or not _HEX.fullmatch(digits):
         raise ValueError(f"a chunk of {line[:40]!r} bytes")
@@ -136,11 +128,7 @@ class HTTPConnection(asyncio.Protocol):
         self._waiter: asyncio.Future[None] | None = None
 
     async def ask(self, request: bytes) -> ResponseHead:
-        """Send a request, its head and body; return the head of the answer.
-
-        Raises:
-            HTTPConnectionError: the connection ended first.
-        """
+        """Send a request; return the head of the answer; raise `HTTPConnectionError`."""
         if self._transport is None or self.closed or not self._over() or self._backlog:
             raise HTTPConnectionError("the connection is closed", fresh=True)
         self._phase = _Phase.HEAD
@@ -482,11 +470,7 @@ class HTTPConnectionPool:
         return None
 
     async def open(self) -> HTTPConnection:
-        """Return a new connection.
-
-        Raises:
-            OSError, TimeoutError: none can be had.
-        """
+        """Return a new connection; raise `OSError` or `TimeoutError`."""
         async with asyncio.timeout(CONNECT_S):
             _, connection = await asyncio.get_running_loop().create_connection(
                 HTTPConnection, self._host, self._port, ssl=self._tls

@@ -98,11 +98,7 @@ class RequestDriver(ABC):
         self._interrupted: Effects = ()
 
     async def drive(self) -> bytes:
-        """Serve the request; return its reply, empty where that was streamed.
-
-        Raises:
-            APIError: no worker could serve it. Rejected: a worker refused it.
-        """
+        """Serve the request; return its whole reply, or nothing; raise `APIError`, `Rejected`."""
         task, trace = asyncio.current_task(), self.run.trace
         assert task is not None
         try:

@@ -39,9 +39,7 @@ def attempt_body(
     """Return what to send for the next attempt; first or not.
 
     Args:
-        run: the client's request.
-        state: the stream so far; `can_migrate` holds. For a stock worker, it has no tokens
-            that were not shown entirely.
+        state: `can_migrate` holds; for a stock worker, all its tokens were shown entirely.
         stock: the worker knows nothing of `resume_tokens`.
         max_model_len: context of the worker, in tokens.
         dynamo: the worker is a frontend of Dynamo, which tells token ids in its own way.

@@ -27,12 +27,7 @@ _REPLY_HEADERS = ("content-type", "cache-control", "retry-after")
 async def unless_full(
     run: GatewayRun, price_s: float, serve: Callable[[], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse | None:
-    """Serve a request; return None where it found no worker, and nothing was written.
-
-    Args:
-        run: the request; its wait ends with its first route.
-        price_s: that it may wait for a worker, in seconds.
-    """
+    """Serve a request; return None where it had no route within `price_s` seconds."""
     limit = asyncio.timeout(price_s)
 
     def routed(_: Choice) -> None:
@@ -73,14 +68,7 @@ class OtherFleets:
     async def forward(
         self, request: web.Request, data: bytes, run: GatewayRun, overflow: Overflow
     ) -> web.StreamResponse:
-        """Pass a request on, and its answer back.
-
-        Args:
-            run: the request as it was read here.
-
-        Raises:
-            APIError: 503, the other fleet cannot be reached; 502, it broke off before it answered.
-        """
+        """Pass a request on, and its answer back; raise `APIError` 503 without an answer."""
         model = run.parsed.fields.model or ""
         headers = {"content-type": "application/json", OVERFLOW_HEADER: model}
         headers[REQUEST_ID_HEADER] = run.parsed.wire_id

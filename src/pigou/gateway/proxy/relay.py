@@ -89,11 +89,7 @@ class Relay(StreamCount):
             self._migrated = MigratedChunks(self.run, self.state, mapped)
 
     def feed(self, data: bytes) -> bytes:
-        """Take bytes of the worker; return bytes for the client, possibly none.
-
-        When the worker sends an error, or what is no chunk, `failed` is set, and what came
-        before it is returned.
-        """
+        """Take bytes of the worker; return bytes for the client; on an error `failed` is set."""
         if self.muted:
             return b""
         event = None if self._ready is None else self._ready.token(data)
@@ -325,11 +321,7 @@ class SSEFastPath:
 
     @classmethod
     def of(cls, event: bytes) -> SSEFastPath | None:
-        """Return the fast path of an event; None where it has none.
-
-        Args:
-            event: a parsed and valid chunk, framed, with one choice, one token id and no end.
-        """
+        """Return the fast path of a framed chunk of one token without an end; None without one."""
         if _BACKSLASH in event or PROMPT_TOKEN_IDS in event:
             return None
         # Each key once, so that it is the choice's: spelt otherwise it would have a backslash.

@@ -91,11 +91,7 @@ _full_chunk = msgspec.json.Decoder(FullChunk).decode
 
 
 def chunk(payload: bytes) -> tuple[RelayChunk, bytes]:
-    """Return a chunk and its JSON, made regular where it was not.
-
-    Raises:
-        msgspec.DecodeError, UnicodeDecodeError: it is not JSON.
-    """
+    """Return a chunk and its regular JSON; raise `msgspec.DecodeError`, `UnicodeDecodeError`."""
     try:
         return _chunk(payload), payload
     except msgspec.ValidationError:
@@ -113,14 +109,10 @@ def full_chunk(payload: bytes) -> tuple[FullChunk, bytes]:
 
 
 def without_ids(payload: bytes, prompt: bool) -> bytes:
-    """Return a chunk's JSON with null in place of its token ids.
+    """Return a chunk's JSON with null in place of its token ids, by cutting bytes.
 
-    Cuts bytes: within a JSON string a quote is escaped, so that what is looked for is a key.
-    What another encoder has spaced out is decoded and encoded again.
-
-    Args:
-        payload: JSON of a chunk that has token ids.
-        prompt: whether it has the prompt's ids as well.
+    Within a JSON string a quote is escaped, so that what is looked for is a key. What another
+    encoder has spaced out is decoded and encoded again.
     """
     at = payload.find(TOKEN_IDS)
     if at < 0 and not prompt:
@@ -198,11 +190,7 @@ def _check_choices(reply: bytes) -> None:
 
 
 def whole(reply: bytes) -> WholeReply:
-    """Return what is read of a reply; counts and lists that it does not tell are 0 and empty.
-
-    Raises:
-        msgspec.DecodeError, UnicodeDecodeError: it is no JSON object.
-    """
+    """Return what is read of a reply; raise `msgspec.DecodeError`, `UnicodeDecodeError`."""
     is_long = len(reply) > _MAX_REGULAR_BYTES
     if is_long:
         _check_choices(reply)
@@ -215,11 +203,7 @@ def whole(reply: bytes) -> WholeReply:
 
 
 def normalized(payload: bytes) -> dict[str, Any]:
-    """Return a JSON value in the shape of a reply or chunk; empty where it is no object.
-
-    Raises:
-        msgspec.DecodeError, UnicodeDecodeError: it is not JSON, or has token ids that are none.
-    """
+    """Return JSON in the shape of a reply or chunk; raise as `chunk`, also for bad token ids."""
     body = msgspec.json.decode(payload)
     if not isinstance(body, dict):
         return {}

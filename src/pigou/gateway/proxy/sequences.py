@@ -34,11 +34,7 @@ _ID = 240
 
 
 def splits(run: GatewayRun) -> bool:
-    """Whether a request is served as one request for each of its sequences.
-
-    Raises:
-        APIError: 400, it asks for more than `MAX_SEQUENCES`.
-    """
+    """True if each sequence is served as a request; raise `APIError` 400 for too many."""
     total = run.parsed.sequences
     if total > MAX_SEQUENCES:
         raise bad_request(
@@ -76,11 +72,7 @@ class Sequences:
         self._wake = asyncio.Event()
 
     async def serve(self, serve: Serve) -> None:
-        """Serve them all.
-
-        Raises:
-            APIError, Rejected: the first failure of any; the others are ended.
-        """
+        """Serve them all; raise the first failure of any, once the others are ended."""
         trace = self._run.trace
         if trace is not None:
             trace.begin_branches()

@@ -83,11 +83,7 @@ class ServerRoutes:
 
 
 def check_path(path: str, request: web.Request) -> None:
-    """Refuse a path that is not passed on.
-
-    Raises:
-        APIError: 404. web.HTTPMethodNotAllowed: the path is the gateway's own.
-    """
+    """Refuse a path that is not passed on: `APIError` 404, or 405 for the gateway's own."""
     own = _OWN.get(path) or ("GET" if path.startswith("/v1/models/") else None)
     if own is not None:
         raise web.HTTPMethodNotAllowed(request.method, [own])

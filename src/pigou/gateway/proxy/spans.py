@@ -154,11 +154,7 @@ class TracedRequest:
 def traced_request(
     tracer: Tracer | None, headers: Headers, path: str, address: tuple[str, int]
 ) -> Iterator[TracedRequest | None]:
-    """Within it, a request is served, whose trace begins and ends; None without a tracer.
-
-    Args:
-        address: host and port of this gateway.
-    """
+    """Within it, a request is served, whose trace begins and ends; None without a tracer."""
     if tracer is None:
         yield None
         return

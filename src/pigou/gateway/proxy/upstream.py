@@ -185,11 +185,7 @@ class Upstream:
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """Within it, the current task works with this worker, and fails when that goes down.
-
-        Raises:
-            WorkerFailed: `close` was called meanwhile, or before; or `send_away` meanwhile.
-        """
+        """Within it, the task works with this worker; raise `WorkerFailed` when that goes down."""
         task = asyncio.current_task()
         assert task is not None
         if self.closed():
@@ -360,11 +356,7 @@ class Upstream:
         self, path: str, body: Body, request_id: str, tenant: str = "", trace: str = "",
         *, held: ByteReservation, max_bytes: int | None = None,
     ) -> bytes:  # fmt: skip
-        """Send a request; return the body of its answer, whose bytes stay with `held`.
-
-        It has up to `max_bytes` bytes, by default `MAX_REPLY_BYTES`. The other arguments and
-        errors are those of `ask` and `_rest`.
-        """
+        """Send a request; return the body of its answer, whose bytes stay with `held`; as `ask`."""
         connection = await self.ask(path, body, request_id, tenant, trace)
         try:
             return await self._rest(connection, held, max_bytes or MAX_REPLY_BYTES)
@@ -482,13 +474,8 @@ async def fetch_kv(
 ) -> tuple[dict[str, Any] | None, str]:
     """Return the transfer params of what a worker has cached of a prompt, and the outcome.
 
-    It is waited for until computing the prompt would have been as quick. The answer's second part
-    is "offered" with a ticket, "nothing" where none of it is cached (any more), or why it failed:
-    "late", or a reason of `WorkerFailed`.
-
-    Args:
-        body: of the request, as the worker that computes it gets it.
-        trace: header lines of the trace that it belongs to.
+    It is waited for until computing the prompt would have been as quick. The outcome is "offered",
+    "nothing" where none of it is cached, or why it failed: "late", or a reason of `WorkerFailed`.
     """
     try:
         async with asyncio.timeout(fetch.wait_ns / SECOND):

@@ -65,11 +65,7 @@ class SSEWriter:
         return self._response is not None
 
     async def write(self, data: bytes) -> None:
-        """Send whole SSE frames; waits while the client is slow.
-
-        Raises:
-            ConnectionResetError: the client left. ClientStalled: it takes nothing.
-        """
+        """Send whole SSE frames, slowly to a slow client; raise `ConnectionResetError`."""
         response = self._response
         if response is None:
             response = self._response = web.StreamResponse(headers={**_HEADERS, **self._headers()})
@@ -116,11 +112,7 @@ class SSEWriter:
         self._blocked_from_ns = 0
 
     async def drain(self, max_waiting_bytes: int = HIGH_WATER) -> None:
-        """Wait until fewer than `max_waiting_bytes` wait for the client.
-
-        Raises:
-            ConnectionResetError: the client left. ClientStalled: it takes nothing.
-        """
+        """Wait until fewer bytes wait for the client; raise `ConnectionResetError`."""
         min_waiting_bytes, since = None, time.monotonic()
         while True:
             transport = self._transport
