@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from pigou.diagnosis.alert_rules import alert_name, anchor
 from pigou.diagnosis.modes import MODES
-from tools.diagnosis_pages import ROOT, pages
+from tools.diagnosis_pages import ROOT, alert_name, anchor, pages
 
 ALERTS = ROOT / "deploy" / "prometheus-alerts.yml"
 #: What metrics show while a fleet has a fault, by mode: series and values of each minute.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pigou.diagnosis.prefix_advice import PrefixAdvisor
+from pigou.diagnosis.prefix_lint import PrefixAdvisor
 
 SYSTEM = list(range(1000, 2000))
 

@@ -17,13 +17,13 @@ from tests.fleet.harness import Client, running
 
 from pigou.config import ControlConfig
 from pigou.control.state import LOADS
-from pigou.diagnosis.alert_rules import alert_rules
 from pigou.diagnosis.metric_pages import MetricPage
 from pigou.fleet import probe, worker_report
 from pigou.fleet.planner_windows import PlannerWindows
 from pigou.windows import scrape
 from pigou.windows.planner_window import WorkerWindow
 from pigou.wire import metrics_text
+from tools.diagnosis_pages import alert_rules
 
 #: Prompts take 0.3 s, steps 20 ms: a planner looks between the ends of steps, and within them.
 TIMING = "law:itl_a=0.02,itl_b=0.001,prefill=0.02,prefill_token=0.001"

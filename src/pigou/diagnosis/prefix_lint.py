@@ -7,8 +7,10 @@ beginnings, looks where many of them part at once, and counts the tokens behind 
 
 from __future__ import annotations
 
-from collections import defaultdict
+import re
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 import msgspec
 
@@ -167,3 +169,72 @@ def _recurring(tail: Sequence[Hashable], uses: dict[int, int]) -> int:
             count += at + _RUN - max(end, at)
             end = at + _RUN
     return count
+
+
+#: Tokens in a block, prompts of a tenant that are remembered, tokens of each, and tenants.
+_BLOCK, _PROMPTS, _TENANTS = 16, 4, 16
+MAX_PIECES = 2048
+
+
+class PrefixAdvisor:
+    """Compares each prompt with the tenant's last four that asked; memory is bounded.
+
+    No tenant learns of another's prompts.
+    """
+
+    def __init__(self) -> None:
+        self._prompts: OrderedDict[str, deque[Sequence[Hashable]]] = OrderedDict()
+
+    def advise(self, tenant: str, pieces: Sequence[Hashable]) -> str:
+        """Return advice in one line of ASCII, and remember the prompt's first 2,048 tokens."""
+        own = pieces[:MAX_PIECES]
+        known = self._prompts.pop(tenant, deque(maxlen=_PROMPTS))
+        closest = max(known, key=lambda prompt: _common(prompt, own), default=None)
+        if own not in known:
+            known.append(own)
+        self._prompts[tenant] = known
+        if len(self._prompts) > _TENANTS:
+            self._prompts.popitem(last=False)
+        if closest is None:
+            return "unknown; no earlier prompt asked for advice"
+        shared = _common(closest, own)
+        group = diverging_group([closest, own], shared // _BLOCK, _BLOCK)
+        return _advice(shared, group)
+
+
+def _advice(shared: int, group: PrefixGroup | None) -> str:
+    if group is None:
+        return f"stable; the first {shared} tokens are those of an earlier prompt"
+    return (
+        f"move; the prompt diverges at token {shared} (block {group.block}), and "
+        f"{group.saved_tokens:.0f} tokens behind recur: put what changes behind them"
+    )
+
+
+def _common(first: Sequence[Hashable], second: Sequence[Hashable]) -> int:
+    """Return how many tokens two prompts begin with alike."""
+    for count, (one, other) in enumerate(zip(first, second, strict=False)):
+        if one != other:
+            return count
+    return min(len(first), len(second))
+
+
+#: Words of up to eight characters, and what is between them.
+_PIECE = re.compile(r"\s?\w{1,8}|\s?[^\w\s]|\s")
+
+
+def prompt_pieces(body: dict[str, Any], max_pieces: int = 2**22) -> Sequence[Hashable] | None:
+    """Return the pieces of a body's prompt: token ids, or pieces of its text; None for none."""
+    ids = body.get("prompt_token_ids") or body.get("prompt")
+    if isinstance(ids, list) and ids and all(isinstance(token, int) for token in ids):
+        return ids[:max_pieces]
+    text = body.get("prompt")
+    messages = body.get("messages")
+    if isinstance(messages, list):
+        text = "".join(
+            f"{message.get('role', '')}: {message.get('content', '')}\n"
+            for message in messages if isinstance(message, dict)
+        )  # fmt: skip
+    if not isinstance(text, str) or not text:
+        return None
+    return _PIECE.findall(text[: 8 * max_pieces])[:max_pieces]

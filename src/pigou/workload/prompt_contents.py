@@ -10,8 +10,7 @@ from typing import Any
 import msgspec
 
 from pigou.config import ConfigError
-from pigou.diagnosis.prefix_lint import PrefixReport, lint_blocks, lint_prefixes
-from pigou.diagnosis.prompt_pieces import prompt_pieces
+from pigou.diagnosis.prefix_lint import PrefixReport, lint_blocks, lint_prefixes, prompt_pieces
 from pigou.workload.journal_file import read_workload
 from pigou.workload.trace import Trace
 from pigou.workload.trace_formats import read_trace

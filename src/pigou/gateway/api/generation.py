@@ -12,8 +12,7 @@ from functools import partial
 import msgspec
 from aiohttp import web
 
-from pigou.diagnosis.prefix_advice import MAX_PIECES, PrefixAdvisor
-from pigou.diagnosis.prompt_pieces import prompt_pieces
+from pigou.diagnosis.prefix_lint import MAX_PIECES, PrefixAdvisor, prompt_pieces
 from pigou.gateway.api.page import JSON, APIPage, APIPages
 from pigou.gateway.auth.guard import count_for
 from pigou.gateway.auth.keys import current_key
