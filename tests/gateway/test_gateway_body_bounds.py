@@ -42,8 +42,9 @@ async def test_a_tenant_with_too_many_large_bodies_gets_429_and_others_are_serve
         assert go.wait(60)
         return read(*args, **fields)
 
-    monkeypatch.setattr("pigou.gateway.app.read", held)
-    monkeypatch.setattr("pigou.gateway.app.FairThreadPool", partial(FairThreadPool, max_waiting=2))
+    monkeypatch.setattr("pigou.gateway.api.generation.read", held)
+    few = partial(FairThreadPool, max_waiting=2)
+    monkeypatch.setattr("pigou.gateway.gateway.FairThreadPool", few)
     body = encode({"prompt": "a", "user": "u" * SMALL, "max_tokens": 3})
     async with serving(Stub("a"), keys=keys) as fleet:
 

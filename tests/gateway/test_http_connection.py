@@ -8,12 +8,10 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from pigou.gateway.proxy.connection import (
-    HTTPConnection,
-    HTTPConnectionError,
-    HTTPConnectionPool,
-    Take,
-)
+from pigou.gateway.failure import WorkerFailed
+from pigou.gateway.proxy.connection import HTTPConnection, HTTPConnectionError, Take
+from pigou.gateway.proxy.upstream import Engine, Upstream
+from pigou.request import Role, Worker
 
 BODY = [b"one", b"two" * 1000, b"", b"x"]
 WHOLE = b"".join(BODY)
@@ -30,14 +28,14 @@ Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], object]
 
 
 @asynccontextmanager
-async def lines(serve: Serve) -> AsyncIterator[HTTPConnectionPool]:
+async def lines(serve: Serve) -> AsyncIterator[Upstream]:
     server = await asyncio.start_server(serve, "127.0.0.1", 0)  # type: ignore[arg-type]
     port = server.sockets[0].getsockname()[1]
-    pool = HTTPConnectionPool(f"http://127.0.0.1:{port}", {"x-key": "k"})
+    pool = Upstream(Worker("w", f"http://127.0.0.1:{port}", Role.BOTH), Engine(), "k")
     try:
         yield pool
     finally:
-        pool.close()
+        await pool.close()
         server.close()
 
 
@@ -49,7 +47,7 @@ def answering(answer: bytes, cut: int, close: bool = False) -> tuple[Serve, list
         try:
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
-                asked.append(head + await reader.readexactly(4))
+                asked.append(head + await reader.readexactly(2))
                 for start in range(0, len(answer), cut):
                     writer.write(answer[start : start + cut])
                     await writer.drain()
@@ -71,8 +69,8 @@ async def whole(connection: HTTPConnection, take: Take | None = None) -> bytes:
     return found
 
 
-async def ask_whole(pool: HTTPConnectionPool) -> bytes:
-    connection, _ = await pool.ask("/", b"body", "i")
+async def ask_whole(pool: Upstream) -> bytes:
+    connection = await pool.ask("/", {}, "i")
     return await whole(connection)
 
 
@@ -83,20 +81,19 @@ async def test_a_body_arrives_whole_and_the_line_is_kept(answer: bytes, cut: int
     async with lines(serve) as pool:
         first = None
         for _ in range(3):
-            connection, head = await pool.ask("/v1/x", b"body", "id-1")
-            assert head.status == 200
+            connection = await pool.ask("/v1/x", {}, "id-1")
             assert await whole(connection) == WHOLE
             pool.give_back(connection)
             assert connection is (first := first or connection)
     assert len(asked) == 3
     assert asked[0].startswith(b"POST /v1/x HTTP/1.1\r\nhost: 127.0.0.1:")
-    assert b"x-key: k\r\nx-request-id: id-1\r\ncontent-length: 4\r\n\r\nbody" in asked[0]
+    assert b"Bearer k\r\nx-request-id: id-1\r\ncontent-length: 2\r\n\r\n{}" in asked[0]
 
 
 async def test_a_body_without_a_length_ends_with_the_connection() -> None:
     serve, _ = answering(CLOSED, 10, close=True)
     async with lines(serve) as pool:
-        connection, _ = await pool.ask("/", b"body", "i")
+        connection = await pool.ask("/", {}, "i")
         assert await whole(connection) == WHOLE
         assert not connection.idle
 
@@ -105,7 +102,7 @@ async def test_a_body_without_a_length_ends_with_the_connection() -> None:
 async def test_what_a_taker_declines_is_not_lost(cut: int) -> None:
     serve, _ = answering(CHUNKED, cut)
     async with lines(serve) as pool:
-        connection, _ = await pool.ask("/", b"body", "i")
+        connection = await pool.ask("/", {}, "i")
         taken: list[bytes] = []
 
         def take(data: bytes) -> bool:
@@ -121,7 +118,7 @@ async def test_what_a_taker_declines_is_not_lost(cut: int) -> None:
 async def test_an_error_of_a_taker_reaches_the_reader() -> None:
     serve, _ = answering(CHUNKED, 50)
     async with lines(serve) as pool:
-        connection, _ = await pool.ask("/", b"body", "i")
+        connection = await pool.ask("/", {}, "i")
 
         def take(_: bytes) -> bool:
             raise KeyError("mine")
@@ -134,7 +131,7 @@ async def test_an_error_of_a_taker_reaches_the_reader() -> None:
 async def test_a_body_that_breaks_off_is_an_error(end: int) -> None:
     serve, _ = answering(CHUNKED[:end], 1_000_000, close=True)
     async with lines(serve) as pool:
-        with pytest.raises(HTTPConnectionError):
+        with pytest.raises((HTTPConnectionError, WorkerFailed)):
             await ask_whole(pool)
 
 
@@ -147,7 +144,7 @@ async def test_a_body_that_breaks_off_is_an_error(end: int) -> None:
 async def test_what_is_not_http_is_an_error(answer: bytes) -> None:
     serve, _ = answering(answer, 1_000_000)
     async with lines(serve) as pool:
-        with pytest.raises(HTTPConnectionError):
+        with pytest.raises((HTTPConnectionError, WorkerFailed)):
             await ask_whole(pool)
 
 
@@ -155,7 +152,7 @@ async def test_a_kept_line_that_was_closed_is_replaced() -> None:
     serve, asked = answering(SIZED, 1_000_000, close=True)
     async with lines(serve) as pool:
         for _ in range(3):
-            connection, _ = await pool.ask("/", b"body", "i")
+            connection = await pool.ask("/", {}, "i")
             assert await whole(connection) == WHOLE
             pool.give_back(connection)
     assert len(asked) == 3
@@ -171,10 +168,10 @@ async def test_a_closed_pool_cuts_lines_in_use_and_opens_none() -> None:
         writer.close()
 
     async with lines(silent) as pool:
-        waiting = asyncio.create_task(pool.ask("/", b"", "i"))
+        waiting = asyncio.create_task(pool.ask("/", {}, "i"))
         await asked.wait()
-        pool.close()
-        with pytest.raises(HTTPConnectionError):
+        await pool.close()
+        with pytest.raises(WorkerFailed):
             await waiting
-        with pytest.raises(HTTPConnectionError):
-            await pool.ask("/", b"", "i")
+        with pytest.raises(WorkerFailed):
+            await pool.ask("/", {}, "i")

@@ -130,7 +130,7 @@ async def test_a_prompt_under_another_salt_overlaps_in_nothing() -> None:
         assert why["cached_tokens"] > 0
         scored = call_of(body | {"prompt_logprobs": 1})
         await serving.plane_driver.read(scored)
-        assert (scored.prompt, dict(scored.keys)) == (why["prompt_tokens"], {})
+        assert (scored.prompt_tokens, dict(scored.keys)) == (why["prompt_tokens"], {})
 
 
 async def test_streams_name_their_decision_and_worker_too() -> None:
@@ -192,7 +192,7 @@ async def test_workers_are_asked_where_the_tokenizer_here_disagrees() -> None:
             ids = call_of({"prompt": list(range(48))})
             asked = stub.asked
             await plane_driver.read(ids)
-            assert (ids.prompt, len(ids.keys[16]), stub.asked) == (48, 3, asked)
+            assert (ids.prompt_tokens, len(ids.keys[16]), stub.asked) == (48, 3, asked)
         finally:
             await plane_driver.stop()
             await runner.cleanup()
@@ -212,7 +212,7 @@ async def test_without_any_tokenizer_requests_go_on_with_a_guess(
         assert (call.prompt_tokens, dict(call.keys)) == (100, {})
         ids = call_of({"prompt": list(range(48))})
         await plane_driver.read(ids)
-        assert (ids.prompt, len(ids.keys[16])) == (48, 3)
+        assert (ids.prompt_tokens, len(ids.keys[16])) == (48, 3)
     finally:
         await plane_driver.stop()
         await runner.cleanup()

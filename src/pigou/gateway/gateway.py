@@ -44,9 +44,10 @@ class Gateway:
     status: ModelsStatus = field(init=False)
     key_loads: KeyLoads = field(default_factory=KeyLoads, init=False)
     server_routes: ServerRoutes = field(default_factory=ServerRoutes, init=False)
-    _threads: FairThreadPool = field(default_factory=FairThreadPool, init=False)
+    _threads: FairThreadPool = field(init=False)
 
     def __post_init__(self) -> None:
+        self._threads = FairThreadPool()
         one = GatewayModel(self.plane_driver, self.metrics, self.fleet_status)
         self.routing = self.models or ModelRouting([one])
         self.status = ModelsStatus(

@@ -31,18 +31,14 @@ _model_field = msgspec.json.Decoder(_ModelField)
 
 
 class GatewayModel:
-    """One model of a gateway: the control plane and the workers that serve it.
-
-    Attributes:
-        name: that it was declared with; empty where the workers say it.
-        overflow: where requests go that it cannot serve now; None for nowhere.
-    """
+    """One model of a gateway: the control plane and the workers that serve it."""
 
     def __init__(
         self, plane_driver: PlaneDriver, metrics: Metrics, fleet_status: FleetStatus,
         name: str = "", aliases: Sequence[str] = (), overflow: Overflow | None = None,
     ) -> None:  # fmt: skip
-        self.name, self.aliases, self.overflow = name, tuple(aliases), overflow
+        self.name = name  # as declared; empty where the workers say it
+        self.aliases, self.overflow = tuple(aliases), overflow
         self.plane_driver, self.metrics, self.fleet_status = plane_driver, metrics, fleet_status
         plane_driver.timed = metrics.decision.observe
 

@@ -115,13 +115,11 @@ class PlaneDriver:
         model: str = "",
         sibling: PlaneDriver | None = None,
     ) -> None:
-        """Prepare.
+        """Prepare to drive a plane.
 
         Args:
-            journal: of the plane's calls.
             model: its name, where that is declared; else the workers say it.
-            sibling: driver of another model of this gateway: what runs in the background, and
-                kernels, are the same.
+            sibling: driver of another model, with the same background tasks and kernels.
         """
         self.plane = plane
         self.prompts = prompts
@@ -131,24 +129,19 @@ class PlaneDriver:
             plane if journal is None else JournalRecorder(plane, journal.write)
         )
         self.upstreams: dict[str, Upstream] = {}  # by id, of the workers that are up
-        # held while a worker is compared with the others, and comes up
-        self.joining = asyncio.Lock()
+        self.joining = asyncio.Lock()  # while a worker is compared with the others, and comes up
         self._hosts: dict[str, str] = {}  # of workers that are gone, too
         self._served_model = model
         self.meter = RequestMeter(objectives or Objectives(), self._model)
         self.shed = 0
-        # prompts that came again after an attempt that was not served
         self.repeated = RepeatedPrompts()
-        # returns what is known of other gateways; None without a bus to them
-        self.peers_health: Callable[[], dict[str, Any]] | None = None
-        # that prefill workers pull from; None where they are sent prompts
-        self.prefill_queue: GatewayPrefillQueue | None = None
-        # set while the plane's kernels are there; nobody is to run it otherwise
+        self.peers_health: Callable[[], dict[str, Any]] | None = None  # None without a bus
+        self.prefill_queue: GatewayPrefillQueue | None = None  # None where prompts are pushed
+        # Set while the plane's kernels are compiled; the plane is not to be called before.
         self.compiled: asyncio.Event = asyncio.Event() if sibling is None else sibling.compiled
         if sibling is None:
             self.compiled.set()
-        # called with the seconds that each request's first decision took
-        self.timed: Callable[[float], None] = _ignore
+        self.timed: Callable[[float], None] = lambda _: None  # gets the seconds of each decision
         self._queued: dict[str, asyncio.Future[Route | Shed]] = {}
         self._relays: dict[str, tuple[Relay, int]] = {}
         self.drivers: dict[str, Interruptible] = {}  # of open requests: get recalls and sheds
@@ -378,7 +371,3 @@ class PlaneDriver:
             self._wake(self._recorded.tick(time.monotonic_ns()))
             for event in self._woken:
                 event.set()
-
-
-def _ignore(_: float) -> None:
-    pass

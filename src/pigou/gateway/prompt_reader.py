@@ -35,11 +35,7 @@ class NotTokenizable(ValueError):
 
 
 class PromptTokenizer:
-    """A tokenizer and its chat template.
-
-    Attributes:
-        allow_special_tokens: what clients type in chats may become special tokens.
-    """
+    """A tokenizer and its chat template."""
 
     allow_special_tokens = False
 

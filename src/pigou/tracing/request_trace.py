@@ -47,9 +47,6 @@ class RequestTrace:
 
     Phases follow one another without a gap: each begins where the last one ended. So they add up
     to the root.
-
-    Attributes:
-        request_id: by which it is asked for, besides its trace's id.
     """
 
     __slots__ = (

@@ -44,15 +44,11 @@ class KeyLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 class KeyLoad:
-    """What one key has under way.
-
-    Attributes:
-        waiting: sequences that were accepted and are not at a worker.
-    """
+    """What one key has under way."""
 
     def __init__(self, limits: KeyLimits) -> None:
         self.limits = limits
-        self.running = self.waiting = self.tokens = 0
+        self.running = self.waiting = self.tokens = 0  # sequences at workers, and those accepted
         self._turns: deque[asyncio.Future[None]] = deque()
 
     @contextmanager

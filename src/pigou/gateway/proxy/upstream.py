@@ -144,18 +144,14 @@ class Engine:
 
 
 class Upstream:
-    """A worker's HTTP client, without a connection limit.
-
-    Attributes:
-        paused: of those, requests whose client is slow, so that nothing is read from the worker.
-        unstreamed: requests among those whose reply comes in one piece.
-    """
+    """A worker's HTTP client, without a connection limit."""
 
     def __init__(self, worker: Worker, engine: Engine, secret: str = "") -> None:
         self.worker = worker
         self.engine = engine
-        self.inflight = 0
-        self.paused = self.unstreamed = 0
+        self.inflight = 0  # requests under way
+        self.paused = 0  # of those, requests whose client is slow: the worker is not read
+        self.unstreamed = 0  # of those, requests whose reply comes in one piece
         self.bytes_read = 0  # bytes of the worker's streams so far
         self.tokens = 0
         self.report: WorkerReport | None = None  # what it said last of itself; None before
@@ -255,9 +251,9 @@ class Upstream:
             WorkerFailed: no connection, no answer, or 5xx.
         """
         pool, mark = self._connections, self.mark(tenant)
-        headers = f"x-request-id: {request_id}\r\n{trace}" + (
-            f"{TENANT}: {mark}\r\n" if mark else ""
-        )
+        headers = f"x-request-id: {request_id}\r\n{trace}"
+        if mark:
+            headers += f"{TENANT}: {mark}\r\n"
         request = pool.post(path, msgspec.json.encode(body), headers)
         connection, head = pool.take_idle(), None
         try:
