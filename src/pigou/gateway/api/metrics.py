@@ -52,9 +52,12 @@ def pages(gateway: Gateway) -> APIPages:
 
     async def metrics(request: web.Request) -> web.Response:
         """Write all metrics for an admin key, its own for a tenant's, none without a key."""
-        key, keep = key_of(request), _nameless
-        if key is not None:
-            keep = iter if key.admin else partial(_own, tenant=key.tenant)
+        key = key_of(request)
+        keep: Filter = _nameless
+        if key is not None and key.admin:
+            keep = iter
+        elif key is not None:
+            keep = partial(_own, tenant=key.tenant)
         body = generate_latest(gateway_metrics(gateway, keep))
         return web.Response(body=body, headers={"content-type": CONTENT_TYPE_LATEST})
 
