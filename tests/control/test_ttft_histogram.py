@@ -1,4 +1,4 @@
-"""Histograms are read, subtracted and summed as Prometheus does it."""
+"""Histograms are subtracted, and have quantiles, as Prometheus does it."""
 
 from __future__ import annotations
 
@@ -8,42 +8,17 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client import Histogram as Metric
 
-from pigou.control.saturation.histogram import DYNAMO_TTFT, VLLM_TTFT, Histogram, parse_histogram
 from pigou.control.saturation.regime import Regime
 from pigou.request import SECOND
-from pigou_lab.detectors import PaperConfig, PaperDetector
+from pigou_lab.detectors import Histogram, PaperConfig, PaperDetector
 
 BOUNDS = (0.1, 0.5, 1.0, 5.0)
 
 
-def exposed(name: str, values: dict[str, list[float]]) -> str:
-    registry = CollectorRegistry()
-    metric = Metric(name, "Time to first token.", ["engine"], registry=registry, buckets=BOUNDS)
-    for engine, seconds in values.items():
-        for each in seconds:
-            metric.labels(engine).observe(each)
-    return generate_latest(registry).decode()
-
-
-@pytest.mark.parametrize("name", [VLLM_TTFT, DYNAMO_TTFT])
-def test_an_exposition_is_read_and_its_engines_are_added(name: str) -> None:
-    found = parse_histogram(exposed(name, {"0": [0.05, 0.3], "1": [0.3, 9.0]}), name)
-    assert found == Histogram((*BOUNDS, math.inf), (1, 3, 3, 3, 4))
-
-
-def test_one_engine_is_read_by_its_label() -> None:
-    text = exposed(VLLM_TTFT, {"0": [0.05, 0.3], "1": [0.3, 9.0]})
-    found = parse_histogram(text, VLLM_TTFT, {"engine": "0"})
-    assert found is not None
-    assert found.count == 2
-
-
-def test_an_exposition_without_the_metric_has_no_histogram() -> None:
-    assert parse_histogram(exposed(VLLM_TTFT, {}), VLLM_TTFT) is None
-    assert parse_histogram(exposed(VLLM_TTFT, {"0": [1.0]}), DYNAMO_TTFT) is None
+def scraped(seconds: list[float]) -> Histogram:
+    bounds = (*BOUNDS, math.inf)
+    return Histogram(bounds, tuple(float(sum(v <= b for v in seconds)) for b in bounds))
 
 
 def test_a_quantile_is_interpolated_in_its_bucket() -> None:
@@ -68,8 +43,7 @@ def test_edges_are_those_of_histogram_quantile() -> None:
 def test_a_quantile_lies_in_the_bucket_of_the_order_statistic(
     values: list[float], share: float
 ) -> None:
-    counts = tuple(float(sum(v <= b for v in values)) for b in (*BOUNDS, math.inf))
-    found = Histogram((*BOUNDS, math.inf), counts).quantile(share)
+    found = scraped(values).quantile(share)
     true = sorted(values)[max(0, math.ceil(share * len(values) - 1e-9) - 1)]
     edges = (0.0, *BOUNDS)
     bucket = int(np.searchsorted(BOUNDS, true))
@@ -98,9 +72,7 @@ def test_the_detector_sees_only_what_came_between_scrapes() -> None:
     regimes = []
     for poll, fresh in enumerate([[], [0.05] * 20, [0.9] * 20, [4.9] * 50, [], [0.05] * 9]):
         seen += fresh
-        found = parse_histogram(exposed(VLLM_TTFT, {"0": seen}), VLLM_TTFT)
-        assert found is not None
-        regimes.append(one.scrape(poll * 5 * SECOND, found))
+        regimes.append(one.scrape(poll * 5 * SECOND, scraped(seen)))
     below, transition, saturated = Regime
     assert regimes == [below, below, transition, saturated, saturated, below]
 

@@ -10,7 +10,7 @@ from stub import Stub, serving
 
 from pigou.config import ControlConfig
 from pigou.control.plane import ControlPlane
-from pigou.control.saturation.histogram import quantile_of
+from pigou.diagnosis.metric_pages import quantile_of
 from pigou.gateway.api.dashboard import ASSETS, MAX_EVENTS, MAX_SAMPLES, STEP_S, History
 from pigou.gateway.fleet_status import FleetStatus, WorkerRow
 from pigou.gateway.metrics import Metrics

@@ -5,15 +5,79 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import ClassVar, Self
 
 import msgspec
 import numpy as np
 
 from pigou.config import ConfigError
-from pigou.control.saturation.histogram import Histogram
 from pigou.control.saturation.regime import LEVELS, Idle, Regime, TTFTSample
 from pigou.request import SECOND
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """Cumulative counts of observations at or below each bound."""
+
+    bounds: tuple[float, ...]  # upper ones in rising order, the last one infinite; (buckets,)
+    counts: tuple[float, ...]  # at or below each bound, since the process began; (buckets,)
+
+    def __post_init__(self) -> None:
+        if len(self.bounds) != len(self.counts):
+            raise ValueError(f"{len(self.bounds)} bounds and {len(self.counts)} counts: give equal")
+        if not self.bounds or self.bounds[-1] != math.inf:
+            raise ValueError("the histogram has no +Inf bucket: scrape all of its buckets")
+        if any(a >= b for a, b in zip(self.bounds, self.bounds[1:], strict=False)):
+            raise ValueError(f"bounds {self.bounds} do not rise: give each once, in order")
+
+    @property
+    def count(self) -> float:
+        """Number of observations."""
+        return self.counts[-1]
+
+    def since(self, before: Self) -> Histogram:
+        """Return what was observed since an earlier scrape.
+
+        A count that fell means that the process began anew: then all of the later scrape counts,
+        as with Prometheus's `increase`. Raises ValueError where the bounds differ.
+        """
+        self._same(before)
+        if any(a < b for a, b in zip(self.counts, before.counts, strict=True)):
+            return Histogram(self.bounds, self.counts)
+        return Histogram(
+            self.bounds, tuple(a - b for a, b in zip(self.counts, before.counts, strict=True))
+        )
+
+    def quantile(self, share: float) -> float:
+        """Return the quantile, by the rules of Prometheus's `histogram_quantile`.
+
+        Linear inside the bucket that holds rank `share * count`, from 0 in the first one; the
+        last finite bound where the rank is in the +Inf bucket; NaN for an empty histogram, or one
+        with fewer than 2 buckets; -Inf and +Inf for shares outside [0, 1].
+        """
+        if math.isnan(share) or len(self.bounds) < 2 or self.count <= 0:
+            return math.nan
+        if share < 0:
+            return -math.inf
+        if share > 1:
+            return math.inf
+        rank = share * self.count
+        index = next(i for i, count in enumerate(self.counts) if count >= rank)
+        if index == len(self.bounds) - 1:
+            return self.bounds[-2]
+        end = self.bounds[index]
+        if index == 0 and end <= 0:
+            return end
+        start, below = (self.bounds[index - 1], self.counts[index - 1]) if index else (0.0, 0.0)
+        inside = self.counts[index] - below
+        return end if inside <= 0 else start + (end - start) * (rank - below) / inside
+
+    def _same(self, other: Self) -> None:
+        if self.bounds != other.bounds:
+            raise ValueError(
+                "the histograms have different buckets: compare one metric with itself"
+            )
 
 
 class Latches:

@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Self, TypeAlias
 
-from pigou.control.saturation.histogram import quantile_of
 from pigou.wire.metrics_text import all_samples
 
 _BOUND = re.compile(r"[+-]?(?:\d+\.?\d*(?:[eE][+-]?\d+)?|\.\d+|Inf)")
@@ -92,6 +91,32 @@ def quantile(
     """Return a quantile of what a histogram counted between two pages; None without anything."""
     counts = {bound: max(0.0, count - before.get(bound, 0.0)) for bound, count in now.items()}
     return quantile_of(counts, share)
+
+
+def quantile_of(cumulative: Mapping[float, float], share: float) -> float | None:
+    """Return a quantile of cumulative counts by upper bound; None without observations.
+
+    As Prometheus's `histogram_quantile` has it, for a `share` above 0 and at most 1: linear inside
+    the bucket that holds rank `share * count`, the last finite bound in the +Inf bucket.
+    """
+    bounds = sorted(cumulative)
+    counts = [cumulative[bound] for bound in bounds]
+    if not counts or counts[-1] <= 0:
+        return None
+    if bounds[-1] != math.inf:
+        bounds, counts = [*bounds, math.inf], [*counts, counts[-1]]
+    if len(bounds) < 2:
+        return None
+    rank = share * counts[-1]
+    index = next(i for i, count in enumerate(counts) if count >= rank)
+    if index == len(bounds) - 1:
+        return bounds[-2]
+    end = bounds[index]
+    if index == 0 and end <= 0:
+        return end
+    start, below = (bounds[index - 1], counts[index - 1]) if index else (0.0, 0.0)
+    inside = counts[index] - below
+    return end if inside <= 0 else start + (end - start) * (rank - below) / inside
 
 
 def summed(values: Iterable[float | None]) -> float:

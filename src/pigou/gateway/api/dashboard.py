@@ -16,7 +16,7 @@ from aiohttp import web
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from pigou.control.saturation.histogram import quantile_of
+from pigou.diagnosis.metric_pages import quantile_of
 from pigou.gateway.api.page import Access, APIPage, APIPages, json_response
 from pigou.gateway.fleet_status import FleetStatus, ModelsStatus, WorkerRow
 from pigou.gateway.gateway import Gateway
