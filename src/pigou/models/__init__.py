@@ -12,8 +12,7 @@ class ModelError(ValueError):
 def model_folder(model: str | Path) -> Path | None:
     """Return the local folder of a model; None for a hub id, whose folder the hub's cache has.
 
-    Raises:
-        ModelError: neither a folder nor a hub id.
+    Raises ModelError: neither a folder nor a hub id.
     """
     folder = Path(model)
     if folder.is_dir():

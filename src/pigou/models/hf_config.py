@@ -68,8 +68,7 @@ class HfConfig:
     def items(self, key: str, count: int) -> list[Any] | None:
         """Return a list with an item for each of `count` layers, or None where it is not given.
 
-        Raises:
-            ConfigError: it is no list, or has another length.
+        Raises ConfigError: it is no list, or has another length.
         """
         value = self.get(key)
         if not isinstance(value, list):
@@ -117,8 +116,7 @@ def read_config(path: Path) -> dict[str, Any]:
 def quantisation_of(source: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the quantisation's keys, wherever a config has them; None for 16 or 32 bits.
 
-    Raises:
-        ConfigError: they are no object.
+    Raises ConfigError: they are no object.
     """
     for part in (source, *(source.get(key) for key in _TEXT_KEYS)):
         for key in ("quantization_config", "compression_config"):

@@ -92,11 +92,7 @@ def grouped(
     layer: LayerBuilder, heads: int, kv_heads: int, head_dim: int, window: int = 0,
     value_dim: int = 0, gate: int = 0, *, shared_values: bool = False,
 ) -> None:  # fmt: skip
-    """Add grouped-query attention.
-
-    Args:
-        window: tokens that are seen at most; 0 for all.
-    """
+    """Add grouped-query attention. `window`: tokens that are seen at most; 0 for all."""
     names, hidden, value_dim = layer.family.attention, layer.hidden, value_dim or head_dim
     queries, keys, values = heads * head_dim, kv_heads * head_dim, kv_heads * value_dim
     layer.add("attention", hidden, queries, names, ("q_proj", "qkv_proj"))

@@ -58,8 +58,7 @@ _PREDICTION = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 def read_architecture(path: Path, dtype: str = "") -> Architecture:
     """Read a model folder, or its `config.json`.
 
-    Raises:
-        ConfigError: a key is missing, or the model, its quantisation or a key is not described.
+    Raises ConfigError: a key is missing, or the model, its quantisation or a key is not described.
     """
     path = path / "config.json" if path.is_dir() else path
     source = read_config(path)
@@ -72,8 +71,7 @@ def read_architecture(path: Path, dtype: str = "") -> Architecture:
 def parse_architecture(path: Path, source: Mapping[str, Any], name: str) -> Architecture:
     """Return the architecture that the keys of a `config.json` describe.
 
-    Raises:
-        ConfigError: a key is missing, or the model, its quantisation or a key is not described.
+    Raises ConfigError: a key is missing, or the model, its quantisation or a key is not described.
     """
     try:
         return _parse(HfConfig(path, source), source, name)
@@ -114,8 +112,7 @@ def _parse(config: HfConfig, source: Mapping[str, Any], name: str) -> Architectu
 def family_of(config: HfConfig) -> Family:
     """Return the family of a model, by `model_type` or by `architectures`.
 
-    Raises:
-        ConfigError: neither is known.
+    Raises ConfigError: neither is known.
     """
     inner, outer = str(config.values.get("model_type") or ""), config.outer_type
     names = [str(name) for name in config.values.get("architectures") or ()]

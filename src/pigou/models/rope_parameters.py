@@ -69,11 +69,7 @@ def rope_parameters(source: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
 
 
 def parameter(given: Mapping[str, Any], name: str) -> float:
-    """Return a parameter that must be there.
-
-    Raises:
-        ModelError: it is no number above 0.
-    """
+    """Return a parameter that must be there. Raises ModelError: it is no number above 0."""
     value = given.get(name)
     usable = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not usable or not 0 < value < math.inf:  # type: ignore[operator]

@@ -156,8 +156,7 @@ class TorchExecutor:
     def grammars(self) -> Grammars:
         """Return the grammars of the model's tokenizer.
 
-        Raises:
-            GrammarError: the model has no tokenizer or no end token.
+        Raises GrammarError: the model has no tokenizer or no end token.
         """
         if self._grammars is None:
             self._grammars = self._make_grammars()

@@ -40,8 +40,7 @@ _TOKENS = 64
 def try_grammar(grammars: Grammars, grammar: Grammar) -> None:
     """Compile a grammar, and draw some outputs from it.
 
-    Raises:
-        GrammarError: it is faulty, or takes too long.
+    Raises GrammarError: it is faulty, or takes too long.
     """
     matcher = grammars.compile(grammar)
     for number in range(_OUTPUTS):

@@ -63,11 +63,7 @@ class LocalEngine:
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
     ) -> list[Output]:
-        """Run prompts together.
-
-        Returns:
-            What came of each, in the prompts' order.
-        """
+        """Run prompts together. Returns what came of each, in the prompts' order."""
         params_of = [params] * len(prompts) if isinstance(params, SamplingParams) else params
         outputs = [self.add(prompt, p) for prompt, p in zip(prompts, params_of, strict=True)]
         while any(output.reason is None for output in outputs):

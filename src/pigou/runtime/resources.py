@@ -87,8 +87,7 @@ def environment(threads: int) -> dict[str, str]:
 def prepare_environment(threads: int) -> None:
     """Set the variables of `environment` in this process.
 
-    Raises:
-        RuntimeError: torch is loaded already, and would not see them.
+    Raises RuntimeError: torch is loaded already, and would not see them.
     """
     if "torch" in sys.modules:
         raise RuntimeError("prepare_environment must be called before torch is imported")

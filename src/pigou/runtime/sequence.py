@@ -117,8 +117,7 @@ class TokenSequence:
     def hash_full_blocks(self, computed: int, block_size: int) -> BlockHashes:
         """Hash the blocks that became full; returned once.
 
-        Returns:
-            Hashes of the blocks after those that the core knows, shape (n, 2).
+        Returns hashes of the blocks after those that the core knows, shape (n, 2).
         """
         full = computed // block_size
         if full <= self.sealed or not self.seed:

@@ -93,8 +93,7 @@ class GrammarState:
     def allowed(self) -> NDArray[np.bool_]:
         """Return which tokens may come next, shape (vocab,).
 
-        Raises:
-            GrammarError: the grammar overran its limits, or no token of the model fits.
+        Raises GrammarError: the grammar overran its limits, or no token of the model fits.
         """
         if self._budget is not None:
             self._budget.check(self._debt)
@@ -117,8 +116,7 @@ class GrammarState:
     def advance(self, token: int) -> bool:
         """Move past a token; return whether the grammar allows nothing more.
 
-        Raises:
-            GrammarError: the grammar does not allow this token, or overran its limits.
+        Raises GrammarError: the grammar does not allow this token, or overran its limits.
         """
         began = self._cpu_ns()
         taken = self._matcher.consume_token(token)
@@ -152,8 +150,7 @@ class Grammars:
     ) -> None:
         """Read a tokenizer.
 
-        Raises:
-            GrammarError: there is no end token, or the tokenizer cannot be used.
+        Raises GrammarError: there is no end token, or the tokenizer cannot be used.
         """
         if not end_tokens:
             raise GrammarError("structured output needs an end token; the model names none")
@@ -183,8 +180,7 @@ class Grammars:
     def start(self, grammar: Grammar, output: Iterable[int] = ()) -> GrammarState:
         """Compile a grammar, or take the compiled one, and stand behind an output.
 
-        Raises:
-            GrammarError: the grammar is faulty, or the output is against it; says how.
+        Raises GrammarError: the grammar is faulty, or the output is against it; says how.
         """
         state = GrammarState(
             self._matcher(grammar).deep_copy(), self.vocab, self.budget,
@@ -217,8 +213,7 @@ class Grammars:
     def compile(self, grammar: Grammar) -> LLMatcher:
         """Compile a grammar afresh; other threads run meanwhile.
 
-        Raises:
-            GrammarError: the grammar is faulty; says how.
+        Raises GrammarError: the grammar is faulty; says how.
         """
         matcher = LLMatcher(self.tokenizer, _translate(grammar), log_level=0, limits=LIMITS)
         if matcher.is_error():
@@ -238,8 +233,7 @@ def _read_tokenizer(text: str, vocab: int, end_tokens: list[int]) -> LLTokenizer
 def read_grammars(folder: Path, vocab: int, end_tokens: frozenset[int]) -> Grammars:
     """Make grammars for the tokenizer.json of a model's folder.
 
-    Raises:
-        GrammarError: there is none, or it cannot be used.
+    Raises GrammarError: there is none, or it cannot be used.
     """
     path = folder / "tokenizer.json"
     if not path.exists():
@@ -347,8 +341,7 @@ class WorkBudget:
     def check(self, debt: Debt) -> None:
         """Fail a costly sequence before its next mask, while all together took too much.
 
-        Raises:
-            GrammarError: that is so.
+        Raises GrammarError: that is so.
         """
         if self._shared_debt_ns > self._shared_burst_ns and debt.last_ns > self._free_ns:
             raise GrammarError(

@@ -42,11 +42,7 @@ class DeviceCopies:
     """
 
     def __init__(self, raw: Tensor, cuda: Any = torch.cuda) -> None:
-        """Bind the blocks.
-
-        Args:
-            raw: blocks on the device, as bytes, shape (blocks, block_bytes).
-        """
+        """Bind the blocks. `raw`: blocks on the device, as bytes, shape (blocks, block_bytes)."""
         self._raw = raw
         self._cuda = cuda
         self._stream = cuda.Stream(raw.device)

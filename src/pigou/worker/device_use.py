@@ -129,11 +129,7 @@ class RaplEnergy:
     source = "rapl"
 
     def __init__(self, packages: Iterable[Path]) -> None:
-        """Begin to count.
-
-        Raises:
-            OSError: one cannot be read.
-        """
+        """Begin to count. Raises OSError: one cannot be read."""
         self._packages = list(packages)
         self._ranges = [_number(path / "max_energy_range_uj") for path in self._packages]
         self._process = psutil.Process()

@@ -67,8 +67,7 @@ class StepBatch:
     def advance(self, tokens: Tensor) -> None:
         """Make this the next step of a repeated plan: every entry has one token, sampled just now.
 
-        Args:
-            tokens: sampled, shape (entries,), in the plan's order.
+        `tokens`: sampled, shape (entries,), in the plan's order.
         """
         self.tokens = tokens
         self.locations[:ROW] += 1

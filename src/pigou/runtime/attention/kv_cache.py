@@ -63,8 +63,7 @@ class KVCache:
     ) -> None:
         """Make an empty cache.
 
-        Raises:
-            ValueError: the memory is too small, read-only, or offered to another device.
+        Raises ValueError: the memory is too small, read-only, or offered to another device.
         """
         self._layout = layout
         shape = (blocks, layout.layers, 2, layout.kv_heads, layout.head_dim * layout.block_size)

@@ -65,11 +65,7 @@ class Decoder:
 
 
 def load_decoder(config: ModelConfig, weights: Weights, ops: Ops) -> Decoder:
-    """Take all of a model's tensors.
-
-    Raises:
-        ModelError: one is missing or has another shape.
-    """
+    """Take all of a model's tensors. Raises ModelError: one is missing or has another shape."""
     embedding, head = _embedding_and_head(config, weights)
     return Decoder(
         config=config,
@@ -140,8 +136,7 @@ class Layer:
     ) -> Tensor:
         """Apply the layer up to its attention; the arguments are those of the whole layer.
 
-        Returns:
-            Shape (tokens, heads * head_dim).
+        Returns shape (tokens, heads * head_dim).
         """
         normed = ops.add_norm(x, residual, self.before_attention, self.eps)
         return attention(self.index, self.qkv(normed), self.head_norm)
@@ -155,8 +150,7 @@ class Layer:
 def load_layer(index: int, config: ModelConfig, weights: Weights) -> Layer:
     """Take a layer's tensors, under the names of Hugging Face.
 
-    Raises:
-        ModelError: one is missing or has another shape.
+    Raises ModelError: one is missing or has another shape.
     """
     prefix = f"model.layers.{index}."
     loader = _Loader(weights, prefix)

@@ -108,8 +108,7 @@ class LoadedModel:
 def load(model: str | Path, dtype: str = "auto", device: str = "cpu") -> LoadedModel:
     """Load a model from a Hugging Face folder or hub id.
 
-    Raises:
-        ModelError: it cannot be had, or cannot be run as it should.
+    Raises ModelError: it cannot be had, or cannot be run as it should.
     """
     folder = find_model(model)
     config = read_config(folder)

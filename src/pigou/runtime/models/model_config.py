@@ -53,8 +53,7 @@ class ModelConfig:
 def read_config(folder: Path) -> ModelConfig:
     """Read config.json, and the end tokens that any file names, of a model's folder.
 
-    Raises:
-        ModelError: a file is missing or not JSON, or asks for what this runtime does not do.
+    Raises ModelError: a file is missing or not JSON, or asks for what this runtime does not do.
     """
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder / 'config.json'} is missing; a model is a Hugging Face folder")

@@ -70,8 +70,7 @@ class Rope:
 def read_rope(source: Mapping[str, Any], head_dim: int) -> Rope:
     """Read the rotary embedding of a config.json, old (`rope_scaling`) or new style.
 
-    Raises:
-        ModelError: the type is not supported, or a parameter is missing or unknown.
+    Raises ModelError: the type is not supported, or a parameter is missing or unknown.
     """
     given, kind = rope_parameters(source)
     for name in given.keys() - (COMMON | KEYS[kind]):

@@ -156,8 +156,7 @@ _MAX_HEADER = 100_000_000
 def find_model(model: str | Path) -> Path:
     """Return the folder of a model: a local folder as it is, or a hub id, downloaded.
 
-    Raises:
-        ModelError: neither a folder nor a hub id that can be had.
+    Raises ModelError: neither a folder nor a hub id that can be had.
     """
     if (folder := model_folder(model)) is not None:
         return folder
@@ -212,11 +211,7 @@ class Weights:
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
-        """Open the files.
-
-        Raises:
-            ModelError: a file is damaged, or there is none.
-        """
+        """Open the files. Raises ModelError: a file is damaged, or there is none."""
         self._folder = folder
         self._dtype = dtype
         self._device = device
@@ -234,8 +229,7 @@ class Weights:
     def take(self, name: str, *shape: int) -> Tensor:
         """Return a tensor in the model's dtype, on its device.
 
-        Raises:
-            ModelError: it is missing, has another shape, or is quantized.
+        Raises ModelError: it is missing, has another shape, or is quantized.
         """
         if name not in self._where:
             raise ModelError(f"{self._folder}: tensor {name!r} is missing{self._blame(name)}")

@@ -366,11 +366,7 @@ class BucketLocation:
 
     @classmethod
     def parse(cls, uri: str) -> BucketLocation:
-        """Read `URL[?endpoint=URL][&region=NAME]`.
-
-        Raises:
-            ValueError: it is not written so.
-        """
+        """Read `URL[?endpoint=URL][&region=NAME]`. Raises ValueError: it is not written so."""
         url, _, query = uri.partition("?")
         given = dict(parse_qsl(query, keep_blank_values=True))
         if unknown := sorted(given.keys() - {"endpoint", "region"}):
@@ -380,8 +376,7 @@ class BucketLocation:
     def open(self) -> ObjectStore:
         """Make a client; nothing is sent yet.
 
-        Raises:
-            StoreError: the url or what the environment says is of no use.
+        Raises StoreError: the url or what the environment says is of no use.
         """
         scheme = urlsplit(self.url).scheme
         try:

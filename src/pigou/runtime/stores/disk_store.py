@@ -382,8 +382,7 @@ class SegmentFolder:
     def __init__(self, path: Path, namespace: bytes, block_bytes: int, cap: int) -> None:
         """Lock the directory and open what is in it, within the cap.
 
-        Raises:
-            StoreError: the directory cannot be used, or another process uses it.
+        Raises StoreError: the directory cannot be used, or another process uses it.
         """
         self.path = path
         self.namespace = namespace

@@ -124,8 +124,7 @@ class KVOffloader:
     ) -> bool:
         """Store staged blocks in a store other than the host's.
 
-        Args:
-            index: which of its blocks, shape (n,).
+        `index`: which of its blocks, shape (n,).
         """
         rows, sums = copy.take(index)
 
@@ -141,8 +140,7 @@ class KVOffloader:
     def demote(self, blocks: Ints, entries: BlockRecords, target: str, done: Done) -> bool:
         """Copy device blocks to a store; they stay as they are until `done`.
 
-        Args:
-            blocks: ids of the device blocks, shape (n,).
+        `blocks`: ids of the device blocks, shape (n,).
         """
 
         def copied(copy: StagedCopy) -> None:
@@ -160,11 +158,7 @@ class KVOffloader:
     def move(
         self, entries: BlockRecords, source: str, target: str, done: Done | None = None
     ) -> bool:
-        """Copy blocks from one store to another.
-
-        Args:
-            entries: of the blocks, shape (n,).
-        """
+        """Copy blocks from one store to another. `entries`: of the blocks, shape (n,)."""
         if source == target:
             raise ValueError(f"the blocks are to be moved from {source} to {target}")
         if source != HOST:
@@ -512,8 +506,7 @@ class StagedCopy:
     def take(self, index: Ints) -> tuple[Ints, Checksums]:
         """Take blocks out of the copy; returns their rows and checksums.
 
-        Raises:
-            ValueError: one of them was not copied, is there twice, or has left already.
+        Raises ValueError: one of them was not copied, is there twice, or has left already.
         """
         if not (self._held & self.good)[index].all() or len(np.unique(index)) != len(index):
             raise ValueError(f"blocks {index.tolist()} of the copy are not all there, once")

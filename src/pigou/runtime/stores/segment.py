@@ -128,8 +128,7 @@ class Segment:
     def read(self, slots: Ints, out: Bytes, rows: Ints) -> None:
         """Read blocks, `slots` ascending, into rows of `out`; a short file leaves rows as they are.
 
-        Raises:
-            OSError: it cannot be read.
+        Raises OSError: it cannot be read.
         """
         for begin, end in runs(slots):
             parts = [out[row] for row in rows[begin:end].tolist()]

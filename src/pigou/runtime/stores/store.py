@@ -112,23 +112,17 @@ class Store(Protocol):
     def delete(self, keys: BlockHashes) -> int:
         """Forget blocks; returns how many there were.
 
-        Raises:
-            StoreError: the medium fails; they are forgotten, but may be back after a restart.
+        Raises StoreError: the medium fails; they are forgotten, but may be back after a restart.
         """
 
     def entries(self) -> BlockRecords:
         """All blocks in the store that are not void; after opening, what survived.
 
-        Raises:
-            StoreError: the medium fails.
+        Raises StoreError: the medium fails.
         """
 
     def probe(self) -> None:
-        """Find out cheaply whether the medium is there.
-
-        Raises:
-            StoreError: it is not.
-        """
+        """Find out cheaply whether the medium is there. Raises StoreError: it is not."""
 
     def close(self) -> None:
         """Let go of files and connections; later calls raise StoreError, a second `close` not."""
@@ -272,11 +266,7 @@ _CHECKED = HEADER_BYTES - 8
 
 
 def encode(namespace: bytes, entries: BlockRecords, payloads: Checksums, size: int) -> Bytes:
-    """Make headers, shape (n, 128).
-
-    Args:
-        payloads: xxh3 of the blocks, shape (n,).
-    """
+    """Make headers, shape (n, 128). `payloads`: xxh3 of the blocks, shape (n,)."""
     table = np.zeros(len(entries), dtype=HEADER)
     table["magic"] = MAGIC
     table["namespace"] = np.frombuffer(namespace, dtype=np.uint8)

@@ -176,8 +176,7 @@ class TransferQueue:
     def close(self, seconds: float) -> bool:
         """Take no more, finish what waits within `seconds`, fail the rest.
 
-        Returns:
-            Whether the thread has ended.
+        Returns whether the thread has ended.
         """
         end = time.monotonic() + seconds
         with self._wake:

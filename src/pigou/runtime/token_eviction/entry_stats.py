@@ -229,11 +229,7 @@ class AttentionMassTracker:
     def __init__(
         self, stats: EntryStats, folding: Folding | None, max_seqs: int, group: int
     ) -> None:
-        """Watch nothing yet.
-
-        Args:
-            folding: of the mass, or None.
-        """
+        """Watch nothing yet. `folding`: of the mass, or None."""
         self.stats = stats
         self.folding = folding
         self.owns: Ints = np.zeros(max_seqs, dtype=np.int32)

@@ -132,8 +132,7 @@ class Evictor:
     ) -> tuple[dict[int, NDArray[np.float64]], dict[int, NDArray[np.float64]]]:
         """Count entries after a plan's steps, and score them.
 
-        Returns:
-            Lost and regained returns by row (`Result.lost_returns`, `Result.regained_returns`).
+        Returns lost and regained returns by row (`Result.lost_returns`, `Result.regained_returns`).
         """
         done = plan.counts + (steps - 1)
         self.entries[plan.rows] = plan.kv_lens + done
@@ -159,8 +158,7 @@ class Evictor:
     def truncate(self, row: int, tokens: int) -> None:
         """Take back a row's last tokens, whose entries are its last.
 
-        Raises:
-            ValueError: they were moved by a compaction since.
+        Raises ValueError: they were moved by a compaction since.
         """
         left = int(self.entries[row]) - tokens
         tail = self.stats.collect(self.tables[row], left + tokens)[..., POSITION_LINE, left:].view(
@@ -179,8 +177,7 @@ class Evictor:
     def add_recomputed(self, row: int, entries: int, count: int, table: Ints) -> Ints:
         """Make entries for tokens that come back, behind those of a row; returns their positions.
 
-        Raises:
-            ValueError: fewer were given up.
+        Raises ValueError: fewer were given up.
         """
         positions, data = self._dropped_of(row).take(count)
         slots = np.arange(entries, entries + count, dtype=np.int32)
@@ -417,8 +414,7 @@ class TokenRecomputation:
     ) -> None:
         """Compute tokens of some rows again, at once.
 
-        Raises:
-            ValueError: more are to come back than were given up.
+        Raises ValueError: more are to come back than were given up.
         """
         evictor = self._evictor
         max_blocks = max(len(recomputation.blocks) for recomputation in recomputations)

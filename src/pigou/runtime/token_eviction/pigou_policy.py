@@ -227,8 +227,7 @@ class CompiledReturns:
     def predict(self, row: RowEntries, order: Floats) -> PredictedReturns:
         """Score a row's entries, at a power mean.
 
-        Args:
-            order: of the power mean, shape (layers, kv_heads).
+        `order`: of the power mean, shape (layers, kv_heads).
         """
         numbers = row.numbers
         scores: Floats = np.empty((numbers.shape[1] * numbers.shape[2], row.entries), np.float32)

@@ -140,8 +140,7 @@ class TokenPolicy:
     def score(self, entries: CacheEntries) -> Returns:
         """Return what each entry will return, finite.
 
-        Returns:
-            Shape (layers, kv_heads, n); or (n,), if tokens go whole, in all layers and heads.
+        Returns shape (layers, kv_heads, n); or (n,), if tokens go whole, in all layers and heads.
         """
         raise NotImplementedError
 
@@ -201,8 +200,7 @@ def load(name: str, setting: EvictionContext) -> TokenPolicy:
 def make(kind: Any, setting: EvictionContext, name: str = "") -> TokenPolicy:
     """Return a new policy of this class, with the parameters of the setting's configuration.
 
-    Raises:
-        ConfigError: a parameter is not there, or its value does not fit.
+    Raises ConfigError: a parameter is not there, or its value does not fit.
     """
     values = dict(setting.config.params)
     try:

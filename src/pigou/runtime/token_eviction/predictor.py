@@ -93,8 +93,7 @@ class ReturnModel:
     def birth(self, keys: Tensor, values: Tensor) -> Tensor:
         """Sum up entries by their own key and value, each of shape (layers, kv_heads, n, head_dim).
 
-        Returns:
-            Shape (layers, kv_heads, n, CONTENT), float32.
+        Returns shape (layers, kv_heads, n, CONTENT), float32.
         """
         x = torch.cat((keys, values), dim=-1).float().flatten(0, 1)
         hidden = F.silu(torch.baddbmm(self.birth_bias, x, self.birth_in))

@@ -48,8 +48,7 @@ class EngineClient:
     ) -> None:
         """Begin with nothing in flight.
 
-        Args:
-            max_in_engine: sequences of one request that are in the engine at once; 0 for all.
+        `max_in_engine`: sequences of one request that are in the engine at once; 0 for all.
         """
         self._held = WaitingSequences(max_in_engine)
         self._put = put
@@ -143,8 +142,7 @@ class EngineClient:
     async def lease_cached(self, request: Request) -> dict[str, Any] | None:
         """Offer what is cached of a prompt to another worker; return the ticket, None without.
 
-        Raises:
-            APIError: 500, the engine died meanwhile.
+        Raises APIError: 500, the engine died meanwhile.
         """
         future: asyncio.Future[dict[str, Any] | None]
         future = self._lease_futures[request.id] = asyncio.get_running_loop().create_future()
@@ -175,8 +173,7 @@ class EngineClient:
     def cut_off(self) -> int:
         """Fail everything that has not ended, and all that still comes: the process ends.
 
-        Returns:
-            How many replies fail.
+        Returns how many replies fail.
         """
         self._closed = APIError(
             503,

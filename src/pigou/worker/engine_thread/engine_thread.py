@@ -425,8 +425,7 @@ class TracedPrompts:
     ) -> list[PromptChunk]:
         """Return the chunks of traced prompts in a plan, which are its last entries.
 
-        Args:
-            start_ns: when its first step began, in monotonic nanoseconds.
+        `start_ns`: when its first step began, in monotonic nanoseconds.
         """
         chunks: list[PromptChunk] = []
         for entry in range(len(plan.counts) - 1, -1, -1):

@@ -43,11 +43,7 @@ class OffloadConnector:
         offloader: KVOffloader,
         put: Callable[[Command], None],
     ) -> None:
-        """Work for a core.
-
-        Args:
-            put: sends a command to the engine thread; called from any thread.
-        """
+        """Work for a core. `put`: sends a command to the engine thread; called from any thread."""
         self.tiers = tiers
         self.names = list(names)
         self._offloader = offloader
@@ -73,8 +69,7 @@ class OffloadConnector:
     def measure(self, wait: float) -> None:
         """Tell the tiers how fast they are now; one whose store is down cannot be read.
 
-        Args:
-            wait: seconds until the core takes note of a read's end, mostly: the steps' ends.
+        `wait`: seconds until the core takes note of a read's end, mostly: the steps' ends.
         """
         now = time.monotonic_ns()
         if now - self._measured < _FRESH:
@@ -198,8 +193,7 @@ class HostMemory:
 def divide_host_memory(config: WorkerConfig, layout: KVLayout, blocks: int) -> HostMemory:
     """Divide the host's memory for a device of `blocks` blocks.
 
-    Raises:
-        ConfigError: the host tier has no room for a block besides those under way.
+    Raises ConfigError: the host tier has no room for a block besides those under way.
     """
     host = [tier for tier in config.tiers if tier.name == HOST]
     far = len(config.tiers) - len(host)
@@ -220,8 +214,7 @@ def divide_host_memory(config: WorkerConfig, layout: KVLayout, blocks: int) -> H
 def open_tiers(config: WorkerConfig, layout: KVLayout, blocks: int) -> WorkerTiers | None:
     """Make the tiers that are configured, and open their stores; None where there are none.
 
-    Raises:
-        ConfigError: a size that holds nothing, an unknown policy, a place that cannot be used.
+    Raises ConfigError: a size that holds nothing, an unknown policy, a place that cannot be used.
     """
     if not config.tiers:
         return None

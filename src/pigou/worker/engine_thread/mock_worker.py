@@ -263,11 +263,7 @@ def timed(spec: str, model: str, gpu: str, tp: int, link: str, block_size: int) 
 
 
 def read_link(text: str) -> LinkConfig:
-    """Read `gbps=..,latency_us=..`.
-
-    Raises:
-        ConfigError: a key is not known, or a value refused.
-    """
+    """Read `gbps=..,latency_us=..`. Raises ConfigError: a key is not known, or a value refused."""
     values = {}
     for item in text.split(","):
         key, equals, value = item.partition("=")

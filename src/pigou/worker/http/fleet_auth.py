@@ -68,8 +68,7 @@ def _refusal(request: web.Request, secret: FleetSecret) -> web.Response:
 def check_exposure(config: WorkerConfig, secret: FleetSecret | None) -> None:
     """Refuse to listen beyond this machine without a secret, unless that was asked for.
 
-    Raises:
-        ConfigError: naming the address and the remedies.
+    Raises ConfigError: naming the address and the remedies.
     """
     if secret is not None or config.allow_open:
         return

@@ -65,8 +65,7 @@ class InputProcessor:
     ) -> None:
         """Take requests in for these.
 
-        Args:
-            key: of the fleet, by which tickets of other workers are signed; empty takes any.
+        `key`: of the fleet, by which tickets of other workers are signed; empty takes any.
         """
         self._key = key
         self._model = model
@@ -400,8 +399,7 @@ class PromptProcessor:
     def render(self, request: Any) -> str:
         """Return the text of a chat's prompt, by the model's template.
 
-        Raises:
-            APIError: 400, there is no template, or it refuses the messages.
+        Raises APIError: 400, there is no template, or it refuses the messages.
         """
         template = self._model.template
         if template is None:
@@ -426,8 +424,7 @@ class PromptProcessor:
     async def encode(self, text: str, special: bool) -> list[int]:
         """Return the tokens of a text; a long one is tokenized off the event loop.
 
-        Raises:
-            APIError: 400, the text is longer than the context could hold.
+        Raises APIError: 400, the text is longer than the context could hold.
         """
         context = self._model.limits.max_model_len
         max_characters = context * self._model.tokenizer.vocabulary.max_token_bytes
@@ -444,8 +441,7 @@ class PromptProcessor:
     async def decode(self, tokens: list[int]) -> str:
         """Return the text of tokens, control tokens included.
 
-        Raises:
-            APIError: 400, an id is not in the vocabulary.
+        Raises APIError: 400, an id is not in the vocabulary.
         """
         self._check_vocabulary(tokens, "tokens")
         decode = self._model.tokenizer.decode
@@ -476,8 +472,7 @@ class PromptProcessor:
     ) -> TokenizedPrompt:
         """Return the prompt of `source`, text or token ids.
 
-        Raises:
-            APIError: 400, it has no tokens, unknown ones, or fewer than `resume_tokens` says.
+        Raises APIError: 400, it has no tokens, unknown ones, or fewer than `resume_tokens` says.
         """
         text = source if isinstance(source, str) else None
         tokens = await self.encode(source, special) if isinstance(source, str) else source

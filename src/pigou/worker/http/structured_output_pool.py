@@ -315,8 +315,7 @@ class OutputConstraints:
     ) -> OutputConstraint:
         """Return a request's shape.
 
-        Raises:
-            APIError: 400, the grammar cannot be honoured; 503, too many wait to be compiled.
+        Raises APIError: 400, the grammar cannot be honoured; 503, too many wait to be compiled.
         """
         wanted, name = self._wanted(request, tools)
         if wanted is None:
@@ -371,8 +370,7 @@ class GrammarSandbox:
     def try_grammar(self, grammar: Grammar) -> None:
         """Compile a grammar and draw outputs from it, elsewhere.
 
-        Raises:
-            GrammarError: it is faulty, takes too long, or crashes what compiles it.
+        Raises GrammarError: it is faulty, takes too long, or crashes what compiles it.
         """
         process = self._running()
         assert process.stdin is not None

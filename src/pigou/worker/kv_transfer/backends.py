@@ -95,8 +95,7 @@ class ReceiveBackend(Protocol):
 def granted_blocks(granted: GrantFrame, landing: ReceiveBuffer) -> Ints:
     """Return the sender's ids of the blocks that a grant lists, int32.
 
-    Raises:
-        TransferError: PROTOCOL; they are not as many as the blocks of the landing.
+    Raises TransferError: PROTOCOL; they are not as many as the blocks of the landing.
     """
     raw = granted.details.get("blocks")
     if not isinstance(raw, bytes) or len(raw) != 4 * len(landing):
@@ -107,8 +106,7 @@ def granted_blocks(granted: GrantFrame, landing: ReceiveBuffer) -> Ints:
 def check_within(ids: Ints, rows: int) -> None:
     """Check that blocks lie within a sender's memory of `rows` rows.
 
-    Raises:
-        TransferError: PROTOCOL; one does not.
+    Raises TransferError: PROTOCOL; one does not.
     """
     if ids.size and not (ids.min() >= 0 and ids.max() < rows):
         raise TransferError(TransferReason.PROTOCOL, "a block lies outside the sender's memory")
@@ -124,11 +122,7 @@ class ShmExport(SendBackend):
     name = "shm"
 
     def __init__(self, store: DeviceBlocks, memory: SharedMemory) -> None:
-        """Export a store whose blocks lie in `memory`.
-
-        Raises:
-            ValueError: they do not.
-        """
+        """Export a store whose blocks lie in `memory`. Raises ValueError: they do not."""
         data = store.as_bytes()
         offset = None if data is None else memory.offset_of(data)
         if offset is None:

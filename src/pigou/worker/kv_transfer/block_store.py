@@ -32,8 +32,7 @@ class HostBlockStore:
     def __init__(self, layout: KVLayout, data: Bytes) -> None:
         """Wrap `data`, C-contiguous, shape (blocks, layout.block_bytes).
 
-        Raises:
-            ValueError: the array does not have that shape or is not contiguous.
+        Raises ValueError: the array does not have that shape or is not contiguous.
         """
         if data.ndim != 2 or data.shape[1] != layout.block_bytes or not data.flags.c_contiguous:
             raise ValueError(
@@ -138,8 +137,7 @@ class SharedMemory:
     def __init__(self, size: int) -> None:
         """Create `size` bytes, and remove orphans first.
 
-        Raises:
-            OSError: there is no room; says how many bytes were wanted, and where.
+        Raises OSError: there is no room; says how many bytes were wanted, and where.
         """
         if size < 1:
             raise ValueError(f"size is {size}; it must be at least 1")
@@ -330,8 +328,7 @@ class ReceiveBuffer:
     def verify(self, checksums: Checksums) -> None:
         """Learn what the blocks should be, shape (len(self),): those there, and those to come.
 
-        Raises:
-            TransferError: CORRUPT at the first that is not what was offered.
+        Raises TransferError: CORRUPT at the first that is not what was offered.
         """
         with self._lock:
             self._wanted = checksums

@@ -43,11 +43,7 @@ class LeaseClock:
         return len(self._leases)
 
     def begin(self, key: int, now: int) -> int:
-        """Begin a lease and return when it expires.
-
-        Raises:
-            ValueError: `key` holds one already.
-        """
+        """Begin a lease and return when it expires. Raises ValueError: `key` holds one already."""
         if key in self._leases:
             raise ValueError(f"lease {key} is held already")
         expiry = now + min(self._term, self._max_hold)
@@ -142,8 +138,7 @@ class LeaseTable:
     def find(self, request: str, secret: str) -> LeasedBlocks:
         """Return an offer that is still held, its lease renewed.
 
-        Raises:
-            TransferError: UNKNOWN, when there is none or the secret is not its own.
+        Raises TransferError: UNKNOWN, when there is none or the secret is not its own.
         """
         with self._change:
             offer = self._offers.get(request)

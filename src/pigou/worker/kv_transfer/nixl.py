@@ -54,8 +54,7 @@ _MAX_PEERS = 256
 def load_nixl() -> Any:
     """Return NIXL's Python API, a module.
 
-    Raises:
-        ConfigError: it is not installed, or does not load.
+    Raises ConfigError: it is not installed, or does not load.
     """
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # its logger writes to stdout
     errors = []
@@ -140,8 +139,7 @@ class NixlAgent:
     def read(self, peer: str, local: Any, remote: Any) -> Any:
         """Begin to read memory of a peer; return a handle.
 
-        Args:
-            local: address, bytes and device of each piece, shape (n, 3), uint64.
+        `local`: address, bytes and device of each piece, shape (n, 3), uint64.
         """
         with self.lock:
             ours = self._agent.get_xfer_descs(local, "DRAM")

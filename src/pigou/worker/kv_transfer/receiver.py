@@ -295,8 +295,7 @@ class Puller:
     def decline(self, ticket: TransferParams) -> bool:
         """Tell the sender to free the blocks; whether they were held until then.
 
-        Raises:
-            TransferError: it could not be told, or holds them no more.
+        Raises TransferError: it could not be told, or holds them no more.
         """
         with self._links.link(ticket.address, fresh=True) as (link, _):
             link.send(
@@ -472,8 +471,7 @@ class ConnectionPool:
     def link(self, address: Address, fresh: bool = False) -> Iterator[tuple[SideChannelLink, bool]]:
         """Lend a connection, and tell whether it was used before (and may have been closed).
 
-        Raises:
-            TransferError: UNREACHABLE, or CLOSED.
+        Raises TransferError: UNREACHABLE, or CLOSED.
         """
         link = None if fresh else self._take(address)
         used = link is not None

@@ -202,8 +202,7 @@ class SideChannel:
     ) -> None:
         """Bind and begin to answer; where there is a `key`, those who prove that they know it.
 
-        Raises:
-            OSError: the address cannot be bound.
+        Raises OSError: the address cannot be bound.
         """
         self._config = config
         self._engine = engine

@@ -178,8 +178,7 @@ class SideChannelLink:
     def receive_into(self, buffers: Sequence[memoryview]) -> None:
         """Fill the buffers in order.
 
-        Raises:
-            TransferError: CUT, or TIMEOUT when they are not full in time.
+        Raises TransferError: CUT, or TIMEOUT when they are not full in time.
         """
         left = [buffer for buffer in buffers if buffer.nbytes]
         while left and self._ahead:
@@ -257,8 +256,7 @@ _Reply = TypeVar("_Reply", bound=Reply)
 def expect(link: SideChannelLink, kind: type[_Reply], limit: int = 4096) -> _Reply:
     """Receive a frame of this kind, of at most `limit` bytes.
 
-    Raises:
-        TransferError: the reason of a Refuse, PROTOCOL for any other frame, CUT, TIMEOUT.
+    Raises TransferError: the reason of a Refuse, PROTOCOL for any other frame, CUT, TIMEOUT.
     """
     reply = link.receive(REPLIES, limit)
     if isinstance(reply, Refuse):
@@ -271,11 +269,7 @@ def expect(link: SideChannelLink, kind: type[_Reply], limit: int = 4096) -> _Rep
 
 
 def expect_checksums(link: SideChannelLink, count: int) -> Checksums:
-    """Receive the checksums of `count` blocks.
-
-    Raises:
-        TransferError: as `expect`.
-    """
+    """Receive the checksums of `count` blocks. Raises TransferError: as `expect`."""
     raw = expect(link, ChecksumsFrame, 4096 + 8 * count).xxh3
     if len(raw) != 8 * count:
         raise TransferError(
@@ -296,8 +290,7 @@ def transfer_key(secret: FleetSecret) -> bytes:
 def prove_as_receiver(link: SideChannelLink, key: bytes) -> None:
     """Prove to a sender that the key is known here, once it has proved the same.
 
-    Raises:
-        TransferError: UNPROVEN, when it has not; or as `expect`.
+    Raises TransferError: UNPROVEN, when it has not; or as `expect`.
     """
     mine = secrets.token_bytes(_NONCE_BYTES)
     link.send(Hello(mine))
@@ -310,8 +303,7 @@ def prove_as_receiver(link: SideChannelLink, key: bytes) -> None:
 def prove_as_sender(link: SideChannelLink, key: bytes) -> None:
     """Let a receiver prove that it knows the key, before it is answered anything else.
 
-    Raises:
-        TransferError: UNPROVEN, when it does not; or as `Link.receive`.
+    Raises TransferError: UNPROVEN, when it does not; or as `Link.receive`.
     """
     hello = link.receive(REQUESTS, MAX_REQUEST)
     if not isinstance(hello, Hello) or not _MIN_NONCE <= len(hello.nonce) <= _MAX_NONCE:

@@ -107,8 +107,7 @@ def build(config: WorkerConfig) -> WorkerParts:
 def bundled() -> Path:
     """Return the folder of the model that ships with Pigou.
 
-    Raises:
-        ConfigError: this installation has none.
+    Raises ConfigError: this installation has none.
     """
     folder = Path(str(files("pigou"))) / "models" / "tiny"
     if not (folder / "config.json").is_file():

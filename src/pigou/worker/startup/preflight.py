@@ -25,8 +25,7 @@ _CUDA_DEVICE = re.compile(r"cuda(?::(\d+))?")
 def check_worker(config: WorkerConfig) -> None:
     """Refuse a worker whose model, device or tiers cannot be had; loads and opens none.
 
-    Raises:
-        ConfigError: one line for each that is wrong.
+    Raises ConfigError: one line for each that is wrong.
     """
     checks: list[Callable[[], object]] = [
         partial(named, STORES, tier.name, "tier") for tier in config.tiers if tier.name != HOST
