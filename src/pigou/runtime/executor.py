@@ -165,12 +165,7 @@ class TorchExecutor:
     def execute(self, plan: Plan, on_step: OnStep | None = None) -> Result:
         """Do a plan's moves, then its steps, until one ends a sequence.
 
-        Returns:
-            Steps done, who ended, hashes of the blocks that became full, durations, and the
-            scores of rows that were to be scored.
-
-        Raises:
-            ValueError: a compaction or recomputation does not fit the row.
+        Raises ValueError: a compaction or recomputation does not fit the row.
         """
         for started in plan.started:
             self._rows[started.row] = self._sequences[started.request]

@@ -95,14 +95,7 @@ class LocalEngine:
         return output
 
     def step(self, horizon: int = NEVER) -> Result:
-        """Execute one plan.
-
-        Args:
-            horizon: no step begins at or after this time, in nanoseconds of `monotonic_ns`.
-
-        Returns:
-            What the executor did.
-        """
+        """Execute one plan; no step begins at or after `horizon`, nanoseconds of `monotonic_ns`."""
         plan = self.core.schedule(time.monotonic_ns(), horizon)
         self.on_plan(plan)
         for started in plan.started:

@@ -118,15 +118,10 @@ def uniform(seed: int, position: int) -> float:
 
 
 def choose(probabilities: Tensor, uniforms: Tensor) -> Tensor:
-    """Invert each row's cumulative distribution, in the order of the vocabulary.
+    """Invert each row's cumulative distribution at `uniforms`, (n,), float64, in [0, 1).
 
-    Args:
-        probabilities: shape (n, vocab), not negative, each row with a positive sum.
-        uniforms: shape (n,), float64, in [0, 1).
-
-    Returns:
-        Tokens, shape (n,), int64; never one of probability 0. A row without any probability
-        (everything is forbidden) gives the last token.
+    `probabilities` is (n, vocab), each row with a positive sum. Returns tokens, (n,), int64: none
+    of probability 0; the last one in a row where everything is forbidden.
     """
     sums = probabilities.cumsum(-1, dtype=torch.float64)
     targets = uniforms.unsqueeze(-1) * sums[:, -1:]
@@ -147,22 +142,18 @@ _OUT = float("-inf")
 
 
 def cut_min_p(logits: Tensor, min_p: Tensor) -> None:
-    """Drop, in place, tokens less than `min_p` times as probable as the most probable.
+    """Drop tokens less than `min_p`, (n,), times as probable as the most probable; 0 drops none.
 
-    Args:
-        logits: shape (n, vocab), after temperature.
-        min_p: shape (n,), in [0, 1]; 0 drops nothing (arXiv 2407.01082).
+    In place, in logits after temperature, (n, vocab); arXiv 2407.01082.
     """
     threshold = logits.amax(-1) + min_p.log()
     logits.masked_fill_(logits < threshold.unsqueeze(-1), _OUT)
 
 
 def cut_top_k(logits: Tensor, top_k: Tensor, largest: int) -> None:
-    """Keep, in place, the k most probable tokens, and those as probable as the k-th.
+    """Keep, in place, the k most probable tokens, and those as probable as the k-th; 0 keeps all.
 
-    Args:
-        logits: shape (n, vocab).
-        top_k: shape (n,), int64; 0 keeps all.
+    `logits` is (n, vocab), `top_k` (n,), int64.
     """
     vocab = logits.shape[-1]
     ks = torch.where(top_k == 0, vocab, top_k.clamp(max=vocab))
@@ -174,13 +165,10 @@ def cut_top_k(logits: Tensor, top_k: Tensor, largest: int) -> None:
 
 
 def cut_top_p(logits: Tensor, top_p: Tensor) -> None:
-    """Keep, in place, the smallest set of most probable tokens with at least this probability.
+    """Keep, in place, the smallest set of most probable tokens with this probability; 1 keeps all.
 
-    Tokens as probable as the least of that set stay too (arXiv 1904.09751).
-
-    Args:
-        logits: shape (n, vocab), after temperature and the other cuts.
-        top_p: shape (n,), in (0, 1]; 1 keeps all.
+    Tokens as probable as its last stay too (arXiv 1904.09751). `logits`, after temperature and
+    other cuts, is (n, vocab), `top_p` (n,).
     """
     total = logits.logsumexp(-1, keepdim=True)
     values = logits.topk(min(_HEAD, logits.shape[-1]), dim=-1).values
@@ -196,15 +184,7 @@ def cut_top_p(logits: Tensor, top_p: Tensor) -> None:
 
 
 def report(logits: Tensor, tokens: Tensor, tops: list[int]) -> list[RankedLogprobs]:
-    """Report tokens and the most probable ones beside them.
-
-    Args:
-        logits: raw, shape (n, vocab).
-        tokens: chosen or given, shape (n,), int64.
-
-    Returns:
-        A report for each row.
-    """
+    """Report tokens, (n,), and the most probable ones beside them, by raw logits, (n, vocab)."""
     logprobs = logits.float().log_softmax(-1)
     chosen = logprobs.gather(-1, tokens.unsqueeze(-1))
     ranks = (logprobs > chosen).sum(-1) + 1

@@ -351,13 +351,9 @@ class WorkBudget:
             )
 
     def charge(self, debt: Debt, cost_ns: int) -> None:
-        """Charge the work for one token.
+        """Charge the CPU nanoseconds of one token.
 
-        Args:
-            cost_ns: CPU nanoseconds.
-
-        Raises:
-            GrammarError: the sequence took too much, or all together did and this is one of them.
+        Raises GrammarError: the sequence took too much, or all did together, and it is one of them.
         """
         debt.ns = max(0, debt.ns + cost_ns - self._step_ns)
         if debt.ns > self._burst_ns:

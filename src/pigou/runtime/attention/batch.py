@@ -74,15 +74,7 @@ class StepBatch:
 
 
 def make_batch(plan: Plan, tokens: list[Ints], device: torch.device) -> StepBatch:
-    """Lay out the first step of a plan.
-
-    Args:
-        plan: not empty.
-        tokens: ids to compute, by plan entry, each of shape (counts[i],).
-
-    Returns:
-        The batch; its arrays are its own.
-    """
+    """Lay out the first step of a plan, which is not empty; `tokens` has ids by plan entry."""
     counts = plan.counts
     order = np.argsort(counts > 1, kind="stable")
     sizes = counts[order]

@@ -70,14 +70,10 @@ class LoadedModel:
         max_model_len: int,
         eviction: EvictionConfig | None = None,
     ) -> TorchExecutor:
-        """Make an executor over an empty cache.
+        """Make an executor over an empty cache; `eviction` None evicts no cache entries.
 
-        Args:
-            eviction: of cache entries; None for none.
-
-        Raises:
-            ModelError: the model's context is shorter than that.
-            ConfigError: there is no such policy of eviction, or its parameters do not fit.
+        Raises ModelError: the model's context is shorter than that. ConfigError: there is no such
+        eviction policy, or its parameters do not fit.
         """
         if max_model_len > self.config.context:
             raise ModelError(

@@ -178,12 +178,7 @@ def rotary_table(rope: Rope, positions: int, device: torch.device) -> Tensor:
 def rotate(x: Tensor, turns: Tensor) -> Tensor:
     """Rotate pairs (i, i + head_dim / 2) of each head (RoFormer, in the order of Hugging Face).
 
-    Args:
-        x: shape (tokens, heads, head_dim).
-        turns: rows of `rotary_table`, shape (tokens, 1, head_dim), in x's dtype.
-
-    Returns:
-        Shape of `x`.
+    `x` is (tokens, heads, head_dim); `turns` has rows of `rotary_table`, (tokens, 1, head_dim).
     """
     cos, sin = turns.chunk(2, dim=-1)
     first, second = x.chunk(2, dim=-1)

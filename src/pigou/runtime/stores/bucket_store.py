@@ -68,13 +68,9 @@ class BucketStore:
         *,
         clock: Callable[[], int] = time.time_ns,
     ) -> None:
-        """Make a client; nothing is sent yet, so the store begins with no known blocks.
+        """Make a client; nothing is sent yet, so no blocks are known.
 
-        Args:
-            clock: nanoseconds since 1970.
-
-        Raises:
-            StoreError: the location is of no use.
+        Raises StoreError: the location is of no use.
         """
         self.counts = StoreCounts()
         if isinstance(location, str):

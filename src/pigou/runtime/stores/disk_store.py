@@ -43,15 +43,12 @@ _MASK = (1 << _SHIFT) - 1
 
 
 class DiskStore:
-    """Blocks in a directory that belongs to one process at a time.
+    """Blocks in segment files of a directory that belongs to one process at a time.
 
-    Blocks are appended to segment files (`Segment`). A deleted block leaves a hole, which
-    later blocks fill, lowest first; a segment that is all holes is deleted. So nothing is ever
-    compacted, nothing is written twice, and the cap (of all files, tables included) is reached
-    with whole blocks. Files of another layout take room until it is needed.
-
-    Nothing is synced to the disk: after `kill -9` everything is there whose `put` had returned;
-    after a crash of the machine blocks may be missing or torn, which their checksums show.
+    A deleted block leaves a hole, which later blocks fill, lowest first; a segment of holes alone
+    is deleted. So nothing is compacted or written twice, and the cap (tables included) is reached
+    with whole blocks. Files of another layout take room until it is needed. Nothing is synced:
+    after `kill -9` all is there whose `put` returned; after a machine's crash, checksums tell.
     """
 
     def __init__(
@@ -65,11 +62,7 @@ class DiskStore:
     ) -> None:
         """Open a directory, make it if need be, and find what is there.
 
-        Args:
-            clock: nanoseconds since 1970.
-
-        Raises:
-            StoreError: the directory cannot be used, or another process uses it.
+        Raises StoreError: the directory cannot be used, or another process uses it.
         """
         self.counts = StoreCounts()
         self._clock = clock
@@ -422,16 +415,10 @@ class SegmentFolder:
         return full * self.slots + max(0, (rest - HEADER_BYTES) // record)
 
     def fresh(self, count: int) -> tuple[int, int, int] | None:
-        """Room for up to `count` blocks where none was before.
+        """Return a segment, its first unused slot, and for how many of `count` blocks it has room.
 
-        Makes a segment, and drops files of other layouts, oldest first, as needed.
-
-        Returns:
-            Number of a segment, its first unused slot, and for how many blocks there is room; None
-            where there is no room at all.
-
-        Raises:
-            OSError: a file cannot be made or removed.
+        Makes a segment, and drops files of other layouts, oldest first, as needed. None: there is
+        no room. Raises OSError: a file cannot be made or removed.
         """
         open_ones = [n for n, s in self.segments.items() if s.used < s.slots]
         segment = min(open_ones) if open_ones else self._create(count)

@@ -28,24 +28,17 @@ log = logging.getLogger(__name__)
 class HostStore:
     """Up to `capacity` blocks in the rows of an arena that is allocated once.
 
-    What the arena has beyond the capacity is for staging: rows that hold a copy of a block which
-    is not (yet) in the store. Such a row is either published under a key, without a copy, or
-    dropped. Bytes are digested in the pass that copies them, free of the GIL, and verified on the
+    Further rows are for staging: a copy that is not (yet) in the store is published under a key,
+    without a copy, or dropped. Bytes are digested in the pass that copies them, and verified on the
     way out: a bug or bad memory is a miss too.
     """
 
     def __init__(
         self, arena: Bytes, capacity: int, *, clock: Callable[[], int] = time.time_ns
     ) -> None:
-        """Begin empty.
+        """Hold blocks in `arena` (`make_arena`), C-contiguous, shape (rows, block_bytes).
 
-        Args:
-            arena: C-contiguous, shape (rows, block_bytes); pinned where the device is CUDA (see
-                `pigou.runtime.stores.offloader.make_arena`).
-            clock: nanoseconds since 1970.
-
-        Raises:
-            ValueError: the arena is not contiguous or too small.
+        Raises ValueError: the arena is not contiguous, or has fewer rows than `capacity`.
         """
         if arena.ndim != 2 or not arena.flags.c_contiguous or not 0 <= capacity <= len(arena):
             raise ValueError(
@@ -89,14 +82,9 @@ class HostStore:
             self._free.extend(rows.tolist())
 
     def publish(self, entries: BlockRecords, rows: Ints, sums: Checksums) -> Bools:
-        """Make staged rows blocks of the store; what is refused is dropped.
+        """Make staged rows, shape (n,), blocks of the store; what is refused is dropped.
 
-        Args:
-            rows: staged rows that hold them, shape (n,); they are no longer the caller's.
-            sums: checksums of the rows, shape (n,).
-
-        Returns:
-            Which are in the store now, shape (n,); False: no room, or void.
+        Returns which are in the store now, shape (n,); False: no room, or void.
         """
         alive = entries.alive(self._clock())
         stored: Bools = np.zeros(len(entries), dtype=np.bool_)

@@ -76,13 +76,9 @@ class KVOffloader:
         *,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """Start the threads. The stores are the mover's from here on: `close` closes them.
+        """Start the threads, and own the stores: `close` closes them.
 
-        Args:
-            clock: monotonic nanoseconds.
-
-        Raises:
-            ValueError: a store has blocks of another size, or a name that is taken.
+        Raises ValueError: a store has blocks of another size, or a name that is taken.
         """
         self._settings = settings or OffloaderSettings()
         self._clock = clock
@@ -472,13 +468,7 @@ def _ignore(_moved: OffloadResult) -> None:
 
 
 class StagedCopy:
-    """Staged blocks, by their position in the call of `KVOffloader.copy_out`; for one thread at a
-    time.
-
-    Attributes:
-        good: which were copied, shape (n,); all, unless there is a reason.
-        sums: checksums of what was copied, shape (n,).
-    """
+    """Staged blocks by their position in `KVOffloader.copy_out`; for one thread at a time."""
 
     def __init__(self, host: HostStore, rows: Ints) -> None:
         self.good: Bools = np.zeros(len(rows), dtype=np.bool_)
@@ -492,13 +482,9 @@ class StagedCopy:
         return len(self._rows)
 
     def publish(self, index: Ints, entries: BlockRecords) -> Bools:
-        """Make blocks of the copy blocks of the host store, at once and without copying.
+        """Make blocks of the copy, by index (n,), blocks of the host store, without copying.
 
-        Args:
-            index: which of the copy's blocks, shape (n,); they leave it.
-
-        Returns:
-            Which are in the store now, shape (n,); False: no room, or void.
+        Returns which are in the store now, shape (n,); False: no room, or void.
         """
         rows, sums = self.take(index)
         return self._host.publish(entries, rows, sums)

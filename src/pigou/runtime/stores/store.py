@@ -75,35 +75,21 @@ class Store(Protocol):
     def put(
         self, entries: BlockRecords, data: Bytes, rows: Ints, sums: Checksums | None = None
     ) -> Bools:
-        """Store blocks.
+        """Store blocks; return which are in the store now, shape (n,): False without room, or void.
 
         Args:
-            data: where their bytes are, C-contiguous, shape (any, block_bytes).
-            rows: rows of `data` that hold them, shape (n,).
-            sums: their checksums where the caller has them, shape (n,); a later reader of the
-                block compares its bytes to them.
-
-        Returns:
-            Which are in the store now, shape (n,); False: no room, or void.
+            data: holds their bytes in its `rows`, (n,); C-contiguous, shape (any, block_bytes).
+            sums: their checksums where the caller has them, shape (n,); readers compare with them.
 
         Raises:
             StoreError: the medium fails; blocks of the batch may have been stored.
         """
 
     def get(self, keys: BlockHashes, out: Bytes, rows: Ints) -> Bools:
-        """Read blocks, and verify each.
+        """Read blocks into `rows` of `out`, and return which were read and are right, shape (n,).
 
-        Args:
-            keys: shape (n, 2).
-            out: C-contiguous, shape (any, block_bytes).
-            rows: rows of `out` for the blocks, shape (n,). Where the answer is False, a row's
-                contents are undefined afterwards.
-
-        Returns:
-            Which were read and are right, shape (n,).
-
-        Raises:
-            StoreError: the medium fails.
+        `keys` is (n, 2), `out` C-contiguous, (any, block_bytes). A row of a block that is not
+        right is undefined. Raises StoreError: the medium fails.
         """
 
     def has(self, keys: BlockHashes) -> Bools:
@@ -283,11 +269,9 @@ def encode(namespace: bytes, entries: BlockRecords, payloads: Checksums, size: i
 
 
 def decode(raw: Bytes, namespace: bytes, size: int) -> tuple[Bools, BlockRecords, Checksums]:
-    """Read headers, shape (n, 128), C-contiguous.
+    """Read headers, shape (n, 128): which are whole and of this layout, entries, and checksums.
 
-    Returns:
-        Which are whole and of this namespace and block size, shape (n,); and entries and checksums
-        of the blocks, of all n, worth nothing where they are not.
+    Entries and checksums of headers that are not good mean nothing.
     """
     table = raw.view(HEADER).reshape(len(raw))
     good: Bools = table["magic"] == MAGIC

@@ -104,12 +104,6 @@ class TransferQueue:
         limit: int,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """Start the thread.
-
-        Args:
-            name: of the link, like `host->disk`.
-            clock: monotonic nanoseconds.
-        """
         self.name = name
         self._breaker = breaker
         self._rate = rate

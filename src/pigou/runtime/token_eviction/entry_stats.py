@@ -131,12 +131,7 @@ class EntryStats:
         self.numbers[blocks, layer, :, MASS_LINE] += torch.where(seen, added, 0.0)
 
     def add_all(self, layer: int, blocks: Tensor, sums: Tensor) -> None:
-        """Add to the mass of several rows' entries.
-
-        Args:
-            blocks: ids of as many blocks of each row, shape (rows * n,), int64.
-            sums: what is added, shape (rows, kv_heads, n * size).
-        """
+        """Add sums, shape (rows, kv_heads, n * size), to the mass of n blocks of each row."""
         rows, heads, _ = sums.shape
         parts = sums.view(rows, heads, -1, self.size).transpose(1, 2).flatten(0, 1)
         self.numbers[:, layer, :, MASS_LINE].index_add_(0, blocks, parts)
@@ -217,13 +212,8 @@ class CPUEntryStats(EntryStats):
 class AttentionMassTracker:
     """Adds each query's probabilities to the mass of the entries that it attended to.
 
-    They are summed over the query heads of a KV head, and count only for entries from a row's own
-    first one on: those before may be shared.
-
-    Attributes:
-        owns: each row's own first entry, shape (max_seqs,).
-        prompts: each row's prompt length, shape (max_seqs,).
-        folding: of the mass, or None.
+    They are summed over the query heads of a KV head, and count only from a row's own first entry
+    on: those before may be shared.
     """
 
     def __init__(
@@ -480,11 +470,8 @@ def pair_holes(
 def fill(kv: NDArray[np.generic], numbers: Floats, table: Ints, moves: Ints, counts: Ints) -> None:
     """Do the moves of `pair_holes` on keys, values and side data.
 
-    Args:
-        kv: the cache, shape (blocks, layers, 2, kv_heads, head_dim * size), contiguous.
-        numbers: see above, contiguous.
-        moves: of layer * kv_heads + KV head, shape (layers * kv_heads, n, 2).
-        counts: shape (layers * kv_heads,).
+    `kv` is the cache, (blocks, layers, 2, kv_heads, head_dim * size); `moves` has shape
+    (layers * kv_heads, n, 2), `counts` (layers * kv_heads,).
     """
     _, layers, heads, lines, size = numbers.shape
     part = kv.shape[4]
@@ -521,13 +508,7 @@ def fill(kv: NDArray[np.generic], numbers: Floats, table: Ints, moves: Ints, cou
 
 @kernel
 def pool(mass: Floats, positions: Ints, length: int, width: int, out: Floats) -> None:
-    """Average over `width` neighbouring entries, by position; zeros lie beyond the ends.
-
-    Args:
-        mass: shape (layers, heads, n).
-        positions: shape (layers, heads, n).
-        out: shape of `mass`.
-    """
+    """Average mass, shape (layers, heads, n), over `width` neighbours by position; zeros beyond."""
     layers, heads, count = mass.shape
     slots = np.empty(length, np.int32)
     order = np.empty(count, np.int32)

@@ -140,7 +140,7 @@ class TokenPolicy:
     def score(self, entries: CacheEntries) -> Returns:
         """Return what each entry will return, finite.
 
-        Returns shape (layers, kv_heads, n); or (n,), if tokens go whole, in all layers and heads.
+        Shape (layers, kv_heads, n); or (n,), if tokens go whole, in all layers and heads.
         """
         raise NotImplementedError
 
@@ -163,36 +163,24 @@ class TokenPolicy:
         """
 
     def birth(self, keys: Tensor, values: Tensor, positions: Ints) -> Tensor:
-        """Return what is kept of new entries themselves; called once for each.
+        """Return the `summary_fields` of new entries, shape (layers, kv_heads, n, fields).
 
-        Args:
-            keys: rotated, float32, shape (layers, kv_heads, n, head_dim).
-            values: shape of the keys.
-            positions: shape (n,).
-
-        Returns:
-            The fields `summary_fields`, shape (layers, kv_heads, n, fields).
+        `keys`, rotated, and `values` are float32, (layers, kv_heads, n, head_dim).
         """
         raise NotImplementedError
 
     def from_logits(self, logits: Tensor) -> Tensor:
-        """Return what is kept of tokens, in the step that stores their entries.
+        """Return the `logit_fields` of tokens, shape (n, fields), in the step that stores them.
 
-        Args:
-            logits: of the tokens after them, shape (n, vocab).
-
-        Returns:
-            The fields `logit_fields`, shape (n, fields).
+        `logits` are those of the tokens after them, shape (n, vocab).
         """
         raise NotImplementedError
 
 
 def load(name: str, setting: EvictionContext) -> TokenPolicy:
-    """Return a new policy by its name in the entry point group `pigou.token_eviction`.
+    """Return a policy by its name in the entry point group `pigou.token_eviction`.
 
-    Raises:
-        ConfigError: there is none of that name (the message lists those that there are), or it
-            has no such parameter, or the value does not fit.
+    Raises ConfigError: there is none of that name, or a parameter is unknown or does not fit.
     """
     return make(named(GROUP, name, "eviction.policy"), setting, name)
 

@@ -38,30 +38,19 @@ RETURNS, PAPER = "returns.npz", "returns-paper.npz"
 
 
 def features(content: Tensor, masses: Tensor, age: Tensor) -> Tensor:
-    """Put together what entries are scored by at one time.
+    """Return what entries are scored by at one time, shape (..., CONTENT + scales + 1, n).
 
-    Args:
-        content: shape (..., n, CONTENT).
-        masses: shape (..., n, scales).
-        age: shape (..., n).
-
-    Returns:
-        Shape (..., CONTENT + scales + 1, n): the long axis is last, as products and logarithms of
-        it are several times quicker.
+    `content` is (..., n, CONTENT), `masses` (..., n, scales), `age` (..., n). The long axis is
+    last: products and logarithms of it are several times quicker.
     """
     logs = torch.log(masses.mT + FLOOR)
     return torch.cat((content.mT, logs, torch.log1p(age).unsqueeze(-2)), dim=-2)
 
 
 def unrotate(keys: Tensor, turns: Tensor) -> Tensor:
-    """Take rotary embedding off keys again.
+    """Take rotary embedding off keys, shape (..., n, head_dim); amplitudes of scaled keys stay.
 
-    Args:
-        keys: shape (..., n, head_dim).
-        turns: rows of `rotary_table` for their positions, shape (n, head_dim).
-
-    Returns:
-        Shape of `keys`; the amplitude that some models scale rotated keys by stays in.
+    `turns` has the rows of `rotary_table` for their positions, shape (n, head_dim).
     """
     cos, sin = turns.chunk(2, dim=-1)
     first, second = keys.chunk(2, dim=-1)
@@ -74,12 +63,11 @@ def unrotate(keys: Tensor, turns: Tensor) -> Tensor:
 class ReturnModel:
     """Two small networks for each layer and KV head, over Z = layers * kv_heads.
 
-    The first sums up an entry's key and value, once; the second scores it, whenever asked, by
-    that and by the attention that it received. An entry's return is a mean of two: the change of
-    the attention's output, behind the output product, were it dropped alone, to the power of
-    `POWER`; and the squared error that it spares where others are dropped. Both are summed over
-    the queries to come, discounted (docs/internals/token-eviction.md). Its logarithm is taken as
-    normal.
+    The first sums up an entry's key and value, once; the second scores it by that and by the
+    attention that it received. An entry's return is a mean of two, summed over the queries to come
+    and discounted: the change of the attention's output behind the output product, were it dropped
+    alone, to the power of `POWER`; and the squared error that it spares where others are dropped
+    (docs/internals/token-eviction.md). Its logarithm is taken as normal.
     """
 
     birth_in: Tensor  # shape (Z, 2 * head_dim, hidden)
@@ -100,17 +88,10 @@ class ReturnModel:
         return torch.bmm(hidden, self.birth_out).view(*keys.shape[:3], CONTENT)
 
     def value(self, content: Tensor, masses: Tensor, age: Tensor) -> tuple[Tensor, Tensor]:
-        """Score entries now.
+        """Return mean and standard deviation of the logarithm of each return now.
 
-        Args:
-            content: from `birth`, shape (layers, kv_heads, n, CONTENT).
-            masses: attention received, summed over the KV head's query heads and discounted at
-                each of `SCALES`, shape (layers, kv_heads, n, scales).
-            age: tokens since the entry's own, shape (layers, kv_heads, n).
-
-        Returns:
-            Mean and standard deviation of the logarithm of the return, each of shape
-            (layers, kv_heads, n).
+        All have shape (layers, kv_heads, n); behind it `content`, from `birth`, has CONTENT, and
+        `masses`, attention received, summed over query heads and discounted by `SCALES`, scales.
         """
         x = features(content, masses, age).flatten(0, 1)
         hidden = F.silu(torch.baddbmm(self.value_bias.mT, self.value_in.mT, x), inplace=True)
@@ -183,14 +164,7 @@ KEY_NORM, VALUE_NORM = 0, 1
 
 
 def relative(now: Tensor) -> Tensor:
-    """What entries are scored by, compared with those beside them; age stays as it is.
-
-    Args:
-        now: from `features`, turned, shape (..., entries, inputs).
-
-    Returns:
-        The same shape.
-    """
+    """Return features, shape (..., entries, inputs), less their means; age stays as it is."""
     middle = now.mean(-2, keepdim=True)
     middle[..., -1] = 0
     return now - middle
@@ -331,14 +305,10 @@ def summarize(
     kv: Stored, row: RowStats, stop: int, line: int, turns: Floats, scale: float,
     weights: NetworkWeights,
 ) -> None:  # fmt: skip
-    """Sum up those entries of a sequence for which it was not done yet (`ReturnModel.birth`).
+    """Sum up entries that are new (`ReturnModel.birth`), before any of them moves.
 
-    Until then none of them has moved. So a slot is new in all layers and heads or in none, and
-    holds the same token.
-
-    Args:
-        kv: the cache, shape (blocks, layers, 2, kv_heads, head_dim * block_size).
-        turns: cosines and sines by position, shape (positions, head_dim).
+    So a slot is new in all layers and heads or in none, and holds the same token. `kv` is the
+    cache, (blocks, layers, 2, kv_heads, head_dim * block_size); `turns` has cosines and sines.
     """
     numbers, ids, table, entries, _ = row
     into, bias, out = weights
@@ -383,10 +353,7 @@ def load_features(
 ) -> None:
     """Put LANES entries of a head's block in x's columns from `at` on, before logarithms.
 
-    Args:
-        lines: of the head's block, shape (1 + fields, size).
-        positions: of its entries, shape (size,).
-        x: shape (CONTENT + scales + 1, columns).
+    `lines` is (1 + fields, size), `positions` (size,), `x` (CONTENT + scales + 1, columns).
     """
     scales = len(fades)
     content_line = AFTER_MASS_LINE + scales
@@ -412,15 +379,9 @@ def predict(
 ) -> None:  # fmt: skip
     """Score all entries of a sequence (`ReturnModel.value`): exp(mean + order sigma^2 / 2).
 
-    Behind its position an entry has the mass since the last fold, a sum for each of `fades`, and
-    its content.
-
-    Args:
-        fades: what is left of each sum by now, shape (scales,).
-        last: bias of these two, shape (layers * kv_heads, 2).
-        order: see above, shape (layers * kv_heads,).
-        scores: written to, shape (layers * kv_heads, at least entries).
-        positions: of entries, written to, the same shape.
+    `fades` is what is left of each sum of mass by now, (scales,); `last` the bias of mean and log
+    sigma, (layers * kv_heads, 2); `order` has (layers * kv_heads,). `scores` and `positions`, both
+    (layers * kv_heads, at least entries), are written to.
     """
     numbers, ids, table, entries, following = row
     into, bias, out = weights
