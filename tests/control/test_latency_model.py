@@ -44,8 +44,8 @@ def test_speeds_of_a_disaggregated_fleet_are_learned() -> None:
 def test_the_expected_output_follows_what_requests_generate() -> None:
     model = run("least-loaded", {Role.BOTH: [Ideal(LAW)]}, 4, 40)
     estimator = model.plane.tracker.latency_model
-    assert estimator.expected_output(10_000) == pytest.approx(100, rel=0.1)
-    assert estimator.expected_output(10) == 10
+    assert estimator.outputs.expected(10_000) == pytest.approx(100, rel=0.1)
+    assert estimator.outputs.expected(10) == 10
 
 
 def test_a_worker_of_which_nothing_was_seen_is_taken_for_one_like_the_others() -> None:

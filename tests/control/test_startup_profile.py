@@ -61,7 +61,7 @@ def test_who_rehearses_after_requests_were_served_changes_no_law_of_the_others()
     estimator = LatencyModel()
     estimator.add_worker(measure_speeds(LawTiming(LAW), ENGINE), SECOND)
     before = estimator.estimates(SECOND).table[:, 0].tolist()
-    estimator.generated(100)
+    estimator.outputs.observe(100)
     noisy = msgspec.structs.replace(LAW, itl_a=0.023, prefill_token=1.2e-4, mixed=0.03)
     estimator.add_worker(measure_speeds(LawTiming(noisy), ENGINE), SECOND)
     found = estimator.estimates(SECOND).table

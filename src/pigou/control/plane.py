@@ -95,7 +95,7 @@ def _plane_status(
     unknown = _unknown(tracker, poa, away, now)
     state, detector = tracker.state, tracker.detector
     columns, estimates = state.columns, tracker.latency_model.peek(now)
-    output = tracker.latency_model.expected_output(NEVER)
+    output = tracker.latency_model.outputs.expected(NEVER)
     return Status(
         policy=router.name, controller=controller, regime=detector.regime, signal=detector.signal,
         temperature=router.temperature, parameters=dict(params_of(router.policy)),
@@ -241,7 +241,7 @@ class ControlPlane:
         """True if a client's request with `own` sequences in flight may submit another."""
         if own == 0:
             return True
-        tokens = prompt + int(self.tracker.latency_model.expected_output(max_tokens))
+        tokens = prompt + int(self.tracker.latency_model.outputs.expected(max_tokens))
         known = self.tracker.latency_model.peek(now)  # asking is not journalled: it changes nothing
         return self.admission.may_add(own, tokens, self.state, known)
 
@@ -400,7 +400,7 @@ class ControlPlane:
             return []
         shed = []
         for late, worker in list(overdue(self.state, now - self.config.queue_timeout)):
-            if not late.given_up and now - self.state.reported_at(worker) <= REPORT_HOLDS:
+            if not late.given_up and now - self.state.reported.get(worker, 0) <= REPORT_HOLDS:
                 late.given_up = True
                 shed.append(self.admission.give_up(late.request, worker, now))
         return shed

@@ -153,7 +153,7 @@ class RequestTracker:
         generated = routed.generated
         self.booked_s.ended("stream", now - routed.routed_at)
         if generated:
-            self.latency_model.generated(max(1, generated // routed.request.sequences))
+            self.latency_model.outputs.observe(max(1, generated // routed.request.sequences))
             self.poa.ended(_times(routed, now))
             known = self.estimates(now)
             if not isinstance(self.controller, Static):  # which learns nothing
@@ -225,7 +225,7 @@ class RequestTracker:
             columns.decode_tokens, columns.served, columns.running, columns.waiting,
             columns.kv_usage, held[RUN], held[ON_DEVICE], held[ON_HOST], held[ON_STORAGE],
             index.recomputed_share(ids), columns.block_size, columns.blocks, self.estimates(now),
-            self.latency_model.expected_output(request.max_tokens), columns.layout,
+            self.latency_model.outputs.expected(request.max_tokens), columns.layout,
             version=columns.version, backlog=self.state.backlog, now=now,
         )  # fmt: skip
 

@@ -300,7 +300,7 @@ class FleetState:
         self.block_sizes: frozenset[int] = frozenset()
         self.limited = self.sized = self.has_fetch_sources = False
         self.draining: set[str] = set()  # ids of those that get nothing more
-        self._reported: dict[str, int] = {}
+        self.reported: dict[str, int] = {}  # when each worker reported last, nanoseconds
         self.background = self.over_expected_tokens = 0
         self.row: dict[str, int] = {}  # of a worker by its id; rows change when a worker goes
         self.requests: dict[str, RoutedRequest] = {}  # the routed ones, by id
@@ -365,7 +365,7 @@ class FleetState:
             if routed.prefill == worker:
                 routed.prefill = None
         self.draining.discard(worker)
-        self._reported.pop(worker, None)
+        self.reported.pop(worker, None)
         self.slots.down(row)
         self.backlog.down(row)
         self.peers.down(row)
@@ -486,15 +486,11 @@ class FleetState:
         self.background += change[BACKGROUND]
         self.over_expected_tokens += change[OVER_EXPECTED]
 
-    def reported_at(self, worker: str) -> int:
-        """Return when a worker reported last, in nanoseconds; 0 where it did not."""
-        return self._reported.get(worker, 0)
-
     def report(self, report: LoadReport, now: int) -> None:
         """Record what a worker reports; an unknown worker is no error."""
         row = self.row.get(report.worker)
         if row is not None:
-            self._reported[report.worker] = now
+            self.reported[report.worker] = now
             self.columns.running[row] = report.running
             self.columns.waiting[row] = report.waiting
             self.columns.kv_usage[row] = report.kv_usage

@@ -132,7 +132,7 @@ class KVOffloadConnector:
         #: By move, the chain of which blocks are still to be offered.
         self._rest: dict[int, OffloadCandidate] = {}
         self.returns = SessionReturns()
-        self._prefetches: dict[str, Prefetch] = {}
+        self.prefetches: dict[str, Prefetch] = {}
         self._loads: list[Load] = []
         self._number = 0
         self._room = tiers.copies
@@ -142,7 +142,7 @@ class KVOffloadConnector:
     def pinned(self) -> Items[Ints]:
         """Tables of blocks that are pinned until their copies or loads are done."""
         copies = (copy.table for copy in self._pinned.values())
-        return [*copies, *(fetch.table for fetch in self._prefetches.values())]
+        return [*copies, *(fetch.table for fetch in self.prefetches.values())]
 
     def sequence_left(self, seq: Sequence, cached: int) -> None:
         """Note that a sequence leaves its row, with so many blocks in the prefix cache."""
@@ -230,7 +230,7 @@ class KVOffloadConnector:
         removed = self._pool.allocate(table[first:])
         request, hashes = f"{RETURN}{self._number}", pause.hashes[first:last]
         self._number += 1
-        self._prefetches[request] = Prefetch(table, pause.hashes[:last], first)
+        self.prefetches[request] = Prefetch(table, pause.hashes[:last], first)
         self.tiers.begin_load(request, hashes, tiers, now)
         self._loads.append(Load(request, -1, first, table[first:].copy(), tiers, hashes))
         return removed
@@ -240,15 +240,11 @@ class KVOffloadConnector:
         loads, self._loads = self._loads, []
         return loads
 
-    def pop_prefetch(self, request: str) -> Prefetch | None:
-        """Remove a prefetch that has ended, and return it; None if there is none of this name."""
-        return self._prefetches.pop(request, None)
-
     # --- requests -------------------------------------------------------------------------------
 
     def on_load_done(self, request: str, good: int, failed: bool) -> None:
         """Note that a request's load has ended, and its first `good` blocks came."""
-        self.tiers.end_load(request, good, self.now, failed, request not in self._prefetches)
+        self.tiers.end_load(request, good, self.now, failed, request not in self.prefetches)
 
     def clear(self) -> None:
         """Forget all blocks of the tiers, and all that was to be offered."""

@@ -254,7 +254,7 @@ class OutputProcessor:
         removed, noted = pool.removed[:gone].copy() if gone else pool.removed[:0], 0
         for first, count, upto in work[MARK_FIRST : MARK_REMOVED + 1, :times].T.tolist():
             state.note_removed(removed[noted:upto])
-            state.note_stored(seq, first, count)
+            state.note_stored(seq.request.id, seq.hashes, first, count)
             noted = upto
         state.note_removed(removed[noted:])
         state.note_freed(freed)

@@ -183,18 +183,18 @@ class EngineState:
             self.rows.tables[row], seq.hashes, start, stop
         )
         seq.duplicates |= duplicates
-        self.note_stored(seq, first, count)
+        self.note_stored(seq.request.id, seq.hashes, first, count)
 
     def cache_prefetched(self, request: str, good: int) -> bool:
         """Cache the first `good` blocks prefetched under this name; False if none were."""
-        fetch = self.offload.pop_prefetch(request) if self.offload is not None else None
+        fetch = self.offload.prefetches.pop(request, None) if self.offload else None
         if fetch is None:
             return False
         last = fetch.first + good
         first, count, _ = self.prefix.cache_full_blocks(
             fetch.table, fetch.hashes, fetch.first, last
         )
-        self._note_stored(request, fetch.hashes, first, count)
+        self.note_stored(request, fetch.hashes, first, count)
         self.free_blocks(fetch.table)
         return True
 
@@ -273,11 +273,8 @@ class EngineState:
         if len(hashes):
             self._events.append(BlockRemoved(hashes))
 
-    def note_stored(self, seq: Sequence, first: int, count: int) -> None:
-        """Note that so many blocks of a sequence can be hit from now on."""
-        self._note_stored(seq.request.id, seq.hashes, first, count)
-
-    def _note_stored(self, request: str, hashes: BlockHashes, first: int, count: int) -> None:
+    def note_stored(self, request: str, hashes: BlockHashes, first: int, count: int) -> None:
+        """Note that so many blocks of a request can be hit from now on."""
         if count:
             stored, parent = hashes[first : first + count], hashes[max(first - 1, 0) : first]
             self._events.append(BlockStored(request, first, stored, parent))

@@ -97,7 +97,7 @@ class LatencyModel:
         self._fleet_rate = FleetRate()
         self._startup = StartupReference()
         self._prompts = PromptSizes()
-        self._outputs = OutputLength()
+        self.outputs = OutputLength()
         self._last_sent = self._last_own = 0
         self._prefill_factors = WorkerFactors()
         self._transfer_factors = WorkerFactors()
@@ -240,14 +240,6 @@ class LatencyModel:
             self._learn(self._transfer, self._transfer_factors, row, size, now - began_ns, now)
             self._longest_transfer = max(self._longest_transfer, size)
 
-    def generated(self, tokens: int) -> None:
-        """Record that a request ended after so many tokens."""
-        self._outputs.observe(tokens)
-
-    def expected_output(self, max_tokens: int) -> float:
-        """Return the tokens that a request with this limit is expected to generate."""
-        return self._outputs.expected(max_tokens)
-
     def sample(self, now: int) -> None:
         """Learn from the throughput since the last call; call it a few times a second."""
         self._fetch.tick(now)
@@ -283,7 +275,7 @@ class LatencyModel:
         itl_ratio = self._startup.ratio(streams)
         for _ in streams:
             self._itl_factors.observe(row, itl_ratio, now)
-        if self._outputs.observed:
+        if self.outputs.observed:
             return
         for step in prompts:
             token_pairs = float(pairs(step.tokens, step.tokens))
