@@ -26,11 +26,7 @@ class PowerOfTwo(PoolPolicy):
         self._generator = np.random.default_rng(seed)
 
     def pool_costs(
-        self,
-        request: RequestView,  # noqa: ARG002
-        fleet: FleetView,
-        rows: Rows,
-        pool: Pool,
+        self, request: RequestView, fleet: FleetView, rows: Rows, pool: Pool
     ) -> dict[str, Costs]:
         """Return requests in flight, (rows,)."""
         return {"requests": two_choices(pending(fleet, rows, pool), self._generator)}
@@ -57,11 +53,7 @@ class RandomRouting(PoolPolicy):
     name: ClassVar[str] = "random"
 
     def pool_costs(
-        self,
-        request: RequestView,  # noqa: ARG002
-        fleet: FleetView,  # noqa: ARG002
-        rows: Rows,
-        pool: Pool,  # noqa: ARG002
+        self, request: RequestView, fleet: FleetView, rows: Rows, pool: Pool
     ) -> dict[str, Costs]:
         """Return zeros, (rows,)."""
         return {"chance": np.zeros(len(rows))}
@@ -82,11 +74,7 @@ class RoundRobin(PoolPolicy):
         self._next = dict.fromkeys(Pool, 0)
 
     def pool_costs(
-        self,
-        request: RequestView,  # noqa: ARG002
-        fleet: FleetView,
-        rows: Rows,
-        pool: Pool,
+        self, request: RequestView, fleet: FleetView, rows: Rows, pool: Pool
     ) -> dict[str, Costs]:
         """Return the turns, (rows,)."""
         turns = (rows - self._next[pool]) % len(fleet.ids)
@@ -106,10 +94,7 @@ class LeastLoaded:
     name: ClassVar[str] = "least-loaded"
 
     def costs(
-        self,
-        request: Request,  # noqa: ARG002
-        fleet: FleetView,
-        candidates: Candidates,
+        self, request: Request, fleet: FleetView, candidates: Candidates
     ) -> NDArray[np.float64]:
         """Return one cost a candidate, in streams."""
         tokens = fleet.prefill_tokens[candidates.prefill].astype(np.float64)

@@ -84,8 +84,8 @@ class PromptCaches(NamedTuple):
 
     cached: Counts  # tokens that it holds
     ready: Counts  # tokens that it would not compute
-    host: Counts
-    storage: Counts
+    host: Counts  # blocks of these that it would bring back from host memory
+    storage: Counts  # the same from disk and object storage
     fetch_s: Numbers  # seconds until it has fetched the others from another worker; or empty
     block_size: Counts  # tokens in a block
 
@@ -131,13 +131,8 @@ def cost_rows(
             cached, fetches.ready, fetches.host, fetches.storage, fetches.seconds,
             fleet.block_size,
         ),
-        (candidates.prefill, candidates.decode),
-        request.prompt,
-        fleet.output,
-        setting,
-        (links.hosts, links.factors),
-        np.empty(len(fleet.prefills)),
-        rows,
+        (candidates.prefill, candidates.decode), request.prompt, fleet.output, setting,
+        (links.hosts, links.factors), np.empty(len(fleet.prefills)), rows,
     )  # fmt: skip
     return rows
 
