@@ -102,11 +102,8 @@ def configure(
 ) -> None:  # fmt: skip
     """Set up the logs of this process; what was set up before is replaced.
 
-    Args:
-        level: of Pigou's own records; others are shown from warnings on.
-        access: log each HTTP request once it is answered, whatever the level.
-        times: whether lines of text begin with the time.
-        stream: by default stderr.
+    `level` is of Pigou's own records; others are shown from warnings on. `access` logs each HTTP
+    request once it is answered, whatever the level; `times` begins lines of text with the time.
     """
     global _ids_wanted  # noqa: PLW0603
     _ids_wanted = log_format == "json"

@@ -40,9 +40,7 @@ def read_bytes(path: str | Path, max_bytes: int = MAX_BYTES, *, follow: bool = T
     """Return the content of a small regular file, and never block at a FIFO or device.
 
     A pipe that the shell opened (`<(command)`) is read; a symbolic link only where `follow`.
-
-    Raises:
-        FileRefused: it is not regular, or has more bytes. OSError: it cannot be read.
+    Raises FileRefused: it is not regular, or has more bytes; OSError.
     """
     if str(path).startswith(_OWN_DESCRIPTORS):
         with open(path, "rb") as pipe:

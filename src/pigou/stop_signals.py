@@ -43,12 +43,7 @@ class StopSignals:
         insist: Callable[[], object] | None = None,
         insist_s: float = 0.0,
     ) -> None:
-        """`insist` is called in the loop at the second signal.
-
-        Args:
-            limit_s: seconds from the first signal until the process is ended.
-            insist_s: seconds from the second signal until the process is ended.
-        """
+        """The process ends `limit_s` after the first signal, `insist_s` after the second one."""
         self._calls = (stop, insist)
         self._limits_s = (limit_s, insist_s)
         self._signals = 0

@@ -24,11 +24,7 @@ _ITEM = re.compile(r"(?:(prefill|decode|both)=)?([^=:,]+)(?::(\d+))?")
 
 
 def read_worker_gpus(text: str) -> dict[Role, tuple[str, int]]:
-    """Read `H100:4`, or `prefill=H100:4,decode=H200:8`; return GPU and count by role.
-
-    Raises:
-        ConfigError: it is not understood, or a GPU is not known.
-    """
+    """Read `H100:4`, or `prefill=H100:4,decode=H200:8`: GPU and count by role; or ConfigError."""
     gpus: dict[Role, tuple[str, int]] = {}
     for item in text.split(","):
         match = _ITEM.fullmatch(item.strip())
@@ -43,11 +39,7 @@ def read_worker_gpus(text: str) -> dict[Role, tuple[str, int]]:
 
 
 def make_plane(control: ControlConfig, gateway: GatewayConfig) -> ControlPlane:
-    """Return the control plane of a model, with a cost meter where there are prices.
-
-    Raises:
-        ConfigError: prices or GPUs are not understood, or one is given without the other.
-    """
+    """Return a model's control plane, with a cost meter where there are prices, or ConfigError."""
     if not gateway.prices:
         for name in ("gpu", "priced_model"):
             if value := getattr(gateway, name):

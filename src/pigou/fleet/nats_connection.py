@@ -64,11 +64,7 @@ class NatsAddress(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def parse(cls, urls: Iterable[str], what: str) -> NatsAddress:
-        """Read URLs of option `what`; one's login, and `?ca=FILE&cert=FILE&key=FILE`, hold for all.
-
-        Raises:
-            ConfigError: one is none of NATS, has an unknown parameter, or cannot be honoured.
-        """
+        """Read URLs of option `what`; a login, and `?ca=FILE&cert=FILE&key=FILE`, hold for all."""
         servers: list[str] = []
         files: dict[str, str] = {}
         schemes: set[str] = set()

@@ -49,11 +49,7 @@ class PlannerDriver:
         self, config: PlannerConfig, live_fleet: LiveFleet, plane_driver: PlaneDriver,
         status: PlanStatus, drain_s: float = _DRAIN_S, others: Sequence[PlaneDriver] = (),
     ) -> None:  # fmt: skip
-        """Take the drivers of the first model, whose journal gets the entries, and of `others`.
-
-        Raises:
-            ConfigError: there is no such planner, or a parameter is refused.
-        """
+        """`plane_driver` is the first model's, whose journal gets the entries; or ConfigError."""
         self._config, self._live_fleet, self._plane_driver = config, live_fleet, plane_driver
         self._plane_drivers = (plane_driver, *others)
         self._status = status

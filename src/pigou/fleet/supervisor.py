@@ -117,8 +117,7 @@ class Supervisor:
     async def start(self) -> None:
         """Start all members, and wait until each was up once; not for servers that are away.
 
-        Raises:
-            FleetError: a local worker did not come up, or one does not fit the others.
+        Raises FleetError: a local worker did not come up, or one does not fit the others.
         """
         self._runs = True
         members = self.members

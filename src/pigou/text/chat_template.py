@@ -154,11 +154,7 @@ class ChatTemplate:
     def choose(cls, templates: Mapping[str, str], names: Mapping[str, str]) -> ChatTemplate | None:
         """Compile `default`, `tool_use` for chats with tools, `rag` for those with documents.
 
-        Returns:
-            None where there is no `default`.
-
-        Raises:
-            ValueError: one of them is not valid Jinja2.
+        Returns None without a `default`. Raises ValueError: one is not valid Jinja2.
         """
         if _DEFAULT not in templates:
             return None
@@ -182,20 +178,16 @@ class ChatTemplate:
         continue_final_message: bool = False,
         variables: dict[str, Any] | None = None,
     ) -> str:
-        """Return the prompt of checked messages.
+        """Return the prompt of checked messages. Raises ChatError: the template refuses or fails.
 
         The template gets contents as it reads them: parts where it loops over them, else one
         string of lines; "" that is none where there is no content. Other fields that are None are
         left out. A template that does not name `developer` gets `system`.
 
         Args:
-            add_generation_prompt: open the assistant's turn at the end.
             continue_final_message: end within the final message, for the model to go on; its
                 trailing space stays if the template keeps it.
             variables: further ones; `tools` and `documents` are None where they are not given.
-
-        Raises:
-            ChatError: the template refuses the messages, or fails on them.
         """
         given: dict[str, Any] = {"tools": None, "documents": None, **(variables or {})}
         use = next((self._uses[name] for name in self._uses if given[name] is not None), None)

@@ -43,11 +43,7 @@ class ControlTokens:
             self._marked()
 
     def guard(self, value: Any) -> Any:
-        """Return a JSON value with a mark inside each text of a special token, in keys as well.
-
-        Raises:
-            ChatError: it is nested too deep, or its special tokens cannot be told from text.
-        """
+        """Return a JSON value with a mark inside each text of a special token. Raises ChatError."""
         try:
             return self._value(value)
         except RecursionError:

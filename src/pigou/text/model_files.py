@@ -36,10 +36,7 @@ def read_tokenizer(folder: Path) -> str:
     """Return the text of `tokenizer.json`, with the tokens that only its neighbours name.
 
     They are those of `added_tokens_decoder`, with their properties, as in transformers, and tokens
-    of the vocabulary that have a role. An id that cannot be is left out, with a warning.
-
-    Raises:
-        OSError, ValueError: a file cannot be read, or is not what it should be.
+    of the vocabulary that have a role. Impossible ids are skipped. Raises OSError, ValueError.
     """
     data = read_bytes(folder / "tokenizer.json", MAX_TOKENIZER)
     text, parsed = data.decode(), parse_json(data)
@@ -175,18 +172,14 @@ def end_tokens(
     templates: Iterable[str],
     token_id: Callable[[str], int | None],
 ) -> frozenset[int]:
-    """Return the ids that any of a model's files names as an end token.
+    """Return the ids that any of a model's files names as an end token. Raises ValueError.
 
     vLLM stops at the tokenizer's and at `generation_config.json`'s; transformers at
     `generation_config.json`'s, or at `config.json`'s. A template in ChatML adds `<|im_end|>`.
 
     Args:
         settings, special: contents of `tokenizer_config.json`, of `special_tokens_map.json`.
-        generation, config: contents of these files.
         token_id: from a token's text to its id; None for text that is no token.
-
-    Raises:
-        ValueError: an `eos_token_id` is neither an id nor a list of ids.
     """
     names = [content_of(settings.get("eos_token")), content_of(special.get("eos_token"))]
     if any(CHATML_END in template for template in templates):

@@ -17,9 +17,8 @@ class StopMatch:
 class Stops:
     """Watches a growing text for stop strings.
 
-    What has been shown after any number of tokens is a function of those tokens alone: all of
-    the text, but the longest end of it that begins a stop string. So a stream that continues
-    elsewhere replays its tokens, drops what that shows, and goes on.
+    It shows all of the text but the longest end that begins a stop string: a function of the tokens
+    alone. A stream that continues elsewhere replays its tokens, drops what they show, and goes on.
     """
 
     __slots__ = ("_held", "_include", "_max_length", "_min_tokens", "_stops", "_tokens")

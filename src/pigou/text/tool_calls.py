@@ -199,10 +199,9 @@ _OPEN_REASONING = re.compile(r"(<think>|\[THINK\])\s*\Z")
 class ToolParser:
     """Tells calls from content in a text that grows.
 
-    What it has told after any piece is a function of the text so far alone, up to how pieces of
-    content and arguments are cut. So a stream that goes on elsewhere feeds the text so far, drops
-    the events, and goes on. White space, a bracket and a code fence around calls are no content.
-    Reasoning is content, and nothing in it is a call.
+    What it told is a function of the text so far alone, up to how pieces are cut. A stream that
+    goes on elsewhere feeds the text so far, drops the events, and goes on. White space, a bracket
+    and a code fence around calls are no content. Reasoning is content; nothing in it is a call.
     """
 
     def __init__(self) -> None:

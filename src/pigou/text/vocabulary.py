@@ -49,15 +49,10 @@ def vocabulary(
     decoder: Any,
     whole: Callable[[list[int]], str] | None = None,
 ) -> Vocabulary:
-    """Return the vocabulary of a `tokenizer.json`.
+    """Return the vocabulary of a `tokenizer.json`: names to ids, control tokens, its `decoder`.
 
-    Args:
-        names: token -> id, added tokens included.
-        special: ids of control tokens.
-        whole: decodes a list of ids, for decoders that do not work token by token.
-
-    Raises:
-        VocabularyError: the decoder does not work token by token, and there is no `whole`.
+    `whole` decodes a list of ids, for decoders that do not work token by token; without it these
+    raise VocabularyError.
     """
     chain = read_chain(decoder)
     if chain is None and whole is None:

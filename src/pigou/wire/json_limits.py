@@ -105,14 +105,9 @@ def is_deep(data: bytes | bytearray) -> bool:
 
 
 def read_fields(data: bytes, context: int = 0) -> dict[str, msgspec.Raw]:
-    """Return the fields of a request's body, still encoded, all within bounds.
+    """Return the fields of a body, still encoded, all within bounds. Raises APIError 400.
 
-    Args:
-        data: the body, without a byte order mark.
-        context: tokens that the model can hold; 0 where that is not known.
-
-    Raises:
-        APIError: 400, with the count, the bound and the remedy.
+    `context` are the tokens that the model can hold; 0 where that is not known.
     """
     count = _check_body(data)
     try:

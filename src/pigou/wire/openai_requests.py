@@ -62,16 +62,12 @@ def neutral(name: str, value: Any, n: Any = None) -> bool:
 def known_part(
     body: bytes, fields: Iterable[str], nested: Mapping[str, Iterable[str]], unknown: list[str]
 ) -> bytes:
-    """Return a body, a JSON object, without its unknown and neutral fields.
+    """Return a body, a JSON object, without its unknown and neutral fields. Raises APIError 400.
 
     Args:
         fields: names that the request's type has.
         nested: names that the fields have which are objects; `a.b` for the object in `b` of `a`.
         unknown: the names of unknown fields are appended to it, as paths.
-
-    Raises:
-        APIError: 400, a field of another server asks for what is not done here.
-        msgspec.DecodeError: the body is no JSON object.
     """
     parts = _fields.decode(body)
     n = _value(parts.get("n"))

@@ -154,11 +154,7 @@ _OPENS, _CLOSES = "([{", ")]}"
 
 
 def grammar(request: GenerationRequest, flexible: bool = False) -> Grammar | None:
-    """Return what the output must match; JSON may have white space where `flexible`.
-
-    Raises:
-        APIError: 400, that is said badly, or is too large.
-    """
+    """Return what the output must match; JSON may have white space where `flexible`."""
     wanted, form = request.structured_outputs, request.response_format
     given = _given(wanted)
     if form is not None and form.type != "text":

@@ -75,11 +75,7 @@ class FleetOperator:
             )  # fmt: skip
 
     async def round(self, namespace: str, name: str) -> Reconciliation | None:
-        """Read what there is, and write the next step; None where the fleet is gone.
-
-        Raises:
-            KubernetesError: a call failed; what was not written is written in a later round.
-        """
+        """Read what there is, and write the next step; None where the fleet is gone."""
         try:
             fleet = await self._api.get("PigouFleet", namespace, name)
         except KubernetesError as error:

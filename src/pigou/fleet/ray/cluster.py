@@ -31,11 +31,7 @@ class WorkerActor:
     async def start(
         self, name: str, arguments: Sequence[str], secret: bytes, timeout_s: float
     ) -> dict[str, Any]:
-        """Start the process with `arguments` of `pigou worker`; return its ready line.
-
-        Raises:
-            FleetError: it ended before, or took longer than `timeout_s`.
-        """
+        """Start the process with `arguments` of `pigou worker`; return its ready line."""
         import ray
 
         host = ray.util.get_node_ip_address()

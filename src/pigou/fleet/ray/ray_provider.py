@@ -188,11 +188,7 @@ class RayProvider(LocalProvider):
         await self.cluster.close()
 
     async def locate(self, member: Member) -> tuple[Bundle, Location]:
-        """Return the bundle that a member's process is to run in, and its labels.
-
-        Raises:
-            FleetError: the fleet does not fit the cluster, or no node has room for this worker.
-        """
+        """Return the bundle of a member's process, and its labels. Raises FleetError: no room."""
         async with self._lock:
             await self.cluster.connect()
             nodes = await self.cluster.nodes()

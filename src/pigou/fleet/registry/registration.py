@@ -276,12 +276,7 @@ class WorkerRegistrar:
     async def ready(self, about: dict[str, Any], stop: Callable[[], None]) -> None:
         """Register the worker in the background: it serves whether the registry answers or not.
 
-        Args:
-            about: what the worker says of itself when it is ready.
-            stop: drains and ends it.
-
-        Raises:
-            ConfigError: the entry is not valid; names the option.
+        `about` is what the worker says of itself, `stop` drains and ends it. Raises ConfigError.
         """
         self._stop = stop
         self._registration = Registration(self._registry, self._entry(about), self._changed)

@@ -95,11 +95,7 @@ class AttachedProvider(Provider):
         return member
 
     def attach(self, text: str) -> Member:
-        """Return the member of one more server, described as `AttachedWorker.parse` reads it.
-
-        Raises:
-            ConfigError: the description is not understood. FleetError: the server is attached.
-        """
+        """Return the member of one more server. Raises ConfigError, FleetError: it is attached."""
         spec = AttachedWorker.parse(text, self._number)
         for member, other in self._members.values():
             if (other.url, other.pin) == (spec.url, spec.pin):
