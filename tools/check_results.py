@@ -249,12 +249,12 @@ def accuracy(_out: Path) -> list[Figure]:
 
 CHECKS = (
     Check("table4", "replication.md", "| C | TTFT P99 s | paper | index", table4),
-    Check("fair", "replication.md", "| C | fair: TTFT P99 s", fair),
-    Check("peer-reads", "kv-memory.md", "| policy | TTFT mean without", peer_reads),
+    Check("fair", "../notes/further-results.md", "| C | fair: TTFT P99 s", fair),
+    Check("peer-reads", "../notes/further-results.md", "| policy | TTFT mean without", peer_reads),
     Check("games", "control-plane.md", "| overlaps | greedy", games),
-    Check("pools", "kv-memory.md", "| loop | blocks | rho mean", pools),
-    Check("tiers", "kv-memory.md", "| policy | 0.5% | 2% | 5% | 15%", tiers, MOONCAKE),
-    Check("policies", "policies.md", "| workload | toll: attained | rps", policies),
+    Check("pools", "../notes/further-results.md", "| loop | blocks | rho mean", pools),
+    Check("tiers", "../notes/further-results.md", "| policy | 0.5% | 2% | 5% | 15%", tiers, MOONCAKE),
+    Check("policies", "../notes/further-results.md", "| workload | toll: attained | rps", policies),
     Check("accuracy", "simulator.md", "| ms | vLLM | simulated", accuracy, VLLM_PROFILES),
 )
 
