@@ -28,6 +28,8 @@ from benchmarks.lib.shared_folder import shared_folder
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "results"
+#: The page of further tables, seen from `RESULTS`.
+NOTES = "../notes/further-results.md"
 MOONCAKE = Path("traces") / "mooncake" / "conversation_trace.jsonl.zst"
 VLLM_PROFILES = Path("profiles")
 NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?")
@@ -249,12 +251,12 @@ def accuracy(_out: Path) -> list[Figure]:
 
 CHECKS = (
     Check("table4", "replication.md", "| C | TTFT P99 s | paper | index", table4),
-    Check("fair", "../notes/further-results.md", "| C | fair: TTFT P99 s", fair),
-    Check("peer-reads", "../notes/further-results.md", "| policy | TTFT mean without", peer_reads),
+    Check("fair", NOTES, "| C | fair: TTFT P99 s", fair),
+    Check("peer-reads", NOTES, "| policy | TTFT mean without", peer_reads),
     Check("games", "control-plane.md", "| overlaps | greedy", games),
-    Check("pools", "../notes/further-results.md", "| loop | blocks | rho mean", pools),
-    Check("tiers", "../notes/further-results.md", "| policy | 0.5% | 2% | 5% | 15%", tiers, MOONCAKE),
-    Check("policies", "../notes/further-results.md", "| workload | toll: attained | rps", policies),
+    Check("pools", NOTES, "| loop | blocks | rho mean", pools),
+    Check("tiers", NOTES, "| policy | 0.5% | 2% | 5% | 15%", tiers, MOONCAKE),
+    Check("policies", NOTES, "| workload | toll: attained | rps", policies),
     Check("accuracy", "simulator.md", "| ms | vLLM | simulated", accuracy, VLLM_PROFILES),
 )
 

@@ -14,12 +14,16 @@ from pigou.control.routing.simple_policies import LeastLoaded, PowerOfTwo, Rando
 from pigou.control.routing.view import Candidates, FleetView
 from pigou.request import Request
 from pigou_lab.routing.aibrix import AibrixPrefix
+from pigou_lab.routing.cache_affinity import (
+    RayPrefix,
+    RayPrefixParams,
+    SglangCacheAware,
+    SglangCacheAwareParams,
+)
 from pigou_lab.routing.dynamo import Dynamo, DynamoPaper, DynamoPaperParams, DynamoParams
 from pigou_lab.routing.llm_d import LlmD, LlmDBlend, LlmDBlendParams, LlmDParams
 from pigou_lab.routing.lmetric import LMetric, LMetricParams
 from pigou_lab.routing.mooncake import Mooncake, MooncakeParams
-from pigou_lab.routing.ray import RayPrefix, RayPrefixParams
-from pigou_lab.routing.sglang import SglangCacheAware, SglangCacheAwareParams
 
 INF = np.inf
 

@@ -11,8 +11,7 @@ import torch
 from pigou.runtime.models.model_config import parse_config
 from pigou_lab.gpu_check import sections
 from pigou_lab.gpu_check.__main__ import FAILED, NO_CUDA, OK, main
-from pigou_lab.gpu_check.disaggregation import decode_alone, decode_elsewhere
-from pigou_lab.gpu_check.equality import compare
+from pigou_lab.gpu_check.equal_outputs import compare, decode_alone, decode_elsewhere
 from pigou_lab.gpu_check.random_model import QWEN3_600M, TINY, random_model
 from pigou_lab.gpu_check.speed import Peaks, measure_speed, parameters
 

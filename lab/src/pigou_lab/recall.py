@@ -95,10 +95,8 @@ def recall_items(
 
     Args:
         text: with line breaks; the longer, the more the items differ.
-        tokens: counts the tokens of a line.
         pairs: told in each prompt, 1 to 64.
         distance: least tokens between the last pair and the question.
-        count: items to yield.
 
     Raises:
         ValueError: `pairs` is out of range, or no stretch of the text is long enough.

@@ -59,16 +59,12 @@ class RequestLedger:
     Workers of 1.6 tell of each request themselves when its prompt is computed; routers of all
     versions do when they run with `--router-replica-sync`. Messages that were missed are known by
     the gaps in their publisher's numbers.
-
-    Attributes:
-        missed: messages that other messages show to have been lost.
     """
 
     def __init__(self, capacity: int = 1_000_000) -> None:
-        """Start empty; the oldest request is forgotten when there are more than `capacity`."""
         if capacity < 1:
             raise ValueError(f"capacity is {capacity}; it must be at least 1")
-        self.missed = 0
+        self.missed = 0  # messages that other messages show to have been lost
         self._capacity = capacity
         self._served: OrderedDict[str, Served] = OrderedDict()
         self._sequence: dict[int, int] = {}

@@ -180,10 +180,6 @@ class EventPlane:
 
     Publishers are found in a discovery folder, and followed as they come and go, or named. Nothing
     is replayed: what was published before a publisher was connected is not seen.
-
-    Attributes:
-        received: messages so far.
-        refused: messages that were not understood.
     """
 
     def __init__(

@@ -109,10 +109,7 @@ async def probe(
 
     Args:
         router: a fresh one, or one in use; the overlap weight can only be told on idle workers.
-        model: name that the one request carries.
         block_size: tokens in a KV block.
-        blocks: length of the test's prompt.
-        calls: queries of each kind.
         patience_s: seconds to wait until the prompt is seen to be cached.
         seed: of the prompt's token ids. By default they are new each time: a prompt that two
             workers hold is spread by ties.

@@ -55,12 +55,9 @@ class AdaptiveRouter:
         """Wrap a router; `start` probes it first.
 
         Args:
-            router: Dynamo's.
-            steering: says the parameters.
             startup: that the router was made with; in force where overrides are not.
             pretend: go on where overrides are ignored. Nothing is overridden then, and `status`
                 and the metrics say so.
-            clock: in nanoseconds.
 
         Raises:
             OverridesIgnored: they are ignored, and `pretend` is false.
@@ -109,7 +106,6 @@ class AdaptiveRouter:
 
         Args:
             router_config_override: goes before the regime's parameters.
-            options: Dynamo's own.
         """
         override = self._override(self.force, router_config_override)
         start = time.perf_counter()
@@ -210,11 +206,6 @@ def serve_router(steering: Steering, arguments: Sequence[str], *, pretend: bool)
 
     Beside Dynamo's endpoints `generate`, `best_worker_id` and `get_overlap_scores`,
     `NAMESPACE.router.status` tells the regime, the parameters in force and the probe's evidence.
-
-    Args:
-        steering: says the parameters.
-        arguments: of `python -m dynamo.router`.
-        pretend: as of `AdaptiveRouter`.
 
     Raises:
         DynamoMissing: Dynamo is not installed.

@@ -20,13 +20,10 @@ class Steering:
     """Says which parameters requests are routed under, and learns from their first tokens and ends.
 
     Times are in nanoseconds of one clock, and do not fall.
-
-    Attributes:
-        waiting: requests that have no first token yet.
     """
 
     def __init__(self, detector: Detector, controller: Controller) -> None:
-        self.waiting = 0
+        self.waiting = 0  # requests that have no first token yet
         self._detector = detector
         self._controller = controller
 
@@ -41,10 +38,6 @@ class Steering:
         cls, controlled: Mapping[str, Any], detected: Mapping[str, Any], seed: int = 0
     ) -> Steering:
         """Return a controller and a detector by name.
-
-        Args:
-            controlled: `controller` is the name (`regime`, `bandit`, ...), the rest its own.
-            detected: `detector` is the name (`paper`, `cusum`, ...), the rest its own.
 
         Raises:
             ConfigError: a name or a parameter is not known, or does not fit.

@@ -53,7 +53,6 @@ class RandomWeights:
     """Weights that depend on their names alone, made on one device and put on another."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device, source: torch.device) -> None:
-        """Make weights in `dtype` for `device`; equal ones come from an equal `source`."""
         self._dtype, self._device, self._source = dtype, device, source
 
     def __contains__(self, name: str) -> bool:
@@ -86,11 +85,7 @@ def random_model(
 
 
 class _RecordedWeights(RandomWeights):
-    """Random weights that are retained by name.
-
-    Attributes:
-        tensors: all that were taken.
-    """
+    """Random weights that are retained by name."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device, source: torch.device) -> None:
         super().__init__(dtype, device, source)
@@ -109,9 +104,6 @@ def write_checkpoint(
     """Write a model of random weights as a checkpoint that a worker can serve.
 
     Its tokenizer has a token for each byte and an end token.
-
-    Args:
-        source: where the random numbers are drawn.
     """
     cpu = torch.device("cpu")
     weights: Any = _RecordedWeights(dtype, cpu, torch.device(source))

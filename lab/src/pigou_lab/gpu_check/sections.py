@@ -13,8 +13,7 @@ from pathlib import Path
 
 from pigou.runtime.attention.kv_cache import DTYPES
 from pigou.runtime.models.load import LoadedModel
-from pigou_lab.gpu_check.disaggregation import decode_alone, decode_elsewhere
-from pigou_lab.gpu_check.equality import compare
+from pigou_lab.gpu_check.equal_outputs import compare, decode_alone, decode_elsewhere
 from pigou_lab.gpu_check.profile import profile_plans, waits_per_step
 from pigou_lab.gpu_check.random_model import QWEN3_600M, TINY, random_model, write_checkpoint
 from pigou_lab.gpu_check.serving import measure_serving
@@ -42,7 +41,6 @@ class Check:
         """Prepare.
 
         Args:
-            small: use a tiny model.
             deadline: of `time.monotonic`; no section begins after it.
         """
         self._device = device

@@ -42,10 +42,7 @@ def measure_serving(
     """Start a worker, stream greedy completions from it, and stop it.
 
     Args:
-        model: folder of the checkpoint.
         streams: how many run together, for each measurement.
-        prompt: tokens of a prompt.
-        output: tokens of a completion.
 
     Raises:
         FleetError: the worker did not start.

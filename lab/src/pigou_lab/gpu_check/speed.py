@@ -56,12 +56,7 @@ def make_engine(model: LoadedModel, streams: int, max_tokens: int) -> LocalEngin
 def measure_speed(
     model: LoadedModel, peaks: Peaks, streams: int, *, prompt: int = 64, output: int = 128
 ) -> Speed:
-    """Decode streams together; only plans in which all of them decode are counted.
-
-    Args:
-        prompt: tokens of each prompt.
-        output: tokens of each output.
-    """
+    """Decode streams together; only plans in which all of them decode are counted."""
     engine = make_engine(model, streams, prompt + output)
     plans: list[Plan] = []
     engine.on_plan = plans.append

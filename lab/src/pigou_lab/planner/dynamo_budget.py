@@ -24,7 +24,6 @@ def clamp_to_budget(
     pool as demand grows.
 
     Args:
-        prefill, decode: workers that are asked for.
         budget: least and most GPUs together; None for no limit. The tolerance is the larger of
             `gpus`, and 0 without a limit.
     """
@@ -66,7 +65,6 @@ def fit_to_budget(
     then fewer prefill workers. `fit_directional_budget_pair` of Dynamo 1.6.1.
 
     Args:
-        current: workers that there are, prefill and decode.
         gpus, budget, min_workers: as of `clamp_to_budget`.
     """
     low, high = budget

@@ -127,7 +127,6 @@ class EngineModel:
     """Dynamo's model of one pool's engine, begun with a profile where there is one.
 
     Args:
-        performance: as measured; its limits are the engine's.
         is_profiled: whether the regression begins with `profile_passes`.
     """
 
@@ -186,7 +185,6 @@ class EngineModel:
         """Return the seconds between tokens with one more request.
 
         Args:
-            seen: streams that decode and wait.
             queued_prompts: whether prompts that wait count as streams.
         """
         factor = int(queued_prompts)

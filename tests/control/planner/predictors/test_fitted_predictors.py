@@ -16,7 +16,7 @@ from pigou_lab.predictors.arima import (
     DynamoArimaParams,
 )
 from pigou_lab.predictors.fitted import FittedParams
-from pigou_lab.predictors.holt_winters import HoltWinters, HoltWintersParams
+from pigou_lab.predictors.seasonal import HoltWinters, HoltWintersParams
 
 
 def test_holt_winters_follows_a_trend_and_damps_it() -> None:

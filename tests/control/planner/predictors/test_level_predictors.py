@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pigou.config import ConfigError
 from pigou.control.planner.predictors.predictor import Ewma, EwmaParams, LastValue
-from pigou_lab.predictors.seasonal_naive import SeasonalNaive, SeasonalParams
+from pigou_lab.predictors.seasonal import SeasonalNaive, SeasonalParams
 
 values = st.lists(st.one_of(st.none(), st.floats(0, 1e6)), min_size=1, max_size=40)
 

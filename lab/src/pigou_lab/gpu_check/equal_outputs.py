@@ -1,6 +1,8 @@
-"""Prefill in one engine, decode in another: the KV blocks go through shared memory."""
+"""What must come out equal: on two devices, and decoded elsewhere than prefilled."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -9,10 +11,12 @@ from pigou.engine.core import EngineCore
 from pigou.engine.plan import Finished, Load
 from pigou.kv.hashing import chain
 from pigou.request import Ints, Request
+from pigou.runtime.local_engine import Output
 from pigou.runtime.models.load import LoadedModel
 from pigou.runtime.step_output import StepOutput
 from pigou.sampling import SamplingParams
 from pigou.worker.kv_transfer.block_store import MappedMemory, SharedMemory
+from pigou_lab.gpu_check.speed import make_engine
 
 _SEED = b"gpu-check"
 _REQUEST = "one"
@@ -20,14 +24,9 @@ _BLOCK = 16
 
 
 class Side:
-    """An engine that is stepped by hand.
-
-    Attributes:
-        cache: its KV blocks.
-    """
+    """An engine that is stepped by hand."""
 
     def __init__(self, model: LoadedModel, max_tokens: int) -> None:
-        """Make an engine for one sequence of so many tokens."""
         blocks = -(-max_tokens // _BLOCK) + 2
         config = EngineConfig(blocks=blocks, block_size=_BLOCK, max_model_len=max_tokens)
         self.core = EngineCore(config)
@@ -104,3 +103,46 @@ def _move(source: Side, target: Side, ids: Ints, load: Load) -> int:
         memory.close()
     target.core.loaded(load.request, len(ids) * _BLOCK)
     return len(ids)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceComparison:
+    """How greedy outputs of two devices compare, up to the first token that differs."""
+
+    tokens: int
+    divergences: int  # outputs that differ where the best two tokens were no near tie
+    ties: int  # outputs that differ where they were
+    difference: float  # root mean square of the log-probabilities' differences
+    largest: float
+
+
+def compare(
+    first: LoadedModel, second: LoadedModel, *, gap: float, prompts: int = 8, output: int = 32
+) -> DeviceComparison:
+    """Decode the same prompts greedily with both.
+
+    Args:
+        gap: nats between the best two tokens below which either may be chosen.
+    """
+    outputs = [_decode(model, prompts, output) for model in (first, second)]
+    differences: list[float] = []
+    tokens = divergences = ties = 0
+    for one, other in zip(*outputs, strict=True):
+        for left, right in zip(one.logprobs, other.logprobs, strict=False):
+            if left.token != right.token:
+                near = float(left.logprobs[0] - left.logprobs[1]) < gap
+                ties, divergences = ties + near, divergences + (not near)
+                break
+            tokens += 1
+            differences.append(abs(left.logprob - right.logprob))
+    array = np.array(differences or [float("inf")])
+    return DeviceComparison(
+        tokens, divergences, ties, float(np.sqrt((array**2).mean())), float(array.max())
+    )
+
+
+def _decode(model: LoadedModel, prompts: int, output: int) -> list[Output]:
+    rng = np.random.default_rng(0)
+    texts = [rng.integers(3, model.config.vocab, size=rng.integers(1, 101)) for _ in range(prompts)]
+    params = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True, logprobs=2)
+    return make_engine(model, prompts, 101 + output).generate(texts, params)

@@ -1,4 +1,4 @@
-"""Cache affinity while load is even, the shortest queue while it is not."""
+"""Cache affinity while load is even: Ray Serve's and SGLang's routers."""
 
 from __future__ import annotations
 
@@ -7,9 +7,59 @@ from typing import ClassVar
 import msgspec
 import numpy as np
 
-from pigou.control.routing.policy import Costs, RequestView, check_finite, check_share
+from pigou.control.routing.policy import (
+    Costs,
+    RequestView,
+    check_finite,
+    check_minimum,
+    check_share,
+)
 from pigou.control.routing.pool_policy import Pool, PoolPolicy, Rows, pending
+from pigou.control.routing.simple_policies import two_choices
 from pigou.control.routing.view import FleetView
+
+
+class RayPrefixParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Parameters of `RayPrefix`, with its defaults."""
+
+    imbalanced_threshold: float = 10.0  # requests between the longest and the shortest queue
+    match_rate_threshold: float = 0.1  # share of the prompt that must be held for affinity to count
+
+    def __post_init__(self) -> None:
+        check_minimum(self, 0, "imbalanced_threshold")
+        check_share(self, "match_rate_threshold")
+
+
+class RayPrefix(PoolPolicy):
+    """Three cases, with L_i requests in flight and r_i the share of the prompt that i holds:
+
+        max L - min L > imbalanced_threshold    two random choices by L_i
+        max r >= match_rate_threshold           cost_i = tokens that i does not hold
+        else                                    cost_i = requests ever sent to i
+
+    Ray Serve's `PrefixCacheAffinityRouter`. The last case is its smallest prefix tree, which
+    grows with what a worker was sent; where none was sent anything, ties are random.
+
+    Pairs: each pool by the same rule with its own L_i.
+    """
+
+    name: ClassVar[str] = "ray-prefix"
+
+    def __init__(self, params: RayPrefixParams | None = None, seed: int = 0) -> None:
+        self.params = params or RayPrefixParams()
+        self._generator = np.random.default_rng(seed)
+
+    def pool_costs(
+        self, request: RequestView, fleet: FleetView, rows: Rows, pool: Pool
+    ) -> dict[str, Costs]:
+        """Return `requests`, `unmatched` tokens, or requests `served`, (rows,)."""
+        load = pending(fleet, rows, pool)
+        if int(load.max()) - int(load.min()) > self.params.imbalanced_threshold:
+            return {"requests": two_choices(load, self._generator)}
+        held = np.minimum(fleet.overlap[rows] * fleet.block_size[rows], request.prompt)
+        if held.max() >= self.params.match_rate_threshold * request.prompt:
+            return {"unmatched": (request.prompt - held).astype(np.float64)}
+        return {"served": fleet.served[rows].astype(np.float64)}
 
 
 class SglangCacheAwareParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
