@@ -1,1 +1,1 @@
-"""What is wrong with a fleet: failure modes, their detectors, alert rules and playbooks. Pure."""
+"""Failure modes of a fleet and their detectors. Pure."""

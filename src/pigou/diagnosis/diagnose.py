@@ -560,7 +560,7 @@ def stream_stall(series: Series) -> ModeFinding | None:
 
 
 def _engine_gaps(window: FleetObservation, bar: float) -> bool:
-    """Whether streams had gaps that the computation of prompts does not explain."""
+    """True if streams had gaps that the computation of prompts does not explain."""
     gap_s = window.engine_stall_s or 0.0
     prefill_s = max((worker.prefill_s or 0.0 for worker in window.decoders), default=0.0)
     return window.engine_stalls > 0 and gap_s > max(bar, 2 * prefill_s)

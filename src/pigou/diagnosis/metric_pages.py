@@ -43,7 +43,7 @@ class MetricPage:
         return pages
 
     def __contains__(self, name: str) -> bool:
-        """Whether there is a sample of this name."""
+        """True if there is a sample of this name."""
         return name in self._samples
 
     def total(self, name: str, **labels: str) -> float | None:

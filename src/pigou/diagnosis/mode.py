@@ -26,7 +26,7 @@ class FailureMode(msgspec.Struct, frozen=True, kw_only=True):
     lasts_s: float = 0.0  # seconds for which the signal must last; 0 where once is enough
     smallest_fix: str
     remedy: str
-    look: tuple[str, ...]  # what to look at, in order
+    look: tuple[str, ...]  # steps of the playbook, in order
     # numbers of the modes that often follow from it; with it they are no findings of their own.
     follows: tuple[int, ...] = ()
     alert: str = ""  # PromQL of its alert rule; "" where no metric shows the signal
@@ -43,7 +43,7 @@ class ModeEvidence(msgspec.Struct, frozen=True):
     name: str
     value: float
     unit: str
-    limit: float | None = None  # that it is over or under; None where it only explains
+    limit: float | None = None  # threshold that was crossed; None if it only explains
     where: str = ""  # the worker or tenant; "" for the fleet
 
 
@@ -64,7 +64,7 @@ class ModeFinding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
-    """What a series of windows shows."""
+    """The findings in a series of windows."""
 
     healthy: bool  # whether nothing was wrong, as far as it was looked at
     windows: int

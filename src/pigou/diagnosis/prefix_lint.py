@@ -28,7 +28,7 @@ class PrefixGroup(msgspec.Struct, frozen=True, kw_only=True):
     prompts: int
     block: int  # the first diverging block, and its first token, from 0
     token: int
-    text: str = ""  # of that block in one of them; "" where the prompts have no text
+    text: str = ""  # the block's text in one prompt; "" for token ids
     # share of the tokens behind that block that recur; None where blocks are known by the hash of
     # all before them, so that it cannot be told.
     recurring: float | None = None
@@ -37,7 +37,7 @@ class PrefixGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PrefixReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What the prompts of a trace share."""
+    """Shared prefixes of the prompts of a trace."""
 
     prompts: int
     tokens: int

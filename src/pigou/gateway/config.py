@@ -29,12 +29,12 @@ class Overflow(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     to: str  # name of another model here, or base URL of another fleet
-    price_s: float = 1.0  # what a request is worth that the fallback serves, in seconds of waiting
+    price_s: float = 1.0  # worth of the fallback, in seconds of waiting
     key: str = ""  # bearer key of the other fleet
 
     @property
     def is_url(self) -> bool:
-        """Whether it is another fleet."""
+        """True if it is another fleet."""
         return self.to.startswith(("http://", "https://"))
 
 

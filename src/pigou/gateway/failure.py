@@ -35,7 +35,7 @@ class WorkerFailed(Exception):
 
     @property
     def may_be_death(self) -> bool:
-        """Whether the request was under way, and the worker may have ended meanwhile."""
+        """True if the request was under way, and the worker may have ended meanwhile."""
         died = self.reason in ("broke", "down", "error")
         return died or (self.reason == "refused" and self.status == 500)
 
@@ -96,7 +96,7 @@ class _Failure(msgspec.Struct):
 
 
 def is_request_failure(body: bytes) -> bool:
-    """Whether an error body says that the request failed in the engine by itself."""
+    """True if an error body says that the request failed in the engine by itself."""
     try:
         return msgspec.json.decode(body, type=_Failure).error.type == REQUEST_FAILED
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -64,7 +64,7 @@ class RegistryStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     stale: bool  # whether it does not answer; the last view is served then
     why: str  # the reason that it does not answer; empty while it does
-    age_s: float | None  # of the last snapshot, in seconds; None before one
+    age_s: float | None  # age of the last snapshot; None before one
     entries: int  # workers of the view, suspects too
     suspects: list[str]  # workers that are not registered any more, and get nothing new
     ignored: int  # records that are no entries of this fleet
@@ -96,10 +96,10 @@ class WorkerRow(msgspec.Struct, kw_only=True):
     role: str  # prefill, decode or both
     state: str  # starting, up, draining, down, backoff or stopped
     kind: str  # local (started here) or attached
-    pool: str = ""  # of workers of one role that run on the same; planners go by it
+    pool: str = ""  # workers of one role on like hardware; planners go by it
     epoch: int = 0  # how often its role has changed
     unplaceable: bool = False
-    pid: int = 0  # of its process, 0 when it is not ours
+    pid: int = 0  # 0 when the process is not ours
     restarts: int = 0  # times that it was started anew
     out_of_memory: int = 0  # times that it ended for want of memory
     note: str = ""  # why it is not up
@@ -108,11 +108,11 @@ class WorkerRow(msgspec.Struct, kw_only=True):
     host: str = ""  # labels of its node; empty where they are not known
     rack: str = ""
     zone: str = ""
-    model: str = ""  # that it serves; empty while that is not known
+    model: str = ""  # served model; empty while unknown
 
     @property
     def away(self) -> bool:
-        """Whether it is not up, and is expected to be: not one that leaves, or cannot start."""
+        """True if it is not up, and is expected to be: not one that leaves, or cannot start."""
         return not (self.unplaceable or self.state in ("up", "draining", "stopped"))
 
 

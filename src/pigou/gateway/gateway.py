@@ -1,4 +1,4 @@
-"""What the pages of a gateway work with: its models, keys, metrics and state."""
+"""The gateway's parts, which its pages share: models, keys, metrics and state."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ class Gateway:
 
     config: GatewayConfig
     plane_driver: PlaneDriver  # of the first model
-    metrics: Metrics  # of the first model, and of what comes before the model is known
+    metrics: Metrics  # of the first model, and of requests whose model is not known yet
     fleet_status: FleetStatus
     keys: Keys | None  # accepted API keys; None lets everybody in
     created: int  # Unix time in seconds, which the model card shows
     shutdown: Shutdown = field(default_factory=Shutdown)
     startup: Startup = field(default_factory=Startup)
     changes: FleetChanges | None = None  # changes the fleet; None where that cannot be
-    plan_status: PlanStatus | None = None  # what a planner decided; None without one
+    plan_status: PlanStatus | None = None  # the planner's decisions; None without a planner
     registry: Callable[[], RegistryStatus] | None = None  # reads its state; None without one
     models: ModelRouting | None = None  # where they are declared; None for that of `plane_driver`
-    tracer: Tracer | None = None  # of requests; None where they are not traced
+    tracer: Tracer | None = None  # None if requests are not traced
     # made of these:
     routing: ModelRouting = field(init=False)
     status: ModelsStatus = field(init=False)

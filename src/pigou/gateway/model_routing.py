@@ -48,7 +48,7 @@ class GatewayModel:
         return list(self.plane_driver.upstreams.values())
 
     def owns(self, upstream: Upstream) -> bool:
-        """Whether a worker is one of its own that are up."""
+        """True if a worker is one of its own that are up."""
         return self.plane_driver.upstreams.get(upstream.worker.id) is upstream
 
     @property
@@ -78,7 +78,7 @@ class GatewayModel:
         return names
 
     def knows(self, name: str) -> bool:
-        """Whether requests may use a name."""
+        """True if requests may use a name."""
         known = name in (self.name, *self.aliases) and bool(name)
         return known or any(up.engine.serves(name) for up in self.upstreams)
 
@@ -102,12 +102,12 @@ class GatewayModel:
 
     @property
     def decodes(self) -> bool:
-        """Whether a worker that decodes is up."""
+        """True if a worker that decodes is up."""
         return any(up.worker.role.decodes for up in self.plane_driver.upstreams.values())
 
     @property
     def pigou_only(self) -> bool:
-        """Whether all workers that are up are Pigou's own, which know no other fields."""
+        """True if all workers that are up are Pigou's own, which know no other fields."""
         upstreams = self.upstreams
         return bool(upstreams) and not any(up.engine.stock for up in upstreams)
 
@@ -161,7 +161,7 @@ class ModelRouting:
 
     @property
     def several(self) -> bool:
-        """Whether there is more than one."""
+        """True if there is more than one."""
         return len(self.models) > 1
 
     @property
@@ -171,7 +171,7 @@ class ModelRouting:
 
     @property
     def decodes(self) -> bool:
-        """Whether any model has a worker that decodes."""
+        """True if any model has a worker that decodes."""
         return any(model.decodes for model in self.models)
 
     def find(self, name: str | None) -> GatewayModel:

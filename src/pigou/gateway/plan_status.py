@@ -26,13 +26,13 @@ _STATES = tuple(WorkerState)
 
 
 class PlanStatus:
-    """What `/plan`, the page and the metrics show of the planner."""
+    """The planner's decisions, moves and replicas, for `/plan` and the metrics."""
 
     def __init__(
         self, meter: RequestMeter, meters: Mapping[str, RequestMeter] | None = None
     ) -> None:
         self.planner = ""
-        self.max_workers = 0  # that it may have; 0 for no limit
+        self.max_workers = 0  # most workers; 0 for no limit
         self.failures = 0
         self.moves: Counter[str] = Counter()
         self.latest: PlannerDecision | None = None

@@ -41,14 +41,14 @@ from pigou.wire.errors import bad_request
 
 
 class PrefillLeg(NamedTuple):
-    """What a worker is sent to compute a prompt."""
+    """A prefill leg, as a worker gets it."""
 
     path: str
     wire_id: str  # id of the request in headers and logs
-    mark: str  # of its tenant; empty for none
+    mark: str  # mark of the tenant; empty for none
     body: Mapping[str, Any]  # JSON of the request
     worker: str  # the control plane's choice; workers of the same pool may pull the prompt
-    traceparent: str = ""  # of the span that waits for it; empty where it is not traced
+    traceparent: str = ""  # of the waiting span; empty if not traced
 
 
 class PulledPrefill(NamedTuple):
@@ -130,7 +130,7 @@ class PlaneDriver:
         )
         self.upstreams: dict[str, Upstream] = {}  # by id, of the workers that are up
         self.joining = asyncio.Lock()  # while a worker is compared with the others, and comes up
-        self._hosts: dict[str, str] = {}  # of workers that are gone, too
+        self._hosts: dict[str, str] = {}  # by worker, also of those that are gone
         self._served_model = model
         self.meter = RequestMeter(objectives or Objectives(), self._model)
         self.shed = 0
@@ -144,7 +144,7 @@ class PlaneDriver:
         self.timed: Callable[[float], None] = lambda _: None  # gets the seconds of each decision
         self._queued: dict[str, asyncio.Future[Route | Shed]] = {}
         self._relays: dict[str, tuple[Relay, int]] = {}
-        self.drivers: dict[str, Interruptible] = {}  # of open requests: get recalls and sheds
+        self.drivers: dict[str, Interruptible] = {}  # by open request: they get recalls and sheds
         self._woken: set[asyncio.Event] = set()
         self._ticker: asyncio.Task[None] | None = None
         self._assessing: asyncio.Task[None] | None = None
@@ -228,7 +228,7 @@ class PlaneDriver:
         return upstream
 
     def may_add(self, run: GatewayRun, own: int) -> bool:
-        """Whether another sequence of a request may be sent; `own` of them are under way."""
+        """True if another sequence of a request may be sent; `own` of them are under way."""
         prompt = max(1, run.prompt_tokens // len(run.parsed.prompts))
         return self.plane.may_add(own, prompt, run.parsed.max_tokens, time.monotonic_ns())
 
@@ -306,7 +306,7 @@ class PlaneDriver:
 
     @property
     def heeds_deadlines(self) -> bool:
-        """Whether the order of admission, or a worker that is up, goes by `deadline_ms`."""
+        """True if the order of admission, or a worker that is up, goes by `deadline_ms`."""
         within = self.plane.config.admission.get("within")
         if self.plane.queue.order.refuses_late or within == "edf":
             return True

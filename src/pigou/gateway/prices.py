@@ -24,12 +24,12 @@ class Price:
     """Prices of one worker at its present load, in seconds."""
 
     worker: str  # its id
-    toll: float  # what one more stream of expected length would cost those that run there
+    toll: float  # cost of one more stream of expected length to those that run there
     itl: float  # between tokens, as its law says for one more stream
-    # what that stream costs everybody over what it costs itself; 1 when it harms nobody.
+    # cost of that stream to everybody over its cost to itself; 1 when it harms nobody.
     social_ratio: float
-    prefill_token: float  # that an uncached token of a prompt takes
-    memory: float  # of prefill, that a token of KV there pushes out
+    prefill_token: float  # seconds for an uncached prompt token
+    memory: float  # seconds of prefill that a token of KV there evicts
     busy: float  # share of its time that it computes prompts
     # observed over best seconds of the requests that it computed a part of, in the last assessment;
     # NaN where it had none.

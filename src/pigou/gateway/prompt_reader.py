@@ -31,7 +31,7 @@ _messages = msgspec.json.Decoder(list[dict[str, Any]])
 
 
 class NotTokenizable(ValueError):
-    """What a prompt's tokens are is for the worker to say, or to refuse."""
+    """The prompt cannot be tokenized here: its worker tokenizes or refuses it."""
 
 
 class PromptTokenizer:

@@ -28,7 +28,7 @@ Body: TypeAlias = dict[str, Any]
 
 
 class RequestedStreamOptions(msgspec.Struct):
-    """What a stream carries besides text."""
+    """`stream_options`."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -80,7 +80,7 @@ class BodyFields(msgspec.Struct):
     tool_choice: Any = None
 
     def scores_prompt(self, chat: bool) -> bool:
-        """Whether the prompt's log-probabilities are wanted.
+        """True if the prompt's log-probabilities are wanted.
 
         Then the worker that decodes must compute all of it, cached or not.
         """
@@ -91,7 +91,7 @@ class BodyFields(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedRequest:
-    """What a client asked for: its body and headers, checked."""
+    """A request as its client sent it: body and headers, checked."""
 
     id: str  # unique among the gateway's requests
     wire_id: str  # `X-Request-Id` of both legs, from which workers make the reply's id
@@ -114,7 +114,7 @@ class ParsedRequest:
     arrival: int = 0  # nanoseconds of the gateway's clock
     salt: str = ""  # the cache salt that workers are sent; empty for none
     expiry: int = NEVER  # when what is cached under it becomes void, in nanoseconds since 1970
-    overrides: Mapping[str, float] = field(default_factory=dict)  # of the routing policy
+    overrides: Mapping[str, float] = field(default_factory=dict)  # parameters of the routing policy
     unknown: Sequence[str] = ()  # fields that no worker knows, left out of the body
     choices: int = 1  # sequences for each prompt (`n`)
     prompts: Sequence[Any] = (None,)  # as the client sent them; None for the one of a chat
@@ -153,10 +153,10 @@ class RequestStats:
     """Tokens, times and worker of a request so far, all its sequences together."""
 
     first_token: int = 0  # when it was passed on, in nanoseconds of the gateway's clock; 0 before
-    prompt_tokens: int = 0  # of its prompts; 0 while unknown
+    prompt_tokens: int = 0  # tokens of all prompts; 0 while unknown
     completion_tokens: int = 0
     worker: str | None = None  # id of the last worker that decoded it
-    finish_reasons: tuple[str, ...] = ()  # of sequences that have ended; only if traced
+    finish_reasons: tuple[str, ...] = ()  # of ended sequences; only if traced
 
     def add(self, prompt_tokens: int, completion_tokens: int) -> None:
         """Add what a sequence got."""
@@ -177,7 +177,7 @@ class GatewayRun:
     choice: Choice | None = None  # the workers that it was sent to last; None before
     held: int = 0  # sequences of the same request that are still to be sent
     held_tokens: int = 0
-    quota: RequestQuota | None = field(default=None, repr=False)  # of its key; None without limits
+    quota: RequestQuota | None = field(default=None, repr=False)  # its share of the key's limits
     on_route: Callable[[Choice], None] | None = field(default=None, repr=False)
     overflow: str = ""  # the model that was asked for, where another one serves it
     advice: str = ""  # on the beginning of its prompt, where its client asked for some
@@ -251,7 +251,7 @@ class StreamCount:
 
 
 class MeteredRun:
-    """What a request got, from its arrival to its end.
+    """Tokens and times of a request, from its arrival to its end.
 
     Once it has ended, nothing of the request itself is kept: windows may be long.
     """

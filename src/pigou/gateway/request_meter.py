@@ -181,7 +181,7 @@ class RequestMeter:
 
 
 def _is_offered(error: APIError | Rejected) -> bool:
-    """Whether a request that ended so was the fleet's to serve."""
+    """True if a request that ended so was the fleet's to serve."""
     return error.status >= 500 or error.status == _TOO_MANY
 
 

@@ -50,10 +50,10 @@ _raw_list = msgspec.json.Decoder(list[msgspec.Raw] | None)
 
 @dataclass(frozen=True, slots=True)
 class ServerScope:
-    """What the gateway itself knows of a request's tenure."""
+    """The gateway's own part of a request's tenure."""
 
     model: str = ""
-    release: str = ""  # that the gateway was given; empty for none
+    release: str = ""  # the gateway's own; empty for none
     releases: frozenset[str] = frozenset()
     template: str = ""  # digest of the model's chat template; empty where it is not known here
     aliases: frozenset[str] = frozenset()  # all names of that model
@@ -222,7 +222,7 @@ def _chat_size(fields: BodyFields) -> int:
 
 
 def _portable(fields: BodyFields, body: Body) -> bool:
-    """Whether prompt and tokens so far are all that the rest of the reply depends on."""
+    """True if prompt and tokens so far are all that the rest of the reply depends on."""
     return body.keys() <= _KNOWN and not (
         fields.stop
         or fields.presence_penalty

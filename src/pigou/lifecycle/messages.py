@@ -84,7 +84,7 @@ class StreamFinished(msgspec.Struct, frozen=True):
 class LegFailed(msgspec.Struct, frozen=True):
     """A worker failed the request; another may serve it."""
 
-    leg: int  # that failed; the number of `RequestLifecycle.leg` where none had begun
+    leg: int  # the failed leg, or `RequestLifecycle.leg` where none had begun
     workers: frozenset[str]  # ids of those that are not to be asked again
     reason: str
     end: WorkerEnd | None = None  # how they ended, if they did; None where nobody can tell

@@ -11,7 +11,7 @@ _ids = msgspec.json.Decoder(list[int]).decode
 
 
 class ReplyHead(msgspec.Struct, frozen=True):
-    """What all chunks of a reply have in common."""
+    """The fields that all chunks of a reply share."""
 
     id: str = ""
     created: int = 0
@@ -20,7 +20,7 @@ class ReplyHead(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class StreamState:
-    """What a client has been told by one stream: all that is needed to go on elsewhere."""
+    """State of a client's stream: all that another worker needs to go on with it."""
 
     # id, time of creation and model, as the first chunk had them; None before it.
     head: ReplyHead | None = None
@@ -36,7 +36,7 @@ class StreamState:
 
     @property
     def begun(self) -> bool:
-        """Whether the client has been told anything."""
+        """True if the client has been told anything."""
         return self.head is not None
 
     @property
@@ -60,7 +60,7 @@ class StreamState:
 
 
 def can_migrate(state: StreamState, *, single: bool, portable: bool, stock: bool) -> bool:
-    """Whether a broken stream can go on elsewhere without its client noticing.
+    """True if a broken stream can go on elsewhere without its client noticing.
 
     A stream of which the client has seen nothing always can. One that has begun needs the ids of
     its prompt and of all its tokens. On a stock worker nothing may depend on what came before but
@@ -84,7 +84,7 @@ def can_migrate(state: StreamState, *, single: bool, portable: bool, stock: bool
 
 
 class Continuation(NamedTuple):
-    """What is left of a request once some output tokens have joined its prompt."""
+    """The rest of a request once some output tokens have joined its prompt."""
 
     prompt_tokens: int  # tokens of the prompt, those so far included
     max_tokens: int  # most tokens that are still to come

@@ -57,7 +57,7 @@ Effects: TypeAlias = tuple[LifecycleEffect, ...]
 
 
 class RequestState(Enum):
-    """What a request waits for."""
+    """The state of a request, by what it waits for."""
 
     NEW = "new"
     ADMISSION = "admission"
@@ -108,7 +108,7 @@ class RequestLifecycle(msgspec.Struct, eq=False):
 
     @property
     def ended(self) -> bool:
-        """Whether it is over."""
+        """True if it is over."""
         return self.state is _ENDED
 
     def begin(self) -> Effects:
@@ -116,7 +116,7 @@ class RequestLifecycle(msgspec.Struct, eq=False):
         return self._submit("")
 
     def take(self, event: LifecycleEvent, now_ns: int) -> Effects:
-        """Take in what happened at `now_ns`; return what follows."""
+        """Note what happened at `now_ns`; return what follows."""
         if self.state is _ENDED:
             return ()
         return _HANDLERS[type(event)](self, event, now_ns)

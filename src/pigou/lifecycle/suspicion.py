@@ -46,7 +46,7 @@ class Suspicion(msgspec.Struct, eq=False):
 
     @property
     def suspect(self) -> bool:
-        """Whether the request may be what ends workers."""
+        """True if the request may be what ends workers."""
         return len(self.deaths) >= MAX_DEATHS
 
     def count(

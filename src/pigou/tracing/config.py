@@ -82,7 +82,7 @@ class TracingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 class ExportTarget(msgspec.Struct, frozen=True, kw_only=True):
     """Where spans are sent, and how."""
 
-    url: str = ""  # of the receiver; empty where nothing is sent
+    url: str = ""  # receiver; empty if nothing is sent
     headers: dict[str, str] = {}
     timeout_s: float = 10.0  # seconds that it may take
     compress: bool = False  # bodies are packed with gzip

@@ -45,7 +45,7 @@ _GRPC_PORT, _HTTP_PORT, _PROBE_S, _FRAME_HEAD_BYTES = 4317, 4318, 2.0, 9
 
 
 class ExportAnswer(NamedTuple):
-    """What a receiver answered: status, the header Retry-After, and the body."""
+    """A receiver's answer: status, the header Retry-After, and the body."""
 
     status: int
     retry_after: str

@@ -19,7 +19,7 @@ from pigou import __version__
 from pigou.tracing.request_trace import Attributes, AttributeValue, RequestTrace, SpanEvent
 
 CONTENT_TYPE = "application/json"
-_ERROR = 2  # of a span's status
+_ERROR = 2  # status code of a failed span
 
 
 class _Template(NamedTuple):
@@ -127,7 +127,7 @@ def _slot(name: str, kind: type) -> str:
 
 
 def _is_json(value: AttributeValue) -> bool:
-    """Whether a number can be written in JSON; other values can."""
+    """True if a number can be written in JSON; other values can."""
     return not isinstance(value, float) or math.isfinite(value)
 
 

@@ -65,7 +65,7 @@ class RequestTrace:
         self.request_id = self.tenant = ""
         self.workers: set[str] = set()
         self._events: list[SpanEvent] = []
-        # of the span of the server that was asked last, or of the phase that the sequences are in;
+        # Span of the server that was asked last, or of the phase of the sequences;
         # 0 before
         self.leg_id = 0
 

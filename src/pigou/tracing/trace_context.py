@@ -32,9 +32,9 @@ class TraceContext(NamedTuple):
     """Where a span belongs."""
 
     trace_id: str  # 32 hexadecimal digits
-    parent_id: int  # of the span above, 64 bits; 0 for none
+    parent_id: int  # parent span, 64 bits; 0 for none
     is_sampled: bool  # whether the service that began the trace records it
-    state: str = ""  # of other vendors, as it came; empty for none
+    state: str = ""  # `tracestate` as it came; empty for none
 
     def header(self, span_id: int) -> str:
         """Return the `traceparent` by which what is asked for joins as a child of a span."""
@@ -99,7 +99,7 @@ def new_span_id() -> int:
 
 
 def is_in_ratio(trace_id: str, ratio: float) -> bool:
-    """Whether a trace is among the sampled share: the same answer in every process.
+    """True if a trace is among the sampled share: the same answer in every process.
 
     It goes by the last 56 bits, which are random (OpenTelemetry, TraceIdRatioBased).
     """

@@ -201,8 +201,8 @@ _SUFFIXES = {
 class WorkerPage:
     """A worker's page."""
 
-    labels: Mapping[str, str]  # that each of its samples gets: worker, role, pool, model_name
-    text: str | None  # of the page; None where the worker gave none in time
+    labels: Mapping[str, str]  # labels for all samples: worker, role, pool, model_name
+    text: str | None  # the page; None if it did not come in time
 
 
 @dataclass(slots=True)
@@ -212,7 +212,7 @@ class _SampleFamily:
     values: dict[str, str] = field(default_factory=dict)
 
     def owns(self, name: str, sample: str) -> bool:
-        """Whether a sample's name is one of a family of this name."""
+        """True if a sample's name is one of a family of this name."""
         return sample in {name + suffix for suffix in _SUFFIXES.get(self.type, ("",))}
 
 

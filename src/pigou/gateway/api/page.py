@@ -19,7 +19,7 @@ Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Access(IntEnum):
-    """Who may see a page."""
+    """Access to a page."""
 
     PROBE = 0  # everybody, also over a connection above the cap
     OPEN = 1  # everybody
@@ -34,7 +34,7 @@ class APIPage:
     path: str
     answer: Answer
     access: Access = Access.KEY
-    parameters: tuple[str, ...] | None = ()  # of the query; None for any
+    parameters: tuple[str, ...] | None = ()  # query parameters; None for any
     method: str = "GET"
     head: bool = True  # a GET page answers HEAD as well
     late_body: bool = False  # the body is asked for once the head was checked
@@ -65,7 +65,7 @@ class APIPage:
 
 
 class APIPages(NamedTuple):
-    """What a module of the API adds to the gateway."""
+    """Pages, background tasks and cleanup of a module of the API."""
 
     pages: Sequence[APIPage]
     background: Mapping[str, Callable[[], Coroutine[Any, Any, None]]] = {}  # by task name

@@ -25,7 +25,7 @@ _DEFAULT_LIMIT, _MAX_LIMIT = 20, 1000
 
 
 class _WorkerTrace(msgspec.Struct):
-    """What a worker answers of a trace."""
+    """A worker's spans of a trace."""
 
     spans: list[dict[str, Any]]
 

@@ -1,1 +1,1 @@
-"""Who may ask: keys, tenure, and the guard before all routes."""
+"""Keys, tenure, and the guard before all routes."""

@@ -32,7 +32,7 @@ _model_metrics: ContextVar[Metrics | None] = ContextVar("model_metrics", default
 
 
 class PageRules:
-    """What pages say of paths: who may ask, and the label in the metrics."""
+    """Rules by path: who may ask, and the label in the metrics."""
 
     def __init__(self, pages: Iterable[APIPage]) -> None:
         own = [page for page in pages if page.is_own]
@@ -224,7 +224,7 @@ def _check_name(host: str, config: GatewayConfig) -> None:
 
 
 def _is_local(name: str) -> bool:
-    """Whether a name cannot be one that a stranger has in the public DNS."""
+    """True if a name cannot be one that a stranger has in the public DNS."""
     # A name of one label, as a container's, is no stranger's: those have their own domain.
     return is_loopback(name) or name.endswith(".localhost") or not ("." in name or ":" in name)
 

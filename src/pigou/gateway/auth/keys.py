@@ -44,7 +44,7 @@ class KeyLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 class KeyLoad:
-    """What one key has under way."""
+    """Running and waiting sequences of one key, within its limits."""
 
     def __init__(self, limits: KeyLimits) -> None:
         self.limits = limits
@@ -104,7 +104,7 @@ class KeyLoad:
 
 
 class RequestQuota:
-    """What one request has of its key's limits."""
+    """A request's share of its key's limits."""
 
     def __init__(self, usage: KeyLoad, sequences: int, tokens: int) -> None:
         self._usage = usage
@@ -154,7 +154,7 @@ class RequestQuota:
 
 
 class KeyLoads:
-    """What each key has under way, by its hash."""
+    """The load of each key, by its hash."""
 
     def __init__(self) -> None:
         self._usage: dict[bytes, KeyLoad] = {}

@@ -83,7 +83,7 @@ def refused(field: str, value: object, why: str, *, status: int = 400) -> APIErr
 
 
 def is_value(field: str, value: str) -> bool:
-    """Whether a header can say this value, or this item of a set."""
+    """True if a header can say this value, or this item of a set."""
     whole = field in TEXTS or "," not in value
     return 1 <= len(value) <= MAX_VALUE_CHARS and value == value.strip(_SPACE) and whole
 
@@ -151,7 +151,7 @@ class TenureChoices(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class KeyPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """What a key gives: the `tenure` of its requests, and what they `may` set instead."""
+    """A key's defaults of tenure, and the values that its requests `may` set."""
 
     tenure: TenureDefaults = TenureDefaults()
     may: TenureChoices = TenureChoices()

@@ -87,7 +87,7 @@ class _Phase(Enum):
 
 
 class _ChunkPart(Enum):
-    """What comes next in a chunked body: `DATA` includes the line break after it."""
+    """The next part of a chunked body: `DATA` includes the line break after it."""
 
     SIZE = 0
     DATA = 1
@@ -117,11 +117,11 @@ class HTTPConnection(asyncio.Protocol):
         self._head: ResponseHead | None = None
         self.declared = 0  # `content-length` of the answer under way; 0 where its head did not say
         self._body = bytearray()
-        self._backlog = b""  # of a stream: not parsed yet; reading is paused
+        self._backlog = b""  # bytes of a stream to be parsed; reading is paused
         self._next: asyncio.Handle | None = None
         self._loss: tuple[Exception | None] | None = None  # a loss that waits for the backlog
         self._is_stream = False
-        self._level, self._leaked_at = 0.0, 0.0  # of the bucket of bytes, and when it leaked
+        self._level, self._leaked_at = 0.0, 0.0  # leaky bucket of bytes, and its clock
         self._take: Take | None = None
         self._paused = False
         self._error: Exception | None = None
@@ -170,14 +170,14 @@ class HTTPConnection(asyncio.Protocol):
 
     @property
     def idle(self) -> bool:
-        """Whether the connection can take another request."""
+        """True if the connection can take another request."""
         return self._over() and not self.closed and not self._body and not self._backlog
 
     def _answer(self) -> ResponseHead | None:
         return self._head
 
     def _over(self) -> bool:
-        """Whether no answer is under way."""
+        """True if no answer is under way."""
         return self._phase is _Phase.IDLE
 
     # --- the event loop's side ---------------------------------------------------------------
@@ -222,7 +222,7 @@ class HTTPConnection(asyncio.Protocol):
         self._parse(data)
 
     def _is_flood(self, data: bytes) -> bool:
-        """Whether these bytes of a stream are too much for one turn of the event loop."""
+        """True if these bytes of a stream are too much for one turn of the event loop."""
         return self._phase is _CHUNKS and self._is_stream and parse_cost(data) > _SLICE
 
     def _put_off(self, data: bytes) -> None:

@@ -285,7 +285,7 @@ class RequestDriver(ABC):
         body = await self._attempt_body(choice.decode)
         if body is None:
             return StreamFinished(step.leg)
-        if time.time_ns() >= parsed.expiry:  # what it would hit is void
+        if time.time_ns() >= parsed.expiry:  # cached blocks are void
             body = {**body, "cache_salt": f"expired-{parsed.id}"}
         self._body = body
         return decision
@@ -540,7 +540,7 @@ class StreamDriver(RequestDriver):
                 elif before == 0:
                     self._first_token(step)
                 last_ns = relay.last_token_ns = now_ns
-            elif out and relay.started:  # of a server that tells no token ids
+            elif out and relay.started:  # the server tells no token ids
                 self._meter_prompt()
             return out
 

@@ -67,7 +67,7 @@ class Relay(StreamCount):
 
     @property
     def started(self) -> bool:
-        """Whether a token came. A stock worker that tells no ids begins with its first one."""
+        """True if a token came. A stock worker that tells no ids begins with its first one."""
         return self.counted > 0 or (self._stock and self.state.begun)
 
     def begin(self, *, stock: bool, mapped: bool) -> None:

@@ -18,18 +18,18 @@ ABSENT = msgspec.Raw(b"")
 
 
 def given(raw: msgspec.Raw) -> bool:
-    """Whether a field is there and not null."""
+    """True if a field is there and not null."""
     return len(memoryview(raw)) > 4 or bytes(raw) not in (b"", b"null")
 
 
 class Delta(msgspec.Struct):
-    """What a chat chunk adds."""
+    """The `delta` of a chat chunk."""
 
     content: str | None = None
 
 
 class ChunkChoice(msgspec.Struct):
-    """What is read of each choice."""
+    """The fields of a chunk's choice that are read."""
 
     index: int = 0
     text: str = ""
@@ -44,7 +44,7 @@ class ChunkChoice(msgspec.Struct):
 
 
 class DynamoExtension(msgspec.Struct):
-    """What a frontend of Dynamo adds to a chunk."""
+    """The `nvext` of a Dynamo frontend's chunk."""
 
     completion_token_ids: list[int] | None = None
 
@@ -160,7 +160,7 @@ class ReplyUsage(msgspec.Struct):
 
 
 class ReplyChoice(msgspec.Struct):
-    """What is read of a choice."""
+    """The fields of a whole reply's choice that are read."""
 
     finish_reason: str | None = None
 

@@ -280,7 +280,7 @@ class _SequenceWriter(SSEWriter):
 
     @property
     def open(self) -> bool:
-        """Whether the client has got anything."""
+        """True if the client has got anything."""
         return self._merged.writer.open
 
     @property

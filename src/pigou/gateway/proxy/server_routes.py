@@ -1,4 +1,4 @@
-"""Which routes attached servers have, by their `/openapi.json` or their 404."""
+"""Routes of attached servers, by their `/openapi.json` or their 404."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ async def _listed_routes(upstream: Upstream) -> list[Route] | None:
 
 
 def is_absent(status: int, answer: bytes) -> bool:
-    """Whether a refusal means that the route is not there, and not that an object is not."""
+    """True if a refusal means that the route is not there, and not that an object is not."""
     if status != 404:
         return True
     try:

@@ -33,7 +33,7 @@ from pigou.wire.prefill_decode_legs import ticket
 
 
 class WorkerReport(NamedTuple):
-    """What a worker said of itself; None for what it does not say."""
+    """A worker's own report of load and speed; None for what it leaves out."""
 
     at_ns: int
     running: int | None = None
@@ -42,7 +42,7 @@ class WorkerReport(NamedTuple):
     itl_s: float | None = None  # sum and number of the seconds between tokens, since its start
     itl_count: float | None = None
     prefill_s: float | None = None  # seconds in which it computed prompts, since its start
-    # that it computed in them, those of prompts that were given up counted.
+    # tokens computed in them, also of prompts that were given up.
     prefill_tokens: float | None = None
     joules: float | None = None
     tiers: tuple[tuple[str, float], ...] = ()  # bytes that each of its tiers may hold, by name
@@ -90,7 +90,7 @@ class ServedNames:
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """What a worker runs."""
+    """The engine and model of a worker."""
 
     stock: bool = False  # it is not Pigou's own, and knows no `resume_tokens`
     model: str = ""  # first name of its model
@@ -102,7 +102,7 @@ class Engine:
     deadlines: bool = False  # it honours `deadline_ms`
     # id of the one worker behind that frontend that is meant; its router chooses when empty.
     pin: str = ""
-    release: str = ""  # what it reports of its weights, or its engine; empty for nothing
+    release: str = ""  # release of weights or engine; empty if not reported
     incarnation: str = ""  # id of the process; empty for stock servers
     # further names that requests may use.
     served: ServedNames = field(default=ServedNames(), hash=False)
@@ -118,7 +118,7 @@ class Engine:
         return replace(self, model=name, served=replace(self.served, aliases=aliases))
 
     def serves(self, name: str) -> bool:
-        """Whether requests may use a name."""
+        """True if requests may use a name."""
         return name in self.names or name in self.served.adapters
 
     def addressed(self, body: Body, name: str | None) -> Body:
@@ -150,11 +150,11 @@ class Upstream:
         self.worker = worker
         self.engine = engine
         self.inflight = 0  # requests under way
-        self.paused = 0  # of those, requests whose client is slow: the worker is not read
-        self.unstreamed = 0  # of those, requests whose reply comes in one piece
+        self.paused = 0  # requests with a slow client: the worker is not read
+        self.unstreamed = 0  # requests whose reply comes in one piece
         self.bytes_read = 0  # bytes of the worker's streams so far
         self.tokens = 0
-        self.report: WorkerReport | None = None  # what it said last of itself; None before
+        self.report: WorkerReport | None = None  # last report; None before
         self._closed = False
         self._end: asyncio.Future[WorkerEnd] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -453,7 +453,7 @@ def _no_room(error: OverBudget) -> APIError:
 
 
 def _is_unfit(reply: bytes | bytearray) -> bool:
-    """Whether a JSON reply is nested too deeply, or has more fields than any reply needs."""
+    """True if a JSON reply is nested too deeply, or has more fields than any reply needs."""
     if len(reply) <= SMALL:
         return is_deep(reply)
     shape = measure(reply)

@@ -61,7 +61,7 @@ class SSEWriter:
 
     @property
     def open(self) -> bool:
-        """Whether the client has got anything."""
+        """True if the client has got anything."""
         return self._response is not None
 
     async def write(self, data: bytes) -> None:
@@ -79,7 +79,7 @@ class SSEWriter:
 
     @property
     def fast(self) -> bool:
-        """Whether `push` works: the head was sent, and the body is chunked (HTTP/1.1)."""
+        """True if `push` works: the head was sent, and the body is chunked (HTTP/1.1)."""
         response = self._response
         return response is not None and response.headers.get("transfer-encoding") == "chunked"
 
