@@ -175,7 +175,6 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             )
 
     def _check_connections(self) -> None:
-        """Refuse limits of connections that are out of range, and origins that are none."""
         for name in ("max_connections", "max_peer_connections"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 0")

@@ -159,7 +159,6 @@ class FleetStatus:
         }
 
     def _modes(self) -> dict[str, str]:
-        """Return how prompts of each route are tokenized: none, here or worker."""
         prompts = self._plane_driver.prompts
         modes = (
             prompts.mode(chat=chat) if prompts else TokenizationMode.NONE for chat in (False, True)

@@ -105,7 +105,6 @@ class Journal:
 
 
 def _is_cut(file: int) -> bool:
-    """True if the file's last line was not finished."""
     try:
         return os.lseek(file, -1, os.SEEK_END) >= 0 and os.read(file, 1) != b"\n"
     except OSError:  # empty, or no regular file

@@ -231,7 +231,6 @@ def _known(value: Any) -> Any:
 
 
 def _kind(action: Action) -> str:
-    """Return the kind of an action, as the journal has it."""
     return str(action.__struct_config__.tag)
 
 

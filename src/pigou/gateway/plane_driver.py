@@ -151,7 +151,6 @@ class PlaneDriver:
         self._pulling: asyncio.Task[None] | None = None
 
     def _model(self) -> str:
-        """Return the name of its model; empty before a worker was up."""
         for upstream in self.upstreams.values():
             self._served_model = upstream.engine.model
             break
@@ -163,7 +162,7 @@ class PlaneDriver:
             self._journal.write(entry)
 
     def start(self) -> None:
-        """Begin to let time pass; run within the event loop."""
+        """Begin to let time pass; call within the event loop."""
         if self.prefill_queue is not None:
             self._pulling = self.background.start("prefill queue", self.prefill_queue.run)
         self._ticker = self.background.start("control plane ticks", self._tick)
@@ -275,7 +274,7 @@ class PlaneDriver:
         return decision
 
     async def _wait(self, request: str) -> Route | Shed:
-        """Return what a later run decides of a queued request."""
+        """Return the later decision about a queued request."""
         future: asyncio.Future[Route | Shed] = asyncio.get_running_loop().create_future()
         self._queued[request] = future
         try:

@@ -315,7 +315,6 @@ class PromptReader:
     async def _ask_any(
         self, run: GatewayRun, source: str | None, upstreams: Collection[Upstream]
     ) -> list[int]:
-        """Ask the least busy worker that answers for the tokens of a prompt."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_ASK_S):
                 for upstream in sorted(upstreams, key=lambda up: up.inflight):

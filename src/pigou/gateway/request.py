@@ -354,7 +354,6 @@ class MeteredRun:
         return slo.attained(ttft_s, None if itl_ns is None else itl_ns / SECOND)
 
     def _itl_ns(self) -> float | None:
-        """Return the mean nanoseconds between tokens of its streams."""
         gaps = [
             (relay.last_token_ns - self.first_token_ns) / (relay.counted - 1)
             for relay in self.relays

@@ -76,7 +76,6 @@ class RequestMeter:
         self._end(run, metered, done=failure is None, counts=counts)
 
     def _leave(self, run: GatewayRun, metered: MeteredRun) -> None:
-        """Note the end of a request whose client left."""
         slo = self.objectives.slo_of(metered.name(self.objectives, self.model()))
         waited_s = (time.monotonic_ns() - run.parsed.arrival) / SECOND
         late = slo is not None and waited_s > slo.ttft_s

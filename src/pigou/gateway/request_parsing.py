@@ -97,7 +97,6 @@ def _packed(*parts: str) -> str:
 
 
 def _schemas(body: Body) -> frozenset[str]:
-    """Return the digest of each of a request's tools, as it was sent."""
     raw = body.get("tools")
     if not isinstance(raw, msgspec.Raw):
         return frozenset()

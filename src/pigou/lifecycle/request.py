@@ -256,7 +256,6 @@ class RequestLifecycle(msgspec.Struct, eq=False):
         return (StopLeg(self.leg),) if self.state in _LEGS else ()
 
     def _end(self, outcome: RequestOutcome, reason: str = "", shed: Shed | None = None) -> Effects:
-        """End it where it is: that a prompt is not computed follows from its end."""
         stop = (StopLeg(self.leg),) if self.state in _LEGS else ()
         self._enter(_ENDED)
         return (*stop, EndRequest(outcome, reason, shed))

@@ -118,7 +118,6 @@ class SpanExporter:
                 return
 
     def _take(self) -> tuple[int, list[bytes]]:
-        """Return the next batch: how many spans, and their JSON by request."""
         count, spans = self._queue.popleft()
         batch = [spans]
         while self._queue and count + self._queue[0][0] <= MAX_BATCH_SPANS:

@@ -101,7 +101,6 @@ def _event(event: SpanEvent, epoch_ns: int) -> str:
 
 
 def _attributes(attributes: Attributes) -> str:
-    """Return attributes, separated by commas."""
     names, values = attributes
     types = tuple(map(type, values))
     template = _templates.get((names, types))
@@ -121,13 +120,11 @@ def _attributes(attributes: Attributes) -> str:
 
 
 def _slot(name: str, kind: type) -> str:
-    """Return an attribute with a slot for its value."""
     key = _string(name).replace("%", "%%")
     return f'{{"key":{key},"value":{{"{_KINDS[kind]}":{_SLOTS[kind]}}}}}'
 
 
 def _is_json(value: AttributeValue) -> bool:
-    """True if a number can be written in JSON; other values can."""
     return not isinstance(value, float) or math.isfinite(value)
 
 

@@ -100,7 +100,6 @@ class Tracer:
         self.memory.add(trace)
 
     def _is_notable(self, trace: RequestTrace, duration_ns: int) -> bool:
-        """True if a request that is not sampled is kept."""
         return bool(self._slow_ns) and (trace.is_failed or duration_ns >= self._slow_ns)
 
     def close(self) -> None:

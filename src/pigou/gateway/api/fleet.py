@@ -159,7 +159,6 @@ class FleetAPI:
         return _answer([_changed(work)])
 
     def _model(self, name: str | None) -> str:
-        """Return the declared name of a model; empty where none is declared."""
         models = self._gateway.models
         if models is None:
             if name is not None:
@@ -168,7 +167,6 @@ class FleetAPI:
         return models.find(name).name
 
     def _changes(self, request: web.Request) -> FleetChanges:
-        """Return what changes the fleet, for who may."""
         if not current_key().admin:
             raise APIError(
                 403,
@@ -200,7 +198,6 @@ class FleetAPI:
 
 
 async def _read(request: web.Request, kind: type[_T]) -> _T:
-    """Return the body of a request."""
     data = without_bom(await read_json(request, _MAX_BYTES))
     try:
         return msgspec.json.decode(data, type=kind)

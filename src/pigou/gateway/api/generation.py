@@ -104,7 +104,6 @@ class GenerationAPI:
         self, request: web.Request, data: bytes, tenure: Tenure, overrides: dict[str, float],
         model: GatewayModel | None = None,
     ) -> tuple[GatewayRun, GatewayModel]:  # fmt: skip
-        """Parse a body for the model that it names, or for a given one."""
         config, routing = self._gateway.config, self._gateway.routing
         model, name = (model, model.name) if model else routing.of_body(data)
         parsed = read(

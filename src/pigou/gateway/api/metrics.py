@@ -125,7 +125,6 @@ class _FilteredMetrics(Collector):
         yield from self._keep(self._merged(own) if self._models else own)
 
     def _merged(self, own: Iterable[Metric]) -> Iterator[Metric]:
-        """Yield each family once, with the samples of all models."""
         families: dict[str, Metric] = {}
         for registry, model in self._models:
             for family in registry.collect():
@@ -138,7 +137,6 @@ class _FilteredMetrics(Collector):
 
 
 def _join(families: dict[str, Metric], family: Metric) -> None:
-    """Put the samples of a family to those that are there under its name."""
     known = families.setdefault(family.name, family)
     if known is not family:
         families[family.name] = _with(known, [*known.samples, *family.samples])

@@ -160,7 +160,6 @@ class Passthrough:
         self, request: web.Request, run: GatewayRun, upstream: Upstream, data: Any,
         plane_driver: PlaneDriver,
     ) -> web.StreamResponse:  # fmt: skip
-        """Pass a request to one server, and its answer back."""
         headers = {name: request.headers[name] for name in _REQUEST_HEADERS
                    if name in request.headers}  # fmt: skip
         headers |= {"x-request-id": run.parsed.wire_id, "accept-encoding": "identity"}
@@ -252,7 +251,6 @@ class Passthrough:
         return holders
 
     def _note_owner(self, head: bytes, run: GatewayRun, upstream: Upstream) -> None:
-        """Remember who keeps a response, and whose it is."""
         match = _RESPONSE_ID.search(head)
         if match is None:
             return
@@ -279,7 +277,6 @@ class _RouteAbsent(Exception):
 
 
 def _of(model: GatewayModel, servers: list[Upstream], request: web.Request) -> list[Upstream]:
-    """Return those servers that serve a model."""
     own = [up for up in servers if model.owns(up)]
     if not own:
         raise absent_route_here(request.method, request.rel_url.raw_path, [])
@@ -328,7 +325,6 @@ def _text(body: Mapping[str, Any], name: str) -> str | None:
 
 
 async def _streamed(request: web.Request, max_bytes: int) -> AsyncIterator[bytes]:
-    """Yield a body as it comes, up to `max_bytes` bytes."""
     size = 0
     async for data in request.content.iter_any():
         size += len(data)

@@ -95,7 +95,6 @@ async def _worker_spans(
 
 
 def _own(traces: Iterable[RequestTrace]) -> Iterable[RequestTrace]:
-    """Return the requests that the current key may see."""
     key = current_key()
     return (trace for trace in traces if key.admin or trace.tenant == key.tenant)
 

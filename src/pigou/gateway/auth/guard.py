@@ -110,13 +110,11 @@ def guard(keys: Keys | None, metrics: Metrics, shutdown: Shutdown, rules: PageRu
 
 
 def _x_api_key(request: web.Request) -> str | None:
-    """Return the key that clients of Anthropic's API send, as the header of all others."""
     key = request.headers.get("x-api-key")
     return None if key is None else f"Bearer {key}"
 
 
 def _refusal(request: web.Request, error: Exception, metrics: Metrics) -> web.Response:
-    """Return the response that tells the client of an error."""
     match error:
         case Rejected():
             response = _json(error.status, error.body)
@@ -208,7 +206,6 @@ def _authority(target: str) -> tuple[str, ...]:
 
 
 def _check_name(host: str, config: GatewayConfig) -> None:
-    """Raise `APIError` 403 unless this gateway is called so."""
     if not (is_loopback(config.host) or config.allowed_hosts):
         return
     name = host_name(host)
@@ -224,7 +221,6 @@ def _check_name(host: str, config: GatewayConfig) -> None:
 
 
 def _is_local(name: str) -> bool:
-    """True if a name cannot be one that a stranger has in the public DNS."""
     # A name of one label, as a container's, is no stranger's: those have their own domain.
     return is_loopback(name) or name.endswith(".localhost") or not ("." in name or ":" in name)
 

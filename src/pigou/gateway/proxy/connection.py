@@ -177,7 +177,6 @@ class HTTPConnection(asyncio.Protocol):
         return self._head
 
     def _over(self) -> bool:
-        """True if no answer is under way."""
         return self._phase is _Phase.IDLE
 
     # --- the event loop's side ---------------------------------------------------------------
@@ -249,13 +248,11 @@ class HTTPConnection(asyncio.Protocol):
             self._lose(self._loss[0])
 
     def _delay_s(self, size: int, now_s: float) -> float:
-        """Return the seconds until the next slice, after one of this weight in bytes."""
         leaked = _RATE * (now_s - self._leaked_at)
         self._level, self._leaked_at = max(0.0, self._level - leaked) + size, now_s
         return 0.0 if self._level <= _BURST else size / _RATE
 
     def _cut(self) -> bytes:
-        """Take the next slice from the backlog."""
         data = self._backlog[:_SLICE]
         if (weight := parse_cost(data)) > _SLICE:
             data = data[: max(_LITTLE, len(data) * _SLICE // weight)]
@@ -307,7 +304,6 @@ class HTTPConnection(asyncio.Protocol):
             self._wake()
 
     def _take_head(self, data: bytes) -> bytes:
-        """Read heads, interim ones too; return what follows the last."""
         while True:
             end = data.find(b"\r\n\r\n")
             if end > MAX_HEAD_BYTES or (end < 0 and len(data) > MAX_HEAD_BYTES):

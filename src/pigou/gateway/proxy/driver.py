@@ -197,7 +197,6 @@ class RequestDriver(ABC):
         return WorkerFailed("refused", words, frozenset({step.worker}), status=404)
 
     def _note_tokens(self) -> None:
-        """Report new tokens to the lifecycle."""
         life, relay = self.life, self.relay
         event: LifecycleEvent | None = None
         if relay.counted > life.generated:
@@ -208,7 +207,6 @@ class RequestDriver(ABC):
             self._apply(life.take(event, time.monotonic_ns()))
 
     def _report(self, report: ReportDeaths) -> None:
-        """Warn of deaths with the request under way."""
         id_, workers = self.run.parsed.wire_id, ", ".join(report.deaths)
         words = "request %s was under way when %s ended (%s)"
         _log.warning(words, id_, workers, self._failure)
@@ -229,7 +227,6 @@ class RequestDriver(ABC):
         """Count what a stream got, at its end; a whole reply is counted as it comes."""
 
     def _result(self) -> bytes:
-        """Return the reply, or raise the error in its place."""
         end = self._end
         assert end is not None
         if end.outcome is RequestOutcome.DONE:
@@ -295,7 +292,6 @@ class RequestDriver(ABC):
         return self.run.body
 
     async def _fetch(self, step: FetchKV) -> LifecycleEvent:
-        """Ask another worker for what it has cached of the prompt."""
         source = self._plane_driver.upstreams.get(step.read.worker)
         params, outcome = None, "gone"
         if source is not None:
@@ -308,7 +304,6 @@ class RequestDriver(ABC):
         return KVFetchFailed(step.leg) if params is None else KVFetched(step.leg)
 
     async def _prefill(self, step: StartPrefill) -> LifecycleEvent:
-        """Have the prefill worker compute the prompt, or one that pulls it."""
         run, start_ns = self.run, time.monotonic_ns()
         prefill = self._plane_driver.upstream(step.worker)
         leg = leg_one(self._body, chat=self._path != COMPLETIONS, read=self._transfer)
@@ -373,7 +368,6 @@ class RequestDriver(ABC):
         """Have the decode worker generate the reply."""
 
     async def _complete(self, step: CompleteStream) -> LifecycleEvent:
-        """Write the end of a stream that has all its tokens."""
         raise NotImplementedError(f"{type(self).__name__} streams nothing that could be completed")
 
     def _leg_body(self, engine: Engine, body: Body) -> Body:
@@ -384,7 +378,6 @@ class RequestDriver(ABC):
         return engine.addressed(engine.ranked(body, self._priority), parsed.fields.model)
 
     def _meter_prompt(self) -> None:
-        """Note that the prompt was computed, and by which worker."""
         metered, choice = self.run.metered, self._choice
         if metered is not None and not metered.first_token_ns:
             routed = self._plane_driver.plane.state.requests.get(self.run.parsed.id)

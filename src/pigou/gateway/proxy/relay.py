@@ -170,7 +170,6 @@ class Relay(StreamCount):
         self._pending = pending
 
     def _drop_reader(self) -> None:
-        """Forget what is left of an attempt's bytes."""
         self._reader = Reader()
         self._reserve(0)
 
@@ -239,7 +238,6 @@ class Relay(StreamCount):
         return payload
 
     def _cached(self, payload: bytes, usage: msgspec.Raw) -> bytes:
-        """Return a chunk with what the prefill worker had cached, where that is known."""
         cached = self.run.cached
         if cached is None or not reply_parsing.given(usage):
             return payload
@@ -267,7 +265,6 @@ class Relay(StreamCount):
         return has_ids
 
     def _add(self, ids: list[int]) -> None:
-        """Note token ids; raise `TooManyTokens` where they are more than was asked for."""
         if len(self.state.tokens) + len(ids) > self._limit:
             raise TooManyTokens(self._limit)
         self.state.tokens += ids

@@ -257,7 +257,6 @@ def _choice(choice: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parts(content: Any) -> str:
-    """Return the text of content that comes in parts."""
     parts = content if isinstance(content, list) else []
     texts = (part.get("text") if isinstance(part, dict) else part for part in parts)
     return "".join(text for text in texts if isinstance(text, str))

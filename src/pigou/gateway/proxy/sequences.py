@@ -96,7 +96,6 @@ class Sequences:
         self._wake.set()
 
     async def _next_index(self) -> int:
-        """Wait until another sequence may go; return its number."""
         while True:
             for index, leader in list(self._leaders.items()):
                 # The other choices follow a prompt that is computed.

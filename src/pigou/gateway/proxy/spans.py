@@ -215,7 +215,6 @@ def error_type(error: BaseException) -> str:
 def _add_request(
     run: GatewayRun, model: str, names: list[str], values: list[AttributeValue]
 ) -> None:
-    """Add what a request asked for, and what it got."""
     stats, body, parsed = run.stats, run.body, run.parsed
     names += _REPLIED
     values += (

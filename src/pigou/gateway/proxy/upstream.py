@@ -410,7 +410,6 @@ class Upstream:
             return WorkerEnd.LOST
 
     def _known(self, otherwise: WorkerEnd) -> WorkerEnd:
-        """Return how the worker ended if that is known by now."""
         known = self._end is not None and self._end.done() and not self._end.cancelled()
         return self._end.result() if known and self._end is not None else otherwise
 
@@ -445,7 +444,6 @@ class Upstream:
 
 
 def _no_room(error: OverBudget) -> APIError:
-    """Return the error for a reply that has no room among those under way."""
     return APIError(
         502, f"The replies under way leave no room for this one ({error}). Try again later, or "
         "stream it.", retry_after=1,

@@ -106,7 +106,6 @@ class SSEWriter:
         self._blocked_to_ns = now_ns
 
     def _end_blocked(self) -> None:
-        """Note that the client has read all, since the last look."""
         if self._blocked_from_ns and self._on_blocked is not None:
             self._on_blocked(self._blocked_to_ns - self._blocked_from_ns)
         self._blocked_from_ns = 0
@@ -180,7 +179,6 @@ def _limit_unsent(transport: asyncio.Transport | None) -> None:
 
 
 def _compact(body: bytes) -> bytes:
-    """Return the JSON in one line, as an event must be."""
     try:
         return msgspec.json.format(body, indent=-1)
     except msgspec.DecodeError:
