@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -29,13 +29,8 @@ _SPACE = " \t"
 _SECONDS = re.compile(r"[0-9]{1,10}", re.ASCII)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TenureHeaders:
-    """The fields that a request sets itself; None for those that it leaves to its key.
-
-    `ttl` is a number of seconds, `expiry` one of seconds since 1970; the others are those of
-    `pigou.kv.tenure.Tenure`.
-    """
+class TenureDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Fields of the tenure where a request sets no other; `ttl` is in seconds."""
 
     principal: str | None = None
     release: str | None = None
@@ -45,7 +40,12 @@ class TenureHeaders:
     permissions: frozenset[str] | None = None
     tools: frozenset[str] | None = None
     ttl: int | None = None
-    expiry: int | None = None
+
+
+class TenureHeaders(TenureDefaults, frozen=True, kw_only=True):
+    """The fields that a request sets itself; None for those that it leaves to its key."""
+
+    expiry: int | None = None  # Unix time in seconds
 
 
 def header(field: str) -> str:
@@ -118,19 +118,6 @@ def _seconds(field: str, value: str) -> int:
 
 #: Ends a name that stands for all names that begin so; alone, for any.
 ANY = "*"
-
-
-class TenureDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Fields of the tenure where a request sets no other; `ttl` is in seconds."""
-
-    principal: str | None = None
-    release: str | None = None
-    template: str | None = None
-    corpus: str | None = None
-    safety: str | None = None
-    permissions: frozenset[str] | None = None
-    tools: frozenset[str] | None = None
-    ttl: int | None = None
 
 
 class TenureChoices(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
