@@ -91,31 +91,31 @@ async def settled(serving: Serving) -> None:
     raise AssertionError("KV events never stop")
 
 
-@pytest.mark.parametrize("counts", [(0, 0, 1), (1, 1, 0)])
-async def test_a_repeated_prompt_overlaps_in_all_its_full_blocks(counts: tuple[int, ...]) -> None:
-    async with fleet(*counts) as (serving, client):
-        assert serving.plane_driver.prompts is not None
-        assert serving.plane_driver.prompts.mode(chat=False) is TokenizationMode.GATEWAY
-        assert serving.plane_driver.prompts.mode(chat=True) is TokenizationMode.GATEWAY
-        async with client.session.get(client.url + "/workers") as response:
-            told = (await response.json())["tokenized"]
-        assert told == {"completions": "here", "chats": "here"}
-        for path, body in BODIES:
-            first, before = await decided(client, path, body)
-            await settled(serving)
-            again, after = await decided(client, path, body)
-            tokens = first["usage"]["prompt_tokens"]
-            assert again["usage"]["prompt_tokens"] == tokens
-            if body.get("prompt", [])[:1] == ["first " + TEXT * 6]:
-                assert after["cached_tokens"] >= 128, "the first of several prompts counts"
-                continue
-            assert before["prompt_tokens"] == after["prompt_tokens"] == tokens, body
-            assert after["cached_tokens"] == min(tokens // 16 * 16, tokens - 1), (body, after)
+async def check_repeated(serving: Serving, client: Client) -> None:
+    """A repeated prompt overlaps in all its full blocks."""
+    assert serving.plane_driver.prompts is not None
+    assert serving.plane_driver.prompts.mode(chat=False) is TokenizationMode.GATEWAY
+    assert serving.plane_driver.prompts.mode(chat=True) is TokenizationMode.GATEWAY
+    async with client.session.get(client.url + "/workers") as response:
+        told = (await response.json())["tokenized"]
+    assert told == {"completions": "here", "chats": "here"}
+    for path, body in BODIES:
+        first, before = await decided(client, path, body)
+        await settled(serving)
+        again, after = await decided(client, path, body)
+        tokens = first["usage"]["prompt_tokens"]
+        assert again["usage"]["prompt_tokens"] == tokens
+        if body.get("prompt", [])[:1] == ["first " + TEXT * 6]:
+            assert after["cached_tokens"] >= 128, "the first of several prompts counts"
+            continue
+        assert before["prompt_tokens"] == after["prompt_tokens"] == tokens, body
+        assert after["cached_tokens"] == min(tokens // 16 * 16, tokens - 1), (body, after)
 
 
-async def test_a_prompt_under_another_salt_overlaps_in_nothing() -> None:
+async def test_prompts_overlap_in_full_blocks_unless_their_salts_differ() -> None:
     async with fleet(0, 0, 1) as (serving, client):
-        body = {"prompt": TEXT * 6}
+        await check_repeated(serving, client)
+        body = {"prompt": "other salts: " + TEXT * 6}
         await decided(client, COMPLETION, body)
         await settled(serving)
         _, why = await decided(client, COMPLETION, body | {"cache_salt": "other"})
@@ -133,8 +133,9 @@ async def test_a_prompt_under_another_salt_overlaps_in_nothing() -> None:
         assert (scored.prompt_tokens, dict(scored.keys)) == (why["prompt_tokens"], {})
 
 
-async def test_streams_name_their_decision_and_worker_too() -> None:
+async def test_split_prompts_overlap_too_and_streams_name_their_decision_and_worker() -> None:
     async with fleet(1, 1, 0) as (serving, client):
+        await check_repeated(serving, client)
         wanted = {"prompt": TEXT * 40, "max_tokens": 4, "stream": True, "ignore_eos": True}
         async with client.session.post(client.url + COMPLETION, json=wanted) as response:
             await response.read()

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import numpy as np
 import pytest
 
 from pigou.config import ConfigError
-
-pytest.importorskip("statsmodels")
-pytest.importorskip("pmdarima")
-
 from pigou_lab.predictors.arima import (
     AutoArima,
     DynamoArima,
@@ -17,6 +15,10 @@ from pigou_lab.predictors.arima import (
 )
 from pigou_lab.predictors.fitted import FittedParams
 from pigou_lab.predictors.seasonal import HoltWinters, HoltWintersParams
+
+# Imported by who fits alone: each process of `-n` collects this file.
+HAS_LIBRARIES = all(find_spec(module) for module in ("pmdarima", "statsmodels"))
+pytestmark = pytest.mark.skipif(not HAS_LIBRARIES, reason="needs pigou-lab[forecast]")
 
 
 def test_holt_winters_follows_a_trend_and_damps_it() -> None:
