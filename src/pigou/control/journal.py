@@ -345,10 +345,8 @@ class PlannerReplay:
         return isinstance(entry.message, PlannerStarted | PlannerWindow)
 
     def replay(self, entry: JournalEntry) -> tuple[list[Any], str]:
-        """Return the `encoded_decisions` of an entry, and the error that the planner raised.
-
-        Raises:
-            ConfigError: the planner is not there, or its start is missing.
+        """Return `encoded_decisions` and error of an entry; raise a ConfigError before the
+        planner's start.
         """
         message = entry.message
         if isinstance(message, PlannerStarted):

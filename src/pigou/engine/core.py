@@ -248,10 +248,8 @@ class EngineCore:
         return self._state.flush(Effects())
 
     def check_integrity(self) -> None:
-        """Check that free, cached and pinned blocks are all, and every count is right.
-
-        Raises:
-            IntegrityError: names the law that does not hold, and the blocks.
+        """Raise an IntegrityError unless free, cached and pinned blocks are all, and counts are
+        right.
         """
         check_state(self._state)
 

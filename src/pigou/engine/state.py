@@ -129,11 +129,7 @@ class EngineState:
         self._freed = 0
 
     def set_limits(self, max_seqs: int, max_batched_tokens: int) -> None:
-        """Change how much runs at once, up to the limits that the engine was made with.
-
-        Raises:
-            ValueError: a limit is below 1.
-        """
+        """Change how much runs at once, up to the first limits; a limit below 1 is a ValueError."""
         if max_seqs < 1 or max_batched_tokens < 1:
             raise ValueError(
                 f"max_seqs is {max_seqs} and max_batched_tokens {max_batched_tokens}; both must be "

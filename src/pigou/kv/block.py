@@ -85,9 +85,8 @@ def hashes_of(keys: Sequence[bytes]) -> BlockHashes:
 def chain_of(
     hashes: BlockHashes, size: int, expiry: int = NEVER, start: int = 0, parent: bytes = ROOT
 ) -> list[Block]:
-    """Return consecutive blocks of one chain, from index `start` and its `parent`'s key on.
-
-    `hashes` have shape (n, 2), `size` is the bytes of each block, `expiry` in nanoseconds.
+    """Return consecutive blocks of one chain from index `start` on; `size` in bytes, `hashes` (n,
+    2).
     """
     keys = keys_of(hashes)
     rows = zip(keys, [parent, *keys[:-1]], count(start), repeat(size), repeat(expiry), strict=False)

@@ -530,10 +530,8 @@ class BlockPool:
         return counts
 
     def allocate(self, out: Ints) -> BlockHashes:
-        """Fill `out` with the next `len(out)` (at most `free`) blocks of the free queue.
-
-        Returns:
-            Hashes that can no longer be hit, in order, shape (m, 2).
+        """Fill `out` with the next free blocks; return hashes that can no longer be hit, shape (m,
+        2).
         """
         assert len(out) <= self.counts[FREE], "more blocks than are free"
         count = allocate(self.meta, self.keys, self.counts, out, self.removed)
@@ -552,10 +550,8 @@ class BlockPool:
         return self._removed(count)
 
     def forget(self, table: Ints, start: int, stop: int) -> BlockHashes:
-        """Forget the hashes of `table[start:stop]`, which will hold something else.
-
-        Returns:
-            Hashes that can no longer be hit, descendants first, shape (m, 2).
+        """Forget the hashes of `table[start:stop]`; return all that can no longer be hit, shape (m,
+        2).
         """
         count = forget(self.meta, self.keys, self.counts, table, start, stop, self.removed)
         return self._removed(count)
@@ -588,10 +584,8 @@ class BlockPool:
         return release_chain(self.meta, self.counts, table)
 
     def check(self, references: Ints) -> None:
-        """Check every law of the pool; blocks ought to be referred to so often, shape (blocks,).
-
-        Raises:
-            IntegrityError: names the first law that does not hold, and where.
+        """Raise an IntegrityError unless every law holds; blocks have so many references,
+        (blocks,).
         """
         _check_references(self.meta, self.counts, references)
         _check_queue(self.meta, self.counts)
@@ -620,10 +614,8 @@ class HostPool:
         self.free += len(blocks)
 
     def check(self, owned: Ints) -> None:
-        """Check that free blocks and those that sequences own, shape (n,), are all, each once.
-
-        Raises:
-            IntegrityError: names the blocks that are lost or there twice.
+        """Raise an IntegrityError unless free blocks and those owned, shape (n,), are all, each
+        once.
         """
         times = np.bincount(self._stack[: self.free], minlength=self.blocks)
         times += np.bincount(owned, minlength=self.blocks)

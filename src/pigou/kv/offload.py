@@ -68,11 +68,7 @@ class MoveQueue:
         return decided
 
     def end(self, number: int) -> Move:
-        """Take the answer of a move in; return the move.
-
-        Raises:
-            ValueError: no such move is under way.
-        """
+        """Take the answer of a move in, and return it; raise a ValueError if none is under way."""
         move = self.under_way.pop(number, None)
         if move is None:
             raise ValueError(f"move {number} has landed, and is not under way")

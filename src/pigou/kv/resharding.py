@@ -48,9 +48,7 @@ def head_slices(kv_heads: int, source_tp: int, target_tp: int) -> list[HeadSlice
     """Return the messages that bring every target rank its heads, once each.
 
     Copies of a head are read evenly from the ranks that hold it, so equal TP pairs equal ranks.
-
-    Raises:
-        ValueError: the heads cannot be divided over the ranks of a worker.
+    Refuses heads that cannot be divided over the ranks of a worker.
     """
     for tp in (source_tp, target_tp):
         heads_of_rank(kv_heads, tp, 0)  # refuses what cannot be divided

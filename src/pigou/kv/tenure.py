@@ -58,11 +58,7 @@ class Tenure:
     purpose: Purpose = Purpose.PREFIX
 
     def encode(self) -> bytes:
-        """Encode injectively: each field's name, kind and value, each with its length before it.
-
-        Raises:
-            TypeError: a field is neither text, nor a whole number, nor a frozenset of texts.
-        """
+        """Encode injectively: each field's name, kind and value with its length before it."""
         return b"".join(_sized(part) for part in self._parts())
 
     def digest(self) -> bytes:
@@ -141,11 +137,7 @@ class Tenured(Generic[T]):
 
 
 def salt_expiry(salt: str) -> int:
-    """Return when a tenure expires whose `salt` this is; `NEVER` for all other salts.
-
-    Raises:
-        ValueError: it begins as a tenure's salt does, and is none.
-    """
+    """Return when the tenure of a salt expires, `NEVER` for other salts; refuse a broken one."""
     if not salt.startswith(_MARK):
         return NEVER
     match = _SALT.fullmatch(salt)

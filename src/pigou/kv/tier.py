@@ -90,11 +90,7 @@ class Tier:
         return len(keys)
 
     def hit(self, keys: Sequence[bytes], now: int) -> None:
-        """Record a use of held blocks, a run of one chain.
-
-        Raises:
-            KeyError: the last of them is not held.
-        """
+        """Record a use of held blocks, a run of one chain."""
         if not keys:
             return
         entry: Entry | None = self._held[keys[-1]]
@@ -210,11 +206,7 @@ class Tier:
     # --- going --------------------------------------------------------------------------------
 
     def drop(self, keys: Iterable[bytes], now: int) -> list[bytes]:
-        """Forget these blocks and all that is held on top of them.
-
-        Returns:
-            Keys whose bytes are free now, children first; those of pinned ones follow from `unpin`.
-        """
+        """Forget these blocks and their descendants; return keys free now, children first."""
         freed: list[bytes] = []
         for key in keys:
             entry = self._held.get(key)
@@ -310,11 +302,7 @@ class Tier:
     # --- laws ---------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Check every law of the tier.
-
-        Raises:
-            IntegrityError: names the first law that does not hold, and where.
-        """
+        """Raise an IntegrityError for the first law of the tier that does not hold."""
         every = [*self._held.values(), *self._doomed.values()]
         used = sum(entry.block.size for entry in every)
         ensure(used == self.used_bytes, f"{used} bytes are held, {self.used_bytes} counted")

@@ -179,10 +179,7 @@ class Tiers:
     # --- from and to the device -----------------------------------------------------------------
 
     def set_device_probe(self, device: Callable[[bytes], bool]) -> None:
-        """Tell the host's policy how to ask if the device holds a block (`above`).
-
-        Storage keeps blocks for after a restart, also while the device has them.
-        """
+        """Tell the host's policy how to ask if the device holds a block (`above`)."""
         if self.events.media[0] is Medium.HOST and self.tiers[0].policy.exclusive:
             self.tiers[0].policy.above = device
 
@@ -228,10 +225,7 @@ class Tiers:
         return chain_of(hashes[start:stop], self._bytes, expiry, start, parent)
 
     def restorable(self, hashes: BlockHashes, first: int, now: int) -> Ints:
-        """Return from which tiers a sequence's blocks from `first` on are best loaded, (n,).
-
-        As many as save most time, loaded in place of computed.
-        """
+        """Return from which tiers blocks from `first` on are best loaded, shape (n,)."""
         tiers: list[int] = []
         for key in keys_of(hashes[first:]):
             tier = self._where(key, now)
@@ -283,10 +277,8 @@ class Tiers:
         return self._transfers.drain()
 
     def on_transfer_done(self, number: int, good: Sequence[bool], now: int) -> Move:
-        """Record that a move has ended, and which of its blocks arrived; return it.
-
-        Raises:
-            ValueError: no such move is under way.
+        """Record that a move has ended, and which blocks arrived; return it. Refuse an unknown
+        move.
         """
         move = self._transfers.end(number)
         target = move.target
@@ -339,11 +331,7 @@ class Tiers:
         return {move.number: len(move.keys) for move in moves if move.source == DEVICE}
 
     def check(self) -> None:
-        """Check the laws of every tier, and of the moves under way.
-
-        Raises:
-            IntegrityError: names the first that does not hold.
-        """
+        """Raise an IntegrityError for the first law of tiers and moves that does not hold."""
         moves = self._transfers.under_way.values()
         parts = zip(self.tiers, self._incoming, self._leaving, self._staging, strict=True)
         for number, (tier, incoming, leaving, staging) in enumerate(parts):

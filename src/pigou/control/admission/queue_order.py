@@ -22,11 +22,7 @@ class NoOrderParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 def load(chosen: Mapping[str, Any]) -> QueueOrder:
-    """Return a new order by its name, `chosen["order"]`; the rest are its parameters.
-
-    Raises:
-        ConfigError: there is no such order (the message lists those that there are) or parameter.
-    """
+    """Return the order that `chosen["order"]` names; the rest are its parameters, or a ConfigError."""
     values = dict(chosen)
     name = values.pop(NAME, None)
     kind = named(GROUP, name, "admission order")

@@ -72,11 +72,7 @@ class PullQueueConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
 
 def pull_queue_config(values: Mapping[str, Any]) -> PullQueueConfig | None:
-    """Return the configuration of `push`, None, or of `pull` with parameters.
-
-    Raises:
-        ConfigError: another `mode`, an unknown field, or a value that is refused.
-    """
+    """Return the configuration of `pull`, None for `push`; raise a ConfigError for others."""
     fields = dict(values)
     mode = fields.pop("mode", PUSH)
     if mode not in (PUSH, PULL):

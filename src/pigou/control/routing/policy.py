@@ -121,11 +121,7 @@ def param_of(policy: RoutingPolicy, name: str, default: Any) -> Any:
 
 
 def override(policy: RoutingPolicy, values: Mapping[str, Any]) -> RoutingPolicy:
-    """Return a policy with some parameters replaced; state that it keeps is shared.
-
-    Raises:
-        ConfigError: it has no parameter of that name, or the value does not fit.
-    """
+    """Return a policy with other parameters and the same state, or raise a ConfigError."""
     if not values:
         return policy
     params = getattr(policy, "params", None)
@@ -147,11 +143,7 @@ def override(policy: RoutingPolicy, values: Mapping[str, Any]) -> RoutingPolicy:
 
 
 def load(name: str, params: Mapping[str, Any] | None = None) -> RoutingPolicy:
-    """Return a new policy by its name in the entry point group `pigou.routing`.
-
-    Raises:
-        ConfigError: there is no such policy (the message lists those that there are) or parameter.
-    """
+    """Return a new policy by its name in the group `pigou.routing`, or raise a ConfigError."""
     policy: RoutingPolicy = named(GROUP, name, "policy")()
     return override(policy, params or {})
 

@@ -86,12 +86,7 @@ class EvictionPolicy:
 def load(
     name: str, setting: TierSetting, params: Mapping[str, Any] | None = None
 ) -> EvictionPolicy:
-    """Return a new policy by its name in the entry point group `pigou.eviction`.
-
-    Raises:
-        ConfigError: there is no such policy (the message lists those that there are) or parameter,
-            or the value does not fit.
-    """
+    """Return a new policy by its name in the group `pigou.eviction`, or raise a ConfigError."""
     return make(named(GROUP, name, "eviction policy"), setting, params, name)
 
 
