@@ -22,7 +22,7 @@ class NoOrderParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 def load(chosen: Mapping[str, Any]) -> QueueOrder:
-    """Return the order that `chosen["order"]` names; the rest are its parameters, or a ConfigError."""
+    """Return the order of this name (`order`), with the rest as parameters; raise a ConfigError."""
     values = dict(chosen)
     name = values.pop(NAME, None)
     kind = named(GROUP, name, "admission order")
