@@ -50,8 +50,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     ] = ""
     role: Annotated[Role, option("What the fleet asks it to do.", "Model")] = Role.BOTH
     deployment_version: Annotated[
-        str,
-        option("Version of its deployment; workers of different ones exchange no KV.", "Model"),
+        str, option("Version of its deployment; workers of different ones exchange no KV.", "Model")
     ] = ""
     location: Annotated[
         str,

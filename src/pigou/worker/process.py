@@ -125,10 +125,7 @@ class WorkerServer:
             unknown_fields=config.unknown_fields, secret=secret, tracer=self._tracer,
         )  # fmt: skip
         self._runner = web.AppRunner(
-            routes.application(),
-            access_log=None,
-            handler_cancellation=True,
-            shutdown_timeout=1.0,
+            routes.application(), access_log=None, handler_cancellation=True, shutdown_timeout=1.0
         )
         self._routes = routes
         self._listener: asyncio.Server | None = None

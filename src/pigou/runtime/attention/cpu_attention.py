@@ -15,16 +15,7 @@ from pigou.runtime.attention.batch import POSITION, ROW, SLOT, PromptChunk, Step
 from pigou.runtime.attention.kv_cache import KEYS, VALUES, KVCache
 from pigou.runtime.attention.paged_attention import HeadNorm, PagedAttention
 from pigou.runtime.models.model_config import ModelConfig
-from pigou.runtime.simd import (
-    LANES,
-    accumulate,
-    exponential,
-    fast,
-    narrow,
-    product,
-    row_max,
-    widen,
-)
+from pigou.runtime.simd import LANES, accumulate, exponential, fast, narrow, product, row_max, widen
 from pigou.runtime.tensor_io import stored
 from pigou.runtime.thread_pool import ParallelKernel, RowRange, run_parallel
 from pigou.runtime.token_eviction.entry_stats import MassTarget

@@ -54,11 +54,7 @@ class LoadedModel:
         )
 
     def cache(
-        self,
-        blocks: int,
-        block_size: int,
-        host_blocks: int = 0,
-        memory: memoryview | None = None,
+        self, blocks: int, block_size: int, host_blocks: int = 0, memory: memoryview | None = None
     ) -> KVCache:
         """Make an empty KV cache, over `memory` when it is given (see `KVCache`)."""
         return KVCache(self.layout(block_size), blocks, self.device, host_blocks, memory)

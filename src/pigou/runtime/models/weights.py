@@ -141,11 +141,7 @@ _FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt"]
 #: Files of a hub's repository that are not needed: see `weight_files.STRAYS`.
 _OTHERS = ["*/*.json", "*/*.safetensors", "*/*.txt", *STRAYS]
 #: Tensors that some checkpoints carry and that follow from the configuration.
-_DERIVED = (
-    "rotary_emb.inv_freq",
-    "rotary_emb.cos_cached",
-    "rotary_emb.sin_cached",
-)
+_DERIVED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 

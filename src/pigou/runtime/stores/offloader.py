@@ -274,11 +274,7 @@ class OffloaderSettings:
     # latency in seconds and bytes per second of a link before it was measured, by the name of the
     # store; `other` for names that are not here.
     guesses: Mapping[str, tuple[float, float]] = field(
-        default_factory=lambda: {
-            "host": (1e-4, 5e9),
-            "disk": (1e-3, 5e8),
-            "other": (3e-2, 1e8),
-        }
+        default_factory=lambda: {"host": (1e-4, 5e9), "disk": (1e-3, 5e8), "other": (3e-2, 1e8)}
     )
 
     def __post_init__(self) -> None:

@@ -13,9 +13,7 @@ from xxhash import xxh3_64_intdigest
 
 from pigou.kv.block import Bytes
 from pigou.request import Ints
-from pigou.runtime.stores.store import (
-    HEADER_BYTES,
-)
+from pigou.runtime.stores.store import HEADER_BYTES
 from pigou.small_file import check_regular
 
 _MAGIC = b"PIGOUSG1"

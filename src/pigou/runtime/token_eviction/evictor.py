@@ -69,12 +69,7 @@ class Evictor:
     """
 
     def __init__(
-        self,
-        policy: TokenPolicy,
-        config: EvictionConfig,
-        cache: KVCache,
-        tables: Ints,
-        group: int,
+        self, policy: TokenPolicy, config: EvictionConfig, cache: KVCache, tables: Ints, group: int
     ) -> None:
         self.policy = policy
         self.config = config

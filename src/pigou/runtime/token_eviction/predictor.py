@@ -16,12 +16,7 @@ from torch import Tensor
 from pigou.request import Ints
 from pigou.runtime.attention.kv_cache import KEYS, VALUES
 from pigou.runtime.simd import LANES, exponential, fast, logarithm, product, widen
-from pigou.runtime.token_eviction.policy import (
-    AFTER_MASS_LINE,
-    MASS_LINE,
-    POSITION_LINE,
-    Floats,
-)
+from pigou.runtime.token_eviction.policy import AFTER_MASS_LINE, MASS_LINE, POSITION_LINE, Floats
 
 #: Time scales of the sums of attention that an entry received, in tokens.
 SCALES = (float("inf"), 256.0, 32.0)

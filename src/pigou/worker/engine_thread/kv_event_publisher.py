@@ -41,13 +41,9 @@ class EventPublisher:
     def __init__(
         self, endpoint: str, replay_endpoint: str, secret: FleetSecret | None = None
     ) -> None:
-        """Bind both sockets; a port `*` takes a free one.
+        """Bind both sockets; a port `*` takes a free one, and no secret (ZMQ CURVE) lets all in.
 
-        Args:
-            secret: what subscribers must know (ZMQ CURVE); None publishes in clear, to everybody.
-
-        Raises:
-            ConfigError: an address cannot be bound, or there is no CURVE here.
+        Raises ConfigError: an address cannot be bound, or there is no CURVE here.
         """
         self._encrypted = secret is not None
         self._context = zmq.asyncio.Context()

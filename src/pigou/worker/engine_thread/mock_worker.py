@@ -240,13 +240,9 @@ class _LinkKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 def timed(spec: str, model: str, gpu: str, tp: int, link: str, block_size: int) -> MockTimes:
-    """Make the times of a worker.
+    """Make the times of a worker; `link` is `gbps=..,latency_us=..`, or "" for none.
 
-    Args:
-        link: `gbps=..,latency_us=..`; "" for none.
-
-    Raises:
-        ConfigError: one of them is not understood, or cannot be honoured by a worker alone.
+    Raises ConfigError: one of them is not understood, or cannot be honoured by a worker alone.
     """
     built = build_timing(spec, model, gpu, tp)
     if built.overhead_s and not is_measured(spec):  # a worker that was measured has its own way in

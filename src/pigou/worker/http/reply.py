@@ -332,12 +332,7 @@ _REPLY = ("gen_ai.operation.name", "gen_ai.provider.name", "gen_ai.response.mode
 
 
 def end_reply(tracer: Tracer, trace: RequestTrace, reply: Reply | None, error: str) -> None:
-    """End the trace of a request.
-
-    Args:
-        reply: to it; None where it was refused before one began.
-        error: why it failed; empty where it did not.
-    """
+    """End the trace of a request; `reply` is None where it was refused, `error` why it failed."""
     attributes = NO_ATTRIBUTES
     if reply is not None:
         for sequence in reply.sequences[:1]:

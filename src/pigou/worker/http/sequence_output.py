@@ -184,11 +184,7 @@ class Tools:
 def request_tools(request: ChatRequest, format: ParserName | None) -> Tools | None:
     """Return a request's tools; None where it may call none.
 
-    Args:
-        format: of the model's own calls; None where it has none.
-
-    Raises:
-        APIError: 400, they are faulty, or the model has no format of its own and needs one.
+    Raises APIError: 400, they are faulty, or need a `format` of the model's own, and it has none.
     """
     use = tool_use(request)
     if use is None:

@@ -123,10 +123,7 @@ class GrammarCompilePool:
     """
 
     def __init__(
-        self,
-        grammars: Callable[[], Grammars],
-        trials: Callable[[], Trials],
-        threads: int = THREADS,
+        self, grammars: Callable[[], Grammars], trials: Callable[[], Trials], threads: int = THREADS
     ) -> None:
         self._make = grammars
         self._grammars: Grammars | None = None

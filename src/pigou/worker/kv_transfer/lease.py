@@ -13,10 +13,7 @@ from dataclasses import dataclass, field
 from pigou.kv.checksum import Checksums
 from pigou.logs import about
 from pigou.request import NEVER, SECOND, Ints
-from pigou.worker.kv_transfer.transfer_params import (
-    TransferError,
-    TransferReason,
-)
+from pigou.worker.kv_transfer.transfer_params import TransferError, TransferReason
 
 log = logging.getLogger(__name__)
 
@@ -95,12 +92,9 @@ class LeaseTable:
     """Offers by request id; every offer is released exactly once, by one call of `on_release`."""
 
     def __init__(self, lease: int, max_hold: int, on_release: Callable[[str], None]) -> None:
-        """Begin with no offers.
+        """Lease offers for `lease` nanoseconds at a time, and `max_hold` in all.
 
-        Args:
-            lease: term of a lease, in nanoseconds.
-            max_hold: longest life of an offer, in nanoseconds.
-            on_release: called with the request's id, from any thread, when its blocks are free.
+        `on_release` gets a request's id, on any thread, when its blocks are free.
         """
         self._leases = LeaseClock(lease, max_hold)
         self._offers: dict[str, LeasedBlocks] = {}

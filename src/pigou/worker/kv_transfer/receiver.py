@@ -83,13 +83,9 @@ class Receiver:
         background: Background | None = None,
         key: bytes = b"",
     ) -> None:
-        """Start the threads.
+        """Start the threads; the fleet's `key` proves tickets and senders, an empty one trusts all.
 
-        Args:
-            key: of the fleet, by which tickets and senders are known; empty trusts all.
-
-        Raises:
-            ConfigError: a backend's library is not installed.
+        Raises ConfigError: a backend's library is not installed.
         """
         self._key = key
         checksum.warm_up()
@@ -409,20 +405,18 @@ class Puller:
         return error.reason, error.detail
 
 
+@dataclass(eq=False, slots=True)
 class _Run:
     """What is known of a pull while it runs."""
 
-    def __init__(
-        self, ticket: TransferParams, first: int, dest: Ints, cancelled: Callable[[], bool]
-    ) -> None:
-        self.ticket = ticket
-        self.first = first
-        self.dest = dest
-        self.cancelled = cancelled
-        self.backend = ""
-        self.needs_confirmation = False
-        self.confirmed = False
-        self.landing: ReceiveBuffer | None = None
+    ticket: TransferParams
+    first: int
+    dest: Ints
+    cancelled: Callable[[], bool]
+    backend: str = ""
+    needs_confirmation: bool = False
+    confirmed: bool = False
+    landing: ReceiveBuffer | None = None
 
     @property
     def blocks(self) -> int:
@@ -454,11 +448,9 @@ class ConnectionPool:
     """Lends connections; one that went well is kept for a while, any other is closed."""
 
     def __init__(self, timeout: int, key: bytes = b"") -> None:
-        """Begin with none.
+        """Bound each wait by `timeout` nanoseconds, and idleness by half of it.
 
-        Args:
-            timeout: nanoseconds that bound each wait, and half of them idleness.
-            key: that both ends of each connection must prove to know; empty asks for no proof.
+        Both ends of a connection must prove that they know `key`; an empty one asks for no proof.
         """
         self._key = key
         self._timeout = timeout

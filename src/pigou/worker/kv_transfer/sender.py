@@ -63,10 +63,9 @@ class Sender:
         """Bind the side channel and start the threads.
 
         Args:
-            on_release: called from a thread of the sender, exactly once for each offer, with the
-                request's id, when its blocks were taken, declined, released, or have expired.
-            key: of the fleet: receivers must prove that they know it, and tickets are signed with
-                it; empty serves all.
+            on_release: called from a thread of the sender, once for each offer, with the request's
+                id, when its blocks were taken, declined, released, or have expired.
+            key: of the fleet, for proofs and signatures; empty serves all.
 
         Raises:
             ConfigError: a backend's library is not installed.
@@ -102,16 +101,10 @@ class Sender:
             thread.start()
 
     def offer(self, request: str, blocks: Ints, tokens: int, last_hash: str = "") -> dict[str, Any]:
-        """Keep blocks for another worker, and return the `kv_transfer_params` to pull them.
+        """Keep blocks, in prompt order, for another worker; return the `kv_transfer_params` for it.
 
-        Returns at once: checksums are computed by a thread of the sender.
-
-        Args:
-            blocks: device blocks in prompt order, at least one, shape (n,).
-
-        Raises:
-            ValueError: the request is offered already, or the blocks do not fit the tokens.
-            TransferError: CLOSED.
+        Returns at once: checksums are computed by a thread of the sender. Raises ValueError: the
+        request is offered already, or the blocks do not fit the tokens. TransferError: CLOSED.
         """
         size = self._store.layout.block_size
         if tokens < 1 or len(blocks) != -(-tokens // size):

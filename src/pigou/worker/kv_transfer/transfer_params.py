@@ -71,14 +71,10 @@ def hash_text(hash: BlockHashes) -> str:
 
 
 def read_transfer_params(params: object, key: bytes = b"") -> TransferParams:
-    """Return the ticket in `kv_transfer_params`.
+    """Return the ticket in `kv_transfer_params`, signed by the fleet's `key` unless that is empty.
 
-    Args:
-        key: of the fleet, by which the ticket must be signed; empty takes any.
-
-    Raises:
-        TransferError: BAD_PARAMS, naming the field that is missing, unknown or wrong; FORGED, when
-            no sender of this fleet made it.
+    Raises TransferError: BAD_PARAMS, naming the field that is missing, unknown or wrong; FORGED,
+    when no sender of this fleet made it.
     """
     try:
         ticket = msgspec.convert(params, TransferParams)

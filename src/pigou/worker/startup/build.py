@@ -151,11 +151,7 @@ def _build_torch(config: WorkerConfig) -> WorkerParts:
     room = min(CPU_MEMORY, free // 4)
     if not on_cpu:
         room = kv_room(
-            free,
-            loaded.config,
-            loaded.dtype.itemsize,
-            config.max_seqs,
-            config.max_batched_tokens,
+            free, loaded.config, loaded.dtype.itemsize, config.max_seqs, config.max_batched_tokens
         )
     blocks = _blocks(config, layout, max_tokens, room)
     tiers = open_tiers(config, layout, blocks)

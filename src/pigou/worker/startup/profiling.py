@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import msgspec
@@ -40,10 +40,7 @@ _STREAM = "rehearsed-stream"
 
 
 def profile_at_startup(
-    core: EngineCore,
-    backend: Backend,
-    budget_s: float,
-    rest: Callable[[], None] | None = None,
+    core: EngineCore, backend: Backend, budget_s: float, rest: Callable[[], None] | None = None
 ) -> tuple[Rehearsed, ...]:
     """Measure loads on the real core, which leave nothing behind; the smallest first.
 
@@ -73,23 +70,16 @@ def profile_at_startup(
     return tuple(profiles)
 
 
+@dataclass(eq=False, slots=True)
 class _Stage:
     """One load on a core."""
 
-    def __init__(
-        self,
-        core: EngineCore,
-        backend: Backend,
-        load: ProfiledLoad,
-        deadline: float,
-        rest: Callable[[], None] | None,
-    ) -> None:
-        self._core = core
-        self._backend = backend
-        self._load = load
-        self._deadline = deadline
-        self._rest = rest
-        self._ids: list[str] = []
+    _core: EngineCore
+    _backend: Backend
+    _load: ProfiledLoad
+    _deadline: float  # monotonic nanoseconds
+    _rest: Callable[[], None] | None
+    _ids: list[str] = field(default_factory=list)
 
     def measure(self) -> Rehearsed | None:
         """Return the load's quickest time; None where it was broken off."""
