@@ -23,11 +23,7 @@ _SUMS = ("gpu_s", "gpu_usd", "idle_usd", "open_usd", "storage_usd", "joules", "i
 
 @dataclass(frozen=True, slots=True)
 class FleetBill:
-    """What a fleet costs over some time.
-
-    Attributes:
-        joules, idle_joules, open_joules: energy of all GPUs, and of these parts.
-    """
+    """What a fleet costs over some time."""
 
     seconds: float
     gpu_s: float  # GPUs x seconds of the workers that were up
@@ -35,7 +31,7 @@ class FleetBill:
     idle_usd: float
     open_usd: float
     storage_usd: float
-    joules: float
+    joules: float  # energy of all GPUs, and of the parts below
     idle_joules: float
     open_joules: float
     usages: Mapping[UsageKey, Usage]
@@ -66,12 +62,7 @@ class FleetBill:
         return sums
 
     def allocation(self, usage: Usage, whole: Usage) -> tuple[float, float]:
-        """Return the dollars and joules that fall on a usage, idle and storage included.
-
-        Args:
-            usage: part of `whole`.
-            whole: `total`.
-        """
+        """Return dollars and joules of a usage out of `whole`, with its part of what was idle."""
         share = usage.usd / whole.usd if whole.usd > 0 else 0.0
         stored = usage.cached_tokens / whole.cached_tokens if whole.cached_tokens else share
         usd = usage.usd + (self.idle_usd + self.open_usd) * share + self.storage_usd * stored
@@ -79,11 +70,7 @@ class FleetBill:
         return usd, usage.joules + (self.idle_joules + self.open_joules) * energy
 
     def document(self, shown: Callable[[UsageKey], bool] = lambda _: True) -> dict[str, Any]:
-        """Return the bill as JSON builtins.
-
-        Args:
-            shown: whether a usage is shown; sums of the fleet are of all.
-        """
+        """Return the bill as JSON builtins, with the usages that are `shown`; sums are of all."""
         whole = self.total
         rows = [
             {**key._asdict(), **self._row(usage, whole)}

@@ -72,7 +72,6 @@ def read_price_list(text: str, gpu_name: Callable[[str], str]) -> PriceList:
     """Read `default`, or `H100=2.5,dram=3,...`: the defaults with other values.
 
     Args:
-        text: as it was typed; pairs are separated by commas.
         gpu_name: returns the name of a GPU kind; raises ConfigError where it is not known.
 
     Raises:
@@ -85,15 +84,7 @@ def read_price_list(text: str, gpu_name: Callable[[str], str]) -> PriceList:
 
 
 def read_prices(text: str, gpu_name: Callable[[str], str]) -> dict[str, float]:
-    """Read `H100=2.5,dram=3,...`: dollars by GPU kind, or storage.
-
-    Args:
-        text: as it was typed; pairs are separated by commas.
-        gpu_name: returns the name of a GPU kind; raises ConfigError where it is not known.
-
-    Raises:
-        ConfigError: a name is not known, or given twice, or a price is none.
-    """
+    """Read `H100=2.5,dram=3,...`: dollars by GPU kind, or storage; as `read_price_list`."""
     prices: dict[str, float] = {}
     for item in text.split(","):
         name, _, value = item.strip().partition("=")

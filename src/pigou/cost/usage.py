@@ -43,27 +43,21 @@ class UsageKey(NamedTuple):
 
 @dataclass(slots=True)
 class Usage:
-    """Tokens, GPU-seconds, dollars and joules of some requests, so far.
-
-    Attributes:
-        prefill_gpu_s, restore_gpu_s, decode_gpu_s: GPUs x seconds of prompts, of reading their
-            cached beginning, and of streams.
-        prefill_joules, decode_joules: energy; restoring is within prefill.
-    """
+    """Tokens, GPU-seconds, dollars and joules of some requests, so far."""
 
     requests: int = 0
     uncached_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
-    prefill_gpu_s: float = 0.0
-    restore_gpu_s: float = 0.0
-    decode_gpu_s: float = 0.0
+    prefill_gpu_s: float = 0.0  # GPUs x seconds of prompts
+    restore_gpu_s: float = 0.0  # of reading their cached beginning
+    decode_gpu_s: float = 0.0  # of streams
     prefill_usd: float = 0.0
     restore_usd: float = 0.0
     decode_usd: float = 0.0
     # what these requests added: prompts whole, of steps what was read for them.
     marginal_usd: float = 0.0
-    prefill_joules: float = 0.0
+    prefill_joules: float = 0.0  # restoring included
     decode_joules: float = 0.0
 
     @property

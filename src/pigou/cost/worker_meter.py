@@ -71,23 +71,17 @@ class _Interval:
 
 
 class WorkerMeter:
-    """Splits one worker's time.
-
-    Attributes:
-        seconds: since it was up.
-        idle_s: of those, seconds without work.
-        open_s: seconds of prompts that are not computed yet.
-        idle_joules, joules: of these seconds, and of all.
-        energy_source: of joules: `model`, `counter` once one was read, or `none`.
-    """
+    """Splits one worker's time."""
 
     def __init__(self, rate: WorkerRate, now: int, profile: Sequence[Rehearsed] = ()) -> None:
         """Begin at `now`, nanoseconds; `profile` is what the worker measured at its start."""
         prompts = {entry.tokens: entry.seconds for entry in profile if not entry.streams}
         self._profile = ((0, *sorted(prompts)), (0.0, *(prompts[n] for n in sorted(prompts))))
         self.rate = rate
-        self.seconds = self.idle_s = self.open_s = 0.0
-        self.idle_joules = self.joules = self.open_joules = 0.0
+        self.seconds = 0.0  # since it was up
+        self.idle_s = self.idle_joules = 0.0  # without work
+        self.open_s = self.open_joules = 0.0  # of prompts that are not computed yet
+        self.joules = 0.0
         self._prompts: dict[str, _Prompt] = {}
         self._streams: dict[str, _Stream] = {}
         self._at, self._number = now, 0
@@ -110,12 +104,7 @@ class WorkerMeter:
     def prompt_sent(
         self, request: str, payer: Payer, tokens: int, now: int, restore_s: float = 0.0
     ) -> None:
-        """A prompt is to be computed.
-
-        Args:
-            request: its id.
-            now: nanoseconds.
-        """
+        """A prompt of a request is to be computed."""
         self.advance(now)
         self._number += 1
         self._prompts[request] = _Prompt(payer, max(tokens, 1), restore_s, self._number)
@@ -251,12 +240,7 @@ class WorkerMeter:
             self._measured = (self._measured or 0.0) + joules
 
     def settle(self, now: int, *, final: bool = False) -> None:
-        """Charge the seconds since the last call.
-
-        Args:
-            now: nanoseconds.
-            final: the worker is gone: what is under way pays for what was begun.
-        """
+        """Charge the seconds since the last call; at the `final` one, to what is under way, too."""
         self.advance(now)
         if final:
             for request in list(self._prompts):
@@ -277,10 +261,7 @@ class WorkerMeter:
         self._charge_prompts(interval)
 
     def _decode_part(self, interval: _Interval) -> float:
-        """Return the seconds of streams within those that had prompts, too.
-
-        Streams take as many steps as they took tokens; the rest of the time is of prompts.
-        """
+        """Return the seconds of streams within those that had prompts, too: steps as tokens."""
         step_s = self._step_s or self._fastest_step_s
         if not interval.both:
             return 0.0
@@ -295,10 +276,7 @@ class WorkerMeter:
     def _joules(
         self, interval: _Interval, prompt_s: float, decode_s: float
     ) -> tuple[float, float, float]:
-        """Return the energy of idle seconds, of prompts and of streams.
-
-        As the model has it (without one, by time), scaled to what was measured.
-        """
+        """Return the energy of idle seconds, prompts and streams, scaled to what was measured."""
         rate, power = self.rate, self.rate.power
         joules = interval.idle, prompt_s, decode_s
         if power is not None:

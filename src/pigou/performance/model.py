@@ -18,6 +18,7 @@ from pigou.performance.speed import (
     RequestMix,
     crossing,
     elasticity,
+    halved,
     largest_batch,
     step_below,
 )
@@ -242,12 +243,11 @@ class PerformanceModel:
         limit = (ttft_s - self._overhead(mix)) / service
         scv, arrival_scv = self._variances(mix)
         servers = workers if self.pooled else 1
-        low, high = 0.0, 1.0 - 1e-6
-        for _ in range(11):
-            middle = 0.5 * (low + high)
-            time = response_quantile(servers, utilisation, middle, scv, arrival_scv)
-            low, high = (middle, high) if time <= limit else (low, middle)
-        return low
+
+        def is_inside(share: float) -> bool:
+            return response_quantile(servers, utilisation, share, scv, arrival_scv) <= limit
+
+        return halved(0.0, 1.0 - 1e-6, is_inside, 11)[0]
 
     # --- the inverse -----------------------------------------------------------------------
 
@@ -262,13 +262,10 @@ class PerformanceModel:
             return self._prefill_limit(workers, mix, slo.ttft_s, share, self.service_s(mix))
         if role is Role.DECODE:
             return self._decode_limit(workers, mix, slo.itl_s, share)
-        low, high = 0.0, self._decode_limit(workers, mix, slo.itl_s, share)
+        high = self._decode_limit(workers, mix, slo.itl_s, share)
         high = min(high, workers / self.service_s(mix))  # prompts only take from either
-        for _ in range(12):
-            middle = 0.5 * (low + high)
-            inside = self._both_inside(middle, workers, mix, slo, share)
-            low, high = (middle, high) if inside else (low, middle)
-        return low
+        inside = lambda rps: self._both_inside(rps, workers, mix, slo, share)  # noqa: E731
+        return halved(0.0, high, inside, 12)[0]
 
     def _both_inside(
         self, rps: float, workers: int, mix: RequestMix, slo: Slo, share: float
@@ -324,11 +321,11 @@ class PerformanceModel:
         if limit <= 0.0:
             return 0.0
         deviations = self._deviations(share)
-        low, high = 0.0, limit
-        for _ in range(18):
-            middle = 0.5 * (low + high)
-            above = middle + deviations * self._stream_deviation(middle, workers, mix)
-            low, high = (middle, high) if above <= limit else (low, middle)
+
+        def is_inside(streams: float) -> bool:
+            return streams + deviations * self._stream_deviation(streams, workers, mix) <= limit
+
+        low, _ = halved(0.0, limit, is_inside, 18)
         return workers * low / (mix.osl * self.itl_at(low, mix))
 
     # --- parts -----------------------------------------------------------------------------

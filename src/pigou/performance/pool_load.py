@@ -60,7 +60,7 @@ from scipy.special import log_ndtr, ndtr
 from pigou.games.queueing import erlang_c
 from pigou.objectives import Slo
 from pigou.performance.model import AVERAGING, PerformanceModel
-from pigou.performance.speed import crossing, doubling, interpolate
+from pigou.performance.speed import crossing, doubling, halved, interpolate
 from pigou.request import Role
 
 #: Utilisations from here on are overload.
@@ -342,11 +342,7 @@ class PoolLoad:
 
         if workers < 1 or not inside(1e-9):
             return 0.0
-        low, high = 0.0, self._highest_rps(workers)
-        for _ in range(_RATE_HALVINGS):
-            middle = 0.5 * (low + high)
-            low, high = (middle, high) if inside(middle) else (low, middle)
-        return low
+        return halved(0.0, self._highest_rps(workers), inside, _RATE_HALVINGS)[0]
 
     def _highest_rps(self, workers: int) -> float:
         rates = []
@@ -375,8 +371,4 @@ def quantile_s(share_within: Callable[[float], float], share: float) -> float:
         high *= 2.0
         if high > 1e5:
             return math.inf
-    low = 0.0
-    for _ in range(_QUANTILE_HALVINGS):
-        middle = 0.5 * (low + high)
-        low, high = (low, middle) if share_within(middle) >= share else (middle, high)
-    return high
+    return halved(0.0, high, lambda s: share_within(s) < share, _QUANTILE_HALVINGS)[1]

@@ -156,18 +156,20 @@ def largest_batch(speed: DecodeSpeed, context: float, itl_s: float, max_streams:
         return 0.0
     high = max(max_streams, 1.0)
     if speed.itl_s(high, context) > itl_s:
-        low = 1.0
-        for _ in range(_HALVINGS):
-            middle = 0.5 * (low + high)
-            low, high = (middle, high) if speed.itl_s(middle, context) <= itl_s else (low, middle)
-        high = low
+        high, _ = halved(1.0, high, lambda n: speed.itl_s(n, context) <= itl_s, _HALVINGS)
     if elasticity(speed, high, context) <= 1.0:
         return high
-    low = 1.0
-    for _ in range(_HALVINGS):
+    return halved(1.0, high, lambda n: elasticity(speed, n, context) <= 1.0, _HALVINGS)[0]
+
+
+def halved(
+    low: float, high: float, is_inside: Callable[[float], bool], halvings: int
+) -> tuple[float, float]:
+    """Return an interval, halved so often, of which the lower end is inside a limit."""
+    for _ in range(halvings):
         middle = 0.5 * (low + high)
-        low, high = (middle, high) if elasticity(speed, middle, context) <= 1.0 else (low, middle)
-    return low
+        low, high = (middle, high) if is_inside(middle) else (low, middle)
+    return low, high
 
 
 def elasticity(speed: DecodeSpeed, streams: float, context: float) -> float:

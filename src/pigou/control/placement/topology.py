@@ -86,9 +86,6 @@ class DistanceCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     The defaults are 200 GB/s within a host, 400 Gbit/s within a rack, a fourth of that between
     racks of a zone, and 10 Gbit/s between zones.
-
-    Attributes:
-        host, rack, zone, remote: seconds a byte; none is below the one before it.
     """
 
     host: float = 5e-12
@@ -115,11 +112,7 @@ class DistanceCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A machine that workers can be placed on.
-
-    Attributes:
-        rack, zone: its labels; empty where it has none.
-    """
+    """A machine that workers can be placed on; labels are empty where it has none."""
 
     host: str
     rack: str = ""
