@@ -12,7 +12,7 @@ from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 from pigou import __version__
 from pigou.cli.option_values import check_json, named
 from pigou.cli.progress import WorkProgress
-from pigou.config import ConfigError, ControlConfig
+from pigou.config import ConfigError, ControlConfig, check_bounds
 from pigou.gateway.config import GatewayConfig
 
 if TYPE_CHECKING:
@@ -75,13 +75,12 @@ def _rival(policy: str, temperature: float | None, softmax: str, seed: int | Non
         return None
     if softmax not in ("", "raw", "min-max"):
         raise ConfigError(f"--softmax is {softmax!r}; it must be raw or min-max")
-    if temperature is not None and not 0.0 <= temperature < float("inf"):
-        raise ConfigError(f"--temperature is {temperature}; it must be finite, at least 0")
-    if seed is not None and seed < 0:
-        raise ConfigError(f"--seed is {seed}; it must be at least 0")
-    name, params = named("--policy", policy) if policy else (None, {})
+    for name, value in (("--temperature", temperature), ("--seed", seed)):
+        if value is not None:
+            check_bounds(name, value, ge=0)
+    chosen, params = named("--policy", policy) if policy else (None, {})
     form = cast(Literal["raw", "min-max"], softmax) if softmax else None
-    return Rival(name, params, temperature, form, seed)
+    return Rival(chosen, params, temperature, form, seed)
 
 
 class _Meters:
@@ -203,16 +202,9 @@ def _document(result: JournalReplay) -> dict[str, Any]:
         "seconds": result.seconds, "took_s": result.took, "cut_lines": result.cut,
     }  # fmt: skip
     if result.difference is not None:
-        difference = result.difference
-        document["difference"] = {
-            "line": difference.line,
-            "recorded": difference.recorded,
-            "now": difference.now,
-        }
+        names = ("line", "recorded", "now")
+        document["difference"] = {name: getattr(result.difference, name) for name in names}
     if result.comparison is not None:
-        compared = result.comparison
-        document["comparison"] = {
-            "choices": compared.choices, "other": compared.other,
-            "moved": compared.moved, "seconds": compared.seconds,
-        }  # fmt: skip
+        counts = ("choices", "other", "moved", "seconds")
+        document["comparison"] = {name: getattr(result.comparison, name) for name in counts}
     return document

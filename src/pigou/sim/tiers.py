@@ -93,10 +93,11 @@ class TierLinks:
         for move in moves:
             if move.target == NOWHERE:
                 continue
-            good = [True] * len(move.keys)
-            call = partial(self._core.on_transfer_done, move.number, good)
-            at = self._take(self._down, move.target, len(good), now)
-            self._at(at, partial(self._call_core, lambda _, call=call: call()))
+            at = self._take(self._down, move.target, len(move.keys), now)
+            self._at(at, partial(self._call_core, partial(self._arrived, move)))
+
+    def _arrived(self, move: Move, _: int) -> Effects:
+        return self._core.on_transfer_done(move.number, [True] * len(move.keys))
 
     def restore(self, load: Load, now: int) -> None:
         """Fill a load's blocks; the core hears of the arrival of the last."""

@@ -10,7 +10,7 @@ import tarfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta, timezone
+from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
@@ -158,10 +158,6 @@ T = TypeVar("T")
 _LOG = "requests.jsonl"
 _SESSION = ("block_size", "requests", "id")
 _BOM = b"\xef\xbb\xbf"
-_TIME = re.compile(
-    r"(?P<date>\d{4}-\d\d-\d\d)[T ](?P<time>\d\d:\d\d(?::\d\d)?)(?:[.,](?P<fraction>\d+))?"
-    r" ?(?P<offset>Z|z|UTC|[+-]\d\d(?::?\d\d)?)?"
-)
 _BLOCK_IN_NAME = re.compile(r"blksz_(\d+)")
 
 
@@ -314,18 +310,16 @@ def _since_first() -> Callable[[str], float]:
 
 def _time(text: str) -> datetime:
     """Return a time as ISO 8601 writes it, any digits of a second; without an offset it is UTC."""
-    match = _TIME.fullmatch(text)
-    if match is None:
-        raise ValueError("it is no time like 2023-11-16 18:15:46.68, with an offset or without")
-    fraction = (match["fraction"] or "")[:6].ljust(6, "0")
-    time = match["time"] if len(match["time"]) == len("18:15:46") else match["time"] + ":00"
-    at = datetime.fromisoformat(f"{match['date']}T{time}.{fraction}")
-    offset = (match["offset"] or "Z").replace(":", "")
-    if offset in ("Z", "z", "UTC"):
-        return at.replace(tzinfo=UTC)
-    minutes = int(offset[1:3]) * 60 + int(offset[3:] or 0)
-    sign = -1 if offset[0] == "-" else 1
-    return at.replace(tzinfo=timezone(sign * timedelta(minutes=minutes)))
+    zoned = re.sub(r" ?(?:Z|z|UTC)$", "+00:00", re.sub(r" (?=[+-]\d\d)", "", text))
+    try:
+        if ":" not in text:
+            raise ValueError("a date alone")
+        at = datetime.fromisoformat(zoned)
+    except ValueError:
+        raise ValueError(
+            "it is no time like 2023-11-16 18:15:46.68, with an offset or without"
+        ) from None
+    return at if at.tzinfo else at.replace(tzinfo=UTC)
 
 
 def _rows(
