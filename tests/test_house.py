@@ -31,7 +31,7 @@ BUDGETS = {
     "models": 2_200,  # aim 1,000
     "kv": 3_500,
     "engine": 3_500,
-    "games": 3_100,  # aim 1,750
+    "games": 1_750,
     "performance": 2_200,  # aim 1,750
     "control": 17_700,  # aim 15,000
     "lifecycle": 1_000,
