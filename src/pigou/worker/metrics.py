@@ -42,7 +42,8 @@ class Row(NamedTuple):
     def value(self, source: object) -> float | None:
         """Read the value off an object; None is not shown."""
         value: Any = attrgetter(self.source)(source)
-        return value() if callable(value) else value
+        read: float | None = value() if callable(value) else value
+        return read
 
 
 def _counters(*rows: tuple[str, str, str]) -> tuple[Row, ...]:

@@ -367,7 +367,7 @@ class BucketLocation:
         given = dict(parse_qsl(query, keep_blank_values=True))
         if unknown := sorted(given.keys() - {"endpoint", "region"}):
             raise ValueError(f"{uri} has {unknown[0]!r} after '?'; give endpoint= or region=")
-        return cls(url, **given)
+        return cls(url, given.get("endpoint", ""), given.get("region", ""))
 
     def open(self) -> ObjectStore:
         """Make a client; nothing is sent yet.

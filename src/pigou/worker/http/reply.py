@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from pigou.request import SECOND
 from pigou.runtime.step_output import RankedLogprobs as Report
 from pigou.tracing.request_trace import NO_ATTRIBUTES, Attributes, RequestTrace
+from pigou.tracing.trace_context import Headers
 from pigou.tracing.tracer import Tracer
 from pigou.wire import openai_replies
 from pigou.wire.errors import APIError
@@ -388,7 +389,7 @@ class ReplyTrace:
 
     __slots__ = ("_reply", "_tracer", "trace")
 
-    def __init__(self, tracer: Tracer | None, headers: Mapping[str, str]) -> None:
+    def __init__(self, tracer: Tracer | None, headers: Headers) -> None:
         self._tracer = tracer
         self.trace = None if tracer is None else tracer.begin(headers)
         self._reply: Reply | None = None

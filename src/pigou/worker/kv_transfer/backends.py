@@ -12,7 +12,6 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import Protocol
 
 import numpy as np
 
@@ -41,13 +40,14 @@ class BackendUnavailable(Exception):
     """This backend cannot reach the sender after all; another may."""
 
 
-class SendBackend(Protocol):
+class SendBackend:
     """The sender's end of a backend."""
 
     name: str  # the same at both ends
 
     def details(self, blocks: Ints) -> dict[str, bytes | int]:
         """What the receiver's end needs to know to have these blocks."""
+        raise NotImplementedError
 
     def push(self, link: SideChannelLink, blocks: Ints, keep: Callable[[], None]) -> None:
         """Send the blocks, if it is this end that moves them; `keep` renews the lease, or raises.
@@ -62,14 +62,15 @@ class SendBackend(Protocol):
         """Let go of everything; no pull runs any more."""
 
 
-class ReceiveBackend(Protocol):
+class ReceiveBackend:
     """The receiver's end of a backend."""
 
     name: str  # the same at both ends
     needs_confirmation: bool  # blocks count only if the lease is confirmed after them
 
-    def reaches(self, ticket: TransferParams) -> bool:
+    def reaches(self, ticket: TransferParams) -> bool:  # noqa: ARG002
         """Whether the sender's memory may be within reach."""
+        return True
 
     def fetch(
         self,
@@ -323,10 +324,6 @@ class TcpImport(ReceiveBackend):
 
     name = "tcp"
     needs_confirmation = False
-
-    def reaches(self, ticket: TransferParams) -> bool:  # noqa: ARG002
-        """Always: the side channel is reached, or nothing is."""
-        return True
 
     def fetch(
         self,

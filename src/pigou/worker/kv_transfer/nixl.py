@@ -35,7 +35,7 @@ from pigou.worker.kv_transfer.side_channel_protocol import (
     SideChannelLink,
     expect_checksums,
 )
-from pigou.worker.kv_transfer.transfer_params import TransferError, TransferParams, TransferReason
+from pigou.worker.kv_transfer.transfer_params import TransferError, TransferReason
 
 log = logging.getLogger(__name__)
 
@@ -244,10 +244,6 @@ class NixlImport(ReceiveBackend):
         self._agent = NixlAgent(store.as_bytes())
         self._in_place = store.as_bytes() is not None
         self._timeout_s = timeout / SECOND
-
-    def reaches(self, ticket: TransferParams) -> bool:  # noqa: ARG002
-        """Whether the sender may be within reach: UCX finds that out."""
-        return True
 
     def fetch(
         self,
