@@ -279,7 +279,8 @@ class ObservationBuilder:
         )
         counts = {name: self.counts[name] for name in
                   ("arrived", "completed", "failed", "refused", "repeated")}  # fmt: skip
-        known = figures | counts | self.lengths.wait_figures([*self.wait_s, *late])
+        waits = self.lengths.wait_figures([*self.wait_s, *late])
+        known: dict[str, Any] = {**figures, **counts, **waits}
         made = FleetObservation(
             start_s=start_s,
             seconds=seconds,
