@@ -30,28 +30,22 @@ class Estimate:
 class PriceOfAnarchy:
     """Observed cost over the best, and the parts that multiply to it.
 
-    ``queueing``: observed seconds over those that the laws expect at the loads each request met;
-    what loads do not explain, such as waiting before any worker. ``routing``: those over the least
-    that the same requests would cost on the same pools, spread at best. ``prefill_decode``: that
-    over the least with the same workers split at best between prefill and decode;
-    ``prefill_workers`` names that split's prefill pool. ``workers`` has a ratio for each worker:
-    observed seconds over the best ones, of the requests that it had a part in; None where none
-    had. A worker above the whole serves its requests at more than the fleet's own excess.
-    ``worker_ranges`` has the ends of those ratios' intervals.
-    ``split_saves`` is what that split would save a request in the mean, in seconds.
-
     All are ratios of the same requests' seconds, and at least 1: what was observed is one of the
-    things that could be had, so the least is at most that.
+    things that could be had, so no optimum is above it.
     """
 
     whole: Estimate
+    # expected at the loads that were met, over the same requests spread at best on the same pools.
     routing: Estimate
+    # that, over the same workers split at best between prefill and decode.
     prefill_decode: Estimate
+    # observed, over expected at the loads that were met: waits before any worker, bursts, stalls.
     queueing: Estimate
-    prefill_workers: tuple[int, ...]
+    prefill_workers: tuple[int, ...]  # of the best split
+    # observed over best, of the requests that each worker had a part in; None without any.
     workers: tuple[float | None, ...] = ()
-    split_saves: float = 0.0
-    worker_ranges: tuple[tuple[float, float] | None, ...] = ()
+    split_saves: float = 0.0  # seconds that the best split would save a request in the mean
+    worker_ranges: tuple[tuple[float, float] | None, ...] = ()  # intervals of `workers`
 
 
 def calibrated(
@@ -89,6 +83,7 @@ def calibrated(
         raise ValueError("the laws say that requests cost nothing: a ratio needs costs above 0")
     draw = _bootstrap(len(best), draws, seed)
     chain = np.stack([window.observed, expected, routed, best], axis=1)
+    # Where noise of the laws puts an optimum above what was had, the ratio is 1.
     totals, drawn = _clip_optima(chain.sum(axis=0)[None])[0], _clip_optima(draw @ chain)
 
     quantiles = [(1 - level) / 2, (1 + level) / 2]
@@ -106,12 +101,7 @@ def calibrated(
 
 
 def _clip_optima(chain: Floats) -> Floats:
-    """Return the least of each total and those before it, (rows, 4).
-
-    What was observed, or is expected of the loads that were met, could be had: so no optimum is
-    above it. Where noise of the laws puts it above, the fleet did as well as is known to be
-    possible, and the ratio is 1.
-    """
+    """Return the lowest of each total and those before it, (rows, 4)."""
     lowest: Floats = np.minimum.accumulate(chain, axis=1)
     return lowest
 
@@ -119,10 +109,7 @@ def _clip_optima(chain: Floats) -> Floats:
 def _by_worker(
     window: RequestWindow, best: Floats, workers: int, draw: Floats, quantiles: Sequence[float]
 ) -> tuple[tuple[float | None, ...], tuple[tuple[float, float] | None, ...]]:
-    """Observed over best seconds of the requests that each worker computed a stage of.
-
-    The second value has the ends of the intervals, of the draws that have such requests.
-    """
+    """Return observed over best seconds of the requests of each worker, and their intervals."""
     observed = window.observed
     ratios: list[float | None] = []
     ranges: list[tuple[float, float] | None] = []

@@ -376,10 +376,7 @@ class PoolSpeed:
 def _prefill_ratios(
     workers: list[WorkerWindow], model: PerformanceModel, role: Role
 ) -> list[float]:
-    """Return observed over predicted seconds of workers' prompts.
-
-    On a worker that does both, the steps of a prompt's chunks decode too.
-    """
+    """Return observed over predicted seconds of workers' prompts, steps of chunks included."""
     ratios = []
     for worker in workers:
         prompts, seconds = worker.computed_prompts, worker.prefill_s

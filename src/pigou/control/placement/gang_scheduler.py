@@ -66,15 +66,9 @@ class GangScheduler:
         self,
         nodes: Iterable[Node] = (),
         costs: DistanceCosts | None = None,
-        max_passed: int = 4,
+        max_passed: int = 4,  # fresh gangs that may go before one that waits
         max_steps: int = MAX_STEPS,
     ) -> None:
-        """Begin without gangs.
-
-        Args:
-            costs: seconds a byte by distance.
-            max_passed: fresh gangs that may go before one that waits.
-        """
         self.costs = costs or DistanceCosts()
         self._nodes = {node.host: node for node in nodes}
         self._entries: dict[str, _GangEntry] = {}

@@ -48,7 +48,6 @@ def pack_gang(
     Args:
         free: GPUs of each host that nobody has.
         wanted: replicas of each role in all, those that are placed included.
-        costs: seconds a byte by distance.
         placed: replicas that stay where they are.
     """
     counts = count_roles(placed)
