@@ -10,7 +10,7 @@ import weakref
 from tests.gateway.stub import Stub, serving
 from tests.gateway.test_front import eventually, raw
 
-from pigou.gateway.loop_watch import LOOK_S, LoopWatch
+from pigou.gateway.app import LOOK_S, LoopWatch
 from pigou.metric_rows import MetricSet
 
 

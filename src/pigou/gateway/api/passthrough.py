@@ -109,9 +109,7 @@ class Passthrough:
         if request.method != "POST":
             server = min(servers, key=lambda up: up.inflight)
             return await self._passed(request, run, server, data, plane_driver)
-        with self._usage.accepted(
-            key.digest, key.limits, 1, run.prompt_tokens + run.parsed.max_tokens
-        ) as run.quota:
+        with self._usage.accepted(key.digest, key.limits, *run.load) as run.quota:
             return await self._admitted(request, run, servers, data, model)
 
     async def _admitted(
