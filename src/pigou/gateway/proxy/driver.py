@@ -24,7 +24,7 @@ from pigou.gateway.plane_driver import (
     PrefillLeg,
 )
 from pigou.gateway.proxy.connection import HTTPConnection, HTTPConnectionError
-from pigou.gateway.proxy.migration import attempt_body, closing_frames, length_frame
+from pigou.gateway.proxy.migration import attempt_body
 from pigou.gateway.proxy.relay import Relay, TooManyTokens
 from pigou.gateway.proxy.reply_parsing import cached_tokens, whole, with_cached_tokens
 from pigou.gateway.proxy.spans import decided, within_step
@@ -56,7 +56,7 @@ from pigou.lifecycle.messages import (
     TokensDropped,
     TokensReceived,
 )
-from pigou.lifecycle.migration import can_migrate
+from pigou.lifecycle.migration import can_migrate, closing_frames, length_frame
 from pigou.lifecycle.request import RECALLED, Effects, RequestLifecycle
 from pigou.request import SECOND
 from pigou.wire.errors import APIError
@@ -473,7 +473,8 @@ class StreamDriver(RequestDriver):
             max_model_len=engine.max_model_len, dynamo=engine.dynamo,
         )  # fmt: skip
         if sent.body.get("max_tokens") == 0:
-            await self._writer.write(length_frame(run, state) + closing_frames(run, state))
+            ended = length_frame(state, chat=run.parsed.chat)
+            await self._writer.write(ended + self._closing_frames())
             return None
         self._path, self._mapped = sent.path, sent.mapped
         return sent.body
@@ -506,8 +507,12 @@ class StreamDriver(RequestDriver):
 
     async def _complete(self, step: CompleteStream) -> LifecycleEvent:
         self._count_move(self._failure.reason)
-        await self._writer.write(closing_frames(self.run, self.relay.state))
+        await self._writer.write(self._closing_frames())
         return StreamFinished(step.leg)
+
+    def _closing_frames(self) -> bytes:
+        parsed, state = self.run.parsed, self.relay.state
+        return closing_frames(state, chat=parsed.chat, wants_usage=parsed.wants_usage)
 
     async def _pump(self, step: StartDecode, decode: Upstream, connection: HTTPConnection) -> None:
         """Pass the worker's bytes on until the stream is done."""

@@ -1,15 +1,13 @@
-"""Stream migration over SSE: the next worker's body, and how its chunks continue the stream."""
+"""The body of a request's next attempt, so that its stream goes on at another worker."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
 from pigou.gateway.request import CHAT, COMPLETIONS, Body, GatewayRun
 from pigou.lifecycle.migration import Continuation, StreamState
-from pigou.wire.sse import DONE, frame
 
 #: What a stock worker needs of a request besides prompt and limits, to go on with it.
 _CARRIED = ("model", "stream", "stream_options", "temperature", "top_p", "top_k", "min_p", "seed",
@@ -17,8 +15,6 @@ _CARRIED = ("model", "stream", "stream_options", "temperature", "top_p", "top_k"
             "spaces_between_special_tokens", "cache_salt", "priority", "return_token_ids",
             "user")  # fmt: skip
 
-_CHUNK = "chat.completion.chunk"
-_DETAILS, _CACHED = "prompt_tokens_details", "cached_tokens"
 #: What a frontend of Dynamo calls the token ids of a chunk.
 DYNAMO_IDS = "completion_token_ids"
 
@@ -90,109 +86,3 @@ def _number(body: Body, name: str) -> int | None:
     if isinstance(value, msgspec.Raw):
         return msgspec.json.decode(value, type=int | None, strict=False)
     return value
-
-
-class MigratedChunks:
-    """Makes the chunks of a later attempt fit what the client saw of the first.
-
-    The reply keeps its id, time and model; the role is told once; token counts cover the whole
-    reply; prompt ids are not told again.
-    """
-
-    def __init__(self, run: GatewayRun, state: StreamState, mapped: bool) -> None:
-        self._run = run
-        self._state = state
-        self._mapped = mapped
-
-    def fit(self, payload: bytes) -> bytes:
-        """Return a chunk's JSON for the client, empty where the client knows it all."""
-        body: dict[str, Any] = msgspec.json.decode(payload)
-        head = self._state.head
-        assert head is not None
-        body |= {"id": head.id, "created": head.created, "model": head.model}
-        if body.get("usage") is not None:
-            body["usage"] = _whole(body["usage"], self._state)
-        body.pop("prompt_token_ids", None)
-        choices = body.get("choices") or []
-        if self._mapped:
-            body["object"] = _CHUNK
-            body["choices"] = choices = [self._chat(choice) for choice in choices]
-        for choice in choices:
-            if self._run.parsed.chat and self._says_nothing_new(choice):
-                return b""
-            if not self._run.parsed.wants_ids:
-                choice["token_ids"] = None
-            if "prompt_token_ids" in choice:
-                choice["prompt_token_ids"] = None
-        return msgspec.json.encode(body)
-
-    def _says_nothing_new(self, choice: dict[str, Any]) -> bool:
-        """Take the role out of a delta; return whether nothing is left."""
-        delta = choice.get("delta") or {}
-        if delta.pop("role", None) is None:
-            return False
-        says = delta.get("content") or delta.get("tool_calls")
-        return not says and choice.get("finish_reason") is None
-
-    def _chat(self, choice: dict[str, Any]) -> dict[str, Any]:
-        chat_choice = {
-            "index": 0,
-            "delta": {"content": choice.get("text", "")},
-            "logprobs": None,
-            "finish_reason": choice.get("finish_reason"),
-            "token_ids": choice.get("token_ids"),
-        }
-        if chat_choice["finish_reason"] is not None:
-            chat_choice["stop_reason"] = choice.get("stop_reason")
-        return chat_choice
-
-
-def usage_totals(state: StreamState) -> dict[str, Any]:
-    """Return the usage of the whole reply, by the gateway's own count."""
-    prompt, output = len(state.prompt_ids()), len(state.tokens)
-    return {"prompt_tokens": prompt, "total_tokens": prompt + output, "completion_tokens": output}
-
-
-def _whole(usage_body: dict[str, Any], state: StreamState) -> dict[str, Any]:
-    """Return the usage of the whole reply, with the details that its last worker reported."""
-    usage = usage_totals(state)
-    if _DETAILS not in usage_body:
-        return usage
-    details = usage_body[_DETAILS]
-    if isinstance(details, dict) and isinstance(cached := details.get(_CACHED), int):
-        details = details | {_CACHED: min(cached, usage["prompt_tokens"])}
-    return usage | {_DETAILS: details}
-
-
-def closing_frames(run: GatewayRun, state: StreamState) -> bytes:
-    """Return the frames that end a stream whose last token came, but whose end did not."""
-    head = state.head
-    assert head is not None
-    frames = []
-    if run.parsed.wants_usage and not state.usage:
-        body = {
-            "id": head.id,
-            "object": _CHUNK if run.parsed.chat else "text_completion",
-            "created": head.created,
-            "model": head.model,
-            "choices": [],
-            "usage": usage_totals(state) | {_DETAILS: {_CACHED: 0}},
-        }
-        frames.append(frame(msgspec.json.encode(body)))
-    return b"".join([*frames, DONE])
-
-
-def length_frame(run: GatewayRun, state: StreamState) -> bytes:
-    """Return the chunk that says a reply ended for its length, when its last token has come."""
-    head = state.head
-    assert head is not None
-    choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": "length"}
-    choice |= {"delta": {"content": ""}} if run.parsed.chat else {"text": ""}
-    body = {
-        "id": head.id,
-        "object": _CHUNK if run.parsed.chat else "text_completion",
-        "created": head.created,
-        "model": head.model,
-        "choices": [choice | {"stop_reason": None, "token_ids": None}],
-    }
-    return frame(msgspec.json.encode(body))

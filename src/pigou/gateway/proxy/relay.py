@@ -9,10 +9,9 @@ import msgspec
 
 from pigou.gateway.failure import Rejected, WorkerFailed
 from pigou.gateway.proxy import reply_parsing
-from pigou.gateway.proxy.migration import MigratedChunks, length_frame
 from pigou.gateway.proxy.reply_parsing import PROMPT_TOKEN_IDS, TOKEN_IDS, count, with_cached_tokens
 from pigou.gateway.request import GatewayRun, StreamCount
-from pigou.lifecycle.migration import StreamState
+from pigou.lifecycle.migration import MigratedChunks, StreamState, length_frame
 from pigou.wire.bodies import OverBudget
 from pigou.wire.errors import REQUEST_FAILED
 from pigou.wire.json_limits import is_deep
@@ -86,7 +85,10 @@ class Relay(StreamCount):
         self._fast_path = self._ready = None
         self._fast_paths = 0
         if self.state.begun:
-            self._migrated = MigratedChunks(self.run, self.state, mapped)
+            parsed = self.run.parsed
+            self._migrated = MigratedChunks(
+                self.state, chat=parsed.chat, wants_ids=parsed.wants_ids, mapped=mapped
+            )
 
     def feed(self, data: bytes) -> bytes:
         """Take bytes of the worker; return bytes for the client; on an error `failed` is set."""
@@ -159,7 +161,7 @@ class Relay(StreamCount):
         if state.finish is not None:
             return b""
         state.finish = "length"
-        return length_frame(self.run, state)
+        return length_frame(state, chat=self.run.parsed.chat)
 
     def _reserve(self, pending: int) -> None:
         """Count the bytes of an event that is not whole yet among those of all replies."""
