@@ -131,7 +131,12 @@ def build(gateway: Gateway) -> web.Application:
 
 
 class GatewayServer:
-    """Listens from `start` to `stop`; an async context manager."""
+    """Listens from `start` to `stop`; an async context manager.
+
+    Example:
+        async with GatewayServer(gateway) as server:
+            print(f"http://127.0.0.1:{server.port}")
+    """
 
     def __init__(self, gateway: Gateway, shutdown_s: float = 5.0) -> None:
         self._gateway = gateway
