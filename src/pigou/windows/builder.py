@@ -279,8 +279,8 @@ class ObservationBuilder:
         )
         counts = {name: self.counts[name] for name in
                   ("arrived", "completed", "failed", "refused", "repeated")}  # fmt: skip
-        waits = self.lengths.wait_figures([*self.wait_s, *late])
-        known: dict[str, Any] = {**figures, **counts, **waits}
+        wait_figures = self.lengths.wait_figures([*self.wait_s, *late])
+        known: dict[str, Any] = {**figures, **counts, **wait_figures}
         made = FleetObservation(
             start_s=start_s,
             seconds=seconds,
