@@ -129,7 +129,7 @@ def test_the_cache_of_compiled_grammars_is_bounded_in_bytes() -> None:
     grammars = Grammars(text, 2560, frozenset({1}), cache_bytes=5 * 2**16)
     for number in range(20):
         grammars.start(Grammar("regex", f"a{number}"))
-        assert grammars.cached_bytes <= 5 * 2**16
+        assert grammars._bytes <= 5 * 2**16
     assert grammars.has(Grammar("regex", "a19"))
     assert not grammars.has(Grammar("regex", "a0"))
 

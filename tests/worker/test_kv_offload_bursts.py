@@ -143,7 +143,7 @@ def leave(run: Burst) -> None:
     assert [tier.used_bytes for tier in run.tiers.tiers.tiers] == [0, 0]
     host = run.mover.stores["host"]
     assert isinstance(host, HostStore)
-    assert host.free_rows == len(host.arena), "a staging row is lost"
+    assert len(host._free) == len(host.arena), "a staging row is lost"
     run.tiers.close()
 
 

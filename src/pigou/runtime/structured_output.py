@@ -167,11 +167,6 @@ class Grammars:
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
         self._bytes = 0
 
-    @property
-    def cached_bytes(self) -> int:
-        """Bytes of the compiled grammars that are kept, estimated."""
-        return self._bytes
-
     def has(self, grammar: Grammar) -> bool:
         """Whether a grammar is compiled already."""
         with self._lock:

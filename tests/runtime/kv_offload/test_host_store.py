@@ -51,7 +51,7 @@ def test_a_host_store_is_a_dictionary_with_a_cap(steps: list[tuple[bool, list[in
             held -= set(numbers)
         assert get(store, list(range(10))) == sorted(held)
         assert store.used_bytes == len(held) * SIZE <= store.cap_bytes
-        assert store.free_rows == 6 - len(held)
+        assert len(store._free) == 6 - len(held)
 
 
 def test_staged_rows_become_blocks_or_are_free_again() -> None:
@@ -71,7 +71,7 @@ def test_staged_rows_become_blocks_or_are_free_again() -> None:
     copy.drop()
     copy.drop()
     assert get(store, [0, 1, 2, 3]) == [0, 2]
-    assert store.free_rows == 3
+    assert len(store._free) == 3
     assert store.counts.refused == 2
 
 
@@ -126,7 +126,7 @@ def test_void_blocks_are_neither_taken_nor_served() -> None:
     assert len(store.entries()) == 1
     assert get(store, [1, 2, 3]) == [2]
     assert store.counts.expired == 1
-    assert store.free_rows == 3
+    assert len(store._free) == 3
 
 
 def test_a_closed_store_refuses() -> None:

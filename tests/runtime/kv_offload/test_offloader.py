@@ -170,7 +170,7 @@ def test_blocks_go_through_every_store_and_come_back_the_same(
         up = restored(mover, [1, 2, 3], source, [10 + i, 13 + i, 0])
         assert up.good.tolist() == [True, True, False]
         assert (mover._jobs._device.read(ids(10 + i, 13 + i)) == bytes_of([1, 2])).all()
-    assert mover._host.free_rows == 14  # nothing is left in staging
+    assert len(mover._host._free) == 14  # nothing is left in staging
 
 
 @pytest.mark.parametrize("target", ["host", "far"])
@@ -183,7 +183,7 @@ def test_demoted_blocks_are_in_the_store_when_it_is_said(
     assert mover.demote(ids(4, 5, 6), entries_of([4, 5, 6]), target, answer)
     assert answer.wait().good.tolist() == [True, True, False]
     assert restored(mover, [4, 5, 6], target, [0, 1, 2]).good.tolist() == [True, True, False]
-    assert mover._host.free_rows == (10 if target == "far" else 8)
+    assert len(mover._host._free) == (10 if target == "far" else 8)
 
 
 def test_a_demotion_to_a_store_that_is_down_ends_with_nothing_there(
@@ -200,7 +200,7 @@ def test_a_demotion_to_a_store_that_is_down_ends_with_nothing_there(
     assert "down" in answers[1].wait().reason
     assert not answers[0].wait().good.any()
     assert not answers[1].wait().good.any()
-    assert mover._host.free_rows == 16
+    assert len(mover._host._free) == 16
 
 
 def test_blocks_that_were_moved_may_be_deleted_at_once(
@@ -249,7 +249,7 @@ def test_what_does_not_fit_is_refused_and_leaves_nothing_behind(
     far = Broken()
     mover = movers({"far": far}, staging=4, capacity=4, settings=OffloaderSettings(queue_blocks=3))
     assert not mover.copy_out(ids(*range(9)), Answer())  # nine rows there are not
-    assert mover._host.free_rows == 8
+    assert len(mover._host._free) == 8
     copy = copied(mover, [0, 1, 2])
     other = copied(mover, [3])
     far.gate.clear()
@@ -264,7 +264,7 @@ def test_what_does_not_fit_is_refused_and_leaves_nothing_behind(
     far.gate.set()
     assert first.wait().good.all()
     assert second.wait().good.all()
-    assert mover._host.free_rows == 7
+    assert len(mover._host._free) == 7
     inside, go_on, third = threading.Event(), threading.Event(), Answer()
 
     def hold(_: OffloadResult) -> None:
@@ -278,7 +278,7 @@ def test_what_does_not_fit_is_refused_and_leaves_nothing_behind(
     go_on.set()
     assert third.wait().good.all()
     mover.delete("host", keys_of([3]))
-    assert mover._host.free_rows == 8  # what was refused is not held
+    assert len(mover._host._free) == 8  # what was refused is not held
 
 
 def test_a_failing_store_goes_down_and_recovers_by_itself(

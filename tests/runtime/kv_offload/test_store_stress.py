@@ -66,7 +66,7 @@ def test_threads_do_not_disturb_one_another(tmp_path: Path, kind: str) -> None:
     assert store.counts.corrupt == 0
     assert store.counts.hits > 0
     if isinstance(store, HostStore):
-        assert store.free_rows == 25 - len(store.entries())
+        assert len(store._free) == 25 - len(store.entries())
         return
     held = {key.tobytes() for key in store.entries().keys}
     numbers = list(range(1000, 1100))
@@ -229,7 +229,7 @@ def test_a_mover_among_failing_stores_answers_each_job_once_and_loses_nothing(
     assert sorted(driver.answered) == list(range(driver.asked))
     assert all((link.blocks, link.restarts) == (0, 0) for link in links(mover))
     assert any(link.errors for link in links(mover))
-    assert host.free_rows == 30 - len(host.entries())
+    assert len(host._free) == 30 - len(host.entries())
     for name in ("host", "a", "b"):
         store = mover.stores[name]
         held = store.entries().keys

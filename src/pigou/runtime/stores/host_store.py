@@ -63,11 +63,6 @@ class HostStore:
         """Bytes of the blocks in the store."""
         return len(self._slot_map) * self.block_bytes
 
-    @property
-    def free_rows(self) -> int:
-        """Rows that hold neither a block of the store nor a staged one."""
-        return len(self._free)
-
     def stage(self, count: int) -> Ints | None:
         """Take `count` rows to stage blocks in; None when there are not as many."""
         with self._lock:
