@@ -10,13 +10,15 @@ from typer.testing import CliRunner
 
 from pigou.cli import build
 from pigou.config import ControlConfig
+from pigou.control.saturation.regime import load as load_detector
 from pigou.sim.client import ClientConfig
 from pigou.sim.fleet_config import read_fleet
 from pigou.sim.setup import Setup
 from pigou.sim.simulation import Simulation
 from pigou.sim.workload import RequestLengths, renewal
+from pigou_lab.detectors import PaperDetector
 from pigou_lab.experiments import adaptive
-from pigou_lab.experiments.detect import Poller, Watcher, regime_of
+from pigou_lab.experiments.detect import Poller, Watcher, config, detector_values, regime_of
 from pigou_lab.experiments.fleets import Reading, fleet
 from pigou_lab.experiments.level import Level, run
 from pigou_lab.experiments.paper import THRESHOLDS, Thresholds
@@ -77,6 +79,13 @@ def test_the_regime_depends_on_who_looks() -> None:
     assert regime_of(calls, 40.0, thresholds) == "saturated"
     assert regime_of(calls, 40.0, thresholds, server=True) == "below"
     assert regime_of(calls, 40.0, Thresholds(0.05, 0.06), server=True) == "saturated"
+
+
+def test_the_control_plane_has_the_detector_of_the_experiment() -> None:
+    thresholds = THRESHOLDS["70b-1p2d"]
+    detector = load_detector(detector_values(thresholds))
+    assert isinstance(detector, PaperDetector)
+    assert detector.config == config(thresholds)
 
 
 def test_the_papers_memory_is_nearly_empty_and_nothing_is_evicted() -> None:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from pigou.control.saturation.regime import LEVELS, Regime, TTFTSample
 from pigou.request import SECOND
 from pigou.sim.request_run import RequestRun
@@ -24,6 +26,11 @@ _PARTS = ("whole", "queueing", "routing", "prefill_decode")
 def config(thresholds: Thresholds) -> PaperConfig:
     """Return the paper's detector with these thresholds; its margin is a tenth of the lower."""
     return PaperConfig(theta1=thresholds.low, theta2=thresholds.high, margin=0.1 * thresholds.low)
+
+
+def detector_values(thresholds: Thresholds) -> dict[str, object]:
+    """Return the paper's detector as `ControlConfig.saturation` names it."""
+    return {"detector": "paper", **msgspec.to_builtins(config(thresholds))}
 
 
 def regime_of(

@@ -6,11 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-import msgspec
-
 from pigou.control.saturation.regime import Regime
 from pigou.sim.simulation import Simulation
-from pigou_lab.experiments.detect import Poller, Watcher, as_json, config, regime_of
+from pigou_lab.experiments.detect import Poller, Watcher, as_json, detector_values, regime_of
 from pigou_lab.experiments.fleets import POOL, PaperFleet, Reading
 from pigou_lab.experiments.level import Level, LevelRun, run
 from pigou_lab.experiments.paper import EXPERIMENT1, GAPS, SLOPES, THRESHOLDS
@@ -32,7 +30,7 @@ def regimes(
     `regime_plane` is the highest regime of the control plane's own detector.
     """
     thresholds = THRESHOLDS[fleet.name]
-    saturation: dict[str, object] = dict(msgspec.to_builtins(config(thresholds)))
+    saturation = detector_values(thresholds)
     last: tuple[int, float] | None = None
     for users in levels:
         level = Level(fleet, reading, users, ramped=False)
