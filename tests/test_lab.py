@@ -69,6 +69,15 @@ def test_the_product_simulates_alone(product: list[str]) -> None:
     assert "5 completed" in done.stdout
 
 
+def test_the_product_plans_alone(product: list[str]) -> None:
+    done = run(
+        product, "plan", "--workload", "mix=1:1024/64,rate=2", "--model", "llama-3.1-8b",
+        "--gpus", "H200:2", "--slo", "ttft=1,itl=0.05", "--jobs", "1", "--top", "1",
+        "--kv-dtype", "bfloat16",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize(
     ("options", "what"),
     [
