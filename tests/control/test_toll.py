@@ -188,7 +188,7 @@ def test_the_example_of_the_documentation_is_right() -> None:
     for name, one, other in zip(PARTS, remote, local, strict=True):
         assert parts[name] == pytest.approx([one, other], abs=6e-5), name
     assert parts.total == pytest.approx([5.0769, 4.3263], abs=1e-4)
-    text = (Path(__file__).parents[2] / "docs/internals/routing.md").read_text()
+    text = (Path(__file__).parents[2] / "docs/notes/further-results.md").read_text()
     for number in ("5.077", "4.326", "0.1638", "1.0602", "0.2513"):
         assert number in text
 

@@ -42,7 +42,7 @@ class Toll:
         policy = Toll(TollParams(urgency=0.5))
         seconds = policy.costs(request, fleet, candidates)
 
-    `docs/internals/routing.md` has the symbols, and an example to redo by hand.
+    `docs/internals/routing.md` has the symbols, `docs/notes/further-results.md` an example.
     """
 
     name: ClassVar[str] = "toll"
