@@ -17,7 +17,7 @@ from tests.lib.source_tree import LAB, ROOT, SRC, modules, name, nodes, parsed
 # Ceilings. They only fall; raising one needs its reason in the commit.
 MAX_LINES, MIN_LINES = 700, 60
 MAX_PARAMETERS = 12
-MAX_FIELDS = 41  # aim 40
+MAX_FIELDS = 40
 MAX_FILES = 580  # of product and lab
 MAX_PRODUCT_LINES = 104_500  # aim 96,000
 MAX_LAB_LINES = 12_500

@@ -43,7 +43,7 @@ async def first_token_s(session: aiohttp.ClientSession, url: str, number: int) -
 async def measure(arguments: argparse.Namespace) -> None:
     """Run the fleet, and print the figures."""
     if arguments.unsplit:
-        sequences.splits = lambda call: False  # noqa: ARG005
+        sequences.splits = lambda run: False  # noqa: ARG005
     template = WorkerTemplate(arguments=tuple(arguments.worker_arguments))
     workers = start_workers([template], {"": (0, 0, arguments.workers)})
     serving = Serving(

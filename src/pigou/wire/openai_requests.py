@@ -205,7 +205,21 @@ class StructuredOutputs(_OpenAIBody):
     whitespace_pattern: str | None = None
 
 
-class GenerationRequest(_OpenAIBody, kw_only=True):
+class _UnusedFields(_OpenAIBody, kw_only=True):
+    """Fields that clients send and Pigou accepts without using them."""
+
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    spaces_between_special_tokens: bool | None = None
+
+
+class GenerationRequest(_UnusedFields, kw_only=True):
     """What completions and chat requests have in common."""
 
     model: str | None = None
@@ -241,16 +255,6 @@ class GenerationRequest(_OpenAIBody, kw_only=True):
     kv_transfer_params: dict[str, Any] | None = None
     return_token_ids: bool | None = None
     resume_tokens: int | None = None
-    # Without meaning here: accepted, because clients send them, and not used.
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
-    store: bool | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    prompt_cache_options: dict[str, Any] | None = None
-    spaces_between_special_tokens: bool | None = None
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):

@@ -58,10 +58,8 @@ def pages(gateway: Gateway) -> APIPages:
         return pairs
 
     async def costs(_: web.Request) -> web.Response:
-        bill, tenant = (
-            sum_bills([_bill(driver, meter) for driver, meter in metered()]),
-            seen_tenant(),
-        )
+        bill = sum_bills([_bill(driver, meter) for driver, meter in metered()])
+        tenant = seen_tenant()
         document = bill.document(lambda key: tenant in (None, key.tenant))
         if tenant is not None:
             return json_response({"tenant": tenant, "usages": document["usages"]})
