@@ -1,4 +1,4 @@
-"""Blocks as the tiers beyond the device know them, and where they hang in their chains."""
+"""Blocks of KV in the tiers below the device, and their layout in memory."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ ROOT = b""
 
 
 class IntegrityError(AssertionError):
-    """A law of the cache does not hold: a defect of the engine. Names the law and the blocks."""
+    """An invariant of the cache is violated: a bug in the engine."""
 
 
 def ensure(law: bool, otherwise: str) -> None:
-    """Raise an IntegrityError where a law does not hold."""
+    """Raise an IntegrityError with the message `otherwise` unless `law` is true."""
     if not law:
         raise IntegrityError(otherwise)
 
 
 class Block(NamedTuple):
-    """A block of KV that a tier is offered, or has given up."""
+    """A KV block offered to a tier or evicted from one."""
 
     key: bytes  # its hash, 16 bytes, most significant first (`keys_of`)
     parent: bytes  # key of the block before it in its chain; `ROOT` for the first
     depth: int  # its index in the chain, from 0
-    size: int  # bytes that it takes in the tier
+    size: int  # bytes in the tier
     expiry: int = NEVER  # when its tenure ends, in nanoseconds of the epoch
 
 
 class Entry:
-    """A block that a tier holds, with its place in the forest of chains. Policies read it.
+    """A block held in a tier, with its links in the forest of prefix chains; policies read it.
 
-    `last` and `uses` count what ended at this block; a child that goes hands its own to its
-    parent. So those of a block without children are all of its uses, and a hit is O(1).
+    `last` and `uses` count hits that ended at this block; a removed child adds its own to its
+    parent. A leaf therefore has all of its uses, and a hit takes O(1).
     """
 
     __slots__ = (
@@ -52,32 +52,32 @@ class Entry:
 
     def __init__(self, block: Block, now: int) -> None:
         self.block = block
-        self.last = now  # when it was last used, or admitted; nanoseconds
+        self.last = now  # last use or admission, nanoseconds
         self.uses = 0  # hits since it was admitted
-        self.pins = 0  # readers and writers at present
-        self.held = True  # whether it can be hit; if not, its bytes wait for the last pin
-        self.up: Entry | None = None  # the parent where that is held
-        self.down: Entry | None = None  # the first child
+        self.pins = 0  # transfers reading or writing it
+        self.held = True  # False once dropped while pinned: bytes are freed by the last unpin
+        self.up: Entry | None = None  # parent, if held
+        self.down: Entry | None = None  # first child
         self.left: Entry | None = None  # siblings
         self.right: Entry | None = None
-        self.rank: float = 0.0  # the policy's own, as `level` and `mark`
+        self.rank: float = 0.0  # for the policy's use, like `level` and `mark`
         self.level: float = 0.0
         self.mark = 0
 
     @property
     def free(self) -> bool:
-        """True if it may be evicted: no child is held, and nobody reads or writes it."""
+        """True if the block may be evicted: it has no held child and no pins."""
         return self.held and self.down is None and self.pins == 0
 
 
 def keys_of(hashes: BlockHashes) -> list[bytes]:
-    """Return the keys of consecutive blocks, whose hashes have shape (n, 2)."""
+    """Return the keys of consecutive blocks from their hashes, shape (n, 2)."""
     keys: list[bytes] = hashes.astype(">u8").view("V16").ravel().tolist()
     return keys
 
 
 def hashes_of(keys: Sequence[bytes]) -> BlockHashes:
-    """Return the hashes of blocks by their keys, shape (n, 2)."""
+    """Return the hashes for block keys, shape (n, 2)."""
     words = np.frombuffer(b"".join(keys), dtype=">u8").reshape(len(keys), 2)
     return words.astype(np.uint64)
 
@@ -85,15 +85,13 @@ def hashes_of(keys: Sequence[bytes]) -> BlockHashes:
 def chain_of(
     hashes: BlockHashes, size: int, expiry: int = NEVER, start: int = 0, parent: bytes = ROOT
 ) -> list[Block]:
-    """Return consecutive blocks of one chain from index `start` on; `size` in bytes, `hashes` (n,
-    2).
-    """
+    """Return consecutive blocks of a chain from index `start`; `size` in bytes, `hashes` (n, 2)."""
     keys = keys_of(hashes)
     rows = zip(keys, [parent, *keys[:-1]], count(start), repeat(size), repeat(expiry), strict=False)
     return list(map(_block, rows))
 
 
-#: A block of a tuple of its fields, in a third of the time.
+#: Builds a Block from a tuple of its fields, in a third of the constructor's time.
 _block = partial(tuple.__new__, Block)
 
 
@@ -103,7 +101,7 @@ Bytes: TypeAlias = NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """How one KV block lies in memory."""
+    """Memory layout of one KV block."""
 
     model: str
     digest: str  # of the weights or of what identifies them (hexadecimal)
@@ -120,10 +118,10 @@ class KVLayout:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
 
     def fingerprint(self) -> str:
-        """Digest over every field, 32 hexadecimal digits; equal layouts have equal fingerprints."""
+        """Return a digest of all fields, 32 hexadecimal digits."""
         return hashlib.blake2b(repr(astuple(self)).encode(), digest_size=16).hexdigest()
 
     def differences(self, other: KVLayout) -> list[str]:
-        """Fields in which the two differ, each as `name: mine / theirs`; empty when equal."""
+        """Return the fields that differ, each as `name: mine / theirs`."""
         pairs = [(f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(self)]
         return [f"{name}: {mine!r} / {theirs!r}" for name, mine, theirs in pairs if mine != theirs]

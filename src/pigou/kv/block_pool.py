@@ -1,14 +1,8 @@
-"""The blocks of one device, and of the host memory that sequences are swapped to.
+"""Pool of device blocks and prefix cache index, and the pool of host blocks for swapped sequences.
 
-State of a pool of n blocks, all arrays:
-    meta: int32, shape (n + 1, 8); the columns below. Row n is the sentinel of the free queue.
-    keys: uint64, shape (n, 2); the hash under which a block is cached, (0, 0) when it is not.
-    slots: int32, a power of two of at least 4 n; open addressing with linear probing from a
-        hash to its block; -1 where empty. A block that is cached no longer keeps its slot until
-        the table is rebuilt. At most half are filled.
-    counts: int64, shape (4,); the entries below.
-The free queue is a doubly linked list in the order in which blocks are handed out. Cached blocks
-form a forest: a block's parent is the block cached under the hash before its own.
+Arrays of a pool of n blocks: `meta`, int32 (n + 1, 8), columns below, row n the free queue's
+sentinel; `keys`, uint64 (n, 2), hashes of cached blocks, else (0, 0); `slots`, int32, an open
+addressing hash table with linear probing from hash to block, at most half full; `counts`, int64.
 """
 
 from __future__ import annotations
@@ -28,12 +22,12 @@ REFS, PREV, NEXT, PARENT, CHILD, ELDER, YOUNGER = range(7)
 META_COLUMNS = 8
 #: Columns of a hash: its upper and lower 64 bits.
 HIGH, LOW = range(2)
-#: Entries of `counts`: free blocks, cached blocks, filled slots, and what `prefetch` returned last
-#: (so that its loads are not optimised away).
+#: Entries of `counts`: free blocks, cached blocks, filled slots, and the last `prefetch` result
+#: (keeps its loads from being optimised away).
 FREE, CACHED, FILLED, PREFETCHED = range(4)
 
 Counts = NDArray[np.int64]
-#: `meta`, `keys`, `slots`, `counts`, and `removed` (blocks, 2): hashes that kernels removed.
+#: `meta`, `keys`, `slots`, `counts`, and `removed` (blocks, 2): hashes removed by kernels.
 PoolArrays: TypeAlias = tuple[Ints, BlockHashes, Ints, Counts, BlockHashes]
 
 _MIX_1 = np.uint64(0x9E3779B97F4A7C15)
@@ -43,7 +37,7 @@ _SHIFT = np.uint64(31)
 
 @inlined
 def is_cached(keys: BlockHashes, block: int) -> bool:
-    """Whether a block can be found by its hash."""
+    """True if a block has a hash."""
     return bool(keys[block, HIGH] != 0 or keys[block, LOW] != 0)
 
 
@@ -52,7 +46,7 @@ def is_cached(keys: BlockHashes, block: int) -> bool:
 
 @inlined
 def home(high: np.uint64, low: np.uint64, mask: int) -> np.int64:
-    """Slot where the search for a hash begins."""
+    """Return the slot where probing for a hash begins."""
     x = (high ^ (low * _MIX_1)) * _MIX_2
     x ^= x >> _SHIFT
     return np.int64(x & np.uint64(mask))
@@ -60,7 +54,7 @@ def home(high: np.uint64, low: np.uint64, mask: int) -> np.int64:
 
 @inlined
 def probe(keys: BlockHashes, slots: Ints, high: np.uint64, low: np.uint64) -> tuple[int, np.int64]:
-    """Block that is cached under a hash, or -1; and the slot where the search ended."""
+    """Return the block cached under a hash, or -1, and the slot where probing ended."""
     mask = slots.shape[0] - 1
     i = home(high, low, mask)
     while True:
@@ -72,7 +66,7 @@ def probe(keys: BlockHashes, slots: Ints, high: np.uint64, low: np.uint64) -> tu
 
 @inlined
 def find(keys: BlockHashes, slots: Ints, high: np.uint64, low: np.uint64) -> int:
-    """Block that is cached under a hash, or -1; the hash (0, 0) is nobody's."""
+    """Return the block cached under a hash, or -1; the hash (0, 0) is never cached."""
     if high == 0 and low == 0:
         return -1
     block, _ = probe(keys, slots, high, low)
@@ -83,7 +77,7 @@ def find(keys: BlockHashes, slots: Ints, high: np.uint64, low: np.uint64) -> int
 def prefetch(
     keys: BlockHashes, slots: Ints, hashes: BlockHashes, start: int, stop: int
 ) -> np.int64:
-    """Load what searches for `hashes[start:stop]` look at first, all at once; return some of it."""
+    """Prefetch the first slots and keys for `hashes[start:stop]`; return part of them."""
     mask, seen = slots.shape[0] - 1, np.uint64(0)
     for i in range(start, stop):
         block = slots[home(hashes[i, HIGH], hashes[i, LOW], mask)]
@@ -93,7 +87,7 @@ def prefetch(
 
 @inlined
 def rebuild(keys: BlockHashes, slots: Ints) -> int:
-    """Make the table anew, of the cached blocks alone; return how many there are."""
+    """Rebuild the table from the cached blocks; return their number."""
     mask, filled = slots.shape[0] - 1, 0
     slots[:] = -1
     for block in range(keys.shape[0]):
@@ -108,7 +102,7 @@ def rebuild(keys: BlockHashes, slots: Ints) -> int:
 
 @inlined
 def unlink(meta: Ints, block: int) -> None:
-    """Take a block out of the free queue."""
+    """Remove a block from the free queue."""
     before, after = meta[block, PREV], meta[block, NEXT]
     meta[before, NEXT] = after
     meta[after, PREV] = before
@@ -118,7 +112,7 @@ def unlink(meta: Ints, block: int) -> None:
 
 @inlined
 def link_after(meta: Ints, before: int, block: int) -> None:
-    """Put a block into the free queue, right after `before`."""
+    """Insert a block into the free queue after `before`."""
     after = meta[before, NEXT]
     meta[block, PREV] = before
     meta[block, NEXT] = after
@@ -128,7 +122,7 @@ def link_after(meta: Ints, before: int, block: int) -> None:
 
 @bare_kernel
 def peek(meta: Ints, count: int, out: Ints) -> None:
-    """Read which `count` blocks will be handed out next, in order."""
+    """Write the next `count` blocks of the free queue to `out`, in order."""
     block = meta.shape[0] - 1
     for i in range(count):
         block = meta[block, NEXT]
@@ -140,7 +134,7 @@ def peek(meta: Ints, count: int, out: Ints) -> None:
 
 @inlined
 def adopt(meta: Ints, parent: int, block: int) -> None:
-    """Make a block the child of `parent`; -1 for a root."""
+    """Make a block a child of `parent`, or a root for -1."""
     meta[block, PARENT] = parent
     meta[block, ELDER] = -1
     meta[block, YOUNGER] = -1
@@ -154,7 +148,7 @@ def adopt(meta: Ints, parent: int, block: int) -> None:
 
 @inlined
 def disown(meta: Ints, block: int) -> None:
-    """Cut a block without children from its parent and siblings."""
+    """Unlink a leaf from its parent and siblings."""
     elder, younger, parent = meta[block, ELDER], meta[block, YOUNGER], meta[block, PARENT]
     if elder >= 0:
         meta[elder, YOUNGER] = younger
@@ -171,7 +165,7 @@ def disown(meta: Ints, block: int) -> None:
 def uncache(
     meta: Ints, keys: BlockHashes, counts: Counts, block: int, removed: BlockHashes, done: int
 ) -> int:
-    """Forget a cached block, its descendants first; append their hashes to `removed`."""
+    """Remove a cached block after its descendants; append their hashes to `removed`."""
     at = block
     while True:
         while meta[at, CHILD] >= 0:
@@ -207,7 +201,7 @@ def match(
 
 @bare_kernel
 def take(meta: Ints, counts: Counts, blocks: Ints, out: Ints) -> None:
-    """Refer to cached blocks once more, and write them to `out`."""
+    """Add a reference to cached blocks and write their ids to `out`."""
     for i in range(blocks.shape[0]):
         block = blocks[i]
         if meta[block, REFS] == 0:
@@ -219,7 +213,7 @@ def take(meta: Ints, counts: Counts, blocks: Ints, out: Ints) -> None:
 
 @bare_kernel
 def allocate(meta: Ints, keys: BlockHashes, counts: Counts, out: Ints, removed: BlockHashes) -> int:
-    """Fill `out` with the first blocks of the free queue; return how many hashes were removed."""
+    """Fill `out` with blocks from the free queue; return the number of removed hashes."""
     done, queue = 0, meta.shape[0] - 1
     block = meta[queue, NEXT]
     for i in range(out.shape[0]):
@@ -239,7 +233,7 @@ def allocate(meta: Ints, keys: BlockHashes, counts: Counts, out: Ints, removed: 
 
 @bare_kernel
 def claim(meta: Ints, keys: BlockHashes, counts: Counts, blocks: Ints, removed: BlockHashes) -> int:
-    """Take these free blocks, as `allocate` does; return how many hashes were removed."""
+    """Allocate these free blocks; return the number of removed hashes."""
     done = 0
     for i in range(blocks.shape[0]):
         block = blocks[i]
@@ -258,9 +252,8 @@ def cache_full_blocks(
 ) -> tuple[int, int, bool]:  # fmt: skip
     """Cache the blocks `table[start:stop]` under `hashes[start:stop]`.
 
-    A hash of another block stays with that block; such hashes come first, as parents are cached.
-    A block without a cached parent ends the range. Returns the index of the first block that was
-    cached, how many were, and whether a block is a duplicate: its hash is cached elsewhere.
+    Hashes already cached elsewhere keep their block. Returns the index of the first newly cached
+    block, the number of new ones, and whether any hash is cached under another block.
     """
     parent = -1
     if start > 0:
@@ -305,10 +298,9 @@ def release(
     meta: Ints, keys: BlockHashes, slots: Ints, counts: Counts, table: Ints, start: int, stop: int,
     hashes: BlockHashes, duplicates: bool,
 ) -> int:  # fmt: skip
-    """Drop references of `table[start:stop]`, last block first; return how many blocks became free.
+    """Drop references to `table[start:stop]`, last first; return the number of blocks freed.
 
-    Free blocks that are cached join the end of the queue, tails before their prefixes. Others go to
-    its front. Where the range has `duplicates`, the blocks cached under its hashes are renewed too.
+    Cached blocks go to the back of the free queue, tail before prefix; others go to its front.
     """
     freed = 0
     queue = meta.shape[0] - 1
@@ -335,7 +327,7 @@ def release(
 
 @bare_kernel
 def release_chain(meta: Ints, counts: Counts, table: Ints) -> int:
-    """Drop references of the cached blocks of a chain; see `BlockPool.release_chain`."""
+    """Drop references to the cached blocks of a chain; see `BlockPool.release_chain`."""
     freed = 0
     queue = meta.shape[0] - 1
     first = table.shape[0]
@@ -367,7 +359,7 @@ def forget(
     meta: Ints, keys: BlockHashes, counts: Counts, table: Ints, start: int, stop: int,
     removed: BlockHashes,
 ) -> int:  # fmt: skip
-    """Forget the hashes of `table[start:stop]` and their descendants; return how many."""
+    """Remove the hashes of `table[start:stop]` and their descendants; return their number."""
     done = 0
     for i in range(start, stop):
         block = table[i]
@@ -378,7 +370,7 @@ def forget(
 
 @bare_kernel
 def clear(meta: Ints, keys: BlockHashes, slots: Ints, counts: Counts) -> None:
-    """Forget all hashes. The free queue keeps its order."""
+    """Remove all hashes; the free queue keeps its order."""
     slots[:] = -1
     keys[:] = 0
     meta[:, PARENT:] = -1
@@ -398,7 +390,6 @@ def _where(mask: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Ints:
 
 
 def _check_references(meta: Ints, counts: Counts, references: Ints) -> None:
-    """Check that blocks are referred to as often as expected, and that the rest are free."""
     refs = meta[:-1, REFS]
     _require("references are those of rows, holds, loads and copies", _where(refs != references))
     free = int((refs == 0).sum())
@@ -426,7 +417,6 @@ def _check_queue(meta: Ints, counts: Counts) -> None:
 
 
 def _check_table(keys: BlockHashes, slots: Ints, counts: Counts) -> None:
-    """Check that each cached hash leads to the block that is cached under it."""
     hashed = _where((keys != 0).any(axis=1))
     if len(hashed) != counts[CACHED]:
         raise IntegrityError(f"{len(hashed)} blocks have a hash, {counts[CACHED]} count as cached")
@@ -441,7 +431,7 @@ def _check_table(keys: BlockHashes, slots: Ints, counts: Counts) -> None:
 
 
 def _check_forest(meta: Ints, keys: BlockHashes) -> None:
-    """Check that parents are cached, and outlive their children in the free queue."""
+    """Check that parents are cached and come after their children in the free queue."""
     cached = (keys != 0).any(axis=1)
     parent = meta[:-1, PARENT]
     child = _where(parent >= 0)
@@ -479,16 +469,14 @@ def _rank(meta: Ints) -> Ints:
     return rank
 
 
-#: Slots of the hash table for each block, at least. Most searches end where they begin.
+#: Minimum of slots per block, so that most probes end at the first slot.
 _SLOTS_PER_BLOCK = 4
 
 
 class BlockPool:
-    """Blocks 0 to n - 1, each free or referred to, each cached under a hash or not.
+    """Reference-counted blocks with a prefix cache.
 
-    A block that is cached and free can still be hit, and counts as free. Cached blocks are evicted
-    leaf first, and least recently used first: a sequence that ends appends its blocks to the free
-    queue from its tail to its head, and a hit takes blocks out of the queue.
+    Free blocks stay cached until reallocated, and are evicted leaf first in LRU order.
 
     Example:
         pool = BlockPool(8)
@@ -498,7 +486,6 @@ class BlockPool:
     """
 
     def __init__(self, blocks: int) -> None:
-        """Make a pool of `blocks` free blocks, handed out from 0 on at first."""
         self.blocks = blocks
         self.meta: Ints = np.full((blocks + 1, META_COLUMNS), -1, dtype=np.int32)
         self.meta[:, REFS] = 0
@@ -509,19 +496,19 @@ class BlockPool:
         size = 1 << (_SLOTS_PER_BLOCK * blocks - 1).bit_length()
         self.slots: Ints = np.full(size, -1, dtype=np.int32)
         self.counts = np.array([blocks, 0, 0, 0], dtype=np.int64)
-        #: Where kernels write the hashes that they removed, until they are copied.
+        #: Output of kernels: removed hashes, until they are copied.
         self.removed: BlockHashes = np.zeros((blocks, 2), dtype=np.uint64)
-        #: All of these, as kernels take them.
+        #: All arrays, in the order of kernel arguments.
         self.arrays: PoolArrays = (self.meta, self.keys, self.slots, self.counts, self.removed)
 
     @property
     def free(self) -> int:
-        """Blocks that nobody refers to."""
+        """Blocks without references."""
         return self.counts.item(FREE)
 
     @property
     def cached(self) -> int:
-        """Blocks that can be hit, free or not."""
+        """Blocks in the prefix cache, free or in use."""
         return self.counts.item(CACHED)
 
     def refs(self, blocks: Ints) -> Ints:
@@ -530,29 +517,25 @@ class BlockPool:
         return counts
 
     def allocate(self, out: Ints) -> BlockHashes:
-        """Fill `out` with the next free blocks; return hashes that can no longer be hit, shape (m,
-        2).
-        """
+        """Fill `out` with the next free blocks; return removed hashes, shape (m, 2)."""
         assert len(out) <= self.counts[FREE], "more blocks than are free"
         count = allocate(self.meta, self.keys, self.counts, out, self.removed)
         return self._removed(count)
 
     def peek(self, count: int) -> Ints:
-        """Return which `count` blocks `allocate` will take next, and leave them there."""
+        """Return the next `count` blocks that `allocate` would take."""
         assert count <= self.counts[FREE], "more blocks than are free"
         out = np.empty(count, dtype=np.int32)
         peek(self.meta, count, out)
         return out
 
     def claim(self, blocks: Ints) -> BlockHashes:
-        """Take these free blocks, wherever in the queue they are; return as `allocate` does."""
+        """Allocate these free blocks; return removed hashes, shape (m, 2)."""
         count = claim(self.meta, self.keys, self.counts, blocks, self.removed)
         return self._removed(count)
 
     def forget(self, table: Ints, start: int, stop: int) -> BlockHashes:
-        """Forget the hashes of `table[start:stop]`; return all that can no longer be hit, shape (m,
-        2).
-        """
+        """Remove the hashes of `table[start:stop]`; return all removed hashes, shape (m, 2)."""
         count = forget(self.meta, self.keys, self.counts, table, start, stop, self.removed)
         return self._removed(count)
 
@@ -560,33 +543,30 @@ class BlockPool:
         return self.removed[:count].copy() if count else self.removed[:0]
 
     def take(self, blocks: Ints, out: Ints) -> None:
-        """Refer to cached `blocks` once more, and write their ids to `out`, both shape (n,)."""
+        """Add a reference to cached `blocks` and write their ids to `out`, both shape (n,)."""
         take(self.meta, self.counts, blocks, out)
 
     def release(
         self, table: Ints, start: int, stop: int, hashes: BlockHashes, duplicates: bool = False
     ) -> int:
-        """Drop one reference of each of `table[start:stop]`, last first; return how many came free.
+        """Drop references to `table[start:stop]`, last first; return the number of blocks freed.
 
-        `hashes` are those of the sequence that are known, shape (known, 2); `duplicates` says
-        whether some block of the sequence has its hash cached elsewhere.
+        `hashes` has the sequence's known hashes, shape (known, 2). Set `duplicates` if one of its
+        hashes is cached under another block.
         """
         return release(
             self.meta, self.keys, self.slots, self.counts, table, start, stop, hashes, duplicates
         )
 
     def release_chain(self, table: Ints) -> int:
-        """Drop one reference of each cached block of a chain; return how many became free.
+        """Drop references to a chain's cached blocks; return the number freed.
 
-        Its tail, which nobody else refers to and on which nothing else stands, is allocated next.
-        The rest joins the end of the queue, as by `release`.
+        The unshared tail goes to the front of the free queue, the rest to its back.
         """
         return release_chain(self.meta, self.counts, table)
 
     def check(self, references: Ints) -> None:
-        """Raise an IntegrityError unless every law holds; blocks have so many references,
-        (blocks,).
-        """
+        """Raise an IntegrityError on a violated invariant; `references` per block, (blocks,)."""
         _check_references(self.meta, self.counts, references)
         _check_queue(self.meta, self.counts)
         _check_table(self.keys, self.slots, self.counts)
@@ -594,7 +574,7 @@ class BlockPool:
 
 
 class HostPool:
-    """Blocks 0 to n - 1 of host memory, each free or the property of one preempted sequence."""
+    """Blocks of host memory, each free or owned by one preempted sequence."""
 
     def __init__(self, blocks: int) -> None:
         self.blocks = blocks
@@ -609,14 +589,12 @@ class HostPool:
         return taken
 
     def release(self, blocks: Ints) -> None:
-        """Give blocks back, shape (n,)."""
+        """Return blocks to the pool, shape (n,)."""
         self._stack[self.free : self.free + len(blocks)] = blocks[::-1]
         self.free += len(blocks)
 
     def check(self, owned: Ints) -> None:
-        """Raise an IntegrityError unless free blocks and those owned, shape (n,), are all, each
-        once.
-        """
+        """Raise an IntegrityError unless each block is either free or `owned`, shape (n,)."""
         times = np.bincount(self._stack[: self.free], minlength=self.blocks)
         times += np.bincount(owned, minlength=self.blocks)
         if len(times) != self.blocks or (times != 1).any():

@@ -1,4 +1,4 @@
-"""Checksums of blocks: xxh3, 64 bits a block, in one pass at memory speed, free of the GIL."""
+"""Checksums of blocks: xxh3, 64 bits per block, at memory speed, without the GIL."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Checksums: TypeAlias = NDArray[np.uint64]
 
 
 def checksums_of(rows: Bytes, ids: Ints) -> Checksums:
-    """Checksums of the rows `ids` of `rows`, C-contiguous; shape (n,)."""
+    """Return the checksums of the rows `ids` of C-contiguous `rows`; shape (n,)."""
     if rows.shape[1] > SHORT:
         return digest_rows(rows, ids)
     digests = (xxh3_64_intdigest(rows[i]) for i in ids.tolist())
@@ -29,10 +29,7 @@ def checksums_of(rows: Bytes, ids: Ints) -> Checksums:
 
 
 def copy(source: Bytes, ids: Ints, target: Bytes, places: Ints) -> Checksums:
-    """Copy the rows `ids` of `source` to the rows `places` of `target`; return checksums, (n,).
-
-    Both are C-contiguous. The checksums are those of what was written.
-    """
+    """Copy rows `ids` of `source` to rows `places` of `target`, C-contiguous; return checksums."""
     if source.shape[1] > SHORT:
         return copy_rows(source, ids, target, places)
     target[places] = source[ids]
@@ -44,7 +41,7 @@ def copy(source: Bytes, ids: Ints, target: Bytes, places: Ints) -> Checksums:
 
 Digests = NDArray[np.uint64]
 
-#: Longest input that other formulas are for.
+#: Longest input, in bytes, for which xxh3 uses other formulas.
 SHORT = 240
 _STRIPE = 64
 _BLOCK = 16 * _STRIPE
@@ -64,7 +61,7 @@ _P32_1, _P32_2, _P32_3 = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
 _P64_1, _P64_2, _P64_3 = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9
 _P64_4, _P64_5 = 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5
 _START = np.array([_P32_3, _P64_1, _P64_2, _P64_3, _P64_4, _P32_2, _P64_5, _P32_1], dtype=np.uint64)
-#: What is mixed in after each 1,024 bytes, and at the end.
+#: Secrets mixed in after each 1,024 bytes, and at the end.
 _SCRAMBLE = _SECRET[128:].view("<u8")
 _MERGE = _SECRET[11:75].copy().view("<u8")
 _LENGTH = np.uint64(_P64_1)
@@ -119,7 +116,6 @@ _copy_stripes = _stripes(stores=True)
 
 @kernel
 def _fold(a: Any, b: Any) -> Any:
-    """The two halves of a product of 128 bits, xored."""
     low, half = np.uint64(0xFFFFFFFF), np.uint64(32)
     a_low, a_high, b_low, b_high = a & low, a >> half, b & low, b >> half
     middle = ((a_low * b_low) >> half) + ((a_high * b_low) & low) + a_low * b_high
@@ -137,7 +133,7 @@ def _add(sums: Any, source: Any, target: Any, key: Any, count: Any) -> None:
 
 @kernel
 def _digest(sums: Any, source: Any, target: Any, size: Any, key: Any) -> Any:
-    """Digest the bytes at one address; copy them to another, if that is not 0."""
+    """Digest `size` bytes at `source`; also copy them to `target` unless it is 0."""
     sums[:] = _START
     sums_address = sums.ctypes.data
     shift = target - source if target else 0
@@ -159,7 +155,6 @@ def _digest(sums: Any, source: Any, target: Any, size: Any, key: Any) -> Any:
 
 @kernel
 def _rows(source: Any, ids: Any, target: Any, places: Any, size: Any, key: Any) -> Any:
-    """Digest rows of `size` bytes, by their addresses."""
     digests = np.empty(len(ids), dtype=np.uint64)
     sums = np.empty(8, dtype=np.uint64)
     for i in range(len(ids)):
@@ -172,13 +167,13 @@ _KEY: int = _SECRET.ctypes.data
 
 
 def digest_rows(rows: Bytes, ids: Ints) -> Digests:
-    """Digest the rows `ids` of `rows`, C-contiguous, each longer than `SHORT`; shape (n,)."""
+    """Return digests of the rows `ids`, C-contiguous and longer than `SHORT`; shape (n,)."""
     wanted = ids.astype(np.int64)
     return cast(Digests, _rows(_address(rows, wanted), wanted, 0, wanted, rows.shape[1], _KEY))
 
 
 def copy_rows(source: Bytes, ids: Ints, target: Bytes, places: Ints) -> Digests:
-    """Copy rows longer than `SHORT`, and return the digests of what was written, (n,)."""
+    """Copy rows longer than `SHORT`; return digests, or raise ValueError on a shape mismatch."""
     wanted, where = ids.astype(np.int64), places.astype(np.int64)
     if len(wanted) != len(where) or source.shape[1] != target.shape[1]:
         raise ValueError("source and target differ in the number of rows, or in their length")
@@ -187,7 +182,6 @@ def copy_rows(source: Bytes, ids: Ints, target: Bytes, places: Ints) -> Digests:
 
 
 def _address(rows: Bytes, ids: NDArray[np.int64]) -> int:
-    """Where rows begin, once it is clear that all `ids` lie within them."""
     if not rows.flags.c_contiguous or rows.shape[1] <= SHORT:
         raise ValueError(f"rows of {rows.shape[1]} bytes; give contiguous ones above {SHORT}")
     if len(ids) and not 0 <= ids.min() <= ids.max() < len(rows):
@@ -196,6 +190,6 @@ def _address(rows: Bytes, ids: NDArray[np.int64]) -> int:
 
 
 def warm_up() -> None:
-    """Compile, so that no transfer waits for it."""
+    """Compile the kernels before the first transfer."""
     rows = np.zeros((2, SHORT + 1), dtype=np.uint8)
     copy_rows(rows, np.array([0], dtype=np.int32), rows, np.array([1], dtype=np.int32))

@@ -1,4 +1,4 @@
-"""Keys of blocks: a keyed chain of 128-bit hashes over the full blocks of a sequence."""
+"""Block keys: a keyed chain of 128-bit hashes over the full blocks of a sequence."""
 
 from __future__ import annotations
 
@@ -19,18 +19,11 @@ Tokens = Sequence[int] | NDArray[np.integer]
 def chain(
     tokens: Tokens, block_size: int, seed: bytes, parent: BlockHashes | None = None
 ) -> BlockHashes:
-    """Hash the full blocks of a sequence, each together with all that comes before it.
+    """Return the hashes of a sequence's full blocks, shape (len(tokens) // block_size, 2).
 
-    A block's hash is BLAKE2b (RFC 7693) with 128 bits, keyed by `seed` (a tenure's digest), of the
-    parent's hash and the block's tokens as 32-bit little-endian integers. `parent` is the hash of
-    the block before `tokens`, shape (1, 2); None, or shape (0, 2), at the beginning.
-
-    Returns:
-        Hashes, shape (len(tokens) // block_size, 2); none is (0, 0).
-
-    Raises:
-        ValueError: `block_size` or the length of `seed` (1 to 64 bytes) is out of range.
-        OverflowError: a token id is not in [0, 2^32).
+    A hash is 128-bit BLAKE2b (RFC 7693), keyed by `seed` (a tenure's digest, 1 to 64 bytes), over
+    the parent's hash and the tokens as 32-bit little-endian integers. `parent` has shape (1, 2).
+    Raises ValueError for a bad `block_size` or seed, OverflowError for ids outside [0, 2^32).
     """
     if block_size < 1:
         raise ValueError(f"block_size is {block_size}; it must be at least 1")

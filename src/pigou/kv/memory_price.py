@@ -1,11 +1,7 @@
-"""The price of memory, and eviction across requests: which give up how many blocks.
+"""Price of device memory, and token eviction across requests.
 
-Source: seed token-pd (Token-PD), sections 3 and 4. Its price `mu` is per byte and its cost `c` the
-bytes of a token; here prices are per block, and a block costs 1, so that `mu c` is the price
-itself. Returns are in the unit of their prediction. Eviction is a knapsack of tokens of equal size
-over all requests, whose optimum is a threshold on their returns. Its price meets the budget on
-average only; here the cut is exact, for blocks come free as wholes, and the price is what the cut
-shows.
+Source: seed token-pd (Token-PD), sections 3 and 4, with prices per block instead of per byte.
+Eviction is a knapsack of equal-sized items, so the optimum is a threshold on their returns.
 """
 
 from __future__ import annotations
@@ -29,22 +25,19 @@ FLOOR = 1e-12
 def exponentiated_price(
     price: float, used: float, budget: float, rate: float, steps: int = 1
 ) -> float:
-    """Raise a price while more is used than there is, lower it while less is (Token-PD, Eq. 5).
+    """Return mu exp(steps rate (used - budget) / budget), at least `FLOOR` (Token-PD, Eq. 5).
 
-    mu <- mu exp(rate (used - budget) / budget), once for each step; at least `FLOOR`. Used and
-    budget are in blocks.
+    `used` and `budget` are in blocks.
     """
     change = rate * steps * (used - budget) / budget
     return min(max(price * math.exp(min(change, 700.0)), FLOOR), 1e300)
 
 
 def averaged_price(price: float, marginal: float, share: float, deadband: float) -> float:
-    """Move a price towards the marginal return at a cut, on a logarithmic scale.
+    """Move a price by `share` of the log distance to the marginal return of an eviction.
 
-    The exact dual variable of one cut is the return of the dearest block given up
-    (`cheapest_evictions`); from cut to cut it jumps. Its geometric mean over time, newer cuts
-    weighing more, is exponentiated gradient with a constant rate. The price moves by `share` of the
-    distance; distances below `deadband`, in natural logarithms, change nothing.
+    The price is a geometric mean of marginals, newer ones weighing more: exponentiated gradient at
+    a constant rate. Log distances below `deadband` change nothing.
     """
     target = max(marginal, FLOOR)
     distance = math.log(target / price)
@@ -54,48 +47,42 @@ def averaged_price(price: float, marginal: float, share: float, deadband: float)
 
 
 def blocks_below(ascending: Floats, price: float) -> int:
-    """Return how many blocks of an ascending curve earn less than the price."""
+    """Return the number of blocks in an ascending curve with a return below the price."""
     return int(ascending.searchsorted(price, side="left"))
 
 
 def blocks_above(descending: Floats, price: float) -> int:
-    """Return how many blocks of a descending curve earn more than the price."""
+    """Return the number of blocks in a descending curve with a return above the price."""
     return int((-descending).searchsorted(-price, side="left"))
 
 
-#: Share of the distance to a cut's marginal return that the price goes at once: what is left of it
-#: after ten cuts is a thousandth.
+#: Share of the log distance to the marginal return that the price moves per eviction.
 SHARE = 0.5
 
 
-#: Relative changes of the marginal return below it leave the price alone.
+#: Log distance to the marginal return below which the price does not move.
 DEADBAND = 0.05
 
 
 class MemoryPrice:
-    """The price of device memory, in return per block of entries.
+    """Price of device memory, in return per block of entries.
 
-    - As it is cut: the price follows the marginal return of the cuts, as far as they are foreseen
-      (`marginal_ahead`), averaged from plan to plan (`averaged_price`). It falls while more blocks
-      are free than requests are going to need (`exponentiated_price`).
-    - `by_price` (Token-PD's own): `exponentiated_price` in each step, where what is wanted and not
-      there counts as used.
-
-    The first cut sets the price under both: the paper says only that it begins above 0.
+    By default the price follows the marginal return of evictions (`averaged_price`), and falls
+    while more blocks are free than requests need. With `by_price` it is Token-PD's
+    `exponentiated_price`, counting unmet demand as used. The first eviction sets the price.
     """
 
     def __init__(self, budget: int, rate: float, by_price: bool) -> None:
         self.price = FLOOR
         self.by_price = by_price
         self._budget, self._rate = budget, rate
-        #: The price before the plan under way: its cuts are one, and the last sees it whole.
+        #: Price before the current plan, whose evictions count as one.
         self._before: float | None = None
 
     def note(self, marginal: float, ahead: float = -math.inf) -> None:
-        """Record that blocks were given up: `marginal` is the return of the dearest of them.
+        """Record an eviction and the highest return in it, `marginal`; ignored if infinite.
 
-        An unknown (infinite) return says nothing. `ahead` is the return of the dearest block that
-        will have to go before long (`marginal_ahead`), -inf for none.
+        `ahead` is the highest return of evictions due soon (`marginal_ahead`), -inf for none.
         """
         if not math.isfinite(marginal):
             return
@@ -110,7 +97,7 @@ class MemoryPrice:
             self.price = averaged_price(before, max(marginal, ahead), SHARE, DEADBAND)
 
     def step(self, used: int, steps: int, ahead: float = 0.0) -> None:
-        """Record steps that used or wanted `used` blocks; requests will grow by `ahead` blocks."""
+        """Record steps that used or requested `used` blocks; `ahead` is expected growth."""
         cut, self._before = self._before is not None, None
         wanted = used if self.by_price else min(used + ahead, self._budget)
         if self.by_price or not cut:
@@ -118,21 +105,21 @@ class MemoryPrice:
 
 
 class EvictionCurve(NamedTuple):
-    """What one request can give up."""
+    """Eviction offer of one request."""
 
-    lost_returns: Floats  # return that is lost with each further block, ascending, shape (blocks,)
+    lost_returns: Floats  # return lost with each further block, ascending, shape (blocks,)
     tenant: str = ""
 
 
 class EvictionChoice(NamedTuple):
-    """How many blocks each request gives up."""
+    """Number of blocks to evict from each request."""
 
-    counts: Ints  # blocks of each offer, shape (offers,)
-    marginal: float  # return of the dearest block among them; -inf for none
+    counts: Ints  # blocks per offer, shape (offers,)
+    marginal: float  # highest return among them; -inf for none
 
     @property
     def blocks(self) -> int:
-        """Blocks in all."""
+        """Total number of blocks."""
         return int(self.counts.sum())
 
 
@@ -140,16 +127,14 @@ def cheapest_evictions(
     offers: Sequence[EvictionCurve], min_blocks: int, max_blocks: int, ceiling: float = math.inf,
     evictable_by_tenant: Mapping[str, int] | None = None,
 ) -> EvictionChoice | None:  # fmt: skip
-    """Return the blocks that lose the least return, across requests; None for too few.
+    """Return the blocks with the lowest returns across requests; None for fewer than `min_blocks`.
 
-    A heap merges the curves. As each is ascending, and the bounds are nested (blocks of a request
-    within those of its tenant within all), the greedy merge is optimal. It takes up to
-    `max_blocks`, none that loses more than `ceiling`, and no more of a tenant than
-    `evictable_by_tenant`.
+    Takes up to `max_blocks`, none with a return above `ceiling`, and at most
+    `evictable_by_tenant` of a tenant. A greedy heap merge is optimal: curves ascend, bounds nest.
     """
     left = dict(evictable_by_tenant or {})
     counts: Ints = np.zeros(len(offers), dtype=np.int32)
-    # Of equal losses, the one with more to give goes first; then the first offer.
+    # Ties go to the request with more blocks, then to the first offer.
     heap = [
         (float(offer.lost_returns[0]), -len(offer.lost_returns), i)
         for i, offer in enumerate(offers)
@@ -179,12 +164,10 @@ def cheapest_evictions(
 
 
 def marginal_ahead(offers: Sequence[EvictionCurve], counts: Ints, growth_blocks: float) -> float:
-    """Return what the dearest block earns that will have to go before curves are renewed.
+    """Return the highest return among evictions due before scores are renewed; -inf for none.
 
-    Until then each request gives up as much as it grows (`growth_blocks`), wherever that is
-    cheapest. The return at that cut is the exact dual variable of what is foreseen. `offers` are
-    from before a cut that takes `counts` of each; unknown (infinite) curves are left out. -inf
-    where no block is left.
+    Each request is expected to grow by `growth_blocks`. `counts` is subtracted from each offer;
+    unknown (infinite) curves are skipped.
     """
     curves = [
         o.lost_returns[n:]
@@ -200,5 +183,5 @@ def marginal_ahead(offers: Sequence[EvictionCurve], counts: Ints, growth_blocks:
 
 
 def evictable_by_tenant(floors: Mapping[str, int], held: Mapping[str, int]) -> dict[str, int]:
-    """Return how many blocks each tenant with a floor can still give up."""
+    """Return how many blocks each tenant holds above its floor."""
     return {tenant: max(0, held.get(tenant, 0) - floor) for tenant, floor in floors.items()}

@@ -1,4 +1,4 @@
-"""KV offload: moves between tiers and their queue, speeds of tiers, and the recompute cost."""
+"""KV offload: moves between tiers and their queue, tier speeds, and the recompute cost."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import numpy as np
 from pigou.kv.block import Block
 from pigou.request import Ints
 
-#: In a move: the device; and nowhere, for blocks that are only deleted.
+#: Source or target of a move: the device, and nowhere (a deletion).
 DEVICE, NOWHERE = -1, -2
-#: One of so many of a tier's blocks may lie there still while it is copied to the next.
+#: One in this many of a tier's blocks may be staged for the next tier.
 _STAGING = 16
-#: Of moves that are not of the device.
+#: Device blocks of moves between tiers.
 NO_BLOCKS: Ints = np.empty(0, dtype=np.int32)
 
 
 class TierSpeed(NamedTuple):
-    """How fast blocks come back from a tier."""
+    """Read speed of a tier."""
 
     latency: float = 0.0  # seconds before the first byte
     block: float = 0.0  # seconds for each block
@@ -28,29 +28,29 @@ class TierSpeed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Blocks to be copied from one tier to another, or to be deleted."""
+    """Blocks to copy from one tier to another, or to delete."""
 
-    number: int  # under which it is answered; -1 for deletions, which are not
+    number: int  # id for its completion; -1 for deletions, which are not completed
     source: int  # tier to read from, or `DEVICE`
     target: int  # tier to write to, or `NOWHERE`: the blocks are deleted from `source`
-    keys: Sequence[bytes]  # of the blocks, each after those that it stands on
-    blocks: Sequence[Block] = ()  # what they are, in the same order; empty for deletions
+    keys: Sequence[bytes]  # of the blocks, parent before child
+    blocks: Sequence[Block] = ()  # in the same order; empty for deletions
     # device blocks to read, shape (n,); empty for another source.
     device: Ints = field(default_factory=lambda: NO_BLOCKS)
 
 
 class MoveQueue:
-    """Moves that were decided: the driver takes them, makes them, and answers each."""
+    """Moves not yet taken by the driver, and those not yet completed."""
 
     def __init__(self) -> None:
-        self.under_way: dict[int, Move] = {}  # moves that were not answered yet, by number
+        self.under_way: dict[int, Move] = {}  # by number
         self._decided: list[Move] = []
         self._number = 0
 
     def add(
         self, source: int, target: int, blocks: Sequence[Block], device: Ints = NO_BLOCKS
     ) -> Move:
-        """Add a move of blocks, and return it."""
+        """Add and return a move."""
         keys = [block.key for block in blocks]
         move = Move(self._number, source, target, keys, blocks, device)
         self._number += 1
@@ -59,16 +59,16 @@ class MoveQueue:
         return move
 
     def delete(self, tier: int, keys: Sequence[bytes]) -> None:
-        """Add the deletion of a tier's blocks."""
+        """Add a deletion of a tier's blocks."""
         self._decided.append(Move(-1, tier, NOWHERE, list(keys)))
 
     def drain(self) -> list[Move]:
-        """Return the moves that were decided since the last call, in order."""
+        """Return the moves added since the last call, in order."""
         decided, self._decided = self._decided, []
         return decided
 
     def end(self, number: int) -> Move:
-        """Take the answer of a move in, and return it; raise a ValueError if none is under way."""
+        """Complete and return a move; raise a ValueError if none is under way."""
         move = self.under_way.pop(number, None)
         if move is None:
             raise ValueError(f"move {number} has landed, and is not under way")
@@ -77,17 +77,17 @@ class MoveQueue:
 
 @dataclass(slots=True)
 class TierCounts:
-    """Blocks of one tier, since the start."""
+    """Blocks of one tier, totals since the start."""
 
     stored: int = 0
     restored: int = 0
-    recalled: int = 0  # that were read from it for a session that was expected back
+    recalled: int = 0  # prefetched for a session expected back
     evicted: int = 0
     lost: int = 0
 
 
 def staging_of(rooms: Sequence[int]) -> list[int]:
-    """Return how many blocks of each tier, nearest first, are for moves to the next."""
+    """Return how many blocks of each tier, nearest first, may be staged for the next tier."""
     return [*(max(1, room // _STAGING) for room in rooms[:-1]), 0]
 
 
@@ -97,10 +97,9 @@ def blocks_worth_loading(
     speeds: Sequence[TierSpeed],
     recompute_cost: RecomputeCost | None,
 ) -> int:
-    """Return how many blocks of a sequence from `first` on are best read, not computed.
+    """Return how many blocks from index `first` on are faster to load than to recompute.
 
-    `tiers` says where each lies; a tier's latency is paid once. All are read while the cost of
-    recomputing is unknown (None).
+    `tiers` has each block's tier, whose latency is paid once. Loads all if the cost is None.
     """
     if recompute_cost is None:
         return len(tiers)
@@ -118,16 +117,14 @@ def blocks_worth_loading(
 
 @dataclass(frozen=True, slots=True)
 class RecomputeCost:
-    """Seconds that one use of a block saves over recomputing it.
+    """Seconds that one hit of a block saves over recomputing it.
 
-    Recomputing a block at depth d of its chain takes `base + slope * d` seconds: a linear part, and
-    attention over what comes before it. From a tier it comes back in `restore * size` seconds. What
-    a read costs once (a seek, a round trip) is not charged to its blocks.
+    A block at depth d takes `base + slope * d` seconds to recompute, and `restore * size` to load.
     """
 
     base: float = 1.0  # seconds to compute a block at the beginning of a prompt
-    slope: float = 0.0  # seconds more for each block before it
-    restore: float = 0.0  # seconds for each byte that is read back
+    slope: float = 0.0  # additional seconds per block before it
+    restore: float = 0.0  # seconds to load a byte
 
     def __post_init__(self) -> None:
         for name in ("base", "slope", "restore"):
@@ -135,9 +132,9 @@ class RecomputeCost:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0")
 
     def saved(self, block: Block) -> float:
-        """Return the seconds that a hit of this block saves, at least 0."""
+        """Return the seconds saved by a hit of this block, at least 0."""
         return max(0.0, self.base + self.slope * block.depth - self.restore * block.size)
 
     def recompute(self, depth: int, count: int = 1) -> float:
-        """Return the seconds to compute `count` blocks of which the first is at `depth`."""
+        """Return the seconds to compute `count` blocks from `depth` on."""
         return count * self.base + self.slope * (count * depth + count * (count - 1) / 2)

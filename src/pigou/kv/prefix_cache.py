@@ -1,4 +1,4 @@
-"""The prefix cache: which blocks hold the KV of which prefix."""
+"""Prefix cache: finds and caches the blocks of a prefix by hash."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ class PrefixMatch(NamedTuple):
     """A cached prefix."""
 
     blocks: Ints  # in order, shape (n,); valid until the next `match`
-    idle: int  # how many of them nobody refers to at present
+    idle: int  # blocks among them without references
 
 
 class NewlyCached(NamedTuple):
-    """What `PrefixCache.cache_full_blocks` did."""
+    """Result of `PrefixCache.cache_full_blocks`."""
 
     first: int  # index of the first block that is newly cached
     new: int
-    duplicates: bool  # whether a block of the range has its hash cached elsewhere
+    duplicates: bool  # True if a hash of the range is cached under another block
 
 
 class PrefixCache:
-    """Hash to block, over the blocks of a pool. A block's parent is always cached, too.
+    """Maps hashes to blocks of a pool; the parent of a cached block is always cached.
 
     Example:
         cache = PrefixCache(BlockPool(1024))
@@ -42,7 +42,7 @@ class PrefixCache:
         self._block: Ints = np.empty(1, dtype=np.int32)
 
     def match(self, hashes: BlockHashes, limit: int) -> PrefixMatch:
-        """Find the longest cached prefix of `hashes[:limit]`, shape (n, 2)."""
+        """Return the longest cached prefix of `hashes[:limit]`, shape (n, 2)."""
         if limit == 0:
             return PrefixMatch(self._blocks[:0], 0)
         pool = self._pool
@@ -52,7 +52,7 @@ class PrefixCache:
         return PrefixMatch(self._blocks[:count], idle)
 
     def holds(self, key: bytes) -> bool:
-        """Whether a block is cached, by its key (`pigou.kv.block`)."""
+        """True if the block with this key (`pigou.kv.block`) is cached."""
         pool = self._pool
         count, _ = block_pool.match(
             pool.meta, pool.keys, pool.slots, hashes_of([key]), min(1, pool.blocks), self._block
@@ -62,10 +62,9 @@ class PrefixCache:
     def cache_full_blocks(
         self, table: Ints, hashes: BlockHashes, start: int, stop: int
     ) -> NewlyCached:
-        """Cache the full blocks `table[start:stop]` of one sequence under its hashes.
+        """Cache a sequence's full blocks `table[start:stop]` under its hashes.
 
-        Of two blocks with one hash the first stays cached, and the duplicate private. A block
-        without a hash, (0, 0), ends what is cached of its sequence.
+        Duplicates of a cached hash stay private. The hash (0, 0) ends the range.
         """
         pool = self._pool
         return NewlyCached(
@@ -75,6 +74,6 @@ class PrefixCache:
         )
 
     def clear(self) -> None:
-        """Forget all hashes; blocks and references stay."""
+        """Remove all hashes; blocks and references stay."""
         pool = self._pool
         block_pool.clear(pool.meta, pool.keys, pool.slots, pool.counts)

@@ -1,4 +1,4 @@
-"""Resharding: which rank sends which KV heads to which, where two workers differ in their TP."""
+"""Resharding: which ranks exchange which KV heads when two workers differ in TP."""
 
 from __future__ import annotations
 
@@ -9,31 +9,27 @@ from typing import NamedTuple
 
 
 class HeadSlice(NamedTuple):
-    """Consecutive KV heads that one rank sends to another: one message."""
+    """One message: consecutive KV heads sent from one rank to another."""
 
     source: int  # rank of the sending worker
     target: int  # rank of the receiving worker
-    first: int  # first head, of those of the whole model
-    heads: int  # their number
+    first: int  # index of the first head in the model
+    heads: int
 
 
 @dataclass(frozen=True, slots=True)
 class TransferSplit:
-    """How a transfer is split over the ranks of both workers."""
+    """Split of a transfer over the ranks of both workers."""
 
-    source_share: float = 1.0  # part of the KV's bytes that the busiest source rank sends
-    target_share: float = 1.0  # part of them that the busiest target rank receives
-    messages: int = 1  # of the rank that has to handle the largest number of them
+    source_share: float = 1.0  # share of the KV bytes sent by the busiest source rank
+    target_share: float = 1.0  # share received by the busiest target rank
+    messages: int = 1  # maximum over ranks
 
 
 def heads_of_rank(kv_heads: int, tp: int, rank: int) -> range:
-    """Return the KV heads that a rank (0 to tp - 1) holds.
+    """Return the KV heads of a rank (0 to tp - 1); ranks beyond the number of heads hold copies.
 
-    Ranks divide the heads; where there are more ranks than heads, consecutive ranks hold the same
-    head. A latent cache (MLA) is not divided: it counts as one head.
-
-    Raises:
-        ValueError: neither of `kv_heads` and `tp` divides the other.
+    A latent cache (MLA) counts as one head. Raises ValueError if neither number divides the other.
     """
     if kv_heads < 1 or tp < 1 or (kv_heads % tp and tp % kv_heads):
         raise ValueError(f"tp is {tp}; it must divide, or be a multiple of, {kv_heads} KV heads")
@@ -45,10 +41,9 @@ def heads_of_rank(kv_heads: int, tp: int, rank: int) -> range:
 
 
 def head_slices(kv_heads: int, source_tp: int, target_tp: int) -> list[HeadSlice]:
-    """Return the messages that bring every target rank its heads, once each.
+    """Return the messages that give every target rank its heads, reading copies evenly.
 
-    Copies of a head are read evenly from the ranks that hold it, so equal TP pairs equal ranks.
-    Refuses heads that cannot be divided over the ranks of a worker.
+    Raises ValueError as `heads_of_rank` does.
     """
     for tp in (source_tp, target_tp):
         heads_of_rank(kv_heads, tp, 0)  # refuses what cannot be divided
@@ -68,7 +63,7 @@ def head_slices(kv_heads: int, source_tp: int, target_tp: int) -> list[HeadSlice
 
 @lru_cache(maxsize=1024)
 def split_of(kv_heads: int, source_tp: int, target_tp: int) -> TransferSplit:
-    """Return how a transfer is split over the ranks; arguments and errors as `head_slices`."""
+    """Return the split of a transfer over ranks; raises ValueError as `head_slices` does."""
     sent: Counter[int] = Counter()
     received: Counter[int] = Counter()
     messages: Counter[tuple[str, int]] = Counter()

@@ -1,8 +1,6 @@
-"""Predicts when sessions return: an agent's session pauses while its tool works.
+"""Predicts when agent sessions return, from a decayed histogram of their pauses.
 
-A session is known by the last block that it left. It returns with a request whose prompt
-continues from there; the time between is one of its pauses. Pauses are counted in bins that
-grow by half, with counts that fade, so that the prediction follows what sessions do now.
+A session is identified by the last block it left, and returns with a prompt that extends it.
 """
 
 from __future__ import annotations
@@ -16,28 +14,27 @@ import numpy as np
 from pigou.kv.block import keys_of
 from pigou.request import SECOND, BlockHashes
 
-#: Maximum of sessions that are awaited; of more, the oldest are forgotten.
+#: Maximum of paused sessions; beyond it the oldest are forgotten.
 _MAX_SESSIONS = 4096
 #: Pauses in bins of 10 ms * 1.5^k.
 _BINS, _FIRST, _GROWTH = 48, 0.01, 1.5
-#: What a count is worth after each further pause.
+#: Decay of a count with each further pause.
 _FADE = 0.99
 
 
 @dataclass(slots=True)
 class SessionPause:
-    """A session that is away."""
+    """A paused session."""
 
-    hashes: BlockHashes  # of the blocks that it left, shape (n, 2)
-    expiry: int  # until when these are valid, nanoseconds
-    since: int  # when it left, nanoseconds
+    hashes: BlockHashes  # of its blocks, shape (n, 2)
+    expiry: int  # of these blocks, nanoseconds
+    since: int  # start of the pause, nanoseconds
 
 
 class SessionReturns:
-    """Learns the distribution of pauses, and predicts which sessions are due.
+    """Predicts which sessions are due: between the `early` and `late` quantiles of pauses.
 
-    A session is due from when the share `early` of pauses is over until the share `late` is, and
-    only if at least the share `likely` of sessions comes back at all.
+    None is due unless at least the share `likely` of sessions return.
     """
 
     def __init__(
@@ -52,11 +49,11 @@ class SessionReturns:
 
     @property
     def away(self) -> int:
-        """Sessions that are waited for."""
+        """Number of paused sessions."""
         return len(self._away)
 
     def on_turn_end(self, hashes: BlockHashes, expiry: int, now: int) -> None:
-        """Note that a session ended a turn, and left these blocks, shape (n, 2), at least one."""
+        """Record the end of a session's turn; `hashes` has its blocks, shape (n, 2), n >= 1."""
         key = keys_of(hashes[-1:])[0]
         self._away.pop(key, None)
         self._away[key] = SessionPause(hashes, expiry, now)
@@ -68,7 +65,7 @@ class SessionReturns:
             self._lost = self._lost * _FADE + 1.0
 
     def on_request(self, hashes: BlockHashes, now: int) -> None:
-        """Note a request with these blocks, shape (n, 2); it may be a session that returns."""
+        """Record a request's blocks, shape (n, 2), which may be a returning session's."""
         for key in reversed(keys_of(hashes)):
             pause = self._away.pop(key, None)
             if pause is not None:
@@ -76,7 +73,7 @@ class SessionReturns:
                 return
 
     def due(self, now: int) -> list[SessionPause]:
-        """Return the sessions that are about to come back, each once."""
+        """Return the sessions due to return, each once."""
         due_pauses = []
         over = self._quantile(self._late, 1)
         while (due := self.next()) is not None and due <= now:
@@ -86,17 +83,17 @@ class SessionReturns:
         return due_pauses
 
     def next(self) -> int | None:
-        """Return when the next session is due, nanoseconds; None when nobody is."""
+        """Return when the next session is due, in nanoseconds; None for none."""
         while self._due:
             due, since, key = self._due[0]
             pause = self._away.get(key)
             if pause is not None and pause.since == since:
                 return due
-            heapq.heappop(self._due)  # it has come back, or was forgotten
+            heapq.heappop(self._due)  # it returned, or was forgotten
         return None
 
     def clear(self) -> None:
-        """Wait for nobody any more; what was learned stays."""
+        """Forget all paused sessions; the histogram stays."""
         self._away.clear()
         self._due.clear()
 

@@ -1,4 +1,4 @@
-"""Tenure: the conditions under which a cached artifact was made, and outside which it is void."""
+"""Tenure: the conditions under which a cached artifact is valid."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 from pigou.request import NEVER
 
 _BYTES = 32
-#: Rises when the encoding changes its meaning: digests of two versions are unrelated.
+#: Version of the encoding: raise it when fields change meaning.
 _PERSON = b"pigou-tenure-1"
 _CONTENT = b"pigou-artifact-1"
 _MARK = "tenure1:"
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class Purpose(StrEnum):
-    """Which cache an artifact is for; caches never share one."""
+    """The cache that an artifact belongs to."""
 
     PREFIX = "prefix"
     SEMANTIC = "semantic"
@@ -32,11 +32,9 @@ class Purpose(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Tenure:
-    """Everything that a cached artifact's validity depends on; its digest seeds the block hashes.
+    """Everything that a cached artifact's validity depends on; its digest seeds block hashes.
 
-    Two requests share what is cached only when all fields are equal, character by character. The
-    fields are those of the Tenure Principle (seed `throughput-mechanics`); the token ids, or
-    whatever else the artifact was made of, join them in the cache key.
+    Artifacts are shared only under equal tenures (Tenure Principle, seed `throughput-mechanics`).
 
     Example:
         alice, bob = Tenure(tenant="alice"), Tenure(tenant="bob")
@@ -46,19 +44,19 @@ class Tenure:
     tenant: str = ""
     cache_salt: str = ""  # the request's own `cache_salt`
     model: str = ""  # name of the model, or version of the embedding
-    principal: str = ""  # on whose behalf within the tenant (user, group, service)
-    permissions: frozenset[str] = frozenset()  # what the principal may see, in any order
+    principal: str = ""  # user, group or service within the tenant
+    permissions: frozenset[str] = frozenset()  # of the principal
     release: str = ""  # release manifest (weights, quantization, engine and application versions)
     template: str = ""  # version of the prompt template
     corpus: str = ""  # snapshot of the retrieved documents
-    tools: frozenset[str] = frozenset()  # versions of the tools' schemas, in any order
+    tools: frozenset[str] = frozenset()  # versions of the tools' schemas
     safety: str = ""  # version of the safety policy
-    # when the artifact becomes void, in nanoseconds since 1970; `NEVER` for never.
+    # nanoseconds since 1970.
     expiry: int = NEVER
     purpose: Purpose = Purpose.PREFIX
 
     def encode(self) -> bytes:
-        """Encode injectively: each field's name, kind and value with its length before it."""
+        """Return an injective encoding: each field's name, type and value, length-prefixed."""
         return b"".join(_sized(part) for part in self._parts())
 
     def digest(self) -> bytes:
@@ -66,32 +64,26 @@ class Tenure:
         return blake2b(self.encode(), digest_size=_BYTES, person=_PERSON).digest()
 
     def key(self, content: bytes) -> bytes:
-        """Return the cache key of what was made of `content` under this tenure, 32 bytes.
-
-        It is BLAKE2b-256 of the content, keyed by the digest. KV blocks have keys of their own
-        (`pigou.kv.hashing.chain`).
-        """
+        """Return the cache key of `content`, 32 bytes: BLAKE2b-256 keyed by the digest."""
         return blake2b(content, digest_size=_BYTES, key=self.digest(), person=_CONTENT).digest()
 
     def salt(self) -> str:
-        """Return the `cache_salt` under which workers keep this tenure's blocks apart.
+        """Return the `cache_salt` for workers:
 
-        It is `tenure1:DIGEST`, or `tenure1:DIGEST:EXPIRY` with the nanoseconds since 1970, which
-        Pigou's workers read. To others it is a text like any; the digest has the expiry in it.
+        `tenure1:DIGEST[:EXPIRY]`, expiry in ns since 1970.
         """
         salt = _MARK + self.digest().hex()
         return salt if self.expiry == NEVER else f"{salt}:{self.expiry}"
 
     def expired(self, now: int) -> bool:
-        """Whether what was made under this tenure is void at `now` (ns since 1970)."""
+        """True if artifacts of this tenure are void at `now` (ns since 1970)."""
         return self.expiry != NEVER and now >= self.expiry
 
     def lasting(self, ttl: int, now: int) -> Tenure:
-        """Return this tenure with an expiry at most `ttl` nanoseconds (at least 1) after `now`.
+        """Return this tenure with an expiry at most `ttl` (at least 1) nanoseconds after `now`.
 
-        Time is divided in epochs of `ttl`, and the expiry is the end of the present one: tenures
-        that are equal but for the expiry are equal within an epoch. Where epochs begin depends on
-        the other fields, or everything with this `ttl` would become void at one moment.
+        The expiry ends an epoch of length `ttl`, so equal tenures share artifacts within an epoch.
+        Epochs are offset by the digest, to avoid that all artifacts expire at once.
         """
         timeless = replace(self, expiry=NEVER)
         phase = int.from_bytes(timeless.digest()[:8]) % ttl
@@ -116,19 +108,15 @@ class Tenure:
 
 @dataclass(frozen=True, slots=True)
 class Tenured(Generic[T]):
-    """A cached artifact with its tenure: only `open` returns it.
+    """A cached artifact (answer, tool result, passage) that only an equal tenure can open."""
 
-    For caches above the engine (answers, tool results, retrieved passages). A match of tokens,
-    or of meaning, finds an entry; whether it may be used is the tenure's to say.
-    """
-
-    tenure: Tenure  # under which it was made
-    key: bytes  # of the artifact in its cache (`Tenure.key`)
+    tenure: Tenure
+    key: bytes  # cache key (`Tenure.key`)
     _artifact: T = field(repr=False)
 
     @classmethod
     def wrap(cls, artifact: T, tenure: Tenure, content: bytes) -> Tenured[T]:
-        """Wrap what was made of `content` under a tenure."""
+        """Wrap the artifact made from `content` under a tenure."""
         return cls(tenure, tenure.key(content), artifact)
 
     def open(self, tenure: Tenure, now: int) -> T | None:
@@ -137,7 +125,7 @@ class Tenured(Generic[T]):
 
 
 def salt_expiry(salt: str) -> int:
-    """Return when the tenure of a salt expires, `NEVER` for other salts; refuse a broken one."""
+    """Return a salt's expiry, `NEVER` for other salts; raise ValueError for a malformed one."""
     if not salt.startswith(_MARK):
         return NEVER
     match = _SALT.fullmatch(salt)
@@ -155,5 +143,5 @@ def _sized(part: bytes) -> bytes:
 
 
 def _text(value: str) -> bytes:
-    """Encode also what JSON lets through and UTF-8 does not: lone surrogates."""
+    """Encode text, with the lone surrogates that JSON allows and UTF-8 does not."""
     return value.encode("utf-8", "surrogatepass")

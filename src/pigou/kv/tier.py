@@ -1,4 +1,4 @@
-"""One tier of KV blocks beyond the device: what it holds, within a hard cap of bytes."""
+"""Metadata of one tier of KV blocks below the device, within a byte limit."""
 
 from __future__ import annotations
 
@@ -12,37 +12,24 @@ from pigou.request import NEVER
 
 
 class Admission(NamedTuple):
-    """What `Tier.admit` did."""
+    """Result of `Tier.admit`."""
 
-    admitted: list[bytes]  # keys that are newly held, in the order of the chain
-    evicted: list[Block]  # blocks that went to make room, in that order; a child before its parent
+    admitted: list[bytes]  # newly held keys, parent before child
+    evicted: list[Block]  # child before parent
 
 
 class Tier:
-    """Which blocks one tier holds. It moves no bytes: its driver does, and asks first.
+    """Blocks of one tier: metadata only, the driver moves the bytes.
 
-    Keys are `bytes` of length 16 (`pigou.kv.block.keys_of`). A list of keys or blocks is a run of
-    one chain from its beginning on, parent before child. `now` is in nanoseconds of the epoch, and
-    never falls.
+    Lists of keys or blocks are runs of one chain, parent before child; `now` is in nanoseconds.
+    Leaves are evicted first, pinned blocks never; `rooted` tiers hold the parent of each block.
 
     Example:
         n = tier.find(keys, now)                      # leading keys that are held and not expired
-        tier.hit(keys[:n], now)                       # they are used
+        tier.hit(keys[:n], now)                       # record the hits
         admitted, evicted = tier.admit(blocks, now)   # blocks: those from keys[n] on, say
         tier.pin(admitted)                            # until they are written
         tier.unpin(admitted)
-        tier.drop(keys); tier.expire(now)             # for any other reason
-
-    Laws, which `check` verifies:
-
-    - `used_bytes <= cap_bytes`, always; bytes of a block that was dropped while pinned count
-      until its last pin goes.
-    - Leaf first: a block that has a held child is never evicted. `drop` and `expire` take the
-      held descendants of a block with it.
-    - Where the tier is `rooted`, a held block's parent is held. Elsewhere blocks may come whose
-      parent is in another tier.
-    - A pinned block is never evicted. If it is dropped, it can no longer be found, and its bytes
-      are given back by the last `unpin`, which returns its key.
     """
 
     def __init__(self, cap_bytes: int, policy: EvictionPolicy, rooted: bool = True) -> None:
@@ -54,28 +41,27 @@ class Tier:
         self.rooted = rooted
         self._held: dict[bytes, Entry] = {}
         self._doomed: dict[bytes, Entry] = {}
-        #: First of the held children of a parent that is not held.
+        #: First held child of each parent that is not held.
         self._waiting: dict[bytes, Entry] = {}
         self._expiries: list[tuple[int, bytes]] = []
 
     def __len__(self) -> int:
-        """Return how many blocks can be found."""
         return len(self._held)
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._held
 
     def entry(self, key: bytes) -> Entry | None:
-        """Return what is held under a key; it must not be changed."""
+        """Return the entry of a key, read-only; None if not held."""
         return self._held.get(key)
 
     def blocks(self) -> Iterable[Block]:
-        """Return the blocks that can be found, each parent before its children if admitted so."""
+        """Return the held blocks, in order of admission."""
         return (entry.block for entry in self._held.values())
 
     @property
     def price(self) -> float:
-        """What a byte costs: seconds of prefill for each second; 0 where the policy has none."""
+        """Price of a byte, in seconds of prefill per second; 0 if the policy has none."""
         return self.policy.price
 
     # --- use ----------------------------------------------------------------------------------
@@ -90,7 +76,7 @@ class Tier:
         return len(keys)
 
     def hit(self, keys: Sequence[bytes], now: int) -> None:
-        """Record a use of held blocks, a run of one chain."""
+        """Record a hit of held blocks, a run of one chain."""
         if not keys:
             return
         entry: Entry | None = self._held[keys[-1]]
@@ -119,13 +105,10 @@ class Tier:
     # --- admission ----------------------------------------------------------------------------
 
     def admit(self, blocks: Sequence[Block], now: int, used: bool = True) -> Admission:
-        """Take in blocks of one chain, parent before child, as far as the policy wants them.
+        """Admit blocks of one chain as the policy decides, evicting others to make room.
 
-        Those that are held already stay as they are. What the policy does not want, what is
-        expired, larger than the tier, without its parent (where `rooted`), or dropped and still
-        pinned, stays out; so does, where `rooted`, what comes after it. Blocks are evicted until
-        the new ones fit, but never one of those that were given. Admission counts as a use unless
-        `used` is false: then `use` has recorded it.
+        Expired, oversized and still pinned blocks are refused; so are, if `rooted`, blocks without
+        their parent. Pass `used=False` if `use` recorded the access.
         """
         candidates = [block for block in blocks if block.key not in self._held]
         if used and candidates:
@@ -177,7 +160,7 @@ class Tier:
         return True
 
     def _link(self, block: Block, now: int) -> Entry:
-        """Hold a block; it is pinned until the policy is told of it."""
+        """Hold a block, pinned until the policy's `insert`."""
         entry = Entry(block, now)
         entry.pins = 1
         self._held[block.key] = entry
@@ -206,7 +189,7 @@ class Tier:
     # --- going --------------------------------------------------------------------------------
 
     def drop(self, keys: Iterable[bytes], now: int) -> list[bytes]:
-        """Forget these blocks and their descendants; return keys free now, children first."""
+        """Drop blocks and their descendants; return the keys freed, children first."""
         freed: list[bytes] = []
         for key in keys:
             entry = self._held.get(key)
@@ -216,7 +199,7 @@ class Tier:
         return freed
 
     def expire(self, now: int) -> list[bytes]:
-        """Drop what has expired; returns as `drop` does."""
+        """Drop expired blocks; return the keys freed, children first."""
         due = []
         while self._expiries and self._expiries[0][0] <= now:
             _, key = heapq.heappop(self._expiries)
@@ -243,7 +226,7 @@ class Tier:
             freed.append(entry.block.key)
 
     def _unlink(self, entry: Entry, evicted: bool, now: int) -> None:
-        """Take a block without children out of the forest; its parent inherits its uses."""
+        """Unlink a leaf; its parent inherits its uses."""
         entry.held = False
         del self._held[entry.block.key]
         above = entry.up
@@ -269,21 +252,15 @@ class Tier:
     # --- pins ---------------------------------------------------------------------------------
 
     def pin(self, keys: Iterable[bytes]) -> None:
-        """Keep these held blocks from being evicted, once more each.
-
-        Raises:
-            KeyError: one is not held; none of them is pinned then.
-        """
+        """Pin held blocks against eviction; raises KeyError, pinning none, if one is not held."""
         entries = [self._held[key] for key in keys]
         for entry in entries:
             entry.pins += 1
 
     def unpin(self, keys: Iterable[bytes], now: int) -> list[bytes]:
-        """Take back one `pin` of each; return the keys of dropped ones whose bytes are free now.
+        """Unpin blocks; return the keys of dropped ones freed by their last unpin.
 
-        Raises:
-            KeyError: one is neither held nor waiting for its pins.
-            ValueError: one is not pinned.
+        Raises KeyError for a key neither held nor dropped, ValueError for one not pinned.
         """
         freed = []
         for key in keys:
@@ -302,7 +279,7 @@ class Tier:
     # --- laws ---------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise an IntegrityError for the first law of the tier that does not hold."""
+        """Raise an IntegrityError on a violated invariant."""
         every = [*self._held.values(), *self._doomed.values()]
         used = sum(entry.block.size for entry in every)
         ensure(used == self.used_bytes, f"{used} bytes are held, {self.used_bytes} counted")

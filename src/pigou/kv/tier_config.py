@@ -1,4 +1,4 @@
-"""Tiers as users write them, `NAME=SIZE[@PLACE][,key=value]...`, and the `Tiers` made of them."""
+"""Tier options as users write them, `NAME=SIZE[@PLACE][,key=value]...`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from pigou.kv.tier import Tier
 from pigou.kv.tier_eviction.policy import TierSetting, load
 from pigou.kv.tiers import Tiers
 
-#: The tier in the worker's own memory; all others outlive their worker.
+#: Tier in the worker's memory; all other tiers outlive their worker.
 HOST = "host"
-#: Entry point group of the stores of other tiers, by the tier's name.
+#: Entry point group of tier stores.
 STORES = "pigou.tier_store"
 _TEXT = re.compile(
     r"(?P<name>[\w.-]+)=(?P<size>[^@,]+)(?:@(?P<uri>.+?))?(?P<rest>(?:,[\w.]+=[^,]*)*)"
@@ -27,30 +27,25 @@ _TEXT = re.compile(
 
 
 class TierOption(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A tier of a worker's KV blocks beyond its device."""
+    """Configuration of one tier of a worker's KV blocks."""
 
-    name: str  # `host` for memory; else as registered under `pigou.tier_store`, in simulations any
-    gib: float  # room for KV blocks, in 2^30 bytes
+    name: str  # `host`, or a name registered under `pigou.tier_store`; any in simulations
+    gib: float  # capacity in 2^30 bytes
     policy: str = "price"  # eviction policy, as registered under `pigou.eviction`
     params: dict[str, Any] = {}  # of the policy
 
     def __post_init__(self) -> None:
-        """Refuse a tier that nothing fits in."""
         if not 0.0 < self.gib < math.inf:
             raise ConfigError(f"tier {self.name}: gib is {self.gib}; it must be above 0")
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of its room."""
+        """Size in bytes."""
         return int(self.gib * 2**30)
 
 
 def split_tier(text: str) -> tuple[str, str, str, str]:
-    """Split `NAME=SIZE[@PLACE][,key=value]...` into name, size, place and the rest, as typed.
-
-    Raises:
-        ConfigError: it is not written so.
-    """
+    """Split `NAME=SIZE[@PLACE][,key=value]...` into four parts; raises ConfigError otherwise."""
     match = _TEXT.fullmatch(text)
     if match is None:
         raise ConfigError(
@@ -61,7 +56,7 @@ def split_tier(text: str) -> tuple[str, str, str, str]:
 
 
 def uri_below(text: str, part: str) -> str:
-    """Return a tier's text with `part` appended to the path of its place, where it has one."""
+    """Return a tier's text with `part` appended to the path of its place, if it has one."""
     name, size, uri, rest = split_tier(text)
     if not uri:
         return text
@@ -70,11 +65,7 @@ def uri_below(text: str, part: str) -> str:
 
 
 def check_names(tiers: Sequence[TierOption]) -> None:
-    """Refuse tiers of one name.
-
-    Raises:
-        ConfigError: names all of them.
-    """
+    """Raise a ConfigError if two tiers share a name."""
     names = [tier.name for tier in tiers]
     if any(count > 1 for count in Counter(names).values()):
         raise ConfigError(
@@ -91,16 +82,7 @@ def build_tiers(
     copies: int,
     speeds: Sequence[TierSpeed] | None = None,
 ) -> Tiers:
-    """Make the tiers of one worker, nearest first.
-
-    Args:
-        capacities: blocks that each tier has room for.
-        costs: of recomputing a block, and of reading it from each tier.
-        copies: device blocks that may be copied at once.
-
-    Raises:
-        ConfigError: an unknown eviction policy, or a tier without room for a block.
-    """
+    """Build a worker's tiers, nearest first, `capacities` in blocks; raises ConfigError."""
     staging = staging_of(list(capacities))
     tiers = []
     for option, blocks, staged, cost in zip(options, capacities, staging, costs, strict=True):

@@ -1,11 +1,7 @@
-"""Tiers beyond the device: which blocks are stored, loaded, moved and dropped, and their KV events.
+"""Tiers below the device: which blocks to store, load, move and drop, and their KV events.
 
-`Tiers` decides, and does no I/O. The engine's driver makes the moves, each on the queue of its
-link, and answers them with `on_transfer_done`.
-
-A tier is filled by the one above it, the first by the device. A block goes down together with those
-before it that are not there yet: so all that is left after a restart can be hit. While a tier has
-room, it gets a copy of what arrives in the one above; later it gets what that one evicts.
+Decides without I/O; the driver makes the moves and reports them with `on_transfer_done`. Each
+tier is filled from the one above: copies while it has room, evicted blocks after that.
 """
 
 from __future__ import annotations
@@ -30,14 +26,12 @@ from pigou.kv.offload import (
 from pigou.kv.tier import Tier
 from pigou.request import BlockHashes, Ints, no_hashes
 
-#: Whose blocks they are, in an event: no request's.
+#: Request id in events of tiers.
 NOBODY = ""
 
 
 @dataclass(slots=True)
 class _PendingEvent:
-    """An event that may still grow; `blocks` of what was stored, empty for what was removed."""
-
     stored: bool
     medium: Medium
     keys: list[bytes]
@@ -45,11 +39,9 @@ class _PendingEvent:
 
 
 class TierEvents:
-    """KV events of tiers, in order, until they are taken.
+    """KV events of tiers, in order; adjacent events of one kind and medium are merged.
 
-    Neighbours of one kind and medium are one event: blocks that stand on one another are stored
-    together, and what is removed in a row is removed together. Of each tier, `incoming` are keys
-    that have not arrived, `leaving` those that it gave up and that are still to be copied.
+    Per tier, `incoming` has keys not yet arrived, `leaving` evicted keys still being copied.
     """
 
     def __init__(
@@ -63,13 +55,13 @@ class TierEvents:
         self._pending: list[_PendingEvent] = []
 
     def arrived(self, tier: int, keys: Iterable[bytes]) -> None:
-        """Add the event that blocks can be read from a tier, for those of them that can."""
+        """Publish that blocks of a tier can be loaded, except those still incoming."""
         held, incoming = self._tiers[tier], self._incoming[tier]
         entries = (held.entry(key) for key in keys if key not in incoming)
         self._stored(self.media[tier], [entry.block for entry in entries if entry is not None])
 
     def gone(self, tier: int, keys: Sequence[bytes]) -> None:
-        """Add the event that blocks are gone, but for those that a tier of the same medium has."""
+        """Publish that blocks are gone, unless another tier of the medium has them."""
         medium = self.media[tier]
         others = [
             number
@@ -104,7 +96,7 @@ class TierEvents:
             self._pending.append(_PendingEvent(False, medium, list(keys), []))
 
     def forget(self) -> None:
-        """Drop what nobody has taken: it was all cleared."""
+        """Drop the events not yet taken."""
         self._pending.clear()
 
     def take(self) -> list[BlockStored | BlockRemoved]:
@@ -124,35 +116,35 @@ def _event(pending: _PendingEvent) -> BlockStored | BlockRemoved:
     return BlockStored(NOBODY, first.depth, hashes, parent, pending.medium)
 
 
-#: Relative change of the recompute cost from which on policies value blocks anew.
+#: Relative change of the recompute cost before policies value blocks again.
 _CHANGED = 0.25
 
 
 class Tiers:
-    """The tiers of one worker, from the nearest to the farthest.
+    """Tiers of one worker, nearest first.
 
-    `staging` is, for each tier, the blocks beyond its cap that may lie there while they are copied
-    to the next; without any, evicted blocks are dropped. `copies` limits device blocks under copy.
-    By default the first medium is the host, the rest storage.
+    `staging` is the number of evicted blocks a tier may keep, beyond its cap, while they are
+    copied to the next; `copies` limits device blocks under copy. The first medium is the host by
+    default, the others storage.
 
     Example:
         tiers = Tiers([Tier(2**30, policy)], block_bytes=2**16)
-        loads = tiers.restorable(hashes, first=0, now=now)  # tier of each block that can come back
-        moves = tiers.drain()  # copies to make; `on_transfer_done` tells how they went
+        loads = tiers.restorable(hashes, first=0, now=now)  # tier of each block worth loading
+        moves = tiers.drain()  # copies to make; report each with `on_transfer_done`
     """
 
     recall = True
 
     def __init__(
         self, tiers: Sequence[Tier], block_bytes: int, staging: Sequence[int] | None = None,
-        #: of reading, as measured; set by the driver
+        #: measured read speeds; set by the driver
         speeds: Sequence[TierSpeed] | None = None, copies: int = 512,
         media: Sequence[Medium] | None = None,
     ) -> None:  # fmt: skip
         self.tiers = list(tiers)
         self.speeds = list(speeds) if speeds is not None else [TierSpeed() for _ in tiers]
         self.copies = copies
-        #: as measured (`learn`); while None, every load pays
+        #: as measured (`learn`); None loads everything
         self.recompute_cost: RecomputeCost | None = None
         self.counts = [TierCounts() for _ in tiers]
         self._learned_base_s = 0.0
@@ -162,12 +154,12 @@ class Tiers:
         self._leaving: list[set[bytes]] = [set() for _ in tiers]
         self.events = TierEvents(self.tiers, self._incoming, self._leaving, media)
         self._transfers = MoveQueue()
-        #: By move, blocks that stay at its source, pinned.
+        #: By move, blocks pinned at its source.
         self._pinned_at_source: dict[int, list[bytes]] = {}
         self._reading: dict[str, list[tuple[int, bytes]]] = {}
 
     def learn(self, cost: RecomputeCost) -> None:
-        """Take in the measured recompute cost; policies value anew once it changed by a quarter."""
+        """Update the recompute cost; policies follow once it changes by a quarter."""
         self.recompute_cost = cost
         if abs(cost.base - self._learned_base_s) <= _CHANGED * self._learned_base_s:
             return
@@ -179,21 +171,18 @@ class Tiers:
     # --- from and to the device -----------------------------------------------------------------
 
     def set_device_probe(self, device: Callable[[bytes], bool]) -> None:
-        """Tell the host's policy how to ask if the device holds a block (`above`)."""
+        """Give the host tier's policy a test of whether the device holds a block (`above`)."""
         if self.events.media[0] is Medium.HOST and self.tiers[0].policy.exclusive:
             self.tiers[0].policy.above = device
 
     def defers(self, blocks: int) -> bool:
-        """True if so many blocks are better offered when the device is about to evict them.
-
-        It is so where the first tier is full, and its policy heeds what the device holds.
-        """
+        """True if offload should wait for device eviction: the first tier is full and exclusive."""
         first = self.tiers[0]
         room = first.cap_bytes - first.used_bytes
         return first.policy.above is not None and blocks * self._bytes > room
 
     def use(self, hashes: BlockHashes, expiry: int, now: int) -> None:
-        """Record a use of the first blocks of a sequence, shape (n, 2), which may be offered."""
+        """Record a use of a sequence's first blocks, shape (n, 2)."""
         first = self.tiers[0]
         keys = keys_of(hashes)
         held = first.find(keys, now)
@@ -203,10 +192,9 @@ class Tiers:
     def offer(
         self, hashes: BlockHashes, device: Ints, expiry: int, now: int, limit: int
     ) -> Move | None:
-        """Offer the first blocks of a sequence, (n, 2), to the first tier; copy at most `limit`.
+        """Offer a sequence's first blocks, (n, 2), to the first tier; return the move, or None.
 
-        `device` has the device blocks that hold them, shape (n,). Returns the move of those that
-        the tier takes, which `drain` returns too, or None. The device keeps them until the move is
+        At most `limit` are copied, from `device` blocks, shape (n,), which stay until the move is
         done.
         """
         keys = keys_of(hashes)
@@ -225,7 +213,7 @@ class Tiers:
         return chain_of(hashes[start:stop], self._bytes, expiry, start, parent)
 
     def restorable(self, hashes: BlockHashes, first: int, now: int) -> Ints:
-        """Return from which tiers blocks from `first` on are best loaded, shape (n,)."""
+        """Return the tiers to load blocks from index `first` on from, shape (n,)."""
         tiers: list[int] = []
         for key in keys_of(hashes[first:]):
             tier = self._where(key, now)
@@ -236,14 +224,14 @@ class Tiers:
         return np.array(tiers[:count], dtype=np.int32)
 
     def readable(self, tier: int, key: bytes, now: int) -> bool:
-        """Whether a block lies in a tier, has arrived there, and is valid."""
+        """True if a block has arrived in a tier and is valid."""
         if self.speeds[tier].block == math.inf:  # its store is down
             return False
         entry = self.tiers[tier].entry(key)
         return entry is not None and key not in self._incoming[tier] and entry.block.expiry > now
 
     def begin_load(self, request: str, hashes: BlockHashes, tiers: Ints, now: int) -> None:
-        """Record that a request's blocks are read from these tiers, shape (n,)."""
+        """Record that a request loads blocks from these tiers, shape (n,)."""
         reading = list(zip(tiers.tolist(), keys_of(hashes), strict=True))
         for number, tier in enumerate(self.tiers):
             keys = [key for at, key in reading if at == number]
@@ -254,10 +242,9 @@ class Tiers:
     def end_load(
         self, request: str, good: int, now: int, failed: bool = False, requested: bool = True
     ) -> None:
-        """Record that a request's load has ended: `good` blocks came, and the next is lost.
+        """Record the end of a request's load: `good` blocks arrived, and the next one is lost.
 
-        Where the load `failed`, the others may still be there. A request without a load changes
-        nothing. Blocks that no request has `requested` yet count as recalled.
+        If it `failed`, no block counts as lost. Blocks not `requested` yet count as recalled.
         """
         reading = self._reading.pop(request, [])
         for number, key in reading:
@@ -273,13 +260,11 @@ class Tiers:
     # --- moves ----------------------------------------------------------------------------------
 
     def drain(self) -> list[Move]:
-        """Return the moves that were decided since the last call, in order."""
+        """Return the moves decided since the last call, in order."""
         return self._transfers.drain()
 
     def on_transfer_done(self, number: int, good: Sequence[bool], now: int) -> Move:
-        """Record that a move has ended, and which blocks arrived; return it. Refuse an unknown
-        move.
-        """
+        """Complete and return a move; raises ValueError for an unknown one."""
         move = self._transfers.end(number)
         target = move.target
         self._incoming[target].difference_update(move.keys)
@@ -295,27 +280,26 @@ class Tiers:
         return move
 
     def lose(self, tier: int, keys: Iterable[bytes], now: int) -> None:
-        """Record that a tier does not have these blocks any more."""
+        """Record that a tier lost these blocks."""
         held = [key for key in keys if key in self.tiers[tier]]
         self.counts[tier].lost += len(held)
         self._delete(tier, self.tiers[tier].drop(held, now))
 
     def expire(self, now: int) -> None:
-        """Delete what is no longer valid, everywhere."""
+        """Delete expired blocks in all tiers."""
         for number, tier in enumerate(self.tiers):
             self._delete(number, tier.expire(now))
 
     def clear(self, now: int) -> None:
-        """Delete everything, everywhere; the caller publishes the event."""
+        """Delete all blocks in all tiers; the caller publishes the event."""
         for number, tier in enumerate(self.tiers):
             self._delete(number, tier.drop([block.key for block in tier.blocks()], now))
         self.events.forget()
 
     def recover(self, tier: int, blocks: Iterable[Block], now: int) -> int:
-        """Take in what a tier's store has at the start; return how many blocks can be hit again.
+        """Register blocks found in a tier's store at startup; return how many are held.
 
-        What does not fit is deleted there; held blocks stay. No event names a recovered block
-        before it is loaded: its tokens are not stored, and its hash alone says nothing.
+        Blocks that do not fit are deleted. Events start with the first load: tokens are not stored.
         """
         holder = self.tiers[tier]
         # What goes for one of these is deleted, so that it is none of them itself.
@@ -326,12 +310,12 @@ class Tiers:
         return len(holder)
 
     def copies_under(self) -> dict[int, int]:
-        """Return how many device blocks each move under way reads, by its number."""
+        """Return the number of device blocks read by each move under way."""
         moves = self._transfers.under_way.values()
         return {move.number: len(move.keys) for move in moves if move.source == DEVICE}
 
     def check(self) -> None:
-        """Raise an IntegrityError for the first law of tiers and moves that does not hold."""
+        """Raise an IntegrityError on a violated invariant of tiers or moves."""
         moves = self._transfers.under_way.values()
         parts = zip(self.tiers, self._incoming, self._leaving, self._staging, strict=True)
         for number, (tier, incoming, leaving, staging) in enumerate(parts):
@@ -346,7 +330,7 @@ class Tiers:
         return None
 
     def _admit(self, tier: int, blocks: Sequence[Block], now: int) -> int:
-        """Offer a run of blocks to a tier, and what it evicts to the next; return how many stay."""
+        """Admit a run of blocks, pass on evicted ones; return the number admitted."""
         admitted, evicted = self.tiers[tier].admit(blocks, now)
         self.counts[tier].evicted += len(evicted)
         if evicted:
@@ -354,7 +338,7 @@ class Tiers:
         return len(admitted)
 
     def _offer_below(self, tier: int, evicted: Sequence[Block], now: int) -> None:
-        """Offer the next tier what this one evicted, together with the blocks before it."""
+        """Offer evicted blocks to the next tier, with the blocks before them."""
         gone = {block.key: block for block in evicted}
         going: dict[bytes, Block] = {}
         if tier + 1 < len(self.tiers):
@@ -375,7 +359,7 @@ class Tiers:
     def _send_down(
         self, tier: int, blocks: Iterable[Block], gone: dict[bytes, Block], room: int, now: int
     ) -> dict[bytes, Block]:
-        """Offer blocks to the next tier, deepest first, with those before; return what goes."""
+        """Offer blocks to the next tier with their prefixes, deepest first; return those taken."""
         source, below = self.tiers[tier], self.tiers[tier + 1]
         going: dict[bytes, Block] = {}
         seen: set[bytes] = set()
@@ -403,7 +387,7 @@ class Tiers:
         return going
 
     def _expect(self, tier: int, blocks: Sequence[Block]) -> None:
-        """Note that blocks are on their way to a tier: they are neither read nor evicted."""
+        """Pin blocks on their way to a tier."""
         keys = [block.key for block in blocks]
         self.tiers[tier].pin(keys)
         self._incoming[tier].update(keys)
@@ -411,7 +395,7 @@ class Tiers:
     # --- what was decided -----------------------------------------------------------------------
 
     def _left(self, move: Move, now: int) -> None:
-        """Free what a move between tiers read."""
+        """Free the blocks read by a move between tiers."""
         source = move.source
         self._unpin(source, self._pinned_at_source.pop(move.number), now)
         left = [key for key in move.keys if key in self._leaving[source]]
@@ -422,7 +406,7 @@ class Tiers:
         self._delete(tier, self.tiers[tier].unpin(keys, now))
 
     def _delete(self, tier: int, keys: Sequence[bytes]) -> None:
-        """Delete blocks, but for those that are leaving: they are deleted once they have."""
+        """Delete blocks; those still leaving are deleted when their copy is done."""
         leaving = self._leaving[tier]
         if leaving:
             keys = [key for key in keys if key not in leaving]
@@ -434,11 +418,7 @@ class Tiers:
 def _path_down(
     source: Tier, target: Tier, incoming: Set[bytes], block: Block, gone: Mapping[bytes, Block]
 ) -> list[Block]:
-    """Return the blocks of one chain that must go down for `block` to be of use there, in order.
-
-    Empty if it cannot be: what has not arrived itself cannot be sent on. `gone` are blocks, by key,
-    that `source` does not hold any more, though their bytes are there.
-    """
+    """Return the chain that must move for `block` to be useful in `target`; empty if impossible."""
     path: list[Block] = []
     at: Block | None = block
     while at is not None and at.key not in target:
@@ -456,14 +436,6 @@ def _check_tier(
     number: int, tier: Tier, incoming: Set[bytes], leaving: Set[bytes], staging: int,
     under: Collection[Move],
 ) -> None:  # fmt: skip
-    """Check a tier, and the moves to it and from it; `leaving` keys are evicted, and still read.
-
-    A tier's store holds the tier's blocks, and those that are still read there for the next tier:
-    at most its cap and its staging.
-
-    Raises:
-        IntegrityError: names the first law that does not hold.
-    """
     tier.check()
     sent = [key for move in under if move.target == number for key in move.keys]
     ensure(len(sent) == len(set(sent)), f"tier {number} is sent a block twice")

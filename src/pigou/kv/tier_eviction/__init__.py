@@ -1,1 +1,1 @@
-"""Eviction policies of the tiers: which block goes next, and which may come in at all."""
+"""Eviction and admission policies of the tiers."""

@@ -1,4 +1,4 @@
-"""Policies that are an order of the free blocks: the one of lowest rank goes."""
+"""Policies that evict the free block of lowest rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pigou.kv.tier_eviction.policy import EvictionPolicy, TierSetting
 
 
 class RankedEviction(EvictionPolicy):
-    """A heap of free blocks. Items of blocks that have a newer rank, or are not free, are stale."""
+    """A heap of free blocks by rank; items with outdated ranks are skipped lazily."""
 
     def __init__(self, setting: TierSetting, params: msgspec.Struct | None = None) -> None:
         super().__init__(setting, params)
@@ -23,10 +23,7 @@ class RankedEviction(EvictionPolicy):
 
     @abstractmethod
     def rank(self, entry: Entry, now: int) -> float:
-        """Return the rank of a free block from now on, the lowest of which goes first.
-
-        Of equal ranks goes first what was ranked first.
-        """
+        """Return a free block's rank; the lowest is evicted first, ties in ranking order."""
 
     def victim(self, newcomer: Block, now: int) -> Entry | None:
         """Return the free block of lowest rank."""
@@ -39,22 +36,22 @@ class RankedEviction(EvictionPolicy):
         return None
 
     def insert(self, entry: Entry, now: int) -> None:
-        """Rank it, if it is free."""
+        """Rank a new block if it is free."""
         self._live += 1
         if entry.free:
             self._push(entry, now)
 
     def hit(self, entry: Entry, now: int) -> None:
-        """Rank it anew, if it is free."""
+        """Rank a used block again if it is free."""
         if entry.free:
             self._push(entry, now)
 
     def freed(self, entry: Entry, now: int) -> None:
-        """Rank it."""
+        """Rank a block that became free."""
         self._push(entry, now)
 
     def remove(self, entry: Entry, evicted: bool, now: int) -> None:
-        """Count it out; its items go when they come up."""
+        """Count a removal; heap items are skipped later."""
         self._live -= 1
 
     def _push(self, entry: Entry, now: int) -> None:
@@ -66,7 +63,7 @@ class RankedEviction(EvictionPolicy):
 
 
 class LruEviction(RankedEviction):
-    """Least recently used: rank = time of the last use. What vLLM and Mooncake evict by."""
+    """Least recently used, as in vLLM and Mooncake."""
 
     def rank(self, entry: Entry, now: int) -> float:
         """Return the time of the last use, nanoseconds."""

@@ -1,4 +1,4 @@
-"""The interface of tier eviction policies, and their registry."""
+"""Interface of tier eviction policies, and their registry."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ GROUP = "pigou.eviction"
 
 @dataclass(frozen=True, slots=True)
 class TierSetting:
-    """What a policy knows of its tier."""
+    """The tier that a policy serves."""
 
-    cap_bytes: int  # bytes that the tier may hold
+    cap_bytes: int
     # seconds that a hit of a block saves.
     recompute_cost: RecomputeCost = field(default_factory=RecomputeCost)
     seed: int = 0
@@ -31,69 +31,63 @@ class NoEvictionParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class EvictionPolicy:
-    """The order in which the blocks of one tier go; by itself it admits all, and notes nothing.
+    """Order of eviction in one tier, built as `Policy(setting, params)`; admits all by default.
 
-    It is made as `Policy(setting, params)`, where `params` is of the type in its class attribute
-    `Params`. A tier calls it so: `on_miss` with blocks that are used and that it does not hold;
-    `admits` with those that it is offered and does not hold; then, for each one that it takes,
-    `victim` until there is room; at last `insert` for all that were taken, the last of the chain
-    first. Only a block that is `Entry.free` may be a victim.
+    A tier calls `on_miss` for used blocks it does not hold, `admits` for blocks offered, `victim`
+    until each fits, then `insert`, last of the chain first. Victims must be `Entry.free`.
     """
 
-    #: The type of its parameters, a frozen `msgspec.Struct` with defaults.
+    #: Type of the parameters, a frozen `msgspec.Struct` with defaults.
     Params: type[msgspec.Struct] = NoEvictionParams
-    paths = False  # whether `hit` wants every block of the path; if not, the deepest
-    price = 0.0  # of a byte of the tier: seconds of prefill for each second that it is held
-    exclusive = False  # whether it heeds `above`
-    #: Whether the tier above holds a block, and will offer it again before it gives it up; None
-    #: where nothing above does that.
+    paths = False  # True if `hit` is called for every block of the path, not only the deepest
+    price = 0.0  # of a byte of the tier, in seconds of prefill per second
+    exclusive = False  # True if it uses `above`
+    #: True for blocks that the tier above holds and will offer again before eviction; None if
+    #: unknown.
     above: Callable[[bytes], bool] | None = None
 
     def __init__(self, setting: TierSetting, params: msgspec.Struct | None = None) -> None:
         self.setting = setting
 
     def learn(self, cost: RecomputeCost) -> None:
-        """Take another recompute cost from now on."""
+        """Replace the recompute cost."""
         self.setting = replace(self.setting, recompute_cost=cost)
 
     def on_miss(self, blocks: Sequence[Block], now: int) -> None:
-        """Take note of a use of blocks that are not held, a run of one chain."""
+        """Record a use of blocks not held, a run of one chain."""
 
     def admits(self, blocks: Sequence[Block], now: int) -> list[bool]:
-        """Return which blocks may come in: those of one chain that are offered and not held."""
+        """Return which of the offered blocks of one chain to admit."""
         return [True] * len(blocks)
 
     def victim(self, newcomer: Block, now: int) -> Entry | None:
-        """Return a free block that should make room for the newcomer, or None: it stays out."""
+        """Return a free block to evict for the newcomer, or None to refuse the newcomer."""
         raise NotImplementedError
 
     def insert(self, entry: Entry, now: int) -> None:
-        """Take note of a block that is now held."""
+        """Record an admitted block."""
 
     def hit(self, entry: Entry, now: int) -> None:
-        """Take note of a use; `entry.last` and `entry.uses` already tell of it."""
+        """Record a hit; `entry.last` and `entry.uses` already include it."""
 
     def freed(self, entry: Entry, now: int) -> None:
-        """Take note of a held block that has become free: its last child or pin has gone."""
+        """Record that a block became free: it lost its last child or pin."""
 
     def remove(self, entry: Entry, evicted: bool, now: int) -> None:
-        """Forget a block: evicted as the policy's victim, or dropped for another reason.
-
-        `entry.up` is still its parent, which has inherited `uses` and `last`.
-        """
+        """Forget a block, evicted or dropped; `entry.up` has inherited its uses."""
 
 
 def load(
     name: str, setting: TierSetting, params: Mapping[str, Any] | None = None
 ) -> EvictionPolicy:
-    """Return a new policy by its name in the group `pigou.eviction`, or raise a ConfigError."""
+    """Build a policy by name from the group `pigou.eviction`; raises ConfigError."""
     return make(named(GROUP, name, "eviction policy"), setting, params, name)
 
 
 def make(
     kind: Any, setting: TierSetting, params: Mapping[str, Any] | None = None, name: str = ""
 ) -> EvictionPolicy:
-    """Return a new policy of this class; raise a ConfigError for an unknown or wrong parameter."""
+    """Build a policy of this class; raises ConfigError for an unknown or wrong parameter."""
     values = dict(params or {})
     try:
         given = msgspec.convert(values, kind.Params, strict=False)

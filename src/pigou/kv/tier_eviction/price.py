@@ -1,4 +1,4 @@
-"""Pigou's eviction: a block stays while what it earns pays the tier's price."""
+"""Price-based eviction: a block stays while its value covers the tier's price."""
 
 from __future__ import annotations
 
@@ -18,37 +18,26 @@ from pigou.request import SECOND
 
 
 class PriceParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Parameters of `Price`."""
+    """Parameters of `PriceEviction`."""
 
     eta: float = 0.5  # step of the price
-    margin: float = 1.2  # how many times the value of what would go a newcomer must have
-    sample: int = 4  # one block of so many is followed to learn reuse, a power of 2
-    prior: float = 20.0  # lifetimes that a class's neighbour counts for in its hazards
-    decay: float = 0.98  # what a lifetime counts for after each refresh of the hazards
-    followed: int = 32_768  # most blocks that are followed
-    remembered: int = 262_144  # most blocks whose uses are remembered while they are not held
+    margin: float = 1.2  # ratio of a newcomer's value to its victim's, at least
+    sample: int = 4  # one in this many blocks is sampled for reuse; a power of 2
+    prior: float = 20.0  # weight of the lower class in a class's hazards, in lifetimes
+    decay: float = 0.98  # of counts with each refresh of the hazards
+    followed: int = 32_768  # maximum of sampled blocks
+    remembered: int = 262_144  # maximum of blocks not held whose uses are remembered
 
 
 class PriceEviction(EvictionPolicy):
-    """The block that earns least goes, and one comes in that earns more and pays the price.
+    """Evicts the block of least value; admits blocks of higher value that pay the price.
 
-    What a block earns, in seconds of prefill for each byte and second that it is held:
+        value = rate(uses, age) * (mean seconds saved by a block of its chain) / size
+        mu <- mu * exp(eta * g / cap)                      (Token-PD, Eq. 2 to 5)
 
-        value = rate(uses, age) * (mean seconds saved by a block of its chain) / size.
-
-    The rate is `ReuseModel`'s. Seconds saved grow with depth, yet blocks go leaf first: to keep a
-    block is to keep all before it, so it counts with the mean over its chain; newcomers count with
-    that of the last of them. The price moves by exponentiated gradient (Token-PD, eq. 2 to 5; here
-    in bytes of demand):
-
-        mu <- mu * exp(eta * g / cap),
-
-    where g is the bytes offered if they and the cheapest block held pay mu (demand exceeds the
-    tier), minus these bytes if the cheapest held does not, and minus the free bytes while there
-    are any. While there is room nothing is refused. The cap itself is the tier's, and hard.
-
-    A block that the tier above holds as well, and will offer again before it gives it up (`above`),
-    earns nothing here until then: it is served from there, and can come back.
+    The rate is `ReuseModel`'s, values are in seconds of prefill per byte and second. g is demand
+    in bytes: positive if offered blocks and the cheapest held one pay mu, negative if the cheapest
+    does not or bytes are free. Blocks that the tier above holds (`above`) have value 0.
     """
 
     Params = PriceParams
@@ -64,9 +53,9 @@ class PriceEviction(EvictionPolicy):
         self.params = params
         self.price = 0.0
         self.reuse = ReuseModel(params.sample, params.prior, params.decay, params.followed)
-        #: Of blocks that are not held: uses, and when the last one was.
+        #: Blocks not held: uses, and time of the last use.
         self._uses: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
-        #: Of the blocks offered last: uses, time of the last use, and value.
+        #: Blocks offered last: uses, time of the last use, and value.
         self._candidates: dict[bytes, tuple[int, int, float]] = {}
         self._heap: list[tuple[float, int, Entry]] = []
         self._number = count()
@@ -74,17 +63,16 @@ class PriceEviction(EvictionPolicy):
         self._built = (-1, -_REBUILD)
 
     def learn(self, cost: RecomputeCost) -> None:
-        """Take another recompute cost from now on; held blocks are valued anew."""
+        """Replace the recompute cost, and value held blocks again."""
         super().learn(cost)
         self._built = (-1, -_REBUILD)
 
     # --- values -------------------------------------------------------------------------------
 
     def value(self, uses: int, age: int, depth: int, size: int) -> float:
-        """Return what a block earns, in seconds for each byte and second.
+        """Return a block's value in seconds per byte and second.
 
-        It was asked for `uses` times (at least 1), last `age` nanoseconds ago; `depth` is that of
-        the last block of its chain.
+        `age` is nanoseconds since the last use; `depth` is that of the chain's last block.
         """
         cost = self.setting.recompute_cost
         saved = cost.base + 0.5 * cost.slope * depth - cost.restore * size
@@ -99,7 +87,7 @@ class PriceEviction(EvictionPolicy):
     # --- admission ----------------------------------------------------------------------------
 
     def on_miss(self, blocks: Sequence[Block], now: int) -> None:
-        """Learn from a use, and remember it."""
+        """Record a use for the reuse model."""
         uses_of, mask = self._uses, self.reuse.mask
         for block in blocks:
             key = block[0]
@@ -111,7 +99,7 @@ class PriceEviction(EvictionPolicy):
             uses_of.popitem(last=False)
 
     def admits(self, blocks: Sequence[Block], now: int) -> list[bool]:
-        """Return which of the offered blocks pay the price, and more than what would go."""
+        """Return which offered blocks exceed both the price and the value of the victim."""
         self._value_candidates(blocks, now)
         size = sum(block.size for block in blocks)
         room = self.setting.cap_bytes - self._used
@@ -157,7 +145,7 @@ class PriceEviction(EvictionPolicy):
     # --- going --------------------------------------------------------------------------------
 
     def victim(self, newcomer: Block, now: int) -> Entry | None:
-        """Return the free block that earns least, if the newcomer earns more."""
+        """Return the free block of least value if the newcomer's is higher."""
         entry = self._cheapest(now)
         if entry is None:
             return None
@@ -165,7 +153,6 @@ class PriceEviction(EvictionPolicy):
         return entry if value > entry.rank * self.params.margin else None
 
     def _cheapest(self, now: int) -> Entry | None:
-        """The free block that earns least, its rank being what it earns now."""
         version, built = self._built
         stale = self._evicted * 8 > self._held or now - built > _REBUILD
         if stale or version != self.reuse.version:
@@ -186,7 +173,7 @@ class PriceEviction(EvictionPolicy):
         return None
 
     def _rebuild(self, now: int) -> None:
-        """Rank all free blocks anew: values fall with age, which a heap does not notice."""
+        """Rank all free blocks again: values fall with age, which a heap does not notice."""
         entries = {id(entry): entry for _, _, entry in self._heap if entry.free}
         self._heap = []
         for entry in entries.values():
@@ -203,7 +190,7 @@ class PriceEviction(EvictionPolicy):
     # --- notes --------------------------------------------------------------------------------
 
     def insert(self, entry: Entry, now: int) -> None:
-        """Rank it, with the uses that are remembered of it."""
+        """Rank an admitted block, with its remembered uses."""
         entry.mark, entry.last, _ = self._candidates[entry.block.key]
         self._uses.pop(entry.block.key, None)
         self._held += 1
@@ -212,7 +199,7 @@ class PriceEviction(EvictionPolicy):
             self._push(entry, now)
 
     def hit(self, entry: Entry, now: int) -> None:
-        """Rank it anew, and learn from all blocks of its path."""
+        """Rank the block again; record a use of its whole path."""
         if entry.free:
             self._push(entry, now)
         mask = self.reuse.mask
@@ -223,18 +210,18 @@ class PriceEviction(EvictionPolicy):
             above = above.up
 
     def freed(self, entry: Entry, now: int) -> None:
-        """Rank it."""
+        """Rank a block that became free."""
         self._push(entry, now)
 
     def remove(self, entry: Entry, evicted: bool, now: int) -> None:
-        """Forget it, but not its uses."""
+        """Forget a block, but remember its uses."""
         self._held -= 1
         self._used -= entry.block.size
         self._evicted += 1
         self._remember(entry.block.key, entry.uses + entry.mark, entry.last)
 
 
-#: Nanoseconds after which the order is worked out anew at the latest.
+#: Maximum age of the ranking, in nanoseconds.
 _REBUILD = 10 * SECOND
-#: Uses of a block that was not seen before, and when the last one was.
+#: Uses and last use of a new block.
 _UNKNOWN = (0, -AT_ONCE)

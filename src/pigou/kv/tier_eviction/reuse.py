@@ -1,4 +1,4 @@
-"""When blocks are used again: hazards by age, learned from a sample of all that is asked for."""
+"""Reuse model: hazards of reuse by age, learned from sampled blocks."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pigou.request import SECOND
 
 Table = NDArray[np.float64]
 
-#: Ages are told apart by bins: [0, FIRST_S), and from there on each GROWTH times as wide.
+#: Bins of age: [0, FIRST_S), then edges that grow by GROWTH.
 FIRST_S = 0.5
 GROWTH = 2.0
 BINS = 20
-#: Nanoseconds within which a block that is asked for again counts as asked for once: requests of
-#: one burst, and offers of one chain whose blocks come down one after the other.
+#: Repeated uses within so many nanoseconds count once: requests of one burst, and offers of one
+#: chain block by block.
 AT_ONCE = SECOND // 2
 _EDGES = FIRST_S * GROWTH ** np.arange(BINS)
 _WIDTHS = np.diff(_EDGES, prepend=0.0)
@@ -25,7 +25,7 @@ _SCALE = 1.0 / (FIRST_S * SECOND)
 #: Classes by uses: 1, 2, 3, 4, 5-6, 7-9, 10-15, 16 and more.
 _CLASS = [0, 0, 1, 2, 3, 4, 4, 5, 5, 5, 6, 6, 6, 6, 6, 6]
 CLASSES = 8
-#: No bin's hazard is more, so that survival is never 0.
+#: Upper bound of hazards, so that survival is never 0.
 _MAX_HAZARD = 0.98
 
 
@@ -36,26 +36,18 @@ def age_bin(age: int) -> int:
 
 
 def use_class(uses: int) -> int:
-    """Return the class of a block that was used so often, 1 the first time."""
+    """Return the class of a number of uses, at least 1."""
     return _CLASS[uses] if uses < 16 else CLASSES - 1
 
 
 class ReuseModel:
-    """How soon a block is used again, by how often it was and how long ago.
+    """Rate of reuse by number of uses (class c) and age (bin k), from d reuses among n lifetimes.
 
-    Every `sample`-th block by key is followed, held or not: each of its lifetimes from one use to
-    the next ends in a bin of age, or goes on. Of class c and bin k, with d reuses among n that
-    came so far, the hazard is
+        q(c, k) = (d + prior * q(c - 1, k)) / (n + prior)
+        rate(c, k) = max over j of P(used by the end of j) / E[seconds held until then]
 
-        q(c, k) = (d + prior * q(c - 1, k)) / (n + prior),
-
-    the class below being that of all where c is the first; lifetimes broken off count half in
-    their last bin (the actuarial estimate of Kaplan and Meier 1958, with shrinkage). Counts are
-    multiplied by `decay` with each refresh. From the hazards follows an index, the best rate at
-    which holding a block from age k on can pay (Gittins 1979; it generalises the hit density of
-    Beckmann et al., NSDI '18):
-
-        rate(c, k) = max over j of P(used by the end of j) / E[seconds held until then].
+    q is the hazard (Kaplan and Meier 1958, with shrinkage), rate a Gittins index (Gittins 1979;
+    Beckmann et al., NSDI '18). One in `sample` keys is followed; `decay` discounts old counts.
     """
 
     def __init__(self, sample: int, prior: float, decay: float, followed: int) -> None:
@@ -66,21 +58,21 @@ class ReuseModel:
                 f"prior {prior}, decay {decay}, followed {followed}: they must be above 0, and "
                 "decay at most 1"
             )
-        #: a block is followed where its key's last byte has none of these bits
+        #: A block is sampled if its key's last byte has none of these bits.
         self.mask = sample - 1
         self._prior, self._decay, self._limit = prior, decay, followed
-        #: Key to (time of the last use, uses), the one used last at the end.
+        #: Key to (time of the last use, uses), in LRU order.
         self._seen: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
         self._reused: Table = np.zeros((CLASSES, BINS))
         self._ended: Table = np.zeros((CLASSES, BINS))
         self._uses = 0
         self._due = 256
-        self.version = 0  # number of the refresh that the rates are of
-        #: by class and bin, 1/s
+        self.version = 0  # number of refreshes
+        #: By class and bin, 1/s.
         self.rates: list[list[float]] = [[1.0] * BINS for _ in range(CLASSES)]
 
     def use(self, key: bytes, now: int) -> None:
-        """Record that a block is asked for, held or not; repeats within `AT_ONCE` are one use."""
+        """Record a use of a block; repeats within `AT_ONCE` count once."""
         if key[-1] & self.mask:
             return
         before = self._seen.pop(key, None)
@@ -101,7 +93,7 @@ class ReuseModel:
             self.refresh(now)
 
     def refresh(self, now: int) -> None:
-        """Compute the rates from what was seen until now."""
+        """Compute the rates from the counts until now."""
         hazards = self.hazards(now)
         self.rates = _rates(hazards).tolist()
         self._reused *= self._decay
@@ -110,7 +102,7 @@ class ReuseModel:
         self.version += 1
 
     def hazards(self, now: int) -> Table:
-        """Return q, shape (classes, bins): the part that is used within a bin of those in it."""
+        """Return q, shape (classes, bins): share of blocks reused within a bin."""
         ended = self._ended + self._going(now)
         broken_off = ended - self._reused
         reached = np.cumsum(ended[:, ::-1], axis=1)[:, ::-1] - 0.5 * broken_off
@@ -124,7 +116,7 @@ class ReuseModel:
         return hazards
 
     def _going(self, now: int) -> Table:
-        """Lifetimes that have not ended, by class and bin of their age now."""
+        """Count unfinished lifetimes by class and current bin."""
         last, uses = np.array(list(self._seen.values()), dtype=np.int64).reshape(-1, 2).T
         ages = (now - last) * _SCALE
         bins = np.where(ages < 1.0, 0, np.minimum(np.frexp(np.maximum(ages, 1.0))[1], BINS - 1))
@@ -134,7 +126,6 @@ class ReuseModel:
 
 
 def _rates(hazards: Table) -> Table:
-    """The best rate from each bin on, shape (classes, bins); the last bin has no end."""
     best = np.zeros((CLASSES, BINS))
     for first in range(BINS - 1):
         alive, held = np.ones(CLASSES), np.zeros(CLASSES)
