@@ -1,1 +1,1 @@
-"""EngineCore: what one worker computes next. No torch, no clock, no I/O."""
+"""EngineCore: schedules what one worker computes next. No torch, no clock, no I/O."""

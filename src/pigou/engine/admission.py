@@ -1,4 +1,4 @@
-"""Whether a waiting sequence fits, how it takes its row, and which cached blocks are pinned."""
+"""Admission of waiting sequences to rows of the batch, and pins of cached prefixes."""
 
 from __future__ import annotations
 
@@ -17,21 +17,19 @@ from pigou.request import Ints, Request
 
 
 class Fit(NamedTuple):
-    """Where a sequence's blocks come from."""
+    """Blocks of a sequence to be admitted."""
 
-    shared: Ints  # cached blocks that it will refer to, shape (n,)
-    source: int  # cached block that is copied to the one after those, -1 for none
-    total: int  # blocks in all; the rest is new
-    computed: int  # tokens whose KV the cached blocks have
+    shared: Ints  # cached blocks, shape (n,)
+    source: int  # cached block to copy to the next one, -1 for none
+    total: int  # blocks, new ones included
+    computed: int  # tokens in the cached blocks
 
 
 def admit(state: EngineState, seq: Sequence, builder: ScheduleBuilder) -> bool:
-    """Give the head of the queue a row, blocks for all tokens it has, and work to do.
+    """Admit the head of the queue: give it a row, all blocks for its tokens, and work.
 
-    All blocks are taken at once, and `headroom` are left for each row in use, so that admitting
-    does not cause preemptions. When no row is in use and nothing is pinned, every request that
-    `EngineCore.add` let in fits. Where too few blocks are free, entries of rows may be evicted.
-    False when too few blocks can be had; nothing but evictions has changed then.
+    Leaves `headroom` blocks per row, to avoid preemptions; may evict entries of other rows. Returns
+    False, with no other change, if too few blocks can be had.
     """
     fit = _fit(state, seq, state.pool.free - state.config.headroom * state.rows.used)
     if fit is None and state.scores is not None:
@@ -72,7 +70,7 @@ def admit(state: EngineState, seq: Sequence, builder: ScheduleBuilder) -> bool:
 
 
 def fits_with_growth(state: EngineState, seq: Sequence) -> bool:
-    """True if a waiting sequence fits, and will compute, should each row grow by a block."""
+    """True if a waiting sequence fits and will compute even if each row grows by a block."""
     if seq.remote_tokens or not state.rows.free:
         return False
     spare = state.pool.free - (state.config.headroom + 1) * state.rows.used
@@ -113,7 +111,7 @@ def _fit_by_eviction(state: EngineState, seq: Sequence, builder: ScheduleBuilder
 def _new_blocks(
     state: EngineState, seq: Sequence, builder: ScheduleBuilder, fit: Fit
 ) -> Ints | None:
-    """Return the blocks to be taken; none for those next in the queue; None for too few."""
+    """Return blocks to claim; empty to take the next in the queue; None for too few."""
     if not builder.evictions or not _is_loaded(state, seq, fit):
         return NO_BLOCKS
     count = fit.total - len(fit.shared)
@@ -135,7 +133,7 @@ def _is_loaded(state: EngineState, seq: Sequence, fit: Fit) -> bool:
 
 
 def _pin_copy_source(state: EngineState, seq: Sequence, source: int) -> None:
-    """Pin the source of a copy until the plan is done, so that nothing writes to it."""
+    """Pin the source of a copy until the plan is applied."""
     block = np.array([source], dtype=np.int32)
     state.pool.take(block, block.copy())
     seq.copy_source = source
@@ -143,7 +141,7 @@ def _pin_copy_source(state: EngineState, seq: Sequence, source: int) -> None:
 
 
 def _swap_in(state: EngineState, seq: Sequence, shared: int, builder: ScheduleBuilder) -> None:
-    """Bring back from the host the blocks that are not cached."""
+    """Swap in the blocks that are not cached."""
     row = seq.row
     if seq.computed > state.rows.computed[row]:
         used = -(-(seq.computed - seq.dropped) // state.config.block_size)
@@ -155,7 +153,7 @@ def _swap_in(state: EngineState, seq: Sequence, shared: int, builder: ScheduleBu
 
 
 def _load_remote(state: EngineState, seq: Sequence, shared: int, builder: ScheduleBuilder) -> bool:
-    """Load the blocks offered by another worker that were not hit; False if there are none."""
+    """Load blocks offered by another worker that were not hit; False for none."""
     last = min(seq.remote_tokens, seq.request.prompt - 1) // state.config.block_size
     seq.remote_tokens = 0
     blocks = state.rows.tables[seq.row, shared : max(last, shared)].copy()
@@ -170,7 +168,7 @@ def _load_remote(state: EngineState, seq: Sequence, shared: int, builder: Schedu
 def _load_from_tiers(
     state: EngineState, seq: Sequence, shared: int, builder: ScheduleBuilder
 ) -> bool:
-    """Load from tiers the blocks that were not hit; False if there are none."""
+    """Load blocks from tiers that were not hit; False for none."""
     size = state.config.block_size
     if state.offload is None or state.rows.computed.item(seq.row) != shared * size:
         return False
@@ -188,15 +186,7 @@ def _load_from_tiers(
 
 
 def finish_load(state: EngineState, request: str, tokens: int, failed: bool) -> None:
-    """Let a request compute whose load has ended, or free the blocks of one that was aborted.
-
-    `tokens` arrived, counted from the load's first block on; where it `failed`, the rest may still
-    be in its tier.
-
-    Raises:
-        UnknownLoad: the request has no load under way.
-        ValueError: `tokens` is more than the load's blocks hold, or negative.
-    """
+    """Start a request whose load ended with `tokens` arrived; raises UnknownLoad or ValueError."""
     size = state.config.block_size
     if state.offload is not None:
         state.offload.on_load_done(request, tokens // size, failed)
@@ -223,15 +213,10 @@ def finish_load(state: EngineState, request: str, tokens: int, failed: bool) -> 
 
 
 def pin_cached(state: EngineState, request: Request, lookahead: Ints) -> Ints:
-    """Pin the longest cached prefix of a prompt under the request's id, as far as there is room.
+    """Pin the longest cached prefix of a prompt for another worker; return its blocks, (pinned,).
 
-    Blocks in use cost nothing. Of idle ones, at most half of what is spare is pinned, and none
-    while the head of the queue waits for blocks: a reader that never comes keeps them for a lease.
-    After the expiry of its tenure there is none. `lookahead` are free blocks that later steps of a
-    plan under way write to, shape (n,).
-
-    Returns:
-        The blocks, in the order of the prompt, shape (pinned,); empty where none are.
+    Takes at most half of the spare idle blocks, and none while the head of the queue waits.
+    `lookahead` has free blocks reserved for later steps of the current plan, shape (n,).
     """
     config = state.config
     hashes = leading_hashes(request.hashes, request.prompt // config.block_size)

@@ -1,4 +1,4 @@
-"""The block tables and lengths of running sequences: a row of the batch each."""
+"""Block tables and lengths of running sequences, one row of the batch each."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pigou.config import EngineConfig
 from pigou.engine.sequence import Sequence
 from pigou.request import Ints
 
-#: Columns of a row, by their index in `Rows.columns`. Kernels take them as one array: to hand an
-#: array to a kernel takes as long as a short kernel runs.
+#: Columns of a row, by index in `Rows.columns`. They are one array because passing an array to a
+#: kernel takes as long as a short kernel runs.
 COMPUTED, LENGTH, LIMIT, DROPPED, BLOCKS, KNOWN, CACHED, COMPACTED, PRIORITY = range(9)
 COLUMNS = 9
 
@@ -33,10 +33,10 @@ WORK_ROWS = 18
 
 
 class Rows:
-    """The rows of the batch, one sequence each, as arrays of shape (max_seqs,).
+    """Rows of the batch, one sequence each, as arrays of shape (max_seqs,).
 
-    `tables` has the device block ids, shape (max_seqs, blocks of the longest sequence); `columns`
-    all others as one array, shape (COLUMNS, max_seqs).
+    `tables` has device block ids, (max_seqs, blocks of the longest sequence); `columns` has all
+    others as one array, (COLUMNS, max_seqs).
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -44,34 +44,34 @@ class Rows:
         max_blocks = -(-config.max_model_len // config.block_size)
         self.tables: Ints = np.zeros((count, max_blocks), dtype=np.int32)
         self.columns: Ints = np.zeros((COLUMNS, count), dtype=np.int32)
-        #: tokens whose KV was computed; the position of the next one
+        #: tokens with KV; position of the next token
         self.computed: Ints = self.columns[COMPUTED]
-        #: tokens known; 0 for a free row. `computed` + 1 in decode
+        #: tokens in the sequence; 0 for a free row, `computed` + 1 in decode
         self.length: Ints = self.columns[LENGTH]
-        self.limit: Ints = self.columns[LIMIT]  # length at which the sequence ends
-        self.dropped: Ints = self.columns[DROPPED]  # computed tokens whose entries were evicted
-        self.blocks: Ints = self.columns[BLOCKS]  # that the row holds
-        self.known: Ints = self.columns[KNOWN]  # blocks whose hash is known; 0 once compacted
-        self.cached: Ints = self.columns[CACHED]  # full blocks that were offered to the cache
+        self.limit: Ints = self.columns[LIMIT]  # maximum length
+        self.dropped: Ints = self.columns[DROPPED]  # computed tokens with evicted entries
+        self.blocks: Ints = self.columns[BLOCKS]
+        self.known: Ints = self.columns[KNOWN]  # blocks with a known hash; 0 once compacted
+        self.cached: Ints = self.columns[CACHED]  # full blocks offered to the cache
         self.compacted: Ints = self.columns[COMPACTED]
         self.priority: Ints = self.columns[PRIORITY]
         self.owner: list[Sequence | None] = [None] * count
         self._free = list(range(count - 1, -1, -1))
         self.used = 0
-        #: Rows that may be in use at once; those in use beyond it end as they would.
+        #: Limit of rows in use; rows beyond a lowered limit run to their end.
         self.max_used = self.count = count
 
     @property
     def free(self) -> int:
-        """Rows that a sequence may still have."""
+        """Number of free rows."""
         return max(min(len(self._free), self.max_used - self.used), 0)
 
     def remaining(self, row: int) -> int:
-        """Return the tokens of a row that are still to be computed."""
+        """Return the tokens of a row still to compute."""
         return self.length.item(row) - self.computed.item(row)
 
     def take_slot(self, seq: Sequence, computed: int, blocks: int, cached: int) -> int:
-        """Give a sequence a row; return which."""
+        """Assign a row to a sequence and return it."""
         row = self._free.pop()
         self.used += 1
         self.owner[row] = seq
@@ -88,7 +88,7 @@ class Rows:
         return row
 
     def free_slot(self, seq: Sequence) -> None:
-        """Take a sequence's row away; its length stays with it."""
+        """Free a sequence's row; copy its length back."""
         row = seq.row
         seq.length = self.length.item(row)
         self.owner[row] = None
@@ -104,7 +104,7 @@ class Rows:
 
 @bare_kernel
 def append_blocks(tables: Ints, blocks: Ints, rows: Ints, new: Ints) -> None:
-    """Append one block to each row, in order; a row may occur several times."""
+    """Append one block to each row, in order; rows may repeat."""
     for i in range(rows.shape[0]):
         row = rows[i]
         tables[row, blocks[row]] = new[i]
@@ -115,7 +115,7 @@ def append_blocks(tables: Ints, blocks: Ints, rows: Ints, new: Ints) -> None:
 def append_wanted(
     tables: Ints, blocks: Ints, rows: Ints, steps: Ints, new: Ints, done: Ints, orphans: Ints
 ) -> int:
-    """Append the blocks of each row's first `done[row]` steps; write the others to `orphans`."""
+    """Append the blocks of each row's first `done[row]` steps; write the rest to `orphans`."""
     others = 0
     for i in range(rows.shape[0]):
         row = rows[i]
@@ -130,7 +130,7 @@ def append_wanted(
 
 @bare_kernel
 def remove_row(order: Ints, count: int, row: int) -> int:
-    """Remove a row from the first `count` of `order`, which close up; return how many are left."""
+    """Remove a row from the first `count` of `order`; return how many are left."""
     left = 0
     for i in range(count):
         if order[i] != row:

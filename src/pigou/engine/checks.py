@@ -1,4 +1,4 @@
-"""What an engine refuses, and the laws of its state."""
+"""Checks of requests and results, and invariants of the engine's state."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from pigou.request import Ints, Request
 
 
 class RequestTooLarge(ValueError):
-    """The request could not run here even alone."""
+    """The request does not fit even on an empty engine."""
 
 
 class QueueFull(RuntimeError):
-    """`EngineConfig.max_waiting` requests wait already."""
+    """`EngineConfig.max_waiting` requests already wait."""
 
 
 class DuplicateRequest(ValueError):
-    """A request of this id is in flight, pinned, or its load has not been answered."""
+    """The request's id is in flight, pinned, or has an unanswered load."""
 
 
 class UnknownLoad(KeyError):
-    """`loaded` for a request that has no load under way."""
+    """The request has no load under way."""
 
 
 class OutOfTurn(RuntimeError):
@@ -32,14 +32,7 @@ class OutOfTurn(RuntimeError):
 
 
 def check_request(state: EngineState, request: Request) -> None:
-    """Check that a request can be computed here, and may wait.
-
-    Raises:
-        ValueError: a length is below 1, or the hashes have a wrong shape or type.
-        RequestTooLarge: it could not run here even alone.
-        DuplicateRequest: its id is in use.
-        QueueFull: `max_waiting` requests wait already.
-    """
+    """Raise ValueError, RequestTooLarge, DuplicateRequest or QueueFull for a bad request."""
     config = state.config
     for name in ("prompt", "max_tokens"):
         if getattr(request, name) < 1:
@@ -78,7 +71,7 @@ def check_hashes(request: Request) -> None:
 
 
 def check_result(plan: Plan, result: Result) -> None:
-    """Raise a ValueError if a result has a wrong number of steps, or ends an unknown entry."""
+    """Raise a ValueError if a result has a wrong number of steps or an unknown entry."""
     if not 1 <= result.steps <= plan.repeat:
         raise ValueError(f"{result.steps} steps were done; it must be 1 to {plan.repeat}")
     for finish in result.finished:
@@ -89,7 +82,7 @@ def check_result(plan: Plan, result: Result) -> None:
 
 
 def check_state(state: EngineState) -> None:
-    """Check blocks, rows, queue and host memory; raise an IntegrityError."""
+    """Raise an IntegrityError unless blocks, rows, queue and host memory are consistent."""
     _check_rows(state)
     _check_queue(state)
     state.pool.check(_references(state))
@@ -99,7 +92,7 @@ def check_state(state: EngineState) -> None:
 
 
 def _references(state: EngineState) -> Ints:
-    """Count the references to each block: of rows, pins, unanswered loads and copies."""
+    """Count references to each block: rows, pins, loads and copies."""
     rows = state.rows
     parts = [rows.tables[s.row, : rows.blocks[s.row]] for s in rows.owner if s is not None]
     parts += [pinned.blocks for pinned in (*state.pinned.values(), *state.draining.values())]
@@ -136,7 +129,7 @@ def _check_rows(state: EngineState) -> None:
 
 
 def _check_compacted(state: EngineState, row: int, entries: int) -> None:
-    """Check that a row without some of its entries shares no block, and cannot be hit."""
+    """Check that a compacted row shares no block and is not cached."""
     rows, size, pool = state.rows, state.config.block_size, state.pool
     config = state.config.eviction
     _require(config is not None, "entries are given up by a policy", row)

@@ -1,8 +1,8 @@
 """Chunked prefill: how many tokens of which prompts a step computes.
 
-A step's token budget goes to decodes first, then to chunks of running prompts in the order of the
-queue, then to new sequences. With priorities, a prompt takes nothing while one of a lower number is
-computed, and prompts in the background share `max_background_tokens`.
+The token budget goes to decodes, then to chunks of running prompts in queue order, then to new
+sequences. With priorities, prompts wait for those of a lower number, and background prompts share
+`max_background_tokens`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pigou.engine.state import EngineState
 
 
 def prefill_room(builder: ScheduleBuilder, seq: Sequence) -> int:
-    """Return how many tokens of a prompt may still be computed in this step."""
+    """Return how many tokens of a prompt this step can still compute."""
     if not builder.ranked:
         return builder.budget
     priority = seq.request.priority
@@ -27,7 +27,7 @@ def prefill_room(builder: ScheduleBuilder, seq: Sequence) -> int:
 
 
 def add_chunk(builder: ScheduleBuilder, seq: Sequence, remaining: int) -> None:
-    """Compute as many of a prompt's remaining tokens as there is room for."""
+    """Add a chunk of a prompt's remaining tokens, as large as the budget allows."""
     count = min(remaining, prefill_room(builder, seq) if builder.ranked else builder.budget)
     builder.batch.add(seq.row, count)
     builder.budget -= count
@@ -37,17 +37,14 @@ def add_chunk(builder: ScheduleBuilder, seq: Sequence, remaining: int) -> None:
 
 
 def still_prefilling(state: EngineState) -> list[Sequence]:
-    """Return the running sequences that have more than one token to compute."""
+    """Return the running sequences with more than one token to compute."""
     return [seq for seq in state.prefilling if state.rows.remaining(seq.row) > 1]
 
 
 def continue_prefills(
     state: EngineState, builder: ScheduleBuilder, admit_before: Callable[[int], None]
 ) -> None:
-    """Compute the next chunks of running prompts, in the order of the queue.
-
-    `admit_before` admits waiting sequences with a priority below a prompt's, before it goes on.
-    """
+    """Add chunks of running prompts in queue order; `admit_before` admits by priority first."""
     if not state.prefilling:
         return
     remaining = {seq: state.rows.remaining(seq.row) for seq in state.prefilling}

@@ -1,4 +1,4 @@
-"""EngineCore: what one worker computes next."""
+"""EngineCore: schedules what one worker computes next."""
 
 from __future__ import annotations
 
@@ -32,15 +32,13 @@ from pigou.request import NEVER, FinishReason, Ints, Request, no_hashes
 class EngineCore:
     """Continuous batching over paged, shared blocks; a state machine without a clock.
 
+    `schedule` and `apply` alternate; other calls may come at any time. `tables` has the block ids
+    of rows, (max_seqs, blocks of the longest sequence), valid from `schedule` to `apply`.
+
     Example:
         core.add(Request("a", prompt=700, max_tokens=64, hashes=hashes))
         plan = core.schedule(now)                             # what to compute, for some steps
         effects = core.apply(plan, executor.execute(plan))    # tokens, ended requests, KV events
-
-    `schedule` and `apply` alternate; all other calls may come at any moment, also between the two.
-    A plan without entries need not be applied. `tables` has the device block ids of each row, shape
-    (max_seqs, blocks of the longest sequence), valid from `schedule` to `apply`, for the blocks
-    that the plan's entries touch. `rows` and `stats` are for reading.
     """
 
     def __init__(self, config: EngineConfig, epoch: int = 0, tiers: Tiers | None = None) -> None:
@@ -61,7 +59,7 @@ class EngineCore:
     # --- calls ------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Let a request wait; raises what `check_request` does."""
+        """Queue a request; raises the errors of `check_request`."""
         state = self._state
         check_request(state, request)
         hashes = no_hashes()
@@ -76,12 +74,12 @@ class EngineCore:
             state.offload.returns.on_request(seq.hashes, request.arrival + self._epoch)
 
     def set_limits(self, max_seqs: int, max_batched_tokens: int) -> Effects:
-        """Run at most so much at once, up to `config`, from the next plan on."""
+        """Limit running sequences and batched tokens from the next plan on, up to `config`."""
         self._state.set_limits(max_seqs, max_batched_tokens)
         return self._state.flush(Effects())
 
     def would_wait(self, request: Request) -> bool:
-        """True if `add` would take a request in, and place it behind another that waits."""
+        """True if `add` would accept a request and queue it behind another."""
         head = self._state.queue.head()
         if head is None or order_key(request, self.config.order, self._number) < head.key:
             return False
@@ -92,11 +90,7 @@ class EngineCore:
         return not self.config.max_waiting
 
     def abort(self, request: str) -> Effects:
-        """End a request, wherever it is, and free its blocks; pinned ones are released.
-
-        Blocks that are being loaded stay in use until `loaded`. An id that is not in flight (it may
-        just have ended) changes nothing.
-        """
+        """End a request or release its pins; blocks under load stay in use until `loaded`."""
         state = self._state
         seq = state.sequences.pop(request, None)
         if seq is None:
@@ -115,13 +109,9 @@ class EngineCore:
         return state.flush(Effects(finished=[state.finished(seq, FinishReason.ABORT)]))
 
     def schedule(self, now: int, horizon: int = NEVER) -> Plan:
-        """Plan what to compute next, at `now` in nanoseconds.
+        """Plan the next steps at `now` in nanoseconds; raises OutOfTurn before the last is applied.
 
-        No step may begin at or after the horizon. If that is at or before `now`, the plan has a
-        single step.
-
-        Raises:
-            OutOfTurn: the last plan had entries, and was not applied.
+        No step begins at or after `horizon`, except a first one.
         """
         if self._plan is not None:
             raise OutOfTurn("apply the last plan before the next is scheduled")
@@ -137,12 +127,7 @@ class EngineCore:
         return plan
 
     def apply(self, plan: Plan, result: Result) -> Effects:
-        """Take a plan's result in.
-
-        Raises:
-            OutOfTurn: it is not the plan that `schedule` returned last.
-            ValueError: the result does not fit the plan.
-        """
+        """Apply a plan's result; raises OutOfTurn for another plan, ValueError for a bad result."""
         if plan is not self._plan:
             if not plan and self._plan is None:
                 return self._state.flush(Effects())
@@ -155,27 +140,16 @@ class EngineCore:
         return self._output.process(plan, ahead, result)
 
     def loaded(self, request: str, tokens: int, failed: bool = False) -> Effects:
-        """Say that a load has ended: nothing writes to its blocks any more.
+        """End a load, also of an aborted request, with `tokens` arrived; the rest is computed.
 
-        Every `Load` with blocks is answered once, also after its request was aborted. `tokens`
-        arrived, counted from the load's first block on; the rest is computed. If it `failed`, the
-        rest may still be in its tier; else its first block is not.
-
-        Raises:
-            UnknownLoad: the request has no load under way.
-            ValueError: `tokens` is more than the load's blocks hold, or negative.
+        If it `failed`, the rest may still be in its tier. Raises UnknownLoad, or ValueError for a
+        bad number of tokens.
         """
         finish_load(self._state, request, int(tokens), failed)
         return self._state.flush(Effects())
 
     def on_transfer_done(self, move: int, good: Items[bool]) -> Effects:
-        """Say that a plan's move has ended, and which of its blocks arrived, in its order.
-
-        Every `Move` that has a number is answered once.
-
-        Raises:
-            ValueError: no such move is under way.
-        """
+        """End a plan's move; `good` says which blocks arrived. Raises ValueError if unknown."""
         state = self._state
         assert state.offload is not None, "without tiers nothing moves"
         copy = state.offload.on_transfer_done(move, good)
@@ -193,22 +167,15 @@ class EngineCore:
         return None if due is None else due - self._epoch
 
     def recall(self, now: int) -> Effects:
-        """Load from tiers what due sessions left; the next plan has the loads."""
+        """Prefetch blocks of due sessions from tiers; the next plan has the loads."""
         self._state.unix_ns = now + self._epoch
         self._state.prefetch_returning()
         return self._state.flush(Effects())
 
     def hold_cached(self, request: Request, now: int) -> Ints:
-        """Pin what is cached of a prompt for another worker, until it is released.
+        """Pin a prompt's cached prefix for another worker until `release`; return its blocks, (n,).
 
-        The request is not computed here. At most half of the spare blocks are pinned for it.
-
-        Returns:
-            Device blocks of the prompt's beginning, in order, shape (n,); none are pinned if empty.
-
-        Raises:
-            ValueError: the hashes have a wrong shape or type.
-            DuplicateRequest: its id is in use.
+        Pins at most half of the spare blocks. Raises ValueError or DuplicateRequest.
         """
         check_hashes(request)
         check_id(self._state, request)
@@ -216,7 +183,7 @@ class EngineCore:
         return pin_cached(self._state, request, self._ahead.blocks)
 
     def release(self, request: str) -> Effects:
-        """Free the blocks that were pinned for a request; nothing, if none are."""
+        """Free the blocks pinned for a request, if any."""
         state = self._state
         pinned = state.pinned.pop(request, None)
         if pinned is not None:
@@ -224,12 +191,10 @@ class EngineCore:
         return state.flush(Effects())
 
     def truncate(self, request: str, tokens: int) -> Effects:
-        """Take back the last tokens of a request that decodes, and free their blocks.
+        """Remove the last tokens of a decoding request, and free their blocks.
 
-        Raises:
-            OutOfTurn: a plan is under way.
-            ValueError: it generated fewer, does not decode, had entries evicted since, or shares a
-                block of which some tokens are taken back. Nothing has changed then.
+        Raises OutOfTurn during a plan; ValueError, with no change, if too few tokens were
+        generated, entries were evicted, or a block is shared.
         """
         if self._plan is not None:
             raise OutOfTurn("apply the plan under way before tokens are taken back")
@@ -240,7 +205,7 @@ class EngineCore:
         return self._state.flush(Effects())
 
     def clear_cache(self) -> Effects:
-        """Forget all cached prefixes, in all tiers; running requests go on."""
+        """Clear the prefix cache in all tiers; running requests continue."""
         self._state.prefix.clear()
         if self._state.offload is not None:
             self._state.offload.clear()
@@ -248,14 +213,12 @@ class EngineCore:
         return self._state.flush(Effects())
 
     def check_integrity(self) -> None:
-        """Raise an IntegrityError unless free, cached and pinned blocks are all, and counts are
-        right.
-        """
+        """Raise an IntegrityError if blocks or counts are inconsistent."""
         check_state(self._state)
 
     @property
     def rates(self) -> Rates | None:
-        """Measured rates; while None, preempted sequences are recomputed."""
+        """Measured rates; None means that preempted sequences are recomputed."""
         return self._state.rates
 
     @rates.setter
@@ -264,37 +227,37 @@ class EngineCore:
 
     @property
     def running(self) -> int:
-        """Requests that have a row, loading ones included."""
+        """Requests with a row, loading ones included."""
         return self._state.rows.used
 
     @property
     def computing(self) -> int:
-        """Of those, requests that do not wait for blocks to be loaded."""
+        """Running requests that are not loading."""
         return self._state.computing
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for a row, preempted ones included."""
+        """Requests without a row, preempted ones included."""
         return len(self._state.queue)
 
     @property
     def loading(self) -> int:
-        """Requests whose blocks are being loaded."""
+        """Requests with loads under way."""
         return self._state.rows.used - self._state.computing
 
     @property
     def held(self) -> int:
-        """Prompts whose blocks are pinned, finished ones and cached ones."""
+        """Prompts with pinned blocks, finished or cached."""
         return len(self._state.pinned)
 
     @property
     def free_blocks(self) -> int:
-        """Blocks that can be handed out, cached ones included."""
+        """Blocks that can be allocated, cached ones included."""
         return self._state.pool.free
 
     @property
     def cached_blocks(self) -> int:
-        """Blocks that can be hit, in use or not."""
+        """Blocks in the prefix cache, in use or free."""
         return self._state.pool.cached
 
     @property
@@ -303,21 +266,20 @@ class EngineCore:
         return 1.0 - self._state.pool.free / self.config.blocks
 
     def usage_at(self, step: int) -> float:
-        """Share of blocks in use during a step (0 is the first) of the plan under way."""
+        """Return the share of blocks in use during a step (from 0) of the current plan."""
         claimed = int(self._ahead.steps.searchsorted(step, side="right"))
         return 1.0 - (self._state.pool.free - claimed) / self.config.blocks
 
     @property
     def price(self) -> float:
-        """Return that a block of entries has to earn to stay; 0 where none are evicted."""
+        """Minimum return of a block of entries; 0 without token eviction."""
         scores = self._state.scores
         return scores.memory_price.price if scores is not None else 0.0
 
     @property
     def missing_entries(self) -> int:
-        """Evicted entries that running requests do without."""
+        """Evicted entries of running requests."""
         return int(self._state.rows.dropped.sum())
 
     def __contains__(self, request: str) -> bool:
-        """Whether a request waits, loads or runs here."""
         return request in self._state.sequences

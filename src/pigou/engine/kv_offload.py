@@ -1,4 +1,4 @@
-"""KV offload connector: offers the engine's blocks to the tiers, and loads them from there."""
+"""KV offload connector: offers the engine's blocks to the tiers, and loads them back."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from pigou.kv.session_returns import SessionPause, SessionReturns
 from pigou.kv.tiers import Tiers
 from pigou.request import BlockHashes, Ints
 
-#: Sequences whose blocks wait to be offered; beyond it the oldest are forgotten.
+#: Maximum of sequences with pending offers; beyond it the oldest are dropped.
 _MAX_PENDING = 4096
-#: Prefix of the name under which blocks are loaded that no request has asked for.
+#: Prefix of the ids of prefetches.
 RETURN = "return:"
 #: A chain is due when its tail is so many times its own length from being handed out: the copy
 #: begins at its head, and must end before the tail is handed out.
 _AHEAD = 2
-#: Free blocks that are looked at for it, at most: links copy faster than prompts take blocks.
+#: Maximum of free blocks inspected for due chains: links copy faster than prompts take blocks.
 _MAX_DISTANCE = 2048
-#: Free blocks that later steps of a plan may take while chains are deferred, at most.
+#: Maximum lookahead, in blocks, while chains are deferred.
 _MAX_LOOKAHEAD = 512
 
 
 class OffloadCandidate(NamedTuple):
-    """A chain of cached blocks that a sequence left on the device."""
+    """Cached blocks of a chain that a sequence left on the device."""
 
     hashes: BlockHashes  # shape (n, 2)
-    expiry: int  # when they become void, in nanoseconds since 1970
-    use_noted: bool = False  # whether the tiers noted their use
-    last: bool = False  # whether the device is about to hand the blocks out
+    expiry: int  # nanoseconds since 1970
+    use_noted: bool = False  # True once the tiers recorded their use
+    last: bool = False  # True if the device is about to evict the blocks
 
 
 class DeferredOffload:
-    """Chains that are offered when the device is about to hand their blocks out."""
+    """Chains to offer when the device is about to evict their blocks."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
@@ -53,10 +53,7 @@ class DeferredOffload:
         self._number = 0
 
     def add(self, left: OffloadCandidate, blocks: Ints) -> None:
-        """Defer a chain that lies in these blocks, shape (n,).
-
-        A chain whose blocks are all parts of later chains is deferred no longer.
-        """
+        """Defer a chain in these blocks, shape (n,); chains covered by later ones are dropped."""
         before = self._owner[blocks]
         self._owner[blocks] = self._number
         distance = min(_AHEAD * len(blocks), _MAX_DISTANCE)
@@ -70,7 +67,7 @@ class DeferredOffload:
 
     @property
     def spare(self) -> int:
-        """Free blocks that may be taken before a chain is due; negative where one is."""
+        """Free blocks that can be taken before a chain is due; negative if one is."""
         if not self._left:
             return len(self._owner)
         front = self._pool.peek(min(self._pool.free, self._max_distance + _MAX_LOOKAHEAD))
@@ -79,7 +76,7 @@ class DeferredOffload:
         return int(far[distance > 0].min(initial=_MAX_LOOKAHEAD))
 
     def due(self) -> list[OffloadCandidate]:
-        """Return the chains that are due, and defer them no longer."""
+        """Remove and return the chains that are due."""
         candidates: list[OffloadCandidate] = []
         if not self._left:
             return candidates
@@ -105,22 +102,22 @@ class DeferredOffload:
 
 
 class PinnedCopy(NamedTuple):
-    """Device blocks that are pinned while they are copied."""
+    """Device blocks pinned while they are copied."""
 
     table: Ints  # of a sequence from its beginning on, shape (n,)
-    evict_next: bool  # whether they are handed out next, once they are copied
+    evict_next: bool  # True to free them for reuse first
 
 
 class Prefetch(NamedTuple):
-    """Blocks that are loaded from tiers before a request asks for them."""
+    """Blocks loaded from tiers before a request needs them."""
 
     table: Ints  # device blocks of a session from its beginning on, shape (n,)
     hashes: BlockHashes
-    first: int  # index of the first that is loaded
+    first: int  # index of the first block to load
 
 
 class KVOffloadConnector:
-    """Offers blocks that sequences leave to the tiers, and pins them while they are copied."""
+    """Offers blocks of finished sequences to the tiers, and pins them during copies."""
 
     def __init__(self, tiers: Tiers, pool: BlockPool, prefix: PrefixCache, block_size: int) -> None:
         self.tiers = tiers
@@ -140,21 +137,17 @@ class KVOffloadConnector:
 
     @property
     def pinned(self) -> Items[Ints]:
-        """Tables of blocks that are pinned until their copies or loads are done."""
+        """Tables of blocks pinned until their copies or loads are done."""
         copies = (copy.table for copy in self._pinned.values())
         return [*copies, *(fetch.table for fetch in self.prefetches.values())]
 
     def sequence_left(self, seq: Sequence, cached: int) -> None:
-        """Note that a sequence leaves its row, with so many blocks in the prefix cache."""
+        """Record that a sequence left its row with `cached` blocks in the prefix cache."""
         if cached:
             self._pending.append(OffloadCandidate(seq.hashes[:cached], seq.request.expiry))
 
     def offer_pending(self, now: int) -> None:
-        """Offer chains that were left, as far as there is room for copies under way.
-
-        The rest waits, and is not offered once its blocks were reused. Chains that the tiers defer
-        are offered when the device is about to evict them. A second call at once changes nothing.
-        """
+        """Offer pending chains within the limit of copies; deferred ones when due."""
         self.now = now
         self.tiers.expire(now)
         self._offer_candidates()
@@ -192,7 +185,7 @@ class KVOffloadConnector:
         self._room -= len(move.keys)
 
     def on_transfer_done(self, number: int, good: Items[bool]) -> PinnedCopy | None:
-        """Take a move's answer in; return the device blocks to be released, if there are any."""
+        """Complete a move; return the device blocks to release, if any."""
         move = self.tiers.on_transfer_done(number, good, self.now)
         if move.source != DEVICE:
             return None
@@ -206,12 +199,12 @@ class KVOffloadConnector:
     # --- sessions that may return ---------------------------------------------------------------
 
     def session_left(self, seq: Sequence, cached: int) -> None:
-        """Note that a sequence has ended; its session may return."""
+        """Record the end of a session's turn."""
         if cached and self.tiers.recall:
             self.returns.on_turn_end(seq.hashes[:cached], seq.request.expiry, self.now)
 
     def prefetch_returning(self, spare: int, now: int) -> list[BlockHashes]:
-        """Load what due sessions left from tiers; return hashes that were evicted for it."""
+        """Prefetch due sessions from tiers; return the hashes evicted for it."""
         room = spare // 2
         removed = []
         for pause in self.returns.due(now):
@@ -236,25 +229,25 @@ class KVOffloadConnector:
         return removed
 
     def take_loads(self) -> list[Load]:
-        """Return the prefetches that have begun since the last call."""
+        """Return the prefetches started since the last call."""
         loads, self._loads = self._loads, []
         return loads
 
     # --- requests -------------------------------------------------------------------------------
 
     def on_load_done(self, request: str, good: int, failed: bool) -> None:
-        """Note that a request's load has ended, and its first `good` blocks came."""
+        """Record the end of a load; its first `good` blocks arrived."""
         self.tiers.end_load(request, good, self.now, failed, request not in self.prefetches)
 
     def clear(self) -> None:
-        """Forget all blocks of the tiers, and all that was to be offered."""
+        """Clear the tiers and all pending offers."""
         self._pending.clear()
         self.deferred.clear()
         self.returns.clear()
         self.tiers.clear(self.now)
 
     def check(self) -> None:
-        """Check the tiers, and that exactly what is copied is pinned; raise an IntegrityError."""
+        """Raise an IntegrityError unless exactly the blocks under copy are pinned."""
         self.tiers.check()
         copies = self.tiers.copies_under()
         under = sum(copies.values())
@@ -265,6 +258,6 @@ class KVOffloadConnector:
         )
 
     def restorable(self, seq: Sequence, first: int) -> Ints:
-        """Return from which tiers a sequence's blocks from `first` on are loaded, shape (n,)."""
+        """Return the tiers to load a sequence's blocks from `first` on from, shape (n,)."""
         last = min(len(seq.hashes), (seq.length - 1) // self._size)
         return self.tiers.restorable(seq.hashes[:last], first, self.now)

@@ -1,4 +1,4 @@
-"""Output processing: lengths, cached blocks and ends after a plan's steps; tokens taken back."""
+"""Output processing: updates lengths, caches full blocks and ends sequences after a plan."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def advance(
     rows: Ints, counts: Ints, samples: NDArray[np.bool_], steps: Ints, done: int, columns: Ints,
     block_size: int, work: Ints,
 ) -> tuple[int, int]:  # fmt: skip
-    """Move the rows of a plan on by `steps`, each its own number, or by `done` where it is empty.
+    """Advance the rows of a plan by `steps` per row, or by `done` if `steps` is empty.
 
-    Writes tokens, steps, and the entries that ended or have full blocks to `work`. Rows that lost
-    their sequence since did no steps. Returns how many entries ended, and have blocks to cache.
+    Writes tokens, steps, and the entries that ended or have full blocks to `work`; returns the
+    counts of both.
     """
     computed, length, limit = columns[COMPUTED], columns[LENGTH], columns[LIMIT]
     known, cached = columns[KNOWN], columns[CACHED]
@@ -87,13 +87,10 @@ def _process_steps(
     rows: Ints, counts: Ints, samples: NDArray[np.bool_], steps: Ints, done: int, columns: Ints,
     tables: Ints, block_size: int, pool: PoolArrays, wanted: int, work: Ints,
 ) -> tuple[int, int, int, int]:  # fmt: skip
-    """Move the rows of a plan on, and take the lookahead blocks that its steps wrote to.
+    """Advance rows, and claim the `wanted` lookahead blocks written by the steps done.
 
-    `steps` count for each entry, (entries,); empty where all do. `wanted` is the lookahead's
-    blocks, 0 where they are taken later: they are not taken where blocks are to be cached in
-    between. The pool's `removed` takes the hashes that were removed, `work` what `advance` writes,
-    and orphans: blocks that no row needs any more. Returns entries that ended, entries with blocks
-    to cache, hashes removed, and orphans.
+    `steps` has shape (entries,), or is empty. Claims wait if blocks are to be cached in between.
+    Returns entries ended, entries with full blocks, hashes removed, and orphaned blocks.
     """
     ended_count, full = advance(rows, counts, samples, steps, done, columns, block_size, work)
     if full > 0 or wanted == 0:
@@ -112,7 +109,7 @@ def _process_steps(
 
 @inlined
 def return_blocks(meta: Ints, counts: Counts, blocks: Ints, count: int) -> None:
-    """Free blocks that were just taken, the last first; they are allocated next."""
+    """Free blocks just taken, last first, for allocation next."""
     for i in range(count - 1, -1, -1):
         meta[blocks[i], REFS] = 0
         link_after(meta, meta.shape[0] - 1, blocks[i])
@@ -124,12 +121,10 @@ def _cache_row(
     row: int, start: int, count: int, done: int, columns: Ints, tables: Ints, block_size: int,
     pool: PoolArrays, wanted: int, hashes: BlockHashes, work: Ints,
 ) -> tuple[int, int, int, bool]:  # fmt: skip
-    """Cache a row's blocks at the steps of a plan in which they became full.
+    """Cache a row's full blocks in the order in which single steps would have filled them.
 
-    The plan computes it from `start` on, `count` tokens a step. Before each block, the lookahead
-    blocks written to by then are taken, as by single steps. Without a lookahead, nothing happens in
-    between, and a prompt's blocks are cached at once. `work` takes a mark for each time. Returns
-    marks; hashes removed; orphans, which are free; and whether a block is a duplicate.
+    Lookahead blocks written before are claimed first. Returns marks written to `work`, hashes
+    removed, orphaned blocks, and whether a block is a duplicate.
     """
     meta, keys, slots, counts, removed = pool
     orphans = work[ORPHAN]
@@ -176,7 +171,7 @@ class OutputProcessor:
         self._state = state
 
     def process(self, plan: Plan, ahead: Lookahead, result: Result) -> Effects:
-        """Take a plan's steps as done, in the order in which single steps would have been."""
+        """Apply a plan's steps, in the order of single steps."""
         state, rows, work = self._state, self._state.rows, self._state.work
         if state.copying:
             for seq in state.copying[:]:
@@ -223,7 +218,7 @@ class OutputProcessor:
                 yield seq, reasons[entry]
 
     def _add_hashes(self, plan: Plan, result: Result) -> set[int]:
-        """Note hashes of generated blocks; return the entries that have blocks to cache."""
+        """Store hashes of generated blocks; return the entries with blocks to cache."""
         rows = self._state.rows
         entries = set()
         for entry, row in enumerate(plan.rows.tolist()):
@@ -233,14 +228,14 @@ class OutputProcessor:
             full = rows.computed.item(row) // self._state.config.block_size
             seq.add_hashes(result.full_block_hashes[row], full)
             if rows.compacted[row]:
-                continue  # for when it is computed again, whole
+                continue  # kept for a recomputation of the whole sequence
             rows.known[row] = len(seq.hashes)
             if min(len(seq.hashes), full) > rows.cached[row]:
                 entries.add(entry)
         return entries
 
     def _cache_one(self, plan: Plan, ahead: Lookahead, done: int, entry: int) -> None:
-        """As `_cache_in_order` where one entry has blocks to cache: mostly a prompt in chunks."""
+        """Like `_cache_in_order` for one entry, mostly a chunked prompt."""
         state, rows, pool, work = self._state, self._state.rows, self._state.pool, self._state.work
         row = plan.rows.item(entry)
         seq = rows.owner[row]
@@ -260,7 +255,7 @@ class OutputProcessor:
         state.note_freed(freed)
 
     def _cache_in_order(self, plan: Plan, ahead: Lookahead, done: int, entries: list[int]) -> None:
-        """Take the blocks that later steps wrote to, and cache those that became full."""
+        """Claim the blocks written by later steps, and cache full ones."""
         claimed = 0
         for step, entry, stop in self._full_at(plan, ahead, entries) if entries else ():
             claimed = self._claim(ahead, claimed, step)
@@ -272,7 +267,7 @@ class OutputProcessor:
     def _full_at(
         self, plan: Plan, ahead: Lookahead, entries: list[int]
     ) -> list[tuple[int, int, int]]:
-        """List (step, entry, end of the range) of the blocks to cache, in order."""
+        """Return (step, entry, end of the range) of the blocks to cache, in order."""
         rows, size = self._state.rows, self._state.config.block_size
         cache_points: dict[tuple[int, int], int] = {}
         for entry in entries:
@@ -293,7 +288,7 @@ class OutputProcessor:
         return [(step, entry, stop) for (step, entry), stop in sorted(cache_points.items())]
 
     def _claim(self, ahead: Lookahead, start: int, step: int) -> int:
-        """Take lookahead blocks from `start` on written to up to `step`; return the next start."""
+        """Claim lookahead blocks from `start` written up to `step`; return the next start."""
         if start == ahead.count:
             return start
         state, rows = self._state, self._state.rows
@@ -308,7 +303,6 @@ class OutputProcessor:
         return stop
 
     def _claimed(self, gone: int, orphans: int) -> None:
-        """Note hashes that were removed with claimed blocks; free those that no row needs."""
         state = self._state
         if gone:
             state.note_removed(state.pool.removed[:gone].copy())
@@ -316,7 +310,7 @@ class OutputProcessor:
             state.free_blocks(state.work[ORPHAN, :orphans])
 
     def _leave(self, seq: Sequence, reason: FinishReason) -> Finished:
-        """Let a sequence go, and pin its prompt's full blocks if it asked for that."""
+        """Finish a sequence; pin its prompt's full blocks if requested."""
         state, request = self._state, seq.request
         keep = 0
         held = NO_BLOCKS
@@ -334,12 +328,7 @@ class OutputProcessor:
 
 
 def truncate(state: EngineState, seq: Sequence, tokens: int) -> None:
-    """Take back the last tokens of a sequence that decodes; their blocks return at once.
-
-    Raises:
-        ValueError: it generated fewer, does not decode, gave up entries since it computed them, or
-            shares a block of which some are taken back. Nothing has changed then.
-    """
+    """Remove the last tokens of a decoding sequence; raises ValueError, with no change."""
     rows, size, row = state.rows, state.config.block_size, seq.row
     _check_truncation(state, seq, tokens)
     computed = int(rows.computed[row]) - tokens

@@ -19,26 +19,25 @@ _NO_TIMES: Nanos = np.empty(0, dtype=np.int64)
 
 
 class Started(msgspec.Struct, frozen=True):
-    """A request computes in a row of the batch: for the first time, or after a preemption."""
+    """A request that starts to compute in a row, first or after a preemption."""
 
     request: str  # its id
-    row: int  # the row that is its own until it finishes or is preempted
-    computed: int  # tokens whose KV is already there (prefix hit, swapped in, or loaded)
+    row: int  # until it finishes or is preempted
+    computed: int  # tokens with KV (prefix hit, swapped in, or loaded)
 
 
 class Load(msgspec.Struct, frozen=True):
-    """Blocks to be filled from outside (another worker, a lower tier) off the step's path.
+    """Blocks to fill from another worker or a lower tier.
 
-    The driver answers each load that has blocks with `EngineCore.loaded`, once, when nothing
-    writes to them any more, also after its request was aborted: until then they stay in use.
-    The request computes nothing before that; it is `Started` by the first plan after it.
+    Answer each load with blocks once by `EngineCore.loaded`, also after an abort, when nothing
+    writes to them any more. The request is `Started` after that.
     """
 
     request: str  # its id
     # the row of the batch that it holds; -1 where nobody asks for the blocks yet: a session that is
     # away is expected back (`pigou.kv.session_returns`), and never `Started`.
     row: int
-    first: int  # index of the first block to fill, within the request; those before were hit
+    first: int  # index in the request of the first block to fill; those before were hit
     # device blocks to fill, in order, shape (n,); n = 0 when everything was hit, and the offer need
     # only be declined.
     blocks: Ints
@@ -49,11 +48,10 @@ class Load(msgspec.Struct, frozen=True):
 
 
 class Compaction(msgspec.Struct, frozen=True):
-    """Cache entries that a row evicts for good, so that its last blocks come free.
+    """Entries that a row evicts to free its last blocks; the rest is compacted.
 
-    Which entries go is the executor's choice, in each layer and KV head for itself, and as many in
-    each; those that are left close up. It knows them from the row's last scores
-    (`Plan.to_score`); if there were none it chooses now.
+    The executor chooses as many entries in each layer and KV head, by the row's last scores
+    (`Plan.to_score`) if any.
     """
 
     row: int  # the row of the batch
@@ -61,7 +59,7 @@ class Compaction(msgspec.Struct, frozen=True):
     # index of the first entry that may go, a multiple of the block size: the blocks before it are
     # shared, and stay as they are.
     first: int
-    drop: int  # how many go, a multiple of the block size
+    drop: int  # entries to evict, a multiple of the block size
     # shared blocks of the row to their copies, made before anything else, shape (m, 2).
     copies: Ints
     # ids of the row's blocks, with the copies in their places, in order, those that come free among
@@ -70,26 +68,21 @@ class Compaction(msgspec.Struct, frozen=True):
 
 
 class Recomputation(msgspec.Struct, frozen=True):
-    """Entries that a row gave up, and that are recomputed, behind those it has."""
+    """Evicted entries of a row to recompute, appended behind its others."""
 
     row: int  # the row of the batch
-    entries: int  # that it has before (after a compaction of the same plan)
+    entries: int  # before the recomputation, after a compaction of the same plan
     count: int  # tokens to compute again, in all layers and heads
-    blocks: Ints  # ids of the row's blocks after it, in order, shape (blocks that hold them all,)
+    blocks: Ints  # ids of the row's blocks afterwards, in order, shape (blocks,)
 
 
 class Plan(msgspec.Struct):
-    """The same batch, computed for up to `repeat` steps.
+    """One batch to compute for up to `repeat` steps.
 
-    A plan that has entries is applied before the next is scheduled. Before the first step come
-    `compactions`, then `swap_out`, `copies` and `swap_in`, then `recomputations`.
-
-    Entry i computes `counts[i]` tokens of the sequence in row `rows[i]`, from position
-    `starts[i]` on, against `kv_lens[i]` tokens already in the cache; its block ids are
-    `EngineCore.tables[rows[i]]`. Where `samples[i]`, one token is sampled after each step. With
-    `repeat > 1` every entry samples and computes one token a step, each starting where the step
-    before ended; but for the last one under `EngineConfig.repeat_chunks`, which may compute a
-    chunk of its prompt in each step, always as long, and not the prompt's end.
+    Order: `compactions`, `swap_out`, `copies`, `swap_in`, `recomputations`, then the first step.
+    Entry i computes `counts[i]` tokens of row `rows[i]` from position `starts[i]`, against
+    `kv_lens[i]` cached tokens. With `repeat > 1` every entry decodes one token per step, except a
+    last one with equal chunks of a prompt (`EngineConfig.repeat_chunks`).
     """
 
     rows: Ints  # shape (n,)
@@ -98,19 +91,19 @@ class Plan(msgspec.Struct):
     # cache entries before the first step, shape (n,); equal to `starts` unless tokens were evicted.
     kv_lens: Ints
     samples: NDArray[np.bool_]  # whether the entry yields a token, shape (n,)
-    repeat: int = 1  # most steps to do
-    horizon: int = NEVER  # no step may begin at or after this time, in nanoseconds
-    started: list[Started] = []  # requests that compute from this plan on, in a row of their own
-    preempted: list[str] = []  # ids of requests that lost their row since the last plan
+    repeat: int = 1  # maximum of steps
+    horizon: int = NEVER  # no step begins at or after it, nanoseconds
+    started: list[Started] = []
+    preempted: list[str] = []  # request ids
     swap_out: Ints = _NO_PAIRS  # device block to host block, shape (m, 2)
     copies: Ints = _NO_PAIRS  # device block to device block (copy-on-write), shape (m, 2)
     swap_in: Ints = _NO_PAIRS  # host block to device block, shape (m, 2)
-    loads: list[Load] = []  # blocks to be filled from outside
+    loads: list[Load] = []
     # blocks to be copied to or between tiers, and to be deleted there, in order and off the step's
     # path; those with a number are answered with `EngineCore.on_transfer_done`.
     moves: list[Move] = []
-    compactions: list[Compaction] = []  # entries to be given up, in order
-    recomputations: list[Recomputation] = []  # entries to be computed again
+    compactions: list[Compaction] = []  # in order
+    recomputations: list[Recomputation] = []
     # rows whose entries `Result.lost_returns` is to score, shape (k, 3): the row; the first entry
     # that may go (a multiple of the block size: the blocks before it are shared); the maximum of
     # blocks of entries that are of interest.
@@ -118,16 +111,15 @@ class Plan(msgspec.Struct):
 
     @property
     def tokens(self) -> int:
-        """Tokens computed in one step."""
+        """Tokens computed per step."""
         return int(self.counts.sum())
 
     @property
     def chunk_tokens(self) -> int:
-        """Tokens of chunks of prompts computed in one step."""
+        """Prompt tokens computed per step."""
         return int(self.counts[self.counts > 1].sum())
 
     def __bool__(self) -> bool:
-        """Whether there is anything to compute (moves and loads may exist without)."""
         return len(self.rows) > 0
 
 
@@ -142,7 +134,7 @@ class Finish(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct):
-    """What an executor computed of a plan."""
+    """Output of an executor for a plan."""
 
     steps: int = 1  # steps done, 1 to `plan.repeat`
     finished: list[Finish] = []  # sequences that ended early
@@ -162,24 +154,24 @@ class Result(msgspec.Struct):
 
 
 class Finished(msgspec.Struct, frozen=True):
-    """A request left the engine."""
+    """A request that left the engine."""
 
     request: str  # its id
     reason: FinishReason
     prompt: int  # tokens of its prompt
-    cached: int  # of those, tokens that were not computed here (hit or loaded), at first admission
+    cached: int  # prompt tokens hit or loaded at first admission
     generated: int  # tokens sampled
-    preemptions: int  # times that it lost its row
+    preemptions: int
     # device blocks kept for another worker to pull, in prompt order; released by
     # `EngineCore.release`.
     held: Ints = _NONE
 
 
 class Effects(msgspec.Struct):
-    """What follows for callers from one call."""
+    """Consequences of a call for the driver."""
 
-    tokens: Ints = _NONE  # per plan entry, tokens that count as sampled, shape (n,)
-    finished: list[Finished] = []  # requests that left
+    tokens: Ints = _NONE  # sampled tokens per plan entry, shape (n,)
+    finished: list[Finished] = []
     events: list[KVEvent] = []  # KV events, in order
     freed: int = 0  # blocks that became free or evictable
 
@@ -188,8 +180,8 @@ class Effects(msgspec.Struct):
 class Rates:
     """Measured speeds of the machine."""
 
-    prefill: float  # tokens computed in a second
-    swap: float  # bytes copied between device and host in a second
+    prefill: float  # tokens per second
+    swap: float  # bytes per second between device and host
     block_bytes: int
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Preemption: a running sequence gives up its row, and its KV is recomputed or swapped."""
+"""Preemption: takes a running sequence's row; its KV is recomputed or swapped."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from pigou.request import SECOND
 
 
 def recompute_seconds(tokens: int, rates: Rates, hit_tokens: int = 0) -> float:
-    """Seconds to compute `tokens` again, without the `hit_tokens` that the cache will have."""
+    """Return the seconds to recompute `tokens`, minus `hit_tokens` expected in the cache."""
     return (tokens - hit_tokens) / rates.prefill
 
 
 def swap_seconds(blocks: int, rates: Rates, hit_blocks: int = 0) -> float:
-    """Seconds to copy `blocks` out, and those that the cache will not have in again."""
+    """Return the seconds to swap `blocks` out, and those without an expected hit in."""
     return (2 * blocks - hit_blocks) * rates.block_bytes / rates.swap
 
 
 def cheaper(
     tokens: int, blocks: int, rates: Rates, hit_tokens: int = 0, hit_blocks: int = 0
 ) -> Literal["recompute", "swap"]:
-    """Choose how a sequence is preempted; recompute when equal, as it needs no host memory."""
+    """Return the cheaper way to preempt; ties recompute, which needs no host memory."""
     again = recompute_seconds(tokens, rates, hit_tokens)
     moved = swap_seconds(blocks, rates, hit_blocks)
     return "swap" if moved < again else "recompute"
 
 
-#: Steps of fewer tokens say nothing about the speed of prefill.
+#: Minimum of tokens for a step to measure the speed of prefill.
 _MIN_TOKENS = 32
-#: Weight of the newest step in the mean.
+#: Weight of the newest step in the mean speed.
 _NEW = 0.1
 
 
 class RateMeter:
-    """Follows the speed of prefill; the speed of swapping is measured once."""
+    """Measures the speed of prefill; the speed of swapping is measured once."""
 
     def __init__(self, swap: float, block_bytes: int) -> None:
         self._swap = swap
@@ -47,7 +47,7 @@ class RateMeter:
         self._prefill = 0.0
 
     def observe(self, tokens: int, duration: int) -> Rates | None:
-        """Take in a step of `tokens` in `duration` nanoseconds; return new rates, if any."""
+        """Record a step of `tokens` in `duration` nanoseconds; return new rates, if any."""
         if tokens < _MIN_TOKENS or duration <= 0:
             return None
         rate = tokens * SECOND / duration
@@ -56,14 +56,14 @@ class RateMeter:
 
 
 def preempt_last(state: EngineState, builder: ScheduleBuilder) -> None:
-    """Preempt the running sequence that is last in the order of the queue."""
+    """Preempt the running sequence that is last in queue order."""
     owners = (state.rows.owner[row] for row in state.running.tolist())
     last = max((seq for seq in owners if seq is not None), key=lambda seq: seq.key)
     _preempt(state, builder, last)
 
 
 def _preempt(state: EngineState, builder: ScheduleBuilder, seq: Sequence) -> None:
-    """Take a sequence's row; keep its KV on the host if that is cheaper."""
+    """Free a sequence's row; swap its KV to the host if that is cheaper."""
     row = seq.row
     computed, dropped = int(state.rows.computed[row]), int(state.rows.dropped[row])
     used = -(-(computed - dropped) // state.config.block_size)

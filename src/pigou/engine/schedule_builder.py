@@ -1,4 +1,4 @@
-"""A plan in the making, and the blocks that its later steps will need."""
+"""A plan under construction, and the blocks reserved for its later steps."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ _NO_PAIRS: Ints = np.empty((0, 2), dtype=np.int32)
 
 
 class Lookahead(msgspec.Struct):
-    """Blocks laid out for the steps of a plan after its first; still in the free queue."""
+    """Blocks reserved for later steps of a plan; still in the free queue."""
 
     work: Ints  # has their rows, steps and ids (`EngineState.work`)
     count: int
 
     @property
     def rows(self) -> Ints:
-        """Rows that need them, in the order of single steps, (count,)."""
+        """Rows of the blocks, in the order of single steps, (count,)."""
         return self.work[NEED_ROW, : self.count]
 
     @property
     def steps(self) -> Ints:
-        """Steps at which they are needed, 1 or more, ascending, (count,)."""
+        """Steps that need the blocks, 1 or more, ascending, (count,)."""
         return self.work[NEED_STEP, : self.count]
 
     @property
     def blocks(self) -> Ints:
-        """The blocks, in the order of the free queue, (count,)."""
+        """Block ids, in the order of the free queue, (count,)."""
         return self.work[NEED_BLOCK, : self.count]
 
 
@@ -52,7 +52,7 @@ NO_LOOKAHEAD = Lookahead(np.empty((WORK_ROWS, 0), dtype=np.int32), 0)
 
 
 class EntryBuffer:
-    """The entries of a plan, gathered in `EngineState.work`; counts beyond `size` are 1."""
+    """Entries of a plan, gathered in `EngineState.work`; counts beyond `size` are 1."""
 
     def __init__(self, work: Ints) -> None:
         self._rows, self._counts = work[ENTRY_ROW], work[ENTRY_COUNT]
@@ -60,7 +60,7 @@ class EntryBuffer:
         self.size = self._decodes = 0
 
     def decode(self, count: int) -> None:
-        """Begin with `count` rows, written to `work` before, that compute one token each."""
+        """Start with `count` decoding rows already written to `work`."""
         if self._decodes < self.size:
             self._counts[self._decodes : self.size] = 1
         self.size = self._decodes = count
@@ -73,7 +73,7 @@ class EntryBuffer:
 
 
 class RowEviction(msgspec.Struct):
-    """What a row gives up in a plan."""
+    """Entries that a row evicts in a plan."""
 
     entries: int
     first: int  # index of the first entry that may go
@@ -82,32 +82,32 @@ class RowEviction(msgspec.Struct):
 
 
 class ScheduleBuilder(msgspec.Struct):
-    """What one call of the scheduler has decided so far; names as in `Plan`."""
+    """Decisions of the current scheduler call; names as in `Plan`."""
 
     batch: EntryBuffer
-    budget: int  # tokens that may still be computed
-    background: int  # of those, tokens of prompts in the background (priority above 0)
-    ranked: bool  # whether priorities count
+    budget: int  # remaining tokens
+    background: int  # remaining tokens for background prompts (priority above 0)
+    ranked: bool  # True if priorities count
     started: list[Started]
-    decodes: int = 0  # entries, the first ones, that decode
+    decodes: int = 0  # leading entries that decode
     preempted: list[str] = []
     loads: list[Load] = []
-    evictions: dict[int, RowEviction] = {}  # what rows give up
+    evictions: dict[int, RowEviction] = {}  # by row
     recomputations: list[Recomputation] = []
     swap_out: list[Ints] = []
     copies: list[Ints] = []
     swap_in: list[Ints] = []
     # of the first prompt, which those of a higher number yield to; None before.
     top_priority: int | None = None
-    steady: bool = True  # whether the next step would be the same, if no sequence ended
+    steady: bool = True  # True if the next step is the same unless a sequence ends
 
     @property
     def moves(self) -> bool:
-        """Whether blocks are moved or loaded."""
+        """True if blocks are moved or loaded."""
         return bool(self.loads or self.copies or self.swap_in or self.swap_out)
 
     def build(self, entries: Ints, samples: Flags, repeat: int, horizon: int) -> Plan:
-        """Return the plan of rows, starts, counts and cached entries, shape (4, entries)."""
+        """Build the plan from rows, starts, counts and cached entries, shape (4, entries)."""
         return Plan(
             entries[PLAN_ROWS],  # unpacking an array takes three times as long
             entries[PLAN_STARTS],

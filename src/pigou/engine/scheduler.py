@@ -1,9 +1,8 @@
-"""What is computed next: decodes, then chunks of running prompts, then new sequences.
+"""Scheduler: decodes first, then chunks of running prompts, then new sequences.
 
-With the order `priority` a prompt overtakes what runs. While a prompt of a lower number is to be
-computed, prompts and decodes of a higher one are paused, and keep their blocks; one that waits is
-admitted before they go on. Decodes of the prompt's own number are paused every other step: a prompt
-is mostly one step, which they would only make longer, and they lose half of their steps at most.
+With the order `priority`, decodes and prompts of a higher number pause, keeping their blocks, while
+a prompt of a lower number is computed. Decodes of the prompt's own number pause every other step,
+so that they lose at most half of their steps.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ from pigou.engine.token_eviction import (
 from pigou.kv.block_pool import FREE, PoolArrays, allocate, peek
 from pigou.request import Ints
 
-#: What `_start_decodes` returns for the number of rows where too few blocks are free.
+#: Result of `_start_decodes` if too few blocks are free.
 TOO_FEW = -1
 
 
@@ -58,7 +57,7 @@ TOO_FEW = -1
 def find_decodes(
     order: Ints, columns: Ints, block_size: int, budget: int, rows: Ints, growing: Ints
 ) -> tuple[int, int]:
-    """Write the rows of `order` with one token to compute, at most `budget`, to `rows`."""
+    """Write the rows of `order` that decode, at most `budget`, to `rows`."""
     computed, length, dropped = columns[COMPUTED], columns[LENGTH], columns[DROPPED]
     blocks = columns[BLOCKS]
     count = 0
@@ -94,10 +93,9 @@ def write_starts(
 def look_ahead(
     rows: Ints, columns: Ints, block_size: int, max_steps: int, free: int, work: Ints,
 ) -> tuple[int, int]:  # fmt: skip
-    """Return for how many steps decoding rows can go on unchanged, and the blocks they need.
+    """Return how many steps decoding rows can run unchanged, and the blocks they need.
 
-    The blocks of step 0 are there already. Rows and steps of later needs are written to `work` in
-    the order of single steps. Steps end when the first row reaches its limit or blocks run out.
+    Rows and steps of later needs go to `work`, in the order of single steps.
     """
     computed, length, limit = columns[COMPUTED], columns[LENGTH], columns[LIMIT]
     dropped, blocks = columns[DROPPED], columns[BLOCKS]
@@ -136,7 +134,7 @@ def _start_decodes(
     order: Ints, columns: Ints, tables: Ints, block_size: int, budget: int, pool: PoolArrays,
     work: Ints,
 ) -> tuple[int, int]:  # fmt: skip
-    """Write the decoding rows of `order` to `work`, at most `budget`; give each its block."""
+    """Write decoding rows of `order` to `work`, at most `budget`, and give each its block."""
     meta, keys, _, counts, removed = pool
     count, grow = find_decodes(
         order, columns, block_size, budget, work[ENTRY_ROW], work[GROWING_ROW]
@@ -167,12 +165,10 @@ def _finish_plan(
     decodes: int, columns: Ints, tables: Ints, block_size: int, max_steps: int, chunks: bool,
     spare: int, pool: PoolArrays, work: Ints, plan: Ints, samples: NDArray[np.bool_],
 ) -> tuple[int, int]:  # fmt: skip
-    """Write a plan's entries, and lay out blocks for as many steps as it can go on unchanged.
+    """Write a plan's entries, and reserve blocks for as many unchanged steps as possible.
 
-    The first `decodes` entries decode; where `chunks`, a last one may compute equal chunks of its
-    prompt. Later steps may take `spare` free blocks, none where it is negative. `plan` takes rows,
-    starts, counts and entries in the cache, (4, entries); `samples` whether each yields a token.
-    Returns how many steps, and the blocks of the lookahead.
+    The first `decodes` entries decode; with `chunks`, a last one may compute equal chunks. Later
+    steps may take `spare` free blocks. `plan` is (4, entries). Returns steps and lookahead blocks.
     """
     meta, _, _, pool_counts, _ = pool
     size = samples.shape[0]
@@ -207,10 +203,9 @@ def plan_decodes(
     order: Ints, columns: Ints, tables: Ints, block_size: int, budget: int, max_steps: int,
     pool: PoolArrays, work: Ints, plan: Ints, samples: NDArray[np.bool_],
 ) -> tuple[int, int, int, int]:  # fmt: skip
-    """Do what `_start_decodes` and `_finish_plan` do where no prompt is computed, without tiers.
+    """Fuse `_start_decodes` and `_finish_plan` for batches that only decode, without tiers.
 
-    `plan` and `samples` have an entry for each row of `order`; the entries' counts in `work` are 1.
-    Returns what both return; zeros in place of the latter where too few blocks are free.
+    Returns the results of both; zeros for the latter if too few blocks are free.
     """
     count, gone = _start_decodes(order, columns, tables, block_size, budget, pool, work)
     if count == TOO_FEW:
@@ -225,7 +220,7 @@ def plan_decodes(
 
 
 class Scheduler:
-    """Makes plans out of the engine's state."""
+    """Builds plans from the engine's state."""
 
     def __init__(self, state: EngineState) -> None:
         self._state = state
@@ -234,7 +229,7 @@ class Scheduler:
         self._paused = False
 
     def schedule(self, now: int, horizon: int) -> tuple[Plan, Lookahead]:
-        """Plan the next step, and as many after it as cannot differ from it."""
+        """Plan the next step, and later ones as long as they are the same."""
         state = self._state
         if state.prefilling:
             state.prefilling = still_prefilling(state)
@@ -263,14 +258,13 @@ class Scheduler:
 
     @property
     def _decode_only(self) -> bool:
-        """Whether all there is to do is to go on with the rows that decode."""
         state = self._state
         if state.prefilling or state.queue or state.ranked:
             return False
         return state.scores is None and state.offload is None
 
     def _plan_decodes(self, horizon: int, max_steps: int) -> tuple[Plan, Lookahead] | None:
-        """Plan for rows that all decode, in one pass; None where they lack blocks."""
+        """Plan decodes in one pass; None if blocks are lacking."""
         state, rows, pool = self._state, self._state.rows, self._state.pool
         order = state.running
         size = len(order)
@@ -297,7 +291,7 @@ class Scheduler:
         return plan, Lookahead(state.work, needs)
 
     def _prefill_priority(self) -> int | None:
-        """Return the lowest priority of prompts, which others yield to; None for none."""
+        """Return the lowest priority number of prompts under prefill; None for none."""
         state, rows = self._state, self._state.rows
         if not len(state.running):
             return None
@@ -312,14 +306,14 @@ class Scheduler:
         return highest if highest < last else None
 
     def _runnable_below(self, priority: int | None) -> int | None:
-        """Return the number that a row's priority is below to decode; None where all decode."""
+        """Return the priority number below which rows decode; None if all do."""
         if priority is None:
             return None
         self._paused = not self._paused
         return priority + (not self._paused)
 
     def _continue_decodes(self, builder: ScheduleBuilder, below: int | None) -> None:
-        """Give each decoding row the block it needs, preempting from the back of the queue."""
+        """Give each decoding row its block, preempting from the back of the queue."""
         state, rows, pool = self._state, self._state.rows, self._state.pool
         while True:
             runnable = state.running
@@ -357,7 +351,7 @@ class Scheduler:
     def _finish(
         self, builder: ScheduleBuilder, horizon: int, max_steps: int
     ) -> tuple[Plan, Lookahead]:
-        """Make the plan, and extend it until something must change, to at most `max_steps`."""
+        """Build the plan, and extend it to at most `max_steps` equal steps."""
         state, rows, pool, size = self._state, self._state.rows, self._state.pool, self._batch.size
         chunks = state.config.repeat_chunks and builder.budget == 0
         if chunks and size > builder.decodes:

@@ -1,4 +1,4 @@
-"""A sequence on its way through the engine, and the queue of those that wait."""
+"""A sequence in the engine, and the queue of waiting sequences."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NO_BLOCKS: Ints = np.empty(0, dtype=np.int32)
 
 
 class SequenceState(Enum):
-    """Where a sequence is."""
+    """State of a sequence."""
 
     WAITING = auto()
     LOADING = auto()
@@ -26,7 +26,7 @@ class SequenceState(Enum):
 
 
 class Sequence:
-    """One request: what outlives a preemption. While it has a row, its lengths are in `Rows`.
+    """State of a request that survives preemption; lengths of running ones are in `Rows`.
 
     `length`, `computed`, `dropped` and `host_blocks` are valid while it waits.
     """
@@ -39,39 +39,36 @@ class Sequence:
 
     def __init__(self, request: Request, key: tuple[int, int, int], hashes: BlockHashes) -> None:
         self.request = request
-        self.key = key  # its place in the queue: the lowest is admitted first, preempted last
+        self.key = key  # sort key in the queue: the lowest is admitted first, preempted last
         self.state = SequenceState.WAITING
-        self.row = -1  # of the batch, -1 while it waits
-        self.length = request.prompt  # tokens known, prompt and generated
-        self.computed = 0  # tokens whose KV was swapped to the host
-        self.dropped = 0  # of those, tokens whose entries were evicted
-        self.host_blocks: Ints = NO_BLOCKS  # with that KV, in order
-        self.hashes = hashes  # known ones of its full blocks, shape (known, 2), without gaps
-        self.remote_tokens = request.remote  # that another worker still offers
-        self.cached_tokens = -1  # of the prompt, not computed here at first; -1 before
-        self.preemptions = 0  # how often it lost its row
-        self.duplicates = False  # whether some block of its row has its hash cached elsewhere
+        self.row = -1  # -1 while it waits
+        self.length = request.prompt  # prompt and generated tokens
+        self.computed = 0  # tokens with KV on the host
+        self.dropped = 0  # computed tokens with evicted entries
+        self.host_blocks: Ints = NO_BLOCKS  # of that KV, in order
+        self.hashes = hashes  # known hashes of full blocks, shape (known, 2), without gaps
+        self.remote_tokens = request.remote  # offered by another worker
+        self.cached_tokens = -1  # prompt tokens cached at first admission; -1 before
+        self.preemptions = 0
+        self.duplicates = False  # True if a hash of its row is cached under another block
         self.load = (0, 0)  # first block and number of blocks of the load under way
-        self.copy_source = -1  # block that its last one is copied from by the plan under way
+        self.copy_source = -1  # block that the current plan copies to its last one
 
     def requeue(self) -> None:
-        """Wait again after a preemption, without a row."""
+        """Return to the waiting state after a preemption."""
         self.state = SequenceState.WAITING
         self.preemptions += 1
         self.duplicates = False
 
     def add_hashes(self, hashes: BlockHashes, full: int) -> None:
-        """Append hashes of further blocks, shape (n, 2), as far as `full` blocks of it are full."""
+        """Append hashes of further blocks, shape (n, 2), up to `full` blocks in all."""
         new = leading_hashes(hashes, full - len(self.hashes))
         if len(new):
             self.hashes = np.concatenate((self.hashes, new))
 
 
 def leading_hashes(hashes: BlockHashes, limit: int) -> BlockHashes:
-    """Return at most `limit` hashes, up to the first that is (0, 0).
-
-    The result is contiguous and writable: kernels are compiled for such arrays alone.
-    """
+    """Return a contiguous copy of at most `limit` hashes, up to the first (0, 0)."""
     if not (hashes.flags.c_contiguous and hashes.flags.writeable):
         hashes = hashes.copy()
     return hashes[: _gapless(hashes, min(max(limit, 0), len(hashes)))]
@@ -79,7 +76,6 @@ def leading_hashes(hashes: BlockHashes, limit: int) -> BlockHashes:
 
 @bare_kernel_over("engine", "kv")
 def _gapless(hashes: BlockHashes, limit: int) -> int:
-    """Count the hashes of `hashes[:limit]` before the first that is (0, 0)."""
     for i in range(limit):
         if hashes[i, HIGH] == 0 and hashes[i, LOW] == 0:
             return i
@@ -87,7 +83,7 @@ def _gapless(hashes: BlockHashes, limit: int) -> int:
 
 
 def order_key(request: Request, order: QueueOrder, number: int) -> tuple[int, int, int]:
-    """Return a request's place in the queue: priority or deadline if so ordered, then arrival."""
+    """Return a request's sort key: priority or deadline if so ordered, then arrival."""
     if order == "priority":
         return request.priority, request.arrival, number
     if order == "edf":
@@ -96,7 +92,7 @@ def order_key(request: Request, order: QueueOrder, number: int) -> tuple[int, in
 
 
 class WaitingQueue:
-    """Waiting sequences by their keys, lowest first."""
+    """Waiting sequences by key, lowest first."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[int, int, int], Sequence]] = []
@@ -123,7 +119,7 @@ class WaitingQueue:
         return None
 
     def pop(self) -> Sequence:
-        """Remove and return the next sequence; there must be one."""
+        """Remove and return the next sequence; the queue must not be empty."""
         seq = self.head()
         assert seq is not None, "nobody waits"
         heappop(self._heap)
@@ -131,9 +127,8 @@ class WaitingQueue:
         return seq
 
     def remove(self, seq: Sequence) -> None:
-        """Remove a sequence, wherever in the queue it is."""
+        """Remove a sequence from anywhere in the queue."""
         self._present.remove(seq)
 
     def __iter__(self) -> Iterator[Sequence]:
-        """Yield the sequences in no particular order."""
         return iter(self._present)

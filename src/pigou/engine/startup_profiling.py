@@ -12,34 +12,34 @@ from pigou.engine.plan import Result
 from pigou.kv.block_pool import BlockPool
 from pigou.request import Request
 
-#: Cache entries of each stream before its first step.
+#: Cache entries of each stream at its first step.
 CONTEXT_TOKENS = 256
-#: Steps in which streams are measured without a prompt.
+#: Steps measured without a prompt.
 DECODE_STEPS = 8
 #: How often a load is measured: the first run touches memory and compiles, the quickest counts.
 REPEATS = 2
 _PROMPTS = (128, 512, 2048, 8192)
 _STREAMS = (1, 4, 16, 64)
-#: Streams beside which prompts are measured as well.
+#: Numbers of streams beside which prompts are measured.
 _MIXED_STREAMS = (4, 16)
 #: Most steps in which streams may gather: those that came first are longer by as many tokens.
 _MAX_GATHERING = CONTEXT_TOKENS // 2
 
 
 class ProfiledLoad(NamedTuple):
-    """A load whose speed is measured."""
+    """A load to measure."""
 
-    tokens: int  # of a prompt that is computed; 0 for `DECODE_STEPS` steps without one
+    tokens: int  # of a prompt; 0 for `DECODE_STEPS` steps without one
     streams: int
 
     @property
     def size(self) -> int:
-        """Tokens that it takes to set up and to compute, about."""
+        """Approximate number of tokens to set up and compute."""
         return REPEATS * self.tokens + self.streams * (CONTEXT_TOKENS + REPEATS * DECODE_STEPS)
 
 
 def profiled_loads(config: EngineConfig) -> tuple[ProfiledLoad, ...]:
-    """Return what a worker with these limits can measure, the smallest first."""
+    """Return the loads that a worker with these limits can measure, smallest first."""
     prompts = [ProfiledLoad(tokens, 0) for tokens in _PROMPTS]
     streams = [ProfiledLoad(0, count) for count in _STREAMS]
     mixed = [ProfiledLoad(tokens, count) for count in _MIXED_STREAMS for tokens in _PROMPTS]
@@ -48,7 +48,7 @@ def profiled_loads(config: EngineConfig) -> tuple[ProfiledLoad, ...]:
 
 
 def max_stream_tokens(load: ProfiledLoad, config: EngineConfig) -> int:
-    """Return the most tokens, prompt and output, that each of a load's streams has."""
+    """Return the maximum of tokens, prompt and output, of each of a load's streams."""
     steps = max(DECODE_STEPS, _chunks(load, config))
     return CONTEXT_TOKENS + _gathering(load, config) + REPEATS * steps + 1
 
@@ -75,7 +75,6 @@ def _gathering(load: ProfiledLoad, config: EngineConfig) -> int:
 
 
 def _chunks(load: ProfiledLoad, config: EngineConfig) -> int:
-    """Return the steps that the prompt takes."""
     return -(-load.tokens // _chunk_tokens(load, config))
 
 
@@ -84,10 +83,7 @@ def _chunk_tokens(load: ProfiledLoad, config: EngineConfig) -> int:
 
 
 def warm_up() -> None:
-    """Run small requests through engines, so that every kernel is compiled or loaded.
-
-    Takes some seconds the first time on a machine, and a fraction of one after that.
-    """
+    """Run small requests through engines to compile every kernel, which takes seconds once."""
     core = EngineCore(_warm_up_config(max_batched_tokens=4, max_repeat=4))
     hashes = np.array([[1, 1], [2, 2]], dtype=np.uint64)
     for name in ("cold", "hit"):
@@ -121,7 +117,7 @@ def _run(core: EngineCore) -> None:
 
 
 def _cache_generated_blocks() -> None:
-    """Run two requests side by side, whose blocks are cached as they are generated."""
+    """Run two requests side by side, with generated blocks cached."""
     core = EngineCore(_warm_up_config(max_batched_tokens=4, max_repeat=4))
     for name in ("one", "other"):
         core.add(Request(name, prompt=2, max_tokens=3))
@@ -133,7 +129,6 @@ def _cache_generated_blocks() -> None:
 
 
 def _evict_tokens() -> None:
-    """Run a request beside another whose entries are evicted for it."""
     eviction = EvictionConfig(sinks=0, recent=1, least=1, interval=1)
     core = EngineCore(_warm_up_config(blocks=6, eviction=eviction))
     for name in ("one", "other"):

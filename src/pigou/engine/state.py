@@ -1,4 +1,4 @@
-"""Everything that an EngineCore knows, and the changes that several of its parts make."""
+"""State of an EngineCore, and changes shared by several of its parts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pigou.request import BlockHashes, FinishReason, Ints, no_hashes
 
 @dataclass(frozen=True, slots=True)
 class PinnedBlocks:
-    """Blocks that are referred to without a row: for a pull, or while something writes to them."""
+    """Blocks referenced without a row: for a pull, or while something writes to them."""
 
     blocks: Ints  # ids in the order of the sequence, shape (n,)
     hashes: BlockHashes  # known hashes of the sequence, shape (known, 2)
@@ -42,7 +42,7 @@ class EngineStats:
 
 
 class EvictionScores:
-    """Scores of the entries of running rows, and the price of a block."""
+    """Scores of cache entries of running rows, and the price of a block."""
 
     def __init__(self, config: EvictionConfig, blocks: int, max_seqs: int) -> None:
         self.config = config
@@ -63,25 +63,25 @@ class EvictionScores:
     def keep(
         self, row: int, computed: int, lost_returns: Floats, regained_returns: Floats | None
     ) -> None:
-        """Note a row's scores, of when so many of its tokens were computed."""
+        """Store a row's scores, made when `computed` of its tokens were computed."""
         self.lost_returns[row] = lost_returns
         self.regained_returns[row] = regained_returns
         self.scored_at[row] = computed
 
     def invalidate(self, row: int) -> None:
-        """Forget a row's scores: its entries have moved."""
+        """Drop a row's scores: its entries have moved."""
         self.lost_returns[row] = None
         self.regained_returns[row] = None
         self.scored_at[row] = -1
 
     def clear(self, row: int) -> None:
-        """Forget a row that was freed."""
+        """Forget a freed row."""
         self.invalidate(row)
         self.offered_blocks[row] = 0
 
 
 class EngineState:
-    """Sequences, rows, blocks, and the effects that no call has returned yet."""
+    """Sequences, rows, blocks, and effects not yet returned by a call."""
 
     def __init__(self, config: EngineConfig, tiers: Tiers | None) -> None:
         self.config = config
@@ -129,7 +129,7 @@ class EngineState:
         self._freed = 0
 
     def set_limits(self, max_seqs: int, max_batched_tokens: int) -> None:
-        """Change how much runs at once, up to the first limits; a limit below 1 is a ValueError."""
+        """Set limits up to the initial ones; raises ValueError below 1."""
         if max_seqs < 1 or max_batched_tokens < 1:
             raise ValueError(
                 f"max_seqs is {max_seqs} and max_batched_tokens {max_batched_tokens}; both must be "
@@ -143,11 +143,11 @@ class EngineState:
 
     @property
     def running(self) -> Ints:
-        """Rows that compute, in the order in which they started, shape (n,)."""
+        """Running rows, in the order of their start, shape (n,)."""
         return self._order[: self.computing]
 
     def start(self, seq: Sequence) -> None:
-        """Let a sequence that has a row compute."""
+        """Add a sequence's row to the running ones."""
         seq.state = SequenceState.RUNNING
         self._order[self.computing] = seq.row
         self.computing += 1
@@ -155,14 +155,14 @@ class EngineState:
             self.prefilling.append(seq)
 
     def stop(self, seq: Sequence) -> None:
-        """Take a running sequence out of the order, and from its row; its blocks are gone."""
+        """Remove a running sequence from its row, after its blocks were freed."""
         self.computing = remove_row(self._order, self.computing, seq.row)
         if seq in self.prefilling:
             self.prefilling.remove(seq)
         self.free_slot(seq)
 
     def free_slot(self, seq: Sequence) -> None:
-        """Take a sequence's row; the head of the queue may fit now."""
+        """Free a sequence's row, and unblock the head of the queue."""
         if self.scores is not None:
             self.scores.clear(seq.row)
         self.rows.free_slot(seq)
@@ -171,7 +171,7 @@ class EngineState:
     # --- blocks -----------------------------------------------------------------------------
 
     def cache_full_blocks(self, seq: Sequence, stop: int) -> None:
-        """Offer a row's blocks up to `stop` to the prefix cache; their hashes are known."""
+        """Cache a row's blocks up to `stop`; their hashes are known."""
         row = seq.row
         start = self.rows.cached.item(row)
         self.rows.cached[row] = stop
@@ -182,7 +182,7 @@ class EngineState:
         self.note_stored(seq.request.id, seq.hashes, first, count)
 
     def cache_prefetched(self, request: str, good: int) -> bool:
-        """Cache the first `good` blocks prefetched under this name; False if none were."""
+        """Cache the first `good` blocks of a prefetch; False if there is none."""
         fetch = self.offload.prefetches.pop(request, None) if self.offload else None
         if fetch is None:
             return False
@@ -195,7 +195,7 @@ class EngineState:
         return True
 
     def prefetch_returning(self) -> None:
-        """Bring back from tiers what will soon be asked for, while nobody waits for blocks."""
+        """Prefetch due sessions from tiers while no request waits for blocks."""
         if self.offload is None:
             return
         spare = self.pool.free - (self.config.headroom + 1) * self.rows.used
@@ -204,25 +204,25 @@ class EngineState:
             self.note_removed(hashes)
 
     def free_row(self, seq: Sequence, keep: int = 0) -> None:
-        """Drop the blocks of a sequence's row from index `keep` on."""
+        """Free the blocks of a sequence's row from index `keep` on."""
         if self.offload is not None:
             self.offload.sequence_left(seq, self.rows.cached.item(seq.row))
         self.free_copy_source(seq)
         self._release_row(seq, keep)
 
     def truncate_row(self, seq: Sequence, keep: int) -> None:
-        """Drop the blocks of a sequence's row from index `keep` on; the sequence goes on."""
+        """Free a row's blocks from index `keep` on; the sequence continues."""
         self._release_row(seq, keep)
         self.rows.blocks[seq.row] = keep
 
     def free_pinned(self, pinned: PinnedBlocks) -> None:
-        """Drop blocks that were pinned without a row."""
+        """Free blocks pinned without a row."""
         self._release(
             pinned.blocks, 0, len(pinned.blocks), pinned.hashes, duplicates=pinned.duplicates
         )
 
     def free_copy_source(self, seq: Sequence) -> None:
-        """Drop the block that the row's last block was copied from."""
+        """Free the source of the copy to the row's last block."""
         if seq.copy_source >= 0:
             source = np.array([seq.copy_source], dtype=np.int32)
             self._release(source, 0, 1, seq.hashes[:0])
@@ -230,20 +230,20 @@ class EngineState:
             self.copying.remove(seq)
 
     def free_blocks(self, blocks: Ints) -> None:
-        """Drop blocks that no sequence has."""
+        """Free blocks without a sequence."""
         self._release(blocks, 0, len(blocks), no_hashes())
 
     def free_chain(self, blocks: Ints) -> None:
-        """Drop blocks of a chain, from its beginning on, whose tail is allocated next."""
+        """Free blocks of a chain from its beginning; its tail is allocated next."""
         self.note_freed(self.pool.release_chain(blocks))
 
     def pin_row(self, seq: Sequence, count: int) -> PinnedBlocks:
-        """Return the first blocks of a row, which stay referred to."""
+        """Return the first `count` blocks of a row, still referenced."""
         blocks = self.rows.tables[seq.row, :count].copy()
         return PinnedBlocks(blocks, seq.hashes[:count], seq.duplicates)
 
     def forget(self, seq: Sequence) -> None:
-        """Drop what a sequence has while it waits."""
+        """Free what a waiting sequence holds."""
         self.host.release(seq.host_blocks)
         seq.host_blocks = NO_BLOCKS
         if self.blocked is seq:
@@ -261,28 +261,28 @@ class EngineState:
     # --- effects ----------------------------------------------------------------------------
 
     def note(self, event: KVEvent) -> None:
-        """Note an event for the next effects."""
+        """Append an event to the next effects."""
         self._events.append(event)
 
     def note_removed(self, hashes: BlockHashes) -> None:
-        """Note that hashes can no longer be hit."""
+        """Append the removal of hashes from the cache."""
         if len(hashes):
             self._events.append(BlockRemoved(hashes))
 
     def note_stored(self, request: str, hashes: BlockHashes, first: int, count: int) -> None:
-        """Note that so many blocks of a request can be hit from now on."""
+        """Append that `count` blocks of a request from `first` on were cached."""
         if count:
             stored, parent = hashes[first : first + count], hashes[max(first - 1, 0) : first]
             self._events.append(BlockStored(request, first, stored, parent))
 
     def note_freed(self, freed: int) -> None:
-        """Note that blocks came free: the head of the queue may fit now."""
+        """Record freed blocks, and unblock the head of the queue."""
         if freed:
             self._freed += freed
             self.blocked = None
 
     def finished(self, seq: Sequence, reason: FinishReason, held: Ints = NO_BLOCKS) -> Finished:
-        """Describe a sequence that left; it has no row any more."""
+        """Return the record of a sequence that left its row."""
         return Finished(
             request=seq.request.id, reason=reason, prompt=seq.request.prompt,
             cached=max(seq.cached_tokens, 0), generated=seq.length - seq.request.prompt,
@@ -290,7 +290,7 @@ class EngineState:
         )  # fmt: skip
 
     def flush(self, effects: Effects) -> Effects:
-        """Move what has happened since the last call into the effects."""
+        """Move pending events and results into the effects."""
         effects.events, self._events = self._events, []
         if self.offload is not None:
             # After those of the device: a block that was restored is known by then.

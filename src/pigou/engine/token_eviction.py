@@ -1,7 +1,7 @@
-"""Token eviction: which rows give up cache entries, how many, and which recompute some.
+"""Token eviction: which rows evict cache entries, how many, and which recompute some.
 
-An executor scores the entries of rows. The rows of lowest scores give up whole blocks of entries.
-Shared blocks stay: to evict from one takes a copy, which gains no memory.
+Rows of the lowest scores evict whole blocks of entries. Shared blocks stay: evicting from one takes
+a copy, which gains no memory.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _scores_of(state: EngineState) -> EvictionScores:
 
 
 def measure(state: EngineState, order: Ints) -> None:
-    """Write what each of these rows could give up to `firsts` and `evictable`."""
+    """Write to `firsts` and `evictable` what each of these rows could evict."""
     scores, rows = _scores_of(state), state.rows
     config = scores.config
     evictable_blocks(
@@ -53,11 +53,10 @@ def evictable_blocks(
     order: Ints, columns: Ints, tables: Ints, block_size: int, sinks: int, recent: int,
     min_entries: int, meta: Ints, firsts: Ints, out: Ints,
 ) -> None:  # fmt: skip
-    """Count the blocks of entries that each row of `order` could give up; 0 while it is a prompt.
+    """Write how many blocks of entries each row of `order` could evict, (n,); 0 during prefill.
 
-    Shared blocks stay, and so do the first `sinks` entries, the last `recent` ones, and
-    `min_entries` in all. Tables are searched from the end for the last shared block. `firsts` takes
-    the first entry that may go, `out` the number of blocks, (n,) each.
+    Keeps shared blocks, the first `sinks` entries, the last `recent`, and `min_entries` in all.
+    `firsts` takes the first evictable entry, (n,).
     """
     computed, length, dropped = columns[COMPUTED], columns[LENGTH], columns[DROPPED]
     for i in range(order.shape[0]):
@@ -80,7 +79,7 @@ def evictable_blocks(
 
 
 def _evictable_rows(state: EngineState, order: Ints) -> Iterator[tuple[int, int, int]]:
-    """Yield (row, first entry that may go, blocks) of the rows that could give up some."""
+    """Yield (row, first evictable entry, blocks) of rows with evictable blocks."""
     scores = _scores_of(state)
     for i in np.flatnonzero(scores.evictable[: len(order)]).tolist():
         row = int(order[i])
@@ -90,7 +89,7 @@ def _evictable_rows(state: EngineState, order: Ints) -> Iterator[tuple[int, int,
 
 
 def _rows_to_score(state: EngineState, needs: int) -> Ints:
-    """Return (row, first entry that may go, blocks) of the rows to score, shape (k, 3)."""
+    """Return (row, first evictable entry, blocks) of the rows to score, shape (k, 3)."""
     scores, rows = _scores_of(state), state.rows
     order = state.running
     low = state.pool.free - needs < len(order) or (state.blocked is not None and rows.free > 0)
@@ -108,7 +107,7 @@ def _rows_to_score(state: EngineState, needs: int) -> Ints:
 
 
 def _offer_to_tiers(state: EngineState, row: int) -> None:
-    """Offer a row's blocks to the tiers while they are whole, each once."""
+    """Offer a row's blocks to the tiers once, before their first eviction."""
     scores, seq, cached = _scores_of(state), state.rows.owner[row], int(state.rows.cached[row])
     if state.offload is not None and seq is not None and cached > scores.offered_blocks[row]:
         scores.offered_blocks[row] = cached
@@ -116,25 +115,25 @@ def _offer_to_tiers(state: EngineState, row: int) -> None:
 
 
 def take_scores(state: EngineState, result: Result) -> None:
-    """Take the scores of a result in, and move the price on."""
+    """Store a result's scores, and update the price."""
     scores, rows = _scores_of(state), state.rows
     for row, lost_returns in result.lost_returns.items():
         if rows.owner[row] is not None:
             scores.keep(
                 row, int(rows.computed[row]), lost_returns, result.regained_returns.get(row)
             )
-            state.blocked = None  # it may fit now
+            state.blocked = None  # the head may fit now
     used = state.config.blocks - state.pool.free + scores.wanted
     scores.memory_price.step(used, result.steps, growth_blocks(state) * len(state.running))
 
 
 def growth_blocks(state: EngineState) -> float:
-    """Return the blocks that a row grows by until it is scored again."""
+    """Return the expected growth of a row until its next score, in blocks."""
     return _scores_of(state).config.interval / state.config.block_size
 
 
 def check_scores(plan: Plan, result: Result) -> None:
-    """Raise a ValueError for scores that the plan did not ask for, and curves of a wrong shape."""
+    """Raise a ValueError for scores not requested or curves of a wrong shape."""
     scored = {row for row, _, _ in plan.to_score.tolist()}
     for name, curves, sign in (
         ("losses", result.lost_returns, 1),
@@ -152,15 +151,15 @@ _NO_PAIRS: Ints = np.empty((0, 2), dtype=np.int32)
 
 
 class RowCurve(NamedTuple):
-    """What a row could evict."""
+    """Evictable blocks of a row."""
 
     row: int  # the row of the batch
-    first: int  # index of the first entry that may go
+    first: int  # index of the first evictable entry
     lost_returns: Floats  # return lost with each further block, ascending, shape (blocks,)
 
 
 def evict_by_price(state: EngineState, builder: ScheduleBuilder) -> None:
-    """Begin a plan. Where the policy goes by price, evict what earns less (Token-PD, Eq. 4)."""
+    """Start a plan: under a price policy, evict entries below the price (Token-PD, Eq. 4)."""
     scores = _scores_of(state)
     scores.wanted = 0
     price = scores.memory_price.price
@@ -175,14 +174,14 @@ def evict_by_price(state: EngineState, builder: ScheduleBuilder) -> None:
 
 
 def evict_for_decodes(state: EngineState, builder: ScheduleBuilder, needed: int) -> bool:
-    """Evict what decodes lack for the blocks they need, and some more; False for nothing done."""
+    """Evict the blocks that decodes lack, and a margin; False if nothing was done."""
     short = needed - state.pool.free
     slack = math.ceil(_scores_of(state).config.slack * len(state.running))
     return _evict_short(state, builder, short, short + slack, blind=True)
 
 
 def evict_for_admission(state: EngineState, builder: ScheduleBuilder, blocks: int) -> bool:
-    """Evict so many blocks of scored rows for a waiting sequence; False for nothing done."""
+    """Evict blocks of scored rows for a waiting sequence; False if nothing was done."""
     return _evict_short(state, builder, blocks, blocks, blind=False)
 
 
@@ -195,7 +194,7 @@ def _evict_short(
 
 
 def _curves(state: EngineState, builder: ScheduleBuilder, blind: bool) -> list[RowCurve]:
-    """Return the curves of rows; with `blind`, infinite losses stand for rows without scores."""
+    """Return the curves of rows; with `blind`, infinite ones for rows without scores."""
     scores, order = _scores_of(state), state.running
     measure(state, order)
     curves = []
@@ -217,7 +216,7 @@ def _curves(state: EngineState, builder: ScheduleBuilder, blind: bool) -> list[R
 def _evict(
     state: EngineState, builder: ScheduleBuilder, curves: list[RowCurve], needed: int, wanted: int
 ) -> bool:
-    """Evict the blocks of least return; False where there are fewer than `needed`."""
+    """Evict the blocks of least return; False if fewer than `needed`."""
     scores = _scores_of(state)
     config = scores.config
     spare = evictable_by_tenant(config.floors, _blocks_by_tenant(state)) if config.floors else {}
@@ -250,7 +249,7 @@ def _blocks_by_tenant(state: EngineState) -> dict[str, int]:
 def _evict_row(
     state: EngineState, builder: ScheduleBuilder, row: int, first: int, count: int
 ) -> None:
-    """Take a row's last `count` blocks of entries; those from `first` on lose their hashes."""
+    """Evict a row's last `count` blocks; those from `first` on lose their hashes."""
     rows, size = state.rows, state.config.block_size
     table, blocks, computed = rows.tables[row], int(rows.blocks[row]), int(rows.computed[row])
     entries = computed - int(rows.dropped[row])
@@ -272,11 +271,7 @@ def _evict_row(
 
 
 def recompute_by_price(state: EngineState, builder: ScheduleBuilder) -> None:
-    """Where the policy goes by price, recompute entries that earn more than it.
-
-    Only while blocks are free beyond one for each running row, in a plan that takes none from
-    any row, and as far as its budget of tokens goes.
-    """
+    """Under a price policy, recompute entries above the price while blocks are spare."""
     scores, rows, size = _scores_of(state), state.rows, state.config.block_size
     memory_price = scores.memory_price
     if (
@@ -302,7 +297,7 @@ def recompute_by_price(state: EngineState, builder: ScheduleBuilder) -> None:
 
 
 def _recompute_row(state: EngineState, builder: ScheduleBuilder, row: int, count: int) -> None:
-    """Give a row blocks for `count` blocks of tokens, which are computed again."""
+    """Give a row `count` blocks for tokens to recompute."""
     rows, size = state.rows, state.config.block_size
     table, blocks = rows.tables[row], int(rows.blocks[row])
     entries = int(rows.computed[row]) - int(rows.dropped[row])
@@ -318,7 +313,7 @@ def _recompute_row(state: EngineState, builder: ScheduleBuilder, row: int, count
 
 
 def write_evictions(state: EngineState, builder: ScheduleBuilder, plan: Plan, needs: int) -> None:
-    """Write into a plan what is evicted, recomputed, and to be scored."""
+    """Write evictions, recomputations and rows to score into a plan."""
     scores, size = _scores_of(state), state.config.block_size
     for row, gone in builder.evictions.items():
         drop = gone.freed * size

@@ -298,10 +298,7 @@ def release(
     meta: Ints, keys: BlockHashes, slots: Ints, counts: Counts, table: Ints, start: int, stop: int,
     hashes: BlockHashes, duplicates: bool,
 ) -> int:  # fmt: skip
-    """Drop references to `table[start:stop]`, last first; return the number of blocks freed.
-
-    Cached blocks go to the back of the free queue, tail before prefix; others go to its front.
-    """
+    """Drop references to `table[start:stop]`, last first; return the number of blocks freed."""
     freed = 0
     queue = meta.shape[0] - 1
     for i in range(stop - 1, -1, -1):
@@ -559,10 +556,7 @@ class BlockPool:
         )
 
     def release_chain(self, table: Ints) -> int:
-        """Drop references to a chain's cached blocks; return the number freed.
-
-        The unshared tail goes to the front of the free queue, the rest to its back.
-        """
+        """Drop references to a chain; its unshared tail goes first in the free queue."""
         return release_chain(self.meta, self.counts, table)
 
     def check(self, references: Ints) -> None:

@@ -25,10 +25,7 @@ FLOOR = 1e-12
 def exponentiated_price(
     price: float, used: float, budget: float, rate: float, steps: int = 1
 ) -> float:
-    """Return mu exp(steps rate (used - budget) / budget), at least `FLOOR` (Token-PD, Eq. 5).
-
-    `used` and `budget` are in blocks.
-    """
+    """Return mu exp(steps rate (used - budget) / budget), in blocks (Token-PD, Eq. 5)."""
     change = rate * steps * (used - budget) / budget
     return min(max(price * math.exp(min(change, 700.0)), FLOOR), 1e300)
 

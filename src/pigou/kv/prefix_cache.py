@@ -62,10 +62,7 @@ class PrefixCache:
     def cache_full_blocks(
         self, table: Ints, hashes: BlockHashes, start: int, stop: int
     ) -> NewlyCached:
-        """Cache a sequence's full blocks `table[start:stop]` under its hashes.
-
-        Duplicates of a cached hash stay private. The hash (0, 0) ends the range.
-        """
+        """Cache a sequence's blocks `table[start:stop]` under its hashes, up to a (0, 0)."""
         pool = self._pool
         return NewlyCached(
             *block_pool.cache_full_blocks(

@@ -41,10 +41,7 @@ def heads_of_rank(kv_heads: int, tp: int, rank: int) -> range:
 
 
 def head_slices(kv_heads: int, source_tp: int, target_tp: int) -> list[HeadSlice]:
-    """Return the messages that give every target rank its heads, reading copies evenly.
-
-    Raises ValueError as `heads_of_rank` does.
-    """
+    """Return the messages that give every target rank its heads; raises ValueError."""
     for tp in (source_tp, target_tp):
         heads_of_rank(kv_heads, tp, 0)  # refuses what cannot be divided
     sources = [heads_of_rank(kv_heads, source_tp, rank) for rank in range(source_tp)]

@@ -258,10 +258,7 @@ class Tier:
             entry.pins += 1
 
     def unpin(self, keys: Iterable[bytes], now: int) -> list[bytes]:
-        """Unpin blocks; return the keys of dropped ones freed by their last unpin.
-
-        Raises KeyError for a key neither held nor dropped, ValueError for one not pinned.
-        """
+        """Unpin blocks; return keys freed by it. Raises KeyError or ValueError if not pinned."""
         freed = []
         for key in keys:
             entry = self._held.get(key) or self._doomed[key]

@@ -39,10 +39,7 @@ class _PendingEvent:
 
 
 class TierEvents:
-    """KV events of tiers, in order; adjacent events of one kind and medium are merged.
-
-    Per tier, `incoming` has keys not yet arrived, `leaving` evicted keys still being copied.
-    """
+    """KV events of tiers, in order; adjacent events of one kind and medium are merged."""
 
     def __init__(
         self, tiers: Sequence[Tier], incoming: Sequence[Set[bytes]],
@@ -297,10 +294,7 @@ class Tiers:
         self.events.forget()
 
     def recover(self, tier: int, blocks: Iterable[Block], now: int) -> int:
-        """Register blocks found in a tier's store at startup; return how many are held.
-
-        Blocks that do not fit are deleted. Events start with the first load: tokens are not stored.
-        """
+        """Register blocks found in a tier's store at startup; return how many are held."""
         holder = self.tiers[tier]
         # What goes for one of these is deleted, so that it is none of them itself.
         new = {block.key: block for block in blocks if block.key not in holder}

@@ -70,10 +70,7 @@ class PriceEviction(EvictionPolicy):
     # --- values -------------------------------------------------------------------------------
 
     def value(self, uses: int, age: int, depth: int, size: int) -> float:
-        """Return a block's value in seconds per byte and second.
-
-        `age` is nanoseconds since the last use; `depth` is that of the chain's last block.
-        """
+        """Return a block's value in s/(byte s); `age` in ns, `depth` of the chain's last block."""
         cost = self.setting.recompute_cost
         saved = cost.base + 0.5 * cost.slope * depth - cost.restore * size
         return self.reuse.rates[use_class(uses)][age_bin(age)] * max(saved, 0.0) / size
