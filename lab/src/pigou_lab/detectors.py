@@ -37,11 +37,7 @@ class Histogram:
         return self.counts[-1]
 
     def since(self, before: Self) -> Histogram:
-        """Return what was observed since an earlier scrape.
-
-        A count that fell means that the process began anew: then all of the later scrape counts,
-        as with Prometheus's `increase`. Raises ValueError where the bounds differ.
-        """
+        """Return the increase since an earlier scrape; a count that fell means a restart."""
         self._same(before)
         if any(a < b for a, b in zip(self.counts, before.counts, strict=True)):
             return Histogram(self.bounds, self.counts)
@@ -50,12 +46,7 @@ class Histogram:
         )
 
     def quantile(self, share: float) -> float:
-        """Return the quantile, by the rules of Prometheus's `histogram_quantile`.
-
-        Linear inside the bucket that holds rank `share * count`, from 0 in the first one; the
-        last finite bound where the rank is in the +Inf bucket; NaN for an empty histogram, or one
-        with fewer than 2 buckets; -Inf and +Inf for shares outside [0, 1].
-        """
+        """Return a quantile by the rules of Prometheus's `histogram_quantile`."""
         if math.isnan(share) or len(self.bounds) < 2 or self.count <= 0:
             return math.nan
         if share < 0:
@@ -81,10 +72,10 @@ class Histogram:
 
 
 class Latches:
-    """Two thresholds with hysteresis: which regime a signal has been in for long enough.
+    """Two thresholds with hysteresis (Georgiou 2026, section 6.2).
 
-    A threshold is crossed upwards after `consecutive` signals in a row at or above it, downwards
-    after as many below it by more than `margin` (Georgiou 2026, section 6.2).
+    `consecutive` signals at or above a threshold cross it upwards; as many below it by more than
+    `margin` cross it downwards.
     """
 
     def __init__(self, low: float, high: float, consecutive: int, margin: float) -> None:
@@ -143,10 +134,7 @@ class PolledConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class Polled:
-    """Polls, a signal a poll, two thresholds with hysteresis. Subclasses have the signal.
-
-    A poll that has no signal changes nothing.
-    """
+    """Turns one signal per poll into a regime; a poll without a signal changes nothing."""
 
     def __init__(self, config: PolledConfig) -> None:
         self._latches = Latches(config.theta1, config.theta2, config.consecutive, config.margin)
@@ -191,13 +179,11 @@ class Polled:
             self._compare(self._of(window))
 
     def _compare(self, signal: float | None) -> None:
-        """Take in the signal of a poll; None where it had none."""
         if signal is not None:
             self._signal = signal
             self._latches.update(signal)
 
     def _of(self, window: list[TTFTSample]) -> float | None:
-        """Return the signal of a window with at least one first token."""
         raise NotImplementedError
 
     def _forget(self) -> None:
@@ -205,11 +191,7 @@ class Polled:
 
 
 class Poll:
-    """Gathers first tokens, and hands out those of a window once it is over.
-
-    Windows are `interval` nanoseconds long and follow one another from the first call on. One
-    that nothing was gathered in is passed over.
-    """
+    """Gathers first tokens into back-to-back windows of `interval` ns; skips empty windows."""
 
     def __init__(self, interval: int) -> None:
         self._interval = interval
@@ -232,12 +214,7 @@ class Poll:
 
 
 class SecondDifferenceConfig(PolledConfig, frozen=True, kw_only=True):
-    """Parameters of `SecondDifference`. The thresholds depend on the fleet: there is no default.
-
-    Attributes:
-        theta1: seconds per squared request in flight at which Transition begins.
-        theta2: the same for Saturated.
-    """
+    """Parameters of `SecondDifference`; thresholds in seconds per squared request in flight."""
 
     apart: float = 1.0  # least difference of load, in requests, between polls that are compared
 
@@ -248,12 +225,7 @@ class SecondDifferenceConfig(PolledConfig, frozen=True, kw_only=True):
 
 
 class ConfigVarianceConfig(PolledConfig, frozen=True, kw_only=True):
-    """Parameters of `ConfigVariance`. The thresholds depend on the fleet: there is no default.
-
-    Attributes:
-        theta1: squared seconds at which Transition begins.
-        theta2: the same for Saturated.
-    """
+    """Parameters of `ConfigVariance`; thresholds in squared seconds."""
 
     window: int = 6  # polls that a setting's mean is taken over
 
@@ -266,10 +238,9 @@ class ConfigVarianceConfig(PolledConfig, frozen=True, kw_only=True):
 class SecondDifference(Polled):
     """Second divided difference of mean TTFT over load (Georgiou 2026, Proposition 4).
 
-    Of the last three polls whose loads (mean requests in flight) lie apart, at x0 < x1 < x2 with
-    mean TTFTs y:  2 [(y2 - y1) / (x2 - x1) - (y1 - y0) / (x1 - x0)] / (x2 - x0).  The paper's
-    authors gave it up: at 5 s a poll it is mostly noise. A poll whose load lies near that of one
-    of the last two takes its place.
+        2 [(y2 - y1) / (x2 - x1) - (y1 - y0) / (x1 - x0)] / (x2 - x0)
+    Loads x0 < x1 < x2 (mean requests in flight) and mean TTFTs y are those of the last three
+    distinct polls. The paper's authors dropped it: at 5 s per poll it is mostly noise.
     """
 
     Params: ClassVar[type[msgspec.Struct]] = SecondDifferenceConfig
@@ -294,11 +265,9 @@ class SecondDifference(Polled):
 
 
 class ConfigVariance(Polled):
-    """Variance of the mean TTFT across settings of the router (Georgiou 2026, section 8.4).
+    """Variance of mean TTFT across router settings (Georgiou 2026, section 8.4).
 
-    It needs a fleet that tries several settings at once (`TTFTSample.setting`): each one's mean is
-    taken over the last `window` polls, and the signal is the variance of these means. With one
-    setting there is no signal, and the regime stays Below.
+    Each setting's mean covers the last `window` polls. One setting alone gives no signal.
     """
 
     Params: ClassVar[type[msgspec.Struct]] = ConfigVarianceConfig
@@ -332,8 +301,7 @@ ADVISED_RATIO = 20.0 / 3.0
 class PaperConfig(PolledConfig, frozen=True, kw_only=True):
     """Parameters of `PaperDetector`; the defaults are the paper's for its 70B model.
 
-    The paper leaves `consecutive` and `margin` open. Three polls of 5 s agree with the 15 s that
-    it reports.
+    The paper leaves `consecutive` and `margin` open; three polls of 5 s match its reported 15 s.
     """
 
     theta1: float = 0.3  # seconds of smoothed P99 at which Transition begins
@@ -349,12 +317,7 @@ class PaperConfig(PolledConfig, frozen=True, kw_only=True):
 
     @classmethod
     def of_baseline(cls, p99: float, factor: float = ADVISED_FACTOR) -> PaperConfig:
-        """Return the parameters that the paper advises for a fleet whose TTFT P99 at rest is known.
-
-        Args:
-            p99: seconds, above 0.
-            factor: of the first threshold over it; the paper says 3 to 5.
-        """
+        """Return the paper's advice for a baseline TTFT P99 (seconds); `factor` is 3 to 5."""
         low = factor * p99
         return cls(theta1=low, theta2=ADVISED_RATIO * low, margin=0.1 * low)
 
@@ -367,11 +330,10 @@ PRESETS: Mapping[str, PaperConfig] = {
 
 
 class PaperDetector(Polled):
-    """Smoothed TTFT P99 against two thresholds (Georgiou 2026, Eq. 10 and 11).
+    """Compares smoothed TTFT P99 with two thresholds (Georgiou 2026, Eq. 10 and 11).
 
-    L(t) = alpha P99(t) + (1 - alpha) L(t - interval) at every poll, the first P99 being the first
-    L. It is fed either with first tokens (`update`; the P99 is that of the window between polls)
-    or with scrapes of a histogram (`scrape`). A poll that saw no first token changes nothing.
+    L(t) = alpha P99(t) + (1 - alpha) L(t - interval). Feed it first tokens (`update`) or scrapes of
+    a histogram (`scrape`). A poll without a first token changes nothing.
     """
 
     Params: ClassVar[type[msgspec.Struct]] = PaperConfig
@@ -383,11 +345,7 @@ class PaperDetector(Polled):
         self._due = 0
 
     def scrape(self, now: int, histogram: Histogram) -> Regime:
-        """Take in a scrape of the TTFT histogram (seconds) at `now` (ns); return the regime.
-
-        Scrapes that come before a poll is due are passed over, and the first one only begins the
-        first window. A histogram with other buckets than the one before begins anew.
-        """
+        """Take in a scrape of the TTFT histogram (seconds) at `now` (ns); return the regime."""
         if self._scraped is not None and now < self._due:
             return self.regime
         before, self._scraped = self._scraped, histogram

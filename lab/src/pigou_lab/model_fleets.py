@@ -33,27 +33,16 @@ class ModelFleet:
 
 
 class ModelFleets:
-    """Simulations of several models on one clock, each with a control plane of its own.
+    """Simulations of several models on one clock, a control plane each and one planner.
 
-    The planner knows pools and workers as `MODEL/NAME`. Its limit of workers holds for all.
-
-    Attributes:
-        simulations: by model, in order.
+    The planner knows pools and workers as `MODEL/NAME`; its limit of workers holds for all.
     """
 
     def __init__(
         self, models: Sequence[ModelFleet], control: ControlConfig, scaling: ScalingConfig,
         *, seed: int = 0, planner: Planner | None = None,
     ) -> None:  # fmt: skip
-        """Make the fleets and their planner.
-
-        Args:
-            scaling: objective, planner and limit.
-            planner: used instead of the one that `scaling` names.
-
-        Raises:
-            ConfigError: two models have one name, there is no planner, or a value is refused.
-        """
+        """Make the fleets; `planner` replaces that of `scaling`. Raises ConfigError."""
         names = [model.setup.model for model in models]
         if len(set(names)) < len(names):
             raise ConfigError(f"model is one of {', '.join(names)}; give each a name of its own")

@@ -1,10 +1,7 @@
-"""Recall items: pairs of words scattered in text, and a question about one of them far behind.
+"""Recall items: `@key value` lines scattered in text, and a question about one far behind.
 
-A pair is one line, `@key value`. A prompt is text with such lines between its own lines, more
-text, and the
-line `@key` left open; the answer is the one word that the pair gave. Mark, keys and values are
-single tokens
-of the bundled tokenizer, so one greedy token decides an item.
+The prompt ends with an open `@key`; mark, keys and values are single tokens of the bundled
+tokenizer, so one greedy token decides an item.
 """
 
 from __future__ import annotations
@@ -62,11 +59,7 @@ def pair_line(key: str, value: str) -> str:
 
 
 def held_out_pairs(rng: random.Random, count: int) -> tuple[tuple[str, str], ...]:
-    """Return `count` pairs with different keys and different values, all held out.
-
-    Raises:
-        ValueError: `count` is not within 1 to 64.
-    """
+    """Return `count` (1 to 64) held-out pairs of distinct keys and values; raises ValueError."""
     if not 1 <= count <= len(KEYS) // 2:
         raise ValueError(f"count is {count}; give 1 to {len(KEYS) // 2} pairs")
     pairs: dict[str, str] = {}
@@ -88,18 +81,9 @@ def recall_items(
     count: int,
     seed: int = 0,
 ) -> Iterator[RecallItem]:
-    """Yield questions over random pieces of a text.
+    """Yield questions over random pieces of a text, at least `distance` tokens after the last pair.
 
-    A line of text stands before each pair; after the last pair stand the fewest whole lines
-    that make the distance.
-
-    Args:
-        text: with line breaks; the longer, the more the items differ.
-        pairs: told in each prompt, 1 to 64.
-        distance: least tokens between the last pair and the question.
-
-    Raises:
-        ValueError: `pairs` is out of range, or no stretch of the text is long enough.
+    Raises ValueError if `pairs` is not in 1 to 64, or no stretch of the text is long enough.
     """
     lines = [line + "\n" for line in text.split("\n")]
     sizes = [tokens(line) for line in lines]

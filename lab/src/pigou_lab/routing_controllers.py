@@ -20,11 +20,7 @@ _WORST = 3.0
 
 
 class RegimeTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Parameters of each regime; the defaults are Table 2 of Georgiou 2026.
-
-    Below exploits cached prefixes, Transition spreads by chance, Saturated spreads and all but
-    ignores prefixes. The last row fired in no experiment of the paper.
-    """
+    """Routing parameters of each regime; the defaults are Table 2 of Georgiou 2026."""
 
     # while the fleet does not queue.
     below: RoutingSetting = RoutingSetting(temperature=0.0, overlap_weight=1.0)
@@ -51,10 +47,7 @@ class InterpolatedConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
 
 class RegimeController:
-    """The paper's controller: the row of the regime that a detector has (Table 2).
-
-    `Parameters.setting` is the level of the regime. The detector is fed by its owner.
-    """
+    """The paper's controller: applies the row of the detector's regime (Table 2)."""
 
     Params: ClassVar[type[msgspec.Struct]] = RegimeConfig
 
@@ -72,11 +65,9 @@ class RegimeController:
 
 
 class Interpolated:
-    """The same table without jumps: parameters move with the detector's smoothed signal.
+    """The same table without jumps: interpolates in the log of the smoothed signal (section 9).
 
-    Between the detector's thresholds, on a logarithmic scale: the Below row up to the first, the
-    Saturated row from the second on, the Transition row in the geometric middle, and linear
-    between these. (The paper names continuous interpolation as an extension, section 9.)
+    The Transition row applies at the geometric middle of the two thresholds.
     """
 
     Params: ClassVar[type[msgspec.Struct]] = InterpolatedConfig
@@ -137,16 +128,10 @@ class BanditConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class DiscountedUCB:
-    """Discounted upper confidence bounds (Garivier and Moulines, "On Upper-Confidence Bound
-    Policies for Switching Bandit Problems", ALT 2011): follows the best arm as it changes.
+    """Discounted UCB: follows the best arm as it changes (Garivier and Moulines, ALT 2011).
 
-    N_i = sum of discounted pulls of arm i, n = sum_i N_i, X_i = discounted mean reward. The next
-    arm is that of greatest X_i + width sqrt(log n / N_i), where width = 2 B sqrt(xi); one that was
-    never pulled comes first. Ties are broken by the generator.
-
-    Attributes:
-        pulls: discounted, (arms,).
-        means: of the rewards, (arms,); NaN before the first.
+    Picks the arm of greatest X_i + width sqrt(log n / N_i), width = 2 B sqrt(xi); N_i is the sum of
+    discounted pulls, n = sum_i N_i, X_i the discounted mean reward. Unpulled arms come first.
     """
 
     def __init__(
@@ -188,12 +173,10 @@ class DiscountedUCB:
 
 
 class Bandit:
-    """Tries settings of a grid, one an epoch, and keeps to those with short latencies.
+    """Tries settings of a grid, one per epoch, and keeps to those with short latencies.
 
-    The reward of an epoch is minus the mean latency of the requests that were routed in it, as
-    they end, over the (discounted) mean of all: latencies are first divided by what each request
-    would take alone. An epoch, not a request, is one pull, since a setting works on the whole
-    fleet. `Parameters.setting` is the index in the grid, `settings[index]`.
+    Reward is minus the epoch's mean latency over the discounted mean; latencies are relative to an
+    unloaded fleet. `Parameters.setting` indexes `settings`.
     """
 
     Params: ClassVar[type[msgspec.Struct]] = BanditConfig
@@ -215,11 +198,7 @@ class Bandit:
         self._until: int | None = None
 
     def observe(self, now: int, outcome: TTFTSample | E2ESample) -> None:
-        """Take in an outcome; those of the other kind than `reward` asks for are passed over.
-
-        Raises:
-            ValueError: its setting is not in the grid, or `unloaded` is not above 0.
-        """
+        """Take in an outcome; raises ValueError for an unknown setting or `unloaded` <= 0."""
         self._turn(now)
         if isinstance(outcome, E2ESample) != (self.config.reward == "latency"):
             return
@@ -243,7 +222,6 @@ class Bandit:
         return Parameters.of(self.settings[self._arm], self._arm)
 
     def _turn(self, now: int) -> None:
-        """Begin a new epoch once the old one is over."""
         if self._until is None:
             self._until = now + self.config.epoch
         if now < self._until:

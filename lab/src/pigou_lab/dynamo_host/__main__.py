@@ -106,7 +106,7 @@ def _steering(options: argparse.Namespace) -> Steering:
 
 
 def _named(what: str, text: str) -> dict[str, Any]:
-    """Read `NAME[,key=value]...`; a dot in a key reaches into a nested parameter."""
+    """Parse `NAME[,key=value]...`; a dot in a key reaches a nested parameter."""
     name, *rest = text.split(",")
     values: dict[str, Any] = {what: name}
     for item in rest:

@@ -54,11 +54,10 @@ class AttributionShare:
 
 
 class RequestLedger:
-    """Request to worker, from messages of the event plane in any order between publishers.
+    """Maps requests to workers from event-plane messages, in any order between publishers.
 
-    Workers of 1.6 tell of each request themselves when its prompt is computed; routers of all
-    versions do when they run with `--router-replica-sync`. Messages that were missed are known by
-    the gaps in their publisher's numbers.
+    Dynamo 1.6 workers report each request; routers do with `--router-replica-sync`. Gaps in a
+    publisher's sequence numbers count as missed messages.
     """
 
     def __init__(self, capacity: int = 1_000_000) -> None:
@@ -81,11 +80,7 @@ class RequestLedger:
         return self._served.get(request_id(request))
 
     def take(self, message: Envelope) -> tuple[SequenceEvent, ...]:
-        """Take in a message of the topic `SEQUENCES`; return what it said.
-
-        Raises:
-            WireError: its payload is not understood.
-        """
+        """Take in a message of topic `SEQUENCES`; return its events. Raises WireError."""
         self._count(message)
         events = sequence_events(message.payload)
         for event in events:

@@ -53,11 +53,7 @@ class KvRouter(Protocol):
 
 
 def load(module: str = "dynamo.llm") -> Any:
-    """Import a module of Dynamo.
-
-    Raises:
-        DynamoMissing: it is not installed in this environment, or does not load.
-    """
+    """Import a module of Dynamo; raises DynamoMissing if it is absent or does not load."""
     try:
         return import_module(module)
     except ImportError as error:
@@ -78,13 +74,8 @@ def version() -> str:
 def runtime(discovery: str = "file", requests: str = "tcp", events: str = "zmq") -> Any:
     """Return a `DistributedRuntime` on the running event loop; the caller shuts it down.
 
-    Args:
-        discovery: backend: file (folder in `DYN_FILE_KV`), etcd, kubernetes or mem.
-        requests: request plane, tcp or nats.
-        events: event plane, zmq or nats.
-
-    Raises:
-        DynamoMissing: Dynamo is not installed.
+    Backends: `discovery` file (folder in `DYN_FILE_KV`), etcd, kubernetes or mem; `requests` tcp or
+    nats; `events` zmq or nats. Raises DynamoMissing.
     """
     os.environ.setdefault("DYN_EVENT_PLANE", events)
     loop = asyncio.get_running_loop()
@@ -92,15 +83,9 @@ def runtime(discovery: str = "file", requests: str = "tcp", events: str = "zmq")
 
 
 async def router(runtime: Any, endpoint: str, block_size: int, **config: Any) -> KvRouter:
-    """Return Dynamo's router over the workers of an endpoint, once there is one.
+    """Return Dynamo's router for `namespace.component.endpoint`, once a worker is up.
 
-    Args:
-        endpoint: `namespace.component.endpoint`.
-        block_size: tokens in a KV block, as the workers have it.
-        config: of `KvRouterConfig`, such as `router_temperature`.
-
-    Raises:
-        DynamoMissing: Dynamo is not installed.
+    `config` holds fields of `KvRouterConfig`. Raises DynamoMissing.
     """
     llm = load()
     where = runtime.endpoint(endpoint)

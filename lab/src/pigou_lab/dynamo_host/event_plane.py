@@ -1,9 +1,8 @@
-"""Dynamo's event plane on the wire (ZMQ): envelopes, and what becomes of requests.
+"""Dynamo's event plane over ZMQ: envelopes and sequence events (Dynamo 1.4.2 and 1.6.1).
 
-A message has four frames: topic; publisher id and sequence number, 8 bytes each, big-endian; and a
-body of one version byte (1), the length of what follows (4 bytes, big-endian), and a MessagePack
-map with `publisher_id`, `sequence`, `published_at` (ms), `topic` and `payload`, bytes which are
-MessagePack again. Read off the wire of Dynamo 1.4.2 and 1.6.1.
+A message has four frames: topic; publisher id; sequence number (both 8 bytes, big-endian); body.
+The body is a version byte (1), a length (4 bytes, big-endian) and a MessagePack map with
+`publisher_id`, `sequence`, `published_at` (ms), `topic` and `payload` (MessagePack again).
 """
 
 from __future__ import annotations
@@ -98,11 +97,7 @@ _batch = msgspec.msgpack.Decoder(_Batch)
 
 
 def envelope(frames: Sequence[bytes]) -> Envelope:
-    """Read a message of the event plane.
-
-    Raises:
-        WireError: it is none, or of another version.
-    """
+    """Decode a message of the event plane; raises WireError if malformed or of another version."""
     if len(frames) != 4:
         raise WireError(f"a message has {len(frames)} frames; Dynamo's have 4")
     body = frames[3]
@@ -119,11 +114,7 @@ def envelope(frames: Sequence[bytes]) -> Envelope:
 
 
 def sequence_events(payload: bytes) -> tuple[SequenceEvent, ...]:
-    """Read the payload of the topic `SEQUENCES`.
-
-    Raises:
-        WireError: it is none.
-    """
+    """Decode a payload of topic `SEQUENCES`; raises WireError if malformed."""
     try:
         batch = _batch.decode(payload)
     except msgspec.MsgspecError as error:
@@ -160,10 +151,7 @@ class _Channel(msgspec.Struct):
 
 
 def channels(folder: Path, topic: str = SEQUENCES) -> frozenset[str]:
-    """Return the ZMQ addresses that publish a topic, as file discovery (`DYN_FILE_KV`) lists them.
-
-    Files that are being written, and publishers of other transports, are passed over.
-    """
+    """Return the ZMQ addresses that publish a topic, from file discovery (`DYN_FILE_KV`)."""
     endpoints = set()
     for path in (folder / _CHANNELS).glob("*"):
         try:
@@ -176,11 +164,7 @@ def channels(folder: Path, topic: str = SEQUENCES) -> frozenset[str]:
 
 
 class EventPlane:
-    """Hands every message of a topic to a sink, within `async with`.
-
-    Publishers are found in a discovery folder, and followed as they come and go, or named. Nothing
-    is replayed: what was published before a publisher was connected is not seen.
-    """
+    """Passes every message of a topic to a sink, within `async with`; nothing is replayed."""
 
     def __init__(
         self,
@@ -190,15 +174,7 @@ class EventPlane:
         endpoints: Iterable[str] = (),
         topic: str = SEQUENCES,
     ) -> None:
-        """Prepare.
-
-        Args:
-            sink: called with each message; raises `WireError` for one that it cannot read.
-            endpoints: ZMQ addresses, where discovery is not by files.
-
-        Raises:
-            ValueError: neither a folder nor an endpoint is given.
-        """
+        """Raises ValueError without a discovery folder and without ZMQ addresses."""
         self.received = 0
         self.refused = 0
         self._named = frozenset(endpoints)
@@ -242,11 +218,7 @@ class EventPlane:
         return frozenset(self._connected)
 
     async def settled(self, min_publishers: int = 1, timeout_s: float = 10.0) -> int:
-        """Wait until every known publisher, and at least so many, is connected; return how many.
-
-        Raises:
-            TimeoutError: they were not in time.
-        """
+        """Wait until all known publishers connect; return their number. Raises TimeoutError."""
         async with asyncio.timeout(timeout_s):
             while len(self._connected) < min_publishers or not self._connected <= self._shaken:
                 await asyncio.sleep(_LOOK_S / 4)

@@ -11,11 +11,7 @@ _DECISION_BUCKETS = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01,
 
 
 class Meters:
-    """Metrics of one router or switch, in a registry of their own.
-
-    `pigou_game_router_temperature` is the temperature in force, which is not the one that the
-    controller wants where it cannot be set.
-    """
+    """Metrics of one router or switch, in a registry of their own."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()

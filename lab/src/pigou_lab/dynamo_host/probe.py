@@ -1,12 +1,9 @@
-"""The probe: does the installed Dynamo honour per-request overrides of its router?
+"""Probe: does the installed Dynamo honour per-request overrides of its router?
 
-Dynamo accepts `router_config_override` in every 1.x, and checks it; not every version applies it
-(1.4.2 does, 1.6.1 does not). So it is tried: a prompt that one worker holds in its cache is routed
-many times with and without an override, in turns, query only. At temperature 0 all go to that
-worker; at temperature 5 the softmax spreads them (with m workers each call stays with probability
-1 / (1 + (m - 1) exp(-1/5)), so that 100 calls which all stay are no accident). Where the router's
-own temperature spreads them, temperature 0 is compared with 5 in the same way. With the weight of
-the prefill load at 0 nothing sets idle workers apart, and ties are broken at random.
+Every Dynamo 1.x accepts `router_config_override`; 1.4.2 applies it, 1.6.1 ignores it. The probe
+routes a cached prompt many times, query only, with and without an override. Temperature 0 keeps all
+calls at the worker with the prefix; with m workers temperature 5 keeps each there with probability
+1 / (1 + (m - 1) exp(-1/5)).
 """
 
 from __future__ import annotations
@@ -105,14 +102,10 @@ async def probe(
     patience_s: float = 5.0,
     seed: int | None = None,
 ) -> ProbeVerdict:
-    """Find out which overrides a router honours; sends one short request, then only queries.
+    """Find out which overrides a router honours, with one short request and many queries.
 
-    Args:
-        router: a fresh one, or one in use; the overlap weight can only be told on idle workers.
-        block_size: tokens in a KV block.
-        patience_s: seconds to wait until the prompt is seen to be cached.
-        seed: of the prompt's token ids. By default they are new each time: a prompt that two
-            workers hold is spread by ties.
+    Probe the overlap weight on idle workers only. The prompt's token ids are new at each call by
+    default: ties would spread a prompt that two workers hold.
     """
     generator = random.Random(seed)
     prompt = [generator.randrange(_LOW_ID, _HIGH_ID) for _ in range(blocks * block_size)]
@@ -141,14 +134,7 @@ def judge(
     override: Mapping[str, float],
     reference: Mapping[str, float],
 ) -> Finding:
-    """Return what the counts of a controlled test say.
-
-    Args:
-        control: calls by worker, with the reference.
-        treated: the same with the override, which should spread them.
-        reference: another override, which should gather the calls; empty for none at all, where
-            the router gathers them by itself.
-    """
+    """Return the finding, from calls by worker with the reference and with the override."""
     given, before, after = dict(override), dict(control), dict(treated)
 
     def said(verdict: Honoured, why: str) -> Finding:
@@ -192,7 +178,7 @@ async def _weight(
 
 
 async def _warm(router: KvRouter, model: str, prompt: Sequence[int], patience_s: float) -> int:
-    """Have a worker compute the prompt; return the blocks of it that it is seen to hold."""
+    """Have a worker compute the prompt; return its cached blocks."""
     stream = await router.generate(
         list(prompt), model, stop_conditions={"max_tokens": 1, "ignore_eos": True}
     )

@@ -35,11 +35,10 @@ class OverridesIgnored(RuntimeError):
 
 
 class AdaptiveRouter:
-    """Stands in for Dynamo's `KvRouter`: same calls, and every one carries the regime's parameters.
+    """Drop-in for Dynamo's `KvRouter` that adds the regime's parameters to each call.
 
-    Georgiou 2026, Algorithm 1: read the regime, look its parameters up, hand them to the router
-    with the request. A caller's own override goes before the regime's. What is not defined here
-    (`free`, `mark_prefill_complete`, `get_potential_loads`, ...) is Dynamo's.
+    Implements Georgiou 2026, Algorithm 1. A caller's own override wins. Undefined attributes are
+    Dynamo's.
     """
 
     def __init__(
@@ -52,15 +51,9 @@ class AdaptiveRouter:
         pretend: bool = False,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """Wrap a router; `start` probes it first.
+        """Wrap a router; `start` probes it, and raises OverridesIgnored unless `pretend`.
 
-        Args:
-            startup: that the router was made with; in force where overrides are not.
-            pretend: go on where overrides are ignored. Nothing is overridden then, and `status`
-                and the metrics say so.
-
-        Raises:
-            OverridesIgnored: they are ignored, and `pretend` is false.
+        `startup` parameters apply where overrides do not.
         """
         self.verdict = verdict
         self.meters = Meters()
@@ -102,11 +95,7 @@ class AdaptiveRouter:
         router_config_override: Mapping[str, float] | None = None,
         **options: Any,
     ) -> Placement:
-        """Choose a worker for a prompt: (worker, data-parallel rank, cached blocks).
-
-        Args:
-            router_config_override: goes before the regime's parameters.
-        """
+        """Return (worker, data-parallel rank, cached blocks); a given override wins."""
         override = self._override(self.force, router_config_override)
         start = time.perf_counter()
         placement = await self._router.best_worker(token_ids, override, **options)
@@ -121,10 +110,7 @@ class AdaptiveRouter:
         router_config_override: Mapping[str, float] | None = None,
         **options: Any,
     ) -> AsyncIterator[Any]:
-        """Route a prompt and stream the worker's answers; their first token is observed.
-
-        Arguments as those of `best_worker`, and the model's name.
-        """
+        """Route a prompt and stream the worker's answers; observes the first token."""
         run = self._steering.arrive(self._clock())
         override = self._override(self._force(run.parameters), router_config_override)
         try:
@@ -166,7 +152,6 @@ class AdaptiveRouter:
         }
 
     def _force(self, wanted: Parameters) -> Parameters:
-        """Return what of the wanted parameters can be set."""
         if not self.verdict.honoured:
             return self._startup
         if self._weight:
@@ -202,14 +187,10 @@ _MODEL = "pigou-probe"
 
 
 def serve_router(steering: Steering, arguments: Sequence[str], *, pretend: bool) -> None:
-    """Serve Dynamo's router until it is told to stop, its router wrapped in `AdaptiveRouter`.
+    """Serve Dynamo's router inside `AdaptiveRouter` until stopped.
 
-    Beside Dynamo's endpoints `generate`, `best_worker_id` and `get_overlap_scores`,
-    `NAMESPACE.router.status` tells the regime, the parameters in force and the probe's evidence.
-
-    Raises:
-        DynamoMissing: Dynamo is not installed.
-        OverridesIgnored: this Dynamo ignores per-request parameters, and `pretend` is false.
+    `NAMESPACE.router.status` returns the regime, parameters and probe evidence. Raises
+    DynamoMissing, or OverridesIgnored unless `pretend`.
     """
     service: Any = binding.load("dynamo.router.__main__")
     stock: Any = service.StandaloneRouterHandler

@@ -17,10 +17,7 @@ from pigou_lab.routing_controllers import RegimeConfig, RegimeController
 
 
 class Steering:
-    """Says which parameters requests are routed under, and learns from their first tokens and ends.
-
-    Times are in nanoseconds of one clock, and do not fall.
-    """
+    """Chooses routing parameters, and learns from first tokens and ends; times in ns."""
 
     def __init__(self, detector: Detector, controller: Controller) -> None:
         self.waiting = 0  # requests that have no first token yet
@@ -37,11 +34,7 @@ class Steering:
     def of(
         cls, controlled: Mapping[str, Any], detected: Mapping[str, Any], seed: int = 0
     ) -> Steering:
-        """Return a controller and a detector by name.
-
-        Raises:
-            ConfigError: a name or a parameter is not known, or does not fit.
-        """
+        """Build a controller and a detector by name; raises ConfigError."""
         signal = load_detector(detected)
         return cls(signal, load_controller(controlled, signal, np.random.default_rng(seed)))
 

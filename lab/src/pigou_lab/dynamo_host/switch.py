@@ -1,10 +1,8 @@
-"""The switch: several frontends with different settings, each request to that of the regime.
+"""Switch: frontends with different settings; each request goes to the regime's frontend.
 
-The paper's other way (Georgiou 2026, section 6.4), for a Dynamo that ignores per-request
-parameters: frontends that differ in `--router-temperature` and `--router-prefill-load-scale` run
-beside each other over the same workers, and requests are switched between them. A request ends
-where it began, so that no switch drops one; one whose frontend fails before it answered goes to
-another.
+Georgiou 2026, section 6.4, for a Dynamo that ignores per-request parameters: frontends over the
+same workers differ in temperature and prefill load scale. A request stays with its frontend, and is
+retried elsewhere if that fails before the reply begins.
 """
 
 from __future__ import annotations
@@ -48,11 +46,7 @@ class Frontend:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read `URL,temperature=T[,overlap-weight=W]`.
-
-        Raises:
-            ConfigError: it is not understood.
-        """
+        """Parse `URL,temperature=T[,overlap-weight=W]`; raises ConfigError."""
         url, *options = text.split(",")
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"frontend: {url!r} is no URL; write for example http://HOST:8000")
@@ -78,8 +72,6 @@ class Frontend:
 
 @dataclass(slots=True)
 class _FrontendState:
-    """The state of one frontend."""
-
     frontend: Frontend
     sent: int = 0
     inflight: int = 0
@@ -92,11 +84,10 @@ class _Unanswered(Exception):
 
 
 class Switch:
-    """Passes requests to the frontend whose setting is nearest to what the controller wants.
+    """Proxies requests to the frontend whose setting is nearest to the controller's.
 
-    Bodies pass as they are, streams chunk by chunk; a client that leaves ends its request at the
-    frontend. Beside Dynamo's own routes, `GET /switch` tells the state and `GET /metrics` the
-    metrics of the switch itself.
+    Bodies pass unchanged and streams chunk by chunk. `GET /switch` returns the state, `GET
+    /metrics` the switch's metrics.
     """
 
     def __init__(
@@ -105,11 +96,7 @@ class Switch:
         steering: Steering,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """Prepare.
-
-        Raises:
-            ConfigError: there are fewer than two frontends, or two have the same setting.
-        """
+        """Raises ConfigError for fewer than two frontends, or two with one setting."""
         if len(frontends) < 2:
             raise ConfigError(f"there are {len(frontends)} frontends; a switch needs two or more")
         settings = [frontend.parameters for frontend in frontends]
@@ -181,7 +168,6 @@ class Switch:
         return web.Response(body=self.meters.exposition(), content_type="text/plain")
 
     async def _pass(self, request: web.Request) -> web.StreamResponse:
-        """Pass one request on."""
         if "upgrade" in request.headers:
             return _error(404, "Not Found", "The switch passes no WebSockets")
         body = await request.read()
@@ -216,11 +202,7 @@ class Switch:
     async def _ask(
         self, frontend: Frontend, request: web.Request, body: bytes, run: SteeredRequest | None
     ) -> web.StreamResponse:
-        """Send a request to one frontend and pass its answer on.
-
-        Raises:
-            _Unanswered: it failed before its answer began.
-        """
+        """Relay a request to a frontend; raises _Unanswered on failure before the reply."""
         assert self._session is not None
         headers = [(k, v) for k, v in request.headers.items() if k.lower() not in _HOP]
         try:
@@ -254,7 +236,6 @@ class _Closing:
 
 
 def _error(status: int, kind: str, message: str) -> web.Response:
-    """Return an error in Dynamo's form."""
     body = {"message": message, "type": kind, "code": status}
     return web.json_response(body, status=status)
 

@@ -1,8 +1,7 @@
 """Experiment 3: a spike of 32, 128 and 32 users, with static and adaptive routing.
 
-Four arms tell apart what the paper's two mixed. Its adaptive arm has figures that a load generator
-gives which runs in chunks of five seconds, each of which waits for all of its requests; so there
-is an arm with the switch of parameters alone, and one with the chunks alone.
+The paper's adaptive arm also changed the load generator to chunks of five seconds. Four arms
+separate the two effects.
 """
 
 from __future__ import annotations
@@ -52,11 +51,7 @@ class _Runs:
 def adaptive(
     fleet: PaperFleet, reading: Reading, seeds: Sequence[int], levels: Sequence[int]
 ) -> Iterator[Row]:
-    """Yield a row for each arm and phase; each seed is an iteration of all arms, in random order.
-
-    Args:
-        levels: those of `SPIKE`; there are no others.
-    """
+    """Yield a row for each arm and phase; each seed runs all arms, in random order."""
     if set(levels) != {users for _, users, _ in SPIKE}:
         raise ValueError(f"levels are {levels}: the spike has its own")
     runs_by_arm = {arm.name: _Runs() for arm in ARMS}
@@ -78,7 +73,6 @@ def adaptive(
 
 
 def _iterate(runs: _Runs, arm: Arm, fleet: PaperFleet, reading: Reading, seed: int) -> None:
-    """Run the spike once."""
     loop = ClosedLoop(
         lengths=LENGTHS, phases=tuple((users, seconds) for _, users, seconds in SPIKE), ramp=RAMP_S,
         barrier=CHUNK if arm.chunked else 0.0,
@@ -124,20 +118,15 @@ def static_ratios(rows: Sequence[Row]) -> Mapping[str, Any]:
 
 
 def flagged_runs(ttft_p99_s: Sequence[float], factor: float = OUTLIER) -> list[int]:
-    """Return indices of iterations beyond `factor` medians of their strategy and phase.
-
-    That is the paper's rule for outliers, registered beforehand (section 7.4).
-    """
+    """Return indices of runs beyond `factor` medians of their strategy and phase (section 7.4)."""
     limit = factor * statistics.median(ttft_p99_s)
     return [index for index, value in enumerate(ttft_p99_s) if value > limit]
 
 
 def outlier_effect(runs: Sequence[Mapping[str, Any]], factor: float = OUTLIER) -> dict[str, Any]:
-    """Return the flagged iterations, and the mean TTFT P99 with and without them.
+    """Return the flagged runs, and the mean TTFT P99 with and without them.
 
-    The rule excludes a flagged iteration only where the cause, a queue left over from the phase
-    before, can be seen. Iterations here begin with an empty fleet, so that flags are reported
-    and nothing is excluded.
+    Nothing is excluded: runs begin with an empty fleet, so no queue is left over.
     """
     values = [run["ttft_p99_s"] for run in runs]
     flags = flagged_runs(values, factor)

@@ -131,7 +131,6 @@ def _run(
     name: str, one: Experiment, paper_fleet: PaperFleet, reading: Reading, seeds: Sequence[int],
     users: Sequence[int],
 ) -> dict[str, Any]:  # fmt: skip
-    """Run an experiment, and show how far it is."""
     from pigou_lab.experiments.results import document
 
     columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
@@ -148,7 +147,6 @@ def _run(
 
 
 def _together(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return one document of all: rows say which experiment they are of."""
     first = {key: documents[0][key] for key in ("fleet", "reading", "constants")}
     return {
         "experiment": _ALL,

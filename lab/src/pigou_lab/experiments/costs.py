@@ -1,16 +1,10 @@
-"""Claims about costs, run as simulations: utilisation, throughput of a split, milliseconds of SLO.
+"""Cost claims, simulated: utilisation, throughput of a split, milliseconds of SLO.
 
-A fleet's goodput is the highest rate of Poisson arrivals at which a share of `SHARE` of the offered
-requests is inside the objective, by bisection. Its cost is what the fleet costs over the output
-tokens of the requests inside, at that rate. Claims, by level:
-
-1. Of 100 GPUs at 50%, and 30 + 70 at 90%, the second serve a token at 0.556 of the price
-   (dynamo-architecture 8): the ratio of the utilisations, where a GPU does as much in either.
-   Simulated at a tenth of the size: what the split itself changes.
-2. Disaggregation serves 2 times as much of Llama-70B, and 30 times of DeepSeek-R1 (the same).
-   R1 here is its sizes in a layer that the timing models know (`R1_SIZED`).
-3. 20 ms of SLO are 1.85 times the cost (Vidur): costs by objective of ITL, the chunk of prompts
-   chosen anew for each.
+Goodput is the highest Poisson rate with a share `SHARE` of requests inside the objective, by
+bisection; cost is fleet cost per output token inside, at that rate. Claims: 1. 30 + 70 GPUs at 90%
+serve a token at 0.556 of the price of 100 at 50% (dynamo-architecture 8). 2. Disaggregation serves
+2 times as much of Llama-70B, 30 times of DeepSeek-R1 (`R1_SIZED`). 3. 20 ms of SLO cost 1.85 times
+as much (Vidur); the prompt chunk is chosen anew for each.
 """
 
 from __future__ import annotations
@@ -181,10 +175,7 @@ def _measured(case: CostCase, seeds: Sequence[int]) -> list[Goodput]:
 def _row(
     claim: int, contender: str, itl_s: float, made: Sequence[Goodput], base: Sequence[Goodput]
 ) -> Row:
-    """Return a row; ratios are to the base of the claim, by seed.
-
-    `price_ratio` is the price of the base over this one.
-    """
+    """Return a row; ratios are to the claim's base, by seed (`price_ratio` is base over this)."""
     rates = [
         a.rate_rps / b.rate_rps if b.rate_rps else None for a, b in zip(made, base, strict=True)
     ]

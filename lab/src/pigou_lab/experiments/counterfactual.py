@@ -33,11 +33,7 @@ def counterfactual(
 
 
 def static(fleet: PaperFleet) -> list[dict[str, Any]]:
-    """Return, for each level of the paper, static assignments over the Hungarian optimum.
-
-    The C requests in flight are assigned to workers under the paper's cost model (Eq. 12): the
-    k-th on a worker costs c(k). The index of a policy is its cost over the optimum's.
-    """
+    """Return static assignments over the Hungarian optimum, per level of the paper (Eq. 12)."""
     levels = []
     for users in LEVELS:
         optimum = legacy_optimum(fleet.decoders, users)

@@ -36,10 +36,9 @@ def detector_values(thresholds: Thresholds) -> dict[str, object]:
 def regime_of(
     runs: Sequence[RequestRun], end: float, thresholds: Thresholds, *, server: bool = False
 ) -> str:
-    """Return the highest regime that the paper's detector reports up to `end` (seconds).
+    """Return the highest regime of the paper's detector up to `end` (seconds).
 
-    Its samples are the client's TTFTs, or, with `server`, TTFTs from sending on. A frontend sees
-    the latter of a request that waited for a connection of its client.
+    Samples are the client's TTFTs; with `server`, TTFTs from sending on, as a frontend sees them.
     """
     detector, highest = PaperDetector(config(thresholds)), 0
     for run in sorted(
@@ -70,11 +69,7 @@ class Watcher:
         simulation.clock.at(EPOCH, Phase.TICK, -91, self._look)
 
     def memory(self) -> dict[str, float]:
-        """Return cached and evicted KV blocks at the end.
-
-        `g1_cached_blocks` and `g1_evicted_blocks` count all workers; `g1_used_at_most` is the
-        largest share in use in any sample of a worker.
-        """
+        """Return cached and evicted KV blocks of all workers, and the largest share in use."""
         assert self._simulation is not None
         fleet = self._simulation.fleet
         cores = [member.sim.core for member in fleet.workers if member.sim is not None]
@@ -105,10 +100,7 @@ class Watcher:
 
 @dataclass
 class Poller:
-    """The paper's controller: polls the client's TTFT, and sets the router by the regime.
-
-    It is a process beside the fleet, and sees what the load generator sees.
-    """
+    """The paper's controller: polls the client's TTFT outside the fleet, and sets the router."""
 
     thresholds: Thresholds
     act: Callable[[Simulation, Regime], None]

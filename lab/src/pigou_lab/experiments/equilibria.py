@@ -1,13 +1,10 @@
-"""The third game: equilibria and optimum of the prefill/decode split, beside a planner's rest.
+"""Third game: equilibria and optimum of the prefill/decode split, beside the planner's.
 
-G workers. With P and D of them, payoffs in weighted seconds of delay a second are
-
+With P and D workers of at most G, payoffs in weighted seconds of delay a second are
     U_P = late_s lambda a_P(P) - price P,    U_D = late_s lambda' a_D(D) - price D,
-
-a the share of requests inside the pool's part of the objective (queueing percentile of TTFT, and
-of ITL), lambda' = min(lambda, what prefill lets through): the coupling. Each pool chooses its
-workers where P + D <= G; a split is an equilibrium where neither gains by any other number. The
-optimum has the largest welfare late_s lambda a_P a_D - price (P + D). All splits are tried.
+a the share of requests inside the pool's objective, lambda' = min(lambda, prefill throughput). A
+split is an equilibrium where neither pool gains by another number. The optimum maximises late_s
+lambda a_P a_D - price (P + D) over all splits.
 """
 
 from __future__ import annotations
@@ -33,11 +30,7 @@ Split = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class SplitGame:
-    """The game of two pools at a constant load.
-
-    Attributes:
-        late_s, price: as of `PricePlannerParams`.
-    """
+    """The game of two pools at a constant load; `late_s` and `price` as in `PricePlannerParams`."""
 
     models: Mapping[Role, PerformanceModel]
     slo: Slo
@@ -134,10 +127,7 @@ def _text(split: Split) -> str:
 
 
 def verdict(rows: Sequence[Row]) -> Mapping[str, Any]:
-    """Return the worst Price of Anarchy, and the planner's welfare over the optimum's at worst.
-
-    Loads of which no split is worth its price have neither.
-    """
+    """Return the worst Price of Anarchy and the planner's worst welfare over the optimum's."""
     known = [row["anarchy"] for row in rows if row["anarchy"] is not None]
     rests = [row["rest_welfare"] for row in rows if row["rest_welfare"] is not None]
     return {

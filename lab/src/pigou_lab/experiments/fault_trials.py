@@ -1,8 +1,6 @@
 """Simulated faults: for each failure mode, a small fleet in which it arises.
 
-Modes arise by mechanism where the simulator has it. The memory of activations (1), answers out of
-a semantic cache (5), sessions that hold KV (14) and adapters (15) are none of its matters: these
-four are written into the observations of a healthy run.
+Modes 1, 5, 14 and 15 have no mechanism in the simulator: they edit a healthy run's observations.
 """
 
 from __future__ import annotations
@@ -90,7 +88,6 @@ def _spec(
 
 
 def _poisson(rng: Random, rate: float, seconds: float, begin: float = 0.0) -> Iterator[int]:
-    """Yield times in nanoseconds."""
     at = begin
     while (at := at + rng.expovariate(rate)) < begin + seconds:
         yield round(at * SECOND)

@@ -93,11 +93,7 @@ _FLEETS = {
 
 
 def fleet(name: str) -> PaperFleet:
-    """Return a fleet by name.
-
-    Raises:
-        ConfigError: there is none of that name.
-    """
+    """Return a fleet by name; raises ConfigError if there is none."""
     match = _FLEETS.get(name)  # type: ignore[call-overload]
     if match is None:
         raise ConfigError(f"fleet is {name!r}; it must be one of: {', '.join(FLEETS)}")
@@ -128,17 +124,10 @@ def make_simulation(
     saturation: dict[str, object] | None = None, rehearses: bool | None = None,
     policy: RoutingPolicy | None = None,
 ) -> Simulation:  # fmt: skip
-    """Put a run together.
+    """Build a run of a paper's fleet; each optional argument replaces the reading's or setting's.
 
-    Prefixes are not kept by the prefill worker, so that each prompt takes what the law says; the
-    decode workers keep them, so that there is an overlap to route by.
-
-    Args:
-        reading: of the paper; `sender` and `law` take the place of its client and its law.
-        law: time of the steps.
-        saturation: detector of the control plane, as of `ControlConfig`.
-        rehearses: whether workers tell their speed, as of `Setup`.
-        policy: takes the place of that of `setting`.
+    The prefill worker caches no prefixes, so each prompt takes what the law says. Decode workers
+    do, so that there is an overlap to route by.
     """
     setting = setting or PolicySetting()
     law = law or paper_fleet.law(reading)
@@ -180,7 +169,6 @@ def make_simulation(
 
 
 def _text(law: Law) -> str:
-    """Return a law as `Setup` reads it."""
     names: tuple[str, ...] = (
         "itl_a", "itl_b", "few", "itl_few", "prefill", "prefill_token", "overhead",
     )  # fmt: skip
@@ -190,11 +178,10 @@ def _text(law: Law) -> str:
 
 
 class EqualStages(DynamoPaper):
-    """cost_j = omega * prefill_j + active_j, for prefill and for decode workers alike.
+    """cost_j = omega * prefill_j + active_j, for prefill and decode workers alike.
 
-    `dynamo-paper` leaves overlap out where decode workers are chosen, since blocks come by
-    transfer. The paper's routing game has them as resources with overlaps (its Eq. 7); this is
-    the form in which its overlap weight can have an effect at all with one prefill worker.
+    Gives the overlap weight an effect with one prefill worker, as the paper's Eq. 7 has it;
+    `dynamo-paper` ignores overlap at decode.
     """
 
     name: ClassVar[str] = "eq1"

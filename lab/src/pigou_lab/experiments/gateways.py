@@ -1,13 +1,9 @@
-"""Several gateways on one fleet: the Price of Anarchy and fairness by their number and staleness.
+"""Several gateways on one fleet: Price of Anarchy and fairness by number and staleness.
 
-Each gateway is a production control plane, which hears after a lag what the others sent. The
-anarchy here is that of the gateways: the mean time of requests over what one gateway attains with
-the same requests; the calibrated estimate of one run is beside it. Fairness is judged where tenants
-ask for more than there is: the largest relative deviation of a tenant's service from what it gets
-at one gateway.
-
-The workers are eight H100s with Llama-3.1-8B, by the roofline model, so the paper's fleet does not
-matter here. Constants were chosen on the seeds 101 and 102, and are reported on others.
+Each gateway is a production control plane, and hears the others after a lag. Anarchy is mean
+request time over that of one gateway; fairness is the largest relative deviation of a tenant's
+service under overload. The fleet is eight H100s with Llama-3.1-8B (roofline); constants were tuned
+on seeds 101 and 102, and reported on others.
 """
 
 from __future__ import annotations
@@ -50,10 +46,7 @@ _FLEET, _SETUP = "8xboth", Setup(model="llama-3.1-8b", gpu="H100")
 def gateways(
     _: PaperFleet, __: Reading, seeds: Sequence[int], levels: Sequence[int]
 ) -> Iterator[Row]:
-    """Yield a row for one gateway, then for each number of them and lag in milliseconds.
-
-    The last rows are of gateways that tell one another nothing (lag None).
-    """
+    """Yield a row for one gateway, then for each number and lag in ms (lag None: no exchange)."""
     single = [_run_of(GatewaysConfig(), seed) for seed in seeds]
     yield _row(0, 1, single, single)
     for count in COUNTS:
@@ -81,13 +74,7 @@ def _run_of(config: GatewaysConfig, seed: int) -> dict[str, Any]:
 
 
 def simulation(config: GatewaysConfig, seed: int, overloaded: bool = False) -> Simulation:
-    """Return a run: Poisson arrivals, or tenants that ask for more than there is, in fair order.
-
-    Tenants are split over the gateways, each to one: that is the worst case for their fairness.
-
-    Args:
-        overloaded: whether tenants ask for more than there is.
-    """
+    """Return a run: Poisson arrivals, or tenants over capacity in fair order, one gateway each."""
     free: dict[str, Any] = dict.fromkeys(
         ("max_inflight", "max_inflight_tokens", "max_queued"), UNLIMITED
     )
@@ -107,7 +94,6 @@ def simulation(config: GatewaysConfig, seed: int, overloaded: bool = False) -> S
 
 
 def _tenants(seed: int) -> OpenLoop:
-    """Return the requests of all tenants, each with its own demand."""
     loops = []
     for number, demand in enumerate(DEMANDS):
         loop = renewal(LENGTHS, demand * _SERVED_RATE, 1.0, 0, _FAIR_S, 1000 * seed + number)

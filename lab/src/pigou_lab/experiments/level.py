@@ -60,14 +60,7 @@ def run(
     level: Level, seed: int, follow: Sequence[Follow] = (),
     saturation: dict[str, object] | None = None,
 ) -> LevelRun:  # fmt: skip
-    """Run a level.
-
-    Args:
-        saturation: detector of the control plane.
-
-    Raises:
-        ValueError: nothing completed in the window.
-    """
+    """Run a level; raises ValueError if nothing completed in the window."""
     lengths = replace(LENGTHS, templates=level.templates)
     loop = ClosedLoop(lengths=lengths, phases=((level.users, level.hold_s),), ramp=RAMP_S)
     simulation = make_simulation(

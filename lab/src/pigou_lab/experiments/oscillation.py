@@ -1,20 +1,12 @@
-"""The oscillation of the paper's section 5.2 under lag: by +-1 rules, and by prices.
+"""Oscillation under lag (the paper's section 5.2): +-1 rules against prices.
 
-A saturated prefill pool starves decode, whose workers fall idle; the planner takes one of them,
-adds a prefill worker, and the burst that was held back overwhelms the smaller decode pool. The
-paper's rule is Dynamo's load planner: +-1 by thresholds every 30 s, with a grace of 3 intervals.
-Load is constant, near what the budget can serve, so every reversal is the planner's own.
-
-The bound. An integrator of gain k with a pure lag L, x'(t) = -k x(t - L), decays without end if
-and only if k L < pi / 2 (Hayes 1950). `price` corrects its models with a gain of at most
-pi / 4 / S, S the start-up time it reckons with, so its corrections are stable for every lag below
-2 S. The rest of it has no gain: a plan stays while load and speeds stay in their bands, and what
-is on its way counts as supply. Moves are of whole workers, so the band must be wider than half a
-worker's share of the load.
-
-Each planner also begins overloaded. Clients give up there: prompts are computed for nobody,
-streams wait for decode, and KV that is not held so long is computed again by decode workers. No
-speed may be learned from that, and workers for the backlog are ordered once.
+The paper's rule is Dynamo's load planner: +-1 by thresholds every 30 s, grace of 3 intervals. Load
+is constant and near capacity, so every reversal is the planner's own. An integrator of gain k with
+lag L, x'(t) = -k x(t - L), is stable if and only if k L < pi / 2 (Hayes 1950). `price` corrects its
+models with a gain of at most pi / 4 / S (S: start-up time), so it is stable below a lag of 2 S.
+Workers are whole, so its band exceeds half a worker's load share. Each planner also starts
+overloaded, where clients give up. It must learn no speed from that, and order workers for the
+backlog once.
 """
 
 from __future__ import annotations
@@ -72,11 +64,7 @@ def constant_load(
     fleet: PaperFleet, planner: str, lag_s: float, seconds: float = SECONDS,
     start: tuple[int, int] = START, utilisation: float = UTILISATION,
 ) -> PlannedRun:  # fmt: skip
-    """Return a run at a constant load, by default near the budget's capacity.
-
-    Args:
-        utilisation: load of half the budget as prefill workers.
-    """
+    """Return a run at constant load; `utilisation` 1 loads half the budget as prefill workers."""
     made = PlannedRun(fleet, planner, RateSchedule.of(1.0), seconds, start, WORKERS, lag_s)
     return replace(made, schedule=RateSchedule.of(utilisation * (WORKERS // 2) / made.prompt_s))
 

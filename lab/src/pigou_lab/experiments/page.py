@@ -36,11 +36,7 @@ _WIDE = 20.0
 
 
 def experiment_page(name: str, document: Mapping[str, Any]) -> Page:
-    """Return the page of an experiment's document; `name` where it does not tell its own.
-
-    Raises:
-        ValueError: it has nothing to draw.
-    """
+    """Return the page of an experiment; raises ValueError if there is nothing to draw."""
     title = str(document.get("experiment") or Path(name).stem)
     about = [f"{key} {document[key]}" for key in ("fleet", "reading") if document.get(key)]
     return page(document["rows"], title=title, subtitle=", ".join(about))
@@ -50,19 +46,14 @@ def page(
     rows: Sequence[Row], *, title: str, subtitle: str = "", against: str = "",
     paper: Sequence[Row] = (), figures: Sequence[str] = (),
 ) -> Page:  # fmt: skip
-    """Return the page of rows of figures.
+    """Return the page of rows of figures; raises ValueError if there is nothing to draw.
 
     Args:
-        rows: each with a level and numbers, and with texts and settings that tell kinds of rows
-            apart (a strategy, a fleet): each kind has a line of its own. A row may bring what the
-            paper found for it, as `paper`: {figure: value}. Rows of several experiments (their
-            `experiment`) have a section each.
-        against: the level; concurrency where it changes, else a setting that does.
-        paper: the paper's figures, rows of the same form, joined by the level.
-        figures: columns to draw; the known ones, unless given.
-
-    Raises:
-        ValueError: there are no rows, or one has no level, or there is nothing to draw.
+        rows: a level, numbers, and texts that tell kinds of rows apart; each kind is one line.
+            `paper` in a row holds the paper's values; each `experiment` gets a section.
+        against: the level; by default concurrency where it varies, else a setting that does.
+        paper: the paper's rows, joined by the level.
+        figures: columns to draw; by default the known ones.
     """
     if not rows:
         raise ValueError("rows are empty: the experiment has no results; run it again")

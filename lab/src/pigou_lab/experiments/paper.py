@@ -1,7 +1,6 @@
-"""What the paper printed: Georgiou (2026), "The Price of Anarchy in Disaggregated Inference".
+"""Figures printed in Georgiou (2026), "The Price of Anarchy in Disaggregated Inference".
 
-Each figure stands under the number of the table or section that it is from. Seconds, requests a
-second, and the paper's index of the Price of Anarchy (its Eq. 12).
+Times in seconds, rates in requests per second; the Price of Anarchy is the paper's Eq. 12.
 """
 
 from __future__ import annotations
@@ -199,10 +198,9 @@ RAMP_S, END_S = 30.0, 150.0
 
 
 def completed(users: int, slots: int, seconds: float) -> float:
-    """Return the requests a second that a ramped closed loop completes, on average.
+    """Return the mean requests per second of a closed loop whose users start over `RAMP_S`.
 
-    User k of `users` begins at `RAMP_S` k / users; where there are fewer slots than users, the
-    first `slots` of them keep theirs busy. Each then completes (end - begin) / seconds - 1/2.
+    Each of min(users, slots) users completes (end - begin) / seconds - 1/2.
     """
     begins = RAMP_S * np.arange(min(users, slots)) / users
     return float(((END_S - begins) / seconds - 0.5).sum() / END_S)
@@ -216,16 +214,10 @@ def response(users: int, slots: int, rps: float) -> float:
 def throughput_itl(
     rows: Mapping[int, Figures], slots: int, first: float, min_users: int = 8
 ) -> tuple[float, float]:
-    """Return the ITL in seconds that fits the throughput column, and the slope that it has.
+    """Return the ITL (seconds) that fits the throughput column, and its slope over streams.
 
-    Rates are printed with one decimal, so a row's relative error falls with its rate, and rows
-    weigh by the square of it. The slope is that of the weighted line over streams in flight; where
-    it is negative, a constant is all that the column supports.
-
-    Args:
-        slots: requests in flight at most.
-        first: seconds to the first token that a request has besides.
-        min_users: users from which rates have enough digits.
+    Rows weigh by their rate squared, since rates are printed with one decimal. `slots` caps
+    requests in flight, `first` is the time to first token, and rows below `min_users` are ignored.
     """
     users = [level for level in rows if level >= min_users]
     rates = np.array([rows[level].rps or 0.0 for level in users])

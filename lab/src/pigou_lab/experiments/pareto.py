@@ -65,13 +65,10 @@ def cells(rows: Sequence[Row], fleet: PaperFleet) -> Mapping[str, Any]:
 
 
 def variance(rows: Sequence[Row], name: str) -> dict[str, float | None] | None:
-    """Return whether rows that ran with the same seeds differ, from their runs.
+    """Return a two-way analysis of variance of rows that ran with the same seeds, or None.
 
-    Seeds decide which requests starve, in all rows alike. So they are the blocks of a two-way
-    analysis of variance without replication. `between` is the standard deviation of the rows'
-    means, `seeds` that of runs of one row with different seeds. `f` and `p` are of "all rows have
-    one mean"; `f` is None where seeds make the same difference in all rows, to the last digit.
-    None where each ran once.
+    Seeds are blocks. `between` and `seeds` are standard deviations of row means and of runs; `f`
+    and `p` test "all rows have one mean".
     """
     values = np.array([[seed_run[name] for seed_run in row["runs"]] for row in rows])
     count, seeds = values.shape

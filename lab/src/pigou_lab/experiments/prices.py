@@ -1,9 +1,7 @@
 """Prices against thresholds, where prefill is the real bottleneck.
 
-The threshold is conditional disaggregation by the prefill queue: the decode worker computes a
-prompt itself where so many prompts are before it. Prompts are all different, so that no cache has
-them. A prompt mixed into a step of streams makes it longer by at most another pass over the
-weights (`MIXED`), not by the whole time of the serial prefill worker.
+The threshold is conditional disaggregation by prefill queue length. Prompts share no prefix. A
+prompt mixed into a decode step adds at most one pass over the weights (`MIXED`).
 """
 
 from __future__ import annotations
@@ -85,11 +83,7 @@ def prices(
 
 
 def verdict(rows: Sequence[Row]) -> Mapping[str, Any]:
-    """Return toll over static, and toll less the tuned threshold with a 95% interval over seeds.
-
-    The threshold is the one with the highest rate among those that keep TTFT P99 within `SLO_S`.
-    Differences are of the same seeds, so the interval is Student's of paired differences.
-    """
+    """Return toll over static, and toll less the tuned threshold (paired 95% interval)."""
     verdicts: dict[str, Any] = {}
     for users in dict.fromkeys(row["concurrency"] for row in rows):
         by_contender = {row["contender"]: row for row in rows if row["concurrency"] == users}
@@ -140,5 +134,4 @@ def _tpot(level_run: LevelRun, level: Level) -> float:
 
 
 def _local(level_run: LevelRun) -> float:
-    """Return the share of prompts that their decode workers computed."""
     return 1.0 - level_run.result.transfers[0] / max(1, len(level_run.result.done))

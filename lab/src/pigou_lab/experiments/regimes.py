@@ -22,13 +22,7 @@ LONG_S = 720.0
 def regimes(
     fleet: PaperFleet, reading: Reading, seeds: Sequence[int], levels: Sequence[int]
 ) -> Iterator[Row]:
-    """Yield a row a level, without the ramp, with the detector's regimes.
-
-    The paper printed no rates of this experiment, only slopes (`slopes`) and regimes.
-
-    `regime_client` is the detector on the client's TTFT, `regime_server` on TTFT from sending,
-    `regime_plane` is the highest regime of the control plane's own detector.
-    """
+    """Yield a row per level, without the ramp: the detector's regime on client and server TTFT."""
     thresholds = THRESHOLDS[fleet.name]
     saturation = detector_values(thresholds)
     last: tuple[int, float] | None = None
@@ -71,10 +65,7 @@ def slopes(rows: Sequence[Row], fleet: PaperFleet) -> dict[str, Any]:
 def saturated(
     fleet: PaperFleet, reading: Reading, seeds: Sequence[int], levels: Sequence[int]
 ) -> Iterator[Row]:
-    """Yield rows of static routing and of Table 2's controller, held for long past the knee.
-
-    The controller is the paper's: outside of the fleet, with the client's TTFT as its samples.
-    """
+    """Yield rows of static routing and of Table 2's controller, held long past the knee."""
     for users in levels:
         level = Level(fleet, reading, users, hold_s=LONG_S, ramped=False)
         for strategy in ("static", "regime"):
@@ -155,10 +146,10 @@ def knee_of(rows: Sequence[Row], fleet: PaperFleet, reading: Reading) -> Mapping
 
 
 def predicted_knee(fleet: PaperFleet, reading: Reading) -> float | None:
-    """Return the users at which a bottleneck is full; None without one.
+    """Return the users at which a bottleneck saturates; None without one.
 
-    A pool: its connections. A serial prefill worker: X R of the asymptotes of a closed system
-    (Denning and Buzen 1978), X its ceiling and R the seconds of a request among so many.
+    For a pool, its connections; for a serial prefill worker, X R (Denning and Buzen 1978), with X
+    its throughput ceiling and R the seconds of a request.
     """
     if reading == "client-pool":
         return float(POOL)

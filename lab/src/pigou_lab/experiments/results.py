@@ -26,11 +26,7 @@ def make_row(
     experiment: str, users: int, runs: Sequence[WindowFigures], seeds: Sequence[int],
     paper: Figures | None = None, **rest: Any,
 ) -> Row:  # fmt: skip
-    """Return a row: each figure is the mean over the runs, as in the paper's Experiment 3.
-
-    Args:
-        rest: further columns.
-    """
+    """Return a row: each figure is the mean over the runs, as in the paper's Experiment 3."""
     columns = [asdict(figures) for figures in runs]
     means = {name: statistics.fmean(column[name] for column in columns) for name in columns[0]}
     row: Row = {"experiment": experiment, "concurrency": users, **means, **rest}
@@ -84,11 +80,7 @@ def document(
 
 
 def prepared(folder: Path) -> Path:
-    """Make a folder to write results into, and return it.
-
-    Raises:
-        ConfigError: it cannot be made.
-    """
+    """Make a folder for results and return it; raises ConfigError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -97,11 +89,7 @@ def prepared(folder: Path) -> Path:
 
 
 def write(folder: Path, results: Mapping[str, Any]) -> Path:
-    """Write results into a folder, which is made; return the file.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
+    """Write results into a folder and return the file; raises ConfigError."""
     path = prepared(folder) / RESULTS
     try:
         path.write_bytes(msgspec.json.format(msgspec.json.encode(results)) + b"\n")

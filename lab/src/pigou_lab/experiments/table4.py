@@ -60,15 +60,12 @@ TTFT_FACTOR, ITL_FACTOR = 4.0, 1.2
 
 
 def estimate(fleet: PaperFleet, measured: WindowFigures) -> dict[str, Any]:
-    """Return the variational equilibria of the paper's Definition 1 with the fleet's own figures.
+    """Return the variational equilibria of the paper's Definition 1 with the fleet's figures.
 
-    g prefill workers serve as one that is g times as fast: P(wait > t) = rho e^{-(g mu - lambda) t}
-    (M/M/1), 1 where g mu <= lambda. Streams spread over the decode workers, and their number on
-    each is Poisson: the ITL objective is missed where it exceeds what a + b n allows. Both
-    objectives are multiples of what a lone request takes.
-
-    Prefill takes what the reading `serial-prefill` says, since with the other readings' there
-    is nothing to divide: one worker has twenty times the room that is needed.
+    g prefill workers act as one M/M/1 server: P(wait > t) = rho e^{-(g mu - lambda) t}, 1 where g
+    mu <= lambda. Streams per decode worker are Poisson; ITL = a + b n. Objectives are multiples of
+    a lone request's times. Prefill follows the reading `serial-prefill`: the others have no
+    contention.
     """
     law = fleet.law("serial-prefill")
     rate, streams = measured.rps, measured.rps * 255 * law.itl_a

@@ -1,16 +1,11 @@
 """Planner, router and cache coupled, and each coupling switched off in turn.
 
-| row | what is off |
-|---|---|
-| coupled | nothing: `toll` routes, `price` plans, prefixes are cached |
-| router without cache | the router does not look at prefixes (`least-loaded`) |
-| planner without cache | the planner is told of no hits, and of no cached tokens |
-| planner without router | the planner is told of no Price of Anarchy, and of no better split |
-| no cache | prefixes are not cached |
-| anarchy | the planner is driven by the Price of Anarchy alone (`AnarchyPlanner`) |
-| static | the fleet stays as it is |
-
-The load triples, and falls again; prompts are of a few templates.
+Load triples and falls again; prompts share a few templates. | row | what is off | |---|---| |
+coupled | nothing: `toll` routes, `price` plans, prefixes are cached | | router without cache |
+routing ignores prefixes (`least-loaded`) | | planner without cache | the planner sees no hits and
+no cached tokens | | planner without router | the planner sees no Price of Anarchy and no better
+split | | no cache | prefixes are not cached | | anarchy | the Price of Anarchy alone drives the
+planner (`AnarchyPlanner`) | | static | the fleet stays as it is |
 """
 
 from __future__ import annotations
@@ -41,10 +36,7 @@ class NoAnarchyParams(msgspec.Struct, frozen=True):
 
 
 class AnarchyPlanner:
-    """Flips workers towards the better split of the calibrated Price of Anarchy (section 10.1).
-
-    It never starts or drains one: where the split costs nothing, the signal says nothing.
-    """
+    """Flips workers towards the better split of the calibrated Price of Anarchy (section 10.1)."""
 
     name: ClassVar[str] = "anarchy"
     Params: ClassVar[type[msgspec.Struct]] = NoAnarchyParams
@@ -87,11 +79,7 @@ class AnarchyPlanner:
 
 
 class BlindPlanner:
-    """A planner that is not told of the cache, or not of the router.
-
-    Args:
-        cache: hides hits and cached tokens, else the Price of Anarchy and the better split.
-    """
+    """Hides hits and cached tokens (`cache`), or Price of Anarchy and split, from a planner."""
 
     name: ClassVar[str] = "blind"
     Params: ClassVar[type[msgspec.Struct]] = NoAnarchyParams

@@ -74,20 +74,10 @@ def measure(
     runs: Sequence[RequestRun], begin: float, end: float, gaps: ITLHistogram, workers: int, *,
     meant: bool = False,
 ) -> WindowFigures | None:  # fmt: skip
-    """Return the figures of the requests that completed in a window.
+    """Return the figures of requests that completed in a window of seconds, or None.
 
-    Starvation shows only in completions: with few served, requests that were meant to be sent in
-    the window are those that did not wait.
-
-    Args:
-        begin: of the window, in seconds from the beginning.
-        gaps: between tokens in it.
-        workers: columns of the index: decode workers.
-        meant: count only those that were also meant to be sent in it, as for a phase whose
-            predecessor leaves requests behind.
-
-    Returns:
-        None where there is none.
+    Starvation shows only in completions. `meant` also requires the intended send time to be inside;
+    `workers` is the number of decode workers.
     """
     low, high = clock_ns(begin), clock_ns(end)
     done = sorted(

@@ -33,10 +33,9 @@ class Allocation:
 class Equilibrium(Allocation):
     """A variational equilibrium: one price of a GPU for both pools.
 
-    ``kind`` is "interior" (equal marginal gains), "kink" (the gains cross in a step), "flat" (the
-    gains are equal from ``prefill`` to ``until`` GPUs: every point of it is one), or a corner: "no
-    prefill", "no decode" (the pool with all GPUs gains the most). ``stable`` says whether GPUs
-    that move to the larger gain come back after a small push.
+    ``kind`` is "interior" (equal marginal gains), "kink" (gains cross in a step), "flat" (equal
+    gains from ``prefill`` to ``until`` GPUs), or a corner: "no prefill", "no decode". ``stable`` is
+    true if GPUs return after a small push.
     """
 
     kind: Kind
@@ -47,11 +46,9 @@ class Equilibrium(Allocation):
 class AllocationGame:
     """G GPUs, ``prefill`` of them for prefill and the others for decode.
 
-    ``v_ttft(g_p)`` and ``v_itl(g_d, g_p)`` give the rates (or any cost) of violated TTFT and ITL
-    objectives; each must not rise with its own pool. Each pool counts what a GPU of its own
-    gains it: v_ttft in g_p, v_itl in its first argument. That prefill GPUs also change v_itl (its
-    second) is the externality, which only the social optimum counts. Raises ValueError unless
-    ``gpus`` is above 0.
+    ``v_ttft(g_p)`` and ``v_itl(g_d, g_p)`` give violation rates (or any cost), non-increasing in
+    their own pool. Only the social optimum counts the externality of g_p on v_itl. Raises
+    ValueError unless ``gpus`` is above 0.
     """
 
     def __init__(
@@ -72,10 +69,7 @@ class AllocationGame:
         return float(self.v_ttft(prefill) + self.v_itl(self.gpus - prefill, prefill))
 
     def pull(self, prefill: float) -> float:
-        """Return what a GPU more gains prefill, less what one more gains decode.
-
-        Above 0, the larger gain draws GPUs to prefill; 0 at an interior equilibrium (Eq. 5).
-        """
+        """Return prefill's marginal gain less decode's; 0 at an interior equilibrium (Eq. 5)."""
         of_prefill, of_decode = self._gains_by_pool(prefill)
         return of_prefill - of_decode
 
@@ -87,9 +81,7 @@ class AllocationGame:
     def equilibria(self) -> list[Equilibrium]:
         """Return every variational equilibrium, by rising prefill share.
 
-        Found by scanning 4,001 allocations for changes of sign of `pull` and solving between
-        them; two equilibria closer than that are one. Of the generalised Nash equilibria, which are
-        all allocations that use every GPU, these are the ones with a common price.
+        Scans 4,001 allocations for sign changes of `pull`, so closer equilibria merge into one.
         """
         grid = np.linspace(0.0, self.gpus, POINTS)
         pool_gains = np.array([self._gains_by_pool(float(g)) for g in grid])
@@ -117,12 +109,10 @@ class AllocationGame:
         return self._allocation(float(grid[best]))
 
     def best_response_path(self, start: int, step: int = 1) -> list[int]:
-        """Return the prefill GPUs that a planner passes through which moves ``step`` at a time.
+        """Return the prefill GPUs along best responses of ``step`` GPUs, up to a rest or a cycle.
 
-        GPUs move to the pool that gains more than the other loses, each counting only its own
-        violations at the split as it is. The path ends where neither move pays, or at the first
-        split seen before, which is then its last entry: the planner goes round for ever. Raises
-        ValueError when the budget is not whole, or start or step lie outside it.
+        A cycle ends with the first repeated split. Raises ValueError for a fractional budget, or a
+        start or step outside it.
         """
         total = round(self.gpus)
         if total != self.gpus or not 0 <= start <= total or step < 1:
@@ -150,7 +140,6 @@ class AllocationGame:
         return float(ttft + itl)
 
     def _between(self, grid: Floats, pulls: Floats) -> list[Equilibrium]:
-        """Equilibria where the pull is, or passes through, 0."""
         points: list[Equilibrium | None] = []
         index = 0
         while index < POINTS:

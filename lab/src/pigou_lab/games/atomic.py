@@ -18,13 +18,11 @@ MAX_PROFILES = 2_000_000
 
 
 class AtomicGame:
-    """Players who each pick one set of resources, and pay for the load on each resource of it.
+    """Players who each pick one set of resources, and pay for each resource's load.
 
-    ``costs`` maps a resource to its cost as a function of its load. ``strategies[i]`` lists the
-    sets of resources that player i may pick. ``weights`` is the load that each player brings
-    (1 each by default). A profile is a tuple with one strategy index a player. Methods that look at
-    every profile raise ValueError beyond two million of them. Raises ValueError for a strategy with
-    an unknown resource, a player without strategies, or a weight that is not above 0.
+    ``costs`` maps resources to costs of load; ``strategies[i]`` lists player i's sets; ``weights``
+    are loads (default 1). A profile holds a strategy index per player. Raises ValueError for
+    unknown resources, no strategies, weights not above 0, or over two million profiles.
     """
 
     def __init__(
@@ -78,11 +76,7 @@ class AtomicGame:
         return sum(load * self._cost(r, load) for r, load in self.loads(profile).items())
 
     def potential(self, profile: Profile) -> float:
-        """Return Rosenthal's potential: for each resource, cost(1) + ... + cost(its load).
-
-        What one player's move changes it by is what the move changes that player's cost by. Raises
-        ValueError for a weighted game, which has no such potential in general.
-        """
+        """Return Rosenthal's potential; raises ValueError for a weighted game."""
         if self.weighted:
             raise ValueError("a weighted game has no exact potential in general: use no weights")
         return sum(
@@ -113,11 +107,7 @@ class AtomicGame:
         return self._price(min)
 
     def best_response(self, profile: Profile, seed: int, rounds: int = 1000) -> Profile:
-        """Return the equilibrium that best responses in random order reach from ``profile``.
-
-        Unweighted games always get there, as every move lowers the potential. Raises RuntimeError
-        when ``rounds`` turns of all players did not, as can happen with weights.
-        """
+        """Return the equilibrium of random-order best responses; RuntimeError after ``rounds``."""
         rng = np.random.default_rng(seed)
         for _ in range(rounds):
             moved = False

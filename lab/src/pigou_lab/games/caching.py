@@ -1,4 +1,4 @@
-"""The caching game: each node holds what is cheap for itself, and others fetch copies from it.
+"""Caching game: each node holds what is cheap for itself, others fetch copies from it.
 
 Chun et al., "Selfish Caching in Distributed Systems" (PODC 2004), with capacities and tiers
 (Georgiou 2026, Definition 2 and Eq. 6).
@@ -26,17 +26,12 @@ MAX_ROUNDS = 1000
 class CachingGame:
     """n nodes and m objects; each node chooses what it holds, and in which tier.
 
-    ``distance`` (nodes, nodes) is the cost of one remote access, ``demand`` (nodes, objects) how
-    often each node wants each object. ``placement_cost`` is paid for each object held: a number,
-    or (nodes,). ``tiers[t]`` is the access cost of tier t, rising (default: one tier, at 0).
-    ``capacity`` is the number of objects that a tier of a node holds: a number, (nodes,) for a
-    single tier, or (nodes, tiers); unlimited when None. An access costs the least of the node's
-    own copy, another's copy plus the distance, and ``miss_cost`` (infinite when None: somebody
-    must hold what is wanted). A placement is an integer array (nodes, objects): a tier, or -1.
-
-    ``exact`` says whether everything is enumerated (up to 100,000 profiles). If not, `equilibria`
-    are those that ``restarts`` seeded runs of best responses reach, `optimum` the best that as many
-    descents of the social cost find. Raises ValueError for shapes or values that do not fit.
+    ``distance`` (nodes, nodes) is the cost of a remote access, ``demand`` (nodes, objects) the
+    access rate, ``placement_cost`` (scalar or (nodes,)) paid per object held, ``tiers`` their
+    rising access costs, ``capacity`` objects per tier (scalar, (nodes,) or (nodes, tiers)),
+    ``miss_cost`` that of an object nobody holds (None: infinite). A placement (nodes, objects)
+    holds a tier or -1. ``exact`` enumerates, up to 100,000 profiles; else ``restarts`` seeded runs
+    search. Raises ValueError.
     """
 
     def __init__(
@@ -85,10 +80,7 @@ class CachingGame:
         return float(self.node_costs(placement).sum())
 
     def best_response(self, node: int, placement: ArrayLike) -> Indices:
-        """Return the row that is cheapest for ``node``, the others staying as they are: (objects,).
-
-        An assignment of objects to slots of tiers, solved exactly.
-        """
+        """Return ``node``'s cheapest row, the others fixed: (objects,), by exact assignment."""
         return self._best_row(node, self._remote(node, np.asarray(placement, dtype=np.intp)))
 
     def is_equilibrium(self, placement: ArrayLike) -> bool:

@@ -27,14 +27,7 @@ def marginal(cost: Cost, flow: float) -> float:
 
 
 def check_cost(name: str, cost: Cost, demand: float) -> None:
-    """Refuse a cost that no link can have, as far as three flows tell.
-
-    Args:
-        demand: most flow that the link may carry.
-
-    Raises:
-        ValueError: the cost is below 0, falls, or is no number.
-    """
+    """Raise ValueError if a cost is negative, falls or is no number, up to flow `demand`."""
     before = 0.0
     for flow in (0.0, 0.5 * demand, demand):
         value = cost(flow)
@@ -46,12 +39,11 @@ def check_cost(name: str, cost: Cost, demand: float) -> None:
 
 
 class ParallelLinks:
-    """A demand that spreads over parallel links, each infinitesimal part of it to its own liking.
+    """A demand that spreads over parallel links, each infinitesimal part selfishly.
 
-    ``costs[i]`` gives the cost of link i at a flow; it must be at least 0 and never fall, and may
-    be infinite (beyond a server's rate, say). ``demand`` is the total flow, above 0. Flows have
-    shape (links,). Raises ValueError when no finite cost carries the demand, and for a cost that
-    is below 0, falls or is no number at 0, half of the demand, or all of it.
+    ``costs[i]`` is link i's cost of flow: non-negative, non-decreasing, perhaps infinite. Flows
+    have shape (links,). Raises ValueError for an invalid cost, or if no finite cost carries
+    ``demand``.
     """
 
     def __init__(self, costs: Sequence[Cost], demand: float) -> None:
@@ -100,12 +92,7 @@ class ParallelLinks:
         return lambda flow: marginal(cost, flow)
 
     def _level_flows(self, prices: Sequence[Cost]) -> Floats:
-        """Spread the demand so that prices are level.
-
-        At a level, a link takes what keeps its price at or under it. Just below the right level
-        that is too little, just above it is enough; links whose price is flat there jump, and
-        share the rest.
-        """
+        """Spread the demand so that prices are level; links with flat prices share the rest."""
         low, high = 0.0, self._enough(prices)
         for _ in range(2 * HALVINGS):
             middle = 0.5 * (low + high)
@@ -161,12 +148,11 @@ MAX_ROUNDS = 20_000
 
 
 class FlowNetwork:
-    """Flows from sources to sinks over the edges of a directed graph, each part to its own liking.
+    """Flows from sources to sinks over the edges of a directed graph, each part selfish.
 
-    ``edges`` lists (tail, head, cost of flow); a cost must be at least 0, and never fall.
-    ``demands`` maps (source, sink) to a flow above 0. Every simple path is listed, so graphs are to
-    be small: ValueError beyond 10,000 paths, or for a demand without a path. Flows have shape
-    (edges,).
+    ``edges`` lists (tail, head, non-decreasing cost of flow); ``demands`` maps (source, sink) to
+    flow. Flows have shape (edges,). Raises ValueError beyond 10,000 simple paths, or without a
+    path.
     """
 
     def __init__(

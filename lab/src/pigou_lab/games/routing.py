@@ -22,12 +22,10 @@ MAX_PROFILES = 100_000
 class RoutingGame:
     """R requests on W workers: on w, request i pays f_w(n_w) - omega o_iw (Georgiou 2026, Eq. 7).
 
-    ``laws[w]`` is f_w, seconds at a load; ``overlaps`` (requests, workers) is the share of each
-    request's prompt that each worker holds, fixed while the game is played; ``omega`` is what a
-    whole prompt saves, in seconds. An assignment holds a worker for each request, (requests,). The
-    social cost is the sum over w of n_w f_w(n_w), less the savings. Overlaps depend on nobody
-    else's choice, so an exact potential exists, and with it a pure equilibrium. Raises ValueError
-    for shapes that do not match or values that are not finite.
+    ``laws[w]`` is f_w in seconds; ``overlaps`` (requests, workers) the fixed share of each prompt
+    held; ``omega`` the seconds a whole prompt saves. Assignments have shape (requests,). Social
+    cost is the sum of n_w f_w(n_w), less savings. An exact potential exists, so a pure equilibrium
+    does. Raises ValueError for mismatched shapes or non-finite values.
     """
 
     def __init__(self, laws: Sequence[Law], overlaps: ArrayLike, omega: float) -> None:
@@ -61,10 +59,7 @@ class RoutingGame:
         return self._over_loads(assignment, self._totals) - self.saved(assignment)
 
     def potential(self, assignment: ArrayLike) -> float:
-        """Return the sum over w of f_w(1) + ... + f_w(n_w), less the savings.
-
-        A move changes it by exactly what it changes the mover's own cost by.
-        """
+        """Return the exact potential: the sum over w of f_w(1) + ... + f_w(n_w), less savings."""
         return self._over_loads(assignment, np.cumsum(self.latency, axis=1)) - self.saved(
             assignment
         )
@@ -76,12 +71,11 @@ class RoutingGame:
         return np.array([n * (f(n + 1.0) - f(n)) if n > 0 else 0.0 for f, n in pairs])
 
     def greedy(self, order: ArrayLike | None = None, *, tolls: bool = False) -> Indices:
-        """Return the assignment of requests that arrive in ``order`` and each take what is best.
+        """Return the assignment of requests that arrive in ``order`` and each take their best.
 
-        ``order`` is a permutation of the requests (by index when None). Each pays its own
-        f_w(n_w + 1) less its savings, with ``tolls`` also the `tolls` of those there; ties go to
-        the lower index. With tolls and equal overlaps the result is an optimum. Raises ValueError
-        for an order that is no permutation.
+        Each pays f_w(n_w + 1) less savings, plus ``tolls`` if asked; ties go to the lower index.
+        With tolls and equal overlaps it is optimal. Raises ValueError unless ``order`` is a
+        permutation.
         """
         turns = np.arange(self.requests) if order is None else np.asarray(order, dtype=np.intp)
         if not np.array_equal(np.sort(turns), np.arange(self.requests)):
@@ -105,10 +99,7 @@ class RoutingGame:
         return all(self._better(i, chosen, loads) is None for i in range(self.requests))
 
     def equilibrium(self, seed: int) -> Indices:
-        """Return the equilibrium that best responses in random order reach from a random start.
-
-        Every move lowers the potential, so this ends.
-        """
+        """Return the equilibrium of best responses in random order from a random start."""
         rng = np.random.default_rng(seed)
         start = rng.integers(0, self.workers, size=(self.requests,))
         assignment: Indices = np.asarray(start, dtype=np.intp)
@@ -126,19 +117,15 @@ class RoutingGame:
         return assignment
 
     def optimum(self) -> Indices:
-        """Return an assignment of least social cost, exact, by min-cost flow.
-
-        Raises ValueError where some n f_w(n) is not convex (it is for every `LatencyLaw`).
-        """
+        """Return an optimum by min-cost flow; ValueError where some n f_w(n) is not convex."""
         return cheapest_assignment(self._marginals, -self.savings)
 
     def price_of_anarchy(self, restarts: int = 200, seed: int = 0) -> float:
         """Return the social cost of the worst pure equilibrium over that of the optimum.
 
-        Exact where profiles, up to exchange of identical requests, number at most 100,000.
-        Otherwise the worst equilibrium that ``restarts`` runs of `equilibrium` find: a lower
-        bound. Raises ValueError when the optimum's cost is not above 0: with large savings a
-        ratio means nothing; compare differences.
+        Exact up to 100,000 profiles (identical requests exchanged); else a lower bound from
+        ``restarts`` runs. Raises ValueError unless the optimum's cost is above 0: with large
+        savings compare differences.
         """
         best = self.social_cost(self.optimum())
         if best <= 0:
@@ -203,12 +190,10 @@ def _compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
 def cheapest_assignment(marginal: Floats, private: Floats) -> Indices:
     """Return the worker of each request, shape (requests,), at least total cost.
 
-    ``marginal`` (workers, requests) holds at [w, k] what the load of worker w adds to the cost when
-    it grows from k to k + 1; rows never fall. ``private`` (requests, workers) is what each request
-    pays besides. This is a minimum-cost flow, solved by successive shortest paths (Jewell 1958;
-    Ahuja, Magnanti and Orlin, "Network Flows", 9.7): each request in turn enters along the cheapest
-    chain of moves, at whose end one worker's load grows by one. O(requests (workers^3 +
-    requests)) time. Raises ValueError when a row falls, as the flow would then not be exact.
+    ``marginal`` (workers, requests) at [w, k] is the cost of raising worker w's load from k to k +
+    1; ``private`` (requests, workers) is each request's own cost. Successive shortest paths (Jewell
+    1958; Ahuja, Magnanti and Orlin, "Network Flows", 9.7), O(requests (workers^3 + requests)).
+    Raises ValueError when a row falls.
     """
     requests, workers = private.shape
     _check_convex(marginal)

@@ -69,11 +69,7 @@ def decode_alone(model: LoadedModel, prompt: list[int], output: int) -> list[int
 
 
 def decode_elsewhere(model: LoadedModel, prompt: list[int], output: int) -> tuple[list[int], int]:
-    """Return the greedy tokens of a decode engine that did not compute the prompt.
-
-    Returns:
-        The tokens, and how many blocks went from the prefill engine to it.
-    """
+    """Return the greedy tokens after remote prefill, and the blocks received."""
     max_tokens = len(prompt) + output
     prefill, decode = Side(model, max_tokens), Side(model, max_tokens)
     prefill.add(prompt, 1, keep_blocks=True)
@@ -119,11 +115,7 @@ class DeviceComparison:
 def compare(
     first: LoadedModel, second: LoadedModel, *, gap: float, prompts: int = 8, output: int = 32
 ) -> DeviceComparison:
-    """Decode the same prompts greedily with both.
-
-    Args:
-        gap: nats between the best two tokens below which either may be chosen.
-    """
+    """Decode the same prompts greedily with both; tokens within `gap` nats count as equal."""
     outputs = [_decode(model, prompts, output) for model in (first, second)]
     differences: list[float] = []
     tokens = divergences = ties = 0

@@ -71,11 +71,7 @@ class RandomWeights:
 def random_model(
     shape: dict[str, Any], device: str, dtype: torch.dtype, *, source: str = "cpu"
 ) -> LoadedModel:
-    """Make a model.
-
-    Args:
-        source: where the random numbers are drawn; models with an equal one are equal.
-    """
+    """Make a model of random weights, drawn on device `source`: equal sources give equal models."""
     config, torch_device = parse_config(shape), torch.device(device)
     weights: Any = RandomWeights(dtype, torch_device, torch.device(source))
     with torch.inference_mode():
@@ -85,14 +81,11 @@ def random_model(
 
 
 class _RecordedWeights(RandomWeights):
-    """Random weights that are retained by name."""
-
     def __init__(self, dtype: torch.dtype, device: torch.device, source: torch.device) -> None:
         super().__init__(dtype, device, source)
         self.tensors: dict[str, Tensor] = {}
 
     def take(self, name: str, *shape: int) -> Tensor:
-        """Return a weight, and retain a copy."""
         weight = super().take(name, *shape)
         self.tensors[name] = weight.clone()
         return weight
@@ -101,10 +94,7 @@ class _RecordedWeights(RandomWeights):
 def write_checkpoint(
     folder: Path, shape: dict[str, Any], dtype: torch.dtype, *, source: str = "cpu"
 ) -> None:
-    """Write a model of random weights as a checkpoint that a worker can serve.
-
-    Its tokenizer has a token for each byte and an end token.
-    """
+    """Write a servable checkpoint of random weights, with a byte tokenizer."""
     cpu = torch.device("cpu")
     weights: Any = _RecordedWeights(dtype, cpu, torch.device(source))
     with torch.inference_mode():

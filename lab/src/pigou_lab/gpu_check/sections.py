@@ -38,11 +38,7 @@ class Check:
     """Runs the sections, prints what they find, and remembers whether all held."""
 
     def __init__(self, device: str, *, small: bool, deadline: float) -> None:
-        """Prepare.
-
-        Args:
-            deadline: of `time.monotonic`; no section begins after it.
-        """
+        """`deadline` is of `time.monotonic`."""
         self._device = device
         self._small = small
         self._deadline = deadline

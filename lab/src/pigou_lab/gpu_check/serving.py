@@ -39,14 +39,10 @@ def measure_serving(
     prompt: int = 64,
     output: int = 128,
 ) -> list[ServingSpeed]:
-    """Start a worker, stream greedy completions from it, and stop it.
+    """Start a worker, measure greedy completions at each count of `streams`, and stop it.
 
-    Args:
-        streams: how many run together, for each measurement.
-
-    Raises:
-        FleetError: the worker did not start.
-        AssertionError: a completion failed or has another number of tokens, or time is up.
+    Raises FleetError if the worker does not start, AssertionError if a completion fails or times
+    out.
     """
     return asyncio.run(_measure(model, device, streams, timeout_s, prompt, output))
 
@@ -77,7 +73,6 @@ async def _measure(
 
 
 async def _stream(client: EndpointClient, streams: int, prompt: int, output: int) -> ServingSpeed:
-    """Send requests together, and follow their streams to the end."""
     rng = np.random.default_rng(streams)
     jobs = [PromptJob(rng.integers(3, 256, size=prompt).tolist(), output) for _ in range(streams)]
     began_ns = time.monotonic_ns()

@@ -130,7 +130,6 @@ def measure_peaks(device: torch.device, copy_bytes: int = 2**30, width: int = 81
 
 
 def _seconds(device: torch.device, call: Callable[[], object]) -> float:
-    """Return seconds of a call, the mean of several after a first one."""
     call()
     synchronize(device)
     began = time.perf_counter()

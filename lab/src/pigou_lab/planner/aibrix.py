@@ -22,12 +22,7 @@ Metric = Literal["kv-usage", "requests"]
 
 
 class ApaParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Parameters of `AibrixApa`, with its defaults; the target is that of its examples.
-
-    Attributes:
-        max_scale_up_rate, max_scale_down_rate: largest factors of one step, above 1.
-        up_cooldown_s, down_cooldown_s: after a step, until one up, or down, may follow.
-    """
+    """Parameters of `AibrixApa`, with AIBrix's defaults; the target is that of its examples."""
 
     # share of KV blocks in use, or requests that run or wait, of one worker.
     metric: Metric = "kv-usage"
@@ -49,12 +44,7 @@ class ApaParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 class KpaParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Parameters of `AibrixKpa`, with its defaults; the target is that of its examples.
-
-    Attributes:
-        stable_window_s, panic_window_s: over which the metric is averaged.
-        max_scale_up_rate, max_scale_down_rate: largest factors of one step, above 1.
-    """
+    """Parameters of `AibrixKpa`, with AIBrix's defaults; the target is that of its examples."""
 
     metric: Metric = "kv-usage"  # as of `ApaParams`
     target: float = 0.5
@@ -135,11 +125,11 @@ def apa_desired(count: int, ratio: float, params: ApaParams) -> int:
 
 
 class AibrixKpa(TargetPlanner):
-    """desired = ceil(total / target), total the metric's sum, on a stable and a panic window.
+    """desired = ceil(total / target), on a stable and a panic window of the summed metric.
 
-    Panic: the panic value is over `panic_threshold` times the stable one, or its desired number is
-    that many times the ready workers, or the stable value is 0 or less. Panic lasts for a stable
-    window; in it the number never falls. AIBrix `kpa.go`, after Knative's autoscaler.
+    Panic begins when the panic value exceeds `panic_threshold` times the stable one, or its desired
+    number that many times the ready workers. For a stable window the number then never falls.
+    AIBrix `kpa.go`, after Knative's autoscaler.
     """
 
     name: ClassVar[str] = "kpa"

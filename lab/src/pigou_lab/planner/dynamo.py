@@ -48,8 +48,6 @@ class DynamoPlannerParams(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
 
 @dataclass(slots=True)
 class _Side:
-    """One pool of a model, and what is known of it."""
-
     pool: PoolWindow
     engine: EngineModel
     passes: list[ForwardPass]
@@ -66,8 +64,6 @@ class _Side:
 
 @dataclass(slots=True)
 class _ModelState:
-    """What is remembered of one model."""
-
     forecasts: LoadForecasts
     engines: dict[str, EngineModel] = field(default_factory=dict)
     floors: dict[str, int] = field(default_factory=dict)
@@ -79,16 +75,9 @@ class _ModelState:
 class DynamoPlanner(TargetPlanner):
     """Predictive floors and reactive steps, within the budget.
 
-    Predictive: demand = forecast requests / interval, replicas = ceil(demand / engine_rps) with
-    `EngineModel.capacity`: planned up to 100% utilised, no queueing. It is a floor of the reactive
-    loop where that runs.
-
-    Reactive, one worker of each pool at a time: up where *all* engines are estimated above the
-    objective; down where the survivors, with the load of one more spread over them, stay below
-    `sensitivity` of it. Of TTFT the prompt alone cannot be shortened, and is taken off both sides.
-    While a worker drains nothing is done; while one only starts, starts may be given up, when that
-    was wanted for an interval.
-
+    Predictive: replicas = ceil(forecast requests / interval / engine_rps), at 100% utilisation.
+    Reactive, one worker per pool: up if *all* engines exceed the objective; down if the survivors
+    stay below `sensitivity` of it. A worker that drains blocks changes.
     `core/throughput_scaling.py`, `core/load_scaling.py`, `core/budget.py`, and `_project_scale_to`
     of `plugins/orchestrator/engine_adapter.py`; `tests/peers/test_dynamo_planner.py` compares them.
     """
@@ -238,7 +227,6 @@ class DynamoPlanner(TargetPlanner):
         return self._guarded(sides, wanted)
 
     def _step(self, state: _ModelState, side: _Side, slo: Slo) -> int | None:
-        """Return +1, -1, or None for neither."""
         if not side.passes:
             return None
         role = side.engine.role
@@ -314,7 +302,6 @@ class DynamoPlanner(TargetPlanner):
         return [*fit_to_budget(ready, pair, gpus, (0, high), minimum)]
 
     def _guarded(self, sides: list[_Side], counts: list[int]) -> list[int]:
-        """Return what the budget allows."""
         limits = self._limits(sides)
         if len(sides) == 1:
             (side,) = sides

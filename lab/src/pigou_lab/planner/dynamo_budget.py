@@ -17,15 +17,9 @@ def clamp_to_budget(
 ) -> tuple[int, int]:
     """Return (prefill, decode) workers within [min - tolerance, max] GPUs.
 
-    With total = P g_P + D g_D above max: P = floor(P max / total), at least `min_workers` and so
-    that decode has its minimum, and D gets the rest. Below min - tolerance it is mirrored: P =
-    ceil(P min / total), and D gets the rest, or keeps what it has. A maximum below the minimum of
-    both gives (0, 0). Dynamo 1.6.1, `core/budget.py`. The floor takes workers from the smaller
-    pool as demand grows.
-
-    Args:
-        budget: least and most GPUs together; None for no limit. The tolerance is the larger of
-            `gpus`, and 0 without a limit.
+    With total = P g_P + D g_D above max: P = floor(P max / total), D gets the rest; below min it is
+    mirrored with ceil. (0, 0) if max is below both minimums. Dynamo 1.6.1, `core/budget.py`.
+    `budget` is (min, max) GPUs, None for no limit; the tolerance is the larger of `gpus`.
     """
     gpus_p, gpus_d = gpus
     low, high = budget
@@ -58,14 +52,10 @@ def fit_to_budget(
     budget: tuple[int, int | None],
     min_workers: int | tuple[int, int] = 1,
 ) -> tuple[int, int]:
-    """Return what is nearest to a proposal inside the budget, each pool between both.
+    """Return the pair nearest to a proposal inside the budget, between current and proposed.
 
-    Where one pool grows and the other shrinks, both move or neither. Without any that fits, it is
-    what there is. Of equal distances the one in proportion to the proposal, then the larger move,
-    then fewer prefill workers. `fit_directional_budget_pair` of Dynamo 1.6.1.
-
-    Args:
-        gpus, budget, min_workers: as of `clamp_to_budget`.
+    Opposite moves go together or not at all. Ties: proportion, larger move, fewer prefill workers.
+    `fit_directional_budget_pair` of Dynamo 1.6.1.
     """
     low, high = budget
     low -= _tolerance(gpus, budget)
@@ -100,11 +90,10 @@ def guard_pair(
     budget: tuple[int, int | None],
     min_workers: int | tuple[int, int] = 1,
 ) -> tuple[tuple[int, int], str]:
-    """Return what the budget allows of a proposal, and why it differs; "" where it does not.
+    """Return what the budget allows of a proposal, and why it differs ("" if it does not).
 
-    At the maximum nothing grows, unless the other pool shrinks for it; at the minimum nothing
-    shrinks, unless the other grows. What the proportional clamp would turn round is held.
-    `guard_disagg_scaling_budget` of Dynamo 1.6.1. The arguments are those of `fit_to_budget`.
+    At the maximum a pool grows only if the other shrinks; at the minimum the reverse.
+    `guard_disagg_scaling_budget` of Dynamo 1.6.1.
     """
     low, high = budget
     used = current[0] * gpus[0] + current[1] * gpus[1]

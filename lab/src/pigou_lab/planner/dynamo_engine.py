@@ -31,8 +31,6 @@ class Capacity(NamedTuple):
 
 
 class _Sample(NamedTuple):
-    """A step: what it reads, its tokens, and its seconds."""
-
     attention: float
     tokens: float
     seconds: float
@@ -58,8 +56,7 @@ class MovingAverage:
 class PassRegression:
     """seconds = a + b tokens + c attention with b, c >= 0, by least squares.
 
-    Each feature's range is divided into four parts by its logarithm, anew when it grows. Beyond 64
-    samples the first of the fullest bucket goes, so that samples of other loads stay. Cold
+    Features fall into four log-spaced buckets; beyond 64 samples the fullest drops its oldest. Cold
     workers' samples count too (issue 12430). `aisimulate_core`, estimator `fpm_regression`.
     """
 
@@ -124,11 +121,7 @@ class PassRegression:
 
 
 class EngineModel:
-    """Dynamo's model of one pool's engine, begun with a profile where there is one.
-
-    Args:
-        is_profiled: whether the regression begins with `profile_passes`.
-    """
+    """Dynamo's model of one pool's engine, begun with `profile_passes` if `is_profiled`."""
 
     def __init__(
         self, performance: PerformanceModel, role: Role, *, is_profiled: bool = True
@@ -161,14 +154,7 @@ class EngineModel:
         self, seen: ForwardPass, hit_rate: float | None = None, *, queue: float = 1.0,
         streams: float = 1.0, waiting_streams: bool = False,
     ) -> float | None:  # fmt: skip
-        """Return the seconds until the next request's prompt is computed.
-
-        Args:
-            hit_rate: share of the tokens that is not computed.
-            queue: factor of what waits; 0 for the request alone.
-            streams: factor of the streams, of an engine that does both.
-            waiting_streams: whether streams that wait decode beside it, too.
-        """
+        """Return the seconds until the next prompt is computed; factors scale queue and streams."""
         own = self._prompt_tokens.value
         tokens = _ceil((seen.queued_prompt_tokens * queue + own) * hit_discount(hit_rate))
         prompts = max(_ceil(seen.queued_prompts * queue + (own > 0)), 1)
@@ -182,11 +168,7 @@ class EngineModel:
     def itl_s(
         self, seen: ForwardPass, *, streams: float = 1.0, queued_prompts: bool = False
     ) -> float | None:
-        """Return the seconds between tokens with one more request.
-
-        Args:
-            queued_prompts: whether prompts that wait count as streams.
-        """
+        """Return the ITL in seconds with one more request."""
         factor = int(queued_prompts)
         count = seen.streams + seen.queued_streams + factor * seen.queued_prompts
         held = seen.stream_tokens + seen.queued_stream_tokens + factor * seen.queued_prompt_tokens
@@ -203,11 +185,10 @@ class EngineModel:
     def capacity(
         self, isl: float, osl: float, ttft_s: float, itl_s: float, hit_rate: float | None = None
     ) -> Capacity | None:
-        """Return the highest rate inside the objective; the highest at all where none is.
+        """Return the highest rate inside the objective, or at all if none is; None if unfitted.
 
-        Prefill: a batch of b prompts at once, b / TTFT. Decode: b / (osl ITL) streams of context
-        isl + osl / 2. Both: prompts are spread over the steps of the streams. None while the
-        regression is not fitted.
+        Prefill: b prompts at once, b / TTFT. Decode: b / (osl ITL), context isl + osl / 2. Both:
+        prompts are spread over the steps of the streams.
         """
         best: Capacity | None = None
         for result in self._capacities(math.ceil(isl), max(math.ceil(osl), 1), hit_rate):
@@ -270,7 +251,6 @@ class EngineModel:
 
 
 def _batches(limit: int) -> list[int]:
-    """Return the batches that are tried: all, or 128 of them."""
     if limit <= MAX_BATCHES:
         return list(range(1, limit + 1))
     return [1 + step * (limit - 1) // (MAX_BATCHES - 1) for step in range(MAX_BATCHES)]

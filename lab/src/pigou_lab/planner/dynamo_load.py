@@ -18,12 +18,7 @@ from pigou.windows.planner_window import PlannerWindow, PoolWindow, WorkerState
 
 
 class DynamoLoadParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Parameters of `DynamoLoad`, with its defaults.
-
-    Attributes:
-        decode_up, decode_down: share of KV blocks in use, the pool's mean.
-        prefill_up, prefill_down: requests that wait for each prefill worker.
-    """
+    """Parameters of `DynamoLoad`, with its defaults."""
 
     adjustment_interval_s: float = 30.0  # between two decisions
     decode_up: float = 0.9
@@ -44,8 +39,7 @@ class DynamoLoadParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 class DynamoLoad(TargetPlanner):
     """+1 above the upper threshold, -1 below the lower one, of the interval's mean.
 
-    Nothing is done in a pool while a change of it is under way. `load_planner.md`,
-    Dynamo 0.x. A pool that does both goes by KV use.
+    A pool waits while its last change is under way. `load_planner.md`, Dynamo 0.x.
     """
 
     name: ClassVar[str] = "dynamo-load"

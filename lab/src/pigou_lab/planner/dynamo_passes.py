@@ -22,14 +22,7 @@ MAX_HIT_RATE = 0.95
 
 
 class ForwardPass(msgspec.Struct, frozen=True, kw_only=True):
-    """One step of an engine, and what waits there. `ForwardPassMetrics` of Dynamo 1.6.1.
-
-    Attributes:
-        prompts, prompt_tokens: that are computed in the step, uncached tokens.
-        streams, stream_tokens: that decode in it, and the tokens that they hold.
-        queued_prompts, queued_prompt_tokens: that wait, cached tokens counted.
-        queued_streams, queued_stream_tokens: streams that wait for memory.
-    """
+    """One step of an engine and its queue, in tokens (`ForwardPassMetrics` of Dynamo 1.6.1)."""
 
     worker: str = ""  # id
     prompts: int = 0
@@ -50,10 +43,7 @@ class ForwardPass(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def attention(self) -> float:
-        """Tokens that are read: cached ones, and of a prompt of n tokens n (n + 1) / 2.
-
-        Prompts of one step count as equally long.
-        """
+        """Tokens that attention reads; a prompt of n tokens reads n (n + 1) / 2."""
         pairs = 0.0
         if self.prompts:
             tokens, cached = (n / self.prompts for n in (self.prompt_tokens, self.prompt_kv_tokens))
@@ -70,13 +60,7 @@ def forward_pass(
     worker: WorkerWindow, role: Role, seconds: float, chunk_tokens: int,
     context: float, hit_rate: float | None,
 ) -> ForwardPass:  # fmt: skip
-    """Return a step as the window's means have it, and what waits at its end.
-
-    Args:
-        chunk_tokens: most tokens of one step.
-        context: tokens of a stream that waits.
-        hit_rate: of the window; tokens that wait are given uncached, and Dynamo discounts them.
-    """
+    """Return a mean step of the window, and the queue at its end, in uncached tokens."""
     idle = ForwardPass(worker=worker.id)
     waiting = worker.waiting or 0
     if role.prefills:
@@ -122,11 +106,7 @@ def _with_streams(
 
 
 def profile_passes(performance: PerformanceModel, role: Role) -> list[ForwardPass]:
-    """Return the passes of a profile, as Dynamo's benchmark of an engine gives them.
-
-    Prompts alone, up to one step's tokens (16), streams by contexts (at most 36) that the cache
-    holds, and for a worker that does both some prompts (at most 12) beside streams.
-    """
+    """Return the passes of a profile: 16 of prompts, up to 36 of streams, up to 12 mixed."""
     passes = []
     if role.prefills:
         for tokens in _spread(_MIN_TOKENS, performance.chunk_tokens, _PROMPTS):

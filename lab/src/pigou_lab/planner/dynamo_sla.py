@@ -38,10 +38,7 @@ class DynamoSlaParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
 
 class LoadForecasts:
-    """Forecasts of requests, isl and osl of one model, each series by itself.
-
-    An interval without requests carries on the last isl and osl, as Dynamo does.
-    """
+    """Forecasts requests, isl and osl of one model; an empty interval repeats isl and osl."""
 
     def __init__(self, predictor: str, params: dict[str, Any] | None = None) -> None:
         self._series: tuple[LoadPredictor, ...] = tuple(
@@ -74,10 +71,7 @@ class IntervalLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def interval_load(windows: Iterable[PlannerWindow], model: str, seconds: float) -> IntervalLoad:
-    """Return the load of a model over windows, its requests scaled to `seconds`.
-
-    Means are of requests: those that came for isl and hits, those that ended for the others.
-    """
+    """Return the load of a model over windows, its requests scaled to `seconds`."""
     loads, requests, spent_s = [], 0, 0.0
     for window in windows:
         own = [load for load in window.loads if load.model == model]
@@ -111,11 +105,8 @@ class DynamoSla(TargetPlanner):
         c_p = TTFT / expected TTFT,  c_d = ITL / expected ITL
         P = ceil(requests isl / T min(1, c_p) / prefill tokens a second of one worker)
         D = ceil(requests osl / T / decode tokens a second of one worker at ITL_sla / c_d)
-
-    Expected ITL is at requests / D x request seconds / T streams of context isl + osl / 2.
-    `sla_planner.md`, Dynamo 0.x. Because of min(1, c_p), queueing never adds a prefill
-    worker. Means only; the percentile of the objective is not used. Pools of models after the
-    first are planned alike, and the budget is divided by `clamp_to_budget` in each.
+    `sla_planner.md`, Dynamo 0.x. Because of min(1, c_p), queueing never adds a prefill worker.
+    Means only. `clamp_to_budget` applies to each model apart.
     """
 
     name: ClassVar[str] = "dynamo-sla"
@@ -201,10 +192,7 @@ def prefill_replicas(
 def decode_replicas(
     performance: PerformanceModel, rps: float, isl: float, osl: float, itl_s: float
 ) -> int:
-    """Return ceil(rps osl / tokens a second of one worker whose ITL is within `itl_s`).
-
-    Where even one stream is slower than that, one stream's tokens are taken.
-    """
+    """Return ceil(rps osl / tokens a second of one worker whose ITL is within `itl_s`)."""
     context = isl + 0.5 * osl
     top = min(float(performance.max_seqs), performance.kv_tokens / context)
     batch = largest_batch(performance.decode, context, itl_s, top)

@@ -22,11 +22,7 @@ from pigou.windows.planner_window import PlannerWindow, PoolWindow
 
 
 class HeteroScaleParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Parameters of `HeteroScale`.
-
-    Attributes:
-        up_cooldown_s, down_cooldown_s: after a change, until one up, or down, may follow.
-    """
+    """Parameters of `HeteroScale`; cooldowns follow a change."""
 
     # decode tokens a second of one decode worker; 0 for what it serves inside the objective by its
     # performance model.
@@ -45,11 +41,10 @@ class HeteroScaleParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
 
 
 class HeteroScale(TargetPlanner):
-    """D = ceil(decode tokens a second / target), P = ceil(ratio D).
+    """D = ceil(decode tokens a second / target), P = ceil(ratio D), without topology.
 
     "Taming the Chaos: Coordinated Autoscaling for Heterogeneous and Disaggregated LLM Inference"
-    (arXiv 2508.19559): proportional control for a metric that grows with load, both pools by the
-    decode signal. Its placement by network topology has no part here.
+    (arXiv 2508.19559).
     """
 
     name: ClassVar[str] = "heteroscale"

@@ -15,12 +15,7 @@ from pigou.windows.planner_window import PlannerWindow, PoolWindow, WorkerState
 
 
 class HpaParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Parameters that both have, with the controller's defaults.
-
-    Attributes:
-        up_pods, up_share: on the way up, at most so many workers, or so large a share of them, come
-            in a period: the larger of the two.
-    """
+    """Parameters that both share, with the controller's defaults."""
 
     tolerance: float = 0.1  # of the ratio of metric to target, within which nothing is done
     period_s: float = 15.0  # between two decisions
@@ -60,9 +55,8 @@ class HpaCpuParams(HpaParams, frozen=True, forbid_unknown_fields=True, kw_only=T
 class _Hpa(TargetPlanner):
     """desired = ceil(N metric / target), N the ready workers.
 
-    Kubernetes, "Horizontal Pod Autoscaling", algorithm details. Workers that are not ready count 0
-    on the way up; where that turns the direction, nothing is done. A missing metric counts as the
-    target on the way down, and 0 on the way up. No metric at all: nothing is done.
+    Kubernetes, "Horizontal Pod Autoscaling", algorithm details. Unready workers count 0 on the way
+    up. A missing metric counts as the target on the way down, as 0 on the way up.
     """
 
     def __init__(self, setup: PlannerSetup, params: HpaParams) -> None:

@@ -18,12 +18,7 @@ from pigou.windows.planner_window import PlannerWindow, PoolWindow
 
 
 class RayServeParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Parameters of `RayServe`, with its defaults (`AutoscalingConfig`).
-
-    Attributes:
-        upscale_delay_s, downscale_delay_s: for which a direction must last before it is acted on.
-        upscaling_factor, downscaling_factor: parts of the error that are made up for.
-    """
+    """Parameters of `RayServe`, with its defaults (`AutoscalingConfig`)."""
 
     target_ongoing_requests: float = 2.0
     metrics_interval_s: float = 10.0  # between two decisions
@@ -44,9 +39,8 @@ class RayServeParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 class RayServe(TargetPlanner):
     """error = ongoing / (N target); desired = ceil(N (1 + (error - 1) factor)).
 
-    Ray Serve, `_core_replica_queue_length_autoscaling_policy`: the direction must last for its
-    delay. Ongoing requests are those that run or wait on the pool's workers, and for a pool without
-    workers those that wait at the gateway.
+    Ray Serve, `_core_replica_queue_length_autoscaling_policy`: a direction must last for its delay.
+    A pool without workers counts requests that wait at the gateway.
     """
 
     name: ClassVar[str] = "ray"

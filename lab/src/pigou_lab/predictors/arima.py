@@ -13,11 +13,7 @@ from pigou_lab.predictors.fitted import FittedParams, FittedPredictor
 
 
 class AutoArima(FittedPredictor):
-    """ARIMA(p, d, q) of least AIC, by the stepwise search of Hyndman and Khandakar (2008).
-
-    The search runs again every `refit` intervals; in between the model takes in each load, and
-    its weights follow (`pmdarima.ARIMA.update`).
-    """
+    """ARIMA(p, d, q) of least AIC, by the stepwise search of Hyndman and Khandakar (2008)."""
 
     Params: ClassVar[type[PredictorParams]] = FittedParams
 
@@ -65,9 +61,7 @@ class DynamoArimaParams(FittedParams, frozen=True, kw_only=True):
 class DynamoArima(AutoArima):
     """`ARIMAPredictor` of Dynamo 1.6.1, core/load/predictors.py, its default.
 
-    The order is searched once, on the first five values, and kept for good. An order (0, d, 0)
-    makes it a model of log(1 + load). Zeros before the first request are skipped, and an interval
-    without metrics is none.
+    Searches the order once, on the first five values; order (0, d, 0) models log(1 + load).
     """
 
     Params: ClassVar[type[PredictorParams]] = DynamoArimaParams

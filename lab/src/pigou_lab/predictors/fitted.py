@@ -35,14 +35,7 @@ class FittedParams(PredictorParams, frozen=True, kw_only=True):
 
 
 class FittedPredictor(CalibratedPredictor):
-    """A model of the last loads, fitted anew now and then.
-
-    A hole is filled with the forecast of it, which tells the model nothing. A constant history is
-    forecast as it is. Where the library fails, or a forecast is no number, the last value serves.
-
-    Attributes:
-        failures: times that the library failed.
-    """
+    """Base class: refits a model now and then; repeats the last value if the fit fails."""
 
     params: FittedParams
 
@@ -110,7 +103,6 @@ class FittedPredictor(CalibratedPredictor):
         return self._path[steps - 1] if self._path else self._loads[-1]
 
     def _fit(self, loads: Sequence[float]) -> None:
-        """Fit a model to the last loads."""
         raise NotImplementedError
 
     def _append(self, loads: Sequence[float]) -> None:
@@ -118,5 +110,4 @@ class FittedPredictor(CalibratedPredictor):
         raise NotImplementedError
 
     def _ahead(self, steps: int) -> list[float]:
-        """Return the means of the next `steps` intervals."""
         raise NotImplementedError

@@ -30,11 +30,7 @@ class KalmanParams(PredictorParams, frozen=True, kw_only=True):
 class LocalLinearTrend:
     """Kalman filter of a level and its trend, F = [[1, 1], [0, 1]], H = [1, 0].
 
-    Q = diag(level_variance, trend_variance), R = load_variance, P(0) = 1000 I. The first value is
-    the first level. Symmetric P is kept as three numbers, and updated in Joseph's form.
-
-    Attributes:
-        level, trend: the state, per interval.
+    Q = diag(level_variance, trend_variance), R = load_variance, P(0) = 1000 I; Joseph's form.
     """
 
     def __init__(self, level_variance: float, trend_variance: float, load_variance: float) -> None:
@@ -74,9 +70,7 @@ class LocalLinearTrend:
 class Kalman(CalibratedPredictor):
     """Local linear trend: y(t + h) = level + h trend (Harvey 1989, section 2.3.1).
 
-    After a step it is three intervals late and overshoots by 16% with these variances; after a
-    fall to 0 the state goes below 0, which `floor` cuts off. In a hole the level goes on by the
-    trend, which halves, so a gap of any length moves it by at most twice the trend.
+    In a gap the trend halves per interval, so the level moves by at most twice the trend.
     """
 
     Params: ClassVar[type[PredictorParams]] = KalmanParams
@@ -120,11 +114,7 @@ class DynamoKalmanParams(KalmanParams, frozen=True, kw_only=True):
 
 
 class DynamoKalman(Kalman):
-    """`KalmanPredictor` of Dynamo 1.6.1, core/load/predictors.py.
-
-    Zeros before the first request are skipped. The last value is the forecast until `min_points`
-    values were seen. An interval without metrics is none: Dynamo drops it, and the trend stays.
-    """
+    """`KalmanPredictor` of Dynamo 1.6.1; repeats the last value until `min_points` values."""
 
     Params: ClassVar[type[PredictorParams]] = DynamoKalmanParams
 

@@ -29,8 +29,7 @@ class SeasonalParams(PredictorParams, frozen=True, kw_only=True):
 class SeasonalNaive(CalibratedPredictor):
     """The load of one season ago: y(t + h) = y(t + h - season ceil(h / season)).
 
-    Hyndman and Athanasopoulos, "Forecasting: Principles and Practice" (3rd ed.), section 5.2. An
-    interval without a value one season ago has the one before; without any, the last value.
+    Hyndman and Athanasopoulos, "Forecasting: Principles and Practice" (3rd ed.), section 5.2.
     """
 
     Params: ClassVar[type[PredictorParams]] = SeasonalParams
@@ -75,12 +74,10 @@ class HoltWintersParams(FittedParams, frozen=True, kw_only=True):
 
 
 class HoltWinters(FittedPredictor):
-    """Exponential smoothing with a damped additive trend, and an additive season if asked.
+    """Exponential smoothing with a damped additive trend, and an optional additive season.
 
-    y(t + h) = level + (phi + ... + phi^h) trend + season(t + h), Holt 1957, Winters 1960, damped
-    by Gardner and McKenzie 1985; smoothing weights and first states have maximum likelihood
-    (statsmodels' `ETSModel`). Between fits the same weights go on. There is no season until two
-    of them were seen.
+    y(t + h) = level + (phi + ... + phi^h) trend + season(t + h): Holt 1957, Winters 1960, Gardner
+    and McKenzie 1985, by maximum likelihood (statsmodels' `ETSModel`).
     """
 
     Params: ClassVar[type[PredictorParams]] = HoltWintersParams

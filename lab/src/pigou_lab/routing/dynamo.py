@@ -45,21 +45,15 @@ def aggregated_costs(
     weights: tuple[float, float, float, float, float],
     costs: NDArray[np.float64],
 ) -> bool:
-    """Write the parts of each candidate's cost, and in the last row their sum.
+    """Write each candidate's cost parts and their sum; return False if pools are chosen apart.
 
     Args:
-        roles: which workers prefill and which decode, (workers,) each.
-        splits: whether another worker may compute the prompt.
-        candidates: their workers that prefill (-1 for local) and that decode, (candidates,) each.
+        roles: prefill and decode flags, (workers,).
+        candidates: their prefill (-1: local) and decode workers, (candidates,) each.
         load: `prefill_tokens`, `decode_tokens`, `decode_requests` of `FleetView`, (workers,) each.
-        tiers: cached blocks on the device, in host memory, in storage, (workers,) each.
-        prompt: tokens.
-        weights: of blocks to compute, of cached ones on the device, in host memory and in storage,
-            and of requests.
-        costs: takes the parts in the order of `PARTS`, and the sum, shape (4, candidates).
-
-    Returns:
-        False where pools are chosen from apart, which this does not do; nothing is written then.
+        tiers: cached blocks on device, host and disk, (workers,) each.
+        weights: of blocks to compute; of cached blocks per tier; of requests.
+        costs: output, `PARTS` and the sum, shape (4, candidates).
     """
     prefills, decodes = roles
     prefill, decode = candidates
@@ -131,10 +125,7 @@ class Dynamo(PoolPolicy):
         self.params = params or DynamoParams()
 
     def parts(self, request: RequestView, fleet: FleetView, candidates: Candidates) -> CostParts:
-        """Return the parts of the cost.
-
-        A kernel computes those of candidates that serve whole requests, without decay.
-        """
+        """Return the cost parts, by kernel for aggregated serving without decay."""
         own = self.params
         if own.overlap_score_credit_decay > 0.0 or type(self) is not Dynamo:
             return super().parts(request, fleet, candidates)

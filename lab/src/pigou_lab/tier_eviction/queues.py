@@ -20,11 +20,7 @@ def oldest(queue: Queue) -> Entry:
 
 
 class SieveEviction(EvictionPolicy):
-    """SIEVE (Zhang et al., NSDI '24): a queue, and a hand that evicts what was not visited.
-
-    The hand moves from the oldest block to the youngest. Of a visited one it takes the mark; one
-    that is not free it passes.
-    """
+    """SIEVE (Zhang et al., NSDI '24): a queue, and a hand that evicts unvisited blocks."""
 
     paths = True
 
@@ -77,9 +73,8 @@ class S3FifoParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class S3FifoEviction(EvictionPolicy):
     """S3-FIFO (Yang et al., SOSP '23): a small queue on probation, a main queue, and ghosts.
 
-    What leaves the small queue with `promote` uses goes to the main one, otherwise it is evicted
-    and remembered; what is remembered comes back to the main queue. That evicts what was not used
-    since it came up last; uses count to 3. A block that others stand on counts as used.
+    `promote` uses (counted to 3) move a block to the main queue. A block with children counts as
+    used.
     """
 
     Params = S3FifoParams
@@ -205,12 +200,7 @@ class GhostBlocks:
 
 
 class ArcEviction(EvictionPolicy):
-    """Adaptive replacement cache (Megiddo and Modha, FAST '03), by bytes.
-
-    T1 holds blocks used once, T2 those used again, both in order of use; B1 and B2 are their
-    ghosts. A ghost that comes back moves the share p of T1: towards its own list. The list over
-    its share gives up its oldest block.
-    """
+    """Adaptive replacement cache (Megiddo and Modha, FAST '03), by bytes."""
 
     paths = True
 

@@ -46,8 +46,7 @@ class GdsfParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class GdsfEviction(RankedEviction):
     """Greedy dual size frequency: rank = L + (uses + 1) * cost / size.
 
-    L is the rank of what was evicted last, at the time of the block's last use (Cherkasova 1998;
-    LFU with dynamic aging where cost / size is 1, Arlitt et al. 2000).
+    L is the last evicted rank at the block's last use (Cherkasova 1998; Arlitt et al. 2000).
     """
 
     Params = GdsfParams
@@ -93,11 +92,10 @@ class FrequencyParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FrequencyEviction(RankedEviction):
-    """The lowest frequency goes: 1 at first, doubled by a hit, less 1 for each step, at least 0.
+    """Evicts the lowest frequency: 1, doubled by a hit, less 1 per step (Georgiou 2026, section 2).
 
-    (Georgiou 2026, section 2, on Dynamo's KV block manager.) As all decay alike, the rank is the
-    frequency plus the number of the step in which it was set. A frequency of `PROMOTES` or more
-    makes a block eligible for the tier above (`eligible`).
+    All decay alike, so rank = frequency + step. `PROMOTES` makes a block eligible for the next
+    tier.
     """
 
     Params = FrequencyParams
@@ -143,12 +141,10 @@ class KvbmParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class KvbmEviction(LruEviction):
-    """LRU behind the filter that Dynamo's KVBM has before its disk.
+    """LRU behind the filter of Dynamo's KVBM (`block_manager/offload/filter.rs`).
 
-    A block's count is 1 when it is offered first, and doubles with each offer (those of one
-    instant are one); it comes in from `least` on. Every step takes 1 from all counts, and forgets
-    those at 0; so do extra steps while there are more than `entries`. (Dynamo,
-    `block_manager/offload/filter.rs`.)
+    A block's count is 1 at its first offer, doubles per offer, and falls by 1 per step; admitted at
+    `least`.
     """
 
     Params: type[msgspec.Struct] = KvbmParams

@@ -23,10 +23,7 @@ _WITHIN = 2.0**20
 
 
 class Fifo(TokenPolicy):
-    """First in, first out over all sequences: by the step of an entry, then its position.
-
-    Whole tokens go. This is the paper's FIFO, beside sinks and recent tokens.
-    """
+    """First in, first out over all sequences, by whole tokens: the paper's FIFO."""
 
     fields = ("entered",)
     stamped = ("entered",)
@@ -39,11 +36,7 @@ class Fifo(TokenPolicy):
 
 
 class Streaming(TokenPolicy):
-    """Every request keeps its first tokens and a window of the last (StreamingLLM, 2309.17453).
-
-    1 / age: whole tokens go, the oldest within their own request first, so that the windows of all
-    requests become equally long.
-    """
+    """Keeps each request's first and last tokens (StreamingLLM, 2309.17453): score 1 / age."""
 
     def score(self, entries: CacheEntries) -> Returns:
         """Return 1 / age."""
@@ -64,10 +57,9 @@ class LruParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Lru(TokenPolicy):
-    """What was not attended to for longest goes first, in each layer and head for itself.
+    """Evicts the least recently attended entry, in each layer and head.
 
-    An entry is used when it is stored, and whenever the queries of an interval gave it at least
-    `notable` times what they would have, had they divided themselves evenly.
+    An entry is used if an interval gave it at least `notable` times an even share of attention.
     """
 
     Params = LruParams
@@ -86,10 +78,7 @@ class Lru(TokenPolicy):
 
 
 class H2O(TokenPolicy):
-    """Keeps the heavy hitters (H2O, 2306.14048): attention added up over all queries so far.
-
-    In each layer and KV head for itself, over the queries of all its query heads.
-    """
+    """Keeps heavy hitters by cumulative attention, per layer and KV head (H2O, 2306.14048)."""
 
     fields = ("mass",)
 
@@ -111,13 +100,7 @@ class SnapKVParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SnapKV(TokenPolicy):
-    """Keeps what the last queries attended to, and its neighbours (SnapKV, 2404.14469).
-
-    At a prompt's end these are exactly its last `window` queries, as in the paper. Afterwards
-    attention is gathered by windows of as many, and the last whole one counts for the queries that
-    the one under way still lacks. Averaged over `pool` neighbouring entries of the same layer and
-    head, by position.
-    """
+    """Keeps what the last `window` queries attended to (SnapKV, 2404.14469), pooled."""
 
     Params = SnapKVParams
     fields = ("mass", "before")
@@ -164,11 +147,7 @@ class Oracle(TokenPolicy):
     scorer: Callable[[CacheEntries], Returns] | None = None
 
     def score(self, entries: CacheEntries) -> Returns:
-        """Return what `scorer` says.
-
-        Raises:
-            ConfigError: nobody set it.
-        """
+        """Return the scores of `scorer`; raises ConfigError if none is set."""
         if self.scorer is None:
             raise ConfigError("eviction.policy is 'oracle', which knows nothing until it is told")
         return self.scorer(entries)
