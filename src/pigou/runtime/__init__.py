@@ -1,1 +1,1 @@
-"""The PyTorch runtime: loads a model and computes plans. No other package imports torch."""
+"""The PyTorch runtime: loads a model and executes plans. No other package imports torch."""

@@ -1,4 +1,4 @@
-"""TorchExecutor: computes an EngineCore's plans with a real model."""
+"""TorchExecutor: executes an EngineCore's plans with a real model."""
 
 from __future__ import annotations
 
@@ -26,17 +26,14 @@ from pigou.runtime.tensor_io import upload
 from pigou.runtime.token_eviction.evictor import Evictor, TokenRecomputation
 from pigou.sampling import SamplingParams
 
-#: Tokens of a prompt whose logits, each as wide as the vocabulary, are held at once.
+#: Tokens whose logits are held at once.
 _AT_ONCE = 256
 
 OnStep = Callable[[StepOutput], bool]
 
 
 class TorchExecutor:
-    """Keeps the token ids of requests, computes plans on them, and samples.
-
-    Not thread-safe: one thread calls everything here.
-    """
+    """Executes plans on the token ids of requests, and samples. Not thread-safe."""
 
     def __init__(
         self,
@@ -50,12 +47,7 @@ class TorchExecutor:
         evictor: Evictor | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """Bind a model to a cache and a core.
-
-        Args:
-            evictor: of cache entries, over this cache and these tables; None where none go.
-            clock: of the plans' horizons, and of the durations, in nanoseconds.
-        """
+        """Bind a model to a cache and a core; `evictor` None evicts no entries."""
         self.model = model
         self.cache = cache
         self.tables = tables
@@ -90,16 +82,12 @@ class TorchExecutor:
         hashes: BlockHashes | None = None,
         grammar: GrammarState | None = None,
     ) -> None:
-        """Take up a request, before the core's plans name it.
+        """Add a request before the core plans it.
 
-        Args:
-            seed: key of the block hashes (the tenure's digest); empty to seal no blocks.
-            hashes: that the core was told; None stands for those of all full blocks of `tokens`.
-            grammar: state of `params.grammar` behind the resumed tokens; None to compile it here.
-
-        Raises:
-            GrammarError: the grammar is faulty, or the resumed tokens are against it.
-            ValueError: the id is in use, or a token is not in the vocabulary.
+        `seed` keys the block hashes; empty caches no blocks. `hashes` are those the core knows,
+        None for all full blocks; `grammar` is the state after the resumed tokens, None to compile
+        it. Raises GrammarError on an invalid grammar, ValueError on a duplicate id or unknown
+        token.
         """
         if request in self._sequences:
             raise ValueError(f"request {request!r} is here already")
@@ -123,18 +111,16 @@ class TorchExecutor:
         self._sequences[request] = sequence
 
     def drop(self, request: str) -> None:
-        """Forget a request; nothing happens when it is unknown."""
+        """Drop a request; unknown ids are ignored."""
         self._sequences.pop(request, None)
         if self.evictor is not None:
             self.evictor.forget(request)
 
     def truncate(self, request: str, tokens: int) -> None:
-        """Take back the last tokens of a request that has a row, and their cache entries.
+        """Remove a running request's last output tokens and their cache entries.
 
-        The caller tells the core too (`EngineCore.truncate`), between two plans.
-
-        Raises:
-            ValueError: it generated fewer, has a grammar or no row, or their entries were moved.
+        Call between plans, with `EngineCore.truncate`. Raises ValueError if impossible: too few
+        tokens, no row, a grammar, or entries moved by compaction.
         """
         sequence = self._sequences[request]
         row = next((row for row, other in self._rows.items() if other is sequence), None)
@@ -149,23 +135,20 @@ class TorchExecutor:
         sequence.truncate(tokens, self.cache.layout.block_size)
 
     def tokens(self, request: str) -> Ints:
-        """Return a copy of the ids known of a request, prompt and output."""
+        """Return a copy of a request's token ids, prompt and output."""
         sequence = self._sequences[request]
         return sequence.buffer[: sequence.length].copy()
 
     def grammars(self) -> Grammars:
-        """Return the grammars of the model's tokenizer.
-
-        Raises GrammarError: the model has no tokenizer or no end token.
-        """
+        """Return the tokenizer's grammars; raises GrammarError without tokenizer or end token."""
         if self._grammars is None:
             self._grammars = self._make_grammars()
         return self._grammars
 
     def execute(self, plan: Plan, on_step: OnStep | None = None) -> Result:
-        """Do a plan's moves, then its steps, until one ends a sequence.
+        """Run a plan's moves, then its steps until a sequence ends.
 
-        Raises ValueError: a compaction or recomputation does not fit the row.
+        Raises ValueError if a compaction or recomputation does not fit its row.
         """
         for started in plan.started:
             self._rows[started.row] = self._sequences[started.request]
@@ -196,7 +179,7 @@ class TorchExecutor:
     def _steps(
         self, plan: Plan, sequences: list[TokenSequence], on_step: OnStep | None
     ) -> tuple[int, dict[int, FinishReason], list[int]]:
-        """Do the plan's steps; return how many, who ended in the last one, and durations."""
+        """Run steps; return their number, finish reasons of the last one, and durations."""
         batch = self._lay_out(plan, sequences)
         sampling = [sequences[entry] for entry in batch.entries.tolist()]
         sampler = IsolatedSampler(self.sampler, sampling, self.model.ops, self._device)
@@ -213,7 +196,7 @@ class TorchExecutor:
                 tokens=np.full(len(plan.rows), -1, dtype=np.int32),
                 finished=np.zeros(len(plan.rows), dtype=np.bool_),
             )
-            # Where every token samples, they are the plan's single tokens, in its order.
+            # If every token samples, they are the plan's single tokens, in order.
             some = None if reporting or needs_logits or len(wanted) == batch.size else wanted
             hidden = self.model.hidden(batch.tokens, self._attention, some)
             if reporting:
@@ -241,7 +224,7 @@ class TorchExecutor:
             batch.advance(chosen.to(batch.tokens.dtype))
 
     def _pass_logits(self, batch: StepBatch, hidden: Tensor) -> None:
-        """Let the policy of eviction hear all tokens' logits, some at a time to spare memory."""
+        """Pass all tokens' logits to the eviction policy, in parts to bound memory."""
         assert self.evictor is not None
         for at in range(0, batch.size, _AT_ONCE):
             logits = self.model.logits(hidden[at : at + _AT_ONCE])
@@ -282,7 +265,7 @@ class TorchExecutor:
         hidden: Tensor,
         output: StepOutput,
     ) -> None:
-        """Report how probable the prompts' tokens were that follow those computed in this step."""
+        """Report the logprobs of prompt tokens that follow those of this step."""
         for entry, sequence in enumerate(sequences):
             if not sequence.prompt_logprobs:
                 continue
@@ -308,7 +291,7 @@ class TorchExecutor:
     def _report_prompt(
         self, states: Tensor, tokens: Ints, params: SamplingParams
     ) -> list[RankedLogprobs]:
-        """Report tokens given the hidden states before them, some at a time to spare memory."""
+        """Report tokens given the preceding hidden states, in parts to bound memory."""
         ids = upload(tokens.astype(np.int64), self._device)
         reports = []
         for some, part in zip(
@@ -321,7 +304,7 @@ class TorchExecutor:
     def _cache_full_blocks(
         self, plan: Plan, sequences: list[TokenSequence], steps: int
     ) -> dict[int, BlockHashes]:
-        """Hash the blocks that became full, except where entries are missing from the cache."""
+        """Hash blocks that became full, unless entries were evicted from them."""
         computed = plan.kv_lens + plan.counts + (steps - 1)
         whole = plan.kv_lens == plan.starts
         size = self.cache.layout.block_size

@@ -1,12 +1,8 @@
-"""Trials of grammars in a process of their own, which may crash and be killed.
+"""Compiles untrusted grammars in a separate process, which may crash or be killed.
 
-The library recurses over a grammar's rules: a chain of a thousand rules overflows its stack, which
-no handler can catch. So a grammar from a client is compiled here first, and some outputs are drawn
-from it at random. One that crashes, or takes too long, never enters the engine's process.
-
-Usage: `python -m pigou.runtime.grammar_trial`, with one JSON object a line on standard input: first
-`tokenizer` (a path), `vocab` and `ends`, then grammars (`kind`, `source`, `flexible`). Each is
-answered with a line `{"error": ...}`, null where the grammar may be used.
+llguidance recurses over rules: a long chain overflows the stack, which no handler catches. Run
+`python -m pigou.runtime.grammar_trial` with JSON lines on stdin: `tokenizer` (a path), `vocab` and
+`ends`, then grammars (`kind`, `source`, `flexible`); each is answered by `{"error": ...}`.
 """
 
 from __future__ import annotations
@@ -27,21 +23,18 @@ from pigou.runtime.step_output import GrammarError
 from pigou.runtime.structured_output import Grammars, GrammarState, WorkBudget, read_grammars
 from pigou.sampling import Grammar
 
-#: CPU seconds of one trial; the system ends the process soon after.
+#: CPU seconds per trial; the kernel kills the process soon after.
 CPU_SECONDS = 4
-#: Bytes that one trial may take.
+#: Max bytes per trial.
 MEMORY = 2**30
-#: Less than an engine's thread has, so that what overflows a stack does so here.
+#: Smaller than the engine thread's stack, so overflows occur here first.
 _STACK = 2 * 2**20
 _OUTPUTS = 2
 _TOKENS = 64
 
 
 def try_grammar(grammars: Grammars, grammar: Grammar) -> None:
-    """Compile a grammar, and draw some outputs from it.
-
-    Raises GrammarError: it is faulty, or takes too long.
-    """
+    """Compile a grammar and sample outputs; raises GrammarError if invalid or too slow."""
     matcher = grammars.compile(grammar)
     for number in range(_OUTPUTS):
         choices = random.Random(number)
@@ -87,7 +80,7 @@ def _limit_memory() -> None:
 
 
 def main() -> None:
-    """Serve standard input on a thread with a small stack."""
+    """Serve stdin on a thread with a small stack."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     threading.stack_size(_STACK)
     thread = threading.Thread(target=serve, args=(sys.stdin, sys.stdout))

@@ -1,4 +1,4 @@
-"""LocalEngine: a core and an executor in one process, without a server."""
+"""LocalEngine: an engine core and an executor in one process, without a server."""
 
 from __future__ import annotations
 
@@ -26,29 +26,24 @@ _SEED = b"local"
 
 @dataclass(slots=True)
 class Output:
-    """What came of one prompt."""
+    """Output of one prompt."""
 
-    request: str  # its id
+    request: str
     tokens: list[int] = field(default_factory=list)
     reason: FinishReason | None = None  # why it ended; None while it runs
-    # of the generated tokens, when asked for.
+    # of output tokens, if requested.
     logprobs: list[RankedLogprobs] = field(default_factory=list)
-    # of the prompt's tokens, when asked for.
+    # of prompt tokens, if requested.
     prompt_logprobs: list[RankedLogprobs | None] = field(default_factory=list)
-    cached: int = 0  # tokens of the prompt that were in the cache
-    preemptions: int = 0  # times that it lost its row
+    cached: int = 0  # prompt tokens found in the cache
+    preemptions: int = 0
 
 
 class LocalEngine:
-    """Runs prompts to their end, batched as a worker would."""
+    """Runs prompts to completion with continuous batching."""
 
     def __init__(self, model: LoadedModel, config: EngineConfig) -> None:
-        """Put an engine together.
-
-        Raises:
-            ModelError: the model's context is shorter than `config.max_model_len`.
-            ConfigError: the policy of eviction cannot be had.
-        """
+        """Build core and executor; raises ModelError or ConfigError on a bad configuration."""
         self.core = EngineCore(config)
         self.cache = model.cache(config.blocks, config.block_size, config.host_blocks)
         self.executor = model.executor(
@@ -63,7 +58,7 @@ class LocalEngine:
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
     ) -> list[Output]:
-        """Run prompts together. Returns what came of each, in the prompts' order."""
+        """Run prompts together; return their outputs in order."""
         params_of = [params] * len(prompts) if isinstance(params, SamplingParams) else params
         outputs = [self.add(prompt, p) for prompt, p in zip(prompts, params_of, strict=True)]
         while any(output.reason is None for output in outputs):
@@ -73,10 +68,10 @@ class LocalEngine:
     def add(
         self, prompt: Prompt, params: SamplingParams, resume: int = 0, tenant: str = ""
     ) -> Output:
-        """Let a prompt wait; the object returned fills as `step` is called."""
+        """Queue a prompt; the returned object fills as `step` is called."""
         request = f"local-{self._number}"
         self._number += 1
-        # A prompt whose probabilities are wanted must be computed, not found in the cache.
+        # Prompt logprobs require computing the prompt, so it may not hit the cache.
         shared = params.prompt_logprobs is None
         hashes = chain(prompt if shared else [], self._config.block_size, _SEED)
         seed = _SEED if shared else b""
@@ -95,7 +90,7 @@ class LocalEngine:
         return output
 
     def step(self, horizon: int = NEVER) -> Result:
-        """Execute one plan; no step begins at or after `horizon`, nanoseconds of `monotonic_ns`."""
+        """Execute one plan; no step begins after `horizon` (`monotonic_ns`)."""
         plan = self.core.schedule(time.monotonic_ns(), horizon)
         self.on_plan(plan)
         for started in plan.started:

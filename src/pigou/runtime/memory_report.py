@@ -1,4 +1,4 @@
-"""The memory of a worker, measured: the six terms of `pigou vram`."""
+"""The measured memory of a worker: the six terms of `pigou vram`."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ import torch
 
 Value = TypeVar("Value")
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-#: Written to `clear_refs`, it takes the peak of the resident memory back to what is there now.
+#: Value for `clear_refs` that resets the peak RSS.
 _CLEAR_PEAK = "5"
 
 
 class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes of one device."""
+    """Memory of one device, in bytes."""
 
     device: str  # "cpu" or "cuda:N"
     memory: int
     weights: int  # tensors of the model
     cache: int  # KV blocks
-    activations: int  # peak of the steps that it computed before it was ready, above what stays
-    adapters: int  # LoRA weights; it holds none
-    runtime: int  # libraries and context, as far as the process has them in memory
-    graphs: int  # CUDA graphs; it captures none
+    activations: int  # peak of the startup steps, above what stays
+    adapters: int  # LoRA weights: none
+    runtime: int  # libraries and context that are resident
+    graphs: int  # CUDA graphs: none
     scratch: int
 
 
 def measured(
     run: Callable[[], Value], device: torch.device, weights: int, cache: int
 ) -> tuple[Value, MemoryReport]:
-    """Run the loads of a start; return their result, and the memory that was seen."""
+    """Run the startup loads; return their result and the measured memory."""
     take = _on_cuda if device.type == "cuda" else _on_cpu
     return take(run, device, weights, cache)
 
@@ -59,7 +59,7 @@ def _on_cuda(
 def _on_cpu(
     run: Callable[[], Value], device: torch.device, weights: int, cache: int
 ) -> tuple[Value, MemoryReport]:
-    with suppress(OSError):  # the peak is then that of the whole start
+    with suppress(OSError):  # else the peak covers the whole start
         _CLEAR.write_text(_CLEAR_PEAK)
     before = _resident("VmRSS")
     result = run()
@@ -74,7 +74,7 @@ def _on_cpu(
 
 
 def _resident(name: str) -> int:
-    """Return the bytes of a line of the process's status; 0 where there is none."""
+    """Return a line of `/proc/self/status` in bytes; 0 if missing."""
     try:
         lines = _STATUS.read_text().splitlines()
     except OSError:
@@ -83,10 +83,10 @@ def _resident(name: str) -> int:
 
 
 def tensor_bytes(model: Any) -> int:
-    """Return the bytes of all tensors of a model, shared ones once."""
+    """Return the bytes of a model's tensors, counting shared ones once."""
     sizes: dict[int, int] = {}
     for tensor in _tensors(model, set()):
-        if tensor.is_mkldnn:  # repacked: it has no storage that can be looked at
+        if tensor.is_mkldnn:  # repacked: no accessible storage
             sizes[id(tensor)] = tensor.numel() * tensor.element_size()
         else:
             storage = tensor.untyped_storage()

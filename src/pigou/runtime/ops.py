@@ -1,4 +1,4 @@
-"""The element-wise operations between a model's products."""
+"""Element-wise operations of a decoder layer, by torch or compiled kernels."""
 
 from __future__ import annotations
 
@@ -16,26 +16,23 @@ from pigou.runtime.thread_pool import ParallelKernel, RowRange, run_parallel
 
 
 class Ops(Protocol):
-    """What a decoder layer needs beside products and attention."""
+    """Operations of a decoder layer besides products and attention."""
 
     def add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Add x to the residual, in place, and return the RMS norm of the sum times `weight`.
-
-        `x` and `residual` have shape (rows, width), `weight` (width,).
-        """
+        """Add x (rows, width) to residual in place; return the sum's RMS norm times `weight`."""
 
     def gate(self, x: Tensor) -> Tensor:
-        """Return silu(gate) * up for rows that hold gate and up, shape (rows, 2 * width)."""
+        """Return silu(gate) * up, for rows holding gate then up, shape (rows, 2 * width)."""
 
     def argmax(self, x: Tensor) -> Tensor:
-        """Return the index of the first largest number of each row, shape (rows,), int64."""
+        """Return the first index of each row's maximum, shape (rows,), int64."""
 
 
 class TorchOps:
-    """The operations by torch, on any device."""
+    """`Ops` by torch, on any device."""
 
     def add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Add x to the residual, in place, and return the RMS norm of the sum times `weight`."""
+        """Add x to the residual in place; return the sum's RMS norm times `weight`."""
         return F.rms_norm(residual.add_(x), weight.shape, weight, eps)
 
     def gate(self, x: Tensor) -> Tensor:
@@ -44,15 +41,15 @@ class TorchOps:
         return F.silu(gate).mul_(up)
 
     def argmax(self, x: Tensor) -> Tensor:
-        """Return the index of the first largest number of each row."""
+        """Return the first index of each row's maximum."""
         return x.argmax(-1)
 
 
 class KernelOps:
-    """The operations by compiled kernels, on the CPU."""
+    """`Ops` by compiled kernels, on the CPU."""
 
     def add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Add x to the residual, in place, and return the RMS norm of the sum times `weight`."""
+        """Add x to the residual in place; return the sum's RMS norm times `weight`."""
         out = torch.empty_like(x)
         rows, work_ns = (0, len(x)), 0.5 * x.numel()
         arrays = (stored(x), stored(residual), stored(weight), eps, stored(out))
@@ -66,7 +63,7 @@ class KernelOps:
         return out
 
     def argmax(self, x: Tensor) -> Tensor:
-        """Return the index of the first largest number of each row."""
+        """Return the first index of each row's maximum."""
         out = torch.empty(x.shape[0], dtype=torch.int64)
         ARGMAX(0.1 * x.numel(), (0, len(x)), stored(x), out.numpy())
         return out
@@ -79,7 +76,7 @@ Stored = NDArray[Any]
 def add_norm(
     rows: RowRange, x: Stored, residual: Stored, weight: Stored, eps: float, out: Stored
 ) -> None:
-    """Add x to the residual in place, and put the RMS norm of the sum, times weight, in out."""
+    """Add x to the residual in place; write the sum's RMS norm times `weight` to `out`."""
     width = x.shape[1]
     sums = np.empty(width, np.float32)
     for i in range(rows[0], rows[1]):
@@ -96,7 +93,7 @@ def add_norm(
 
 @fast
 def gate(rows: RowRange, x: Stored, out: Stored) -> None:
-    """Put silu(gate) * up in out, shape (n, width), for rows of x that hold gate, then up."""
+    """Write silu(gate) * up to `out` (n, width), for rows of x holding gate then up."""
     width = out.shape[1]
     for i in range(rows[0], rows[1]):
         for d in range(width):
@@ -107,7 +104,7 @@ def gate(rows: RowRange, x: Stored, out: Stored) -> None:
 
 @fast
 def argmax(rows: RowRange, x: Stored, out: NDArray[np.int64]) -> None:
-    """Put the index of the first largest number of each row of x in out; 0 if all are NaN."""
+    """Write the first index of each row's maximum to `out`; 0 if all are NaN."""
     width = np.int32(x.shape[1])
     lanes = np.empty(LANES, np.float32)
     for i in range(rows[0], rows[1]):
@@ -125,7 +122,7 @@ def parallel_add_norm(
     start: int, threads: int, parts: int, rows: RowRange, x: Stored, residual: Stored,
     weight: Stored, eps: float, out: Stored,
 ) -> None:  # fmt: skip
-    """Call `add_norm` on several threads."""
+    """Run `add_norm` on several threads."""
     run_parallel(start, threads, parts, add_norm, (rows, x, residual, weight, eps, out))
 
 
@@ -133,7 +130,7 @@ def parallel_add_norm(
 def parallel_gate(
     start: int, threads: int, parts: int, rows: RowRange, x: Stored, out: Stored
 ) -> None:
-    """Call `gate` on several threads."""
+    """Run `gate` on several threads."""
     run_parallel(start, threads, parts, gate, (rows, x, out))
 
 
@@ -141,7 +138,7 @@ def parallel_gate(
 def parallel_argmax(
     start: int, threads: int, parts: int, rows: RowRange, x: Stored, out: NDArray[np.int64]
 ) -> None:
-    """Call `argmax` on several threads."""
+    """Run `argmax` on several threads."""
     run_parallel(start, threads, parts, argmax, (rows, x, out))
 
 

@@ -1,4 +1,4 @@
-"""How much memory a device has left, and how this process keeps what it had."""
+"""Free device memory, memory retention and thread settings of this process."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
     from pigou.runtime.models.model_config import ModelConfig
 
 
-#: Parameters of glibc's mallopt (malloc.h), and what they are set to.
+#: Parameters of glibc's mallopt (malloc.h).
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _KEPT_BYTES = 1 << 29
-#: Share of a GPU's free memory that is shared out; the rest is for the libraries' own needs.
+#: Share of a GPU's free memory to use; libraries need the rest.
 GPU_SHARE = 0.9
-#: Bytes for each logit: itself, as float32, its probability, and the float64 of their sums.
+#: Bytes per logit: bfloat16, float32, its probability, and the float64 cumulative sum.
 _LOGIT_BYTES = 2 + 4 + 4 + 8
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the bytes that can still be allocated on a device."""
+    """Return the free bytes of a device."""
     if device.type == "cuda":
         import torch
 
@@ -34,7 +34,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def device_name(device: torch.device) -> str:
-    """Return a GPU's name as the driver has it; empty for a CPU."""
+    """Return a GPU's name; empty for a CPU."""
     if device.type != "cuda":
         return ""
     import torch
@@ -45,10 +45,10 @@ def device_name(device: torch.device) -> str:
 def kv_room(
     free: int, config: ModelConfig, itemsize: int, max_seqs: int, max_batched_tokens: int
 ) -> int:
-    """Return the bytes of a GPU that KV blocks may take, so that a full batch still fits.
+    """Return the bytes of a GPU available for KV blocks.
 
-    Left out are the largest logits with what sampling makes of them, the activations of the
-    longest step, and three copies of one layer's keys and values, which a step gathers.
+    Reserves the largest logits with sampling buffers, the longest step's activations, and three
+    copies of one layer's KV that a step gathers.
     """
     logits = max_seqs * config.vocab * _LOGIT_BYTES
     width = 4 * config.hidden + 3 * config.ffn + 4 * config.heads * config.head_dim
@@ -58,10 +58,10 @@ def kv_room(
 
 
 def keep_memory() -> None:
-    """Let this process keep freed memory of up to half a gigabyte for its next allocations.
+    """Make glibc keep up to half a gigabyte of freed memory; no-op without glibc.
 
-    Else the activations of a long prefill go back to the system after each operation, and the
-    next operation waits for fresh, zeroed pages. Nothing happens where there is no glibc.
+    Otherwise a long prefill returns its activations to the system after each operation, and the
+    next one waits for zeroed pages.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -69,33 +69,29 @@ def keep_memory() -> None:
         mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)
 
 
-#: Variables that the libraries read once, when they are loaded.
+#: Read by the libraries once, on load.
 _COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
-#: A thread that has done its part looks out for more before it sleeps, for some ten microseconds
-#: up to a tenth of a millisecond, by the processor: about as long as waking it would take. Longer
-#: would take its core from the other processes.
+#: Idle threads spin for 10 to 100 microseconds, about the cost of a wake-up. Longer spinning would
+#: take the core from other processes.
 _WAITING = {"GOMP_SPINCOUNT": "3000", "KMP_BLOCKTIME": "0", "OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def environment(threads: int) -> dict[str, str]:
-    """Return the variables for a process that computes with so many threads (at least 1)."""
+    """Return the environment variables for computing with `threads` >= 1 threads."""
     if threads < 1:
         raise ValueError(f"threads is {threads}; it must be at least 1")
     return {**dict.fromkeys(_COUNTS, str(threads)), **_WAITING}
 
 
 def prepare_environment(threads: int) -> None:
-    """Set the variables of `environment` in this process.
-
-    Raises RuntimeError: torch is loaded already, and would not see them.
-    """
+    """Set the `environment` of this process; raises RuntimeError if torch is loaded already."""
     if "torch" in sys.modules:
         raise RuntimeError("prepare_environment must be called before torch is imported")
     os.environ.update(environment(threads))
 
 
 def set_threads(threads: int) -> None:
-    """Make torch compute with so many threads, one operation at a time."""
+    """Limit torch to `threads` threads, one operation at a time."""
     import torch
 
     if threads < 1:

@@ -1,4 +1,4 @@
-"""Choosing one token for each of a batch of sequences."""
+"""Samples one token for each sequence of a batch."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from pigou.runtime.step_output import GrammarError, RankedLogprobs, described, i
 from pigou.runtime.tensor_io import upload
 from pigou.sampling import SamplingParams
 
-#: Logits beyond this are as good as certain.
+#: Clamp for logits.
 _MAX_LOGIT = 1e30
 
 
 class Sampler:
-    """Chooses tokens for a fixed list of sequences, step after step.
+    """Samples for a fixed list of sequences, step after step.
 
-    What depends on the parameters alone is worked out once. Plain greedy rows cost one argmax.
-    A row's token depends on its own logits, parameters, tokens and position, and on no other row.
+    A row's token depends only on its own logits, parameters, tokens and position.
     """
 
     def __init__(self, sequences: list[TokenSequence], ops: Ops, device: torch.device) -> None:
@@ -38,14 +37,9 @@ class Sampler:
             self._prepare([params[i] for i in self._random])
 
     def __call__(self, logits: Tensor) -> tuple[Tensor, dict[int, RankedLogprobs]]:
-        """Choose a token for each row.
+        """Return tokens (n,), int64, and requested logprobs by row, for logits (n, vocab).
 
-        Args:
-            logits: shape (n, vocab); may be overwritten.
-
-        Returns:
-            Tokens, shape (n,), int64, and reports by row for the sequences that ask for them. A
-            sequence whose grammar cannot go on has a `failure`, and its token means nothing.
+        Overwrites `logits`. A sequence whose grammar fails has a `failure`; its token is undefined.
         """
         raw = logits[self._index(self._reported)] if self._reported else None
         if self._adjusted:
@@ -80,8 +74,8 @@ class Sampler:
         )
 
     def _draw(self, logits: Tensor) -> Tensor:
-        """Draw from the rows that are not greedy; `logits` has these rows alone."""
-        # Extreme penalties overflow; two infinities would make the softmax NaN.
+        """Sample from the logits of the non-greedy rows."""
+        # Extreme penalties overflow, and two infinities make the softmax NaN.
         logits = (logits.float() * self._scale).clamp_(max=_MAX_LOGIT)
         min_p, top_k, top_p = self._cuts
         if min_p:
@@ -109,19 +103,18 @@ _MASK = 2**64 - 1
 
 
 def uniform(seed: int, position: int) -> float:
-    """Return a number in [0, 1) that depends on the seed and the position alone.
+    """Return a number in [0, 1) determined by seed and position.
 
-    SplitMix64's output function (Steele, Lea, Flood 2014), once for each key; the top 52 bits.
+    SplitMix64's output function (Steele, Lea, Flood 2014) on each key; top 52 bits.
     """
     state = _mix(_mix(seed & _MASK) + position)
     return (state >> 12) * 2.0**-52
 
 
 def choose(probabilities: Tensor, uniforms: Tensor) -> Tensor:
-    """Invert each row's cumulative distribution at `uniforms`, (n,), float64, in [0, 1).
+    """Invert each row's CDF, (n, vocab), at `uniforms` (n,), float64 in [0, 1); return tokens (n,).
 
-    `probabilities` is (n, vocab), each row with a positive sum. Returns tokens, (n,), int64: none
-    of probability 0; the last one in a row where everything is forbidden.
+    Never a token of probability 0; the last token if a row has no positive probability.
     """
     sums = probabilities.cumsum(-1, dtype=torch.float64)
     targets = uniforms.unsqueeze(-1) * sums[:, -1:]
@@ -136,24 +129,24 @@ def _mix(key: int) -> int:
     return state ^ (state >> 31)
 
 
-#: Tokens among which the nucleus is sought first; sorting a whole vocabulary takes far longer.
+#: Top tokens searched first for the nucleus; sorting the whole vocabulary is far slower.
 _HEAD = 512
 _OUT = float("-inf")
 
 
 def cut_min_p(logits: Tensor, min_p: Tensor) -> None:
-    """Drop tokens less than `min_p`, (n,), times as probable as the most probable; 0 drops none.
+    """Mask, in place, tokens less than `min_p` times as probable as the top one (arXiv 2407.01082).
 
-    In place, in logits after temperature, (n, vocab); arXiv 2407.01082.
+    `logits`, after temperature, is (n, vocab); `min_p` (n,), 0 to disable.
     """
     threshold = logits.amax(-1) + min_p.log()
     logits.masked_fill_(logits < threshold.unsqueeze(-1), _OUT)
 
 
 def cut_top_k(logits: Tensor, top_k: Tensor, largest: int) -> None:
-    """Keep, in place, the k most probable tokens, and those as probable as the k-th; 0 keeps all.
+    """Keep, in place, the k most probable tokens and ties with the k-th.
 
-    `logits` is (n, vocab), `top_k` (n,), int64.
+    `logits` is (n, vocab), `top_k` (n,) int64, 0 to disable.
     """
     vocab = logits.shape[-1]
     ks = torch.where(top_k == 0, vocab, top_k.clamp(max=vocab))
@@ -165,10 +158,9 @@ def cut_top_k(logits: Tensor, top_k: Tensor, largest: int) -> None:
 
 
 def cut_top_p(logits: Tensor, top_p: Tensor) -> None:
-    """Keep, in place, the smallest set of most probable tokens with this probability; 1 keeps all.
+    """Keep, in place, the nucleus of probability `top_p`, and ties (arXiv 1904.09751).
 
-    Tokens as probable as its last stay too (arXiv 1904.09751). `logits`, after temperature and
-    other cuts, is (n, vocab), `top_p` (n,).
+    `logits`, after temperature and other cuts, is (n, vocab); `top_p` (n,), 1 to disable.
     """
     total = logits.logsumexp(-1, keepdim=True)
     values = logits.topk(min(_HEAD, logits.shape[-1]), dim=-1).values
@@ -184,7 +176,7 @@ def cut_top_p(logits: Tensor, top_p: Tensor) -> None:
 
 
 def report(logits: Tensor, tokens: Tensor, tops: list[int]) -> list[RankedLogprobs]:
-    """Report tokens, (n,), and the most probable ones beside them, by raw logits, (n, vocab)."""
+    """Report tokens (n,) and the most probable ones, by raw logits (n, vocab)."""
     logprobs = logits.float().log_softmax(-1)
     chosen = logprobs.gather(-1, tokens.unsqueeze(-1))
     ranks = (logprobs > chosen).sum(-1) + 1
@@ -208,7 +200,7 @@ MakeSampler = Callable[[list[TokenSequence], Ops, torch.device], Sampler]
 
 
 class IsolatedSampler:
-    """Chooses tokens as `Sampler` does; what fails in one row fails that row alone."""
+    """Samples like `Sampler`; an error in one row fails only that row."""
 
     def __init__(
         self, make: MakeSampler, sequences: list[TokenSequence], ops: Ops, device: torch.device
@@ -225,15 +217,10 @@ class IsolatedSampler:
     def __call__(
         self, logits: Callable[[Tensor], Tensor], hidden: Tensor
     ) -> tuple[Tensor, dict[int, RankedLogprobs], dict[int, str]]:
-        """Choose a token for each row.
+        """Return tokens (n,), int64 (0 on failure), logprobs by row, and failures by row.
 
-        Args:
-            logits: of hidden states, shape (n, vocab); called again after a failure, because a
-                sampler may overwrite them.
-            hidden: states of the last tokens, shape (n, hidden).
-
-        Returns:
-            Tokens, shape (n,), int64, 0 where it failed; reports by row; failures by row.
+        `hidden` is (n, hidden); `logits` is called again after a failure, since samplers overwrite
+        them.
         """
         if self._together is not None:
             try:
@@ -265,7 +252,7 @@ class IsolatedSampler:
 
 
 def adjusts(params: SamplingParams) -> bool:
-    """Whether these parameters can change logits at all."""
+    """True if these parameters can change logits."""
     return bool(
         params.logit_bias
         or params.min_tokens
@@ -277,13 +264,10 @@ def adjusts(params: SamplingParams) -> bool:
 
 
 def adjust(logits: Tensor, sequence: TokenSequence) -> None:
-    """Apply a sequence's parameters to its logits, shape (vocab,), in place.
+    """Apply penalties, bias, `min_tokens` and grammar to logits (vocab,), in place, in this order.
 
-    In order: repetition penalty, frequency and presence penalty, bias, the ban on end tokens
-    before `min_tokens`, the grammar. Where the last two leave nothing, end tokens are allowed.
-
-    Raises:
-        GrammarError: the grammar cannot go on.
+    If the last two leave no token, end tokens are allowed. Raises GrammarError if the grammar
+    fails.
     """
     params = sequence.params
     if params.repetition_penalty != 1.0:
@@ -299,7 +283,7 @@ def adjust(logits: Tensor, sequence: TokenSequence) -> None:
 
 
 def _penalize_repetition(logits: Tensor, sequence: TokenSequence) -> None:
-    """Divide positive and multiply negative logits of tokens seen (arXiv 1909.05858, eq. 2)."""
+    """Divide positive and multiply negative logits of seen tokens (arXiv 1909.05858, Eq. 2)."""
     penalty = sequence.params.repetition_penalty
     seen = _on(logits, sequence.all_counts.ids)
     values = logits[seen]

@@ -1,4 +1,4 @@
-"""A request as the executor keeps it: its token ids, and what sampling must remember."""
+"""TokenSequence: a request's token ids and sampling state in the executor."""
 
 from __future__ import annotations
 
@@ -20,23 +20,22 @@ _NO_TOKENS = np.empty(0, dtype=np.int64)
 
 @dataclass(slots=True)
 class TokenSequence:
-    """Token ids of a request, prompt and output, and the state of its sampling."""
+    """Token ids of a request, prompt and output, and its sampling state."""
 
-    request: str  # its id
-    params: SamplingParams  # how its tokens are chosen
-    buffer: Ints  # token ids; only the first `length` are known
-    length: int  # tokens known
-    prompt: int  # of those, tokens of the prompt; what follows was generated, here or elsewhere
-    end_tokens: frozenset[int]  # tokens that end the sequence
-    seed: bytes  # key of the block hashes; empty to seal nothing
+    request: str
+    params: SamplingParams
+    buffer: Ints  # token ids; the first `length` are valid
+    length: int
+    prompt: int  # prompt tokens; the rest is output, generated here or elsewhere
+    end_tokens: frozenset[int]
+    seed: bytes  # key of the block hashes; empty for no hashing
     sealed: int  # full blocks whose hashes the core knows
-    # hash of the last sealed block, shape (1, 2), or (0, 2); None: not computed yet.
+    # hash of the last sealed block, shape (1, 2) or (0, 2); None if not computed yet.
     last: BlockHashes | None = None
     grammar: GrammarState | None = None
-    # of the prompt's tokens, filled as they are computed; empty when not asked for or already
-    # reported.
+    # of the prompt tokens computed so far; empty if not requested or already reported.
     prompt_logprobs: list[RankedLogprobs | None] = field(default_factory=list)
-    failure: str | None = None  # why it cannot go on; None while it can
+    failure: str | None = None  # why it failed
     _output_counts: TokenCounts | None = None
     _all_counts: TokenCounts | None = None
     _bias: tuple[NDArray[np.int64], NDArray[np.float32]] | None = None
@@ -44,31 +43,31 @@ class TokenSequence:
 
     @property
     def output(self) -> Ints:
-        """Tokens generated so far, a view."""
+        """View of the output tokens so far."""
         return self.buffer[self.prompt : self.length]
 
     @property
     def generated(self) -> int:
-        """How many tokens were generated so far, here or elsewhere."""
+        """Output tokens so far, generated here or elsewhere."""
         return self.length - self.prompt
 
     @property
     def output_counts(self) -> TokenCounts:
-        """Tokens generated so far, counted."""
+        """Counts of the output tokens."""
         if self._output_counts is None:
             self._output_counts = TokenCounts(self.output.tolist())
         return self._output_counts
 
     @property
     def all_counts(self) -> TokenCounts:
-        """Tokens of prompt and output, counted."""
+        """Counts of prompt and output tokens."""
         if self._all_counts is None:
             self._all_counts = TokenCounts(self.buffer[: self.length].tolist())
         return self._all_counts
 
     @property
     def bias(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Tokens of `logit_bias`, and what is added to their logits."""
+        """Token ids of `logit_bias` and their biases."""
         if self._bias is None:
             given = self.params.logit_bias
             self._bias = (
@@ -79,7 +78,7 @@ class TokenSequence:
 
     @property
     def banned(self) -> NDArray[np.int64]:
-        """End tokens that may not come yet, for `min_tokens`; empty when they may."""
+        """End tokens forbidden until `min_tokens`; empty afterwards."""
         if self.generated >= self.params.min_tokens:
             return _NO_TOKENS
         if self._end_token_ids is None:
@@ -87,10 +86,7 @@ class TokenSequence:
         return self._end_token_ids
 
     def append(self, token: int) -> bool:
-        """Note a sampled token; return whether it ends the sequence.
-
-        A grammar that cannot go on ends it too, with `failure`.
-        """
+        """Append a sampled token; True if it ends the sequence, or its grammar failed."""
         if self.length == len(self.buffer):
             self.buffer = np.concatenate((self.buffer, np.empty_like(self.buffer)))
         self.buffer[self.length] = token
@@ -107,7 +103,7 @@ class TokenSequence:
         return done
 
     def truncate(self, tokens: int, block_size: int) -> None:
-        """Take back the last tokens; at most those that were generated."""
+        """Remove the last `tokens` output tokens."""
         self.length -= tokens
         self._output_counts = self._all_counts = None
         full = (self.length - 1) // block_size
@@ -115,10 +111,7 @@ class TokenSequence:
             self.sealed, self.last = full, None
 
     def hash_full_blocks(self, computed: int, block_size: int) -> BlockHashes:
-        """Hash the blocks that became full; returned once.
-
-        Returns hashes of the blocks after those that the core knows, shape (n, 2).
-        """
+        """Return the hashes, (n, 2), of full blocks not yet reported."""
         full = computed // block_size
         if full <= self.sealed or not self.seed:
             return no_hashes()
@@ -142,14 +135,10 @@ def make_sequence(
     block_size: int,
     hashes: BlockHashes | None = None,
 ) -> TokenSequence:
-    """Take up a request.
+    """Create a sequence; raises ValueError without tokens, or with fewer than were resumed.
 
-    Args:
-        seed: key of the block hashes; empty to seal nothing.
-        hashes: that the core was told; None stands for those of all full blocks.
-
-    Raises:
-        ValueError: there are no tokens, or fewer than were resumed.
+    `seed` keys the block hashes, empty for none; `hashes` are those the core knows, None for all
+    full blocks.
     """
     given = len(tokens)
     if not 0 <= resume < given:
@@ -175,11 +164,7 @@ _FIRST = 64
 
 
 class TokenCounts:
-    """Counts of the distinct tokens of a growing list.
-
-    A step costs one look-up to add a token, and one pass over the distinct tokens to read them,
-    however long the list is.
-    """
+    """Counts the distinct tokens of a growing list; adding is O(1), reading O(distinct tokens)."""
 
     __slots__ = ("_counts", "_ids", "_indices")
 
@@ -191,7 +176,7 @@ class TokenCounts:
             self.add(token)
 
     def add(self, token: int) -> None:
-        """Count one further token."""
+        """Count one more token."""
         index = self._indices.setdefault(token, len(self._indices))
         if index == len(self._ids):
             self._ids = np.concatenate((self._ids, np.empty_like(self._ids)))
@@ -201,10 +186,10 @@ class TokenCounts:
 
     @property
     def ids(self) -> NDArray[np.int64]:
-        """Distinct tokens, in order of their first occurrence; a view."""
+        """View of the distinct tokens, by first occurrence."""
         return self._ids[: len(self._indices)]
 
     @property
     def counts(self) -> NDArray[np.int64]:
-        """How often each of `ids` occurred; a view."""
+        """View of the count of each of `ids`."""
         return self._counts[: len(self._indices)]

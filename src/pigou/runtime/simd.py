@@ -1,4 +1,4 @@
-"""What compiled kernels need beyond Python's arithmetic: bits, and a product held in registers."""
+"""Numba intrinsics for compiled kernels: bit casts, bfloat16, and a register-blocked product."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from numba import njit, types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-import pigou.compiled  # noqa: F401  (chooses where numba keeps what it compiled)
+import pigou.compiled  # noqa: F401  (sets numba's cache directory)
 from pigou.kernel_cache import share
 
 # ruff: noqa: ARG001  (numba finds an instruction's arguments by position)
 
 
-#: Numbers that one step of `product` handles side by side.
+#: Vector width of `product`, in numbers.
 LANES = 16
 
 _VECTOR = ir.VectorType(ir.FloatType(), LANES)
@@ -26,19 +26,19 @@ _HALVES = ir.VectorType(ir.IntType(16), LANES)
 _WORDS = ir.VectorType(ir.IntType(32), LANES)
 _WORD = ir.IntType(32)
 _INDEX = ir.IntType(64)
-#: Vectors that are summed up side by side: additions do not wait for one another then, and half of
-#: the registers (32 of 16 numbers with AVX-512, 16 of 8 without) are left for the rest.
+#: Independent accumulators: enough to hide the latency of additions, while leaving half of the
+#: registers (32 of 16 numbers with AVX-512, 16 of 8 without) free.
 _SUMS = 8 if get_host_cpu_features().get("avx512f") else 4
 
 
 def instruction(typing: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a function for kernels out of one that returns its signature and its code."""
+    """Make an intrinsic out of a function that returns its signature and code generator."""
     return cast(Callable[..., Any], intrinsic(prefer_literal=True)(typing))
 
 
 @instruction
 def float_of(_context: Any, _bits: Any) -> Any:
-    """Return the float32 that has these bits (uint32)."""
+    """Reinterpret uint32 bits as a float32."""
 
     def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         return builder.bitcast(arguments[0], ir.FloatType())
@@ -48,7 +48,7 @@ def float_of(_context: Any, _bits: Any) -> Any:
 
 @instruction
 def bits_of(_context: Any, _number: Any) -> Any:
-    """Return the bits of a float32, as uint32."""
+    """Reinterpret a float32 as uint32 bits."""
 
     def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         return builder.bitcast(arguments[0], _WORD)
@@ -58,7 +58,7 @@ def bits_of(_context: Any, _number: Any) -> Any:
 
 @instruction
 def widen(_context: Any, stored: Any) -> Any:
-    """Return a stored number as float32: a bfloat16 is stored as uint16."""
+    """Convert a stored number to float32; bfloat16 is stored as uint16."""
 
     def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         if stored == types.float32:
@@ -71,7 +71,7 @@ def widen(_context: Any, stored: Any) -> Any:
 
 @instruction
 def narrow(_context: Any, _number: Any, like: Any) -> Any:
-    """Return a float32 as an array `like` stores it, rounded to nearest, ties to even."""
+    """Convert a float32 to the type that array `like` stores, rounding to nearest even."""
 
     def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         if like.dtype == types.float32:
@@ -97,12 +97,11 @@ def product(
     kind: Any,
     rows: Any,
 ) -> Any:
-    """Add A B to C, where C is `rows` by 16: C stays in registers while B is read once.
+    """Add A B to C (rows, 16), which stays in registers while B is read once.
 
-    `a`, `b`, `c` are addresses, and the strides, between rows, count numbers. A, shape
-    (rows, depth), and C are float32; B, shape (depth, 16), is stored as in the array `kind`.
-    `rows` is a literal, 1, 2, 4 or 8. Few rows are summed in several parts, so that additions
-    need not wait for one another.
+    `a`, `b`, `c` are addresses; strides between rows are in numbers. A (rows, depth) and C are
+    float32, B (depth, 16) is stored like array `kind`. `rows` is a literal 1, 2, 4 or 8; few rows
+    use several partial sums, so that additions are independent.
     """
     whole = types.intp
     signature = types.void(whole, whole, whole, whole, whole, whole, whole, kind, rows)
@@ -118,10 +117,7 @@ def product(
 
 @instruction
 def accumulate(_context: Any, target: Any, source: Any, stride: Any, rows: Any) -> Any:
-    """Add rows of 16 numbers to 16 others, all float32.
-
-    `target` and `source` are addresses, and `stride`, between rows, counts numbers.
-    """
+    """Add rows of 16 float32 numbers to 16 others; `stride` between rows is in numbers."""
     whole = types.intp
 
     def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
@@ -152,7 +148,7 @@ def accumulate(_context: Any, target: Any, source: Any, stride: Any, rows: Any) 
 
 
 class _Product:
-    """Writes the instructions of `product`."""
+    """Generates the code of `product`."""
 
     def __init__(self, builder: Any, arguments: Any, rows: int, wide: bool) -> None:
         self.builder = builder
@@ -223,7 +219,7 @@ class _Product:
             sums[first + j] = builder.fadd(term, sums[first + j], flags=("contract",))
 
     def _line(self, at: Any) -> Any:
-        """Load 16 numbers of B's row `at`, widened."""
+        """Load 16 numbers of row `at` of B, widened."""
         builder = self.builder
         offset = builder.mul(self.b_stride, at)
         if self.wide:
@@ -246,7 +242,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def fast(function: Function) -> Function:
-    """Compile; sums may be reordered and fused, but infinities and NaN keep their meaning."""
+    """Compile with reordered and fused sums; infinities and NaN keep their meaning."""
     math = {"reassoc", "contract", "arcp", "nsz"}
     compiler = njit(cache=True, nogil=True, fastmath=math, error_model="numpy")
     return cast(Function, share(compiler(function)))
@@ -254,7 +250,7 @@ def fast(function: Function) -> Function:
 
 @fast
 def exponential(x: Any) -> Any:
-    """Return e^x of a float32 clipped to [-87, 87] (Cephes expf; error about 1e-7 of it)."""
+    """Return e^x of a float32 clipped to [-87, 87] (Cephes expf; relative error 1e-7)."""
     x = min(max(x, np.float32(-87.0)), np.float32(87.0))
     power = np.floor(x * np.float32(1.4426950408889634) + np.float32(0.5))
     rest = x - power * np.float32(0.693359375) + power * np.float32(2.12194440e-4)
@@ -270,12 +266,9 @@ def exponential(x: Any) -> Any:
 
 @fast
 def logarithm(x: Any) -> Any:
-    """Return the natural logarithm of a normal float32 above 0 (Cephes logf; error about 1e-7).
-
-    Infinities and NaN are none of these, and give numbers that mean nothing.
-    """
+    """Return the log of a normal, positive, finite float32 (Cephes logf; error 1e-7)."""
     bits = bits_of(x)
-    # The exponent that leaves a mantissa from sqrt(1/2) to sqrt(2).
+    # The exponent for a mantissa in [sqrt(1/2), sqrt(2)].
     power = np.int32(bits - np.uint32(0x3F3504F3)) >> np.int32(23)
     rest = float_of(bits - (np.uint32(power) << np.uint32(23))) - np.float32(1.0)
     y = np.float32(7.0376836292e-2)
@@ -294,9 +287,9 @@ def logarithm(x: Any) -> Any:
 
 @fast
 def row_max(row: Any, count: int, lanes: NDArray[np.float32]) -> Any:
-    """Return the largest of the first numbers of a row, as float32.
+    """Return the maximum of the first numbers of a row, as float32; `lanes` is (16,) scratch.
 
-    It is sought in 16 `lanes` (scratch, shape (16,)), or numba would go number by number.
+    The 16 lanes let numba vectorize.
     """
     bulk = count - count % LANES
     lanes[:] = np.float32(-np.inf)

@@ -1,4 +1,4 @@
-"""Structured output: which tokens a grammar allows next. The grammars are llguidance's."""
+"""Structured output: masks of the tokens that a grammar (llguidance) allows next."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from pigou.runtime.step_output import GrammarError
 from pigou.sampling import Grammar
 from pigou.text.model_files import read_tokenizer
 
-#: Bytes of compiled grammars that are kept, by the estimate of `_weight`.
+#: Max bytes of cached grammars, as estimated by `_weight`.
 CACHE_BYTES = 64 * 2**20
-#: JSON without white space between its parts: a model cannot run away in it.
+#: JSON without white space between parts, where a model could loop.
 _COMPACT = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
 _FLEXIBLE = {"whitespace_flexible": True}
-#: In the order in which JSON ends soonest outside its strings; n begins null.
+#: Preference of tokens that end JSON soonest outside strings; n begins null.
 _CLOSERS = ("]", "}", '"', ",", ":", "n")
-#: The same in strings; what follows the quote ends parts of formats, as of an email.
+#: The same in strings; after the quote, separators of formats such as email.
 _STRING_CLOSERS = ('"', "@", ":", ".", "-")
 #: Characters that JSON has in strings only.
 _IN_STRINGS = ("z", "Z", ";")
 
 
 class JsonCloser:
-    """Narrows masks of JSON to a token that ends it soonest, so that any model ends it."""
+    """Narrows JSON masks to the tokens that end it soonest, so that generation terminates."""
 
     def __init__(self, tokenizer: LLTokenizer, end_tokens: Iterable[int]) -> None:
 
@@ -49,7 +49,7 @@ class JsonCloser:
         self._blank = np.array([text.isspace() for text in texts])
 
     def narrow(self, allowed: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Return a mask of what ends JSON soonest; other than that, the model chooses."""
+        """Return the mask of tokens that end the JSON soonest."""
         in_strings = allowed[self._in_strings]
         closers = self._string_closers if in_strings.any() else self._closers
         if in_strings.all():
@@ -64,7 +64,7 @@ class JsonCloser:
 
 
 class GrammarState:
-    """Where one sequence stands in its grammar. It only ever moves forward."""
+    """Position of one sequence in its grammar; it only advances."""
 
     def __init__(
         self,
@@ -75,12 +75,7 @@ class GrammarState:
         closer: JsonCloser | None = None,
         close_after: int = 0,
     ) -> None:
-        """Start at the beginning.
-
-        Args:
-            budget: of the CPU time that it takes of the engine's steps; None for no bound.
-            closer: narrows its masks; None for never.
-        """
+        """Start at the beginning; `budget` None is unbounded, `closer` None never narrows."""
         self._matcher = matcher
         self._vocab = vocab
         self._budget = budget
@@ -91,10 +86,7 @@ class GrammarState:
         self._left = close_after
 
     def allowed(self) -> NDArray[np.bool_]:
-        """Return which tokens may come next, shape (vocab,).
-
-        Raises GrammarError: the grammar overran its limits, or no token of the model fits.
-        """
+        """Return the mask of allowed tokens, (vocab,); raises GrammarError if there are none."""
         if self._budget is not None:
             self._budget.check(self._debt)
         began = self._cpu_ns()
@@ -114,10 +106,7 @@ class GrammarState:
         return flags if self._closer is None or self._left > 0 else self._closer.narrow(flags)
 
     def advance(self, token: int) -> bool:
-        """Move past a token; return whether the grammar allows nothing more.
-
-        Raises GrammarError: the grammar does not allow this token, or overran its limits.
-        """
+        """Consume a token; True if nothing more may follow. Raises GrammarError if not allowed."""
         began = self._cpu_ns()
         taken = self._matcher.consume_token(token)
         self._unpaid_ns += self._cpu_ns() - began
@@ -129,15 +118,14 @@ class GrammarState:
         return bool(self._matcher.is_stopped())
 
     def settle(self) -> None:
-        """Charge nothing for what was done so far: it was not done in a step."""
+        """Reset the CPU time so far, which was not spent in a step."""
         self._unpaid_ns = 0
 
 
 class Grammars:
-    """Compiles grammars for one tokenizer; may be used from several threads.
+    """Compiles grammars for one tokenizer; thread-safe.
 
-    Attributes:
-        budget: of the CPU time that grammars take of the engine's steps; None for no bound.
+    `budget` bounds the CPU time that grammars add to engine steps; None for no bound.
     """
 
     def __init__(
@@ -148,14 +136,11 @@ class Grammars:
         *,
         cache_bytes: int = CACHE_BYTES,
     ) -> None:
-        """Read a tokenizer.
-
-        Raises GrammarError: there is no end token, or the tokenizer cannot be used.
-        """
+        """Load a tokenizer; raises GrammarError without end token or if it is unusable."""
         if not end_tokens:
             raise GrammarError("structured output needs an end token; the model names none")
         try:
-            # Ids beyond the logits are cut from the masks: no logit says how likely they are.
+            # Masks exclude ids beyond the logits.
             self.tokenizer = _read_tokenizer(tokenizer, vocab, sorted(end_tokens))
         except ValueError as error:
             raise GrammarError(f"the tokenizer cannot be used for grammars: {error}") from None
@@ -168,15 +153,12 @@ class Grammars:
         self._bytes = 0
 
     def has(self, grammar: Grammar) -> bool:
-        """Whether a grammar is compiled already."""
+        """True if a grammar is cached."""
         with self._lock:
             return grammar in self._compiled
 
     def start(self, grammar: Grammar, output: Iterable[int] = ()) -> GrammarState:
-        """Compile a grammar, or take the compiled one, and stand behind an output.
-
-        Raises GrammarError: the grammar is faulty, or the output is against it; says how.
-        """
+        """Return a grammar's state after `output`; raises GrammarError if either is invalid."""
         state = GrammarState(
             self._matcher(grammar).deep_copy(), self.vocab, self.budget,
             closer=self._closer if grammar.close_after else None, close_after=grammar.close_after,
@@ -206,10 +188,7 @@ class Grammars:
         return matcher
 
     def compile(self, grammar: Grammar) -> LLMatcher:
-        """Compile a grammar afresh; other threads run meanwhile.
-
-        Raises GrammarError: the grammar is faulty; says how.
-        """
+        """Compile a grammar, bypassing the cache and releasing the GIL; raises GrammarError."""
         matcher = LLMatcher(self.tokenizer, _translate(grammar), log_level=0, limits=LIMITS)
         if matcher.is_error():
             raise GrammarError(f"{grammar.kind}: {_first_line(matcher)}")
@@ -217,7 +196,7 @@ class Grammars:
 
 
 def _read_tokenizer(text: str, vocab: int, end_tokens: list[int]) -> LLTokenizer:
-    """Read a tokenizer once; twice where it has more ids than the model has logits."""
+    """Read a tokenizer; twice if it has more ids than the model has logits."""
     try:
         return LLTokenizer(text, n_vocab=vocab, eos_token=end_tokens)
     except ValueError:
@@ -226,10 +205,7 @@ def _read_tokenizer(text: str, vocab: int, end_tokens: list[int]) -> LLTokenizer
 
 
 def read_grammars(folder: Path, vocab: int, end_tokens: frozenset[int]) -> Grammars:
-    """Make grammars for the tokenizer.json of a model's folder.
-
-    Raises GrammarError: there is none, or it cannot be used.
-    """
+    """Load grammars for a model folder's tokenizer.json; raises GrammarError if unusable."""
     path = folder / "tokenizer.json"
     if not path.exists():
         raise GrammarError(f"structured output needs {path}, which is missing")
@@ -237,7 +213,7 @@ def read_grammars(folder: Path, vocab: int, end_tokens: frozenset[int]) -> Gramm
 
 
 def _weight(grammar: Grammar) -> int:
-    """Estimate the bytes of a compiled grammar, with the lexer states that its use adds."""
+    """Estimate the bytes of a compiled grammar and the lexer states its use adds."""
     return 2**16 + 64 * len(grammar.source)
 
 
@@ -275,7 +251,7 @@ def _json(grammar: Grammar) -> object:
 def _choice(values: object) -> str:
     if not isinstance(values, list) or not values or not all(isinstance(v, str) for v in values):
         raise GrammarError("choice must be a list of strings, at least one")
-    # One terminal, which becomes one automaton: alternatives of a rule are tried one by one.
+    # One terminal compiles to one automaton; alternatives of a rule are tried one by one.
     return "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(value) for value in values)
 
 
@@ -286,8 +262,8 @@ def _first_line(matcher: LLMatcher) -> str:
 
 _MILLISECOND = 1_000_000
 
-#: Limits of one compilation and of one step. A step's fuel is the library's default: masks of
-#: large vocabularies need it. `WorkBudget` bounds what they add up to.
+#: Limits per compilation and step. Step fuel is the library's default, which large vocabularies
+#: need; `WorkBudget` bounds the total.
 LIMITS = LLParserLimits(
     max_items_in_row=2000,
     step_max_items=50_000,
@@ -301,18 +277,18 @@ LIMITS = LLParserLimits(
 
 @dataclass(slots=True)
 class Debt:
-    """What one sequence's grammar took, in CPU nanoseconds."""
+    """CPU time of one sequence's grammar."""
 
-    ns: int = 0  # beyond its share of the steps so far
-    last_ns: int = 0  # for its last token
+    ns: int = 0  # in excess of its share so far
+    last_ns: int = 0  # of the last token
 
 
 class WorkBudget:
-    """Bounds the CPU time that grammars add to the engine's steps.
+    """Bounds the CPU time that grammars add to engine steps.
 
-    A sequence's grammar may take `step_ns` for every token on average, and `burst_ns` beyond.
-    All grammars together may take `shared_step_ns` for every step beyond `free_ns` for each
-    sequence, and `shared_burst_ns` beyond. A grammar that overdraws either fails its own request.
+    Each sequence gets `step_ns` per token plus a `burst_ns`; all together get `free_ns` per
+    sequence plus `shared_step_ns` per step, plus a `shared_burst_ns`. An overdrawing grammar fails
+    its own request.
     """
 
     def __init__(
@@ -330,14 +306,11 @@ class WorkBudget:
         self._shared_debt_ns = 0
 
     def begin_step(self) -> None:
-        """Note that the engine begins a step."""
+        """Credit one engine step."""
         self._shared_debt_ns = max(0, self._shared_debt_ns - self._shared_step_ns)
 
     def check(self, debt: Debt) -> None:
-        """Fail a costly sequence before its next mask, while all together took too much.
-
-        Raises GrammarError: that is so.
-        """
+        """Raise GrammarError if the shared budget is overdrawn and this sequence is costly."""
         if self._shared_debt_ns > self._shared_burst_ns and debt.last_ns > self._free_ns:
             raise GrammarError(
                 "the grammars of this worker's requests take too long together: this one's last "
@@ -346,10 +319,7 @@ class WorkBudget:
             )
 
     def charge(self, debt: Debt, cost_ns: int) -> None:
-        """Charge the CPU nanoseconds of one token.
-
-        Raises GrammarError: the sequence took too much, or all did together, and it is one of them.
-        """
+        """Charge a token's CPU time; raises GrammarError if the sequence overdraws a budget."""
         debt.ns = max(0, debt.ns + cost_ns - self._step_ns)
         if debt.ns > self._burst_ns:
             raise GrammarError(

@@ -1,4 +1,4 @@
-"""Arrays of the host as tensors of a device, without waiting for the device."""
+"""Transfers between host arrays and device tensors, without synchronizing."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from pigou.request import Ints
 
 
 def upload(array: NDArray[Any], device: torch.device) -> Tensor:
-    """Return an array on a device; on the CPU it is the array's own memory.
+    """Copy an array to a device without synchronizing; on the CPU, share its memory.
 
-    A copy from memory that is not pinned waits for all that the device has to do. So the array
-    is copied to pinned memory first, which torch keeps until the device has read it.
+    Unpinned copies wait for the device, so arrays go through pinned memory.
     """
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     if device.type != "cuda":
@@ -26,7 +25,7 @@ def upload(array: NDArray[Any], device: torch.device) -> Tensor:
 
 
 def stored(tensor: Tensor) -> NDArray[Any]:
-    """View a CPU tensor as an array: float32 as it is, bfloat16 as uint16."""
+    """View a CPU tensor as an array: float32 as is, bfloat16 as uint16."""
     if tensor.dtype is torch.bfloat16:
         tensor = tensor.view(torch.uint16)
     array: NDArray[np.generic] = tensor.numpy()
@@ -34,28 +33,27 @@ def stored(tensor: Tensor) -> NDArray[Any]:
 
 
 class DeviceCopies:
-    """Reads and writes blocks on a stream of its own, from any thread.
+    """Reads and writes blocks on a separate stream; thread-safe.
 
-    A copy begins after everything that was queued on the compute stream when it was asked for,
-    and both methods return when it is done: so what is queued later sees it, and steps that
-    are queued meanwhile need not wait. A block that is being copied must not be computed on.
+    A copy runs after all work queued so far on the compute stream, and both methods return when it
+    is done. Steps may overlap a copy, but must not use its blocks.
     """
 
     def __init__(self, raw: Tensor, cuda: Any = torch.cuda) -> None:
-        """Bind the blocks. `raw`: blocks on the device, as bytes, shape (blocks, block_bytes)."""
+        """Use `raw`: device blocks as bytes, shape (blocks, block_bytes)."""
         self._raw = raw
         self._cuda = cuda
         self._stream = cuda.Stream(raw.device)
 
     def read(self, ids: Ints) -> Bytes:
-        """Copy blocks out, shape (n, block_bytes), into pinned memory."""
+        """Copy blocks to pinned memory, shape (n, block_bytes)."""
         shape = (len(ids), self._raw.shape[1])
         host = torch.empty(shape, dtype=torch.uint8, pin_memory=self._raw.is_cuda)
         self._copy([(host[row], self._raw[block]) for row, block in enumerate(ids.tolist())])
         return np.asarray(host.numpy())
 
     def write(self, ids: Ints, data: Bytes) -> None:
-        """Copy `data`, shape (n, block_bytes), into the blocks `ids`."""
+        """Copy `data`, (n, block_bytes), into blocks `ids`."""
         host = torch.from_numpy(np.require(data, requirements=["C", "W"]))
         if self._raw.is_cuda and not host.is_pinned():
             host = host.pin_memory()

@@ -1,8 +1,7 @@
 """Runs compiled kernels on torch's own OpenMP threads.
 
-Two pools of threads would get in each other's way: while the one still looks out for work, the
-other's threads have no core to wake up on. So kernels are handed to the pool that the products
-run on, through the entry that compilers use (`GOMP_parallel`).
+Spinning threads of a second pool would occupy the cores, so kernels enter torch's pool by
+`GOMP_parallel`.
 """
 
 from __future__ import annotations
@@ -16,18 +15,18 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import torch  # (also loads the OpenMP library that is looked for)
+import torch  # (also loads its OpenMP library)
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 
 from pigou.runtime.simd import instruction
 
-#: First and last row, the last not included, that a kernel's call works on.
+#: Half-open row range of a kernel call.
 RowRange: TypeAlias = tuple[int, int]
 
-#: Work, in about nanoseconds of one thread, below which handing a part to another does not pay.
+#: Single-thread nanoseconds below which parallel execution does not pay.
 MIN_PARALLEL_NS = 20_000.0
-#: Parts for each thread: one that comes late then leaves more of them to the others.
+#: Parts per thread, to balance load.
 _PARTS_PER_THREAD = 4
 _min_parallel_ns = MIN_PARALLEL_NS
 
@@ -41,7 +40,7 @@ _START = ir.FunctionType(ir.VoidType(), [_MEMBER.as_pointer(), _POINTER, _WORD, 
 
 @cache
 def openmp_entry() -> int:
-    """Return the address of the entry into torch's OpenMP threads; 0 where it has none."""
+    """Return the address of `GOMP_parallel` in torch's OpenMP; 0 if not available."""
     try:
         maps = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -54,14 +53,14 @@ def openmp_entry() -> int:
 
 @dataclass(frozen=True, slots=True)
 class ParallelKernel:
-    """A kernel that runs in the calling thread, or on several threads where that pays."""
+    """A kernel that runs on several threads where that pays."""
 
-    kernel: Callable[..., None]  # its first argument is the range of rows that a call works on
-    # the same on several threads: `run_parallel`'s first three arguments, then the kernel's.
+    kernel: Callable[..., None]  # takes the row range first
+    # threaded variant: `run_parallel`'s first three arguments, then the kernel's.
     parallel: Callable[..., None]
 
     def __call__(self, work_ns: float, rows: RowRange, *arguments: object) -> None:
-        """Call the kernel for some rows; one thread needs about `work_ns` nanoseconds."""
+        """Run the kernel on rows; `work_ns` estimates the single-thread time."""
         threads = torch.get_num_threads() if work_ns >= _min_parallel_ns else 1
         count = rows[1] - rows[0]
         start = openmp_entry() if threads > 1 and count > 1 else 0
@@ -74,7 +73,7 @@ class ParallelKernel:
 
 @contextmanager
 def always_parallel() -> Iterator[None]:
-    """Use all threads for the smallest work, to compile what does so, or to test it."""
+    """Use all threads even for the smallest work, to compile or test it."""
     global _min_parallel_ns  # noqa: PLW0603
     _min_parallel_ns = 0.0
     try:
@@ -87,14 +86,10 @@ def always_parallel() -> Iterator[None]:
 def run_parallel(
     _context: Any, start: Any, threads: Any, parts: Any, kernel: Any, arguments: Any
 ) -> Any:
-    """Call a kernel for all parts of its rows, each on whichever thread is free.
+    """Run a kernel over all parts of its rows, each on the next free thread (an intrinsic).
 
-    Args (of the instruction; this function says how it is compiled):
-        start: `openmp_entry`, not 0.
-        threads: how many may work.
-        parts: how many pieces the rows are cut into.
-        kernel: a compiled function of a range of rows, and more.
-        arguments: the kernel's arguments, a tuple: first the range of all rows.
+    `start` is `openmp_entry`, not 0; `threads` the max threads; `parts` the pieces; `kernel` a
+    compiled function; `arguments` its arguments as a tuple, the range of all rows first.
     """
     function = kernel.dispatcher
 
@@ -127,7 +122,7 @@ def run_parallel(
 
 
 def _write_member(context: Any, member: Any, shared: Any, work: Any, signature: Any) -> None:
-    """Write what each thread does: take the next part, until none is left."""
+    """Generate each thread's loop: take the next part until none is left."""
     builder = ir.IRBuilder(member.append_basic_block("entry"))
     loop, body, leave = (member.append_basic_block(name) for name in ("loop", "body", "leave"))
     address = builder.bitcast(member.args[0], shared.as_pointer())

@@ -1,1 +1,1 @@
-"""Attention over the paged KV cache: by torch, and by compiled kernels on the CPU."""
+"""Attention over the paged KV cache: by torch, or by compiled kernels on the CPU."""

@@ -1,4 +1,4 @@
-"""A step's tokens, laid out for the model."""
+"""StepBatch: a step's tokens, laid out for the model."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ class PromptChunk:
     """Several tokens of one sequence in a step."""
 
     entry: int
-    row: int  # of the batch, whose block table it uses
-    first: int  # its first token among the step's tokens
-    count: int  # its tokens, at least 2
-    past: int  # cache entries of the sequence before it
+    row: int  # of the block tables
+    first: int  # index of its first token in the step
+    count: int  # tokens, at least 2
+    past: int  # preceding cache entries
 
 
 @dataclass(slots=True)
 class StepBatch:
-    """The tokens of one step: first the entries of a single token, then the chunks."""
+    """The tokens of one step: single-token entries first, then chunks."""
 
     tokens: Tensor  # ids, shape (tokens,), int32, on the device
-    # three rows, shape (3, tokens): rotary positions; slots, the index of each token's cache entry
-    # within its sequence, up to and with which it attends; and rows of the batch.
+    # shape (3, tokens): rotary position; slot of the token's cache entry in its sequence (it
+    # attends to slots up to this one); batch row.
     locations: Ints
-    singles: int  # entries of a single token; theirs are the first tokens
+    singles: int  # single-token entries; they come first
     chunks: list[PromptChunk]
     last: NDArray[np.int64]  # last token of each plan entry, shape (entries,)
     entries: NDArray[np.int64]  # plan entries that sample, shape (samples,)
 
     @property
     def size(self) -> int:
-        """Tokens of the step."""
+        """Tokens in the step."""
         return len(self.rows)
 
     @property
@@ -54,27 +54,24 @@ class StepBatch:
 
     @property
     def slots(self) -> Ints:
-        """Index of each token's cache entry within its sequence, shape (tokens,)."""
+        """Cache slot of each token within its sequence, shape (tokens,)."""
         row: Ints = self.locations[SLOT]
         return row
 
     @property
     def rows(self) -> Ints:
-        """Row of the batch of each token, shape (tokens,)."""
+        """Batch row of each token, shape (tokens,)."""
         row: Ints = self.locations[ROW]
         return row
 
     def advance(self, tokens: Tensor) -> None:
-        """Make this the next step of a repeated plan: every entry has one token, sampled just now.
-
-        `tokens`: sampled, shape (entries,), in the plan's order.
-        """
+        """Advance to the next step of a repeated plan, given `tokens` just sampled, (entries,)."""
         self.tokens = tokens
         self.locations[:ROW] += 1
 
 
 def make_batch(plan: Plan, tokens: list[Ints], device: torch.device) -> StepBatch:
-    """Lay out the first step of a plan, which is not empty; `tokens` has ids by plan entry."""
+    """Lay out the first step of a nonempty plan; `tokens` holds ids by plan entry."""
     counts = plan.counts
     order = np.argsort(counts > 1, kind="stable")
     sizes = counts[order]

@@ -21,25 +21,25 @@ from pigou.runtime.thread_pool import ParallelKernel, RowRange, run_parallel
 from pigou.runtime.token_eviction.entry_stats import MassTarget
 from pigou.runtime.token_eviction.policy import MASS_LINE
 
-#: Sums of probabilities, by tile, head and entry, that are held at once.
+#: Max probability sums (tile, head, entry) held at once.
 _MAX_SUMS = 2**20
 #: Columns of the tiles of `prefill`.
 _TILE_FIRST, _TILE_COUNT, _TILE_SLOT, _TILE_ROW = range(4)
-#: Nanoseconds of one thread for each head's dimension and entry.
+#: Single-thread nanoseconds per head dimension and entry.
 _DECODE_NS, _PREFILL_NS = 0.08, 0.04
 
 
 class CPUAttention(PagedAttention):
-    """Reads keys and values where they lie, so that nothing is gathered."""
+    """Attends to keys and values in place, without gathering."""
 
     @staticmethod
     def supports(config: ModelConfig, cache: KVCache) -> bool:
-        """Whether the kernels can work on this cache."""
+        """True if the kernels support this cache."""
         sizes = (config.head_dim, cache.layout.block_size)
         return cache.data.device.type == "cpu" and not any(size % LANES for size in sizes)
 
     def __init__(self, config: ModelConfig, cache: KVCache, tables: Ints, context: int) -> None:
-        """Bind a cache; the arguments are those of `PagedAttention`."""
+        """Bind a cache; arguments as in `PagedAttention`."""
         super().__init__(config, cache, tables, context)
         self._layers = [stored(cache.data[:, layer]) for layer in range(config.layers)]
         self._table = self.turns.numpy()
@@ -48,7 +48,7 @@ class CPUAttention(PagedAttention):
         self._queries = _padded(config.group)
 
     def begin(self, batch: StepBatch) -> None:
-        """Take up a step."""
+        """Start a step."""
         self.batch = batch
         numbers = self.config.heads * self.config.head_dim
         entries = int(batch.slots[: batch.singles].sum()) + batch.singles
@@ -58,7 +58,7 @@ class CPUAttention(PagedAttention):
         self._prefill_ns = _PREFILL_NS * numbers * seen
 
     def __call__(self, layer: int, qkv: Tensor, norm: HeadNorm | None) -> Tensor:
-        """Attend in one layer, as `PagedAttention` does."""
+        """Attend in one layer (see `PagedAttention`)."""
         batch, config, size = self.batch, self.config, self.block_size
         heads = qkv.view(batch.size, -1, config.head_dim)
         out = qkv.new_empty((batch.size, config.heads, config.head_dim))
@@ -80,7 +80,7 @@ class CPUAttention(PagedAttention):
         return out.view(batch.size, -1)
 
     def _prefill(self, layer: int, qkv: Stored, cached: PagedLayer, out: Stored) -> None:
-        """Attend with the chunks, whose queries, keys and values are rotated and stored."""
+        """Run attention of the chunks, after rotating and storing their KV."""
         heads, size = self.config.heads, self.block_size
         if self.watch is None:
             tasks = (0, len(self._tiles) * heads)
@@ -97,7 +97,7 @@ class CPUAttention(PagedAttention):
             self.watch.absorb(layer, sums, tiles, self._folds[at : at + step], self.tables)
 
     def _cut(self, batch: StepBatch) -> Ints:
-        """Cut the chunks into tiles; where they are watched, no fold falls within one."""
+        """Cut chunks into tiles; if mass is tracked, no fold falls inside a tile."""
         if self.watch is None or not batch.chunks:
             return _tiles(batch.chunks)
         cuts = self.watch.cuts(batch)
@@ -112,12 +112,12 @@ class CPUAttention(PagedAttention):
 
 
 def _padded(group: int) -> int:
-    """Round up to 1, 2, 4, or a multiple of 8: the heights of the kernels' products."""
+    """Round up to 1, 2, 4 or a multiple of 8, the row counts of the kernels' products."""
     return next((rows for rows in (1, 2, 4) if group <= rows), -(-group // 8) * 8)
 
 
 def _tiles(chunks: list[PromptChunk], cuts: Ints | None = None) -> Ints:
-    """Cut chunks into the tiles of `prefill`, and before the tokens `cuts` of the step."""
+    """Cut chunks into `prefill` tiles, also before the step's tokens `cuts`."""
     tiles = []
     for chunk in chunks:
         stop = chunk.first + chunk.count
@@ -132,29 +132,27 @@ def _tiles(chunks: list[PromptChunk], cuts: Ints | None = None) -> Ints:
 Stored = NDArray[Any]
 Floats = NDArray[np.float32]
 
-#: Tokens that `prefill` attends with at once.
+#: Query tokens per `prefill` tile.
 TILE = 8
 #: Rows of `HeadRotation.norms`.
 QUERY_NORM, KEY_NORM = 0, 1
-#: Bytes of a float32.
 _FLOAT_BYTES = 4
 
 
-#: Norm and rotation of query and key heads: weights of both norms, shape (2, head_dim), or (2, 0)
-#: for none; their eps; cosines and sines by position, shape (positions, head_dim). It is a plain
-#: tuple, as are the next ones, since numba takes those several times faster than named ones.
+#: Norm weights of query and key heads, shape (2, head_dim), or (2, 0) for none; eps; cosines and
+#: sines by position, shape (positions, head_dim). Numba passes plain tuples several times faster
+#: than named ones.
 HeadRotation: TypeAlias = tuple[Stored, float, Floats]
-#: One layer of the cache, and where a step's tokens are in it: position, slot and row of the batch
-#: of each token, shape (3, at least tokens); block ids by row of the batch, shape (rows, blocks);
-#: `kv`; tokens in a block.
+#: One cache layer: `StepBatch.locations`, shape (3, >= tokens); block tables, shape (rows,
+#: blocks); `kv`; block size.
 PagedLayer: TypeAlias = tuple[Ints, Ints, Stored, int]
 
 
 @fast
 def rotate(head: Stored, norm: Stored, eps: float, turn: Floats, scale: float, out: Floats) -> None:
-    """Norm a head, when `norm` is not empty, rotate it, and put it times `scale` in out.
+    """RMS-normalize a head unless `norm` is empty, apply RoPE, scale, and write to `out`.
 
-    `turn` has the cosines, then the sines, of its position.
+    `turn` holds the cosines, then the sines, of its position.
     """
     width = len(out)
     half = width // 2
@@ -175,7 +173,7 @@ def rotate(head: Stored, norm: Stored, eps: float, turn: Floats, scale: float, o
 
 @fast
 def softmax(scores: Floats, entries: int, lanes: Floats) -> None:
-    """Make the first `entries` of a row of scores into probabilities; `lanes` as in `row_max`."""
+    """Apply softmax to a row's first `entries` scores; `lanes` as in `row_max`."""
     largest = row_max(scores, entries, lanes)
     total = np.float32(0.0)
     for t in range(entries):
@@ -192,7 +190,7 @@ def multiply(
     a: int, a_stride: int, b: int, b_stride: int, c: int, c_stride: int, depth: int, kv: Stored,
     rows: int,
 ) -> None:  # fmt: skip
-    """Call `product` with the number of rows as a literal."""
+    """Call `product` with a literal number of rows."""
     if rows == 1:
         product(a, a_stride, b, b_stride, c, c_stride, depth, kv, 1)
     elif rows == 2:
@@ -208,11 +206,10 @@ def attention_probabilities(
     query: Floats, kv: Stored, table: Ints, head: int, entries: int, max_entries: int,
     block_size: int, scores: Floats,
 ) -> None:  # fmt: skip
-    """Compute the probabilities that queries of one KV head give to a sequence's entries.
+    """Compute attention probabilities of one KV head's queries over a sequence.
 
-    Args:
-        query: already scaled, shape (rows, head_dim); rows is 1, 2, 4, or a multiple of 8.
-        scores: is set to them, 0 where there are none, shape (rows, slots of the blocks).
+    `query` is scaled, (rows, head_dim), rows being 1, 2, 4 or a multiple of 8. Writes `scores`
+    (rows, slots of the blocks), zero-padded.
     """
     rows, width = query.shape
     stride = scores.shape[1]
@@ -241,7 +238,7 @@ def attention_probabilities(
 def weighted_values(
     scores: Floats, kv: Stored, table: Ints, head: int, entries: int, block_size: int, out: Floats
 ) -> None:
-    """Sum up the values of a sequence's first `entries` entries, weighted by `scores`."""
+    """Sum the values of a sequence's first `entries` entries, weighted by `scores`."""
     rows, width = out.shape
     stride = scores.shape[1]
     base = kv.ctypes.data + head * kv.strides[2] + kv.strides[1]
@@ -263,7 +260,7 @@ def weighted_values(
 def store(
     key: Floats, value: Stored, kv: Stored, table: Ints, head: int, slot: int, block_size: int
 ) -> None:
-    """Store a rotated key and a value in the sequence's entry `slot`."""
+    """Store a rotated key and a value in slot `slot` of a sequence."""
     block, offset = table[slot // block_size], slot % block_size
     keys, values = kv[block, KEYS, head], kv[block, VALUES, head]
     for d in range(len(key)):
@@ -276,7 +273,7 @@ def add_mass(
     scores: Floats, counted: int, target: MassTarget, head: int, table: Ints, own: int,
     entries: int, block_size: int,
 ) -> None:  # fmt: skip
-    """Add the probabilities of one head's queries to the mass of a sequence's own entries."""
+    """Add one head's probabilities to the mass of a sequence's own entries."""
     numbers, layer, _ = target
     start, stride = (own + block_size - 1) // block_size, scores.shape[1]
     for slot in range(own, min(start * block_size, entries)):
@@ -297,12 +294,10 @@ def decode(
     tasks: RowRange, qkv: Stored, rotation: HeadRotation, layer: PagedLayer, queries: int,
     out: Stored, mass: Any,
 ) -> None:  # fmt: skip
-    """Norm, rotate, store and attend for tokens of which each has a sequence of its own.
+    """Normalize, rotate, store and attend for tokens of distinct sequences.
 
-    Args:
-        qkv: queries, keys and values, shape (at least tokens, heads + 2 kv_heads, head_dim).
-        out: shape (at least tokens, heads, head_dim).
-        mass: a `MassTarget`, or None (another specialisation) where nobody asks.
+    `qkv` is (>= tokens, heads + 2 kv_heads, head_dim), `out` (>= tokens, heads, head_dim). `mass`
+    is a `MassTarget`, or None (a separate specialization).
     """
     norms, eps, turns = rotation
     locations, tables, kv, block_size = layer
@@ -339,7 +334,7 @@ def decode(
 def rotate_and_store(
     tokens: RowRange, qkv: Stored, rotation: HeadRotation, layer: PagedLayer
 ) -> None:
-    """Norm and rotate queries and keys in place, and store keys and values, of some tokens."""
+    """Normalize and rotate queries and keys of tokens in place; store keys and values."""
     norms, eps, turns = rotation
     locations, tables, kv, block_size = layer
     width = qkv.shape[2]
@@ -363,16 +358,11 @@ def rotate_and_store(
 def prefill(
     tasks: RowRange, qkv: Stored, tiles: Ints, layer: PagedLayer, out: Stored, sums: Any
 ) -> None:
-    """Attend for successive tokens of chunks, after `rotate_and_store`.
+    """Attend for consecutive chunk tokens, after `rotate_and_store`.
 
-    Args:
-        qkv: rotated queries, shape (at least tokens, heads + 2 kv_heads, head_dim).
-        tiles: of up to `TILE` successive tokens: first token, how many, slot of the first, and row
-            of the batch, shape (tiles, 4).
-        out: shape (at least tokens, heads, head_dim).
-        sums: is set to each entry's probabilities, summed over the tile's queries, shape
-            (tiles, heads, at least the slots of its blocks); None (another specialisation) where
-            nobody asks.
+    `qkv` is (>= tokens, heads + 2 kv_heads, head_dim), `out` (>= tokens, heads, head_dim). `tiles`
+    (tiles, 4) holds first token, count, first slot and batch row. `sums` (tiles, heads, >= slots)
+    receives each entry's summed probabilities; None skips them (a separate specialization).
     """
     _, tables, kv, block_size = layer
     _, heads, width = out.shape
@@ -411,7 +401,7 @@ def parallel_decode(
     start: int, threads: int, parts: int, tasks: RowRange, qkv: Stored, rotation: HeadRotation,
     layer: PagedLayer, queries: int, out: Stored, mass: Any,
 ) -> None:  # fmt: skip
-    """Call `decode` on several threads."""
+    """Run `decode` on several threads."""
     arguments = (tasks, qkv, rotation, layer, queries, out, mass)
     run_parallel(start, threads, parts, decode, arguments)
 
@@ -421,7 +411,7 @@ def parallel_rotate_and_store(
     start: int, threads: int, parts: int, tokens: RowRange, qkv: Stored, rotation: HeadRotation,
     layer: PagedLayer,
 ) -> None:  # fmt: skip
-    """Call `rotate_and_store` on several threads."""
+    """Run `rotate_and_store` on several threads."""
     run_parallel(start, threads, parts, rotate_and_store, (tokens, qkv, rotation, layer))
 
 
@@ -430,7 +420,7 @@ def parallel_prefill(
     start: int, threads: int, parts: int, tasks: RowRange, qkv: Stored, tiles: Ints,
     layer: PagedLayer, out: Stored, sums: Any,
 ) -> None:  # fmt: skip
-    """Call `prefill` on several threads."""
+    """Run `prefill` on several threads."""
     run_parallel(start, threads, parts, prefill, (tasks, qkv, tiles, layer, out, sums))
 
 

@@ -1,4 +1,4 @@
-"""The paged KV cache: device blocks, host blocks to swap to, and the moves between them."""
+"""The paged KV cache: device blocks, host blocks for swapping, and moves between them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from pigou.runtime.tensor_io import DeviceCopies, upload
 #: Blocks as bytes, shape (blocks, block_bytes).
 Bytes: TypeAlias = NDArray[np.uint8]
 
-#: Halves of a layer's block: the third axis of `KVCache.data`.
+#: Indices of the third axis of `KVCache.data`.
 KEYS, VALUES = 0, 1
-#: Columns of moves: of blocks in a plan, or of entries in a row.
+#: Columns of moves (of blocks or entries).
 SOURCE, TARGET = 0, 1
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -28,7 +28,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 def make_layout(
     config: ModelConfig, *, model: str, digest: str, dtype: torch.dtype, block_size: int
 ) -> KVLayout:
-    """Describe the blocks of a model; a block holds keys and values of all its layers."""
+    """Describe a model's blocks; each holds keys and values of all layers."""
     elements = 2 * config.kv_heads * config.head_dim
     return KVLayout(
         model=model,
@@ -43,14 +43,11 @@ def make_layout(
 
 
 class KVCache:
-    """KV blocks in one tensor, a block being one contiguous run of bytes over all layers.
+    """KV blocks in one tensor; a block is contiguous over all layers.
 
-    A head's keys are stored dimension by dimension and its values token by token, so that both
-    products of attention run along contiguous memory.
-
-    Attributes:
-        data: shape (blocks, layers, 2, kv_heads, head_dim * block_size).
-        host: blocks of host memory to swap to, as bytes, shape (host_blocks, block_bytes).
+    `data` is (blocks, layers, 2, kv_heads, head_dim * block_size); `host`, the swap space, is
+    (host_blocks, block_bytes). Keys are stored dimension-major and values token-major, so both
+    attention products read contiguously.
     """
 
     def __init__(
@@ -61,10 +58,7 @@ class KVCache:
         host_blocks: int = 0,
         memory: memoryview | None = None,
     ) -> None:
-        """Make an empty cache.
-
-        Raises ValueError: the memory is too small, read-only, or offered to another device.
-        """
+        """Allocate an empty cache; raises ValueError if `memory` is unsuitable."""
         self._layout = layout
         shape = (blocks, layout.layers, 2, layout.kv_heads, layout.head_dim * layout.block_size)
         raw = _bytes(blocks * layout.block_bytes, device, memory)
@@ -75,21 +69,21 @@ class KVCache:
 
     @property
     def layout(self) -> KVLayout:
-        """How a block lies in memory."""
+        """Memory layout of a block."""
         return self._layout
 
     @property
     def blocks(self) -> int:
-        """Blocks on the device."""
+        """Device blocks."""
         return self.data.shape[0]
 
     def keys(self, layer: int) -> Tensor:
-        """Return the keys of a layer, a view, shape (blocks, kv_heads, head_dim, block_size)."""
+        """Return a view of a layer's keys, (blocks, kv_heads, head_dim, block_size)."""
         layout = self._layout
         return self._split(self.data[:, layer, KEYS], layout.head_dim, layout.block_size)
 
     def values(self, layer: int) -> Tensor:
-        """Return the values of a layer, a view, shape (blocks, kv_heads, block_size, head_dim)."""
+        """Return a view of a layer's values, (blocks, kv_heads, block_size, head_dim)."""
         layout = self._layout
         return self._split(self.data[:, layer, VALUES], layout.block_size, layout.head_dim)
 
@@ -98,17 +92,17 @@ class KVCache:
         return part.view(*part.shape[:-1], rows, columns)
 
     def as_bytes(self) -> Bytes | None:
-        """Return all blocks without a copy, shape (blocks, block_bytes); None off the CPU."""
+        """Return a view of all blocks, (blocks, block_bytes); None off the CPU."""
         return self._raw.numpy() if self._raw.device.type == "cpu" else None
 
     def read(self, ids: Ints) -> Bytes:
-        """Copy blocks out, shape (n, block_bytes), in the order of `ids`."""
+        """Copy blocks `ids` out, in order, shape (n, block_bytes)."""
         if self._copies is not None:
             return self._copies.read(np.asarray(ids))
         return np.asarray(self._raw[_index(ids, self._raw.device)].numpy())
 
     def write(self, ids: Ints, data: Bytes) -> None:
-        """Copy `data`, shape (n, block_bytes), into the blocks `ids`."""
+        """Copy `data`, (n, block_bytes), into blocks `ids`."""
         if self._copies is not None:
             self._copies.write(np.asarray(ids), data)
             return
@@ -116,19 +110,17 @@ class KVCache:
         self._raw[_index(ids, self._raw.device)] = source
 
     def move(self, swap_out: Ints, copies: Ints, swap_in: Ints) -> None:
-        """Do a plan's moves, in this order; each of shape (n, 2), from and to.
+        """Apply a plan's moves in this order, each (n, 2), source and target.
 
-        Device to host, device to device, host to device. A list's sources are all read before
-        its targets are written.
+        All sources of a list are read before its targets are written.
         """
         move_blocks(self._raw, self.host, swap_out, copies, swap_in)
 
 
 def move_blocks(raw: Tensor, host: Tensor, swap_out: Ints, copies: Ints, swap_in: Ints) -> None:
-    """Do a plan's moves on rows of `raw`, on the device, and of `host`, alike in shape.
+    """Apply a plan's moves to rows of `raw` (device) and `host`.
 
-    On CUDA each block is one copy from or to pinned memory, queued behind the steps before: the
-    host waits for none, and the order of the queue is the order of the moves.
+    On CUDA, each block is one asynchronous copy via pinned memory, in stream order.
     """
     cpu = host.device
     if raw.device.type == "cuda":
@@ -145,7 +137,7 @@ def move_blocks(raw: Tensor, host: Tensor, swap_out: Ints, copies: Ints, swap_in
 
 
 def queue_moves(raw: Tensor, host: Tensor, swap_out: Ints, copies: Ints, swap_in: Ints) -> None:
-    """Queue a plan's moves, block by block, without waiting for any."""
+    """Enqueue a plan's moves, block by block, without synchronizing."""
     for source, target in swap_out.tolist():
         host[target].copy_(raw[source], non_blocking=True)
     if len(copies):
@@ -156,7 +148,7 @@ def queue_moves(raw: Tensor, host: Tensor, swap_out: Ints, copies: Ints, swap_in
 
 def _bytes(size: int, device: torch.device, memory: memoryview | None) -> Tensor:
     if memory is None:
-        if device.type == "cpu":  # numpy leaves the zeroing to the kernel's fresh pages
+        if device.type == "cpu":  # numpy zeroes lazily, by fresh pages
             return torch.from_numpy(np.zeros(size, dtype=np.uint8))
         return torch.zeros(size, dtype=torch.uint8, device=device)
     if device.type != "cpu":
@@ -167,7 +159,7 @@ def _bytes(size: int, device: torch.device, memory: memoryview | None) -> Tensor
 
 
 def _host(blocks: int, block_bytes: int, device: torch.device) -> Tensor:
-    """Return zeroed host memory, pinned where a CUDA device copies from and to it."""
+    """Allocate zeroed host memory, pinned for a CUDA device."""
     if device.type == "cuda" and blocks:
         return torch.zeros((blocks, block_bytes), dtype=torch.uint8, pin_memory=True)
     return torch.from_numpy(np.zeros((blocks, block_bytes), dtype=np.uint8))

@@ -1,4 +1,4 @@
-"""Paged attention of a mixed batch (chunks of prompts beside decodes), on any device."""
+"""Paged attention of a mixed batch (prompt chunks and decodes), on any device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pigou.runtime.token_eviction.entry_stats import AttentionMassTracker
 
 @dataclass(frozen=True, slots=True)
 class HeadNorm:
-    """RMS norm over each query head and each key head: weights of shape (head_dim,)."""
+    """RMS norm over each query and key head; weights are (head_dim,)."""
 
     query: Tensor
     key: Tensor
@@ -31,21 +31,21 @@ class HeadNorm:
 
 @dataclass(slots=True)
 class Past:
-    """Where the cache entries of some sequences are, the same for every layer."""
+    """Location of the cache entries of some sequences, shared by all layers."""
 
-    blocks: Tensor  # ids of their blocks, shape (sequences * blocks,), int64
+    blocks: Tensor  # block ids, shape (sequences * blocks,), int64
     sequences: int
-    mask: Tensor  # entries that a query may see; broadcasts to (sequences, heads, queries, entries)
+    mask: Tensor  # visible entries; broadcasts to (sequences, heads, queries, entries)
 
 
 class PagedAttention:
     """Rotates, stores and attends, layer by layer.
 
-    Validity goes by slot, not by position, so that entries may be missing from a sequence.
+    Masks go by slot, not position, so a sequence may lack entries.
     """
 
-    watch: AttentionMassTracker | None = None  # is told of the probabilities, when it is not None
-    beat: Callable[[], None] | None = None  # called before each layer: a long step is no hung one
+    watch: AttentionMassTracker | None = None  # receives probabilities
+    beat: Callable[[], None] | None = None  # called before each layer, as a sign of life
 
     def __init__(self, config: ModelConfig, cache: KVCache, tables: Ints, context: int) -> None:
         self.config = config
@@ -57,7 +57,7 @@ class PagedAttention:
         self._gathered = torch.empty(0, dtype=cache.data.dtype, device=self.device)
 
     def begin(self, batch: StepBatch) -> None:
-        """Take up a step: what all its layers share is prepared here."""
+        """Start a step; prepares what its layers share."""
         self.batch = batch
         self._locate(batch)
         first = batch.singles
@@ -66,14 +66,9 @@ class PagedAttention:
         self._cuts = self.watch.cuts(batch) if self.watch is not None else None
 
     def __call__(self, layer: int, qkv: Tensor, norm: HeadNorm | None) -> Tensor:
-        """Attend in one layer.
+        """Attend in one layer; return shape (tokens, heads * head_dim).
 
-        Args:
-            qkv: queries, keys and values of the step's tokens, shape
-                (tokens, (heads + 2 kv_heads) * head_dim); may be overwritten.
-
-        Returns:
-            Shape (tokens, heads * head_dim).
+        `qkv` is (tokens, (heads + 2 kv_heads) * head_dim), and may be overwritten.
         """
         query, key, value = self._rotated(layer, qkv, norm)
         batch = self.batch
@@ -103,7 +98,7 @@ class PagedAttention:
     def _rotated(
         self, layer: int, qkv: Tensor, norm: HeadNorm | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Split, norm, rotate and store; each result has shape (tokens, heads, head_dim)."""
+        """Split, normalize, rotate and store; results are (tokens, heads, head_dim)."""
         config = self.config
         heads = qkv.view(len(qkv), -1, config.head_dim)
         query, key, value = torch.split(
@@ -126,7 +121,7 @@ class PagedAttention:
         return Past(self._index(blocks.reshape(-1)), len(rows), seen[:, None, None])
 
     def _chunk_past(self, chunk: PromptChunk) -> Past | None:
-        """Return None where a chunk sees nothing but itself, and is not watched."""
+        """Return None for a chunk that attends only to itself and is not tracked."""
         if chunk.past == 0 and self.watch is None:
             return None
         last = chunk.past + chunk.count - 1
@@ -136,7 +131,7 @@ class PagedAttention:
         return Past(self._index(self.tables[chunk.row, :width]), 1, mask[None, None])
 
     def _decode(self, layer: int, query: Tensor, out: Tensor) -> None:
-        """Attend with one query a sequence; `query` and `out` are (sequences, heads, head_dim)."""
+        """Attend with one query per sequence; `query`, `out` are (sequences, heads, head_dim)."""
         assert self._decodes is not None
         keys, values = self._gather(layer, self._decodes)
         if self.watch is not None:
@@ -147,8 +142,7 @@ class PagedAttention:
             self.watch.stats.add_all(layer, self._decodes.blocks, sums)
             out.copy_((chances @ values.float().unsqueeze(2)).view_as(out))
             return
-        # Query heads of a group stand as its queries: so no kernel must know of groups, and
-        # those of CUDA that take a mask do not.
+        # Query heads of a group become queries, since masked CUDA kernels do not support groups.
         config = self.config
         grouped = query.view(len(query), config.kv_heads, config.group, config.head_dim)
         result = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=self._decodes.mask)
@@ -169,7 +163,7 @@ class PagedAttention:
         out.copy_(result.squeeze(0).transpose(0, 1))
 
     def _watched_chunk(self, layer: int, query: Tensor, chunk: PromptChunk, out: Tensor) -> None:
-        """Attend with the tokens of one chunk, as `_chunk` does, and tell the watch."""
+        """Attend like `_chunk`, and record attention mass."""
         assert self.watch is not None
         assert self._cuts is not None
         past = self._pasts[self.batch.chunks.index(chunk)]
@@ -188,18 +182,18 @@ class PagedAttention:
             self.watch.add(layer, chunk.row, table, chunk.past + end - chunk.first, sums)
 
     def _chances(self, query: Tensor, keys: Tensor, mask: Tensor) -> Tensor:
-        """Return probabilities, float32, shape (sequences, kv_heads, group, queries, entries)."""
+        """Return probabilities, float32, (sequences, kv_heads, group, queries, entries)."""
         shape = (len(query), self.config.kv_heads, -1, *query.shape[2:])
         grouped = query.reshape(shape).float()
         scores: Tensor = grouped @ keys.float().unsqueeze(2).mT / self.config.head_dim**0.5
         return scores.masked_fill_(~mask.unsqueeze(2), float("-inf")).softmax(-1)
 
     def _gather(self, layer: int, past: Past) -> tuple[Tensor, Tensor]:
-        """Copy keys and values together, each (sequences, kv_heads, entries, head_dim)."""
+        """Gather keys and values, each (sequences, kv_heads, entries, head_dim)."""
         config, size = self.config, self.block_size
         blocks = len(past.blocks)
         half = blocks * config.kv_heads * config.head_dim * size
-        if self._gathered.numel() < 2 * half:  # fresh memory costs more than the copy into it
+        if self._gathered.numel() < 2 * half:  # allocating costs more than copying
             self._gathered = self._gathered.new_empty(4 * half)
         wide = (blocks, 2, config.kv_heads, config.head_dim * size)
         both = self._gathered[: 2 * half].view(wide)
@@ -211,7 +205,7 @@ class PagedAttention:
         return keys.reshape(flat), values.reshape(flat)
 
     def _repeat(self, part: Tensor) -> Tensor:
-        """Give each query head its keys or values, shape (sequences, heads, entries, head_dim)."""
+        """Repeat KV heads for query heads, (sequences, heads, entries, head_dim)."""
         return part if self.config.group == 1 else part.repeat_interleave(self.config.group, 1)
 
     def _entries(self, width: int) -> Tensor:

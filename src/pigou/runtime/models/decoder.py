@@ -1,4 +1,4 @@
-"""The decoder-only transformer that all families are."""
+"""The decoder-only transformer shared by all families."""
 
 from __future__ import annotations
 
@@ -24,25 +24,20 @@ _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 @dataclass(slots=True)
 class Decoder:
-    """A model's weights, and how tokens pass through them."""
+    """A model's weights and forward pass."""
 
-    config: ModelConfig  # sizes and switches
+    config: ModelConfig
     embedding: Tensor  # shape (vocab, hidden)
-    layers: list[Layer]  # in order
-    norm: Tensor  # weight of the last norm, shape (hidden,)
+    layers: list[Layer]
+    norm: Tensor  # final norm weight, shape (hidden,)
     head: Linear
-    ops: Ops  # element-wise operations
+    ops: Ops
 
     def hidden(self, tokens: Tensor, attention: PagedAttention, wanted: Tensor | None) -> Tensor:
-        """Compute hidden states.
+        """Return normalized hidden states, (n, hidden), for tokens (tokens,).
 
-        Args:
-            tokens: ids, shape (tokens,).
-            wanted: which tokens' states are asked for, shape (n,), int64; None for all. Of the
-                others, the last layer computes nothing but keys and values.
-
-        Returns:
-            Normed hidden states, shape (n, hidden).
+        Only the tokens `wanted` (n,), int64, are returned, None for all; the last layer computes
+        just keys and values of the others.
         """
         x = F.embedding(tokens, self.embedding)
         residual = torch.zeros_like(x)
@@ -60,12 +55,12 @@ class Decoder:
         return self.ops.add_norm(x, residual, self.norm, self.config.norm_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return logits, shape (n, vocab), for hidden states of shape (n, hidden)."""
+        """Return logits (n, vocab) of hidden states (n, hidden)."""
         return self.head(hidden)
 
 
 def load_decoder(config: ModelConfig, weights: Weights, ops: Ops) -> Decoder:
-    """Take all of a model's tensors. Raises ModelError: one is missing or has another shape."""
+    """Load a model's tensors; raises ModelError if one is missing or has another shape."""
     embedding, head = _embedding_and_head(config, weights)
     return Decoder(
         config=config,
@@ -78,7 +73,7 @@ def load_decoder(config: ModelConfig, weights: Weights, ops: Ops) -> Decoder:
 
 
 def _embedding_and_head(config: ModelConfig, weights: Weights) -> tuple[Tensor, Tensor]:
-    """Take the embedding and the output layer; where both are there, both count."""
+    """Load embedding and output layer; if both exist, both are used."""
     shape = config.vocab, config.hidden
     if config.tied and _EMBEDDING not in weights and _HEAD in weights:
         head = weights.take(_HEAD, *shape)
@@ -107,42 +102,34 @@ def _embedding_and_head(config: ModelConfig, weights: Weights) -> tuple[Tensor, 
 
 @dataclass(slots=True)
 class Layer:
-    """One layer's weights."""
+    """Weights of one layer."""
 
     index: int
     eps: float
-    before_attention: Tensor  # weight of the first norm, shape (hidden,)
-    before_mlp: Tensor  # weight of the second
-    qkv: Linear  # queries, keys and values in one product
-    head_norm: HeadNorm | None  # norm of query and key heads, or None
-    output: Linear  # back to the residual stream
-    gate_up: Linear  # both inputs of the gated layer in one product
-    down: Linear  # back to the residual stream
+    before_attention: Tensor  # norm weight, shape (hidden,)
+    before_mlp: Tensor  # norm weight, shape (hidden,)
+    qkv: Linear
+    head_norm: HeadNorm | None
+    output: Linear
+    gate_up: Linear
+    down: Linear
 
     def __call__(self, x: Tensor, residual: Tensor, attention: PagedAttention, ops: Ops) -> Tensor:
-        """Apply the layer.
+        """Return the layer's output (tokens, hidden), not yet added to the residual stream.
 
-        Args:
-            x: what the layer before yields, not yet added, shape (tokens, hidden).
-            residual: the residual stream, shape (tokens, hidden); added to in place.
-
-        Returns:
-            What is to be added to the residual stream, shape (tokens, hidden).
+        Adds x, the previous layer's output, to `residual` in place; both are (tokens, hidden).
         """
         return self.feed(self.attention_output(x, residual, attention, ops), residual, ops)
 
     def attention_output(
         self, x: Tensor, residual: Tensor, attention: PagedAttention, ops: Ops
     ) -> Tensor:
-        """Apply the layer up to its attention; the arguments are those of the whole layer.
-
-        Returns shape (tokens, heads * head_dim).
-        """
+        """Run the layer up to attention; return (tokens, heads * head_dim)."""
         normed = ops.add_norm(x, residual, self.before_attention, self.eps)
         return attention(self.index, self.qkv(normed), self.head_norm)
 
     def feed(self, attended: Tensor, residual: Tensor, ops: Ops) -> Tensor:
-        """Apply the rest of the layer to some of the tokens, whose residual stream is given."""
+        """Run the rest of the layer on tokens whose residual stream is given."""
         normed = ops.add_norm(self.output(attended), residual, self.before_mlp, self.eps)
         return self.down(ops.gate(self.gate_up(normed)))
 
@@ -185,7 +172,7 @@ class _Loader:
     prefix: str
 
     def fused(self, part: str, outputs: dict[str, int], inputs: int, biased: bool) -> Linear:
-        """Put several products of the same input into one, in the order given."""
+        """Concatenate projections of the same input into one, in the given order."""
         names = {f"{self.prefix}{part}.{name}": size for name, size in outputs.items()}
         weight = [self.weights.take(f"{name}.weight", size, inputs) for name, size in names.items()]
         if not biased:
@@ -194,21 +181,20 @@ class _Loader:
         return Linear(torch.cat(weight), torch.cat(bias))
 
 
-#: Rows are padded to a multiple of so many, where they are more than a few.
+#: More than `_FEW` rows are padded to a multiple of `_ROWS`.
 _ROWS, _FEW = 8, 32
 
 
 class Linear:
-    """x W^T + b, for inputs of shape (rows, inputs).
+    """x W^T + b, for inputs (rows, inputs).
 
-    On a CPU in bfloat16 the weight is reordered once for oneDNN, and is 1.3 to 1.7 times faster
-    so, with the same bits. Those operations are private to torch, hence the check. For each new
-    number of rows oneDNN makes a kernel (0.2 ms, as long as hundreds of rows of a small layer
-    take), and keeps 1,024 of them: so rows of prompts are padded to few numbers.
+    On CPU in bfloat16 the weight is packed once for oneDNN: 1.3 to 1.7 times faster, bit-identical.
+    These ops are private to torch, hence the check. oneDNN compiles a kernel per row count (0.2 ms)
+    and caches 1,024, so prompt rows are padded.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """Wrap a weight of shape (outputs, inputs) and a bias of shape (outputs,)."""
+        """Wrap a weight (outputs, inputs) and a bias (outputs,)."""
         self.bias = bias
         self.weight = weight
         self._product: Callable[..., Tensor] | None = None
@@ -236,7 +222,7 @@ def _packed_product() -> Callable[..., Tensor]:
 
 @cache
 def _can_pack(dtype: torch.dtype) -> bool:
-    """Whether a packed product works here, and equals the plain one."""
+    """True if packed products work and equal plain ones."""
     if dtype is not torch.bfloat16:
         return False
     weight = torch.arange(64 * 32, dtype=torch.float32).remainder(7).sub(3).view(64, 32).to(dtype)

@@ -1,4 +1,4 @@
-"""Loading a model, and putting an executor together from it."""
+"""Loads a model and builds its executor."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class LoadedModel:
     name: str
     folder: Path
     digest: str
-    config: ModelConfig  # sizes and switches
+    config: ModelConfig
     decoder: Decoder
     dtype: torch.dtype
     device: torch.device
 
     def layout(self, block_size: int) -> KVLayout:
-        """Describe this model's KV blocks of so many tokens."""
+        """Describe this model's KV blocks of `block_size` tokens."""
         return make_layout(
             self.config,
             model=self.name,
@@ -56,7 +56,7 @@ class LoadedModel:
     def cache(
         self, blocks: int, block_size: int, host_blocks: int = 0, memory: memoryview | None = None
     ) -> KVCache:
-        """Make an empty KV cache, over `memory` when it is given (see `KVCache`)."""
+        """Allocate an empty KV cache, optionally over `memory` (see `KVCache`)."""
         return KVCache(self.layout(block_size), blocks, self.device, host_blocks, memory)
 
     def executor(
@@ -66,10 +66,10 @@ class LoadedModel:
         max_model_len: int,
         eviction: EvictionConfig | None = None,
     ) -> TorchExecutor:
-        """Make an executor over an empty cache; `eviction` None evicts no cache entries.
+        """Build an executor over an empty cache; `eviction` None evicts no entries.
 
-        Raises ModelError: the model's context is shorter than that. ConfigError: there is no such
-        eviction policy, or its parameters do not fit.
+        Raises ModelError if `max_model_len` exceeds the context, ConfigError on a bad eviction
+        policy.
         """
         if max_model_len > self.config.context:
             raise ModelError(
@@ -98,10 +98,7 @@ class LoadedModel:
 
 
 def load(model: str | Path, dtype: str = "auto", device: str = "cpu") -> LoadedModel:
-    """Load a model from a Hugging Face folder or hub id.
-
-    Raises ModelError: it cannot be had, or cannot be run as it should.
-    """
+    """Load a model from a Hugging Face folder or hub id; raises ModelError if that fails."""
     folder = find_model(model)
     config = read_config(folder)
     chosen = _dtype(dtype, config)
@@ -143,13 +140,13 @@ def _device(name: str) -> torch.device:
     return device
 
 
-#: Length of the sequence that it computes.
+#: Tokens of the warm-up sequence.
 WARM_UP_TOKENS = 4
 _REQUEST = "warm-up"
 
 
 def warm_up(executor: TorchExecutor) -> None:
-    """Compute a few tokens of nothing in block 0, before the core's first plan."""
+    """Compute a few dummy tokens in block 0, before the core's first plan."""
     _run(executor)
     with always_parallel():
         _run(executor)

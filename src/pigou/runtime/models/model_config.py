@@ -1,4 +1,4 @@
-"""The sizes and switches of a model, read from a Hugging Face `config.json`."""
+"""ModelConfig: sizes and switches of a model, read from a Hugging Face `config.json`."""
 
 from __future__ import annotations
 
@@ -20,41 +20,37 @@ from pigou.text.model_files import read_end_tokens
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder-only transformer with grouped attention, RMS norm and a gated SiLU layer."""
+    """A decoder-only transformer with grouped-query attention, RMS norm and SwiGLU."""
 
     family: str  # "llama", "mistral", "qwen2" or "qwen3"
     layers: int
     hidden: int  # width of the residual stream
     heads: int
-    kv_heads: int  # key and value heads; divides `heads`
+    kv_heads: int  # divides `heads`
     head_dim: int
-    ffn: int  # width of the gated layer
+    ffn: int  # feed-forward width
     vocab: int  # rows of the embedding
-    # most tokens of a sequence; where the model slides a window over its past, the window, within
-    # which that changes nothing.
+    # max sequence length, at most the sliding window, within which full attention is equal.
     context: int
-    norm_eps: float  # epsilon of the RMS norms
-    rope: Rope  # rotary embedding
-    tied: bool = False  # the output layer is the embedding
-    qkv_bias: bool = False  # biases on queries, keys and values
-    output_bias: bool = False  # bias on the attention's output
-    mlp_bias: bool = False  # biases on the gated layer
-    qk_norm: bool = False  # RMS norm over each query head and key head, before the rotation
-    dtype: str = "bfloat16"  # that the weights were published in ("float32", "bfloat16", ...)
-    # ids of the end tokens, from generation_config.json when there is one.
+    norm_eps: float
+    rope: Rope
+    tied: bool = False  # output layer shares the embedding
+    qkv_bias: bool = False
+    output_bias: bool = False  # on the attention output
+    mlp_bias: bool = False
+    qk_norm: bool = False  # RMS norm of each query and key head, before RoPE
+    dtype: str = "bfloat16"  # of the published weights ("float32", "bfloat16", ...)
+    # end token ids, from generation_config.json if present.
     eos: frozenset[int] = frozenset()
 
     @property
     def group(self) -> int:
-        """Query heads that share a key and value head."""
+        """Query heads per KV head."""
         return self.heads // self.kv_heads
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """Read config.json, and the end tokens that any file names, of a model's folder.
-
-    Raises ModelError: a file is missing or not JSON, or asks for what this runtime does not do.
-    """
+    """Read a model folder's config.json and end tokens; raises ModelError if unsupported."""
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder / 'config.json'} is missing; a model is a Hugging Face folder")
     try:
@@ -65,12 +61,7 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 def parse_config(source: Mapping[str, Any]) -> ModelConfig:
-    """Read a config.json that is already a mapping.
-
-    Raises:
-        ModelError: the architecture or one of its switches is not supported, or a size is
-            missing or impossible.
-    """
+    """Parse a config.json's contents; raises ModelError if invalid or unsupported."""
     try:
         return _parse(HfConfig(Path("config.json"), source))
     except ConfigError as error:
@@ -121,7 +112,7 @@ def _epsilon(source: Mapping[str, Any]) -> float:
 
 
 def _context(config: HfConfig, family: Family) -> int:
-    """Return the longest sequence, bounded by a window where one slides in any layer."""
+    """Return the maximum sequence length, bounded by the sliding window of any layer."""
     config.size("max_position_embeddings")
     layers = config.size("num_hidden_layers")
     windows = {window_of(config, family, index, layers) for index in range(layers)}

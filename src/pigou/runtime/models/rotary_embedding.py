@@ -1,4 +1,4 @@
-"""Rotary embedding's parameters: base, and how the frequencies are scaled beyond training."""
+"""Rotary embedding: frequencies, and their scaling beyond the trained length."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from pigou.models.rope_parameters import (
 
 Frequencies = NDArray[np.float32]
 
-#: Base where no key says one (transformers' default of all families here).
+#: Default base (transformers' default for all families here).
 _BASE = 10_000.0
 
 
@@ -34,19 +34,19 @@ class Rope:
     """Frequencies of a rotary embedding."""
 
     frequencies: Frequencies  # radians per position, shape (head_dim / 2,), float32
-    # that cosines and sines are multiplied by (1 except for YaRN and LongRoPE).
+    # factor on cosines and sines (1 except for YaRN and LongRoPE).
     amplitude: float = 1.0
-    # frequencies of an engine for more than `trained` positions (LongRoPE), or None.
+    # frequencies for engines longer than `trained` positions (LongRoPE).
     long: Frequencies | None = None
-    trained: int = 0  # positions up to which nothing is scaled (dynamic, LongRoPE)
-    growth: tuple[float, float] | None = None  # base and factor of dynamic scaling, or None
+    trained: int = 0  # unscaled positions (dynamic, LongRoPE)
+    growth: tuple[float, float] | None = None  # base and factor of dynamic scaling
 
     def angles(self, positions: int) -> Frequencies:
-        """Return the angle of each position, shape (positions, head_dim / 2).
+        """Return the angles by position, (positions, head_dim / 2).
 
-        Dynamic scaling gives position p the frequencies of a sequence of p + 1 tokens, so that
-        what a token's keys are does not depend on what follows; transformers computes the same
-        when it decodes. LongRoPE goes by the engine's length, as in vLLM.
+        Dynamic scaling gives position p the frequencies of length p + 1, so keys do not depend on
+        later tokens, as transformers' decoding does. LongRoPE selects by engine length, as vLLM
+        does.
         """
         at = np.arange(positions, dtype=np.float32)[:, None]
         if self.long is not None and positions > self.trained:
@@ -56,7 +56,7 @@ class Rope:
         return at * self._grown(positions)
 
     def _grown(self, positions: int) -> Frequencies:
-        """Return NTK-scaled frequencies by position, shape (positions, head_dim / 2)."""
+        """Return NTK-scaled frequencies by position, (positions, head_dim / 2)."""
         assert self.growth is not None
         base, factor = self.growth
         dims = 2 * len(self.frequencies)
@@ -68,9 +68,9 @@ class Rope:
 
 
 def read_rope(source: Mapping[str, Any], head_dim: int) -> Rope:
-    """Read the rotary embedding of a config.json, old (`rope_scaling`) or new style.
+    """Parse a config.json's rotary embedding, old (`rope_scaling`) or new style.
 
-    Raises ModelError: the type is not supported, or a parameter is missing or unknown.
+    Raises ModelError if the type is unsupported, or a parameter missing or unknown.
     """
     given, kind = rope_parameters(source)
     for name in given.keys() - (COMMON | KEYS[kind]):
@@ -99,7 +99,7 @@ def read_rope(source: Mapping[str, Any], head_dim: int) -> Rope:
 
 
 def _llama3(frequencies: Frequencies, given: Mapping[str, Any], trained: float) -> Frequencies:
-    """Slow down long waves by `factor`, leave short ones, blend between (Llama 3.1)."""
+    """Slow long waves by `factor`, keep short ones, interpolate between (Llama 3.1)."""
     factor = parameter(given, "factor")
     low, high = parameter(given, "low_freq_factor"), parameter(given, "high_freq_factor")
     turns = trained * frequencies / (2 * math.pi)
@@ -111,7 +111,7 @@ def _llama3(frequencies: Frequencies, given: Mapping[str, Any], trained: float) 
 def _yarn(
     frequencies: Frequencies, given: Mapping[str, Any], base: float, factors: tuple[float, float]
 ) -> Rope:
-    """Blend by the number of turns within the trained length (arXiv 2309.00071, section 3.2)."""
+    """Blend by turns within the trained length (arXiv 2309.00071, section 3.2)."""
     trained, factor = factors
     dims = 2 * len(frequencies)
 
@@ -143,7 +143,7 @@ def _yarn_amplitude(given: Mapping[str, Any], factor: float) -> float:
 def _longrope(
     frequencies: Frequencies, given: Mapping[str, Any], factors: tuple[float, float]
 ) -> Rope:
-    """Divide each frequency by a factor of its own (arXiv 2402.13753)."""
+    """Divide each frequency by its own factor (arXiv 2402.13753)."""
     trained, factor = factors
     amplitude = given.get("attention_factor")
     if amplitude is None:
@@ -169,16 +169,16 @@ def _list(given: Mapping[str, Any], name: str, length: int) -> Frequencies:
 
 
 def rotary_table(rope: Rope, positions: int, device: torch.device) -> Tensor:
-    """Return cosines, then sines, of each position, shape (positions, head_dim), float32."""
+    """Return cosines, then sines, by position, (positions, head_dim), float32."""
     angles = torch.from_numpy(rope.angles(positions))
     table = torch.cat((angles.cos(), angles.sin()), dim=-1) * rope.amplitude
     return table.to(device)
 
 
 def rotate(x: Tensor, turns: Tensor) -> Tensor:
-    """Rotate pairs (i, i + head_dim / 2) of each head (RoFormer, in the order of Hugging Face).
+    """Rotate pairs (i, i + head_dim / 2) of heads (tokens, heads, head_dim), as Hugging Face does.
 
-    `x` is (tokens, heads, head_dim); `turns` has rows of `rotary_table`, (tokens, 1, head_dim).
+    `turns` holds `rotary_table` rows, (tokens, 1, head_dim).
     """
     cos, sin = turns.chunk(2, dim=-1)
     first, second = x.chunk(2, dim=-1)

@@ -1,4 +1,4 @@
-"""A model's weights: found, opened, and handed out by name, each exactly once."""
+"""Locates and loads a model's weights by name, each tensor exactly once."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ log = logging.getLogger(__name__)
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _SHARD = re.compile(r"model-(\d+)-of-(\d+)\.safetensors")
-#: Files beside the weights, which transformers does not read either: weights in Mistral's and
-#: Meta's own names, adapters, and what trainers leave behind.
+#: Files to skip, as transformers does: weights under Mistral's and Meta's own names, adapters, and
+#: training leftovers.
 STRAYS = (
     "consolidated*.safetensors",
     "adapter_*.safetensors",
@@ -41,22 +41,19 @@ STRAYS = (
 
 @dataclass(frozen=True, slots=True)
 class WeightFiles:
-    """Files of a model's weights, those that win first."""
+    """A model's weight files, by precedence."""
 
     paths: list[Path]
-    # tensor name -> file name, from the index; empty where there is none.
+    # tensor name -> file name, from the index.
     index: dict[str, str] = field(default_factory=dict)
-    missing: frozenset[str] = frozenset()  # files that the index names and that are not there
+    missing: frozenset[str] = frozenset()  # files of the index that do not exist
 
 
 def find_weight_files(folder: Path) -> WeightFiles:
-    """Choose the weight files of a folder.
+    """Select a folder's weight files; raises ModelError if none is readable.
 
-    `model.safetensors` comes first, then the shards of the index, then a complete set of
-    shards, then all other files; strays are left out.
-
-    Raises:
-        ModelError: there are none that can be read; says what is there instead.
+    Precedence: `model.safetensors`, the index's shards, a complete set of shards, all other files;
+    strays are skipped.
     """
     files = sorted(path for path in folder.glob("*.safetensors") if path.is_file())
     usable = [path for path in files if not _is_stray(path.name)]
@@ -115,7 +112,7 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def _complete_set(paths: Iterable[Path]) -> list[Path]:
-    """Return the only complete set of numbered shards; [] for none, or several."""
+    """Return the only complete set of numbered shards; [] for none or several."""
     sets: dict[int, list[Path]] = {}
     for path in paths:
         if match := _SHARD.fullmatch(path.name):
@@ -138,22 +135,19 @@ def _nothing(folder: Path, strays: list[str]) -> str:
 
 
 _FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt"]
-#: Files of a hub's repository that are not needed: see `weight_files.STRAYS`.
+#: Files of a hub repository not to download.
 _OTHERS = ["*/*.json", "*/*.safetensors", "*/*.txt", *STRAYS]
-#: Tensors that some checkpoints carry and that follow from the configuration.
+#: Tensors of some checkpoints that the configuration determines.
 _DERIVED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
-#: Bytes of the header of a safetensors file, by its format.
+#: Max header bytes, by the safetensors format.
 _MAX_HEADER = 100_000_000
 
 
 def find_model(model: str | Path) -> Path:
-    """Return the folder of a model: a local folder as it is, or a hub id, downloaded.
-
-    Raises ModelError: neither a folder nor a hub id that can be had.
-    """
+    """Return a local folder, or download a hub id; raises ModelError if neither works."""
     if (folder := model_folder(model)) is not None:
         return folder
     name = str(model)
@@ -172,13 +166,10 @@ def find_model(model: str | Path) -> Path:
 
 
 def digest_model(folder: Path) -> str:
-    """Return 16 hex digits that tell models apart.
+    """Return 16 hex digits identifying a model; raises ModelError on a damaged file.
 
-    Of config.json, and of every tensor its name, type, shape and first numbers (4 KiB): quick,
-    and a fine-tuned model differs from its base even if some of its layers were frozen.
-
-    Raises:
-        ModelError: a weights file is damaged.
+    Hashes config.json and each tensor's name, type, shape and first 4 KiB: fast, and fine-tuned
+    models differ from their base even if some layers were frozen.
     """
     digest = hashlib.blake2b(digest_size=8)
     digest.update(read_bytes(folder / "config.json"))
@@ -200,14 +191,14 @@ def digest_model(folder: Path) -> str:
 
 
 class Weights:
-    """The tensors of a folder's safetensors files, taken one by one.
+    """Tensors of a folder's safetensors files; a context manager.
 
-    A context manager: on a clean exit every tensor must have been taken. A tensor that is in two
-    files is fine where both are alike; else the file that the index names has it.
+    On a clean exit every tensor must have been taken. Of differing duplicates, the index's file
+    wins.
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
-        """Open the files. Raises ModelError: a file is damaged, or there is none."""
+        """Open the files; raises ModelError if one is damaged or there are none."""
         self._folder = folder
         self._dtype = dtype
         self._device = device
@@ -223,10 +214,7 @@ class Weights:
         return name in self._where
 
     def take(self, name: str, *shape: int) -> Tensor:
-        """Return a tensor in the model's dtype, on its device.
-
-        Raises ModelError: it is missing, has another shape, or is quantized.
-        """
+        """Return a tensor in the model's dtype and device; raises ModelError if not as expected."""
         if name not in self._where:
             raise ModelError(f"{self._folder}: tensor {name!r} is missing{self._blame(name)}")
         tensor: Tensor = self._files[self._where[name]].get_tensor(name)
@@ -252,7 +240,7 @@ class Weights:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close the files; refuse tensors that nobody took, except the derived ones."""
+        """Close the files; raise if a tensor was not taken, derived ones aside."""
         self._files.clear()
         if kind is not None:
             return
@@ -270,7 +258,7 @@ class Weights:
             )
 
     def _blame(self, name: str) -> str:
-        """Say that the file which has a missing tensor is missing itself."""
+        """Name the missing file that should hold a missing tensor."""
         file = self._source.index.get(name)
         if file in self._source.missing:
             return f": {file} is missing, though {INDEX} names it; download it"

@@ -1,4 +1,4 @@
-"""BucketStore: blocks as objects of an S3-compatible storage, or whatever else `obstore` speaks."""
+"""BucketStore: blocks as objects of an S3-compatible storage, or any that `obstore` supports."""
 
 from __future__ import annotations
 
@@ -36,27 +36,24 @@ from pigou.runtime.stores.store import (
 
 log = logging.getLogger(__name__)
 
-#: Directory of this format's objects.
+#: Key prefix of this format.
 _FORMAT = "pigou-kv-1"
-#: Headers that are read in one go.
+#: Headers read per batch.
 _SLICE = 256
-#: Objects that are deleted by one request.
+#: Objects per bulk delete.
 _DELETES = 1000
-#: Times the timeout that a listing, of many pages, may take, and until deleting is tried again.
+#: Timeouts that a listing of many pages may take, and between retries of deletions.
 _PATIENCE = 12
 _ZERO = np.zeros(1, dtype=np.int32)
 Request: TypeAlias = Callable[[], Awaitable[None]]
 
 
 class BucketStore:
-    """One object a block: its record's header, then its bytes.
+    """Stores each block as one object: header, then bytes.
 
-    Objects are named `pigou-kv-1/LAYOUT/XX/KEY` below the url, in hexadecimal. Several workers may
-    share a bucket: equal keys are equal blocks. What this store counts, and keeps under its cap, is
-    what it has put or found itself; what others put there is served when it is asked for.
-
-    A request that fails on its way is tried again a few times; a batch that takes longer than the
-    timeout fails as a whole.
+    Objects are named `pigou-kv-1/LAYOUT/XX/KEY` (hex) below the url. Workers may share a bucket,
+    since equal keys are equal blocks; the cap counts only objects that this store put or found.
+    Failed requests are retried; a batch that exceeds the timeout fails as a whole.
     """
 
     def __init__(
@@ -68,10 +65,7 @@ class BucketStore:
         *,
         clock: Callable[[], int] = time.time_ns,
     ) -> None:
-        """Make a client; nothing is sent yet, so no blocks are known.
-
-        Raises StoreError: the location is of no use.
-        """
+        """Create a client without connecting; raises StoreError if the location is invalid."""
         self.counts = StoreCounts()
         if isinstance(location, str):
             location = BucketLocation.parse(location)
@@ -92,7 +86,7 @@ class BucketStore:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the objects that this store has put or found, until they are really gone."""
+        """Bytes of objects that this store put or found, until their deletion completes."""
         return self._objects * self.record_bytes
 
     @property
@@ -125,7 +119,7 @@ class BucketStore:
         return self.has(entries.keys)
 
     def get(self, keys: BlockHashes, out: Bytes, rows: Ints) -> Bools:
-        """Download blocks and verify them (see `Store.get`)."""
+        """Download and verify blocks (see `Store.get`)."""
         good: Bools = np.zeros(len(keys), dtype=np.bool_)
         bad: list[str] = []
         names = keys_of(keys)
@@ -157,12 +151,12 @@ class BucketStore:
         return good
 
     def has(self, keys: BlockHashes) -> Bools:
-        """Which blocks this store has put or found, shape (n,)."""
+        """Return which blocks this store has put or found, shape (n,)."""
         with self._lock:
             return np.array([key in self._known for key in keys_of(keys)], dtype=np.bool_)
 
     def delete(self, keys: BlockHashes) -> int:
-        """Forget blocks, and delete their objects, now or when the storage answers again."""
+        """Forget blocks and delete their objects, now or once the storage answers again."""
         names = keys_of(keys)
         count = self._forget(names)
         with self._lock:
@@ -173,9 +167,9 @@ class BucketStore:
         return count
 
     def _bury(self) -> None:
-        """Delete objects that are to go; if that fails, try again later."""
+        """Delete doomed objects; retried later if that fails."""
         with self._lock:
-            self._doomed -= self._known  # put again meanwhile
+            self._doomed -= self._known  # stored again since
             gone = list(self._doomed)
         try:
             for i in range(0, len(gone), _DELETES):
@@ -188,10 +182,7 @@ class BucketStore:
             log.warning("%d objects are left to be deleted: %s", len(self._doomed), error)
 
     def entries(self) -> BlockRecords:
-        """Look up what is in the storage, the newest first, as far as cap and `look_up` go.
-
-        Needs a request for each block, besides the listing.
-        """
+        """List stored blocks, newest first, up to the cap and `look_up`; one request per block."""
         listed = self._list()
         records = [no_records()]
 
@@ -217,7 +208,7 @@ class BucketStore:
         return held
 
     def probe(self) -> None:
-        """Ask for an object that is not there (see `Store.probe`)."""
+        """Request a nonexistent object (see `Store.probe`)."""
 
         async def ask() -> None:
             with suppress(FileNotFoundError):
@@ -226,7 +217,7 @@ class BucketStore:
         self._run("reached", [ask])
 
     def close(self) -> None:
-        """Take no more calls; those under way end by their timeouts."""
+        """Refuse further calls; running ones end by their timeouts."""
         self._closed = True
 
     def _path(self, name: bytes) -> str:
@@ -234,7 +225,7 @@ class BucketStore:
         return f"{self._folder}/{text[:2]}/{text}"
 
     def _reserve(self, names: list[bytes], alive: Bools) -> Ints:
-        """Which blocks to upload: not known, not void, each once, as many as there is room for."""
+        """Return indices of blocks to upload: new, not void, unique, and within the cap."""
         new: dict[bytes, int] = {}
         with self._lock:
             for i, name in enumerate(names):
@@ -247,7 +238,7 @@ class BucketStore:
         return np.array(chosen, dtype=np.int32)
 
     def _unpack(self, raw: Bytes, key: BlockHashes, out: Bytes, row: Ints) -> str:
-        """Put an object's block in its row; returns what is wrong with it, or nothing."""
+        """Decode an object into its row; return the fault, empty if valid."""
         if len(raw) != self.record_bytes:
             return self._corrupt("is of another size")
         header, body = raw[:HEADER_BYTES].reshape(1, -1), raw[HEADER_BYTES:].reshape(1, -1)
@@ -274,7 +265,7 @@ class BucketStore:
         return len(stored)
 
     async def _remove(self, paths: list[str]) -> None:
-        """Delete objects, there or not: together, or where that is refused one by one."""
+        """Delete objects in bulk, or one by one where bulk deletion is refused."""
         try:
             await obstore.delete_async(self._client, paths)
         except FileNotFoundError:
@@ -298,7 +289,7 @@ class BucketStore:
         return [meta["path"] for meta in right[: min(self.capacity, self.location.look_up)]]
 
     def _run(self, what: str, work: Iterable[Request], patience: int = 1) -> None:
-        """Send requests, some at a time, for `patience` times the timeout at most."""
+        """Send requests concurrently, for at most `patience` timeouts."""
         if self._closed:
             raise StoreError(f"{self.location.url} was closed")
         if error := asyncio.run(self._gather(work, patience * self.location.timeout)):
@@ -329,23 +320,21 @@ def _array(raw: Any) -> Bytes:
 
 @dataclass(frozen=True, slots=True)
 class BucketLocation:
-    """An object storage.
+    """Location and client settings of an object storage.
 
-    Credentials come from the environment, as the provider's own tools find them
-    (`AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY`, roles of the machine): never from here.
+    Credentials come from the environment alone, as for the provider's tools (`AWS_ACCESS_KEY_ID`,
+    `AWS_SECRET_ACCESS_KEY`, instance roles).
     """
 
     url: str  # `s3://bucket/prefix`, `gs://...`, `az://...`, `file:///directory`, `memory://`
-    # of an S3-compatible server, like `http://127.0.0.1:9000`; empty for what the environment says
-    # (`AWS_ENDPOINT_URL`), or Amazon's own. Only with `s3://`.
+    # S3-compatible server, as `http://127.0.0.1:9000`; empty for `AWS_ENDPOINT_URL` or Amazon's.
     endpoint: str = ""
-    region: str = ""  # of an S3 bucket; empty for what the environment says
-    timeout: float = 5.0  # seconds that a batch of blocks may take, and so any request of it
-    connect_timeout: float = 2.0  # seconds for a connection
-    retries: int = 2  # of a request that failed on the way or with a status of 500 and above
+    region: str = ""  # of an S3 bucket; empty for the environment's
+    timeout: float = 5.0  # seconds for a batch of blocks
+    connect_timeout: float = 2.0  # seconds
+    retries: int = 2  # on network errors and status >= 500
     requests: int = 16
-    # objects whose headers are read when the store is asked for its entries, at most.
-    look_up: int = 10_000
+    look_up: int = 10_000  # max objects whose headers `entries` reads
 
     def __post_init__(self) -> None:
         scheme = urlsplit(self.url).scheme
@@ -362,7 +351,7 @@ class BucketLocation:
 
     @classmethod
     def parse(cls, uri: str) -> BucketLocation:
-        """Read `URL[?endpoint=URL][&region=NAME]`. Raises ValueError: it is not written so."""
+        """Parse `URL[?endpoint=URL][&region=NAME]`; raises ValueError if malformed."""
         url, _, query = uri.partition("?")
         given = dict(parse_qsl(query, keep_blank_values=True))
         if unknown := sorted(given.keys() - {"endpoint", "region"}):
@@ -370,10 +359,7 @@ class BucketLocation:
         return cls(url, given.get("endpoint", ""), given.get("region", ""))
 
     def open(self) -> ObjectStore:
-        """Make a client; nothing is sent yet.
-
-        Raises StoreError: the url or what the environment says is of no use.
-        """
+        """Create a client without connecting; raises StoreError on a bad url or environment."""
         scheme = urlsplit(self.url).scheme
         try:
             if scheme == "file":
@@ -408,5 +394,5 @@ class BucketLocation:
 
 
 def first_line(error: BaseException) -> str:
-    """What went wrong, without the client's inner life."""
+    """Return the first line of an error's message, without client internals."""
     return (str(error).strip().split("\n", 1)[0] or type(error).__name__)[:600]

@@ -35,20 +35,19 @@ from pigou.runtime.stores.store import (
 
 log = logging.getLogger(__name__)
 
-#: Where blocks lie, shape (n,).
+#: Block addresses, shape (n,).
 Addresses: TypeAlias = NDArray[np.int64]
-#: An address is a segment's number and a slot in it, in one integer.
+#: An address packs segment number (high bits) and slot.
 _SHIFT = 32
 _MASK = (1 << _SHIFT) - 1
 
 
 class DiskStore:
-    """Blocks in segment files of a directory that belongs to one process at a time.
+    """Stores blocks in segment files; one process owns the directory.
 
-    A deleted block leaves a hole, which later blocks fill, lowest first; a segment of holes alone
-    is deleted. So nothing is compacted or written twice, and the cap (tables included) is reached
-    with whole blocks. Files of another layout take room until it is needed. Nothing is synced:
-    after `kill -9` all is there whose `put` returned; after a machine's crash, checksums tell.
+    Deleted blocks leave holes, which new blocks fill, lowest first; an empty segment is deleted. So
+    nothing is compacted, and the cap includes headers. Nothing is fsynced: every finished `put`
+    survives `kill -9`, and checksums catch blocks torn by a machine crash.
     """
 
     def __init__(
@@ -60,10 +59,7 @@ class DiskStore:
         *,
         clock: Callable[[], int] = time.time_ns,
     ) -> None:
-        """Open a directory, make it if need be, and find what is there.
-
-        Raises StoreError: the directory cannot be used, or another process uses it.
-        """
+        """Open or create a directory; raises StoreError if it is unusable or locked."""
         self.counts = StoreCounts()
         self._clock = clock
         self._lock = threading.Lock()
@@ -77,7 +73,7 @@ class DiskStore:
         self._folder = SegmentFolder(path, namespace, block_bytes, cap_bytes)
         self.block_bytes, self.cap_bytes = block_bytes, cap_bytes
         self.record_bytes = HEADER_BYTES + block_bytes  # and 128 for each segment
-        self.capacity = self._folder.capacity()  # without files of other layouts
+        self.capacity = self._folder.capacity()  # blocks, ignoring other layouts
         try:
             for number, segment in list(self._folder.segments.items()):
                 self._index(number, segment)
@@ -90,7 +86,7 @@ class DiskStore:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all segment files: blocks, holes, tables, and other layouts."""
+        """Bytes of all segment files: blocks, holes, headers and other layouts."""
         return self._folder.bytes
 
     def put(
@@ -116,12 +112,12 @@ class DiskStore:
         return self.has(entries.keys)
 
     def has(self, keys: BlockHashes) -> Bools:
-        """Which blocks are there, as far as known without reading them, shape (n,)."""
+        """Return which blocks are indexed, (n,), without reading them."""
         with self._lock:
             return np.array([key in self._slot_map for key in keys_of(keys)], dtype=np.bool_)
 
     def get(self, keys: BlockHashes, out: Bytes, rows: Ints) -> Bools:
-        """Read blocks and verify them (see `Store.get`)."""
+        """Read and verify blocks (see `Store.get`)."""
         good: Bools = np.zeros(len(keys), dtype=np.bool_)
         void: Bools = np.zeros(len(keys), dtype=np.bool_)
         with self._pinned(keys) as addresses, self._trouble("read"):
@@ -149,14 +145,14 @@ class DiskStore:
         return good
 
     def delete(self, keys: BlockHashes) -> int:
-        """Forget blocks (see `Store.delete`)."""
+        """Delete blocks (see `Store.delete`)."""
         count = self._forget(keys)
         with self._lock:
             self.counts.deleted += count
         return count
 
     def entries(self) -> BlockRecords:
-        """All blocks in the store that are not void; after opening, what survived."""
+        """Return all valid blocks; after opening, those that survived."""
         with self._writing, self._trouble("read"):
             with self._lock:
                 addresses = np.array(self._slot_map.slots(), dtype=np.int64)
@@ -172,7 +168,7 @@ class DiskStore:
         return held.take(held.alive(self._clock()))
 
     def probe(self) -> None:
-        """Find out whether the directory is there and has room for a block (see `Store.probe`)."""
+        """Check that the directory exists and has room for a block (see `Store.probe`)."""
         with self._trouble("reached"):
             stat = os.statvfs(self.path)
             free = stat.f_bavail * stat.f_frsize
@@ -181,7 +177,7 @@ class DiskStore:
             raise StoreError(f"{self.path}: the disk has {free} bytes left")
 
     def _begin_again(self) -> None:
-        """Forget the blocks of files that somebody has removed, once nobody reads them."""
+        """Forget blocks whose files were removed externally, once nobody reads them."""
         with self._writing, self._lock:
             gone = [n for n, segment in self._folder.segments.items() if segment.removed]
             if not gone:
@@ -199,7 +195,7 @@ class DiskStore:
         log.error("%s: %d files were removed, and %d blocks", self.path, len(gone), len(keys))
 
     def close(self) -> None:
-        """Close all files and unlock the directory, once nobody reads or writes."""
+        """Close all files and unlock the directory, after current reads and writes."""
         with self._lock:
             if self._closed:
                 return
@@ -209,7 +205,7 @@ class DiskStore:
             self._folder.close()
 
     def _new(self, entries: BlockRecords, names: list[bytes]) -> NDArray[np.int64]:
-        """Which are to be written: not there, not void, each key once."""
+        """Return indices of blocks to write: not stored, not void, each key once."""
         alive = entries.alive(self._clock())
         seen: set[bytes] = set()
         new = []
@@ -221,7 +217,7 @@ class DiskStore:
         return np.array(new, dtype=np.int64)
 
     def _take(self, count: int) -> Addresses:
-        """Addresses for up to `count` blocks, in one segment, ascending; none without room."""
+        """Allocate up to `count` addresses in one segment, ascending; none without room."""
         if not self._holes:
             fresh = self._folder.fresh(count)
             if fresh is None:
@@ -252,7 +248,7 @@ class DiskStore:
 
     @contextmanager
     def _pinned(self, keys: BlockHashes) -> Iterator[Addresses]:
-        """Addresses of keys, -1 for none, that stay as they are for so long."""
+        """Pin the addresses of keys; -1 where missing."""
         with self._lock:
             self._check_open()
             self._reading += 1
@@ -280,7 +276,7 @@ class DiskStore:
         return count
 
     def _free_slots(self, addresses: list[int]) -> None:
-        """Make holes of addresses that nobody needs; raises OSError."""
+        """Punch holes for freed slots; raises OSError."""
         for number, _, slots in _by_segment(np.array(addresses, dtype=np.int64)):
             segment = self._folder.segments[number]
             for slot in slots.tolist():
@@ -295,7 +291,7 @@ class DiskStore:
         self._folder.drop(number)
 
     def _index(self, number: int, segment: Segment) -> None:
-        """Enter what a segment holds, and erase what is torn, void, or there twice."""
+        """Index a segment's blocks; erase torn, void and duplicate ones."""
         raw = segment.table
         good, held, _ = decode(raw, self._folder.namespace, self.block_bytes)
         taken = raw.any(axis=1)
@@ -319,7 +315,7 @@ class DiskStore:
 
     @contextmanager
     def _trouble(self, what: str, *, closing: bool = False) -> Iterator[None]:
-        """Turn trouble with files into a StoreError; after `close` only what was `closing`."""
+        """Convert OSError to StoreError; after `close`, only where `closing`."""
         if not closing:
             self._check_open()
         try:
@@ -343,7 +339,7 @@ def _mask(index: NDArray[np.int64], size: int) -> Bools:
 
 
 def _by_segment(addresses: Addresses) -> Iterator[tuple[int, NDArray[np.int64], Ints]]:
-    """Addresses by segment, -1 left out: number, which of `addresses`, and slots, ascending."""
+    """Group addresses other than -1 by segment: number, indices, ascending slots."""
     order = np.argsort(addresses, kind="stable")
     order = order[addresses[order] >= 0]
     numbers = addresses[order] >> _SHIFT
@@ -354,15 +350,15 @@ def _by_segment(addresses: Addresses) -> Iterator[tuple[int, NDArray[np.int64], 
 
 _SUFFIX = ".pigou-kv"
 _LOCK = "lock"
-#: Blocks of a segment take about this many bytes,
+#: Target bytes of blocks per segment,
 _SEGMENT_BYTES = 64 << 20
-#: unless that made more files than this.
+#: unless that exceeds this many files.
 _SEGMENTS = 256
 
 
 @dataclass(slots=True)
 class _Foreign:
-    """A file of another layout, or one that cannot be opened; it only takes room."""
+    """A segment of another layout, or unreadable; only counts towards the cap."""
 
     path: Path
     size: int
@@ -370,13 +366,10 @@ class _Foreign:
 
 
 class SegmentFolder:
-    """Segments by number, of one layout, under a cap; the bytes of other layouts count."""
+    """Segments of one layout under a byte cap; segments of other layouts count too."""
 
     def __init__(self, path: Path, namespace: bytes, block_bytes: int, cap: int) -> None:
-        """Lock the directory and open what is in it, within the cap.
-
-        Raises StoreError: the directory cannot be used, or another process uses it.
-        """
+        """Lock the directory and open its segments; raises StoreError if unusable or locked."""
         self.path = path
         self.namespace = namespace
         self.block_bytes = block_bytes
@@ -404,21 +397,21 @@ class SegmentFolder:
 
     @property
     def slots(self) -> int:
-        """Slots of a new segment, where there is room for all of them."""
+        """Slots of a full-size new segment."""
         size = max(_SEGMENT_BYTES, self.cap // _SEGMENTS)
         return max(1, size // self.block_bytes)
 
     def capacity(self) -> int:
-        """Blocks that the cap has room for."""
+        """Blocks that fit under the cap."""
         record = HEADER_BYTES + self.block_bytes
         full, rest = divmod(self.cap, HEADER_BYTES + self.slots * record)
         return full * self.slots + max(0, (rest - HEADER_BYTES) // record)
 
     def fresh(self, count: int) -> tuple[int, int, int] | None:
-        """Return a segment, its first unused slot, and for how many of `count` blocks it has room.
+        """Return a segment, its first unused slot, and how many of `count` blocks fit.
 
-        Makes a segment, and drops files of other layouts, oldest first, as needed. None: there is
-        no room. Raises OSError: a file cannot be made or removed.
+        Creates a segment and drops foreign files, oldest first, as needed. None if full; raises
+        OSError.
         """
         open_ones = [n for n, s in self.segments.items() if s.used < s.slots]
         segment = min(open_ones) if open_ones else self._create(count)
@@ -434,21 +427,21 @@ class SegmentFolder:
         self.segments.pop(number).remove()
 
     def lock_again(self) -> None:
-        """Lock the directory where its lock was removed; raises OSError and StoreError."""
+        """Lock the directory anew if its lock file was removed; raises OSError and StoreError."""
         if os.fstat(self._lock).st_nlink == 0:
             lock = _lock(self.path)
             os.close(self._lock)
             self._lock = lock
 
     def close(self) -> None:
-        """Close all files, and unlock the directory."""
+        """Close all files and unlock the directory."""
         for segment in self.segments.values():
             segment.close()
         self.segments.clear()
         os.close(self._lock)
 
     def _create(self, count: int) -> int | None:
-        """Make a segment as large as there is room, for one that `count` blocks need."""
+        """Create a segment with room for up to `count` blocks, or as many as fit."""
         record = HEADER_BYTES + self.block_bytes
         room = self._room(HEADER_BYTES + min(count, self.slots) * record)
         slots = min(self.slots, (room - HEADER_BYTES) // record)
@@ -461,7 +454,7 @@ class SegmentFolder:
         return number
 
     def _room(self, wanted: int) -> int:
-        """Bytes left under the cap, after dropping foreign files for the wanted ones."""
+        """Return the bytes left under the cap, after dropping foreign files if needed."""
         while self._foreign and self.cap - self.bytes < wanted:
             foreign = min(self._foreign, key=lambda f: f.age)
             foreign.path.unlink(missing_ok=True)
@@ -522,5 +515,5 @@ def _lock(path: Path) -> int:
     return fd
 
 
-#: Names of segment files, less their end.
+#: Stem of a segment file's name.
 _NUMBER = re.compile(r"[0-9]{8,12}")

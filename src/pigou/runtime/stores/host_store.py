@@ -1,4 +1,4 @@
-"""HostStore: blocks in one array of host memory, and room to stage blocks on their way."""
+"""HostStore: blocks in one array of host memory, with rows for staging."""
 
 from __future__ import annotations
 
@@ -26,20 +26,16 @@ log = logging.getLogger(__name__)
 
 
 class HostStore:
-    """Up to `capacity` blocks in the rows of an arena that is allocated once.
+    """Stores up to `capacity` blocks in rows of a preallocated arena.
 
-    Further rows are for staging: a copy that is not (yet) in the store is published under a key,
-    without a copy, or dropped. Bytes are digested in the pass that copies them, and verified on the
-    way out: a bug or bad memory is a miss too.
+    The other rows stage copies, which are published under a key without copying, or dropped.
+    Checksums are computed during the copy and verified on read, so memory corruption is a miss.
     """
 
     def __init__(
         self, arena: Bytes, capacity: int, *, clock: Callable[[], int] = time.time_ns
     ) -> None:
-        """Hold blocks in `arena` (`make_arena`), C-contiguous, shape (rows, block_bytes).
-
-        Raises ValueError: the arena is not contiguous, or has fewer rows than `capacity`.
-        """
+        """Use `arena`, C-contiguous (rows, block_bytes); raises ValueError if rows < `capacity`."""
         if arena.ndim != 2 or not arena.flags.c_contiguous or not 0 <= capacity <= len(arena):
             raise ValueError(
                 f"an arena of shape {arena.shape} for {capacity} blocks; give a contiguous one "
@@ -60,11 +56,11 @@ class HostStore:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the blocks in the store."""
+        """Bytes of the stored blocks."""
         return len(self._slot_map) * self.block_bytes
 
     def stage(self, count: int) -> Ints | None:
-        """Take `count` rows to stage blocks in; None when there are not as many."""
+        """Allocate `count` staging rows; None if too few are free."""
         with self._lock:
             if self._closed or count > len(self._free):
                 return None
@@ -72,15 +68,12 @@ class HostStore:
         return np.array(rows, dtype=np.int32)
 
     def drop(self, rows: Ints) -> None:
-        """Give staged rows back."""
+        """Free staging rows."""
         with self._lock:
             self._free.extend(rows.tolist())
 
     def publish(self, entries: BlockRecords, rows: Ints, sums: Checksums) -> Bools:
-        """Make staged rows, shape (n,), blocks of the store; what is refused is dropped.
-
-        Returns which are in the store now, shape (n,); False: no room, or void.
-        """
+        """Publish staged rows (n,); return which are stored, (n,). Refused rows are dropped."""
         alive = entries.alive(self._clock())
         stored: Bools = np.zeros(len(entries), dtype=np.bool_)
         with self._lock:
@@ -99,24 +92,24 @@ class HostStore:
         return stored
 
     def pin(self, keys: BlockHashes) -> Ints:
-        """Keep blocks in place while they are read; returns their rows, -1 for what is missing."""
+        """Pin blocks for reading; return their rows, -1 where missing."""
         with self._lock:
             return np.array(self._slot_map.pin(keys_of(keys)), dtype=np.int32).reshape(len(keys))
 
     def unpin(self, rows: Ints) -> None:
-        """End what `pin` began, with the rows that it returned."""
+        """Unpin rows returned by `pin`."""
         with self._lock:
             self._free_rows(self._slot_map.unpin(rows.tolist()))
 
     def sums(self, rows: Ints) -> Checksums:
-        """Checksums of pinned rows, shape (n,)."""
+        """Return checksums of pinned rows, shape (n,)."""
         sums: Checksums = self._sums[rows]
         return sums
 
     def put(
         self, entries: BlockRecords, data: Bytes, rows: Ints, sums: Checksums | None = None
     ) -> Bools:
-        """Copy blocks into the store (see `Store.put`); `sums` are computed while copying."""
+        """Copy blocks into the store (see `Store.put`), computing checksums during the copy."""
         self._check_open()
         names = keys_of(entries.keys)
         with self._lock:
@@ -127,13 +120,13 @@ class HostStore:
             new = new[:room]
             slots = np.array([self._free.pop() for _ in new], dtype=np.int32)
         copied = checksum.copy(data, rows[new], self.arena, slots)
-        if sums is not None:  # whatever happened to the bytes since then shows when they are read
+        if sums is not None:  # reads will detect any change since they were computed
             copied = sums[new]
         stored[new] = self.publish(entries.take(new), slots, copied)
         return stored
 
     def has(self, keys: BlockHashes) -> Bools:
-        """Which blocks are there, shape (n,)."""
+        """Return which blocks are stored, shape (n,)."""
         with self._lock:
             return np.array([key in self._slot_map for key in keys_of(keys)], dtype=np.bool_)
 
@@ -152,10 +145,7 @@ class HostStore:
         return good
 
     def verify(self, rows: Ints, copied: Checksums) -> Bools:
-        """Which blocks are good, by checksums of what was copied out of their pinned rows.
-
-        Those that are void, or were altered, are forgotten.
-        """
+        """Return which pinned rows match `copied`; void or altered blocks are forgotten."""
         held = self._held.take(rows)
         alive = held.alive(self._clock())
         good: Bools = alive & (copied == self._sums[rows])
@@ -171,12 +161,12 @@ class HostStore:
         return good
 
     def missed(self, count: int) -> None:
-        """Count blocks that were asked for and are not there."""
+        """Count misses."""
         with self._lock:
             self.counts.misses += count
 
     def delete(self, keys: BlockHashes) -> int:
-        """Forget blocks; returns how many there were."""
+        """Delete blocks; return how many existed."""
         with self._lock:
             count = self._forget(keys)
             self.counts.deleted += count
@@ -191,16 +181,16 @@ class HostStore:
         self._free.extend(rows)
 
     def entries(self) -> BlockRecords:
-        """All blocks in the store that are not void."""
+        """Return all valid blocks."""
         with self._lock:
             held = self._held.take(np.array(self._slot_map.slots(), dtype=np.int32))
         return held.take(held.alive(self._clock()))
 
     def probe(self) -> None:
-        """Memory is always there."""
+        """Do nothing: memory is always available."""
 
     def close(self) -> None:
-        """Forget everything."""
+        """Drop all blocks."""
         with self._lock:
             self._closed = True
             _, empty = self._slot_map.remove(self._slot_map.keys())

@@ -1,33 +1,9 @@
-"""KVOffloader: moves blocks between the device, host memory and the other stores, off the step's
-path.
+"""KVOffloader: moves blocks between the device, host memory and further stores, off the step path.
 
-How it is used (`kv/tiers.py` decides, the engine's driver calls this):
-
-*Down.* `copy_out(blocks, done)` copies device blocks into staging rows of the host arena, soon and
-fast, while the core may hand the blocks out again: `done(copy)` says when it was read, and only the
-core can say whether what was read is void. Then, for the blocks that are not: `copy.publish` makes
-them blocks of the host store, at once and without a copy; `send(copy, ...)` queues them for another
-store; `copy.drop()` lets go of all the others, and must be called in any case. `demote` does all of
-this for blocks that nobody hands out until it is done.
-
-*Up.* `restore(keys, source, blocks, done)` copies blocks of a store into device blocks, which
-belong to the restore until `done`. Each block is verified; one that is not `good` has undefined
-contents.
-
-*Between stores.* `move(entries, source, target, done)` copies; it deletes nothing at the source.
-Blocks of the host store are held from the call on, so they may be deleted there right after it.
-
-`delete(name, keys)` is in order with the writes to that store before and after it.
-`seconds(source, target, blocks)` is what a move is expected to take if it is asked for now.
-
-Each link (`device->host`, `host->device`, and `host->NAME` and `NAME->host` for each further store)
-is one thread and one bounded queue. All methods return at once. What they answer with False is
-**refused**, and nothing will be called: the queue is full, no staging row is free, or the link is
-down. Otherwise `done` is called exactly once, on the link's thread, with a `Moved`: also when the
-store failed, died or was closed. A callback must be quick; an exception in it is logged.
-
-A block that a store did not hand over (not good, no reason) is no longer there: forget it. When a
-link fails (`reason`), blocks may still be there; `store.has` knows what the store believes.
+Each link (`device->host`, `host->device`, `host->NAME`, `NAME->host`) is one thread and one bounded
+queue, so all methods return at once. False means refused: the queue is full, no staging row is
+free, or the link is down. Otherwise `done` is called once, on the link's thread, even on failure or
+`close`. A block that is not `good` is gone, unless `reason` names a link failure.
 """
 
 from __future__ import annotations
@@ -60,12 +36,17 @@ log = logging.getLogger(__name__)
 
 DEVICE = "device"
 HOST = "host"
-#: Reason of a job whose second half was refused.
+#: Reason when the second half of a job was refused.
 REFUSED = "its link is busy or down"
 
 
 class KVOffloader:
-    """The threads between the device's blocks and the stores (see the module)."""
+    """Copies blocks between the device and stores; `kv/tiers.py` decides which.
+
+    Offload with `copy_out`, then `StagedCopy.publish` or `send`, and always `StagedCopy.drop`. The
+    core may reuse device blocks meanwhile, so it decides which copies are void. `demote` does this
+    for held blocks.
+    """
 
     def __init__(
         self,
@@ -76,10 +57,7 @@ class KVOffloader:
         *,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """Start the threads, and own the stores: `close` closes them.
-
-        Raises ValueError: a store has blocks of another size, or a name that is taken.
-        """
+        """Start the threads; own the stores. Raises ValueError on a block size or name conflict."""
         self._settings = settings or OffloaderSettings()
         self._clock = clock
         self._host = host
@@ -100,7 +78,7 @@ class KVOffloader:
             self._writes[name] = self._link(name, f"{near}->{name}", store)
 
     def copy_out(self, blocks: Ints, done: Callable[[StagedCopy], None]) -> bool:
-        """Copy device blocks into staging rows; `done(copy)` when they have been read."""
+        """Copy device blocks into staging rows; call `done(copy)` once they have been read."""
         rows = self._host.stage(len(blocks))
         if rows is None:
             return False
@@ -118,10 +96,7 @@ class KVOffloader:
         target: str,
         done: Done | None = None,
     ) -> bool:
-        """Store staged blocks in a store other than the host's.
-
-        `index`: which of its blocks, shape (n,).
-        """
+        """Write staged blocks, positions `index` (n,), to a store other than the host store."""
         rows, sums = copy.take(index)
 
         def release() -> None:
@@ -134,10 +109,7 @@ class KVOffloader:
         return False
 
     def demote(self, blocks: Ints, entries: BlockRecords, target: str, done: Done) -> bool:
-        """Copy device blocks to a store; they stay as they are until `done`.
-
-        `blocks`: ids of the device blocks, shape (n,).
-        """
+        """Copy device blocks, ids (n,), to a store; the caller holds them until `done`."""
 
         def copied(copy: StagedCopy) -> None:
             index = np.flatnonzero(copy.good).astype(np.int32)
@@ -154,7 +126,7 @@ class KVOffloader:
     def move(
         self, entries: BlockRecords, source: str, target: str, done: Done | None = None
     ) -> bool:
-        """Copy blocks from one store to another. `entries`: of the blocks, shape (n,)."""
+        """Copy blocks between stores; deletes nothing. Host blocks are pinned from this call on."""
         if source == target:
             raise ValueError(f"the blocks are to be moved from {source} to {target}")
         if source != HOST:
@@ -174,11 +146,10 @@ class KVOffloader:
         return False
 
     def restore(self, keys: BlockHashes, source: str, blocks: Ints, done: Done) -> bool:
-        """Copy blocks of a store into device blocks, which nobody else writes until `done`.
+        """Copy a store's blocks (keys (n, 2)) into device blocks (ids (n,)), verifying each.
 
-        Args:
-            keys: shape (n, 2).
-            blocks: ids of the device blocks, shape (n,).
+        The device blocks belong to the restore until `done`; those not `good` have undefined
+        contents.
         """
         if source != HOST:
             return self._reads[source].offer(
@@ -191,18 +162,18 @@ class KVOffloader:
         return False
 
     def delete(self, name: str, keys: BlockHashes) -> None:
-        """Forget blocks of a store; never refused, and in order with its writes."""
+        """Delete blocks of a store, in order with its writes; never refused."""
         if name == HOST:
             self._host.delete(keys)
             return
         self._writes[name].offer(delete(self.stores[name], keys))
 
     def survey(self, name: str, done: Callable[[BlockRecords | None], None]) -> bool:
-        """Ask a store for all its entries (`Store.entries`), on its thread; None if it fails."""
+        """List a store's entries on its thread; `done` gets None if that fails."""
         return self._reads[name].offer(survey(self.stores[name], done))
 
     def seconds(self, source: str, target: str, blocks: int) -> float:
-        """Seconds until `blocks` blocks asked for now would have arrived, queues included."""
+        """Return the expected seconds to move `blocks` blocks now, queueing included."""
         if source == DEVICE:
             first = self._writes[HOST].seconds(blocks)
             return first if target == HOST else first + self._writes[target].seconds(blocks)
@@ -211,15 +182,15 @@ class KVOffloader:
         return self._writes[target].seconds(blocks)
 
     def law(self, source: str) -> tuple[float, float]:
-        """Seconds before the first block of a store comes, and for each block, as measured."""
+        """Return a store's measured read latency and seconds per block."""
         return self._reads[source].law()
 
     def status(self) -> dict[str, StoreStatus]:
-        """Describe each store and its links, by name."""
+        """Return each store's status by name."""
         return {name: self._describe(name, store) for name, store in self.stores.items()}
 
     def close(self) -> None:
-        """Finish what is queued, for `close_seconds` at most; end the threads, close the stores."""
+        """Drain the queues for up to `close_seconds`, end the threads, close the stores."""
         end = time.monotonic() + self._settings.close_seconds
         busy = [
             link.name
@@ -261,18 +232,15 @@ class KVOffloader:
 
 @dataclass(frozen=True, slots=True)
 class OffloaderSettings:
-    """Bounds of a mover."""
+    """Queue bounds and circuit-breaker settings of an offloader."""
 
-    # blocks that wait on a link at most, those under way included; but an idle link takes a job of
-    # any size.
-    queue_blocks: int = 4096
-    batch: int = 64  # blocks that a store is given at once
-    failures: int = 3  # in a row, that take a link down
-    pause: int = SECOND  # nanoseconds until a link that is down is probed; doubled each time,
+    queue_blocks: int = 4096  # max blocks queued or running on a link; an idle one takes any job
+    batch: int = 64  # blocks per store call
+    failures: int = 3  # consecutive failures that take a link down
+    pause: int = SECOND  # ns until a link that is down is probed; doubled each time
     longest_pause: int = 60 * SECOND
-    close_seconds: float = 5.0  # that `close` waits for what is queued
-    # latency in seconds and bytes per second of a link before it was measured, by the name of the
-    # store; `other` for names that are not here.
+    close_seconds: float = 5.0  # time `close` waits for queued jobs
+    # initial latency (s) and bandwidth (bytes/s) of a link, by store name; `other` is the default.
     guesses: Mapping[str, tuple[float, float]] = field(
         default_factory=lambda: {"host": (1e-4, 5e9), "disk": (1e-3, 5e8), "other": (3e-2, 1e8)}
     )
@@ -285,13 +253,13 @@ class OffloaderSettings:
 
 @dataclass(frozen=True, slots=True)
 class StoreStatus:
-    """A store and its links, to be shown."""
+    """Status of a store and its links."""
 
-    up: bool  # whether both directions take work
-    reason: str  # why not
-    used_bytes: int  # bytes taken
+    up: bool  # both directions take work
+    reason: str  # why it is down
+    used_bytes: int
     cap_bytes: int
-    capacity: int  # blocks that have room
+    capacity: int  # blocks
     counts: StoreCounts
     reads: TransferQueueStatus
     writes: TransferQueueStatus
@@ -299,12 +267,12 @@ class StoreStatus:
 
 Done: TypeAlias = Callable[[OffloadResult], None]
 
-#: Reason of a job that found no staging row.
+#: Reason when no staging row is free.
 NO_ROWS = "no staging row is free"
 
 
 class TransferJobs:
-    """Makes jobs; what they need of the arena they take when they run, unless it is given."""
+    """Builds transfer jobs; arena rows not passed in are taken when the job runs."""
 
     def __init__(self, device: DeviceBlocks, host: HostStore, batch: int) -> None:
         self._device = device
@@ -314,7 +282,7 @@ class TransferJobs:
     def copy_out(
         self, blocks: Ints, rows: Ints, copy: StagedCopy, done: Callable[[StagedCopy], None]
     ) -> TransferJob:
-        """Copy device blocks into the rows of a copy."""
+        """Copy device blocks into the staging rows of `copy`."""
 
         def run() -> None:
             for part in self._parts(len(blocks)):
@@ -338,7 +306,7 @@ class TransferJobs:
         release: Callable[[], None],
         done: Done | None,
     ) -> TransferJob:
-        """Put rows of the arena into a store; rows of -1 are missing."""
+        """Put arena rows into a store; a row of -1 is missing."""
 
         def run() -> None:
             for part in self._parts(len(entries)):
@@ -351,7 +319,7 @@ class TransferJobs:
     def between(
         self, entries: BlockRecords, source: Store, target: Store, done: Done | None
     ) -> TransferJob:
-        """Read from one store into staging rows, and put these into another."""
+        """Copy blocks from one store to another through staging rows."""
 
         def run() -> None:
             for part in self._parts(len(entries)):
@@ -370,7 +338,7 @@ class TransferJobs:
         return job
 
     def restore(self, keys: BlockHashes, source: Store, blocks: Ints, done: Done) -> TransferJob:
-        """Read from a store into device blocks: straight, where these are host memory."""
+        """Read blocks into device blocks, without staging where these are host memory."""
         data = self._device.as_bytes()
 
         def run() -> None:
@@ -393,7 +361,7 @@ class TransferJobs:
         return job
 
     def restore_rows(self, rows: Ints, blocks: Ints, done: Done) -> TransferJob:
-        """Copy pinned rows of the host store into device blocks; rows of -1 are missing."""
+        """Copy pinned rows of the host store into device blocks; a row of -1 is missing."""
         host = self._host
 
         def run() -> None:
@@ -420,7 +388,7 @@ class TransferJobs:
     ) -> None:
         try:
             job.good[index] = target.put(entries, self._host.arena, rows, sums)
-        except BaseException:  # part of them may be there
+        except BaseException:  # some may have been stored
             job.good[index] = target.has(entries.keys)
             raise
 
@@ -429,7 +397,7 @@ class TransferJobs:
 
 
 def delete(store: Store, keys: BlockHashes) -> TransferJob:
-    """Delete blocks of a store, whatever its state."""
+    """Delete blocks of a store, even while its link is down."""
 
     def run() -> None:
         store.delete(keys)
@@ -438,7 +406,7 @@ def delete(store: Store, keys: BlockHashes) -> TransferJob:
 
 
 def survey(store: Store, done: Callable[[BlockRecords | None], None]) -> TransferJob:
-    """Ask a store for its entries."""
+    """List a store's entries."""
     records: list[BlockRecords] = []
 
     def run() -> None:
@@ -451,20 +419,20 @@ def survey(store: Store, done: Callable[[BlockRecords | None], None]) -> Transfe
 
 
 def nobody(count: int) -> Bools:
-    """Return that none of `count` blocks has arrived."""
+    """Return a mask (count,) of False: no block arrived."""
     return np.zeros(count, dtype=np.bool_)
 
 
 def _nothing() -> None:
-    """Nothing is to be given back."""
+    """Do nothing."""
 
 
 def _ignore(_moved: OffloadResult) -> None:
-    """Nobody wants to know."""
+    """Do nothing."""
 
 
 class StagedCopy:
-    """Staged blocks by their position in `KVOffloader.copy_out`; for one thread at a time."""
+    """Staged blocks, indexed by position in `KVOffloader.copy_out`; not thread-safe."""
 
     def __init__(self, host: HostStore, rows: Ints) -> None:
         self.good: Bools = np.zeros(len(rows), dtype=np.bool_)
@@ -478,18 +446,15 @@ class StagedCopy:
         return len(self._rows)
 
     def publish(self, index: Ints, entries: BlockRecords) -> Bools:
-        """Make blocks of the copy, by index (n,), blocks of the host store, without copying.
+        """Publish staged blocks, positions (n,), to the host store without copying.
 
-        Returns which are in the store now, shape (n,); False: no room, or void.
+        Returns which are in the store now, (n,); False if void or out of room.
         """
         rows, sums = self.take(index)
         return self._host.publish(entries, rows, sums)
 
     def take(self, index: Ints) -> tuple[Ints, Checksums]:
-        """Take blocks out of the copy; returns their rows and checksums.
-
-        Raises ValueError: one of them was not copied, is there twice, or has left already.
-        """
+        """Take blocks out; returns rows and checksums. Raises ValueError if one is missing."""
         if not (self._held & self.good)[index].all() or len(np.unique(index)) != len(index):
             raise ValueError(f"blocks {index.tolist()} of the copy are not all there, once")
         self._held[index] = False
@@ -500,16 +465,13 @@ class StagedCopy:
         self._held[index] = True
 
     def drop(self) -> None:
-        """Let go of what is left; the second time there is nothing."""
+        """Free the remaining rows; idempotent."""
         self._host.drop(self._rows[self._held])
         self._held[:] = False
 
 
 def copy_out(blocks: DeviceBlocks, ids: Ints, arena: Bytes, rows: Ints) -> Checksums:
-    """Copy the blocks `ids` into rows of an arena; returns checksums of what was copied.
-
-    In host memory the blocks are read once, free of the GIL.
-    """
+    """Copy blocks `ids` into arena rows; return their checksums. Releases the GIL on CPU."""
     data = blocks.as_bytes()
     if data is not None:
         return checksum.copy(data, ids, arena, rows)
@@ -518,7 +480,7 @@ def copy_out(blocks: DeviceBlocks, ids: Ints, arena: Bytes, rows: Ints) -> Check
 
 
 def copy_in(blocks: DeviceBlocks, ids: Ints, arena: Bytes, rows: Ints) -> Checksums:
-    """Copy rows of an arena into the blocks `ids`; returns checksums of what was copied."""
+    """Copy arena rows into blocks `ids`, and return checksums of the copied bytes."""
     data = blocks.as_bytes()
     if data is not None:
         return checksum.copy(arena, rows, data, ids)
@@ -528,10 +490,7 @@ def copy_in(blocks: DeviceBlocks, ids: Ints, arena: Bytes, rows: Ints) -> Checks
 
 
 def make_arena(blocks: DeviceBlocks, rows: int) -> Bytes:
-    """Allocate host memory for `rows` blocks, shape (rows, block_bytes).
-
-    It is pinned where the blocks are not in host memory themselves.
-    """
+    """Allocate host memory, (rows, block_bytes); pinned where the device is not the CPU."""
     shape = (rows, blocks.layout.block_bytes)
     if blocks.as_bytes() is not None:
         return np.zeros(shape, dtype=np.uint8)

@@ -1,4 +1,4 @@
-"""Segment: a file of blocks on disk, with a table of their headers."""
+"""Segment: a disk file of blocks with a table of their headers."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from pigou.small_file import check_regular
 
 _MAGIC = b"PIGOUSG1"
 _PREFACE = struct.Struct("<8s16sIQ84sQ")
-#: Buffers in one call of preadv or pwritev (IOV_MAX is 1,024).
+#: Buffers per preadv or pwritev (IOV_MAX is 1,024).
 _VECTOR = 512
 
 
 class NotASegment(Exception):
-    """A file that is no segment; says why."""
+    """Raised for a file that is not a segment."""
 
 
 class Segment:
@@ -36,27 +36,27 @@ class Segment:
         self.namespace = namespace
         self.slots = slots
         self.block_bytes = block_bytes
-        #: Slots that the file has room for; those from here on are used for the first time.
+        #: First slot never used.
         self.used = used
-        #: The table as it is in the file, shape (slots, 128).
+        #: Header table as stored, shape (slots, 128).
         self.table: Bytes = np.zeros((slots, HEADER_BYTES), dtype=np.uint8)
-        #: Slots whose header is not empty.
+        #: Slots in use.
         self.live = 0
         self._fd = fd
 
     @staticmethod
     def overhead(slots: int) -> int:
-        """Bytes of a segment without its blocks."""
+        """Return the bytes of a segment besides its blocks."""
         return (1 + slots) * HEADER_BYTES
 
     @property
     def size(self) -> int:
-        """Bytes of the file."""
+        """File size in bytes."""
         return Segment.overhead(self.slots) + self.used * self.block_bytes
 
     @classmethod
     def create(cls, path: Path, namespace: bytes, slots: int, block_bytes: int) -> Segment:
-        """Make an empty file; raises OSError, and then leaves nothing behind."""
+        """Create an empty segment; raises OSError, leaving no file behind."""
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         segment = cls(path, fd, namespace, slots, block_bytes, 0)
         try:
@@ -69,12 +69,7 @@ class Segment:
 
     @classmethod
     def open(cls, path: Path) -> Segment:
-        """Open a file and read its table; a torn tail is cut off.
-
-        Raises:
-            NotASegment: it is none, or of another format.
-            OSError: it cannot be read.
-        """
+        """Open a segment and truncate a torn tail; raises NotASegment or OSError."""
         fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
             return cls._read(path, fd)
@@ -102,11 +97,11 @@ class Segment:
         return segment
 
     def headers(self, slots: Ints) -> Bytes:
-        """Headers of slots as the file has them, shape (n, 128)."""
+        """Return headers of slots as stored, (n, 128)."""
         return np.ascontiguousarray(self.table[slots])
 
     def write(self, slots: Ints, data: Bytes, rows: Ints, headers: Bytes) -> None:
-        """Write blocks, then their headers; `slots` ascend. Raises OSError."""
+        """Write blocks, then headers, to ascending `slots`; raises OSError."""
         top = int(slots[-1]) + 1
         try:
             for begin, end in runs(slots):
@@ -124,16 +119,16 @@ class Segment:
         self.live += len(slots)
 
     def read(self, slots: Ints, out: Bytes, rows: Ints) -> None:
-        """Read blocks, `slots` ascending, into rows of `out`; a short file leaves rows as they are.
+        """Read blocks of ascending `slots` into rows of `out`; raises OSError.
 
-        Raises OSError: it cannot be read.
+        Rows past the end of a short file stay unchanged.
         """
         for begin, end in runs(slots):
             parts = [out[row] for row in rows[begin:end].tolist()]
             _transfer(os.preadv, self._fd, parts, self._offset(int(slots[begin])))
 
     def erase(self, slots: Ints) -> None:
-        """Zero the headers of slots that have one, ascending; raises OSError."""
+        """Zero the headers of live, ascending slots; raises OSError."""
         self.live -= len(slots)
         self.table[slots] = 0
         for begin, end in runs(slots):
@@ -142,7 +137,7 @@ class Segment:
 
     @property
     def removed(self) -> bool:
-        """Whether somebody has deleted the file; what is written to it ends with the process."""
+        """True if the file was deleted externally."""
         return os.fstat(self._fd).st_nlink == 0
 
     def close(self) -> None:
@@ -159,7 +154,7 @@ class Segment:
 
 
 def runs(slots: Ints) -> Iterator[tuple[int, int]]:
-    """Where slots follow one another: begins and ends in `slots`, ascending, of runs."""
+    """Yield (begin, end) of runs of consecutive slots."""
     if not len(slots):
         return
     breaks = np.flatnonzero(np.diff(slots) != 1) + 1
@@ -175,7 +170,7 @@ def _transfer(
     parts: Sequence[Bytes],
     offset: int,
 ) -> int:
-    """Read or write all parts from an offset on; returns the bytes done, fewer only at the end."""
+    """Read or write all parts from `offset`; return the bytes done, fewer only at the end."""
     views = [part.data.cast("B") for part in parts]
     done = 0
     while views:

@@ -1,18 +1,8 @@
-"""Store: where blocks lie outside the device, and what all stores promise.
+"""Store: the interface of block storage outside the device, and the format of its records.
 
-- **Never a wrong byte.** A block that `get` reports is, byte for byte, what was put under this key
-  (as far as 64 bits of xxh3 tell). Whatever is missing, void, torn, altered or foreign is a miss;
-  what should not have been so is one line in the log, and is then forgotten.
-- **One layout.** A store is opened for the fingerprint of a layout (model, weights, dtype, block
-  size, shape). Blocks of another one are never seen. Tenures are apart by their keys.
-- **A hard cap.** `used_bytes` never exceeds `cap_bytes`. A store refuses what has no room, and
-  evicts nothing by itself. Making room is the decider's task: `delete`, then `put`.
-- **Blocks are immutable.** A key that is already there is kept, and counts as put.
-- Batches: every method takes n blocks at once; a batch may succeed in part, and says which.
-- Calls may come from several threads at once. A block that is being read is not overwritten.
-
-Trouble with the medium as a whole (disk full or gone, server dead) raises `StoreError`.
-`KVOffloader` turns that into refusals and misses, and tries again later.
+A store serves one layout (model, weights, dtype, block size, shape), holds immutable blocks by key,
+and is thread-safe. It returns a block exactly as put (64-bit xxh3), else a miss. `used_bytes` never
+exceeds `cap_bytes`; the caller evicts with `delete`. A failing medium raises `StoreError`.
 """
 
 from __future__ import annotations
@@ -31,111 +21,100 @@ from pigou.request import NEVER, BlockHashes, Ints, Nanos
 
 
 class StoreError(Exception):
-    """A store cannot do its work now; says why. Nothing was damaged."""
+    """Raised when a store's medium fails; stored blocks stay intact."""
 
 
 @dataclass(slots=True)
 class StoreCounts:
-    """What a store has seen since it was opened, in blocks."""
+    """Block counters since the store was opened."""
 
     hits: int = 0  # blocks that `get` returned
-    misses: int = 0  # blocks that `get` did not return, for whatever reason
-    corrupt: int = 0  # of the misses and of what was found at opening: torn or altered
-    expired: int = 0  # blocks dropped because they were void
-    written: int = 0  # blocks that `put` stored, without those that were there already
-    refused: int = 0  # blocks that `put` had no room for
-    deleted: int = 0  # blocks that `delete` removed
+    misses: int = 0  # blocks that `get` did not return
+    corrupt: int = 0  # torn or altered, among misses and at opening
+    expired: int = 0  # void blocks dropped
+    written: int = 0  # blocks newly stored
+    refused: int = 0  # blocks without room
+    deleted: int = 0
 
 
 class Store(Protocol):
-    """Blocks by their keys, outside the device."""
+    """Block storage by key; batches of n blocks may succeed in part."""
 
     counts: StoreCounts
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block."""
+        """Bytes per block."""
 
     @property
     def record_bytes(self) -> int:
-        """Bytes of the cap that a block takes, a few more for many blocks together left aside."""
+        """Bytes that a block takes of the cap, headers of whole files aside."""
 
     @property
     def cap_bytes(self) -> int:
-        """What `used_bytes` never exceeds."""
+        """Upper bound of `used_bytes`."""
 
     @property
     def capacity(self) -> int:
-        """Blocks that have room when there is nothing else; the decider's cap."""
+        """Blocks that fit in an empty store."""
 
     @property
     def used_bytes(self) -> int:
-        """Bytes that are taken now, headers included."""
+        """Bytes in use, headers included."""
 
     def put(
         self, entries: BlockRecords, data: Bytes, rows: Ints, sums: Checksums | None = None
     ) -> Bools:
-        """Store blocks; return which are in the store now, shape (n,): False without room, or void.
+        """Store blocks; return which are stored, (n,): False if void or without room.
 
-        Args:
-            data: holds their bytes in its `rows`, (n,); C-contiguous, shape (any, block_bytes).
-            sums: their checksums where the caller has them, shape (n,); readers compare with them.
-
-        Raises:
-            StoreError: the medium fails; blocks of the batch may have been stored.
+        `data` is C-contiguous, (any, block_bytes), with the blocks in `rows` (n,); readers verify
+        against `sums` (n,). Raises StoreError if the medium fails; part of the batch may be stored.
         """
 
     def get(self, keys: BlockHashes, out: Bytes, rows: Ints) -> Bools:
-        """Read blocks into `rows` of `out`, and return which were read and are right, shape (n,).
+        """Read blocks `keys` (n, 2) into `rows` of `out`; return which are valid, (n,).
 
-        `keys` is (n, 2), `out` C-contiguous, (any, block_bytes). A row of a block that is not
-        right is undefined. Raises StoreError: the medium fails.
+        `out` is C-contiguous, (any, block_bytes); rows of other blocks are undefined. Raises
+        StoreError.
         """
 
     def has(self, keys: BlockHashes) -> Bools:
-        """Which blocks are there, as far as known without I/O, shape (n,)."""
+        """Return which blocks are indexed, (n,), without I/O."""
 
     def delete(self, keys: BlockHashes) -> int:
-        """Forget blocks; returns how many there were.
-
-        Raises StoreError: the medium fails; they are forgotten, but may be back after a restart.
-        """
+        """Delete blocks; return how many existed. On StoreError they may return after a restart."""
 
     def entries(self) -> BlockRecords:
-        """All blocks in the store that are not void; after opening, what survived.
-
-        Raises StoreError: the medium fails.
-        """
+        """Return all valid blocks; after opening, those that survived. Raises StoreError."""
 
     def probe(self) -> None:
-        """Find out cheaply whether the medium is there. Raises StoreError: it is not."""
+        """Check cheaply that the medium is available; raises StoreError if not."""
 
     def close(self) -> None:
-        """Let go of files and connections; later calls raise StoreError, a second `close` not."""
+        """Close files and connections; later calls raise StoreError. Idempotent."""
 
 
-#: What the entry point of a store names, given the place of `NAME=SIZE@PLACE`, the layout's
-#: fingerprint (16 bytes), the bytes of a block and the cap; raises StoreError or ValueError.
+#: Factory of a store's entry point. Takes the place in `NAME=SIZE@PLACE`, layout fingerprint
+#: (16 bytes), block bytes and cap; raises StoreError or ValueError.
 OpenStore: TypeAlias = Callable[[str, bytes, int, int], Store]
 
-#: One per block, shape (n,).
+#: Per block, shape (n,).
 Bools: TypeAlias = NDArray[np.bool_]
-#: Digests of tenures, shape (n, 32).
+#: Tenure digests, shape (n, 32).
 Digests: TypeAlias = NDArray[np.uint8]
-#: Bytes of a tenure's digest.
 TENURE_BYTES = 32
 _COLUMNS = ("keys", "parents", "depths", "expiries", "tenures")
 
 
 @dataclass(frozen=True, slots=True)
 class BlockRecords:
-    """Blocks by their keys, each with where it stands in its sequence and how long it is valid."""
+    """Metadata of n blocks, as columns."""
 
-    keys: BlockHashes  # keyed hashes, shape (n, 2); the tenure is in the key
-    parents: BlockHashes  # keys of the blocks before, shape (n, 2); (0, 0) for a sequence's first
-    depths: Ints  # blocks before it in its sequence, shape (n,), int32
-    expiries: Nanos  # nanoseconds since 1970, shape (n,); `NEVER` is never
-    tenures: Digests  # of the tenures, shape (n, 32); zeros where they are not known
+    keys: BlockHashes  # keyed hashes, tenure included, shape (n, 2)
+    parents: BlockHashes  # keys of the preceding blocks, shape (n, 2); (0, 0) for a first block
+    depths: Ints  # preceding blocks in the sequence, shape (n,), int32
+    expiries: Nanos  # nanoseconds since 1970, or `NEVER`, shape (n,)
+    tenures: Digests  # shape (n, 32); zeros if unknown
 
     def __post_init__(self) -> None:
         n = len(self.keys)
@@ -148,21 +127,21 @@ class BlockRecords:
         return len(self.keys)
 
     def take(self, index: NDArray[np.integer] | Bools | slice) -> BlockRecords:
-        """Return the entries at `index` (ids, a mask or a slice)."""
+        """Return the records at `index` (ids, mask or slice)."""
         return BlockRecords(*(getattr(self, name)[index] for name in _COLUMNS))
 
     def write(self, index: Ints, other: BlockRecords) -> None:
-        """Write `other` over the entries at `index`, shape (n,)."""
+        """Overwrite the records at `index`, shape (n,)."""
         for name in _COLUMNS:
             getattr(self, name)[index] = getattr(other, name)
 
     def alive(self, now: int) -> Bools:
-        """Which are not void at `now`, nanoseconds since 1970."""
+        """Return which are valid at `now`, nanoseconds since 1970."""
         alive: Bools = self.expiries > now
         return alive
 
     def blocks(self, size: int) -> list[Block]:
-        """Return what the decider calls them, each of `size` bytes."""
+        """Convert to the scheduler's blocks of `size` bytes each."""
         keys, parents = keys_of(self.keys), keys_of(self.parents)
         rest = zip(keys, parents, self.depths.tolist(), self.expiries.tolist(), strict=True)
         return [
@@ -172,7 +151,7 @@ class BlockRecords:
 
     @staticmethod
     def of(blocks: Sequence[Block], tenure: bytes = bytes(TENURE_BYTES)) -> BlockRecords:
-        """Describe what the decider calls blocks, all of one tenure."""
+        """Build records of the scheduler's blocks, all of one tenure."""
         records = no_records(len(blocks))
         records.keys[:] = hashes_of([block.key for block in blocks])
         records.parents[:] = hashes_of([block.parent or bytes(16) for block in blocks])
@@ -190,12 +169,9 @@ class BlockRecords:
         parent: BlockHashes | None = None,
         depth: int = 0,
     ) -> BlockRecords:
-        """Describe consecutive blocks of one sequence.
+        """Build records of consecutive blocks of one sequence, keys (n, 2).
 
-        Args:
-            keys: shape (n, 2).
-            expiry: nanoseconds since 1970.
-            parent: key of the block before the first, shape (1, 2); None where there is none.
+        `expiry` is in nanoseconds since 1970; `parent` (1, 2) is the preceding block's key, if any.
         """
         before = np.zeros((1, 2), dtype=np.uint64) if parent is None else parent
         n = len(keys)
@@ -210,7 +186,7 @@ class BlockRecords:
 
     @staticmethod
     def join(parts: Sequence[BlockRecords]) -> BlockRecords:
-        """Put entries one after the other."""
+        """Concatenate records."""
         if not parts:
             return no_records()
         columns = ([getattr(part, name) for part in parts] for name in _COLUMNS)
@@ -218,7 +194,7 @@ class BlockRecords:
 
 
 def no_records(count: int = 0) -> BlockRecords:
-    """Return entries of no block, or `count` blank ones to be written over."""
+    """Return empty records, or `count` blank ones to overwrite."""
     return BlockRecords(
         np.zeros((count, 2), dtype=np.uint64),
         np.zeros((count, 2), dtype=np.uint64),
@@ -228,7 +204,7 @@ def no_records(count: int = 0) -> BlockRecords:
     )
 
 
-#: Changes when the format does; older records are then foreign.
+#: Format version; records of another are ignored.
 MAGIC = b"PIGOUKV1"
 
 HEADER = np.dtype(
@@ -243,16 +219,15 @@ HEADER = np.dtype(
         ("expiry", "<i8"),  # nanoseconds since 1970
         ("payload", "<u8"),  # xxh3 of the block
         ("spare", "<u8"),
-        ("check", "<u8"),  # xxh3 of all that comes before
+        ("check", "<u8"),  # xxh3 of the fields above
     ]
 )
-#: Bytes of a header.
 HEADER_BYTES = HEADER.itemsize
 _CHECKED = HEADER_BYTES - 8
 
 
 def encode(namespace: bytes, entries: BlockRecords, payloads: Checksums, size: int) -> Bytes:
-    """Make headers, shape (n, 128). `payloads`: xxh3 of the blocks, shape (n,)."""
+    """Build headers, (n, 128), given the blocks' xxh3 `payloads`, (n,)."""
     table = np.zeros(len(entries), dtype=HEADER)
     table["magic"] = MAGIC
     table["namespace"] = np.frombuffer(namespace, dtype=np.uint8)
@@ -269,15 +244,15 @@ def encode(namespace: bytes, entries: BlockRecords, payloads: Checksums, size: i
 
 
 def decode(raw: Bytes, namespace: bytes, size: int) -> tuple[Bools, BlockRecords, Checksums]:
-    """Read headers, shape (n, 128): which are whole and of this layout, entries, and checksums.
+    """Parse headers, (n, 128): which are intact and of this layout, records, and checksums.
 
-    Entries and checksums of headers that are not good mean nothing.
+    Records and checksums of other headers are undefined.
     """
     table = raw.view(HEADER).reshape(len(raw))
     good: Bools = table["magic"] == MAGIC
     good &= (table["namespace"] == np.frombuffer(namespace, dtype=np.uint8)).all(axis=1)
     good &= table["size"] == size
-    if good.any():  # an empty table is not digested
+    if good.any():  # skip hashing an empty table
         rows = np.flatnonzero(good)
         good[rows] = table["check"][rows] == _checks(raw[rows])
     entries = BlockRecords(
@@ -296,7 +271,7 @@ def _checks(raw: Bytes) -> Checksums:
 
 
 class SlotMap:
-    """Keys in slots. A slot that is being read outlives its key. Not locked: the store locks."""
+    """Maps keys to slots; a slot being read outlives its key. Not thread-safe."""
 
     def __init__(self) -> None:
         self._slots: dict[bytes, int] = {}
@@ -310,15 +285,15 @@ class SlotMap:
         return key in self._slots
 
     def find(self, key: bytes) -> int | None:
-        """Where a key lies, None for nowhere."""
+        """Return a key's slot, or None."""
         return self._slots.get(key)
 
     def put(self, key: bytes, slot: int) -> None:
-        """Enter a key that is not there."""
+        """Insert a new key."""
         self._slots[key] = slot
 
     def pin(self, keys: Iterable[bytes]) -> list[int]:
-        """Find keys and pin their slots for reading; -1 where there is none."""
+        """Pin the slots of keys for reading; -1 where missing."""
         slots = [self._slots.get(key, -1) for key in keys]
         for slot in slots:
             if slot >= 0:
@@ -326,7 +301,7 @@ class SlotMap:
         return slots
 
     def unpin(self, slots: Iterable[int]) -> list[int]:
-        """End reading; returns the slots that nobody needs any more."""
+        """Unpin slots; return those that became free."""
         empty = []
         for slot in slots:
             if slot < 0:
@@ -340,33 +315,33 @@ class SlotMap:
         return empty
 
     def remove(self, keys: Sequence[bytes]) -> tuple[int, list[int]]:
-        """Forget keys; returns how many there were, and the slots that nobody needs any more."""
+        """Remove keys; return how many existed, and the slots that became free."""
         slots = [slot for key in keys if (slot := self._slots.pop(key, -1)) >= 0]
         empty = [slot for slot in slots if slot not in self._readers]
         self._doomed.update(slot for slot in slots if slot in self._readers)
         return len(slots), empty
 
     def keys(self) -> list[bytes]:
-        """All keys, in no order."""
+        """Return all keys, unordered."""
         return list(self._slots)
 
     def slots(self) -> list[int]:
-        """Where keys lie, in no order."""
+        """Return all slots that hold a key, unordered."""
         return list(self._slots.values())
 
 
 class DeviceBlocks(Protocol):
-    """A KV cache seen as bytes; several threads call it at once."""
+    """A KV cache viewed as bytes; thread-safe."""
 
     @property
     def layout(self) -> KVLayout:
-        """How a block lies in memory."""
+        """Memory layout of a block."""
 
     def as_bytes(self) -> Bytes | None:
-        """All blocks without a copy, shape (blocks, block_bytes); None if not in host memory."""
+        """Return all blocks without a copy, (blocks, block_bytes); None if not in host memory."""
 
     def read(self, ids: Ints) -> Bytes:
-        """Copy blocks out, shape (n, block_bytes), in the order of `ids`."""
+        """Copy blocks `ids` out, in order, shape (n, block_bytes)."""
 
     def write(self, ids: Ints, data: Bytes) -> None:
-        """Copy `data`, shape (n, block_bytes), into the blocks `ids`."""
+        """Copy `data`, (n, block_bytes), into blocks `ids`."""

@@ -1,4 +1,4 @@
-"""Link: one queue and one thread that moves blocks in one direction."""
+"""TransferQueue: one bounded queue and one thread that moves blocks in one direction."""
 
 from __future__ import annotations
 
@@ -17,51 +17,48 @@ from pigou.runtime.stores.store import Bools, StoreError
 
 log = logging.getLogger(__name__)
 
-#: A link whose own loop fails more often than this stays down.
+#: Max restarts of a link's loop; beyond them it stays down.
 _LIVES = 5
 
 
 @dataclass(frozen=True, slots=True)
 class OffloadResult:
-    """How a job ended."""
+    """Outcome of a transfer job."""
 
-    good: Bools  # which of its blocks arrived, whole, shape (n,)
-    # empty, or why there was nothing more to be had: the store is down, an error, closed. Blocks
-    # that were missing, or had no room, have no reason.
-    reason: str
+    good: Bools  # blocks that arrived intact, shape (n,)
+    reason: str  # why the job failed; empty for blocks merely missing or without room
     nanos: int
 
 
 @dataclass(slots=True)
 class TransferJob:
-    """Work for a link."""
+    """Work for a transfer queue."""
 
-    good: Bools  # which blocks have arrived; `run` fills it in as it goes
-    run: Callable[[], None]  # does the work; raises StoreError when the medium fails
-    release: Callable[[], None]  # gives back what the job holds; called once, whether it ran or not
-    # told once how it ended, after `release`, on the link's thread.
-    done: Callable[[OffloadResult], None]
-    patient: bool = False  # runs even while the store is down, and takes no room in the queue
-    reason: str = ""  # `run` may say why blocks did not arrive though nothing failed
+    good: Bools  # blocks that have arrived; `run` sets it
+    run: Callable[[], None]  # raises StoreError if the medium fails
+    release: Callable[[], None]  # frees the job's resources; called once, even if not run
+    done: Callable[[OffloadResult], None]  # called once, after `release`, on the link's thread
+    patient: bool = False  # runs while the store is down, and never counts as queued
+    reason: str = ""  # set by `run` if blocks did not arrive though nothing failed
 
 
 @dataclass(frozen=True, slots=True)
 class TransferQueueStatus:
-    """A link, to be shown."""
+    """Status and counters of a transfer queue."""
 
-    up: bool  # whether it takes work
-    reason: str  # why not
+    up: bool
+    reason: str  # why it is down
     jobs: int
     blocks: int
     moved: int  # blocks that arrived
-    missed: int  # blocks that did not: absent, without room, void, torn
-    failed: int  # blocks of jobs that ended in an error
-    refused: int  # blocks of jobs that were not taken
-    errors: int  # jobs that ended in an error
-    restarts: int  # times that its loop failed and was begun again
+    missed: int  # blocks absent, without room, void or torn
+    failed: int  # blocks of failed jobs
+    refused: int  # blocks of refused jobs
+    errors: int  # failed jobs
+    restarts: int  # of the loop, after a failure
     bytes: int  # of the blocks that arrived
     seconds: float
-    latency: float  # seconds of a job besides those of its blocks, as measured
+    latency: float  # measured seconds per job, besides those of its blocks
     bytes_per_second: float
 
 
@@ -78,7 +75,7 @@ class _Counts:
 
 @dataclass(slots=True)
 class _State:
-    """What the link's lock guards."""
+    """State guarded by the queue's lock."""
 
     queue: deque[TransferJob] = field(default_factory=deque)
     blocks: int = 0
@@ -87,10 +84,10 @@ class _State:
 
 
 class TransferQueue:
-    """Runs jobs in the order of their arrival; refuses rather than letting the queue grow.
+    """Runs jobs in FIFO order; refuses jobs instead of growing.
 
-    An error in a job fails this job, and is logged once however often it repeats. After some in a
-    row the link is down: it takes nothing, fails what waits, and probes until it may try again.
+    An error fails its job; repeated errors are logged once. After `failures` in a row the link is
+    down: it refuses jobs, fails queued ones, and probes until work may be tried again.
     """
 
     def __init__(
@@ -120,7 +117,7 @@ class TransferQueue:
         self._thread.start()
 
     def offer(self, job: TransferJob) -> bool:
-        """Take a job, or refuse it: then nothing of it is called, and it is the caller's again."""
+        """Queue a job; False if refused, and then none of its callbacks is called."""
         with self._wake:
             state = self._state
             full = state.blocks > 0 and state.blocks + len(job.good) > self._limit
@@ -134,19 +131,19 @@ class TransferQueue:
         return True
 
     def seconds(self, blocks: int) -> float:
-        """Seconds until `blocks` more blocks have arrived, those before them included."""
+        """Return the expected seconds until `blocks` more blocks arrive, queued ones first."""
         with self._wake:
             jobs = len(self._state.queue) + (self._state.running is not None)
             latency, slope = self._rate.law()
             return latency * (jobs + 1) + slope * (self._state.blocks + blocks)
 
     def law(self) -> tuple[float, float]:
-        """Seconds of a job besides those of its blocks, and of each block, as measured."""
+        """Return the measured latency per job and seconds per block."""
         with self._wake:
             return self._rate.law()
 
     def status(self) -> TransferQueueStatus:
-        """Describe the link."""
+        """Return status and counters."""
         with self._wake:
             state, counts = self._state, self._counts
             latency, slope = self._rate.law()
@@ -168,10 +165,7 @@ class TransferQueue:
             )
 
     def close(self, seconds: float) -> bool:
-        """Take no more, finish what waits within `seconds`, fail the rest.
-
-        Returns whether the thread has ended.
-        """
+        """Drain for up to `seconds`, fail the remaining jobs; True if the thread ended."""
         end = time.monotonic() + seconds
         with self._wake:
             self._state.closed = True
@@ -216,7 +210,7 @@ class TransferQueue:
                     self._wake.notify_all()
 
     def _next(self) -> TransferJob | None:
-        """Wait for a job, and probe meanwhile when the link is down; None at the end."""
+        """Wait for a job, probing while the link is down; None at the end."""
         while True:
             with self._wake:
                 state = self._state
@@ -249,7 +243,7 @@ class TransferQueue:
         begin = self._clock()
         try:
             job.run()
-        except BaseException as error:  # whatever a job raises, the thread lives on
+        except BaseException as error:  # the thread outlives any job
             self._failed(job, error)
             return str(error) or type(error).__name__
         with self._wake:
@@ -291,22 +285,21 @@ class TransferQueue:
 
 
 class TransferRate:
-    """seconds(n) = latency + n x seconds per block, by least squares, the past fading.
+    """Fits seconds(n) = latency + n * seconds_per_block by least squares with exponential decay.
 
-    Each observation counts `FADE` times as much as the next one. The law begins as a guess, which
-    fades alike.
+    Each observation weighs `FADE` times the next; the initial guess decays alike.
     """
 
     FADE = 0.97
 
     def __init__(self, latency: float, per_block: float) -> None:
-        """Begin with a guess: `latency` and `per_block`, seconds."""
+        """Start from a guess, in seconds."""
         self._w = self._x = self._y = self._xx = self._xy = 0.0
         self._add(1, latency + per_block)
         self._add(64, latency + 64 * per_block)
 
     def observe(self, blocks: int, seconds: float) -> None:
-        """Note that `blocks` blocks, at least 1, took `seconds`."""
+        """Record that `blocks` >= 1 blocks took `seconds`."""
         for name in ("_w", "_x", "_y", "_xx", "_xy"):
             setattr(self, name, getattr(self, name) * self.FADE)
         self._add(blocks, seconds)
@@ -319,9 +312,9 @@ class TransferRate:
         self._xy += n * seconds
 
     def law(self) -> tuple[float, float]:
-        """Latency and seconds per block, neither negative."""
+        """Return latency and seconds per block, both >= 0."""
         spread = self._w * self._xx - self._x * self._x
-        through = self._xy / self._xx  # the law without latency
+        through = self._xy / self._xx  # slope with zero latency
         if spread <= 1e-9 * self._w * self._xx:
             return 0.0, through
         slope = (self._w * self._xy - self._x * self._y) / spread
@@ -331,24 +324,21 @@ class TransferRate:
         return (latency, slope) if latency >= 0 else (0.0, through)
 
     def seconds(self, blocks: int) -> float:
-        """Seconds that `blocks` blocks take."""
+        """Return the predicted seconds for `blocks` blocks."""
         latency, slope = self.law()
         return latency + blocks * slope
 
 
 class BreakerState(StrEnum):
-    """What a breaker lets through."""
+    """State of a circuit breaker."""
 
-    CLOSED = "closed"  #: everything
-    OPEN = "open"  #: nothing, until it is time to probe
-    TRIAL = "trial"  #: everything, but one failure opens it again
+    CLOSED = "closed"  #: all work
+    OPEN = "open"  #: none; probes when due
+    TRIAL = "trial"  #: all work, but one failure opens it again
 
 
 class CircuitBreaker:
-    """Opens after some failures in a row; each pause until the next trial is twice the last.
-
-    Times are nanoseconds of one clock, and arguments.
-    """
+    """Opens after consecutive failures; the pause doubles with each failed trial. Times in ns."""
 
     def __init__(self, failures: int, pause: int, max_pause: int) -> None:
         self.state = BreakerState.CLOSED
@@ -362,20 +352,20 @@ class CircuitBreaker:
 
     @property
     def allows(self) -> bool:
-        """Whether to try."""
+        """True if work may be tried."""
         return self.state is not BreakerState.OPEN
 
     def wait(self, now: int) -> int:
-        """Nanoseconds until it is time to probe; 0 is now. Of meaning while it is open."""
+        """Return the nanoseconds until the next probe, 0 if due; meaningful only while open."""
         return max(0, self._until - now)
 
     def failed(self, now: int, reason: str) -> bool:
-        """Note a failure; returns whether it opened just now."""
+        """Record a failure; True if the breaker opened now."""
         self._failures += 1
         self.reason = reason
         if self.state is BreakerState.CLOSED and self._failures < self._limit:
             return False
-        if self.state is BreakerState.OPEN:  # a probe, or work that was under way
+        if self.state is BreakerState.OPEN:  # from a probe, or work in flight
             return False
         self.state = BreakerState.OPEN
         self._until = now + self._pause
@@ -383,7 +373,7 @@ class CircuitBreaker:
         return True
 
     def probed(self, now: int, alive: bool) -> None:
-        """Note what a probe found: a sign of life lets work through on trial."""
+        """Record a probe's result; success starts a trial."""
         if alive:
             self.state = BreakerState.TRIAL
         else:
@@ -391,7 +381,7 @@ class CircuitBreaker:
             self._pause = min(2 * self._pause, self._max_pause)
 
     def succeeded(self) -> bool:
-        """Note a success; returns whether it closed just now."""
+        """Record a success; True if the breaker closed now."""
         closed = self.state is not BreakerState.CLOSED
         self.state = BreakerState.CLOSED
         self.reason = ""

@@ -1,1 +1,1 @@
-"""Token eviction: what is known of cache entries, which of them go, and how the rest closes up."""
+"""Token eviction: side data of cache entries, scoring, eviction and compaction."""

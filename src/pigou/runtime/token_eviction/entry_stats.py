@@ -1,4 +1,4 @@
-"""Side data of cache entries: their positions, and a policy's numbers. It moves with the blocks."""
+"""Side data of cache entries: positions and a policy's fields, stored and moved with the blocks."""
 
 from __future__ import annotations
 
@@ -29,11 +29,8 @@ from pigou.runtime.token_eviction.policy import (
 class EntryStats:
     """Side data by block, layer, KV head and offset, on any device.
 
-    Attributes:
-        numbers: shape (blocks, layers, kv_heads, 1 + fields, size), float32; the first of a head's
-            lines holds positions, as bits of int32.
-        ids: the same memory as int32.
-        host: that of blocks of host memory, the same shape but for the blocks.
+    `numbers` is float32, (blocks, layers, kv_heads, 1 + fields, size); line 0 of a head holds
+    positions as int32 bits. `ids` views it as int32; `host` holds swapped blocks alike.
     """
 
     def __init__(
@@ -46,50 +43,45 @@ class EntryStats:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the device."""
+        """Device bytes."""
         return self.numbers.nbytes
 
     @property
     def block_bytes(self) -> int:
-        """Bytes that come to those of each block."""
+        """Side data bytes per block."""
         return self.nbytes // max(1, len(self.numbers))
 
     @property
     def size(self) -> int:
-        """Tokens in a block."""
+        """Tokens per block."""
         return self.numbers.shape[4]
 
     def move(self, swap_out: Ints, copies: Ints, swap_in: Ints) -> None:
-        """Move as `KVCache.move` does."""
+        """Move blocks like `KVCache.move`."""
         move_blocks(self.numbers, self.host, swap_out, copies, swap_in)
 
     def enter(self, locations: Ints, tables: Ints, blank: Floats) -> None:
-        """Give the entries of a step's tokens positions and blank fields.
-
-        Args:
-            locations: of the tokens, as in `StepBatch`, shape (3, tokens).
-            blank: first value of each field, shape (fields,).
-        """
+        """Set positions and blank fields (fields,) of new tokens; `locations` as in `StepBatch`."""
         blocks, offsets = self._addresses(locations, tables)
         self.numbers[blocks, :, :, FIRST_FIELD_LINE:, offsets] = self._upload(blank)
         positions = self._upload(locations[POSITION].copy())
         self.ids[blocks, :, :, POSITION_LINE, offsets] = positions[:, None, None]
 
     def put(self, locations: Ints, tables: Ints, line: int, values: Tensor) -> None:
-        """Put values, shape (tokens, n), in lines from `line` on, of all heads alike."""
+        """Write values (tokens, n) to lines from `line` on, the same for all heads."""
         blocks, offsets = self._addresses(locations, tables)
         lines = slice(line, line + values.shape[1])
         self.numbers[blocks, :, :, lines, offsets] = values[:, None, None].float()
 
     def put_heads(self, table: Ints, slots: Ints, line: int, values: Tensor) -> None:
-        """Put values, shape (layers, kv_heads, n, k), in lines from `line` on of slots (n,)."""
+        """Write values (layers, kv_heads, n, k) to lines from `line` on of slots (n,)."""
         blocks, offsets = self._block_offsets(slots, table[slots // self.size])
         lines = slice(line, line + values.shape[3])
         device = self.numbers.device
         self.numbers[blocks, :, :, lines, offsets] = values.permute(2, 0, 1, 3).float().to(device)
 
     def collect(self, table: Ints, entries: int) -> Floats:
-        """Copy a sequence's side data, shape (layers, kv_heads, 1 + fields, entries)."""
+        """Gather a sequence's side data, shape (layers, kv_heads, 1 + fields, entries)."""
         blocks = self._upload(table[: -(-entries // self.size)].astype(np.int64))
         data = self.numbers[blocks].permute(1, 2, 3, 0, 4).flatten(3)[..., :entries]
         return np.ascontiguousarray(data.cpu().numpy())
@@ -98,7 +90,7 @@ class EntryStats:
         self, rows: Ints, tables: Ints, owns: Ints, entries: Ints, folding: Folding,
         notable: Floats, clock: int,
     ) -> None:  # fmt: skip
-        """Fold all heads of some rows of the batch (`fold`)."""
+        """Fold all heads of batch rows (see `fold`)."""
         for row, count, mass in zip(rows, entries.tolist(), notable.tolist(), strict=True):
             for layer in range(self.numbers.shape[1]):
                 where = (layer, tables[row], int(owns[row]), count)
@@ -108,7 +100,7 @@ class EntryStats:
         self, layer: int, table: Ints, own: int, entries: int, folding: Folding,
         notable: float, clock: int,
     ) -> None:  # fmt: skip
-        """Fold one layer's heads of a row (`fold_lines`)."""
+        """Fold one layer's heads of a row (see `fold_lines`)."""
         blocks, seen = self._span(table, own, entries)
         lines = self.numbers[blocks, layer]
         mass = lines[:, :, MASS_LINE].clone()
@@ -122,7 +114,7 @@ class EntryStats:
         self.numbers[blocks, layer] = lines
 
     def add(self, layer: int, table: Ints, own: int, entries: int, sums: Tensor) -> None:
-        """Add to the mass of a row's entries from `own` on; `sums` is (kv_heads, slots)."""
+        """Add `sums` (kv_heads, slots) to the mass of a row's entries from `own` on."""
         blocks, seen = self._span(table, own, entries)
         span = len(blocks) * self.size
         sums = sums[:, :span].float()
@@ -131,13 +123,13 @@ class EntryStats:
         self.numbers[blocks, layer, :, MASS_LINE] += torch.where(seen, added, 0.0)
 
     def add_all(self, layer: int, blocks: Tensor, sums: Tensor) -> None:
-        """Add sums, shape (rows, kv_heads, n * size), to the mass of n blocks of each row."""
+        """Add sums (rows, kv_heads, n * size) to the mass of n blocks per row."""
         rows, heads, _ = sums.shape
         parts = sums.view(rows, heads, -1, self.size).transpose(1, 2).flatten(0, 1)
         self.numbers[:, layer, :, MASS_LINE].index_add_(0, blocks, parts)
 
     def fill(self, data: Tensor, table: Ints, moves: Ints, counts: Ints) -> None:
-        """Move entries of a row into holes (`fill`); `data` is the cache's."""
+        """Compact a row (see `fill`); `data` is `KVCache.data`."""
         _, layers, heads, _, size = self.numbers.shape
         some = np.arange(moves.shape[1]) < counts[:, None]
         task = np.nonzero(some)[0]
@@ -153,14 +145,13 @@ class EntryStats:
         lines[target[0], layer, head, :, target[1]] = lines[source[0], layer, head, :, source[1]]
 
     def _span(self, table: Ints, own: int, entries: int) -> tuple[Tensor, Tensor]:
-        """Return a row's blocks, and which slots are its own, shape (blocks, 1, size)."""
+        """Return a row's blocks, and a mask of its own slots, (blocks, 1, size)."""
         blocks = -(-entries // self.size)
         slots = np.arange(blocks * self.size).reshape(blocks, 1, self.size)
         seen = (slots >= own) & (slots < entries)
         return self._upload(table[:blocks].astype(np.int64)), self._upload(seen)
 
     def _addresses(self, locations: Ints, tables: Ints) -> tuple[Tensor, Tensor]:
-        """Return blocks and offsets of a step's tokens, each of shape (tokens,)."""
         slots = locations[SLOT]
         return self._block_offsets(slots, tables[locations[ROW], slots // self.size])
 
@@ -173,7 +164,7 @@ class EntryStats:
 
 
 class CPUEntryStats(EntryStats):
-    """Side data on a CPU, by compiled kernels."""
+    """Side data on the CPU, using compiled kernels."""
 
     def __init__(
         self, layout: KVLayout, fields: int, blocks: int, device: torch.device, host_blocks: int = 0
@@ -183,15 +174,15 @@ class CPUEntryStats(EntryStats):
         self._ids: Ints = self.array.view(np.int32)
 
     def enter(self, locations: Ints, tables: Ints, blank: Floats) -> None:
-        """Give the entries of a step's tokens positions and blank fields."""
+        """Set positions and blank fields of new tokens."""
         enter(locations, tables, self._ids, self.array, blank)
 
     def put(self, locations: Ints, tables: Ints, line: int, values: Tensor) -> None:
-        """Put values in lines from `line` on, of all heads alike."""
+        """Write values to lines from `line` on, the same for all heads."""
         put(locations, tables, self.array, line, values.float().contiguous().numpy())
 
     def collect(self, table: Ints, entries: int) -> Floats:
-        """Copy a sequence's side data."""
+        """Gather a sequence's side data."""
         out = np.empty((*self.array.shape[1:4], entries), dtype=np.float32)
         collect(table, entries, self.array, out)
         return out
@@ -200,26 +191,24 @@ class CPUEntryStats(EntryStats):
         self, rows: Ints, tables: Ints, owns: Ints, entries: Ints, folding: Folding,
         notable: Floats, clock: int,
     ) -> None:  # fmt: skip
-        """Fold all heads of some rows of the batch."""
+        """Fold all heads of batch rows."""
         decays = np.array(folding.decays, dtype=np.float32)
         fold(rows, self.array, tables, owns, entries, decays, notable, float(clock))
 
     def fill(self, data: Tensor, table: Ints, moves: Ints, counts: Ints) -> None:
-        """Move entries of a row into holes."""
+        """Compact a row."""
         fill(stored(data), self.array, table, moves, counts)
 
 
 class AttentionMassTracker:
-    """Adds each query's probabilities to the mass of the entries that it attended to.
+    """Accumulates attention probabilities into the mass of a row's own, unshared entries.
 
-    They are summed over the query heads of a KV head, and count only from a row's own first entry
-    on: those before may be shared.
+    Probabilities are summed over the query heads of each KV head.
     """
 
     def __init__(
         self, stats: EntryStats, folding: Folding | None, max_seqs: int, group: int
     ) -> None:
-        """Watch nothing yet. `folding`: of the mass, or None."""
         self.stats = stats
         self.folding = folding
         self.owns: Ints = np.zeros(max_seqs, dtype=np.int32)
@@ -227,18 +216,18 @@ class AttentionMassTracker:
         self.clock = 0
         self._decays = np.array(folding.decays if folding else (), dtype=np.float32)
         even = folding.notable * folding.interval * group if folding else 0.0
-        #: Mass of an interval, times the entries, from which on it is notable.
+        #: Notable threshold on mass * entries per interval.
         self._notable = float(even)
 
     def since(self, row: int, position: int) -> int:
-        """Return the queries of a row before `position` that were not folded yet."""
+        """Return a row's unfolded queries before `position`."""
         if self.folding is None:
             return position
         since = (position - int(self.prompts[row])) % self.folding.interval
         return min(position, since or self.folding.interval)
 
     def begin(self, batch: StepBatch, tables: Ints) -> None:
-        """Fold the rows of single tokens that are due, before the step's first layer."""
+        """Fold due single-token rows before the step's first layer."""
         self.clock += 1
         if self.folding is None or not batch.singles:
             return
@@ -252,7 +241,7 @@ class AttentionMassTracker:
             self.stats.fold(*where, self.folding, notable, self.clock)
 
     def cuts(self, batch: StepBatch) -> Ints:
-        """Return the tokens of the step's chunks before which their row is folded, ascending."""
+        """Return the step's chunk tokens that need a fold before them, ascending."""
         if self.folding is None:
             return np.empty(0, dtype=np.int32)
         positions, _, rows = batch.locations[:, batch.singles :]
@@ -263,14 +252,14 @@ class AttentionMassTracker:
     # --- compiled kernels -------------------------------------------------------------------
 
     def target(self, layer: int) -> MassTarget:
-        """Return where `decode` adds to."""
+        """Return where `decode` accumulates mass."""
         assert isinstance(self.stats, CPUEntryStats)
         return self.stats.array, layer, self.owns
 
     def absorb(
         self, layer: int, sums: Floats, tiles: Ints, folds: np.ndarray, tables: Ints
     ) -> None:
-        """Take in the probabilities that `prefill` summed up."""
+        """Accumulate the sums of `prefill`."""
         assert isinstance(self.stats, CPUEntryStats)
         where = (layer, self.stats.array, tables, self.owns)
         how = (self._decays, self._notable, float(self.clock))
@@ -279,34 +268,27 @@ class AttentionMassTracker:
     # --- torch ------------------------------------------------------------------------------
 
     def add(self, layer: int, row: int, table: Ints, entries: int, sums: Tensor) -> None:
-        """Add to the mass of a row; `sums` is (kv_heads, slots)."""
+        """Add `sums` (kv_heads, slots) to a row's mass."""
         self.stats.add(layer, table, int(self.owns[row]), entries, sums)
 
     def fold(self, layer: int, row: int, table: Ints, entries: int) -> None:
-        """Fold one layer of a row that has so many entries."""
+        """Fold one layer of a row."""
         assert self.folding is not None
         if entries:
             where = (layer, table, int(self.owns[row]), entries)
             self.stats.fold_layer(*where, self.folding, self._notable / entries, self.clock)
 
 
-#: Bytes of a float32.
 _FLOAT_BYTES = 4
 
 
-#: Where the probabilities that entries receive are added up: `numbers`, the layer of the model,
-#: and the first entry that is not shared, by row of the batch, shape (rows,).
+#: Accumulator of attention mass: `numbers`, layer, and first unshared entry by row, shape (rows,).
 MassTarget: TypeAlias = tuple[Floats, int, Ints]
 
 
 @kernel
 def enter(locations: Ints, tables: Ints, ids: Ints, numbers: Floats, blank: Floats) -> None:
-    """Give the entries of a step's tokens their positions, and blank fields.
-
-    Args:
-        locations: position, slot and row of the batch of each token, shape (3, tokens).
-        blank: what a field is at first, shape (fields,).
-    """
+    """Set positions and blank fields of a step's tokens; `locations` as in `StepBatch`."""
     _, layers, heads, lines, size = numbers.shape
     for token in range(locations.shape[1]):
         slot = locations[SLOT, token]
@@ -320,10 +302,7 @@ def enter(locations: Ints, tables: Ints, ids: Ints, numbers: Floats, blank: Floa
 
 @kernel
 def put(locations: Ints, tables: Ints, numbers: Floats, line: int, values: Floats) -> None:
-    """Put the same values, shape (tokens, n), in lines `line` on of all heads of tokens' entries.
-
-    The other arguments are those of `enter`.
-    """
+    """Write values (tokens, n) to lines from `line` on, for all heads; others as in `enter`."""
     _, layers, heads, _, size = numbers.shape
     for token in range(locations.shape[1]):
         slot = locations[SLOT, token]
@@ -338,11 +317,9 @@ def put(locations: Ints, tables: Ints, numbers: Floats, line: int, values: Float
 def fold_lines(
     lines: Floats, start: int, stop: int, decays: Floats, notable: float, clock: float
 ) -> None:
-    """Take the mass of some entries of a head's block into the fields behind it, and clear it.
+    """Fold mass of entries start..stop of a head's block, lines (1 + fields, size), and clear it.
 
-    Args:
-        lines: of the block, shape (1 + fields, size).
-        decays: field k becomes `decays[k]` times itself, plus the mass, shape (k,).
+    Field k becomes `decays[k]` * field k + mass.
     """
     mass = lines[MASS_LINE]
     for k in range(len(decays)):
@@ -363,13 +340,7 @@ def fold(
     rows: Ints, numbers: Floats, tables: Ints, owns: Ints, entries: Ints, decays: Floats,
     notable: Floats, clock: float,
 ) -> None:  # fmt: skip
-    """Fold all heads of some rows of the batch, each from its own first entry on.
-
-    Args:
-        rows: of the batch, shape (n,).
-        entries: of each of `rows`, shape (n,).
-        notable: of each of `rows`, shape (n,).
-    """
+    """Fold all heads of batch rows, each from its own first entry; per-row arguments are (n,)."""
     _, layers, heads, _, size = numbers.shape
     for i in range(len(rows)):
         table, own = tables[rows[i]], owns[rows[i]]
@@ -386,12 +357,7 @@ def absorb(
     sums: Floats, tiles: Ints, folds: NDArray[np.bool_], layer: int, numbers: Floats,
     tables: Ints, owns: Ints, decays: Floats, notable: float, clock: float,
 ) -> None:  # fmt: skip
-    """Add what tiles' queries gave to entries to their mass, tile after tile.
-
-    Args:
-        sums: as `prefill` set them, shape (tiles, heads, slots).
-        folds: whether a tile's row is folded before it, shape (tiles,).
-    """
+    """Add `prefill` sums (tiles, heads, slots) to mass tile by tile, folding rows where due."""
     heads, size = numbers.shape[2], numbers.shape[4]
     group, width = sums.shape[1] // heads, sums.shape[2]
     for tile in range(len(tiles)):
@@ -420,7 +386,7 @@ def absorb(
 
 @kernel
 def collect(table: Ints, entries: int, numbers: Floats, out: Floats) -> None:
-    """Copy a sequence's side data together, shape (layers, kv_heads, 1 + fields, entries)."""
+    """Gather a sequence's side data, shape (layers, kv_heads, 1 + fields, entries)."""
     _, layers, heads, lines, size = numbers.shape
     for block in range((entries + size - 1) // size):
         first = block * size
@@ -438,13 +404,10 @@ def collect(table: Ints, entries: int, numbers: Floats, out: Floats) -> None:
 def pair_holes(
     victims: Ints, entries: int, moves: Ints, counts: Ints, dead: NDArray[np.uint8]
 ) -> None:
-    """Find, for each head, which live entries of the tail move into which holes.
+    """Pair live tail entries with the holes of `victims` (heads, drop), per head.
 
-    Args:
-        victims: slots of the entries that go, shape (heads, drop).
-        moves: from and to, written to, shape (heads, drop, 2).
-        counts: how many moves each head has, written to, shape (heads,).
-        dead: scratch, all zero, shape (at least entries,); left all zero.
+    Writes `moves` (heads, drop, 2), source and target, and `counts` (heads,); `dead` is zeroed
+    scratch.
     """
     heads, drop = victims.shape
     tail = entries - drop
@@ -468,16 +431,15 @@ def pair_holes(
 
 @kernel
 def fill(kv: NDArray[np.generic], numbers: Floats, table: Ints, moves: Ints, counts: Ints) -> None:
-    """Do the moves of `pair_holes` on keys, values and side data.
+    """Apply `pair_holes` moves to keys, values and side data.
 
-    `kv` is the cache, (blocks, layers, 2, kv_heads, head_dim * size); `moves` has shape
-    (layers * kv_heads, n, 2), `counts` (layers * kv_heads,).
+    `kv` is (blocks, layers, 2, kv_heads, head_dim * size), `moves` (layers * kv_heads, n, 2).
     """
     _, layers, heads, lines, size = numbers.shape
     part = kv.shape[4]
     width = part // size
     flat, sides = kv.reshape(-1), numbers.reshape(-1)
-    #: Flat index of each move's keys, values and side data; `SOURCE` and `TARGET` of each.
+    #: Flat indices of each move's keys, values and side data, by `SOURCE` and `TARGET`.
     shape = (moves.shape[1], 2)
     keys, values, stats = (
         np.empty(shape, np.uint64),
@@ -493,7 +455,7 @@ def fill(kv: NDArray[np.generic], numbers: Floats, table: Ints, moves: Ints, cou
                 keys[i, end] = first + offset
                 values[i, end] = first + heads * part + offset * width
                 stats[i, end] = (np.int64(block) * layers * heads + task) * lines * size + offset
-        for d in range(width):  # a dimension of keys is side by side for a block's entries
+        for d in range(width):  # keys are stored dimension by dimension
             step = np.uint64(d * size)
             for i in range(counts[task]):
                 flat[keys[i, TARGET] + step] = flat[keys[i, SOURCE] + step]
@@ -508,7 +470,7 @@ def fill(kv: NDArray[np.generic], numbers: Floats, table: Ints, moves: Ints, cou
 
 @kernel
 def pool(mass: Floats, positions: Ints, length: int, width: int, out: Floats) -> None:
-    """Average mass, shape (layers, heads, n), over `width` neighbours by position; zeros beyond."""
+    """Average mass (layers, heads, n) over `width` neighbours by position; zero-padded."""
     layers, heads, count = mass.shape
     slots = np.empty(length, np.int32)
     order = np.empty(count, np.int32)

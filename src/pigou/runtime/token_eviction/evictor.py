@@ -1,4 +1,4 @@
-"""Keeps side data of rows, scores their entries, and closes up what they give up."""
+"""Evictor: tracks side data of rows, scores their entries, and compacts evicted ones."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ from pigou.runtime.token_eviction.ranking import Ranking, rank
 
 _NO_PAIRS: Ints = np.empty((0, 2), dtype=np.int32)
 T = TypeVar("T")
-#: Entries that are scored at once, at most.
+#: Max entries scored per batch.
 AT_ONCE = 8192
 
 
 class RankRequest(NamedTuple):
-    """A row to be ranked: entries from slot `first` on, at most `max_entries` of them."""
+    """A row to rank: entries from slot `first` on, at most `max_entries` of them."""
 
     row: int
     table: Ints
@@ -54,18 +54,17 @@ class RankRequest(NamedTuple):
 
 
 class Owner(Protocol):
-    """A request that has a row."""
+    """A request that owns a row."""
 
     request: str
     prompt: int
 
 
 class Evictor:
-    """Carries out what plans ask of cache entries.
+    """Executes a plan's compactions and scores cache entries.
 
-    Attributes:
-        entries: cache entries of each row after the last plan, shape (max_seqs,).
-        next: position of each row's next token, shape (max_seqs,).
+    `entries` (max_seqs,) counts each row's cache entries after the last plan; `next` (max_seqs,) is
+    the position of its next token.
     """
 
     def __init__(
@@ -95,13 +94,13 @@ class Evictor:
 
     @property
     def watches(self) -> bool:
-        """Whether attention is to be watched."""
+        """True if attention mass is tracked."""
         return "mass" in self.policy.fields
 
     # --- a plan -----------------------------------------------------------------------------
 
     def begin_plan(self, plan: Plan, owners: Mapping[int, Owner]) -> None:
-        """Take up a plan's rows, and do its compactions; `owners` has the rows that start."""
+        """Start a plan's rows and run its compactions; `owners` has the rows that start."""
         for started in plan.started:
             self._start(started, owners[started.row], plan)
         for load in plan.loads:
@@ -112,23 +111,20 @@ class Evictor:
         self.stats.move(plan.swap_out, plan.copies, plan.swap_in)
 
     def begin_step(self, batch: StepBatch) -> None:
-        """Prepare the entries of a step's tokens, before attention begins with them."""
+        """Initialize the entries of a step's tokens, before attention."""
         self.watch.begin(batch, self.tables)
         self._blank[self._stamped] = self.watch.clock
         self.stats.enter(batch.locations, self.tables, self._blank)
 
     def end_step(self, locations: Ints, logits: Tensor) -> None:
-        """Keep what logits say of some of a step's tokens; `locations` as in `StepBatch`."""
+        """Store the policy's logit fields of tokens; `locations` as in `StepBatch`."""
         line = 1 + self.policy.fields.index(self.policy.logit_fields[0])
         self.stats.put(locations, self.tables, line, self.policy.from_logits(logits))
 
     def end_plan(
         self, plan: Plan, steps: int
     ) -> tuple[dict[int, NDArray[np.float64]], dict[int, NDArray[np.float64]]]:
-        """Count entries after a plan's steps, and score them.
-
-        Returns lost and regained returns by row (`Result.lost_returns`, `Result.regained_returns`).
-        """
+        """Update entry counts, and return lost and regained returns by row (see `Result`)."""
         done = plan.counts + (steps - 1)
         self.entries[plan.rows] = plan.kv_lens + done
         self.next[plan.rows] = plan.starts + done
@@ -146,15 +142,12 @@ class Evictor:
         return lost_returns, regained_returns
 
     def forget(self, request: str) -> None:
-        """Forget a request that has left."""
+        """Drop a finished request."""
         self._loading.pop(request, None)
         self._dropped.pop(request, None)
 
     def truncate(self, row: int, tokens: int) -> None:
-        """Take back a row's last tokens, whose entries are its last.
-
-        Raises ValueError: they were moved by a compaction since.
-        """
+        """Remove a row's last tokens; raises ValueError if a compaction moved their entries."""
         left = int(self.entries[row]) - tokens
         tail = self.stats.collect(self.tables[row], left + tokens)[..., POSITION_LINE, left:].view(
             np.int32
@@ -170,9 +163,9 @@ class Evictor:
             dropped.cut(int(self.next[row]))
 
     def add_recomputed(self, row: int, entries: int, count: int, table: Ints) -> Ints:
-        """Make entries for tokens that come back, behind those of a row; returns their positions.
+        """Append entries for dropped tokens and return their positions.
 
-        Raises ValueError: fewer were given up.
+        Raises ValueError if fewer than `count` were dropped.
         """
         positions, data = self._dropped_of(row).take(count)
         slots = np.arange(entries, entries + count, dtype=np.int32)
@@ -189,13 +182,13 @@ class Evictor:
         return positions
 
     def positions(self, table: Ints, entries: int) -> Ints:
-        """Return the original positions of a row's entries, shape (layers, kv_heads, entries)."""
+        """Return the original positions of a row's entries, (layers, kv_heads, entries)."""
         return self.stats.collect(table, entries)[:, :, POSITION_LINE].view(np.int32)
 
     # --- rows -------------------------------------------------------------------------------
 
     def _start(self, started: Started, owner: Owner, plan: Plan) -> None:
-        """Take up a row; its own entries begin where blocks stop that others may have."""
+        """Start a row; its own entries begin after the shared blocks."""
         row, swapped = started.row, plan.swap_in[:, TARGET]
         own = self._loading.pop(started.request, started.computed)
         back = np.isin(self.tables[row, : -(-started.computed // self.size)], swapped)
@@ -226,7 +219,7 @@ class Evictor:
             yield rank(self.config, predicted, following, first, max_entries, self.size)
 
     def _predict(self, requests: Sequence[RankRequest]) -> Iterator[PredictedReturns]:
-        """Score the entries of rows where they lie, or so many together as make sense."""
+        """Score the rows' entries in place, or in batches of up to `AT_ONCE`."""
         if self._in_place:
             yield from (self.policy.predict(self._row(r.row, r.table)) for r in requests)
             return
@@ -237,7 +230,7 @@ class Evictor:
 
     @property
     def _in_place(self) -> bool:
-        """Whether there are kernels that score entries where they lie."""
+        """True if compiled kernels can score entries in place."""
         return (
             self.policy.compiled
             and isinstance(self.stats, CPUEntryStats)
@@ -274,7 +267,7 @@ class Evictor:
         ]
 
     def _summarize_before(self, tasks: Sequence[Compaction]) -> None:
-        """Compute what was not done yet while new entries still lie side by side."""
+        """Summarize new entries of rows before compaction moves them."""
         if self._in_place:
             for task in tasks:
                 row = self._row(task.row, task.blocks)
@@ -290,7 +283,7 @@ class Evictor:
             self._summarize_some(line, some)
 
     def _summarize_some(self, line: int, rows: Sequence[tuple[Ints, Floats, Ints]]) -> None:
-        """Compute what is kept of slots of rows, each of a table, its side data and its slots."""
+        """Summarize slots of rows; each row is (table, side data, slots)."""
         table = np.concatenate([table[slots // self.size] for table, _, slots in rows])
         slots = np.concatenate([slots for *_, slots in rows])
         positions = np.concatenate(
@@ -345,7 +338,7 @@ class Evictor:
         self.watch.owns[row] = min(self.watch.owns[row], task.first)
 
     def _remember(self, row: int, table: Ints, ranking: Ranking, victims: Ints) -> None:
-        """Remember whole tokens that go, where they may come back."""
+        """Record dropped whole tokens that may be recomputed."""
         if not self.policy.recomputes:
             return
         assert ranking.returns is not None, "only whole tokens can be computed again"
@@ -359,7 +352,7 @@ class Evictor:
 
 
 def _batches(rows: Sequence[T], sizes: Sequence[int]) -> Iterator[Sequence[T]]:
-    """Yield successive rows whose sizes add up to at most `AT_ONCE`, or one that is larger."""
+    """Yield batches of rows totalling at most `AT_ONCE`, or one larger row."""
     first = total = 0
     for end, size in enumerate(sizes):
         if total + size > AT_ONCE and end > first:
@@ -371,10 +364,10 @@ def _batches(rows: Sequence[T], sizes: Sequence[int]) -> Iterator[Sequence[T]]:
 
 
 class _EarlierOnly(PagedAttention):
-    """Attends by position instead of by slot: to entries of earlier tokens, and oneself."""
+    """Attention masked by position, not slot: a token sees earlier tokens and itself."""
 
     def take(self, batch: StepBatch, tables: Ints, positions: list[Ints]) -> None:
-        """Take up tokens that come back; `positions` are those of all entries, by chunk."""
+        """Begin a step of recomputed tokens; `positions` has those of all entries, by chunk."""
         self.tables = tables
         self._entry_positions = iter(positions)
         self.begin(batch)
@@ -391,10 +384,9 @@ class _EarlierOnly(PagedAttention):
 
 
 class TokenRecomputation:
-    """Computes tokens at their own positions, and stores them behind a row's entries.
+    """Recomputes dropped tokens at their original positions, behind a row's entries.
 
-    They see the entries that are there now. Where others had gone when they were first computed, or
-    have gone since, what comes back is near what they were, not equal to it.
+    They attend to the present entries, so results approximate the originals if others were evicted.
     """
 
     def __init__(self, model: Decoder, cache: KVCache, evictor: Evictor, turns: Tensor) -> None:
@@ -407,10 +399,7 @@ class TokenRecomputation:
     def __call__(
         self, recomputations: Items[plans.Recomputation], tokens: Mapping[int, Ints]
     ) -> None:
-        """Compute tokens of some rows again, at once.
-
-        Raises ValueError: more are to come back than were given up.
-        """
+        """Recompute tokens of rows in one batch; raises ValueError if fewer were dropped."""
         evictor = self._evictor
         max_blocks = max(len(recomputation.blocks) for recomputation in recomputations)
         tables = np.zeros((len(recomputations), max_blocks), dtype=np.int32)
@@ -450,17 +439,17 @@ def _no_returns() -> NDArray[np.float64]:
 
 @dataclass(slots=True)
 class Dropped:
-    """Whole tokens that a request gave up, those of the highest return first."""
+    """Whole tokens that a request dropped, by descending return."""
 
-    # shape (n,), int32.
+    # int32, shape (n,).
     positions: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int32))
-    # that they were given up at, shape (n,).
+    # when dropped, shape (n,).
     returns: NDArray[np.float64] = field(default_factory=_no_returns)
-    # their side data, of one head, shape (1 + fields, n).
+    # side data of one head, shape (1 + fields, n).
     data: Floats = field(default_factory=lambda: np.empty((0, 0), dtype=np.float32))
 
     def add(self, positions: Ints, returns: NDArray[np.floating], data: Floats) -> None:
-        """Remember tokens."""
+        """Record dropped tokens."""
         old = self.data if len(self.positions) else data[:, :0]
         everyone = np.concatenate((self.returns, returns.astype(np.float64)))
         order = np.argsort(-everyone, kind="stable")
@@ -469,12 +458,9 @@ class Dropped:
         self.data = np.concatenate((old, data), axis=1)[:, order]
 
     def take(self, count: int) -> tuple[Ints, Floats]:
-        """Forget the `count` tokens of the highest return, and give their positions and data.
+        """Remove the `count` tokens of highest return; return positions and side data.
 
-        Both are in the order of positions.
-
-        Raises:
-            ValueError: there are fewer.
+        Both are in position order. Raises ValueError if there are fewer.
         """
         if count > len(self.positions):
             known = len(self.positions)
@@ -486,16 +472,13 @@ class Dropped:
         return taken
 
     def regained_returns(self, size: int, penalty: float) -> NDArray[np.float64]:
-        """Return what comes back with each further whole block of tokens, shape (blocks,).
-
-        Each token's penalty is taken off.
-        """
+        """Return the net return (less penalty) of each further block of tokens, (blocks,)."""
         blocks = len(self.returns) // size
         sums: NDArray[np.float64] = self.returns[: blocks * size].reshape(blocks, size).sum(1)
         return sums - penalty * size
 
     def cut(self, length: int) -> None:
-        """Forget tokens from position `length` on."""
+        """Forget tokens at positions >= `length`."""
         retained = self.positions < length
         self.positions, self.returns = self.positions[retained], self.returns[retained]
         self.data = self.data[:, retained]

@@ -1,4 +1,4 @@
-"""Policies that go by a trained predictor: `pigou`, `paper` and `paper-lossy`."""
+"""Eviction policies with a trained predictor: `pigou`, `paper` and `paper-lossy`."""
 
 from __future__ import annotations
 
@@ -37,18 +37,17 @@ from pigou.runtime.token_eviction.predictor import (
     unrotate,
 )
 
-#: With it, the largest sigma (`LOG_SIGMA_BOUNDS`) makes a factor of exp(61), which a float holds.
+#: Bounds the score's factor by exp(61) at the largest sigma (`LOG_SIGMA_BOUNDS`).
 MAX_ORDER = 6.0
 
 
 class PigouParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Parameters of `pigou`."""
 
-    # of the power mean that an entry is worth, (E R^order)^(1/order): 0 is the median of its
-    # return, 1 the expectation, 2 the root mean square. The higher, the more doubt speaks for
-    # keeping an entry, which can be given up later but never had back; below 0 it speaks against.
-    # None: 2 in the first half of the layers, whose errors all others take in, and 3 in the rest;
-    # where the predictor is the generic one, whose doubt says less, 0.75 in all. From -6 to 6.
+    # of the power mean (E R^order)^(1/order), -6 to 6: 0 is the median return, 1 the mean, 2 the
+    # RMS. Above 0, uncertainty favours keeping an entry, since eviction cannot be undone.
+    # None: 2 in the first half of the layers, whose errors propagate, 3 in the rest, and 0.75 for
+    # the generic predictor, whose sigma is less reliable.
     order: float | None = None
 
     def __post_init__(self) -> None:
@@ -59,14 +58,12 @@ class PigouParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Pigou(TokenPolicy):
-    """Keeps what would change the attention's output most, were it dropped.
+    """Keeps the entries whose eviction would change the attention output most.
 
-    Inputs: an entry's own key and value, summed up in two numbers once; attention that it
-    received, at three time scales; its age. Of the discounted change of the output to come the
-    predictor says the mean and sigma of the logarithm (`ReturnModel`). Return: its power mean,
-    exp(mean + order sigma^2 / 2), the same unit for all layers, heads and requests. On the
-    logarithm that is Token-PD's Eq. 4, whose lambda is -order / 2. Where nobody trained a
-    predictor for the model, a generic one is taken.
+    Features: two summary numbers of an entry's key and value, attention mass at three time scales,
+    and age. `ReturnModel` predicts mu and sigma of the log of the discounted output change. Score:
+    its power mean, exp(mu + order sigma^2 / 2); that is Token-PD's Eq. 4 on the logarithm with
+    lambda = -order / 2. Models without a trained predictor use `GenericReturns`.
     """
 
     Params = PigouParams
@@ -83,7 +80,7 @@ class Pigou(TokenPolicy):
         self.order = self._orders(cast(PigouParams, params).order)
 
     def _orders(self, given: float | None) -> Floats:
-        """Return the order of the power mean, shape (layers, kv_heads)."""
+        """Return the power mean's order, shape (layers, kv_heads)."""
         layers, heads = self.setting.model.layers, self.setting.model.kv_heads
         orders: Floats = np.full((layers, heads), 0.75 if given is None else given, np.float32)
         if given is None and self.compiled:
@@ -91,12 +88,12 @@ class Pigou(TokenPolicy):
         return orders
 
     def predict(self, row: RowEntries) -> PredictedReturns:
-        """Return the same as `score` to within rounding; where somebody trained a predictor."""
+        """Score in place by kernels; equals `score` within rounding."""
         self.summarize(row)
         return self._kernels.predict(row, self.order)
 
     def summarize(self, row: RowEntries) -> None:
-        """Sum up a row's new entries."""
+        """Summarize a row's new entries."""
         self._kernels.summarize(row, 1 + self.fields.index("content_0"))
 
     @cached_property
@@ -105,16 +102,16 @@ class Pigou(TokenPolicy):
         return CompiledReturns(self.model, self.setting.turns)
 
     def birth(self, keys: Tensor, values: Tensor, positions: Ints) -> Tensor:
-        """Sum up entries by their own key and value."""
+        """Summarize entries by key and value."""
         turns = self.setting.turns[torch.from_numpy(positions.astype(np.int64))]
         return self.model.birth(unrotate(keys, turns), values)
 
     def score(self, entries: CacheEntries) -> Returns:
-        """Return the discounted change of the output to come, at its power mean."""
+        """Return the power mean of the discounted output change."""
         return self._returns(*self._features(entries))
 
     def scores(self, rows: Sequence[CacheEntries]) -> list[Returns]:
-        """Return the scores of several rows, scored at once where each entry is scored alone."""
+        """Score several rows, in one batch if entries are scored independently."""
         if not isinstance(self.model, ReturnModel) or not rows:
             return super().scores(rows)
         parts = [self._features(entries) for entries in rows]
@@ -123,7 +120,7 @@ class Pigou(TokenPolicy):
         return np.split(self._returns(content, masses, age), stops[:-1], axis=2)
 
     def _features(self, entries: CacheEntries) -> tuple[Tensor, Tensor, Tensor]:
-        """Return content, attention received by now, and age, as `ReturnModel.value` takes them."""
+        """Return content, attention mass and age, as `ReturnModel.value` takes them."""
         data = torch.from_numpy(entries.data)
         first = 1 + entries.names.index("mass")
         mass, older = data[:, :, first], data[:, :, first + 1 : first + 4].movedim(2, -1)
@@ -141,14 +138,14 @@ class Pigou(TokenPolicy):
 class LossyParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Parameters of `paper-lossy`."""
 
-    # `lambda`, of Token-PD's Eq. 4, which the variance of the return is weighted with.
+    # variance weight lambda (Token-PD, Eq. 4).
     risk: float = msgspec.field(default=0.1, name="lambda")
 
 
 class PaperParams(LossyParams, frozen=True, forbid_unknown_fields=True):
     """Parameters of `paper`."""
 
-    # of Token-PD's Eq. 2, return that it costs to compute a token again, 0 or above.
+    # cost of recomputing a token, in returns, >= 0 (Token-PD, Eq. 2).
     delta: float = 0.001
 
     def __post_init__(self) -> None:
@@ -157,10 +154,10 @@ class PaperParams(LossyParams, frozen=True, forbid_unknown_fields=True):
 
 
 class PaperLossy(TokenPolicy):
-    """Token-PD's predictor, whole tokens; what is given up is never computed again.
+    """Token-PD's predictor on whole tokens, without recomputation.
 
-    Inputs: the next-token logits of the step that stores a token. Return: R - lambda sigma^2
-    (seed token-pd, Eq. 4) of the attention to come.
+    Scores R - lambda sigma^2 (seed token-pd, Eq. 4), predicted from the next-token logits of the
+    step that stores a token.
     """
 
     Params = LossyParams
@@ -194,7 +191,7 @@ class PaperLossy(TokenPolicy):
 
 
 class Paper(PaperLossy):
-    """Token-PD's predictor; a token whose excess return is positive again is computed again."""
+    """Token-PD's predictor; recomputes a token once its excess return is positive again."""
 
     Params = PaperParams
     recomputes = True
@@ -205,10 +202,10 @@ class Paper(PaperLossy):
 
 
 class CompiledReturns:
-    """Sums up and scores entries on the CPU, where they lie in the cache.
+    """Summarizes and scores entries in place on the CPU.
 
-    To within rounding it is `ReturnModel` behind `unrotate`. Side data must be laid out as
-    `Pigou.fields` has it.
+    Equals `ReturnModel` after `unrotate`, within rounding; side data must be laid out as
+    `Pigou.fields`.
     """
 
     def __init__(self, model: ReturnModel, turns: Tensor) -> None:
@@ -220,15 +217,12 @@ class CompiledReturns:
         self._last: Floats = model.value_last[:, 0].contiguous().numpy()
 
     def summarize(self, row: RowEntries, line: int) -> None:
-        """Sum up a row's new entries; results go to its side data, from `line` on."""
+        """Summarize a row's new entries into side data lines from `line` on."""
         stats = _stats(row)
         kernels.summarize(row.kv, stats, row.stop, line, self._turns, self._scale, self._birth)
 
     def predict(self, row: RowEntries, order: Floats) -> PredictedReturns:
-        """Score a row's entries, at a power mean.
-
-        `order`: of the power mean, shape (layers, kv_heads).
-        """
+        """Score a row's entries at power mean `order`, shape (layers, kv_heads)."""
         numbers = row.numbers
         scores: Floats = np.empty((numbers.shape[1] * numbers.shape[2], row.entries), np.float32)
         positions: Ints = np.empty(scores.shape, np.int32)
@@ -244,7 +238,7 @@ def _stats(row: RowEntries) -> kernels.RowStats:
 
 
 def _weights(into: Tensor, bias: Tensor, out: Tensor) -> kernels.NetworkWeights:
-    """Transpose a network's weights; its hidden units become a multiple of `kernels.UNITS`."""
+    """Transpose a network's weights; pad hidden units to a multiple of `kernels.UNITS`."""
     more = -into.shape[2] % kernels.UNITS
     wide = [np.pad(part.numpy(), ((0, 0), (0, 0), (0, more))) for part in (into, bias)]
     tall = np.pad(out.numpy(), ((0, 0), (0, more), (0, 0)))

@@ -18,8 +18,8 @@ from pigou.request import Ints
 from pigou.runtime.models.model_config import ModelConfig
 
 GROUP = "pigou.token_eviction"
-#: Lines of a head's side data: positions (as int32 bits), the policy's fields from the first on,
-#: which is the mass where attention is watched, and the field behind it.
+#: Lines of a head's side data: positions (int32 bits), then the policy's fields; the first is the
+#: mass if attention is watched, followed by the field that it folds into.
 POSITION_LINE = 0
 FIRST_FIELD_LINE = MASS_LINE = 1
 AFTER_MASS_LINE = 2
@@ -30,12 +30,12 @@ Floats = NDArray[np.float32]
 
 
 class NoTokenPolicyParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A policy without parameters."""
+    """Parameters of a policy without any."""
 
 
 @dataclass(frozen=True, slots=True)
 class EvictionContext:
-    """What a policy knows of where it works."""
+    """Model and configuration that a policy is built for."""
 
     config: EvictionConfig
     model: ModelConfig
@@ -45,30 +45,26 @@ class EvictionContext:
 
 @dataclass(frozen=True, slots=True)
 class Folding:
-    """How the mass that entries gathered is taken into their other fields, and cleared.
+    """Folds mass into other fields and clears it, every `interval` queries from prompt end."""
 
-    It happens before the query at each position that differs from the prompt's length by a
-    multiple of `interval`, in prompts as in what follows.
-    """
-
-    interval: int  # queries from one time to the next, at least 1
-    # field k behind the mass becomes `decays[k]` times itself, plus the mass.
+    interval: int  # queries between folds, at least 1
+    # field k after the mass becomes `decays[k]` * field k + mass.
     decays: tuple[float, ...] = ()
-    # where above 0, the field behind the mass becomes the clock instead, if the mass is at least
-    # this multiple of an even share.
+    # if above 0, the field after the mass is set to the clock instead, once the mass reaches this
+    # multiple of a uniform share.
     notable: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class CacheEntries:
-    """The cache entries of one row, as a policy sees them."""
+    """The cache entries of one row, gathered."""
 
     data: Floats  # positions (as int32 bits), then fields, shape (layers, kv_heads, 1 + fields, n)
     names: tuple[str, ...]
     next: int  # position of the row's next token
     since: int  # queries since the last fold
-    clock: int  # steps that the executor has done
-    request: str  # id of the row's request
+    clock: int  # executor steps so far
+    request: str  # request id
 
     @property
     def positions(self) -> Ints:
@@ -77,17 +73,17 @@ class CacheEntries:
 
     @property
     def age(self) -> Ints:
-        """Tokens since each entry's own, at least 1, shape (layers, kv_heads, n)."""
+        """Tokens since each entry's own, >= 1, shape (layers, kv_heads, n)."""
         ages: Ints = self.next - self.positions
         return ages
 
     def field(self, name: str) -> Floats:
-        """Return a field, a view, shape (layers, kv_heads, n)."""
+        """Return a view of a field, shape (layers, kv_heads, n)."""
         return self.data[:, :, FIRST_FIELD_LINE + self.names.index(name)]
 
 
 class RowEntries(NamedTuple):
-    """The cache entries of one row, where they lie in a CPU's memory."""
+    """The cache entries of one row, in place in CPU memory."""
 
     # the cache, shape (blocks, layers, 2, kv_heads, head_dim * size), bfloat16 as uint16.
     kv: NDArray[Any]
@@ -96,41 +92,41 @@ class RowEntries(NamedTuple):
     entries: int
     following: int  # position of its next token
     since: int  # queries since the last fold
-    stop: int  # position from which on entries may not go yet
+    stop: int  # first protected position
 
 
 class PredictedReturns(NamedTuple):
-    """What a row's entries will return."""
+    """Predicted returns of a row's entries."""
 
-    scores: Returns  # as `TokenPolicy.score` has them; layers and KV heads may be one axis
-    positions: Ints  # of the entries in each layer and KV head, whose axes may be one, too
+    scores: Returns  # as from `TokenPolicy.score`; layers and KV heads may share an axis
+    positions: Ints  # of the entries, per layer and KV head; these may share an axis
 
 
 class TokenPolicy:
-    """Tells what a cache entry will still return; entries of the lowest return go first.
+    """Predicts the return of cache entries; the lowest are evicted first.
 
-    It is made as `Policy(setting, params)`, where `params` is of the type `Params`. Returns are
-    compared among all requests, and added up over the entries of a block: one unit for all.
+    Constructed as `Policy(setting, params)`. Returns are compared across requests and summed over a
+    block's entries, so all share one unit.
     """
 
-    #: The type of its parameters, a frozen `msgspec.Struct` with defaults.
+    #: Parameter type: a frozen `msgspec.Struct` with defaults.
     Params: type[msgspec.Struct] = NoTokenPolicyParams
-    #: Numbers kept for each entry. The first is "mass" where attention is to be watched: the
-    #: probabilities that the queries of its KV head gave it since the last fold.
+    #: Numbers stored per entry. A first field "mass" enables attention tracking: the sum of
+    #: probabilities from its KV head's queries since the last fold.
     fields: tuple[str, ...] = ()
-    #: How the mass is taken into the fields behind it; None: it adds up.
+    #: How mass is folded into the next fields; None accumulates.
     folding: Folding | None = None
-    #: Fields that are set to the clock when an entry is made.
+    #: Fields set to the clock on entry creation.
     stamped: tuple[str, ...] = ()
-    #: Whether entries can be scored by `predict`, and summed up by `summarize`.
+    #: Whether `predict` and `summarize` are implemented.
     compiled: bool = False
-    #: Successive fields that `birth` yields; NaN before.
+    #: Contiguous fields set by `birth`; NaN before.
     summary_fields: tuple[str, ...] = ()
-    #: Successive fields that `from_logits` yields; NaN where a token was not computed here.
+    #: Contiguous fields set by `from_logits`; NaN if the token was not computed here.
     logit_fields: tuple[str, ...] = ()
-    #: Whether tokens that are worth their price again are computed again; whole tokens only.
+    #: Whether tokens are recomputed once worth their price; whole tokens only.
     recomputes: bool = False
-    #: What computing a token again costs, in the unit of returns (delta of Token-PD, Eq. 2).
+    #: Cost of recomputing a token, in returns (delta of Token-PD, Eq. 2).
     penalty: float = 0.0
 
     def __init__(self, setting: EvictionContext, params: msgspec.Struct) -> None:
@@ -138,58 +134,42 @@ class TokenPolicy:
         self.params = params
 
     def score(self, entries: CacheEntries) -> Returns:
-        """Return what each entry will return, finite.
-
-        Shape (layers, kv_heads, n); or (n,), if tokens go whole, in all layers and heads.
-        """
+        """Return finite scores, (layers, kv_heads, n), or (n,) to evict whole tokens."""
         raise NotImplementedError
 
     def scores(self, rows: Sequence[CacheEntries]) -> list[Returns]:
-        """Return the `score` of each of several rows; a policy may compute them together."""
+        """Score several rows; override to batch them."""
         return [self.score(entries) for entries in rows]
 
     def predict(self, row: RowEntries) -> PredictedReturns:
-        """Return the `score` of a row's entries by compiled kernels, which read them in place.
+        """Score a row's entries in place by kernels, if `compiled`; replaces `birth` and `score`.
 
-        Where `compiled`, in place of `birth` and `score`. Scores of entries that may not go yet
-        mean nothing.
+        Scores of protected entries are undefined.
         """
         raise NotImplementedError
 
     def summarize(self, row: RowEntries) -> None:
-        """Put what `birth` yields into the side data of a row, as `predict` does.
-
-        Before entries move: new ones lie side by side as long as they have not.
-        """
+        """Store the `birth` fields of a row's new entries, before compaction moves any."""
 
     def birth(self, keys: Tensor, values: Tensor, positions: Ints) -> Tensor:
-        """Return the `summary_fields` of new entries, shape (layers, kv_heads, n, fields).
+        """Return the `summary_fields` of new entries, (layers, kv_heads, n, fields).
 
         `keys`, rotated, and `values` are float32, (layers, kv_heads, n, head_dim).
         """
         raise NotImplementedError
 
     def from_logits(self, logits: Tensor) -> Tensor:
-        """Return the `logit_fields` of tokens, shape (n, fields), in the step that stores them.
-
-        `logits` are those of the tokens after them, shape (n, vocab).
-        """
+        """Return `logit_fields` of tokens, (n, fields), given next-token logits (n, vocab)."""
         raise NotImplementedError
 
 
 def load(name: str, setting: EvictionContext) -> TokenPolicy:
-    """Return a policy by its name in the entry point group `pigou.token_eviction`.
-
-    Raises ConfigError: there is none of that name, or a parameter is unknown or does not fit.
-    """
+    """Load a policy by its entry point `pigou.token_eviction`; raises ConfigError if invalid."""
     return make(named(GROUP, name, "eviction.policy"), setting, name)
 
 
 def make(kind: Any, setting: EvictionContext, name: str = "") -> TokenPolicy:
-    """Return a new policy of this class, with the parameters of the setting's configuration.
-
-    Raises ConfigError: a parameter is not there, or its value does not fit.
-    """
+    """Instantiate a policy with its configured parameters; raises ConfigError if one is invalid."""
     values = dict(setting.config.params)
     try:
         params = msgspec.convert(values, kind.Params, strict=False)

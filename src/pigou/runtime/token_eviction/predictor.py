@@ -1,4 +1,4 @@
-"""What a cache entry will be worth: mean and uncertainty of its logarithm."""
+"""Predicts the return of a cache entry: mean and standard deviation of its logarithm."""
 
 from __future__ import annotations
 
@@ -18,35 +18,32 @@ from pigou.runtime.attention.kv_cache import KEYS, VALUES
 from pigou.runtime.simd import LANES, exponential, fast, logarithm, product, widen
 from pigou.runtime.token_eviction.policy import AFTER_MASS_LINE, MASS_LINE, POSITION_LINE, Floats
 
-#: Time scales of the sums of attention that an entry received, in tokens.
+#: Time scales of attention mass, in tokens.
 SCALES = (float("inf"), 256.0, 32.0)
-FOLD = 32  # queries after which these sums fade, together
-#: Of the change of the output that a return sums up. Divergence is quadratic in the change of a
-#: query's output; what goes in small pieces, many at once, adds up before it is squared.
+FOLD = 32  # queries between decays of these sums
+#: Exponent of the output change in a return. Divergence is quadratic in a query's output change,
+#: but small evictions add up before squaring.
 POWER = 1.5
-CONTENT = 2  # numbers an entry's own key and value are summed up in
-FLOOR = 1e-4  # of a sum, so that its logarithm exists
-#: Bounds of sigma's own logarithm; up to 4.5 sigmas a power mean is finite.
+CONTENT = 2  # summary numbers of an entry's key and value
+FLOOR = 1e-4  # of sums, for finite logarithms
+#: Bounds of log sigma; power means stay finite up to sigma 4.5.
 LOG_SIGMA_BOUNDS = (-4.0, math.log(4.5))
-#: Files beside a model's own; no safetensors, which would be taken for a part of the model.
+#: Files in a model's folder; not safetensors, which would count as model weights.
 RETURNS, PAPER = "returns.npz", "returns-paper.npz"
 
 
 def features(content: Tensor, masses: Tensor, age: Tensor) -> Tensor:
-    """Return what entries are scored by at one time, shape (..., CONTENT + scales + 1, n).
+    """Return the scoring features, shape (..., CONTENT + scales + 1, n).
 
     `content` is (..., n, CONTENT), `masses` (..., n, scales), `age` (..., n). The long axis is
-    last: products and logarithms of it are several times quicker.
+    last, which makes products and logarithms several times faster.
     """
     logs = torch.log(masses.mT + FLOOR)
     return torch.cat((content.mT, logs, torch.log1p(age).unsqueeze(-2)), dim=-2)
 
 
 def unrotate(keys: Tensor, turns: Tensor) -> Tensor:
-    """Take rotary embedding off keys, shape (..., n, head_dim); amplitudes of scaled keys stay.
-
-    `turns` has the rows of `rotary_table` for their positions, shape (n, head_dim).
-    """
+    """Undo RoPE on keys (..., n, head_dim), amplitude aside; `turns` from `rotary_table`."""
     cos, sin = turns.chunk(2, dim=-1)
     first, second = keys.chunk(2, dim=-1)
     scale = cos.square() + sin.square()
@@ -56,13 +53,13 @@ def unrotate(keys: Tensor, turns: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class ReturnModel:
-    """Two small networks for each layer and KV head, over Z = layers * kv_heads.
+    """Two small networks per layer and KV head, batched over Z = layers * kv_heads.
 
-    The first sums up an entry's key and value, once; the second scores it by that and by the
-    attention that it received. An entry's return is a mean of two, summed over the queries to come
-    and discounted: the change of the attention's output behind the output product, were it dropped
-    alone, to the power of `POWER`; and the squared error that it spares where others are dropped
-    (docs/internals/token-eviction.md). Its logarithm is taken as normal.
+    `birth` summarizes an entry's key and value once; `value` scores it by that summary, its
+    attention mass and age. The return averages two terms, discounted over future queries: the
+    attention output's change if the entry alone is dropped, to the power `POWER`, and the squared
+    error that it saves once others are dropped (docs/internals/token-eviction.md). It is modelled
+    as log-normal.
     """
 
     birth_in: Tensor  # shape (Z, 2 * head_dim, hidden)
@@ -74,19 +71,15 @@ class ReturnModel:
     value_last: Tensor  # shape (Z, 1, 2)
 
     def birth(self, keys: Tensor, values: Tensor) -> Tensor:
-        """Sum up entries by their own key and value, each of shape (layers, kv_heads, n, head_dim).
-
-        Returns shape (layers, kv_heads, n, CONTENT), float32.
-        """
+        """Summarize keys and values, (layers, kv_heads, n, head_dim), as (..., n, CONTENT)."""
         x = torch.cat((keys, values), dim=-1).float().flatten(0, 1)
         hidden = F.silu(torch.baddbmm(self.birth_bias, x, self.birth_in))
         return torch.bmm(hidden, self.birth_out).view(*keys.shape[:3], CONTENT)
 
     def value(self, content: Tensor, masses: Tensor, age: Tensor) -> tuple[Tensor, Tensor]:
-        """Return mean and standard deviation of the logarithm of each return now.
+        """Return mean and standard deviation of the log return, (layers, kv_heads, n).
 
-        All have shape (layers, kv_heads, n); behind it `content`, from `birth`, has CONTENT, and
-        `masses`, attention received, summed over query heads and discounted by `SCALES`, scales.
+        `masses` are sums over query heads, discounted by `SCALES`, (layers, kv_heads, n, scales).
         """
         x = features(content, masses, age).flatten(0, 1)
         hidden = F.silu(torch.baddbmm(self.value_bias.mT, self.value_in.mT, x), inplace=True)
@@ -100,18 +93,16 @@ class ReturnModel:
 
     @classmethod
     def load(cls, path: Path) -> ReturnModel:
-        """Read what `save` wrote."""
+        """Load weights written by `save`."""
         return cls(**read_weights(path, cls))
 
 
 @dataclass(frozen=True, slots=True)
 class PaperModel:
-    """Token-PD's predictor: from the next-token logits at a token's birth to its return.
+    """Token-PD's predictor: one hidden layer of 256 units on the next-token logits.
 
-    One hidden layer of 256 units (seed token-pd, section 4 and 5). The return R is the fraction
-    of the attention of the queries to come that will land on the token before its request ends,
-    the mean over layers and heads. The paper does not say where its variance comes from: here it
-    is a second output.
+    R is the share of future queries' attention on the token, the mean over layers and heads (seed
+    token-pd, sections 4 and 5). The paper leaves the variance open; here it is a second output.
     """
 
     into: Tensor  # shape (vocab, 256)
@@ -120,10 +111,7 @@ class PaperModel:
     last: Tensor  # shape (2,)
 
     def birth(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Predict R, in [0, 1], and sigma^2, each of shape (n,), from logits of shape (n, vocab).
-
-        A token's logits are those of the step that stores its keys and values.
-        """
+        """Predict R in [0, 1] and sigma^2, (n,), from next-token logits (n, vocab)."""
         hidden = torch.relu(torch.addmm(self.bias, logits.float(), self.into))
         mean, log_variance = torch.addmm(self.last, hidden, self.out).unbind(-1)
         return mean.sigmoid(), log_variance.clamp(-40.0, 0.0).exp()
@@ -134,32 +122,31 @@ class PaperModel:
 
     @classmethod
     def load(cls, path: Path) -> PaperModel:
-        """Read what `save` wrote."""
+        """Load weights written by `save`."""
         return cls(**read_weights(path, cls))
 
 
 def write_weights(path: Path, model: Any, dtype: torch.dtype) -> None:
-    """Write the fields of a dataclass of tensors as an npz archive, in this type."""
+    """Write a dataclass of tensors as an npz archive of `dtype`."""
     arrays = {f.name: getattr(model, f.name).to(dtype).numpy() for f in fields(model)}
     with path.open("wb") as file:
         np.savez_compressed(file, **arrays)
 
 
 def read_weights(path: Path, kind: type[Any]) -> dict[str, Tensor]:
-    """Read the fields of a dataclass of tensors, float32, by name."""
+    """Read a dataclass's tensors, float32, by name."""
     with np.load(path, allow_pickle=False) as arrays:
         return {f.name: torch.from_numpy(arrays[f.name]).float() for f in fields(kind)}
 
 
-#: Trained on the bundled model and two of random weights; `tools/train_returns.py generic` trains
-#: it on any number.
+#: Trained on the bundled model and two of random weights by `tools/train_returns.py generic`.
 GENERIC = Path(__file__).with_name("generic.npz")
-#: Columns of `GenericReturns.birth`: logarithms of the norms of key and value.
+#: Columns of `GenericReturns.birth`.
 KEY_NORM, VALUE_NORM = 0, 1
 
 
 def relative(now: Tensor) -> Tensor:
-    """Return features, shape (..., entries, inputs), less their means; age stays as it is."""
+    """Center features (..., entries, inputs) over the entries, except age."""
     middle = now.mean(-2, keepdim=True)
     middle[..., -1] = 0
     return now - middle
@@ -167,11 +154,10 @@ def relative(now: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class GenericReturns:
-    """One small network for all models, layers and heads.
+    """One small network for all models, layers and heads; the interface of `ReturnModel`.
 
-    It knows an entry by the norms of its key and value and by the attention that it received, all
-    in relation to the entries beside it. The return's unit is the norm of a value, to the power
-    of `POWER`: the output product is not looked at. Methods are those of `ReturnModel`.
+    Features are key and value norms and attention mass, relative to the other entries. The return's
+    unit is a value norm to the power `POWER`; it ignores the output projection.
     """
 
     value_in: Tensor  # shape (2 + scales + 1, hidden)
@@ -181,12 +167,12 @@ class GenericReturns:
 
     @staticmethod
     def birth(keys: Tensor, values: Tensor) -> Tensor:
-        """Return logarithms of the norms, shape (..., n, 2)."""
+        """Return log norms of key and value, shape (..., n, 2)."""
         norms = torch.stack((keys.float().norm(dim=-1), values.float().norm(dim=-1)), dim=-1)
         return norms.clamp_min(1e-6).log()
 
     def value(self, content: Tensor, masses: Tensor, age: Tensor) -> tuple[Tensor, Tensor]:
-        """Score entries, of which those of one layer and head are compared with each other."""
+        """Score entries relative to those of the same layer and head."""
         now = features(content, masses, age).mT
         hidden = F.silu(relative(now) @ self.value_in + self.value_bias)
         mean, log_sigma = (hidden @ self.value_out + self.value_last).unbind(-1)
@@ -199,34 +185,33 @@ class GenericReturns:
 
     @classmethod
     def load(cls, path: Path = GENERIC) -> GenericReturns:
-        """Read what `save` wrote; what ships, by default."""
+        """Load weights written by `save`; by default the bundled ones."""
         return cls(**read_weights(path, cls))
 
 
 Stored = NDArray[Any]
 
-#: Bytes of a float32.
 _FLOAT_BYTES = 4
-#: Hidden units that are computed at once, of which there are a multiple.
+#: Hidden units computed together; their number is a multiple.
 UNITS = 4
-#: Entries that are scored at once: few enough that their hidden units stay near.
+#: Entries scored at once, so that hidden units stay in cache.
 WIDE = 4 * LANES
-#: Rows of what the second network yields.
+#: Output rows of the second network.
 _MEAN, _LOG_SIGMA = 0, 1
 
 
 class RowStats(NamedTuple):
-    """Side data of one row's entries, where it lies."""
+    """Side data of one row's entries, in place."""
 
     numbers: Floats  # `EntryStats.numbers`
     ids: Ints  # the same memory as int32
     table: Ints  # block ids of the row
     entries: int
-    following: int  # position of its next token
+    following: int  # position of the next token
 
 
 class NetworkWeights(NamedTuple):
-    """Weights of a network with one hidden layer, by layer * kv_heads + KV head."""
+    """Weights of a one-hidden-layer network, by layer * kv_heads + KV head."""
 
     into: Floats  # shape (layers * kv_heads, units, inputs)
     bias: Floats  # shape (layers * kv_heads, units)
@@ -235,7 +220,7 @@ class NetworkWeights(NamedTuple):
 
 @fast
 def hide(weights: Floats, bias: Floats, x: Floats, hidden: Floats) -> None:
-    """Put silu(weights x + bias) in `hidden`, shape (units, columns), for x (depth, columns)."""
+    """Compute silu(weights x + bias) into `hidden` (units, columns), for x (depth, columns)."""
     units, depth = weights.shape
     columns = x.shape[1]
     for unit in range(units):
@@ -254,7 +239,7 @@ def hide(weights: Floats, bias: Floats, x: Floats, hidden: Floats) -> None:
 
 @fast
 def show(weights: Floats, hidden: Floats, out: Floats) -> None:
-    """Add weights hidden to `out`, both with columns as in `hide`; `weights` has two rows."""
+    """Add weights @ hidden to `out`; columns as in `hide`, two output rows."""
     units, columns = hidden.shape
     for at in range(0, columns, LANES):
         product(
@@ -265,7 +250,7 @@ def show(weights: Floats, hidden: Floats, out: Floats) -> None:
 
 @fast
 def turn_back(keys: Floats, cos: Floats, sin: Floats) -> None:
-    """Take rotation off keys, shape (head_dim, LANES); `cos` and `sin` have half as many rows."""
+    """Undo rotation of keys (head_dim, LANES); `cos` and `sin` have head_dim / 2 rows."""
     half = len(cos)
     first, second = keys[:half].reshape(-1), keys[half:].reshape(-1)
     c, s = cos.reshape(-1), sin.reshape(-1)
@@ -277,12 +262,9 @@ def turn_back(keys: Floats, cos: Floats, sin: Floats) -> None:
 
 @fast
 def load(keys: Stored, values: Stored, start: int, size: int, x: Floats) -> None:
-    """Put keys and values of LANES of a block's entries, from `start` on, in x's rows.
+    """Load keys and values of LANES entries of a head's block into x (2 * head_dim, LANES).
 
-    Args:
-        keys: of the head's block, shape (head_dim * size,).
-        values: shape (size * head_dim,).
-        x: written to, shape (2 * head_dim, LANES).
+    `keys` is (head_dim * size,), `values` (size * head_dim,).
     """
     width = len(values) // size
     for d in range(width):
@@ -300,10 +282,10 @@ def summarize(
     kv: Stored, row: RowStats, stop: int, line: int, turns: Floats, scale: float,
     weights: NetworkWeights,
 ) -> None:  # fmt: skip
-    """Sum up entries that are new (`ReturnModel.birth`), before any of them moves.
+    """Summarize new entries (`ReturnModel.birth`) before compaction moves any.
 
-    So a slot is new in all layers and heads or in none, and holds the same token. `kv` is the
-    cache, (blocks, layers, 2, kv_heads, head_dim * block_size); `turns` has cosines and sines.
+    Until then a slot holds the same token in all layers and heads. `kv` is `KVCache.data`; `turns`
+    holds cosines and sines.
     """
     numbers, ids, table, entries, _ = row
     into, bias, out = weights
@@ -346,7 +328,7 @@ def summarize(
 def load_features(
     lines: Floats, positions: Ints, start: int, following: int, fades: Floats, x: Floats, at: int
 ) -> None:
-    """Put LANES entries of a head's block in x's columns from `at` on, before logarithms.
+    """Load LANES entries of a head's block into columns of x from `at` on, before logarithms.
 
     `lines` is (1 + fields, size), `positions` (size,), `x` (CONTENT + scales + 1, columns).
     """
@@ -372,11 +354,11 @@ def predict(
     row: RowStats, fades: Floats, weights: NetworkWeights, last: Floats, order: Floats,
     scores: Floats, positions: Ints,
 ) -> None:  # fmt: skip
-    """Score all entries of a sequence (`ReturnModel.value`): exp(mean + order sigma^2 / 2).
+    """Score a sequence's entries (`ReturnModel.value`): exp(mean + order sigma^2 / 2).
 
-    `fades` is what is left of each sum of mass by now, (scales,); `last` the bias of mean and log
-    sigma, (layers * kv_heads, 2); `order` has (layers * kv_heads,). `scores` and `positions`, both
-    (layers * kv_heads, at least entries), are written to.
+    `fades` (scales,) are the decays of each mass sum since the last fold; `last` (layers *
+    kv_heads, 2) the output bias; `order` (layers * kv_heads,). Writes `scores` and `positions`,
+    (layers * kv_heads, >= entries).
     """
     numbers, ids, table, entries, following = row
     into, bias, out = weights
@@ -407,6 +389,6 @@ def predict(
             for i in range(WIDE):
                 sigma = exponential(min(max(log_sigma[i], low), high))
                 value = mean[i] + half * sigma * sigma
-                endless = value + np.float32(np.inf)  # or NaN: neither is hidden
+                endless = value + np.float32(np.inf)  # propagates infinities and NaN
                 mean[i] = exponential(value) if value < np.float32(87.0) else endless
             scores[task, first : first + count] = mean[:count]

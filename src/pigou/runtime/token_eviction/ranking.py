@@ -1,4 +1,4 @@
-"""Which entries go first, and what is lost with each block of them."""
+"""Ranks a row's entries by return, and sums the returns lost per block evicted."""
 
 from __future__ import annotations
 
@@ -15,19 +15,18 @@ from pigou.runtime.token_eviction.policy import PredictedReturns, Returns
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """The entries of a row that would go first."""
+    """Candidates for eviction in a row, lowest return first."""
 
-    first: int  # slot from which on they were sought
-    # of each head, those of the least return first, shape (layers * kv_heads, depth); or (1, depth)
-    # for whole tokens.
+    first: int  # first slot ranked
+    # by ascending return per head, (layers * kv_heads, depth), or (1, depth) for whole tokens.
     slots: Ints
-    # lost with each further block of them, shape (depth // block size,).
+    # per further block evicted, shape (depth // block size,).
     lost_returns: NDArray[np.float64]
-    # of whole tokens, by slot, shape (n,); None where heads choose for themselves.
+    # of whole tokens, by slot, shape (n,); None if heads evict independently.
     returns: Returns | None
 
     def victims(self, first: int, drop: int) -> Ints | None:
-        """Return each head's first `drop` victims from slot `first` on; None if they are too few.
+        """Return each head's first `drop` victims from slot `first` on; None if too few.
 
         Shape as `slots`, with `drop` columns.
         """
@@ -47,12 +46,9 @@ def rank(
     max_entries: int,
     size: int,
 ) -> Ranking:
-    """Rank a row's entries.
+    """Rank a row's entries from slot `first` on, except sinks and recent ones.
 
-    Sinks and recent tokens are none of them, nor what comes before `first`.
-
-    Raises:
-        ValueError: a return is not finite.
+    Raises ValueError if a return is not finite.
     """
     scores, positions = predicted
     if not np.isfinite(scores).all():
@@ -73,22 +69,18 @@ def rank(
 Keys = NDArray[np.uint64]
 Slots = NDArray[np.int64]
 
-#: That keys are dealt into before they are sorted.
+#: Buckets per sort.
 BUCKETS = 512
-#: Keys of a bucket that are sorted by insertion.
+#: Max bucket size for insertion sort.
 FEW = 32
 
 
 @kernel
 def bucket_keys(keys: Keys, slots: Ints, out: Keys, order: Ints, stops: Slots) -> None:
-    """Deal keys, and their slots, into buckets of equal width; those of a bucket keep their order.
+    """Distribute keys (n,) and their slots (n,) into equal-width buckets, stably.
 
-    Args:
-        keys: shape (n,), at least one.
-        slots: shape (n,).
-        out: takes the keys, bucket by bucket, shape (n,).
-        order: takes their slots, shape (n,).
-        stops: takes the end of each bucket in `out`, shape (`BUCKETS` + 1,); the last is no bucket.
+    Writes `out` and `order` (n,), bucket by bucket, and the end of each bucket to `stops`
+    (`BUCKETS` + 1,); the last entry is a sentinel.
     """
     low = high = keys[0]
     for key in keys:
@@ -109,7 +101,7 @@ def bucket_keys(keys: Keys, slots: Ints, out: Keys, order: Ints, stops: Slots) -
 
 @kernel
 def sort_bucket(keys: Keys, slots: Ints) -> None:
-    """Sort keys, and their slots with them; equal ones keep their order."""
+    """Sort keys and their slots, stably."""
     if len(keys) > FEW:
         order = np.argsort(keys, kind="mergesort")
         slots[:] = slots[order]
@@ -128,19 +120,10 @@ def select_victims(
     sinks: int, stop: int, victims: Ints, lost_returns: NDArray[np.float64],
     size: int,
 ) -> int:  # fmt: skip
-    """Find each head's entries of least score, in ascending order, and what blocks of them cost.
+    """Select each head's entries of lowest score (heads, n), ascending; ties by slot.
 
-    Equal scores are in the order of slots.
-
-    Args:
-        scores: shape (heads, n).
-        positions: of the entries, shape (heads, n).
-        victims: slots, written to, shape (heads, max_entries).
-        lost_returns: sums of scores over all heads by `size` victims each, added to, shape
-            (max_entries // size,).
-
-    Returns:
-        How many there are in each head, at most `max_entries`.
+    Writes `victims` (heads, max_entries) and adds the scores of each `size` victims, over all
+    heads, to `lost_returns` (max_entries // size,). Returns the victims per head.
     """
     heads, count = scores.shape
     keys, slots = np.empty(count, np.uint64), np.empty(count, np.int32)
@@ -151,7 +134,7 @@ def select_victims(
     for head in range(heads):
         eligible = 0
         for slot in range(first, count):
-            # As integers, numbers are in their order once those below 0 are turned around.
+            # Float bits order like the floats once negative ones are inverted.
             key = np.uint64(bits[head, slot])
             if key > sign:
                 key = (sign << np.uint64(1)) - np.uint64(1) - key
