@@ -1,4 +1,4 @@
-"""The cache monitor: occupancy of the fleet's memory, evictions, and the caching game."""
+"""Cache monitor: memory occupancy of the fleet, evictions, and the caching game."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class CacheStatus:
 
 
 class CacheMonitor:
-    """Follows the caches of the workers that publish KV events; others have no part in it."""
+    """Monitors the caches of workers that publish KV events."""
 
     def __init__(self) -> None:
         self.placement: Placement | None = None  # the last game
@@ -62,14 +62,14 @@ class CacheMonitor:
         self._first = self._before = self._after = math.nan
 
     def routed(self, worker: str, request: Request, cached: int, known: int, now: int) -> None:
-        """Record a prompt that was sent to the worker that is to compute it."""
+        """Record a prompt sent to a worker."""
         self._prompts.append((now, worker, request, cached, known))
         self._new += 1
 
     def tick(
         self, state: FleetState, index: PrefixIndex, known: Callable[[], Estimates], now: int
     ) -> None:
-        """Let time pass: every beat look at evictions and memory, and seldom play the game."""
+        """Sample evictions and memory every beat, and play the game once in a while."""
         if self._begun < 0:
             self._begun = self._beat = self._played = now
         if now - self._beat < BEAT:
@@ -89,7 +89,7 @@ class CacheMonitor:
             self._play(state, index, known(), now)
 
     def status(self, state: FleetState) -> CacheStatus:
-        """Return the present state of the caches."""
+        """Return the current state of the caches."""
         return CacheStatus(
             rho=occupancy(state.columns), fleet_rho=_together(state), evicted=self._evicted,
             rate=self._rate, first_eviction=self._first, placement=self.placement,
@@ -97,7 +97,7 @@ class CacheMonitor:
         )  # fmt: skip
 
     def summary(self, index: PrefixIndex) -> dict[str, float | int | None]:
-        """Return the figures of the whole run; None where one is not known."""
+        """Return the figures of the whole run; None for unknown ones."""
         figures: dict[str, float | int | None] = {
             name: value if math.isfinite(value) else None
             for name, value in (
@@ -148,12 +148,10 @@ class CacheMonitor:
 
 
 def occupancy(columns: Columns) -> Floats:
-    """Return rho of each worker, its active blocks over its device blocks, (workers,).
+    """Return rho of each worker, active over device blocks, (workers,); NaN if unknown.
 
-    Active are blocks of requests that run or wait there; cached ones without a user are not
-    (Georgiou 2026, Proposition 5). Blocks of running requests are as the worker reports. A waiting
-    one wants the mean of those routed there; without a report, all are counted so. NaN where a
-    worker's blocks are not known.
+    Active blocks are those of running and waiting requests (Georgiou 2026, Proposition 5); a
+    waiting one counts as the mean of those routed there.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         blocks = np.where(columns.blocks > 0, columns.blocks, math.nan)
@@ -173,7 +171,7 @@ def _learned(seconds: Floats, prior: float) -> Floats:
 
 
 def _together(state: FleetState) -> float:
-    """Return rho of all workers that said how many blocks they have; NaN where none did."""
+    """Return rho of all workers that report their blocks; NaN if none does."""
     blocks = state.columns.blocks
     total = int(blocks.sum())
     return float(np.nansum(occupancy(state.columns) * blocks)) / total if total else math.nan

@@ -1,4 +1,4 @@
-"""The caching game: the cost of the present placement of blocks over that of the best one."""
+"""Caching game: cost of the current block placement relative to the best one."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ _FLAT = 0.05
 
 
 class Prompt(NamedTuple):
-    """A prompt that was sent to a worker."""
+    """A prompt sent to a worker."""
 
     worker: str
     tokens: int
     keys: BlockKeys  # of its full blocks, (blocks,)
     cached: int  # leading blocks that this worker had
     known: int  # leading blocks that some worker had
-    weight: float  # how much it counts
+    weight: float
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The caching game of one moment, in seconds of computing prompts."""
+    """Result of a caching game, in seconds of prefill."""
 
     poa: float  # `cost` over `best`, at least 1; 1 where there is nothing to compute
     cost: float  # what the prompts of the window take under the present placement
@@ -60,7 +60,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class CachingFleet:
-    """What a game needs to know of the workers, in the order of the rows."""
+    """The workers of a game, in row order."""
 
     workers: Sequence[str]  # their ids
     block_size: int  # tokens in a block, the same for all
@@ -74,13 +74,7 @@ class CachingFleet:
 def caching_game(
     window: Iterable[Prompt], fleet: CachingFleet, look: Callable[[BlockKeys], Overlaps]
 ) -> Placement | None:
-    """Return the caching game of a window; None where it has no prompts.
-
-    Args:
-        window: the earliest first.
-        fleet: the workers; prompts of others are left out.
-        look: returns who holds how much of a chain, in the order of the workers.
-    """
+    """Play the game on a window of prompts, earliest first; None if it has none."""
     row = {worker: index for index, worker in enumerate(fleet.workers)}
     tree = Prefixes()
     own = [prompt for prompt in window if prompt.worker in row]
@@ -119,11 +113,7 @@ def caching_game(
 
 
 def _with_slope(fleet: CachingFleet, window: Sequence[Prompt]) -> CachingFleet:
-    """Return the fleet with prompts that take longer the more of them is to be computed.
-
-    Speeds that were learned from prompts of one length, cached all or none, can have all seconds
-    apart from the tokens; these are then spread over the tokens that prompts had to compute.
-    """
+    """Return the fleet with base seconds spread over tokens if no slope was learned."""
     known = fleet.estimates
     left = [prompt.tokens - prompt.cached * fleet.block_size for prompt in window]
     computed = [tokens for tokens in left if tokens > fleet.block_size]
@@ -142,7 +132,7 @@ def _with_slope(fleet: CachingFleet, window: Sequence[Prompt]) -> CachingFleet:
 
 
 def _met(window: Sequence[Prompt], row: dict[str, int], fleet: CachingFleet) -> tuple[float, float]:
-    """Return the seconds of prompts apart from their full blocks, and with those not there."""
+    """Return the seconds outside full blocks, and the seconds spent at arrival."""
     rows = np.array([row[prompt.worker] for prompt in window])
     weights = np.array([prompt.weight for prompt in window])
     blocks = np.array([(prompt.cached, len(prompt.keys)) for prompt in window], dtype=np.float64)
@@ -154,12 +144,12 @@ def _met(window: Sequence[Prompt], row: dict[str, int], fleet: CachingFleet) -> 
 
 
 def _weighted_sum(weights: Floats, seconds: Floats) -> float:
-    """Return the sum of products, in an order that does not depend on the machine's BLAS."""
+    """Return the sum of products in a fixed order, independent of the BLAS."""
     return float((weights * seconds).sum())
 
 
 def _new(branches: Sequence[Branch], row: dict[str, int], fleet: CachingFleet) -> float:
-    """Return the seconds of blocks that came for the first time, computed where they came."""
+    """Return the seconds of new blocks, computed where they arrived."""
     if not branches:
         return 0.0
     firsts = [branch.first for branch in branches if branch.first]
@@ -169,7 +159,7 @@ def _new(branches: Sequence[Branch], row: dict[str, int], fleet: CachingFleet) -
 
 
 def _demand(branches: Sequence[Branch], row: dict[str, int]) -> Floats:
-    """Return how often each worker had each branch again, (workers, branches)."""
+    """Return the reuses of each branch per worker, (workers, branches)."""
     weights = np.zeros((len(row), len(branches)))
     for index, branch in enumerate(branches):
         for worker, weight in branch.again.items():
@@ -178,20 +168,20 @@ def _demand(branches: Sequence[Branch], row: dict[str, int]) -> Floats:
 
 
 def _seconds(branches: Sequence[Branch], fleet: CachingFleet) -> Floats:
-    """Return what computing each branch takes each worker, (workers, branches)."""
+    """Return the seconds to compute each branch, (workers, branches)."""
     rows = np.arange(len(fleet.workers))[:, None]
     return _computing(fleet, rows, *_spans(branches))
 
 
 def _spans(branches: Sequence[Branch]) -> Floats:
-    """Return where branches begin and end, (2, branches)."""
+    """Return the first and last block of branches, (2, branches)."""
     return np.array([(branch.start, branch.end) for branch in branches], dtype=np.float64).T
 
 
 def _computing(
     fleet: CachingFleet, rows: NDArray[np.integer], first: Floats, last: Floats
 ) -> Floats:
-    """Return the seconds that blocks from `first` to before `last` of a prompt take workers."""
+    """Return the seconds to compute blocks `first` to before `last` of a prompt."""
     low, high = first * fleet.block_size, np.maximum(first, last) * fleet.block_size
     known = fleet.estimates
     pairs = (high - low) * 0.5 * (low + high)
@@ -203,11 +193,7 @@ def _computing(
 def _held(
     branches: Sequence[Branch], look: Callable[[BlockKeys], Overlaps]
 ) -> tuple[Floats, Floats, Floats]:
-    """Return the share of each branch that each worker has on the device, in host memory and in
-    storage, each (workers, branches).
-
-    Only what follows what is held counts: without the blocks before it, no prompt can use it.
-    """
+    """Return each worker's share of each branch on device, host and storage, as three arrays."""
     seen = [look(branch.keys[: branch.end]).rows[:RUN] for branch in branches]
     runs = np.cumsum(np.stack(seen, axis=-1), axis=0)  # (tiers, workers, branches)
     start, end = _spans(branches)
@@ -217,11 +203,7 @@ def _held(
 
 @dataclass(slots=True, eq=False)
 class Branch:
-    """Consecutive blocks that the same prompts have: from block `start` to before block `end`.
-
-    Attributes:
-        start, end: its blocks.
-    """
+    """Consecutive blocks shared by the same prompts, from `start` to before `end`."""
 
     keys: BlockKeys  # of a prompt that has it, from the prompt's first block on
     start: int
@@ -236,29 +218,26 @@ class Branch:
 
     @property
     def blocks(self) -> int:
-        """How many blocks it has."""
+        """Number of blocks."""
         return self.end - self.start
 
     def split(self, at: int) -> None:
-        """Cut it before block `at`; what is behind becomes a branch below."""
+        """Split before block `at`; the rest becomes a child."""
         rest = Branch(self.keys, at, self.end, self.first, dict(self.again), self.below)
         self.end, self.below = at, {int(self.keys[at]): rest}
 
 
 class Prefixes:
-    """A tree of prompts; blocks are equal where their keys are, as a key tells all before it."""
+    """Prefix tree of prompts by block keys."""
 
     def __init__(self) -> None:
         self.branches: list[Branch] = []
         self._roots: dict[int, Branch] = {}
 
     def add(self, keys: BlockKeys, worker: str, weight: float, known: int = 0) -> None:
-        """Add a prompt; earlier ones come first.
+        """Add a prompt, earliest first, with `weight` above 0.
 
-        Args:
-            keys: of its full blocks, shape (blocks,); those of 0 come last, and are left out.
-            weight: how much it counts, above 0.
-            known: leading blocks that some worker had when it came.
+        `keys`, (blocks,), may end in zeros, which are ignored; `known` leading blocks were cached.
         """
         blocks = len(keys)
         if blocks and not keys[-1]:
@@ -280,7 +259,7 @@ class Prefixes:
         self, level: dict[int, Branch], keys: BlockKeys, at: int, blocks: int,
         by: tuple[str, float], known: int,
     ) -> None:  # fmt: skip
-        """Add what no earlier prompt of the tree has: what was known, and what was new."""
+        """Add a new branch: blocks cached before, and new ones."""
         if known > at:
             old = level[int(keys[at])] = Branch(keys, at, min(known, blocks), None, dict([by]))
             self.branches.append(old)
@@ -292,7 +271,7 @@ class Prefixes:
 
 
 def _same(one: BlockKeys, other: BlockKeys, low: int, high: int) -> int:
-    """Return up to where two chains are equal, which are so before `low`; at most `high`."""
+    """Return the length of the common prefix of two chains, between `low` and `high`."""
     if one[high - 1] == other[high - 1]:
         return high
     while low < high:  # blocks before `low` are equal, block `high - 1` and later ones are not

@@ -1,4 +1,4 @@
-"""The admission controller: queues requests, refuses them, and says which goes next."""
+"""Admission controller: queues requests, refuses them, and says which goes next."""
 
 from __future__ import annotations
 
@@ -37,19 +37,18 @@ EXCLUDED_FOR = SECOND
 
 
 class QueueEntry(NamedTuple):
-    """How a request entered the admission queue, and whether it may stay there."""
+    """Result of adding a request to the queue."""
 
-    ahead: int  # requests that may go before it
-    refusal: Refusal | None  # why the queue cannot keep it; None where it can
+    ahead: int  # requests before it
+    refusal: Refusal | None  # None if the queue can keep it
     # why its deadline cannot be met; None where it can, or where the order does not ask.
     late: str | None
 
 
 class AdmissionController:
-    """Admission queue, worker capacity and drain rate, kept in step.
+    """Keeps admission queue, worker capacity and drain rate in step; chooses no workers.
 
-    It chooses no workers. The control plane takes a request through `arrive`, `enqueue`, `is_next`
-    and `conclude`, and routes the queue's next ones; so calls go one way.
+    The control plane calls `arrive`, `enqueue`, `is_next` and `conclude`, then routes.
 
     Example:
         admission = AdmissionController(ControlConfig(admission={"order": "fair"}))
@@ -71,10 +70,10 @@ class AdmissionController:
         self._displaced: list[Shed] = []
         #: the order, where it shares between tenants without bands
         self.fair = order if isinstance(order, Fair) else None
-        self.allowance = StreamAllowance()  # this gateway's part of the places
+        self.allowance = StreamAllowance()  # this gateway's share of streams
 
     def arrive(self, waiting: QueuedRequest, now: int) -> Shed | None:
-        """Take in a request; return its refusal where its whole group finds no place."""
+        """Accept a request; return its refusal if its whole group does not fit."""
         request = waiting.request
         waiting.weight = self._weights.get(request.tenant, 1.0)
         waiting.accepted = request.is_follower
@@ -87,11 +86,11 @@ class AdmissionController:
         return None
 
     def skips_queue(self, waiting: QueuedRequest) -> bool:
-        """True if no request waits before this one, which is not in the queue."""
+        """True if no request waits before this one, which is not queued."""
         return not (self.queue or waiting.returned)
 
     def peer_service(self, change: TenantService, active: bool, now: int) -> None:
-        """Add what changed of a tenant at another gateway, where it may be `active`."""
+        """Add another gateway's change of service for a tenant."""
         tenant = change.tenant
         weight = self._weights.get(tenant, 1.0)
         self.activity.peer_streams(tenant, change.streams)
@@ -103,7 +102,7 @@ class AdmissionController:
     def update_allowance(
         self, state: FleetState, others: Sequence[TenantService], now: int
     ) -> None:
-        """Compute this gateway's part of the places, where that is due."""
+        """Update this gateway's share of streams if due."""
         if not self.allowance.due(now):
             return
         streams = self.capacity.max_streams(state, UNLIMITED)[state.columns.decodes]
@@ -116,7 +115,7 @@ class AdmissionController:
         self.allowance.update(now, places, self.services(), others, self._weights, charges)
 
     def services(self) -> list[TenantService]:
-        """Return what this gateway did for each tenant, and has of it now."""
+        """Return this gateway's service for each tenant."""
         quota, own = self.queue.quota, self.activity.own_streams()
         served = {} if self.fair is None else self.fair.service
         services = []
@@ -129,7 +128,7 @@ class AdmissionController:
         return services
 
     def enqueue(self, waiting: QueuedRequest, now: int, min_ttft_s: float) -> QueueEntry:
-        """Add a request to the queue, where it may be next; `conclude` says whether it stays."""
+        """Queue a request, which may be next; `conclude` says whether it stays."""
         late = self._late(waiting, now, min_ttft_s)
         # As it were before this one; a group was asked for as a whole.
         refusal = None if waiting.request.held else self.queue.refusal(waiting)
@@ -138,7 +137,7 @@ class AdmissionController:
         return QueueEntry(self.queue.add(waiting), refusal, late)
 
     def is_next(self, waiting: QueuedRequest, now: int, up: Collection[str]) -> bool:
-        """True if an enqueued request goes next, where workers that it excludes are `up`."""
+        """True if a queued request goes next, given excluded workers that are `up`."""
         skip = [
             limits
             for limits in self.queue.limits()
@@ -147,7 +146,7 @@ class AdmissionController:
         return self.queue.next(now, skip) is waiting
 
     def conclude(self, waiting: QueuedRequest, entry: QueueEntry, now: int) -> Queue | Shed:
-        """Leave an enqueued request in the queue, or shed it."""
+        """Keep a request in the queue, or shed it."""
         request = waiting.request
         if entry.refusal is None and entry.late is None:
             return Queue(request.id, entry.ahead)
@@ -163,7 +162,7 @@ class AdmissionController:
         return Shed(waiting.request.id, refusal.reason, retry, refusal.tenant)
 
     def _displace(self, waiting: QueuedRequest, refusal: Refusal, now: int) -> bool:
-        """Shed the least urgent in place of a more urgent newcomer; return whether it can wait."""
+        """Shed less urgent requests for an urgent newcomer; return if it can wait."""
         displaced = self.queue.displace(waiting)
         reason = "a more urgent request took its place in the full queue"
         for queued in displaced:
@@ -171,7 +170,7 @@ class AdmissionController:
         return bool(displaced)
 
     def displaced(self) -> list[Shed]:
-        """Return the refusals of those that were shed for others since the last call."""
+        """Return the refusals of requests displaced since the last call."""
         shed, self._displaced = self._displaced, []
         return shed
 
@@ -184,10 +183,7 @@ class AdmissionController:
         return has_capacity(tokens, state, known, self.capacity)
 
     def overdue(self, now: int, up: bool = True) -> list[Shed]:
-        """Take out requests that waited too long; the others may soon use any worker again.
-
-        Accepted sequences will find a worker in the end where any is `up`.
-        """
+        """Remove requests that waited too long; accepted ones stay while a worker is `up`."""
         shed = []
         for waiting in self.queue.overdue(now - self._timeout, up):
             retry = self._retry(waiting, False, now)
@@ -205,17 +201,16 @@ class AdmissionController:
         return Shed(request.id, reason, retry)
 
     def above(self, waiting: QueuedRequest) -> bool:
-        """True if its tenant has more than its part of the fleet, bursts apart."""
+        """True if the tenant exceeds its share of the fleet, bursts apart."""
         if self.queue.order.underserved(waiting):
             return False
         return self.activity.above(waiting.request.tenant, waiting.weight)
 
     def priority(self, waiting: QueuedRequest, above: bool) -> int | None:
-        """Return the priority that workers are sent, None for the client's own.
+        """Return the priority sent to workers, None for the client's own.
 
-        A tenant that has several requests waiting asks for more than it gets. It counts as one
-        `above` its part, unless no other shares the fleet. Further sequences of a request yield
-        to other requests inside the workers too, where neither order nor client says otherwise.
+        Tenants with several waiting requests count as `above` their share if others share the
+        fleet. Further sequences of a request yield to other requests.
         """
         tenant, weight, order = waiting.request.tenant, waiting.weight, self.queue.order
         if not above and self.queue.quota.queued(tenant)[0] > 1:
@@ -225,7 +220,7 @@ class AdmissionController:
         return int(background) if priority is None and background else priority
 
     def began(self, request: Request, choice: Choice, row: int, fleet: FleetView, now: int) -> None:
-        """Record that a request was routed to decode on worker `row`; `fleet` is as it saw it."""
+        """Record a routed request; `fleet` is the view it was routed by."""
         self.capacity.take(request, choice, row, fleet, now)
         self.activity.began(request.tenant, request.sequences)
         self.allowance.began()
@@ -242,7 +237,7 @@ class AdmissionController:
         self.activity.seen(request.tenant, self._weights.get(request.tenant, 1.0), now)
 
     def on_tokens(self, streams: StreamSlots, slots: Counts, counts: Counts) -> None:
-        """Count output tokens of routed requests; only where the order `counts_tokens`."""
+        """Count output tokens, if the order `counts_tokens`."""
         served = self.queue.order.served
         for slot, count in zip(slots.tolist(), counts.tolist(), strict=True):
             routed = streams.requests[slot]

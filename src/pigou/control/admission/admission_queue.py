@@ -1,4 +1,4 @@
-"""The admission queue: requests that no worker can take now, each tenant's part, and the drain."""
+"""Admission queue: waiting requests, tenant quotas, and the drain rate."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from pigou.control.admission.queue_order import (
 )
 from pigou.request import SECOND
 
-#: The whole queue may be this many times its limit, so that the tenants' parts stay open.
+#: Hard limit of the queue over its limit, which keeps room for the tenants' shares.
 _OVERFLOW = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a newcomer may not wait; `tenant`: its tenant's own share is full, not the fleet."""
+    """Why a request may not wait; `tenant`: its tenant's share is full, not the fleet."""
 
     reason: str
     tenant: bool
@@ -35,13 +35,11 @@ class _TenantCounts:
 
 
 class TenantQuota:
-    """Which requests may begin to wait.
+    """Limits of waiting requests and tokens per tenant.
 
-    While requests (and tokens) are below their limit, every tenant may. Above it, a tenant may
-    while it has less than its part queued: limit * its weight / weights of all active tenants
-    (`TenantActivity`). So a flood of one tenant fills the limit, and the others still find their
-    parts. The whole queue stays below twice the limit, but for one request of each tenant that
-    has none queued. With `max_requests` 0 none may wait; `max_tokens` 0 is no limit.
+    Above `max_requests` or `max_tokens` (0: no limit), a tenant may queue up to limit * its weight
+    / weights of all active tenants, so a flood of one tenant leaves room for others. The whole
+    queue stays below twice the limit.
     """
 
     def __init__(self, activity: TenantActivity, max_requests: int, max_tokens: int = 0) -> None:
@@ -54,25 +52,25 @@ class TenantQuota:
         self._groups: dict[str, tuple[str, int, int]] = {}
 
     def queued(self, tenant: str) -> tuple[int, int]:
-        """Return requests and tokens that a tenant has waiting."""
+        """Return the waiting requests and tokens of a tenant."""
         queued = self._queued.get(tenant)
         return (0, 0) if queued is None else (queued.requests, queued.tokens)
 
     @property
     def tenants(self) -> Iterable[str]:
-        """Tenants that have requests waiting."""
+        """Tenants with waiting requests."""
         return self._queued.keys()
 
     def add(self, waiting: QueuedRequest) -> None:
-        """Count a request that waits."""
+        """Count a waiting request."""
         self._count(waiting.request.tenant, waiting.request.sequences, waiting.tokens)
 
     def remove(self, waiting: QueuedRequest) -> None:
-        """Count out a request that waited."""
+        """Uncount a request that left the queue."""
         self._count(waiting.request.tenant, -waiting.request.sequences, -waiting.tokens)
 
     def reserve(self, waiting: QueuedRequest) -> None:
-        """Count the sequences of a group that follow this one, in place of those before."""
+        """Reserve room for the sequences of a group that follow this one."""
         request = waiting.request
         self.release(request.group)
         if request.held > 0:
@@ -80,14 +78,14 @@ class TenantQuota:
             self._count(request.tenant, request.held, waiting.held_tokens)
 
     def release(self, group: str) -> None:
-        """Count out what follows of a group; an unknown one is no error."""
+        """Release a group's reservation, if any."""
         tenant, sequences, tokens = self._groups.pop(group, ("", 0, 0))
         if sequences:
             self._count(tenant, -sequences, -tokens)
 
     @property
     def reserved(self) -> int:
-        """Sequences of groups that were not submitted yet."""
+        """Reserved sequences not submitted yet."""
         return sum(sequences for _, sequences, _ in self._groups.values())
 
     def _count(self, tenant: str, requests: int, tokens: int) -> None:
@@ -102,7 +100,7 @@ class TenantQuota:
     def refusal(
         self, waiting: QueuedRequest, without: Sequence[QueuedRequest] = ()
     ) -> Refusal | None:
-        """Return why a newcomer may not wait; None when it may, were those `without` gone."""
+        """Return why a newcomer may not wait, were those `without` gone; None if it may."""
         tenant = waiting.request.tenant
         requests, tokens = self.queued(tenant)
         own = [queued for queued in without if queued.request.tenant == tenant]
@@ -139,7 +137,7 @@ LINGERS = 10 * SECOND
 
 
 class TenantActivity:
-    """The tenants that share the fleet now, and what each has of it."""
+    """Active tenants and their streams."""
 
     def __init__(self) -> None:
         self._seen: OrderedDict[str, tuple[int, float]] = OrderedDict()
@@ -149,7 +147,7 @@ class TenantActivity:
         self._total = self._peer_total = 0
 
     def seen(self, tenant: str, weight: float, now: int) -> None:
-        """Record that a request of a tenant came, or ended."""
+        """Record that a request of a tenant arrived or ended."""
         if len(self._seen) == 1 and tenant in self._seen:  # no other tenant shares the fleet
             self._seen[tenant], self._weights = (now, weight), weight
             return
@@ -166,7 +164,7 @@ class TenantActivity:
             self._weights = weight  # no rounding stays behind
 
     def part(self, tenant: str, weight: float) -> float:
-        """Return a tenant's weight over that of all that share the fleet, itself among them."""
+        """Return a tenant's weight over that of all active tenants, itself included."""
         _, before = self._seen.get(tenant, (0, 0.0))
         return weight / max(weight, self._weights - before + weight)
 
@@ -183,7 +181,7 @@ class TenantActivity:
             del self._streams[tenant]
 
     def peer_streams(self, tenant: str, change: int) -> None:
-        """Record by how many streams of a tenant other gateways changed."""
+        """Record a change of a tenant's streams at other gateways."""
         if change:
             self._total += change
             self._peer_total += change
@@ -193,35 +191,32 @@ class TenantActivity:
                     del streams[tenant]
 
     def own_streams(self) -> dict[str, int]:
-        """Return the streams of each tenant that this gateway has."""
+        """Return the streams of each tenant at this gateway."""
         peers = self._peer_streams
         own = {tenant: streams - peers[tenant] for tenant, streams in self._streams.items()}
         return {tenant: streams for tenant, streams in own.items() if streams}
 
     @property
     def own_total(self) -> int:
-        """Streams of all tenants that this gateway has."""
+        """Streams of all tenants at this gateway."""
         return self._total - self._peer_total
 
     def above(self, tenant: str, weight: float) -> bool:
-        """True if a tenant has more than its part of what is in flight, and others share it."""
+        """True if a tenant exceeds its share of streams, and others are active."""
         part = self.part(tenant, weight)
         return part < 1.0 and self._streams[tenant] > part * self._total
 
 
-#: At most so many requests are shed for one newcomer.
+#: Maximum of requests shed for one newcomer.
 _MAX_SHED = 8
 _NOBODY: frozenset[str] = frozenset()
 
 
 class AdmissionQueue:
-    """Requests that wait: those that lost their worker first, the others in a queue order.
+    """Waiting requests: those that lost their worker first, others by the queue order.
 
-    The first is taken as soon as it can be served, and no other overtakes it until then. So no
-    request starves for its size. Only a request that may not use all workers
-    (`QueuedRequest.limits`) lets others pass.
-
-    Each step costs O(log n), whatever the order, and O(sets of limits).
+    None overtakes the first, so no request starves for its size; only requests with
+    `QueuedRequest.limits` let others pass. Each step costs O(log n) and O(sets of limits).
     """
 
     def __init__(self, order: QueueOrder, quota: TenantQuota) -> None:
@@ -236,7 +231,7 @@ class AdmissionQueue:
         return len(self._all)
 
     def __iter__(self) -> Iterator[QueuedRequest]:
-        """Requests that wait, the oldest first; a copy, so that entries may be removed."""
+        """Iterate over a copy of the waiting requests, oldest first."""
         return iter(list(self._all.values()))
 
     def add(self, waiting: QueuedRequest) -> int:
@@ -252,7 +247,7 @@ class AdmissionQueue:
         return len(self._all) - 1
 
     def remove(self, request: str) -> QueuedRequest | None:
-        """Take a request out that is not served; return it, None if it was not there."""
+        """Remove and return an unserved request; None if unknown."""
         waiting = self._all.pop(request, None)
         if waiting is not None:
             if not waiting.returned:
@@ -264,14 +259,14 @@ class AdmissionQueue:
         return waiting
 
     def step_aside(self, waiting: QueuedRequest) -> None:
-        """Let others pass a request that waits for workers that not all may use."""
+        """Let others pass a request that waits for particular workers."""
         if waiting.request.eligible and not (waiting.returned or waiting.aside):
             self.order.remove(waiting)
             waiting.aside = True
             self._join(waiting)
 
     def take(self, waiting: QueuedRequest, uncached: int) -> None:
-        """Take out a request that was sent to a worker, which computes `uncached` tokens."""
+        """Remove a request sent to a worker that computes `uncached` tokens."""
         del self._all[waiting.request.id]
         if waiting.returned:
             self._leave(waiting)
@@ -283,14 +278,14 @@ class AdmissionQueue:
         self.order.taken(waiting, uncached)
 
     def passed(self, waiting: QueuedRequest, uncached: int) -> None:
-        """Count a newcomer that was sent to a worker at once, the queue being empty."""
+        """Count a newcomer routed at once, the queue being empty."""
         self._serial += 1
         waiting.serial = self._serial
         self.order.add(waiting)
         self.order.taken(waiting, uncached)
 
     def next(self, now: int, skip: Collection[WorkerLimits] = ()) -> QueuedRequest | None:
-        """Return who goes next, but for requests of the limits in `skip`."""
+        """Return the next request, except those with limits in `skip`."""
         firsts = [heap.first() for limits, heap in self._limited.items() if limits not in skip]
         returned = [waiting for waiting in firsts if waiting is not None]
         if returned:
@@ -298,11 +293,11 @@ class AdmissionQueue:
         return self.order.first(now)
 
     def refusal(self, waiting: QueuedRequest) -> Refusal | None:
-        """Return why a newcomer may not wait; None when it may."""
+        """Return why a newcomer may not wait; None if it may."""
         return None if waiting.returned or waiting.accepted else self.quota.refusal(waiting)
 
     def displace(self, waiting: QueuedRequest) -> list[QueuedRequest]:
-        """Take out the least urgent so that a more urgent newcomer may wait; return them."""
+        """Remove and return less urgent requests so that an urgent newcomer may wait."""
         own = (refusal := self.refusal(waiting)) is not None and refusal.tenant
         last = getattr(self.order, "last", None)  # a plugin may have none
         candidates = [] if last is None else last(waiting, _MAX_SHED, own)
@@ -319,10 +314,7 @@ class AdmissionQueue:
         return [limits for limits in self._limited if any(limits)]
 
     def overdue(self, before: int, keep_accepted: bool = True) -> Iterator[QueuedRequest]:
-        """Take out and return those that wait since `before` or longer.
-
-        `keep_accepted`: further sequences of an accepted group wait as long as they must.
-        """
+        """Remove requests waiting since `before`, by default not those accepted."""
         late: list[QueuedRequest] = []
         for waiting in self._all.values():
             if waiting.since > before:
@@ -334,14 +326,14 @@ class AdmissionQueue:
             yield waiting
 
     def readmit(self, worker: str) -> None:
-        """Let no request exclude a worker that is well again."""
+        """Remove a recovered worker from all exclusions."""
         for limits in self.limits():
             if worker in limits[0]:
                 for waiting in list(self._limited[limits]):
                     self._reopen(waiting, limits[0] - {worker})
 
     def forgive(self, before: int) -> None:
-        """Let requests that wait since `before` or longer exclude no worker."""
+        """Clear the exclusions of requests waiting since `before` or longer."""
         for limits in self.limits():
             waiting = self._limited[limits].first() if limits[0] else None
             while waiting is not None and waiting.since <= before:
@@ -366,7 +358,7 @@ class AdmissionQueue:
             del self._limited[waiting.limits]
 
 
-#: Departures that the rate is fitted to.
+#: Departures in the window.
 _WINDOW = 64
 #: Silence of so many mean gaps lowers the rate: gaps this long are rare (5% of Poisson's).
 _SILENCE = 3.0
@@ -375,11 +367,10 @@ MAX_RETRY = 60 * SECOND
 
 
 class DrainRate:
-    """Requests and tokens that leave, fitted to the last departures.
+    """Requests and tokens that leave per second, robust to bursts and pauses.
 
-    The rate is the Theil-Sen estimator (Theil 1950, Sen 1968) on pairs that do not overlap: the
-    median slope of the cumulative count over time between departures half a window apart. A
-    burst or a pause within the window does not move it much. While nothing leaves it falls.
+    Theil-Sen estimator (Theil 1950, Sen 1968): median slope of the cumulative count over pairs of
+    departures half a window apart. It falls while nothing leaves.
     """
 
     def __init__(self) -> None:
@@ -394,7 +385,7 @@ class DrainRate:
         self._departures.append((now, self._requests, self._tokens))
 
     def rates(self, now: int) -> tuple[float, float]:
-        """Return requests and tokens that leave in a second; zeros while that is not known."""
+        """Return requests and tokens that leave per second; zeros while unknown."""
         if len(self._departures) < 2:
             return 0.0, 0.0
         times, requests, tokens = np.array(self._departures, dtype=np.float64).T
@@ -414,11 +405,7 @@ class DrainRate:
         return rates[0], rates[1]
 
     def retry_after(self, requests: float, tokens: float, now: int, part: float = 1.0) -> int:
-        """Return nanoseconds until so much will have left, between 1 and 60 seconds.
-
-        The slower of the two decides; `part` is the share of what leaves that counts. With nothing
-        measured, 1 second.
-        """
+        """Return nanoseconds (1 to 60 s) until so much has left; `part` is the usable share."""
         by_requests, by_tokens = self.rates(now)
         seconds = requests / (by_requests * part) if by_requests > 0.0 else 0.0
         if by_tokens > 0.0:

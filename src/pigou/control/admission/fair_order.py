@@ -28,8 +28,8 @@ _WITHIN: dict[str, Callable[[QueuedRequest], Any]] = {
 class FairParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Parameters of `Fair`."""
 
-    input_weight: float = 1.0  # service that an uncached prompt token counts as (w_p)
-    output_weight: float = 2.0  # service that an output token counts as (w_q)
+    input_weight: float = 1.0  # service per uncached prompt token (w_p)
+    output_weight: float = 2.0  # service per output token (w_q)
     within: Within = "fcfs"  # order of one tenant's own requests
     # share of each worker's streams and tokens that tenants may not take who have more than their
     # part of the fleet, while others share it.
@@ -50,8 +50,6 @@ class FairParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class _Tenant:
-    """What one tenant had, and its requests that wait."""
-
     __slots__ = ("counter", "entry", "queue", "weight")
 
     def __init__(self, counter: float) -> None:
@@ -62,26 +60,15 @@ class _Tenant:
 
 
 class Fair(QueueOrder):
-    """The tenant that had least service goes first (virtual token counter).
+    """Serves the tenant with the lowest virtual token counter first (Sheng et al., OSDI 2024).
 
-    Every tenant f has a counter c_f of the service it had, over its weight. When it begins to
-    wait, c_f = max(c_f, floor - credit). The floor is the highest so far of the lowest counter
-    among those that wait. With none waiting, the tenant that waited last stands for them. So time
-    that a tenant did not use earns at most the credit. The tenant of the lowest counter goes
-    next. Then c_f grows by w_p uncached / weight, and by w_q / weight with each output token.
-    Service counts only while requests wait.
+    Counter c_f is tenant f's service over its weight: w_p per uncached and w_q per output token,
+    counted while requests wait. A tenant that starts waiting gets c_f = max(c_f, floor - credit);
+    the floor is the highest minimum among waiting tenants so far.
 
-    Two tenants that both wait all the while differ in service, over their weights, by at most
-    2 max(w_p L, w_q M) + credit. L is the longest prompt, M the most tokens (prompt and output)
-    in flight at once, each over the lower of their weights (Sheng et al., "Fairness in Serving
-    Large Language Models", OSDI 2024, whose rule has no credit). M is why the gateway must hold
-    requests back: a worker does not give back what it was sent.
-
-    The lowest counter comes from a heap whose entries may be too low, as counters only rise; one
-    that comes up too low is put right. So each step costs O(log tenants), amortised.
-
-    Where several gateways serve one fleet, service of all of them counts, and who waits at any of
-    them. `StreamAllowance` says how many streams a gateway may have.
+    Two backlogged tenants differ by at most 2 max(w_p L, w_q M) + credit: L is the longest prompt,
+    M the most tokens in flight, each over the lower weight. Each step costs O(log tenants),
+    amortised. Service at other gateways counts (`StreamAllowance`).
     """
 
     Params: ClassVar[type[msgspec.Struct]] = FairParams
@@ -94,19 +81,19 @@ class Fair(QueueOrder):
         self._counters: list[tuple[float, int, str]] = []
         self._pushes = 0
         self._base = -self.params.credit  # counter of a tenant that is not known, or no more
-        self._highest = 0.0  # that the least counter of those that wait ever was
-        self._max = self._base  # that any counter ever was
+        self._highest = 0.0  # highest floor so far
+        self._max = self._base  # highest counter so far
         self._last: _Tenant | None = None
         self._elsewhere: dict[str, int] = {}  # requests of tenants that wait at other gateways
         self.service: dict[str, tuple[int, int]] = {}
 
     @property
     def reserve(self) -> float:
-        """Share of each worker that is closed to tenants above their part of the fleet."""
+        """Share of each worker closed to tenants above their share of the fleet."""
         return self.params.reserve
 
     def add(self, waiting: QueuedRequest) -> None:
-        """Add a request that waits; its tenant may owe nothing to those that waited longer."""
+        """Add a waiting request; raise its tenant's counter to the floor minus credit."""
         name = waiting.request.tenant
         tenant = self._tenant(name)
         tenant.weight = waiting.weight
@@ -116,7 +103,7 @@ class Fair(QueueOrder):
         tenant.queue.add(self._within(waiting), waiting)
 
     def remove(self, waiting: QueuedRequest) -> None:
-        """Take out a request that waits no more."""
+        """Remove a waiting request."""
         tenant = self._tenants.get(waiting.request.tenant)
         if tenant is None or tenant.entry is None:
             return
@@ -126,12 +113,12 @@ class Fair(QueueOrder):
             self._last = tenant
 
     def first(self, now: int) -> QueuedRequest | None:
-        """Return the first of the tenant that had least."""
+        """Return the first request of the tenant with the lowest counter."""
         tenant = self._lowest()
         return None if tenant is None else tenant.queue.first()
 
     def peer_service(self, change: TenantService, weight: float) -> None:
-        """Count another gateway's service of a tenant, and its requests that wait there."""
+        """Count another gateway's service of a tenant, and its requests waiting there."""
         name, params = change.tenant, self.params
         if change.waiting:
             waiting = self._elsewhere.pop(name, 0) + change.waiting
@@ -147,14 +134,14 @@ class Fair(QueueOrder):
             self._charge(name, served)
 
     def last(self, waiting: QueuedRequest, max_count: int, own: bool) -> list[QueuedRequest]:
-        """Return the tenant's own requests that go after this one; never another tenant's."""
+        """Return the tenant's own requests behind this one; never another tenant's."""
         tenant = self._tenants.get(waiting.request.tenant)
         if tenant is None or self.params.within == "fcfs":
             return []
         return tenant.queue.last(max_count, self._within(waiting))
 
     def taken(self, waiting: QueuedRequest, uncached: int) -> None:
-        """Charge the prompt of a request that goes."""
+        """Charge the prompt of a routed request."""
         self.remove(waiting)
         self._count(waiting.request.tenant, uncached, 0)
         self._charge(waiting.request.tenant, self.params.input_weight * uncached)
@@ -165,27 +152,21 @@ class Fair(QueueOrder):
         self._charge(request.tenant, self.params.output_weight * tokens)
 
     def counter(self, tenant: str) -> float:
-        """Return the service that a tenant had, over its weight."""
+        """Return a tenant's service over its weight."""
         known = self._tenants.get(tenant)
         return self._base if known is None else known.counter
 
     def underserved(self, waiting: QueuedRequest) -> bool:
-        """True if the tenant had less than another one, by more than half the credit.
-
-        Without credit no tenant is: the lowest counter is at the floor, where it says nothing.
-        """
+        """True if the tenant is behind another by half the credit; False without credit."""
         margin = 0.5 * self.params.credit
         return margin > 0.0 and self.counter(waiting.request.tenant) < self._max - margin
 
     def priority(self, waiting: QueuedRequest, above: bool) -> int | None:
-        """Let tenants above their part yield to the others inside the workers as well.
-
-        What a client asked for does not count there: it would overtake other tenants.
-        """
+        """Return the priority sent to workers: tenants above their share yield."""
         return int(above)
 
     def newest(self, max_count: int, tenant: str | None) -> list[QueuedRequest]:
-        """Return the newest that wait, of one tenant or of all, at most so many."""
+        """Return up to `max_count` of the newest waiting requests, of one tenant or all."""
         if max_count < 1:
             return []
         names = self._tenants if tenant is None else (tenant,)
@@ -195,11 +176,11 @@ class Fair(QueueOrder):
 
     @property
     def idle(self) -> bool:
-        """Whether no request waits."""
+        """True if no request waits."""
         return self._lowest() is None
 
     def _charge(self, name: str, service: float) -> None:
-        """Count service, unless no request waits: then it was taken from no tenant."""
+        """Count service while requests wait; otherwise it cost no tenant."""
         if self._lowest() is None and not self._elsewhere:
             return
         tenant = self._tenant(name)
@@ -246,7 +227,7 @@ class Fair(QueueOrder):
         return tenant
 
     def _forget(self) -> None:
-        """Forget tenants that, once they wait again, would begin at the floor anyway."""
+        """Forget tenants that would restart at the floor anyway."""
         floor = self._floor()
         self._base = floor
         self._tenants = {
@@ -263,11 +244,9 @@ _HIGHEST = 2**31 - 1
 
 
 class PriorityFair(QueueOrder):
-    """Lower `Request.priority` first; within one priority as `Fair`, with counters of its own.
+    """Lower `Request.priority` first; `Fair` within one priority, with counters of its own.
 
-    So the bound of `Fair` holds for two tenants that wait in the same band, while it is served.
-    A tenant chooses its requests' priorities itself: where tenants are not to be trusted with
-    that, use `fair` with `within: priority`.
+    Tenants choose their priorities: if they are not trusted, use `fair` with `within: priority`.
     """
 
     Params: ClassVar[type[msgspec.Struct]] = FairParams
@@ -279,11 +258,11 @@ class PriorityFair(QueueOrder):
 
     @property
     def reserve(self) -> float:
-        """Share of each worker that is closed to tenants above their part of the fleet."""
+        """Share of each worker closed to tenants above their share of the fleet."""
         return self.params.reserve
 
     def add(self, waiting: QueuedRequest) -> None:
-        """Add a request that waits."""
+        """Add a waiting request."""
         priority = waiting.request.priority
         band = self._bands.pop(priority, None) or Fair(self.params)
         self._bands[priority] = band  # the last used is the last of the dictionary
@@ -294,18 +273,18 @@ class PriorityFair(QueueOrder):
                 del self._bands[idle]
 
     def remove(self, waiting: QueuedRequest) -> None:
-        """Take out a request that waits no more."""
+        """Remove a waiting request."""
         band = self._bands.get(waiting.request.priority)
         if band is not None:
             band.remove(waiting)
 
     def first(self, now: int) -> QueuedRequest | None:
-        """Return who goes next; the cost is that of the number of priorities in use."""
+        """Return the next request, in O(priorities in use)."""
         waiting = [(name, band) for name, band in self._bands.items() if not band.idle]
         return min(waiting)[1].first(now) if waiting else None
 
     def last(self, waiting: QueuedRequest, max_count: int, own: bool) -> list[QueuedRequest]:
-        """Return requests of a higher priority number, the highest first; then as `Fair`."""
+        """Return requests of higher priority numbers, highest first; then as `Fair`."""
         last: list[QueuedRequest] = []
         priority = waiting.request.priority
         tenant = waiting.request.tenant if own else None
@@ -319,7 +298,7 @@ class PriorityFair(QueueOrder):
         return last
 
     def taken(self, waiting: QueuedRequest, uncached: int) -> None:
-        """Charge the prompt of a request that goes."""
+        """Charge the prompt of a routed request."""
         band = self._bands.get(waiting.request.priority)
         if band is not None:
             band.taken(waiting, uncached)
@@ -331,10 +310,10 @@ class PriorityFair(QueueOrder):
             band.served(request, tokens)
 
     def underserved(self, waiting: QueuedRequest) -> bool:
-        """Whether the tenant had less than those that wait in this band."""
+        """True if the tenant is behind others waiting in this band."""
         band = self._bands.get(waiting.request.priority)
         return band is not None and band.underserved(waiting)
 
     def priority(self, waiting: QueuedRequest, above: bool) -> int | None:
-        """Let tenants above their part yield to the others of the same priority."""
+        """Return the request's priority: tenants above their share yield within it."""
         return max(-_HIGHEST, min(2 * waiting.request.priority + above, _HIGHEST))

@@ -1,4 +1,4 @@
-"""Queue orders: their protocol, their registry, and all but the fair ones."""
+"""Queue orders: interface, registry, and all orders except the fair ones."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ NAME = "order"
 
 
 class NoOrderParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Of an order without parameters."""
+    """An order without parameters."""
 
 
 def load(chosen: Mapping[str, Any]) -> QueueOrder:
-    """Return the order of this name (`order`), with the rest as parameters; raise a ConfigError."""
+    """Build the order named `order`, with the rest as parameters; raises ConfigError."""
     values = dict(chosen)
     name = values.pop(NAME, None)
     kind = named(GROUP, name, "admission order")
@@ -45,10 +45,10 @@ _MILLISECOND = SECOND // 1000
 
 
 class QueueOrder:
-    """Which of the waiting requests goes next: one heap by `key`, here first come, first served.
+    """Order of waiting requests: one heap by `key`; first come, first served by default.
 
-    Every request goes through it, also one that is routed at once: `add`, `first`, `taken`. The
-    class is called with its parameters, a frozen `msgspec.Struct` of type `Params`.
+    Every request passes `add`, `first` and `taken`, also one routed at once. Built with parameters
+    of type `Params`, a frozen `msgspec.Struct`.
     """
 
     Params: ClassVar[type[msgspec.Struct]] = NoOrderParams
@@ -63,47 +63,43 @@ class QueueOrder:
 
     @property
     def reserve(self) -> float:
-        """Share of each worker that is closed to tenants above their part of the fleet."""
+        """Share of each worker closed to tenants above their share of the fleet."""
         return 0.0
 
     def key(self, waiting: QueuedRequest) -> Any:
-        """Return what orders a request; it must not change while it waits."""
+        """Return a request's sort key, constant while it waits."""
         return waiting.serial
 
     def add(self, waiting: QueuedRequest) -> None:
-        """Add a request that waits."""
+        """Add a waiting request."""
         self._heap.add(self.key(waiting), waiting)
 
     def remove(self, waiting: QueuedRequest) -> None:
-        """Take out a request that waits no more, and was not served."""
+        """Remove an unserved request."""
         self._heap.remove(waiting)
 
     def first(self, now: int) -> QueuedRequest | None:
-        """Return which goes next; it stays until it is removed or taken. None of an empty queue."""
+        """Return the next request, which stays; None if empty."""
         return self._heap.first()
 
     def last(self, waiting: QueuedRequest, max_count: int, own: bool) -> list[QueuedRequest]:
-        """Return those that may be shed so that a newcomer can wait, the least urgent first.
-
-        All of them, at most `max_count`, are less urgent than the newcomer; if `own`, of its tenant
-        alone. An order without this method sheds none.
-        """
+        """Return up to `max_count` less urgent requests to shed, least urgent first."""
         tenant = waiting.request.tenant if own else None
         return self._heap.last(max_count, self.key(waiting), tenant)
 
     def taken(self, waiting: QueuedRequest, uncached: int) -> None:
-        """Record that a request was sent to a worker, which computes `uncached` tokens."""
+        """Record that a request was sent to a worker that computes `uncached` tokens."""
         self._heap.remove(waiting)
 
     def served(self, request: Request, tokens: int) -> None:
         """Count output tokens of a routed request."""
 
     def underserved(self, waiting: QueuedRequest) -> bool:
-        """True if its tenant had so much less than others that it counts as above no part."""
+        """True if its tenant had too little service to count as above its share."""
         return False
 
     def priority(self, waiting: QueuedRequest, above: bool) -> int | None:
-        """Return the priority that workers are sent, None for the client's own."""
+        """Return the priority sent to workers, None for the client's own."""
         return None
 
 
@@ -111,15 +107,12 @@ class Fcfs(QueueOrder):
     """First come, first served."""
 
     def last(self, waiting: QueuedRequest, max_count: int, own: bool) -> list[QueuedRequest]:
-        """Return none: the newcomer itself is the last."""
+        """Return none: the newcomer itself is last."""
         return []
 
 
 class Priority(QueueOrder):
-    """Lower `Request.priority` first, as vLLM has it; first come, first served within one.
-
-    A stream of urgent requests keeps the others waiting until they time out: priority is strict.
-    """
+    """Lower `Request.priority` first, as in vLLM; strict, so low priorities may starve."""
 
     def key(self, waiting: QueuedRequest) -> Any:
         """Return the priority."""
@@ -140,15 +133,14 @@ class ShortestParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 class Shortest(QueueOrder):
     """Fewest uncached prompt tokens first, with ageing.
 
-    At time t a request that waits since s with u uncached tokens ranks by u - ageing (t - s).
-    Differences of ranks do not depend on t, so the key u + ageing s never changes. No request
-    starves: one that comes more than (u - 1) / ageing seconds after it goes behind it.
+    Rank at time t of a request with u tokens waiting since s: u - ageing (t - s). The key u +
+    ageing s gives the same order and is constant; no request starves.
     """
 
     Params: ClassVar[type[msgspec.Struct]] = ShortestParams
 
     def key(self, waiting: QueuedRequest) -> Any:
-        """Return u + ageing s, in token nanoseconds a second."""
+        """Return u + ageing s, in token nanoseconds per second."""
         return waiting.uncached * SECOND + int(self.params.ageing) * waiting.since
 
 
@@ -167,10 +159,8 @@ class EdfParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 class Edf(QueueOrder):
     """Earliest deadline of the first token first.
 
-    Under overload, plain EDF serves late requests first, and makes all others late too. So a
-    request that misses its deadline gets the one of a request without any: `patience_ms` after it
-    was queued. No request starves: one that comes more than `patience_ms` after it goes behind
-    it, unless the older one's deadline is further away and still ahead.
+    A request past its deadline gets a new one `patience_ms` after it was queued: plain EDF would
+    serve late requests first under overload, and make all others late.
     """
 
     Params: ClassVar[type[msgspec.Struct]] = EdfParams
@@ -182,7 +172,7 @@ class Edf(QueueOrder):
         return self._patience(waiting) if deadline == NEVER else deadline
 
     def first(self, now: int) -> QueuedRequest | None:
-        """Return which goes next; each request misses its deadline once at most."""
+        """Return the next request; each misses its deadline at most once."""
         while (waiting := self._heap.first()) is not None:
             patience = self._patience(waiting)
             if not self.key(waiting) < now < patience or waiting.late:
@@ -204,40 +194,36 @@ class QueuedRequest(msgspec.Struct, eq=False):
     """A queued request."""
 
     request: Request
-    since: int  # when it was queued, in nanoseconds
-    uncached: int  # tokens of its prompt that the worker which holds most of them lacks
-    output: int = 1  # tokens that it is expected to generate
+    since: int  # nanoseconds
+    uncached: int  # prompt tokens not cached on the best worker
+    output: int = 1  # expected output tokens
     weight: float = 1.0
-    exclude: frozenset[str] = frozenset()  # workers that just failed it
+    exclude: frozenset[str] = frozenset()  # failed workers
     # it ran before, and its worker failed; it goes first, and is not shed for space.
     returned: bool = False
-    serial: int = 0  # rises with each request that is queued
-    late: bool = False  # it missed its deadline while it waited (`edf`)
-    accepted: bool = False  # with the first sequence of its group, so it is not shed any more
-    aside: bool = False  # it lets others pass until a worker that it may use can take it
+    serial: int = 0  # number in order of arrival
+    late: bool = False  # missed its deadline (`edf`)
+    accepted: bool = False  # a further sequence of an accepted group: not shed
+    aside: bool = False  # lets others pass until a permitted worker has room
 
     @property
     def limits(self) -> WorkerLimits:
-        """The workers that it may not use, and those that it must."""
+        """Workers it must not use, and those it must."""
         return self.exclude, self.request.eligible
 
     @property
     def tokens(self) -> int:
-        """What it asks of the fleet: uncached prompt plus expected output tokens."""
+        """Uncached prompt tokens plus expected output tokens."""
         return self.uncached + self.output * self.request.sequences
 
     @property
     def held_tokens(self) -> int:
-        """What the sequences of its group ask for that were not submitted yet."""
+        """Tokens of its group's sequences not submitted yet."""
         return self.request.held_tokens + self.request.held * self.output
 
 
 class Heap:
-    """Waiting requests by key, the least first; those of equal keys in the order of `serial`.
-
-    Adding and taking the first cost O(log n), removing any O(1), amortised. A removed request
-    stays as a dead entry until it comes up, or until the dead outnumber the living.
-    """
+    """Waiting requests by key, ties by `serial`; removed entries are deleted lazily."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[Any, int, QueuedRequest]] = []
@@ -247,17 +233,17 @@ class Heap:
         return len(self._live)
 
     def __iter__(self) -> Iterator[QueuedRequest]:
-        """All of them, in no order."""
+        """Iterate in no particular order."""
         return (entry[2] for entry in self._live.values())
 
     def add(self, key: Any, waiting: QueuedRequest) -> None:
-        """Add a request that is not there; all keys of a heap must be comparable."""
+        """Add a request; all keys of a heap must be comparable."""
         entry = (key, waiting.serial, waiting)
         self._live[waiting.request.id] = entry
         heapq.heappush(self._heap, entry)
 
     def remove(self, waiting: QueuedRequest) -> None:
-        """Take a request out; one that is not there is no error."""
+        """Remove a request, if present."""
         if self._live.pop(waiting.request.id, None) is None:
             return
         if len(self._heap) > 2 * len(self._live) + 16:
@@ -265,7 +251,7 @@ class Heap:
             heapq.heapify(self._heap)
 
     def last(self, max_count: int, before: Any, tenant: str | None = None) -> list[QueuedRequest]:
-        """Return requests whose keys are above `before`, the greatest and newest first, in O(n)."""
+        """Return requests with keys above `before`, greatest and newest first, in O(n)."""
         entries = (
             entry
             for entry in self._live.values()
@@ -277,7 +263,7 @@ class Heap:
         return [entry[2] for entry in last]
 
     def first(self) -> QueuedRequest | None:
-        """Return the one of the least key, which stays; None of an empty heap."""
+        """Return the request with the lowest key, which stays; None if empty."""
         heap = self._heap
         while heap and self._live.get(heap[0][2].request.id) is not heap[0]:
             heapq.heappop(heap)

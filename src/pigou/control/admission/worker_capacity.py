@@ -1,4 +1,4 @@
-"""Worker capacity: streams, tokens, prompts and parallel sequences that a worker takes now."""
+"""Worker capacity: streams, tokens, prompts and parallel sequences that workers can take."""
 
 from __future__ import annotations
 
@@ -25,21 +25,17 @@ _MILLISECONDS = 1000.0
 
 
 class _StreamTokens(msgspec.Struct):
-    """Tokens that a routed request is expected to hold on its decode worker."""
-
     worker: str
     uncached: int
     output: int
 
 
 class WorkerCapacity:
-    """Which workers can take one more request.
+    """Says which workers can take one more request.
 
-    Three limits hold for a worker: it has fewer streams than `max_inflight`; its tokens stay
-    within `max_inflight_tokens`; its pending prompts take no more than `prefill_ahead_ms`, next to
-    nothing where an order `holds_back`. Its tokens are uncached prompts, and the output that is
-    expected or came, if more. An empty worker takes anything: else what is larger than the limit
-    could never run. The share `reserve` is closed to tenants above their part of the fleet.
+    Limits per worker: `max_inflight` streams, `max_inflight_tokens` (uncached prompts and expected
+    output), and `prefill_ahead_ms` of pending prompts. An empty worker takes anything. The share
+    `reserve` is closed to tenants above their share of the fleet.
     """
 
     def __init__(self, config: ControlConfig, holds_back: bool, reserve: float = 0.0) -> None:
@@ -56,11 +52,11 @@ class WorkerCapacity:
 
     @property
     def holds_prompts(self) -> bool:
-        """Whether the end of a prompt makes room."""
+        """True if the end of a prompt frees capacity."""
         return self._ahead_s > 0.0
 
     def take(self, request: Request, choice: Choice, row: int, fleet: FleetView, now: int) -> None:
-        """Record that a request was routed to decode on worker `row`; `fleet` is as it saw it."""
+        """Record that a request was routed to row `row`; `fleet` is the view used."""
         output = int(fleet.output) * request.sequences
         need = request.prompt - fleet.resident_on(row, request.prompt) + output
         self._expected[request.id] = _StreamTokens(choice.decode, need - output, output)
@@ -69,12 +65,12 @@ class WorkerCapacity:
         self._changed_at[choice.prefill or choice.decode] = now
 
     def prefilled(self, worker: str | None, now: int) -> None:
-        """Record that a worker computed a prompt, or need not compute it any more."""
+        """Record that a worker finished or dropped a prompt."""
         if worker is not None:
             self._changed_at[worker] = now
 
     def free(self, request: str) -> int:
-        """Record that a request left; return the tokens that it had asked for, 0 if unknown."""
+        """Record a departure; return the tokens it had requested, 0 if unknown."""
         held = self._expected.pop(request, None)
         if held is None:
             return 0
@@ -84,7 +80,7 @@ class WorkerCapacity:
         return gone
 
     def down(self, worker: str) -> None:
-        """Forget a worker, with all it held."""
+        """Forget a worker and all it held."""
         for request in [key for key, held in self._expected.items() if held.worker == worker]:
             del self._expected[request]
         self._total -= self._tokens.pop(worker, 0)
@@ -93,21 +89,17 @@ class WorkerCapacity:
             self._limit.forget(worker)
 
     def report(self, report: LoadReport, state: FleetState) -> None:
-        """Learn from what a worker reports."""
+        """Update from a worker's load report."""
         row = state.row.get(report.worker)
         if self._limit is not None and row is not None:
             self._limit.report(report, int(state.columns.decode_requests[row]))
 
     def expected_tokens(self, ids: Sequence[str]) -> list[int]:
-        """Return the tokens that the routed requests asked each worker for, (workers,)."""
+        """Return the tokens requested of each worker, (workers,)."""
         return [self._tokens.get(worker, 0) for worker in ids]
 
     def streams(self, state: FleetState, above: bool = False) -> Flags:
-        """Return which workers can take one more stream, whichever it is, (workers,).
-
-        It may be an array of `state`, and is not to be changed. `above`: its tenant has more than
-        its part of the fleet.
-        """
+        """Return which workers can take one more stream, (workers,); read-only."""
         columns = state.columns
         limits: Counts = columns.max_seqs
         if self._max_streams * (self._open_share if above else 1.0) > state.inflight:
@@ -124,7 +116,7 @@ class WorkerCapacity:
         return flags
 
     def sequences_fit(self, request: Request, state: FleetState) -> Flags:
-        """Return which workers can take all sequences of a request together, (workers,)."""
+        """Return which workers can take all sequences of a request, (workers,)."""
         streams = state.columns.decode_requests
         flags: Flags = (streams == 0) | (
             streams + request.sequences <= self.max_streams(state, 2**62)
@@ -132,7 +124,7 @@ class WorkerCapacity:
         return flags
 
     def max_streams(self, state: FleetState, unlimited: int) -> Counts:
-        """Return the streams that each worker runs at once, `unlimited` where none is known."""
+        """Return the maximum of streams of each worker, `unlimited` if unknown."""
         limits: Counts = state.columns.max_seqs
         if self._max_streams:
             limits = np.full(len(limits), self._max_streams)
@@ -142,7 +134,7 @@ class WorkerCapacity:
         return streams
 
     def max_tokens(self, state: FleetState) -> Counts:
-        """Return the tokens that each worker may hold at once, (workers,); 0 for no limit."""
+        """Return the maximum of tokens of each worker, (workers,); 0 for no limit."""
         columns = state.columns
         if self._max_tokens:
             return np.full(len(state.ids), self._max_tokens)
@@ -150,7 +142,7 @@ class WorkerCapacity:
         return tokens
 
     def tokens(self, state: FleetState) -> Counts:
-        """Return the tokens that each worker holds, or is to hold, (workers,)."""
+        """Return the tokens held or expected on each worker, (workers,)."""
         expected = np.array(self.expected_tokens(state.ids), dtype=np.int64)
         tokens: Counts = expected + state.columns.over_expected_tokens
         tokens += state.peers.total[EXPECTED]
@@ -182,11 +174,10 @@ class WorkerCapacity:
     def ready(
         self, request: Request, fleet: FleetView, now: int, above: bool = False
     ) -> tuple[Flags, Flags]:
-        """Return which workers may be sent this prompt, and which its stream, (workers,) each.
+        """Return which workers may take this prompt, and which its stream, (workers,) each.
 
-        Where a prefill worker may compute this prompt, one of them must be ready for it. Decode
-        workers do not compute it only because prefill workers have much to do. No prompt of a
-        tenant `above` its part is sent where another is pending.
+        At least one prefill worker must be ready if any can compute the prompt. Tenants `above`
+        their share get only workers without pending prompts.
         """
         everywhere = all_workers(len(fleet.ids))
         if not self._ahead_s:
@@ -200,7 +191,7 @@ class WorkerCapacity:
         return ready | ~pure, everywhere if (ready & able).any() else ~everywhere
 
     def _pending(self, fleet: FleetView, now: int) -> NDArray[np.float64]:
-        """Return the seconds that prompts still take, less the time since the last change."""
+        """Return the seconds of pending prompts per worker, (workers,)."""
         known = fleet.estimates
         changed = np.array(
             [self._changed_at.get(worker, now) for worker in fleet.ids], dtype=np.int64
@@ -214,7 +205,7 @@ _PRIOR = Estimates.prior(1)
 
 
 def fastest_ttft_s(request: Request, fleet: FleetView) -> float:
-    """Return the least seconds to the first token over the workers; 0 while unknown."""
+    """Return the minimum seconds to the first token over workers; 0 while unknown."""
     known, prior = fleet.estimates, _PRIOR
     learned = known.prefill_token != prior.prefill_token
     learned |= known.prefill_base != prior.prefill_base
@@ -239,11 +230,10 @@ _MORE = 1.0 / 16.0
 
 
 class ConcurrencyLimit:
-    """The concurrency limit of each worker that reports none, learned from its reports.
+    """Learned concurrency limit of workers that report none (AIMD, Chiu and Jain 1989).
 
-    While requests wait inside the worker, its limit falls by 30%, but not below what runs there.
-    While none waits although the limit is reached, it doubles until the first fall, and rises by
-    a sixteenth after. (Additive increase, multiplicative decrease: Chiu and Jain 1989.)
+    Falls by 30% while requests wait inside the worker; otherwise doubles until its first fall, then
+    rises by a sixteenth, whenever it is reached.
     """
 
     def __init__(self) -> None:
@@ -251,7 +241,7 @@ class ConcurrencyLimit:
         self._fell: set[str] = set()
 
     def report(self, report: LoadReport, streams: int) -> None:
-        """Learn from a report; `streams` were sent there and have not ended."""
+        """Update from a report; `streams` were sent there and are running."""
         limit = self._limits.get(report.worker, FIRST_LIMIT)
         if report.waiting > 0 and report.running > 0:
             self._fell.add(report.worker)
@@ -261,7 +251,7 @@ class ConcurrencyLimit:
         self._limits[report.worker] = limit
 
     def of(self, said: NDArray[np.int64], ids: Sequence[str]) -> NDArray[np.int64]:
-        """Return the limits, (workers,): what the workers said, or what was learned."""
+        """Return the limits, (workers,): reported or learned."""
         if said.all():
             return said
         learned = np.array([int(self._limits.get(worker, FIRST_LIMIT)) for worker in ids])
@@ -288,11 +278,7 @@ _LOADS = 2.0 ** np.arange(0, 11)
 
 
 def _max_per_worker(known: Estimates, streams: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return how many sequences of one request each worker is given at most, (workers,).
-
-    It is the largest power of two n with f(n) <= `MAX_SLOWDOWN` f(1), where f is the worker's
-    law of the time between tokens; within `MIN_PART` and `MAX_PART` of its streams.
-    """
+    """Return each worker's largest power of two n with f(n) <= `MAX_SLOWDOWN` f(1)."""
     rows = np.arange(len(streams))
     single_itl = known.itl(rows, np.ones(len(streams)))
     sequences = np.ones(len(streams))
@@ -310,7 +296,7 @@ def _max_per_worker(known: Estimates, streams: NDArray[np.int64]) -> NDArray[np.
 def max_per_request(
     state: FleetState, known: Estimates, capacity: WorkerCapacity, limit: int
 ) -> int:
-    """Return how many sequences of one request may run on the fleet; `limit` unless that is 0."""
+    """Return the maximum of parallel sequences per request; `limit` unless that is 0."""
     if limit:
         return limit
     sequences = _max_per_worker(known, capacity.max_streams(state, UNLIMITED))
@@ -320,7 +306,7 @@ def max_per_request(
 def has_capacity(
     tokens: int, state: FleetState, known: Estimates, capacity: WorkerCapacity
 ) -> bool:
-    """True if a further sequence of a request need not wait, and leaves enough for others."""
+    """True if a further sequence can start now and leaves enough for other requests."""
     columns = state.columns
     decodes = columns.decodes
     streams = capacity.max_streams(state, UNLIMITED)

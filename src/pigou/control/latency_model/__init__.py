@@ -1,1 +1,1 @@
-"""The latency model: seconds of prefill, transfer and decode of each worker, learned online."""
+"""Latency model: seconds of prefill, transfer and decode of each worker, learned online."""

@@ -1,4 +1,4 @@
-"""Lines fitted as observations come: seconds of prompts and transfers, and of remote KV fetches."""
+"""Online fits of affine laws: prefill, transfers, and remote KV fetches."""
 
 from __future__ import annotations
 
@@ -28,12 +28,9 @@ _MIN_MEDIAN, _FIRST_MEDIAN = 1e-3, 0.25
 
 
 class AffineFit:
-    """Weighted least squares with forgetting; all parameters are at least 0.
+    """Weighted least squares with forgetting (`half_life`); parameters are at least 0.
 
-    Each observation counts half after `half_life` more. Residuals are relative to the law.
-    Outliers count less by Huber's weight against a running median of residuals (Huber, "Robust
-    Estimation of a Location Parameter", 1964). A base, and then pairs, are there where the data
-    call for them, by Schwarz's criterion ("Estimating the Dimension of a Model", 1978).
+    Outliers are reweighted (Huber 1964). A base and pairs enter by Schwarz's criterion (1978).
 
         fit = AffineFit()
         fit.observe(1000.0, 0.12)  # 1,000 tokens took 0.12 s
@@ -50,7 +47,7 @@ class AffineFit:
         self.observed = 0
 
     def __call__(self, size: float, pairs: float = 0.0) -> float:
-        """Return the seconds that something of this size takes; 0 before anything was seen."""
+        """Return the predicted seconds for a size; 0 before any observation."""
         base, slope = self.law
         return base + slope * size + self.pair * pairs
 
@@ -61,17 +58,17 @@ class AffineFit:
 
     @property
     def pair(self) -> float:
-        """Seconds of a pair."""
+        """Seconds per pair."""
         return self._sums.item(PAIR)
 
     @property
     def ratio(self) -> float:
-        """Size that a pair is worth."""
+        """Size equivalent of a pair."""
         pair = self.pair
         return pair / self._sums.item(SLOPE) if pair > 0.0 else 0.0
 
     def observe(self, size: float, seconds: float, pairs: float = 0.0) -> None:
-        """Add that something of this size took so many seconds, above 0."""
+        """Add an observation of `seconds` (above 0) for a size."""
         _add_observation(
             (self._gram, self._moment, self._sums, self._scratch), self._keep, self.observed == 0,
             size, seconds, pairs,
@@ -84,11 +81,7 @@ def _add_observation(
     arrays: tuple[Numbers, Numbers, Numbers, Numbers], keep: float, first: bool, size: float,
     seconds: float, pairs: float,
 ) -> None:  # fmt: skip
-    """Add an observation, and fit the law anew; sums are multiplied by `keep`.
-
-    `arrays`: gram (3, 3) and moment (3,), sums of least squares over size, 1 and pairs; `sums` by
-    the names above (6,); scratch (24, 3).
-    """
+    """Add an observation and refit; `gram` (3, 3), `moment` (3,), `sums` (6,)."""
     gram, moment, sums, scratch = arrays
     expected = sums[BASE] + sums[SLOPE] * size + sums[PAIR] * pairs
     if first:
@@ -112,7 +105,7 @@ def _add_observation(
 
 @bare_kernel
 def _solve(gram: Numbers, moment: Numbers, sums: Numbers, scratch: Numbers) -> None:
-    """Write the law: of size alone, then with a base, then with pairs, where that pays."""
+    """Fit size alone, then with a base, then with pairs, as far as that pays."""
     grams, moments = scratch[:9].reshape(3, 3, 3), scratch[9:12]
     best, errors, rest = scratch[12:15], scratch[15], scratch[16:21]
     for last in range(3):
@@ -143,15 +136,10 @@ _MIN_FETCH_S = 1e-5
 
 
 class FetchFit:
-    """Seconds of a fetch by its tokens: a line by least squares with forgetting, never below 0.
+    """Seconds of a fetch by its tokens: least squares with forgetting, never below 0.
 
-    Fetches that look dear are not tried, so they teach nothing. Three rules keep the line honest.
-    It starts from a cheap prior. A single slow fetch (the first of a process, a busy machine)
-    moves it by a bounded factor. Without fetches, the prior is added again every minute.
-
-        fit = FetchFit()
-        fit.observe(4096.0, 0.02, now)  # 4,096 tokens took 20 ms
-        base_s, token_s = fit.law
+    Fetches that look expensive are not tried. So the prior is cheap, a slow outlier is bounded, and
+    the prior returns after a minute without fetches.
     """
 
     def __init__(self) -> None:
@@ -163,18 +151,18 @@ class FetchFit:
 
     @property
     def law(self) -> tuple[float, float]:
-        """Seconds apart from tokens, and of each token; the prior before the first fetch."""
+        """Base and seconds per token; the prior before the first fetch."""
         return self._law if self._observed else PRIOR_FETCH
 
     def observe(self, tokens: float, seconds: float, now: int) -> None:
-        """Add a fetch of so many tokens that took so many seconds."""
+        """Add a fetch of so many tokens."""
         base, token = self._law
         max_s = _MAX_RATIO * max(base + token * tokens, _MIN_FETCH_S)
         self._add(tokens, min(max(seconds, _MIN_FETCH_S), max_s))
         self._observed, self._observed_at = True, now
 
     def tick(self, now: int) -> None:
-        """Let time pass."""
+        """Restore the prior after a time without fetches."""
         if self._observed and now - self._observed_at >= _FORGIVE_NS:
             self._observed_at = now
             self._add_prior()

@@ -40,7 +40,7 @@ class FleetRate:
 
     @property
     def per_second(self) -> float:
-        """Prompts a second."""
+        """Prompts per second."""
         return self._weight / max(self._seconds, 1e-9)
 
 
@@ -61,7 +61,7 @@ class ArrivalGaps:
 
     @property
     def cv2(self) -> float:
-        """Variance over squared mean; 1 while there were too few gaps."""
+        """Variance over squared mean; 1 while unknown."""
         if self._observed < _MIN_GAPS or self._sum <= 0.0:
             return 1.0
         mean = self._sum / self._weight
@@ -73,7 +73,7 @@ def decay_rates(
     rate: NDArray[np.float64], rated_at: NDArray[np.int64], service_s: NDArray[np.float64],
     now: int, arrivals: NDArray[np.float64], busy: NDArray[np.float64],
 ) -> None:  # fmt: skip
-    """Write the rates as of `now`, and the share of its time that each worker computes prompts."""
+    """Write rates decayed to `now`, and each worker's share of time spent on prefill."""
     for w in range(rate.shape[0]):
         age = max(0, now - rated_at[w]) / SECOND / RATE_S
         arrivals[w] = rate[w] * math.exp(-age)
@@ -92,15 +92,9 @@ _FIRST_OUTPUT = 128.0
 
 
 class PromptSizes:
-    """Running means, variances and covariance of uncached tokens and of pairs, with forgetting.
+    """Running means and covariance of uncached tokens and pairs, with forgetting.
 
-    Tokens and pairs are kept apart and combined by the present law: `base` seconds a prompt,
-    `token` seconds a token and `pair` seconds a pair. (A size in which a pair counts for some
-    tokens would change its meaning with every change of the law.)
-
-        sizes = PromptSizes()
-        sizes.observe(1000.0, 500_000.0)
-        sizes.mean(0.005, 1e-4, 1e-9)  # seconds of a prompt in the mean
+    Tokens and pairs are kept apart, so that a change of the law does not change their meaning.
     """
 
     def __init__(self) -> None:
@@ -122,16 +116,16 @@ class PromptSizes:
 
     @property
     def pairs_per_token(self) -> float:
-        """Tokens before a computed one that it attends to, in the mean."""
+        """Mean number of earlier tokens that a computed token attends to."""
         return self._pairs / max(1.0, self._tokens)
 
     def mean(self, base: float, token: float, pair: float) -> float:
-        """Return the mean seconds of a prompt; `base` before the first prompt."""
+        """Return the mean seconds of a prompt; `base` before the first."""
         weight = max(self._weight, 1e-12)
         return base + (token * self._tokens + pair * self._pairs) / weight
 
     def cv2(self, base: float, token: float, pair: float) -> float:
-        """Return the variance of a prompt's seconds over their squared mean; 1 while unknown."""
+        """Return the variance of a prompt's seconds over squared mean; 1 while unknown."""
         mean = self.mean(base, token, pair)
         if self._observed < _MIN_PROMPTS or mean <= 0.0:
             return 1.0
@@ -145,36 +139,36 @@ class PromptSizes:
 
 
 class ContextLength:
-    """Running mean of the tokens that a stream holds, prompt and output, with forgetting."""
+    """Running mean of a stream's tokens, prompt and output, with forgetting."""
 
     def __init__(self) -> None:
         self._streams = self._tokens = 0.0
 
     def observe(self, streams: NDArray[np.float64], tokens: NDArray[np.float64]) -> None:
-        """Add samples: streams of a worker, and the tokens that they held, (samples,) each."""
+        """Add samples of streams and their tokens, (samples,) each."""
         keep = 0.5 ** (len(streams) / _CONTEXT_HALF_LIFE)
         self._streams = keep * self._streams + float(streams.sum())
         self._tokens = keep * self._tokens + float(tokens.sum())
 
     @property
     def mean(self) -> float:
-        """Tokens that a stream holds in the mean; 0 before the first sample."""
+        """Mean tokens per stream; 0 before the first sample."""
         return self._tokens / self._streams if self._streams > 0.0 else 0.0
 
 
 class OutputLength:
-    """Running mean of the tokens that requests generate."""
+    """Running mean of output tokens per request."""
 
     def __init__(self) -> None:
         self._mean = _FIRST_OUTPUT
         self.observed = 0  # requests that ended
 
     def observe(self, tokens: int) -> None:
-        """Add a request that generated so many tokens."""
+        """Add a request's output tokens."""
         self.observed += 1
         share = 1.0 / min(self.observed, _OUTPUTS)
         self._mean += share * (tokens - self._mean)
 
     def expected(self, max_tokens: int) -> float:
-        """Return the tokens that a request with this limit is expected to generate, at least 1."""
+        """Return the expected output tokens under this limit, at least 1."""
         return max(1.0, min(float(max_tokens), self._mean))

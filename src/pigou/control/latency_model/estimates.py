@@ -1,4 +1,4 @@
-"""Estimates: seconds of prefill, transfer and decode of each worker, which prices are made of."""
+"""Estimates: speeds of each worker in prefill, transfer and decode, the inputs of prices."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def prior_column(law: LatencyLaw = PRIOR_LAW) -> Numbers:
 
 
 def pairs(tokens: Any, prompt: Any) -> Any:
-    """Return how often a token of a prompt attends to one before it: u (c + u / 2)."""
+    """Return how often a token of a prompt attends to an earlier one: u (c + u / 2)."""
     return tokens * (prompt - 0.5 * tokens)
 
 
@@ -66,7 +66,7 @@ def _row(index: int) -> property:
 
 @dataclass(frozen=True, slots=True)
 class Estimates:
-    """Speeds of the workers; each name below is a view of shape (workers,), mostly in seconds."""
+    """Speeds of the workers; names below are views of shape (workers,), mostly in seconds."""
 
     table: Numbers  # all of them, by the names above, shape (24, workers)
     # between the hosts of the workers; None where they are not known.
@@ -100,26 +100,22 @@ class Estimates:
 
     @classmethod
     def prior(cls, workers: int, law: LatencyLaw = PRIOR_LAW) -> Self:
-        """Return the prior of so many workers."""
+        """Return the prior for a number of workers."""
         return cls(np.repeat(prior_column(law)[:, None], workers, axis=1))
 
     def copy(self) -> Self:
-        """Return the same speeds in an array of their own."""
+        """Return a copy with its own array."""
         return type(self)(self.table.copy(), self.links)
 
     def learn(self, row: int, law: LatencyLaw) -> None:
-        """Set the law of one worker's ITL.
-
-        A law that was only seen at one load says nothing of its slope. So each rises by at least a
-        thousandth of f(1) a stream, which is less than any engine's.
-        """
+        """Set a worker's ITL law, with a slope of at least f(1) / 1000 per stream."""
         for name in _LAW:
             getattr(self, name)[row] = min(getattr(law, name), _FAR)
         self.a[row] = max(self.a[row], MIN_SLOPE * law(1.0))
 
     @property
     def link_table(self) -> LinkTable:
-        """Factors of the links between the hosts of the workers."""
+        """Factors of the links between hosts."""
         return unlabelled(self.table.shape[1]) if self.links is None else self.links
 
     def itl(self, rows: NDArray[np.integer], n: Numbers) -> Numbers:
@@ -132,13 +128,13 @@ class Estimates:
         return itl
 
     def law(self, row: int) -> LatencyLaw:
-        """Return the law of one worker's ITL."""
+        """Return a worker's ITL law."""
         return LatencyLaw(*(float(getattr(self, name)[row]) for name in _LAW))
 
     def service(
         self, rows: NDArray[np.integer], tokens: Numbers, prompt: float | Numbers
     ) -> Numbers:
-        """Return the seconds that prompts with so many uncached tokens take there, (rows,)."""
+        """Return the seconds of prompts with so many uncached tokens, (rows,)."""
         service: Numbers = self.prefill_base[rows] + self.prefill_token[rows] * tokens
         service += self.prefill_pair[rows] * pairs(tokens, prompt)
         return service
@@ -146,13 +142,13 @@ class Estimates:
     def work(
         self, prompts: NDArray[np.integer], tokens: NDArray[np.integer], pairs: NDArray[np.integer]
     ) -> Numbers:
-        """Return the seconds that all prompts of each worker take, (workers,)."""
+        """Return the seconds of all prompts of each worker, (workers,)."""
         work: Numbers = self.prefill_base * prompts + self.prefill_token * tokens
         work += self.prefill_pair * pairs
         return work
 
     def transfer(self, rows: NDArray[np.integer], tokens: Numbers) -> Numbers:
-        """Return the seconds that so many tokens take to reach the worker, (rows,)."""
+        """Return the seconds to transfer so many tokens to the workers, (rows,)."""
         seconds: Numbers = self.transfer_base[rows] + self.transfer_token[rows] * tokens
         return seconds
 
@@ -161,7 +157,7 @@ class Estimates:
 
 
 class ItlLaw(NamedTuple):
-    """A worker's law of ITL, as of `Estimates`."""
+    """A worker's ITL law, as in `Estimates`."""
 
     a: float
     b: float
@@ -172,7 +168,7 @@ class ItlLaw(NamedTuple):
 
 
 class PrefillLaw(NamedTuple):
-    """Seconds of a prompt, of each of its uncached tokens, and of each pair of tokens."""
+    """Seconds per prompt, per uncached token, and per pair of tokens."""
 
     base: float
     token: float
@@ -180,7 +176,7 @@ class PrefillLaw(NamedTuple):
 
 
 class InterferenceLaw(NamedTuple):
-    """Seconds that a prompt takes from streams beside it, and that each of its tokens does."""
+    """Seconds that a prompt, and each of its tokens, takes from streams beside it."""
 
     base: float
     token: float
@@ -188,7 +184,7 @@ class InterferenceLaw(NamedTuple):
 
 @bare_kernel
 def itl_law(table: Numbers, w: int) -> ItlLaw:
-    """Return the law of ITL of worker `w`."""
+    """Return the ITL law of worker `w`."""
     return ItlLaw(
         table[ITL_A, w], table[ITL_B, w], table[ITL_D, w], table[ITL_N_SAT, w],
         table[ITL_BETA, w], table[ITL_FLOOR, w],
@@ -197,19 +193,19 @@ def itl_law(table: Numbers, w: int) -> ItlLaw:
 
 @bare_kernel
 def prefill_law(table: Numbers, w: int) -> PrefillLaw:
-    """Return the law of prefill of worker `w`."""
+    """Return the prefill law of worker `w`."""
     return PrefillLaw(table[PREFILL_BASE, w], table[PREFILL_TOKEN, w], table[PREFILL_PAIR, w])
 
 
 @bare_kernel
 def interference_law(table: Numbers, w: int) -> InterferenceLaw:
-    """Return what prompts take from streams beside them on worker `w`."""
+    """Return the prefill interference of worker `w`."""
     return InterferenceLaw(table[INTERFERENCE_BASE, w], table[INTERFERENCE_TOKEN, w])
 
 
 @bare_kernel
 def itl_s(law: ItlLaw, n: float) -> float:
-    """Return the seconds between tokens of n streams."""
+    """Return the seconds between tokens at n streams."""
     itl = law.a * n + law.b
     if law.d > 0.0:
         gap = law.n_sat - n
@@ -220,7 +216,7 @@ def itl_s(law: ItlLaw, n: float) -> float:
 
 @bare_kernel
 def prefill_s(law: PrefillLaw, prompts: int, tokens: float, pairs: float) -> float:
-    """Return the seconds that prompts take without streams."""
+    """Return the seconds of prompts without streams."""
     return law.base * prompts + law.token * tokens + law.pair * pairs
 
 
@@ -238,10 +234,9 @@ def later_interference_s(
     law: PrefillLaw, interference: InterferenceLaw, prompts: int, tokens: float, pairs: float,
     begins_s: float,
 ) -> float:  # fmt: skip
-    """Return the seconds that prompts take from a stream that begins in `begins_s` seconds.
+    """Return the seconds that prompts take from a stream that starts in `begins_s` seconds.
 
-    Prompts computed before then do not delay it. (`begins_s` may be negative, where cache hits
-    count for more than their prompts.)
+    Prompts computed before then do not delay it; `begins_s` may be negative.
     """
     ahead = prefill_s(law, prompts, tokens, pairs)
     left = ahead - max(begins_s, 0.0)
@@ -257,8 +252,8 @@ def fill(
 ) -> None:  # fmt: skip
     """Write all rows of `Estimates.table`, shape (24, workers).
 
-    `column` is that of a worker whose factors are 1; factors of each worker and of all together
-    (`common`) multiply it. The law of ITL rises by at least `min_slope` a stream.
+    `column` is a worker with factors of 1; factors per worker and `common` multiply it. ITL rises
+    by at least `min_slope` per stream.
     """
     for w in range(table.shape[1]):
         for row in range(table.shape[0]):
@@ -275,7 +270,7 @@ def fill(
 
 
 class MedianWorker:
-    """What the worker of median speed takes for one request at a time."""
+    """Speeds of the median worker for one request at a time."""
 
     def __init__(self, known: Estimates) -> None:
         self.known = known
@@ -290,7 +285,7 @@ class MedianWorker:
         ]
 
     def prompt(self, uncached: int, pairs: int) -> float:
-        """Return the seconds of a prompt with so many uncached tokens, and pairs of them."""
+        """Return the seconds of a prompt with so many uncached tokens and pairs."""
         if not self._laws:
             return math.nan
         seconds = (base + token * uncached + pair * pairs for base, token, pair in self._laws)

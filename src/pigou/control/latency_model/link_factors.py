@@ -1,4 +1,4 @@
-"""Per-link factors: how much longer a byte of KV takes between two hosts than within a rack."""
+"""Per-link factors: KV transfer time between two hosts relative to within a rack."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _RENEW_NS = 10 * SECOND
 
 
 class LinkTable(NamedTuple):
-    """Factors as kernels see them."""
+    """Link factors as kernels read them."""
 
     hosts: Rows  # number of each worker's host; 0 where it is not known, (workers,)
     racks: Rows  # number of its rack, in the same way, (workers,)
@@ -41,17 +41,16 @@ class LinkTable(NamedTuple):
 
 
 def unlabelled(workers: int) -> LinkTable:
-    """Return the links of workers whose hosts are not known: all factors are 1."""
+    """Return links of workers on unknown hosts: all factors are 1."""
     nobody = np.zeros(workers, dtype=np.int64)
     return LinkTable(nobody, nobody, np.ones((1, 1)))
 
 
 class LinkFactors:
-    """One factor for each pair of hosts, to or from one that is not known 1.
+    """One factor per pair of hosts, 1 if either is unknown.
 
-    Before a transfer was seen it is the ratio of the distance class (`DistanceCosts`). After that
-    it is the mean of log(observed / common law) of the pair, in which the class counts as two
-    transfers; the factor of the class is the same mean over its pairs, from its prior.
+    A pair starts from its distance class (`DistanceCosts`), weighted as two transfers, and learns
+    the mean of log(observed / common law).
 
         links = LinkFactors()
         links.add_worker(Location("h0", "r0", "a"))
@@ -72,29 +71,29 @@ class LinkFactors:
         self._made_at = 0
 
     def add_worker(self, location: Location = UNKNOWN_LOCATION) -> None:
-        """Add a worker; its row is the last."""
+        """Add a worker as the last row."""
         self._locations.append(_with_host(location))
         self._add_host(self._locations[-1])
 
     def move_worker(self, row: int, location: Location) -> None:
-        """Change the labels of a worker."""
+        """Change a worker's labels."""
         location = _with_host(location)
         if self._locations[row] != location:
             self._locations[row] = location
             self._add_host(location)
 
     def remove_worker(self, row: int) -> None:
-        """Remove a worker; what was learned of its host stays."""
+        """Remove a worker; factors of its host stay."""
         del self._locations[row]
         self._table = None
 
     @property
     def located(self) -> bool:
-        """Whether any worker's host is or was known; else all factors are 1 and none is learned."""
+        """True if any worker's host is or was known."""
         return len(self._known) > 1
 
     def factor(self, source: int, target: int) -> float:
-        """Return the factor from the host of one worker to that of another."""
+        """Return the factor between the hosts of two workers."""
         table = self._table or self.table(self._made_at)
         return table.factors.item(table.hosts.item(source), table.hosts.item(target))
 
@@ -102,7 +101,7 @@ class LinkFactors:
         self, source: int, target: int, took_s: float, law: tuple[float, float], tokens: int,
         now: int,
     ) -> None:  # fmt: skip
-        """Learn from a transfer of tokens that took so many seconds, the worker's factor apart."""
+        """Learn from a transfer of tokens in `took_s` seconds, the worker's factor removed."""
         base_s, tokens_s = law[0], law[1] * tokens
         if tokens_s > 0.0:
             ratio = max(took_s - base_s, 1e-3 * took_s) / tokens_s
@@ -110,11 +109,7 @@ class LinkFactors:
             self.observe(source, target, ratio, 1.0 - base_s / expected_s, now)
 
     def observe(self, source: int, target: int, ratio: float, share: float, now: int) -> None:
-        """Add a transfer from worker `source` to `target`.
-
-        `ratio` is the seconds of its tokens over those within a rack, above 0; `share` the part of
-        its tokens in the time that it was expected to take, 0 to 1.
-        """
+        """Add a transfer at `ratio` times the rack's seconds; `share` of time is per token."""
         table = self._table or self.table(self._made_at)
         i, j = table.hosts.item(source), table.hosts.item(target)
         if not (i and j) or share < _MIN_SHARE:
@@ -132,7 +127,7 @@ class LinkFactors:
         self._table = None
 
     def table(self, now: int) -> LinkTable:
-        """Return the factors as of now."""
+        """Return the factors at `now`."""
         table = self._table
         if table is not None and (not self.located or now - self._made_at < _RENEW_NS):
             return table

@@ -1,4 +1,4 @@
-"""The latency model: learns each worker's speed from what the control plane observes."""
+"""Latency model: learns each worker's speed from the control plane's observations."""
 
 from __future__ import annotations
 
@@ -59,21 +59,11 @@ _MAX_PEER_PROMPTS = 128
 
 
 class LatencyModel:
-    """Speeds of the workers, as far as they were seen.
+    """Speeds of the workers: laws common to the fleet times a factor per worker (`WorkerFactors`).
 
-    Each speed is a law common to the fleet times a factor of the worker's own (`WorkerFactors`):
-    what one worker shows at a load teaches what the others would do there.
-
-    Prefill: workers compute prompts one after another (or batched, which makes no difference to
-    sums). So a prompt that ends kept its worker busy since it was sent, or since the prompt before
-    it ended. These times are fitted by a line over uncached tokens and, where prompts are long
-    enough for that to show, over pairs of tokens (attention).
-    Transfer: from a remote prefill's end to the first token, by a line over tokens, of those that
-    waited for no prompt. Between hosts a token takes a factor longer (`LinkFactors`).
-    ITL: samples of `ThroughputSampler`, by a `LatencyLaw` and by the tokens that streams held,
-    since each step reads the keys and values of all of them. What prompts took beside them is
-    subtracted (`PrefillInterference`).
-    Remote KV fetch: what a prompt took beyond computing (`FetchFit`).
+    Prefill: seconds since the prompt was sent or the one before ended, by uncached tokens and
+    pairs. Transfer: from a remote prefill's end to the first token, by tokens (`LinkFactors`). ITL:
+    `ThroughputSampler` and `LatencyLaw`, less `PrefillInterference`. Remote fetch: `FetchFit`.
 
     Example:
         model = LatencyModel()
@@ -81,8 +71,6 @@ class LatencyModel:
         model.prompt_sent(0, now)
         model.prompt_computed(0, 1000, now, now + SECOND)
         model.estimates(now).prefill_token  # seconds a token, of each worker
-
-    Rows are those of `FleetState`; `add_worker` and `remove_worker` keep them in step.
     """
 
     def __init__(self) -> None:
@@ -119,7 +107,7 @@ class LatencyModel:
         self, startup: Sequence[Rehearsed] = (), now: int = 0,
         location: Location = UNKNOWN_LOCATION,
     ) -> None:  # fmt: skip
-        """Add a worker, whose row is the last, and learn its startup profile."""
+        """Add a worker as the last row, and learn its startup profile."""
         for factors in self._factors:
             factors.add_worker()
         self._links.add_worker(location)
@@ -148,14 +136,14 @@ class LatencyModel:
         self._estimates = None
 
     def prompt_sent(self, row: int, now: int) -> None:
-        """Record that a prompt was sent to worker `row` to be computed."""
+        """Record that a prompt was sent to worker `row`."""
         if self._last_own:
             self._gaps.observe(max(0, now - self._last_own) / SECOND)
         self._last_own = now
         self._count_sent(row, now)
 
     def peer_prompts(self, row: int, count: int, now: int) -> None:
-        """Record prompts that other gateways sent to worker `row`; their gaps are not known."""
+        """Record prompts sent to worker `row` by other gateways."""
         for _ in range(min(count, _MAX_PEER_PROMPTS)):
             self._count_sent(row, now)
 
@@ -170,10 +158,7 @@ class LatencyModel:
     def prompt_computed(
         self, row: int, tokens: int, sent: int, now: int, prompt: int | None = None
     ) -> None:
-        """Learn from a prompt, sent at `sent`, that worker `row` computed.
-
-        The sampler is advanced up to `now` before. `prompt` is its length, if more than those.
-        """
+        """Learn from a prompt of length `prompt`; the sampler must be at `now`."""
         began = max(sent, self._last_done.item(row))
         self._last_done[row] = now
         token_pairs = float(pairs(tokens, tokens if prompt is None else prompt))
@@ -184,10 +169,7 @@ class LatencyModel:
             )
 
     def prompt_shared(self, row: int, tokens: int, now: int, prompt: int) -> bool:
-        """Count a prompt computed beside other gateways' prompts; return whether it counts.
-
-        How long it took itself is not known: nothing is learned, where a law is known already.
-        """
+        """Count a prompt computed beside other gateways' prompts; return if it counts."""
         if not self._prefill.observed:
             return False
         self._last_done[row] = now
@@ -200,11 +182,7 @@ class LatencyModel:
         self, row: int, tokens: int, fetched: int, sent: int, now: int, prompt: int,
         was_idle: bool, source: int | None = None,
     ) -> None:  # fmt: skip
-        """Learn from a prompt of which `fetched` tokens came from the cache of worker `source`.
-
-        What it took beyond computing is the fetch, if the worker had no other prompt meanwhile
-        (`was_idle`); else it may have queued. The rest is as for `prompt_computed`.
-        """
+        """Learn from a prompt with tokens fetched from `source`, if the worker `was_idle`."""
         began = max(sent, self._last_done.item(row))
         clean = was_idle and began == sent
         self._last_done[row] = now
@@ -249,7 +227,7 @@ class LatencyModel:
         self._estimates = None
 
     def estimates(self, now: int) -> Estimates:
-        """Return the estimates; rates of arrival decay up to `now`."""
+        """Return the estimates, with arrival rates decayed to `now`."""
         estimates = self._estimates
         if estimates is None:
             estimates = self._estimates = self._solve(now)
@@ -260,13 +238,12 @@ class LatencyModel:
         return estimates
 
     def peek(self, now: int) -> Estimates:
-        """Return a copy of the estimates; the call changes no later ones."""
+        """Return a copy of the estimates without changing later ones."""
         estimates = self._solve(now) if self._estimates is None else self._estimates.copy()
         self._write_rates(estimates, now)
         return estimates
 
     def _learn_startup(self, row: int, startup: Sequence[Rehearsed], now: int) -> None:
-        """Learn from the startup profile of worker `row`: its factors, then the common laws."""
         prompts = [step for step in startup if step.tokens and not step.streams]
         streams = [step for step in startup if not step.tokens]
         prefill_ratio = self._startup.ratio(prompts)
@@ -324,14 +301,14 @@ class LatencyModel:
         factors.observe(row, seconds / max(fit(float(size), token_pairs), 1e-9), now)
 
     def _prefill_alone(self, now: int) -> tuple[float, float]:
-        """Return base and token seconds of a prompt alone, on a worker whose factor is 1."""
+        """Return base and token seconds of a prompt alone, at a factor of 1."""
         if not self._prefill.observed:
             return PRIOR_PREFILL
         common, (base, token) = self._prefill_factors.factors(now)[0], self._prefill.law
         return base * common, token * common
 
     def _itl_law(self) -> LatencyLaw:
-        """Return the law of ITL common to the fleet, of streams that hold nothing."""
+        """Return the fleet's ITL law, for streams with empty contexts."""
         return self._itl.law() if self._itl.weight > 0 else PRIOR_LAW
 
     def _interference_law(

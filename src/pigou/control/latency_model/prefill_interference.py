@@ -1,4 +1,4 @@
-"""Prefill interference: what a prompt takes from the streams of the worker that computes it."""
+"""Prefill interference: the seconds a prompt takes from streams on its worker."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LEVEL, _PROMPTS, _TOKENS = range(3)
 
 
 class InterferenceVariance(NamedTuple):
-    """Variances of the posterior, in seconds^2: of a prompt, of a token, and their covariance."""
+    """Posterior variances in seconds^2: of a prompt, of a token, and their covariance."""
 
     prompt: float
     covariance: float
@@ -33,22 +33,13 @@ class InterferenceVariance(NamedTuple):
 
 
 class PrefillInterference:
-    """Least squares of ITL over prompts, with forgetting and a prior.
+    """Least squares of ITL over prompts, with forgetting and a prior (Hoerl and Kennard 1970).
 
         itl / f(n) = c + base p + token u
 
-    p prompts of u uncached tokens in all were computed in a time of k steps, each a p-th and
-    u-th of k f(n). c takes up an error in the level of f, so that it is not blamed on prompts.
-    All are at least 0. The prior is normal. c is about 1, with the variance of a sample. A prompt
-    takes nothing apart from its tokens, and each token what a token of one more stream takes; the
-    standard deviations are what they take alone. (Chunks of a prompt take no longer beside streams
-    than alone, and far less where reading the weights takes long. If they looked dear, they would
-    not be tried, and nothing would be learned.) Ridge regression (Hoerl and Kennard, 1970) is the
-    mode of this.
-
-        interference = PrefillInterference()
-        interference.observe(1.2, 2.0, 900.0)
-        base_s, token_s = interference.law(0.005, 1e-4, 1e-5)
+    p prompts of u uncached tokens are computed per k f(n) seconds of k steps; c absorbs errors in
+    the level of f. The normal prior is that a prompt takes nothing, and a token as much as a token
+    of one more stream; standard deviations are their seconds alone.
     """
 
     def __init__(self) -> None:
@@ -56,22 +47,15 @@ class PrefillInterference:
         self.keep = 0.5 ** (1.0 / _HALF_LIFE)  # factor of the sums with each sample
 
     def observe(self, ratio: float, prompts: float, tokens: float) -> None:
-        """Add a sample: ITL over the law's, and prompts and tokens by k f(n) seconds.
-
-        Its deviation is a tenth of itself: where prompts take most of the time, it is large.
-        """
+        """Add a sample: ITL over f(n), and prompts and tokens per k f(n) seconds."""
         add_sample(self.arrays, self.keep, ratio, prompts, tokens)
 
     def law(self, base: float, token: float, stream: float) -> tuple[float, float]:
-        """Return seconds a prompt and seconds a token.
-
-        Alone, a prompt takes `base` seconds and each uncached token `token`; one stream more makes
-        a step longer by `stream` seconds.
-        """
+        """Return seconds per prompt and per token; arguments are the seconds alone."""
         return _posterior_mode(self.arrays, base, token, stream)
 
     def variance(self, base: float, token: float) -> InterferenceVariance:
-        """Return the posterior's variances; `base` and `token` are those of `law`."""
+        """Return the posterior variances; arguments as in `law`."""
         return _posterior_variance(self.arrays, base, token)
 
 
@@ -80,7 +64,7 @@ class PrefillInterference:
 
 @bare_kernel
 def add_sample(arrays: SumArrays, keep: float, ratio: float, prompts: float, tokens: float) -> None:
-    """Add a sample to the sums, which are multiplied by `keep`."""
+    """Add a sample to the sums, after multiplying them by `keep`."""
     gram, moment = arrays
     weight = 1.0 / max(1.0, ratio)
     row = weight, weight * prompts, weight * tokens
@@ -92,7 +76,6 @@ def add_sample(arrays: SumArrays, keep: float, ratio: float, prompts: float, tok
 
 @bare_kernel
 def _posterior_variance(arrays: SumArrays, base: float, token: float) -> InterferenceVariance:
-    """Return the variances of a prompt and of a token and their covariance, by cofactors."""
     gram, _ = arrays
     prompt_s, token_s = max(base, 1e-12), max(token, 1e-12)
     one = math.sqrt(NOISE)
@@ -113,7 +96,7 @@ def _posterior_variance(arrays: SumArrays, base: float, token: float) -> Interfe
 
 @inlined
 def interference_variance(variance: InterferenceVariance, prompts: float, tokens: float) -> float:
-    """Return the variance of what prompts take from streams, in seconds^2."""
+    """Return the variance of the prefill interference, in seconds^2."""
     return (
         variance.prompt * (prompts * prompts)
         + 2 * variance.covariance * prompts * tokens

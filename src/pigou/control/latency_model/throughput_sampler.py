@@ -1,4 +1,4 @@
-"""Throughput sampler: how fast tokens come from each worker, and what that teaches."""
+"""Throughput sampler: tokens per second of each worker, and what they teach the model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MAX_PENDING = 1024
 
 @dataclass(slots=True)
 class ThroughputSample:
-    """What a worker did in some time."""
+    """Throughput of one worker over some time."""
 
     row: int
     streams: float  # that ran on it, a mean over the time in which any had tokens
@@ -44,7 +44,7 @@ class ThroughputSample:
 
 @dataclass(slots=True)
 class _Sums:
-    """Integrals over the time since the last sample; `ThroughputSampler.tokens` has the tokens."""
+    """Integrals over the time since the last sample."""
 
     seconds: float = 0.0
     decoding_s: float = 0.0  # of those streams whose tokens are seen, summed over them
@@ -63,19 +63,10 @@ class _Sums:
 
 
 class ThroughputSampler:
-    """Integrals over time, one entry a worker.
+    """Time integrals per worker.
 
-    A stream decodes from its first token to its end. ITL is the time that streams decoded, summed
-    over them, by their tokens. Requests whose tokens are not seen count among the streams, and not
-    in that sum.
-
-    A prompt counts in the samples of the time in which it was computed, by their share of it. So
-    a sample is pending until each prompt in it has ended. A long prompt makes streams slow long
-    before its end: counted at its end, it would make the worker look slow until then.
-
-        sampler.advance(row, streams, context, prompts, now)
-        sampler.change_streams(row, +1)
-        for sample in sampler.take_samples(): ...
+    ITL is stream-seconds of decode over tokens, for requests whose tokens are seen. A sample is
+    pending until each prompt computed in it has ended, which then counts by its share of time.
     """
 
     def __init__(self) -> None:
@@ -87,7 +78,7 @@ class ThroughputSampler:
         self._computes: list[bool] = []
 
     def add_worker(self) -> None:
-        """Add a worker; its row is the last."""
+        """Add a worker as the last row."""
         self._decoding.append(0)
         self._sums.append(_Sums())
         self.tokens = np.append(self.tokens, 0)
@@ -102,7 +93,7 @@ class ThroughputSampler:
         self.tokens = np.delete(self.tokens, row)
 
     def advance(self, row: int, streams: int, context: int, prompts: int, now: int) -> None:
-        """Let time pass on worker `row`, whose streams hold `context` tokens."""
+        """Advance worker `row` to `now`; its streams hold `context` tokens."""
         decoding = self._decoding[row]
         if decoding:
             seconds = (now - self._advanced_at[row]) / SECOND
@@ -119,7 +110,7 @@ class ThroughputSampler:
     def advance_all(
         self, streams: list[int], contexts: list[int], prompts: list[int], now: int
     ) -> None:
-        """As `advance` on each worker."""
+        """Advance all workers to `now`."""
         for row, decoding in enumerate(self._decoding):
             if decoding:
                 self.advance(row, streams[row], contexts[row], prompts[row], now)
@@ -128,15 +119,15 @@ class ThroughputSampler:
                 self._advanced_at[row] = now
 
     def change_streams(self, row: int, change: int) -> None:
-        """Add or remove streams that decode; `advance` comes first."""
+        """Add or remove decoding streams, after `advance`."""
         self._decoding[row] += change
 
     def add_tokens(self, row: int, tokens: int) -> None:
-        """Count tokens after the first of their streams."""
+        """Count tokens after the first ones of streams."""
         self.tokens[row] += tokens
 
     def add_prompt(self, row: int, tokens: float, seconds: float) -> None:
-        """Add a prompt that was computed in so much time, beside the streams if there were any."""
+        """Add a prompt computed in `seconds`, beside streams if any."""
         unexplained: list[ThroughputSample | _Sums] = [*self._pending[row], self._sums[row]]
         for sample in unexplained:
             if sample.mixed_s:
@@ -146,7 +137,7 @@ class ThroughputSampler:
                 sample.mixed_s = 0.0
 
     def take_samples(self) -> Iterator[ThroughputSample]:
-        """Yield the samples of workers that decoded long enough, and begin anew there."""
+        """Yield and reset the samples of workers that decoded long enough."""
         for row, sums in enumerate(self._sums):
             pending = self._pending[row]
             tokens = self.tokens.item(row)
@@ -182,7 +173,7 @@ _MIN_ITL_S = 1e-9
 
 
 def sample_table(samples: Sequence[ThroughputSample]) -> Numbers:
-    """Return the samples by the names of rows above, (7, samples)."""
+    """Return the samples as rows, (7, samples)."""
     columns = [
         (
             sample.streams, sample.context, sample.itl, sample.steps, sample.prompts,
@@ -198,11 +189,9 @@ def subtract_prompts(
     samples: Numbers, own: Numbers, interference: tuple[float, float],
     doubt: InterferenceVariance, decode: Numbers,
 ) -> None:  # fmt: skip
-    """Subtract what prompts take from the ITL of samples: `interference`, in seconds.
+    """Subtract prefill interference (seconds) from the ITL of samples; write `decode` (3, samples).
 
-    The rest has the error of the whole, and that of the interference (`doubt`): it tells less than
-    a sample without prompts. `own` are factors of workers; `decode` takes the result, by the rows
-    above, (3, samples).
+    `own` are factors of workers; `doubt` adds to the error of the result.
     """
     base, token = interference
     for i in range(samples.shape[1]):
@@ -220,10 +209,9 @@ def learn_from_samples(
     samples: Numbers, decode: Numbers, own: Numbers, law: LawParameters, floor: float,
     context_token: float, now: int, evidence: EvidenceArrays, sums: SumArrays, keep: float,
 ) -> None:  # fmt: skip
-    """Learn each worker's factor and the prefill interference from samples, by the rows above.
+    """Learn each worker's factor and the prefill interference from samples.
 
-    `law` and `floor` are those of the fleet's ITL, for streams that hold nothing; each token that
-    they hold adds `context_token` seconds.
+    `law` and `floor` are the fleet's ITL at empty contexts; `context_token` is seconds per token.
     """
     for i in range(samples.shape[1]):
         w = int(samples[WORKER, i])

@@ -1,4 +1,4 @@
-"""Per-worker factors: how much slower or faster each worker is than the fleet's common law."""
+"""Per-worker factors: speed of each worker relative to the fleet's common law."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _SAME_PROFILE = 0.25
 
 
 class Evidence(NamedTuple):
-    """Evidence of each worker, as kernels see it."""
+    """Evidence of each worker, as kernels read it."""
 
     weight: Numbers  # observations that it counts for, as of `updated_at`, (workers,)
     mean: Numbers  # of the logarithms of observed over expected seconds, (workers,)
@@ -43,14 +43,11 @@ class Evidence(NamedTuple):
 
 
 class WorkerFactors:
-    """One factor a worker, 1 where nothing sure is known.
+    """One factor per worker, 1 until there is evidence.
 
-    The factor is the exponential mean of log(observed / common law), robust to outliers (Huber's
-    clipping), less that of all workers together. It is shrunk to 0 by the positive-part rule of
-    James and Stein ("Estimation with Quadratic Loss", 1961): m max(0, 1 - (2 se)^2 / m^2). se is
-    its standard error, doubled because samples of the same streams are correlated. So chance
-    differences between equal workers do not send all requests to one of them, and real ones count.
-    A worker that was slow once and gets no requests is forgiven as its evidence ages.
+    Exponential mean of log(observed / common law), clipped (Huber), relative to all workers, and
+    shrunk by m max(0, 1 - (2 se)^2 / m^2) (James and Stein 1961); se is doubled for correlated
+    samples. Evidence ages, so an avoided slow worker is tried again.
 
         factors = WorkerFactors()
         factors.add_worker()
@@ -65,7 +62,7 @@ class WorkerFactors:
         self.arrays: EvidenceArrays = self._evidence[:]
 
     def add_worker(self) -> None:
-        """Add a worker; its row is the last."""
+        """Add a worker as the last row."""
         fresh = (0.0, 0.0, 4 * _MIN_VARIANCE, 0)
         columns = zip(self._evidence, fresh, strict=True)
         self._set(Evidence._make(np.append(column, value) for column, value in columns))
@@ -75,19 +72,16 @@ class WorkerFactors:
         self._set(Evidence._make(np.delete(column, row) for column in self._evidence))
 
     def observe(self, row: int, ratio: float, now: int, trust: float = 1.0) -> None:
-        """Add that worker `row` took `ratio` times what the common law says, above 0.
-
-        `trust`, above 0 and at most 1, weighs it against a sure observation.
-        """
+        """Add that worker `row` took `ratio` times the common law; `trust` is in (0, 1]."""
         observe(self.arrays, row, ratio, now, trust)
 
     def factors(self, now: int) -> tuple[float, Numbers]:
-        """Return the factor of all together, and that of each worker besides, (workers,)."""
+        """Return the fleet's factor, and that of each worker relative to it, (workers,)."""
         own = np.empty(len(self._evidence.mean))
         return _write_factors(self.arrays, now, own), own
 
     def factor(self, row: int, now: int) -> float:
-        """Return the factor of worker `row`, besides that of all together."""
+        """Return the factor of worker `row` relative to the fleet's."""
         return factor(self.arrays, row, now, self._scratch)
 
     def _set(self, evidence: Evidence) -> None:
@@ -96,17 +90,13 @@ class WorkerFactors:
 
 
 class StartupReference:
-    """Seconds a step of each startup measurement, by the first worker that made it."""
+    """Seconds per step of each startup measurement, by the first worker that made it."""
 
     def __init__(self) -> None:
         self._step_s: dict[tuple[int, int], float] = {}
 
     def ratio(self, measured: Sequence[Rehearsed]) -> float:
-        """Return how many times as long a worker takes as the first did; 1 where it is close.
-
-        It is the median over what it measured. Measurements that no other worker made count for
-        nothing; they become the reference.
-        """
+        """Return the median ratio of a worker to the first one; 1 if close."""
         ratios = []
         for step in measured:
             step_s = step.seconds / step.steps
@@ -128,7 +118,7 @@ def _aged_weight(evidence: Evidence, w: int, now: int) -> float:
 
 @inlined
 def _fleet_level(evidence: Evidence, now: int, weights: Numbers) -> float:
-    """Write the weight of each worker's evidence; return the logarithm of the fleet's factor."""
+    """Write each worker's weight of evidence; return the log of the fleet's factor."""
     total, weighted = 0.0, 0.0
     for w in range(evidence.mean.shape[0]):
         weights[w] = max(_aged_weight(evidence, w, now), 1e-6)
@@ -139,7 +129,6 @@ def _fleet_level(evidence: Evidence, now: int, weights: Numbers) -> float:
 
 @inlined
 def _shrunk_factor(evidence: Evidence, w: int, level: float, weight: float) -> float:
-    """Return the factor of a worker, shrunk by its standard error, beside the fleet's."""
     offset = evidence.mean[w] - level
     error = _CORRELATED * max(evidence.variance[w], _MIN_VARIANCE) / weight
     return math.exp(offset * max(0.0, 1.0 - error / max(offset * offset, 1e-12)))
@@ -147,7 +136,7 @@ def _shrunk_factor(evidence: Evidence, w: int, level: float, weight: float) -> f
 
 @bare_kernel
 def _write_factors(arrays: EvidenceArrays, now: int, own: Numbers) -> float:
-    """Write the factor of each worker to `own`, (workers,); return that of all together."""
+    """Write the factor of each worker to `own`, (workers,); return the fleet's."""
     evidence = Evidence(*arrays)
     level = _fleet_level(evidence, now, own)
     for w in range(evidence.mean.shape[0]):
@@ -157,7 +146,7 @@ def _write_factors(arrays: EvidenceArrays, now: int, own: Numbers) -> float:
 
 @bare_kernel
 def factor(arrays: EvidenceArrays, w: int, now: int, scratch: Numbers) -> float:
-    """Return the factor of worker `w`; `scratch` is written to, (workers,)."""
+    """Return the factor of worker `w`; `scratch` has shape (workers,)."""
     evidence = Evidence(*arrays)
     level = _fleet_level(evidence, now, scratch)
     return _shrunk_factor(evidence, w, level, scratch[w])
@@ -165,7 +154,7 @@ def factor(arrays: EvidenceArrays, w: int, now: int, scratch: Numbers) -> float:
 
 @bare_kernel
 def observe(arrays: EvidenceArrays, w: int, ratio: float, now: int, trust: float) -> None:
-    """Add that worker `w` took `ratio` times what the common law says (`WorkerFactors.observe`)."""
+    """Add that worker `w` took `ratio` times the common law."""
     evidence = Evidence(*arrays)
     weight = min(_MEMORY, _aged_weight(evidence, w, now))
     step = math.log(ratio) - evidence.mean[w]
