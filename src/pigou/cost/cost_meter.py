@@ -1,6 +1,6 @@
-"""The cost meter: bills of tenants out of what a control plane is told and decides.
+"""The cost meter: bills of tenants from the calls of a control plane.
 
-It follows the calls of a ControlPlane: of a live gateway, of a simulation, or of a journal.
+It follows a live gateway, a simulation, or a journal.
 """
 
 from __future__ import annotations
@@ -43,28 +43,28 @@ from pigou.cost.usage import Payer, Usage, UsageKey, WorkerRate
 from pigou.cost.worker_meter import WorkerMeter
 from pigou.request import SECOND, Request, Worker
 
-#: Nanoseconds between two settlements.
+#: Nanoseconds between settlements.
 SETTLE_NS = SECOND
-#: Requests whose bills are remembered after their end.
+#: Ended requests whose bills are kept.
 _MAX_BILLS = 4096
-#: What says nothing of costs, and comes often.
+#: Frequent messages without costs.
 _SILENT = (CacheChanged, CacheKeyed, LoadReport)
 
 
 @dataclass(slots=True)
 class _Routed:
-    """A routed request, by its id."""
+    """A routed request."""
 
     request: Request
     route: Route
     payer: Payer
-    computes: WorkerMeter | None = None  # while its prompt is not computed
+    computes: WorkerMeter | None = None  # until its prompt is computed
     decodes: WorkerMeter | None = None
-    due_ns: int = 0  # of a prompt whose end no driver sees; 0 for another
+    due_ns: int = 0  # expected end of a prompt that no driver reports; else 0
 
 
 class CostMeter:
-    """Splits what a fleet costs among its requests, and adds up by tenant, model and class.
+    """Splits a fleet's cost among its requests, and totals it by tenant, model and class.
 
     Example:
         meter = CostMeter(lambda worker: WorkerRate(usd_per_s=2.5 / 3600))
@@ -78,13 +78,10 @@ class CostMeter:
         workload: Callable[[Request], str] = lambda _: "",
         storage: Callable[[Mapping[str, float]], float] = lambda _: 0.0,
     ) -> None:  # fmt: skip
-        """Begin without workers.
+        """Set up without workers.
 
-        Args:
-            rate: returns what a worker costs, asked when it is up.
-            model: returns the model that a worker serves, by its id.
-            workload: returns the class of a request.
-            storage: returns dollars a second of tiers, by their names and bytes.
+        `rate` prices a worker when it comes up, `model` maps a worker's id to its model, `workload`
+        maps a request to its class, and `storage` prices tiers: bytes by name to dollars a second.
         """
         self._storage = storage
         self.workers: dict[str, WorkerMeter] = {}  # that are up, by id
@@ -100,7 +97,7 @@ class CostMeter:
         self._settled_ns = 0
 
     def follow(self, message: Any, decisions: Sequence[Any], now: int) -> None:
-        """Take in a call of a control plane, as a journal has it, and what it returned."""
+        """Take in a control-plane call and its decisions, in journal form."""
         if self._began is None:
             self._began = self._settled_ns = now
         self.now_ns = now
@@ -117,28 +114,24 @@ class CostMeter:
             self._tick(now)
 
     def settle(self, now: int) -> None:
-        """Charge all seconds until `now`, nanoseconds."""
+        """Charge all seconds until `now` (ns)."""
         self._settled_ns = now
         for worker in self.workers.values():
             worker.settle(now)
 
     def stores(self, worker: str, tiers: Mapping[str, float]) -> None:
-        """A worker has these tiers beyond the device, in bytes by name, since its start."""
+        """Set a worker's tiers beyond the device since its start: bytes by name."""
         if worker in self.workers:
             meter = self.workers[worker]
             meter.rate = replace(meter.rate, storage_usd_per_s=self._storage(tiers))
 
     def measured(self, worker: str, joules: float) -> None:
-        """A worker's counter says that it used so many joules since it last did."""
+        """Add joules that a worker's energy counter rose by."""
         if worker in self.workers:
             self.workers[worker].measured(joules)
 
     def bill(self, now: int, attained: float | None = None) -> FleetBill:
-        """Return the bill until `now`, in nanoseconds.
-
-        Args:
-            attained: share of the requests inside the objective; None without one.
-        """
+        """Return the bill until `now` (ns); `attained` is the share inside the objective."""
         self.settle(now)
         meters = [*self._past, *self.workers.values()]
         seconds = 0.0 if self._began is None else (now - self._began) / SECOND
@@ -188,7 +181,7 @@ class CostMeter:
             self.workers[worker.id] = WorkerMeter(self.rate(worker), now, worker.rehearsed)
 
     def _down(self, worker: str, now: int) -> None:
-        """A worker is gone: what it had under way pays, and its seconds end."""
+        """Charge a lost worker's requests, and end its seconds."""
         meter = self.workers.pop(worker, None)
         if meter is not None:
             meter.settle(now, final=True)
@@ -221,7 +214,7 @@ class CostMeter:
         worker.prompt_sent(request.id, payer, uncached, now, restore_s)
 
     def _claimed(self, request: str, worker: str, cached: int, now: int) -> None:
-        """Another worker computes a prompt, which had not begun."""
+        """Move a prompt that has not begun to another worker."""
         routed = self._routed.get(request)
         if routed is None:
             return
@@ -250,7 +243,7 @@ class CostMeter:
             routed.computes = None
 
     def _computed(self, request: str, now: int, is_seen: bool = True) -> None:
-        """The first token came: the prompt is computed, and the request decodes."""
+        """End a prompt at its first token; the request decodes from here."""
         routed = self._routed.get(request)
         if routed is None:
             return
@@ -275,7 +268,6 @@ class CostMeter:
             routed.decodes.stream_tokens(request, count, now)
 
     def _release(self, request: str, now: int) -> None:
-        """A request left its workers."""
         routed = self._routed.pop(request, None)
         if routed is None:
             return
@@ -296,7 +288,7 @@ class CostMeter:
 
 
 class MeteredControlPlane(ControlPlane):
-    """A ControlPlane that tells a meter of each call; it decides as one without."""
+    """A ControlPlane that reports each call to a cost meter; decisions are unchanged."""
 
     def __init__(
         self, config: ControlConfig, cost_meter: CostMeter, policy: RoutingPolicy | None = None

@@ -1,8 +1,7 @@
-"""Energy: watts of a GPU by its use, joules of tokens.
+"""Energy: GPU watts by utilisation, joules per token.
 
-P = P_idle + (P_max - P_idle) u^gamma. In decode, u is the part of the memory bandwidth that is
-used (MBU). In prefill it is the part of the peak FLOP/s (MFU) over `FULL_MFU`, at most 1: power is
-at its limit well before the peak of the data sheet is reached.
+P = P_idle + (P_max - P_idle) u^gamma. In decode u is memory bandwidth utilisation (MBU). In prefill
+it is MFU over `FULL_MFU`, at most 1: power peaks well below the data sheet's FLOP/s.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-#: Watts of each GPU's board at most, by data sheet. `cpu` is two cores of a server, assumed.
+#: Board power limits by data sheet, watts. `cpu` is two server cores, assumed.
 MAX_WATTS: Mapping[str, float] = MappingProxyType(
     {
         "A100": 400.0, "A100-SXM4-40GB": 400.0, "A100-PCIE-80GB": 300.0, "A100-PCIE-40GB": 250.0,
@@ -22,45 +21,45 @@ MAX_WATTS: Mapping[str, float] = MappingProxyType(
         "cpu": 14.0,
     }
 )  # fmt: skip
-#: Of the even half of the A100 configurations that Splitwise measured; on the other half, decode is
-#: off by 4% on average (`python -m benchmarks.capacity.energy`). Other GPUs are assumed alike.
+#: Fitted to half of Splitwise's A100 configurations; decode is off by 4% on the other half (`python
+#: -m benchmarks.capacity.energy`). Assumed for other GPUs.
 IDLE_SHARE, GAMMA, FULL_MFU = 0.217, 0.79, 0.44
 KWH_JOULES = 3.6e6
 
 
 @dataclass(frozen=True, slots=True)
 class PowerModel:
-    """Watts of one GPU by its use."""
+    """Watts of one GPU by utilisation."""
 
     max_w: float
-    idle_share: float = IDLE_SHARE  # of `max_w`, without any
-    gamma: float = GAMMA  # exponent of the use
-    full_mfu: float = FULL_MFU  # MFU of prefill at which `max_w` is reached
+    idle_share: float = IDLE_SHARE  # idle watts over `max_w`
+    gamma: float = GAMMA  # exponent of utilisation
+    full_mfu: float = FULL_MFU  # prefill MFU at which `max_w` is reached
 
     @property
     def idle_w(self) -> float:
-        """Watts without use."""
+        """Idle watts."""
         return self.max_w * self.idle_share
 
     def watts(self, use: float) -> float:
-        """Return the watts at a use of 0 to 1; beyond, those of the nearer end."""
+        """Return the watts at a utilisation, clipped to 0..1."""
         part: float = min(max(use, 0.0), 1.0) ** self.gamma
         return self.idle_w + (self.max_w - self.idle_w) * part
 
     def decode_watts(self, mbu: float) -> float:
-        """Return the watts while tokens are decoded at a part of the memory bandwidth."""
+        """Return decode watts at a memory bandwidth utilisation."""
         return self.watts(mbu)
 
     def prefill_watts(self, mfu: float) -> float:
-        """Return the watts while prompts are computed at a part of the peak FLOP/s."""
+        """Return prefill watts at an MFU."""
         return self.watts(mfu / self.full_mfu)
 
 
 def joules_per_token(watts: float, tok_s: float) -> float:
-    """Return the joules of a token: watts over tokens a second."""
+    """Return joules per token: watts over tokens a second."""
     return watts / tok_s
 
 
 def kwh_per_million(joules_of_token: float) -> float:
-    """Return the kilowatt-hours of a million tokens: joules of one / 3.6."""
+    """Return kilowatt-hours per million tokens."""
     return joules_of_token * 1e6 / KWH_JOULES

@@ -1,8 +1,7 @@
-"""The bill of a fleet: what its tenants used, what is allocated to them, and what stood idle.
+"""The bill of a fleet: usage and allocation by tenant, and idle time.
 
-Usage is what requests took. Allocation adds to it what nobody took: idle GPUs, prompts that are
-not computed yet, in proportion to usage, and storage, in proportion to the tokens that it saved
-(without any: to usage). The sum of the allocations is what the fleet costs.
+Usage is what requests took. Allocation spreads the rest: idle GPUs and unfinished prompts by usage,
+storage by tokens saved (by usage without any). Allocations sum to the fleet's cost.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 from pigou.cost.energy import kwh_per_million
 from pigou.cost.usage import Usage, UsageKey, number_or_none, total, usd_per_million
 
-#: Labels of what a bill can be added up by.
+#: Labels a bill can be grouped by.
 GROUPS = ("tenant", "model", "workload")
 #: Fields that add up over fleets.
 _SUMS = ("gpu_s", "gpu_usd", "idle_usd", "open_usd", "storage_usd", "joules", "idle_joules",
@@ -23,38 +22,38 @@ _SUMS = ("gpu_s", "gpu_usd", "idle_usd", "open_usd", "storage_usd", "joules", "i
 
 @dataclass(frozen=True, slots=True)
 class FleetBill:
-    """What a fleet costs over some time."""
+    """Cost of a fleet over some time."""
 
     seconds: float
-    gpu_s: float  # GPUs x seconds of the workers that were up
+    gpu_s: float  # GPU-seconds of running workers
     gpu_usd: float
     idle_usd: float
     open_usd: float
     storage_usd: float
-    joules: float  # energy of all GPUs, and of the parts below
+    joules: float  # energy of all GPUs, the parts below included
     idle_joules: float
     open_joules: float
     usages: Mapping[UsageKey, Usage]
-    attained: float | None = None  # share of the requests inside the objective; None without one
-    has_tolls: bool = True  # whether the marginal dollars of streams are known for all workers
+    attained: float | None = None  # share of requests inside the objective; None without one
+    has_tolls: bool = True  # whether marginal dollars are known for all workers
 
     @property
     def usd(self) -> float:
-        """What the fleet costs: GPUs and storage."""
+        """Dollars of GPUs and storage."""
         return self.gpu_usd + self.storage_usd
 
     @property
     def total(self) -> Usage:
-        """Usage of all."""
+        """Usage of all keys."""
         return total(list(self.usages.values()))
 
     @property
     def utilisation(self) -> float:
-        """Share of the GPUs' price that was not idle."""
+        """Share of the GPU dollars that was not idle."""
         return 1.0 - self.idle_usd / self.gpu_usd if self.gpu_usd > 0 else 0.0
 
     def by(self, *labels: str) -> dict[tuple[str, ...], Usage]:
-        """Return usages added up by some of the labels, which are of `GROUPS`."""
+        """Return usages grouped by labels of `GROUPS`."""
         sums: dict[tuple[str, ...], Usage] = {}
         for key, usage in self.usages.items():
             own = tuple(getattr(key, label) for label in labels)
@@ -62,7 +61,7 @@ class FleetBill:
         return sums
 
     def allocation(self, usage: Usage, whole: Usage) -> tuple[float, float]:
-        """Return dollars and joules of a usage out of `whole`, with its part of what was idle."""
+        """Return dollars and joules of a usage with its part of the idle cost of `whole`."""
         share = usage.usd / whole.usd if whole.usd > 0 else 0.0
         stored = usage.cached_tokens / whole.cached_tokens if whole.cached_tokens else share
         usd = usage.usd + (self.idle_usd + self.open_usd) * share + self.storage_usd * stored
@@ -70,7 +69,7 @@ class FleetBill:
         return usd, usage.joules + (self.idle_joules + self.open_joules) * energy
 
     def document(self, shown: Callable[[UsageKey], bool] = lambda _: True) -> dict[str, Any]:
-        """Return the bill as JSON builtins, with the usages that are `shown`; sums are of all."""
+        """Return the bill as JSON builtins, with the usages that are `shown`; totals cover all."""
         whole = self.total
         rows = [
             {**key._asdict(), **self._row(usage, whole)}
@@ -126,7 +125,7 @@ class FleetBill:
 
 
 def sum_bills(bills: Sequence[FleetBill]) -> FleetBill:
-    """Return the bill of several fleets at one time; attainment is known of one alone."""
+    """Return the joint bill of several fleets; attainment is kept for one fleet alone."""
     if len(bills) == 1:
         return bills[0]
     usages: dict[UsageKey, Usage] = {}

@@ -1,4 +1,4 @@
-"""Price lists: dollars for GPU-hours, and for gigabytes of storage."""
+"""Price lists: dollars per GPU-hour and per gigabyte of storage."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import msgspec
 
 from pigou.config import ConfigError
 
-#: Hours of a month, as clouds count them: 8,760 / 12.
+#: Hours of a month as clouds count them: 8,760 / 12.
 MONTH_HOURS = 730.0
 HOUR_S = 3600.0
 GB = 1e9
-#: Dollars of a GPU-hour. Round figures assumed for comparisons, no provider's offer; 2.5 and 4.0
-#: are those of the worked examples. `cpu` is two cores of a host.
+#: Dollars per GPU-hour: round figures for comparisons, no provider's offer; 2.5 and 4.0 are those
+#: of the worked examples. `cpu` is two cores of a host.
 GPU_HOUR_USD: Mapping[str, float] = MappingProxyType(
     {
         "A100": 1.8, "A100-SXM4-40GB": 1.3, "A100-PCIE-80GB": 1.6, "A100-PCIE-40GB": 1.2,
@@ -25,10 +25,9 @@ GPU_HOUR_USD: Mapping[str, float] = MappingProxyType(
         "RTX4090": 0.5, "RTXPRO6000": 1.8, "cpu": 0.08,
     }
 )  # fmt: skip
-#: Storage by its name in price lists, and dollars of a gigabyte (10^9 bytes) for a month, assumed
-#: like those of GPUs.
+#: Dollars per gigabyte (10^9 bytes) and month by storage kind; assumed.
 STORAGE_USD: Mapping[str, float] = MappingProxyType({"dram": 3.0, "nvme": 0.1, "object": 0.023})
-#: Which storage a tier is on, by the tier's name; others are taken for `nvme`.
+#: Storage kind of a tier by its name; others count as `nvme`.
 TIER_STORAGE: Mapping[str, str] = MappingProxyType(
     {
         "host": "dram", "dram": "dram", "cpu": "dram", "memory": "dram", "bucket": "object",
@@ -38,19 +37,15 @@ TIER_STORAGE: Mapping[str, str] = MappingProxyType(
 
 
 class PriceList(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What GPUs and storage cost. Memory of GPUs is paid with the GPU-hour."""
+    """Prices of GPUs and storage. GPU memory is paid with the GPU-hour."""
 
-    # dollars of a GPU-hour by kind, named as in `GPU_HOUR_USD`.
+    # dollars per GPU-hour by kind, as in `GPU_HOUR_USD`
     gpu_hour: dict[str, float] = msgspec.field(default_factory=lambda: dict(GPU_HOUR_USD))
-    # dollars of a gigabyte a month, by `STORAGE_USD`.
+    # dollars per gigabyte and month, as in `STORAGE_USD`
     storage: dict[str, float] = msgspec.field(default_factory=lambda: dict(STORAGE_USD))
 
     def gpu(self, kind: str) -> float:
-        """Return dollars of a GPU-hour.
-
-        Raises:
-            ConfigError: the list has none of that kind.
-        """
+        """Return dollars per GPU-hour; raises ConfigError for an unlisted kind."""
         if kind not in self.gpu_hour:
             raise ConfigError(
                 f"prices has none for GPU {kind!r}; give it: --prices {kind or 'NAME'}=DOLLARS"
@@ -58,24 +53,20 @@ class PriceList(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         return self.gpu_hour[kind]
 
     def byte_second(self, storage: str) -> float:
-        """Return dollars of a byte of storage for a second."""
+        """Return dollars per byte and second of storage."""
         return self.storage[storage] / GB / (MONTH_HOURS * HOUR_S)
 
     def tier_usd_per_s(self, tiers: Mapping[str, float]) -> float:
-        """Return dollars a second of tiers: bytes that are provisioned, by the tier's name."""
+        """Return dollars a second of provisioned tiers: bytes by tier name."""
         return sum(
             size * self.byte_second(TIER_STORAGE.get(name, "nvme")) for name, size in tiers.items()
         )
 
 
 def read_price_list(text: str, gpu_name: Callable[[str], str]) -> PriceList:
-    """Read `default`, or `H100=2.5,dram=3,...`: the defaults with other values.
+    """Read `default`, or `H100=2.5,dram=3,...`, which overrides the defaults.
 
-    Args:
-        gpu_name: returns the name of a GPU kind; raises ConfigError where it is not known.
-
-    Raises:
-        ConfigError: a name is not known, or given twice, or a price is none.
+    `gpu_name` normalises a GPU kind. Raises ConfigError for a bad or repeated name, or a bad price.
     """
     prices = {} if text.strip() == "default" else read_prices(text, gpu_name)
     gpus = {name: usd for name, usd in prices.items() if name not in STORAGE_USD}
@@ -84,7 +75,7 @@ def read_price_list(text: str, gpu_name: Callable[[str], str]) -> PriceList:
 
 
 def read_prices(text: str, gpu_name: Callable[[str], str]) -> dict[str, float]:
-    """Read `H100=2.5,dram=3,...`: dollars by GPU kind, or storage; as `read_price_list`."""
+    """Read `H100=2.5,dram=3,...` without defaults; raises as `read_price_list`."""
     prices: dict[str, float] = {}
     for item in text.split(","):
         name, _, value = item.strip().partition("=")

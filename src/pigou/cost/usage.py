@@ -1,4 +1,4 @@
-"""Usage: what requests took of the fleet, what that costs, and the rates of its workers."""
+"""Usage: what requests took of the fleet and its cost, and the rates of workers."""
 
 from __future__ import annotations
 
@@ -10,64 +10,60 @@ from pigou.cost.energy import PowerModel
 
 
 def usd_per_million(usd: float, tokens: float) -> float:
-    """Return dollars for a million tokens; NaN for no tokens."""
+    """Return dollars per million tokens; NaN for no tokens."""
     return usd / tokens * 1e6 if tokens > 0 else math.nan
 
 
 def usd_per_million_at(
     usd_per_gpu_hour: float, gpus: float, tok_s: float, attained: float = 1.0
 ) -> float:
-    """Return dollars for a million tokens that are served inside the objective.
+    """Return dollars per million tokens served inside the objective.
 
-    Price of a GPU-hour x GPUs / 3600 / (tokens a second) x 10^6 / attained share.
-
-    Args:
-        tok_s: tokens a second of all.
-        attained: share of the requests inside the objective, above 0.
+    Price per GPU-hour x GPUs / 3600 / (tokens a second) x 10^6 / attained share (above 0).
     """
     return usd_per_million(usd_per_gpu_hour * gpus / 3600.0, tok_s) / attained
 
 
 def number_or_none(value: float) -> float | None:
-    """Return a number as JSON has it: None for NaN."""
+    """Return a number for JSON: None for NaN."""
     return None if math.isnan(value) else value
 
 
 class UsageKey(NamedTuple):
-    """Whose usage it is."""
+    """Owner of a usage."""
 
     tenant: str
     model: str
-    workload: str  # their class
+    workload: str  # request class
 
 
 @dataclass(slots=True)
 class Usage:
-    """Tokens, GPU-seconds, dollars and joules of some requests, so far."""
+    """Tokens, GPU-seconds, dollars and joules of some requests so far."""
 
     requests: int = 0
     uncached_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
-    prefill_gpu_s: float = 0.0  # GPUs x seconds of prompts
-    restore_gpu_s: float = 0.0  # of reading their cached beginning
+    prefill_gpu_s: float = 0.0  # GPU-seconds of prompts
+    restore_gpu_s: float = 0.0  # of reading cached prefixes
     decode_gpu_s: float = 0.0  # of streams
     prefill_usd: float = 0.0
     restore_usd: float = 0.0
     decode_usd: float = 0.0
-    # what these requests added: prompts whole, of steps what was read for them.
+    # added by these requests: whole prompts, and their own reads in decode steps
     marginal_usd: float = 0.0
     prefill_joules: float = 0.0  # restoring included
     decode_joules: float = 0.0
 
     @property
     def usd(self) -> float:
-        """Dollars of GPUs in use."""
+        """Dollars of busy GPUs."""
         return self.prefill_usd + self.restore_usd + self.decode_usd
 
     @property
     def joules(self) -> float:
-        """Energy of GPUs in use."""
+        """Joules of busy GPUs."""
         return self.prefill_joules + self.decode_joules
 
     def add(self, other: Usage) -> None:
@@ -77,7 +73,7 @@ class Usage:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
     def document(self) -> dict[str, Any]:
-        """Return it as JSON builtins, with dollars for a million tokens of each kind."""
+        """Return JSON builtins, with dollars per million tokens of each kind."""
         figures = {field.name: getattr(self, field.name) for field in fields(self)}
         return {
             **figures,
@@ -105,32 +101,32 @@ def total(usages: list[Usage]) -> Usage:
 
 @dataclass(frozen=True, slots=True)
 class WorkerRate:
-    """What a worker costs, and what its energy is estimated from."""
+    """Price of a worker, and inputs of its energy estimate."""
 
     usd_per_s: float
     storage_usd_per_s: float = 0.0
-    gpus: int = 1  # their number
-    power: PowerModel | None = None  # of each; None where it is not known
-    weight_bytes: float = 0.0  # read in each step; 0 where it is not known
-    kv_bytes: float = 0.0  # of one token in the KV cache; 0 where it is not known
-    bytes_per_s: float = 0.0  # memory bandwidth of all its GPUs
-    flops: float = 0.0  # peak FLOP/s of all of them
-    token_flops: float = 0.0  # FLOPs of one token of a prompt
+    gpus: int = 1  # number of GPUs
+    power: PowerModel | None = None  # per GPU; None if unknown
+    weight_bytes: float = 0.0  # read in each step; 0 if unknown
+    kv_bytes: float = 0.0  # per token of KV cache; 0 if unknown
+    bytes_per_s: float = 0.0  # memory bandwidth of all GPUs
+    flops: float = 0.0  # peak FLOP/s of all GPUs
+    token_flops: float = 0.0  # FLOPs per prompt token
 
     @property
     def weight_tokens(self) -> float:
-        """Return the weights in tokens of KV; infinite where either is not known."""
+        """Weights in tokens of KV; infinite if either is unknown."""
         known = self.weight_bytes > 0 and self.kv_bytes > 0
         return self.weight_bytes / self.kv_bytes if known else math.inf
 
 
 @dataclass(slots=True)
 class Payer:
-    """Who pays for a request: its own usage, and that of its tenant, model and class."""
+    """Accounts that a request is charged to: its own, and its tenant's."""
 
     usages: tuple[Usage, ...]
 
     def add(self, name: str, value: float) -> None:
-        """Add to a figure of all of them."""
+        """Add `value` to the named figure of all accounts."""
         for usage in self.usages:
             setattr(usage, name, getattr(usage, name) + value)

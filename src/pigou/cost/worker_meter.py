@@ -1,14 +1,13 @@
-"""The meter of one worker: its seconds, split among the requests that it serves.
+"""The meter of one worker: its seconds, split among the requests it serves.
 
-A worker's time is idle, of prompts, of streams, or of both. A stream pays the share
-(KV bytes + W/B) / (all KV bytes + W) of a step: what is read for it alone, and an equal part of the
-weights W, which are read once for the batch of B. Its toll, the marginal price, lacks W/B. Prompts
-pay in proportion to the tokens that were computed. What is charged, idle and open adds up to the
-worker's time.
+Time is idle, prefill, decode, or both. A stream pays (KV bytes + W/B) / (all KV bytes + W) of a
+step: its own reads, and an equal part of the weights W, read once for the batch of B. Its toll, the
+marginal price, omits W/B. Prompts pay by computed tokens. Charged, idle and open time add up to the
+worker's.
 
-Streams that begin and end at any time pay by two integrals over the seconds t of streams:
-A = int dt / (K + W), C = int (W/B) dt / (K + W). K are the tokens in the KV cache, W the weights in
-tokens of KV, B the streams. A stream of k tokens pays k dA + dC, of which k dA is its toll.
+Streams pay by two integrals over decode seconds t: A = int dt / (K + W), C = int (W/B) dt / (K +
+W), with K the tokens in the KV cache and W in tokens of KV. A stream of k tokens pays k dA + dC;
+its toll is k dA.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ import numpy as np
 from pigou.cost.usage import Payer, WorkerRate
 from pigou.request import SECOND, Rehearsed
 
-#: Weight of a new observation in running means.
+#: Weight of a new observation in moving averages.
 _NEW = 0.2
-#: Use of a prefill's FLOP/s before one was seen.
+#: MFU of prefill before any observation.
 _FIRST_MFU = 0.3
-#: Seconds of an uncached token before one was seen, of a worker that measured nothing.
+#: Seconds per uncached token before any observation or profile.
 _FIRST_TOKEN_S = 1e-4
 
 
@@ -36,7 +35,7 @@ class _Prompt:
     tokens: int
     restore_s: float
     number: int
-    is_seen: bool = True  # whether a driver saw its end
+    is_seen: bool = True  # whether a driver reported its end
 
 
 @dataclass(slots=True)
@@ -57,7 +56,7 @@ class _Stream:
 
 @dataclass(slots=True)
 class _Interval:
-    """Seconds since the last settlement; `streams` and `tokens` are integrals over them."""
+    """Seconds since the last settlement; `stream_s`, `kv_s` and `tokens` are integrals."""
 
     idle: float = 0.0
     prompts: float = 0.0
@@ -71,10 +70,10 @@ class _Interval:
 
 
 class WorkerMeter:
-    """Splits one worker's time."""
+    """Splits one worker's time among its requests."""
 
     def __init__(self, rate: WorkerRate, now: int, profile: Sequence[Rehearsed] = ()) -> None:
-        """Begin at `now`, nanoseconds; `profile` is what the worker measured at its start."""
+        """Start at `now` (ns), with the worker's start-up `profile`."""
         prompts = {entry.tokens: entry.seconds for entry in profile if not entry.streams}
         self._profile = ((0, *sorted(prompts)), (0.0, *(prompts[n] for n in sorted(prompts))))
         self.rate = rate
@@ -104,13 +103,13 @@ class WorkerMeter:
     def prompt_sent(
         self, request: str, payer: Payer, tokens: int, now: int, restore_s: float = 0.0
     ) -> None:
-        """A prompt of a request is to be computed."""
+        """Add a prompt to compute."""
         self.advance(now)
         self._number += 1
         self._prompts[request] = _Prompt(payer, max(tokens, 1), restore_s, self._number)
 
     def prompt_changed(self, request: str, tokens: int) -> None:
-        """A prompt has so many tokens to compute after all, and nothing is read."""
+        """Set a prompt's uncached tokens; nothing is restored."""
         if request in self._prompts:
             self._prompts[request].tokens = max(tokens, 1)
             self._prompts[request].restore_s = 0.0
@@ -118,9 +117,9 @@ class WorkerMeter:
     def prompt_ended(
         self, request: str, now: int, computed: bool = True, is_seen: bool = True
     ) -> None:
-        """A prompt is computed, or is not to be; then it pays for what was worked on meanwhile.
+        """End a prompt, computed or not; it pays for the work so far.
 
-        Nothing is learned of one whose end was reckoned, and not seen.
+        An estimated end (not `is_seen`) teaches nothing.
         """
         if request not in self._prompts:
             return
@@ -134,7 +133,7 @@ class WorkerMeter:
     def stream_began(
         self, request: str, payer: Payer, kv_tokens: int, sequences: int, now: int
     ) -> None:
-        """A request decodes, with so many tokens in the KV cache."""
+        """Start decoding a request with `kv_tokens` in the KV cache."""
         if request in self._streams:
             return
         self.advance(now)
@@ -143,7 +142,7 @@ class WorkerMeter:
         self._sequences += sequences
 
     def stream_tokens(self, request: str, tokens: int, now: int) -> None:
-        """A stream got tokens."""
+        """Add output tokens of a stream."""
         stream = self._streams.get(request)
         if stream is None:
             return
@@ -154,7 +153,7 @@ class WorkerMeter:
         self._now.tokens += tokens
 
     def stream_ended(self, request: str, now: int) -> None:
-        """A stream is over."""
+        """End a stream."""
         if request not in self._streams:
             return
         self.advance(now)
@@ -165,9 +164,9 @@ class WorkerMeter:
         self._now.ended.append(stream)
 
     def prompt_seconds(self, tokens: int) -> float:
-        """Return the seconds that a prompt of so many uncached tokens takes, behind those there.
+        """Return expected seconds of a prompt behind the current ones.
 
-        As prompts that were seen took; before the first one, as the worker measured at its start.
+        From observed prompts; before the first one, from the start-up profile.
         """
         sizes = [tokens, *(prompt.tokens for prompt in self._prompts.values())]
         known, seconds = self._profile
@@ -184,7 +183,7 @@ class WorkerMeter:
     # --- time -----------------------------------------------------------------------------------
 
     def advance(self, now: int) -> None:
-        """Let time pass until `now`, nanoseconds."""
+        """Advance the clock to `now` (ns)."""
         passed = (now - self._at) / SECOND
         if passed <= 0.0:
             return
@@ -210,7 +209,7 @@ class WorkerMeter:
             self._c += passed * self._weight / self._sequences / total
 
     def tick(self, now: int) -> None:
-        """Learn the seconds of a step from those since the last call, all their tokens counted."""
+        """Learn the step time from the seconds and tokens since the last call."""
         self.advance(now)
         last, interval = self._ticked, self._now
         tokens = interval.tokens - last.tokens
@@ -228,10 +227,9 @@ class WorkerMeter:
         )  # fmt: skip
 
     def measured(self, joules: float) -> None:
-        """A counter says that the worker used so many joules since it last did.
+        """Add joules of the worker's energy counter; the first call starts counting.
 
-        The first call is where it begins to count. Settlements in between charge what the model
-        has, scaled as the counter had it before.
+        Settlements in between charge the modelled energy, scaled by the last counted ratio.
         """
         if self.energy_source != "counter":
             self.energy_source = "counter"
@@ -240,7 +238,7 @@ class WorkerMeter:
             self._measured = (self._measured or 0.0) + joules
 
     def settle(self, now: int, *, final: bool = False) -> None:
-        """Charge the seconds since the last call; at the `final` one, to what is under way, too."""
+        """Charge the seconds since the last call; if `final`, requests in flight pay, too."""
         self.advance(now)
         if final:
             for request in list(self._prompts):
@@ -261,7 +259,7 @@ class WorkerMeter:
         self._charge_prompts(interval)
 
     def _decode_part(self, interval: _Interval) -> float:
-        """Return the seconds of streams within those that had prompts, too: steps as tokens."""
+        """Return decode seconds within mixed time, by tokens per step."""
         step_s = self._step_s or self._fastest_step_s
         if not interval.both:
             return 0.0
@@ -276,7 +274,7 @@ class WorkerMeter:
     def _joules(
         self, interval: _Interval, prompt_s: float, decode_s: float
     ) -> tuple[float, float, float]:
-        """Return the energy of idle seconds, prompts and streams, scaled to what was measured."""
+        """Return joules of idle, prefill and decode time, scaled to the counter."""
         rate, power = self.rate, self.rate.power
         joules = interval.idle, prompt_s, decode_s
         if power is not None:
@@ -320,7 +318,7 @@ class WorkerMeter:
                 payer.add("decode_joules", joules * seconds / decode_s)
 
     def _charge_prompts(self, interval: _Interval) -> None:
-        """Charge the open seconds to the prompts that ended, and to those that they overtook."""
+        """Charge open seconds to ended prompts, and to those they overtook."""
         if not interval.computed:
             return
         last = max(prompt.number for prompt in interval.computed)

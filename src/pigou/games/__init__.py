@@ -1,11 +1,6 @@
 """The theory of what is served live: pure functions, no clock.
 
-- ``latency``: the cost law of a worker, and its fit from observations
-- ``price_of_anarchy``: observed cost over optimal cost, from a live fleet
-- ``queueing``: waits of the textbook queues
-- ``replication``: what another copy of a cached prefix is worth
-
-`docs/internals/theory.md` has the results, and the counterexamples to what is commonly claimed.
+`docs/internals/theory.md` has the results, and counterexamples to common claims.
 """
 
 from __future__ import annotations

@@ -35,21 +35,18 @@ from pigou.games.regression import (
 ABSOLUTE_ROUNDS = 6
 TUKEY_ROUNDS = 6
 REFINEMENTS = 5
-#: Deviation of an observation, relative to the law, that the prior of what is held is set beside.
+#: Relative deviation of an observation; scales the prior of `held_s`.
 _NOISE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class LatencyLaw:
-    """Seconds that each of n requests on a worker takes: a n + b + d / (n_sat - n)^beta.
+    """Seconds per request with n requests on a worker: a n + b + d / (n_sat - n)^beta.
 
-    ``a`` (seconds a request), ``b`` (seconds) and ``d`` are at least 0, ``n_sat`` (requests),
-    ``beta`` and ``floor`` (requests) above 0; a law without a pole has ``d`` = 0. Nearer to
-    ``n_sat`` than ``floor``, and past it, the slope is that at the floor: the law goes on along its
-    tangent. So it is finite, rising and convex for every n, and n f(n) is convex, which the
-    exact optimum of a `RoutingGame` needs. (A floor under the gap in the value itself would make
-    f flat past the pole, and an overloaded worker's toll would fall to that of an idle one.)
-    Raises ValueError for a parameter outside its range.
+    `a` (seconds a request), `b` and `d` (seconds) are at least 0; `n_sat`, `beta` and `floor` are
+    above 0. Closer to `n_sat` than `floor`, and past it, the law continues along its tangent:
+    finite, rising and convex for every n, as the exact optimum requires. Raises ValueError for a
+    parameter out of range.
     """
 
     a: float
@@ -74,7 +71,7 @@ class LatencyLaw:
     @overload
     def __call__(self, n: Floats) -> Floats: ...
     def __call__(self, n: float | Floats) -> float | Floats:
-        """Return the seconds that each takes when ``n`` requests share the worker."""
+        """Return seconds per request with `n` requests on the worker."""
         if isinstance(n, float):  # one number at a time is the usual case
             value = self.a * n + self.b
             if self.d:
@@ -106,10 +103,7 @@ class LatencyLaw:
     @overload
     def marginal(self, n: Floats) -> Floats: ...
     def marginal(self, n: float | Floats) -> float | Floats:
-        """Return what one more request adds to the cost of all, with ``n`` there: seconds.
-
-        (n+1) f(n+1) - n f(n): the newcomer's own f(n+1), and the `toll`.
-        """
+        """Return the seconds one more request adds for all: (n+1) f(n+1) - n f(n)."""
         return _float_or_array(np.asarray(self(n + 1.0)) + self.toll(n))
 
     @overload
@@ -117,7 +111,7 @@ class LatencyLaw:
     @overload
     def toll(self, n: Floats) -> Floats: ...
     def toll(self, n: float | Floats) -> float | Floats:
-        """Return n (f(n+1) - f(n)): the seconds that one more request costs the ``n`` there."""
+        """Return the seconds one more request costs the `n` there: n (f(n+1) - f(n))."""
         if isinstance(n, float):
             return n * (self(n + 1.0) - self(n))
         return _float_or_array(n * (np.asarray(self(n + 1.0)) - self(n)))
@@ -128,15 +122,13 @@ class LatencyLaw:
 
 
 def fit(n: ArrayLike, seconds: ArrayLike, weights: ArrayLike | None = None) -> LatencyLaw:
-    """Fit a law to observed latencies, robust to outliers.
+    """Fit a law to latencies, robust to outliers; raises ValueError for empty or non-positive data.
 
-    ``n`` (requests on the worker, itself counted), ``seconds`` and ``weights`` have shape
-    (observations,). Residuals are relative to the law, as noise of latencies is. For a grid of
-    poles (n_sat, beta) the law is linear in a, b and d, which are fitted by non-negative least
-    squares, reweighted to least absolute residuals first and then by Tukey's bisquare; the grid
-    is refined about its best pole. A pole that the data do not call for (Schwarz's criterion) is
-    left out. Only the curve over the observed range is identified: different poles can draw
-    nearly the same one. Raises ValueError for empty, unequal or non-positive data.
+    `n` (requests on the worker, itself counted), `seconds` and `weights` have shape
+    (observations,). For each pole (n_sat, beta) of a grid, a, b and d come from non-negative least
+    squares of relative residuals, reweighted to least absolute residuals, then by Tukey's bisquare.
+    A pole that Schwarz's criterion does not support is left out. Only the curve over the observed
+    range is identified.
     """
     loads, times, weight = _checked(n, seconds, weights)
     if np.ptp(loads) == 0:
@@ -156,17 +148,13 @@ def fit(n: ArrayLike, seconds: ArrayLike, weights: ArrayLike | None = None) -> L
 
 
 class OnlineFit:
-    """A law that follows a worker: each observation counts half after ``half_life`` more.
+    """Law of one worker, updated online; observations halve in weight after `half_life` more.
 
-    For a fixed grid of poles scaled to ``n_max`` (the most requests expected on the worker), it
-    keeps the weighted sums that least squares need, so an observation costs the same for ever.
-    Outliers get Tukey's weight against a running median of residuals; that median grows when most
-    residuals are large, so a lasting change is followed.
-
-    With ``doubling`` above 0 requests hold something besides (tokens of context), in all h, and the
-    law is f(n) + e h with an e of at least 0, fitted together with f. Its prior is normal about 0,
-    with such a deviation that latencies are doubled where ``doubling`` is held. Where n and h tell
-    the same it is f that is charged. Raises ValueError for a parameter out of its range.
+    Keeps weighted sums for a fixed grid of poles scaled to `n_max`, so an observation costs O(1).
+    Outliers get Tukey's weight against a running median of residuals, which grows when most are
+    large. With `doubling` above 0 the law is f(n) + e h, h the context tokens held by all. The
+    prior on e is normal about 0; its deviation doubles latencies where h is `doubling`. Raises
+    ValueError out of range.
     """
 
     def __init__(self, n_max: float, half_life: float = 512.0, doubling: float = 0.0) -> None:
@@ -191,15 +179,14 @@ class OnlineFit:
 
     @property
     def weight(self) -> float:
-        """Sum of the weights of all observations, as forgotten by now."""
+        """Sum of the weights of all observations, after forgetting."""
         return float(self._sums[WEIGHT])
 
     def observe(self, n: float, seconds: float, weight: float = 1.0, held: float = 0.0) -> None:
-        """Add that a request took ``seconds`` while ``n`` shared the worker, itself counted.
+        """Add one request's `seconds`, with `n` on the worker (itself counted) and `held` tokens.
 
-        ``weight``, above 0 and at most 1, is how much it tells beside a sure observation: the
-        variance of that by its own. It makes others forgotten by as much less. ``held`` is what all
-        of them held.
+        `weight`, above 0 and at most 1, is the variance of a certain observation over that of this
+        one.
         """
         self.observe_all(
             *(np.array([value], dtype=np.float64) for value in (n, seconds, weight, held))
@@ -208,7 +195,7 @@ class OnlineFit:
     def observe_all(
         self, n: Floats, seconds: Floats, weights: Floats, held: Floats | None = None
     ) -> None:
-        """Add several observations, one after the other, as `observe` does; (n,) each."""
+        """Add observations in order, as `observe` does; shape (n,) each."""
         held = np.zeros(len(n)) if held is None else held
         if held.any() and not self._holds:
             raise ValueError("held is not 0: give `doubling` where requests hold something")
@@ -220,10 +207,7 @@ class OnlineFit:
             raise ValueError(_complaint(n[wrong], seconds[wrong], weights[wrong], held[wrong]))
 
     def law(self) -> LatencyLaw:
-        """Return the law as it stands, of requests that hold nothing.
-
-        Raises ValueError before the first observation.
-        """
+        """Return the current law, nothing held; raises ValueError without observations."""
         if not self._sums[SEEN]:
             raise ValueError("no observations: call observe() first, or start from a fitted law")
         if self._law is None:
@@ -233,14 +217,13 @@ class OnlineFit:
 
     @property
     def held_s(self) -> float:
-        """Seconds by which each that is held makes latencies longer (e), as of `law`."""
+        """Seconds that each held token adds (e), as of `law`."""
         if self._sums[SEEN]:
             self.law()
         return float(self._sums[HELD_S])
 
 
 def _complaint(n: float, seconds: float, weight: float, held: float) -> str:
-    """Say what is wrong with an observation."""
     if not (held >= 0 and math.isfinite(held)):
         return f"held={held}: give a finite number, 0 or more"
     if not (n >= 0 and seconds > 0 and math.isfinite(n + seconds)):
@@ -279,7 +262,7 @@ def _checked(
 
 
 def _absolute_fit(bank: Bank, n: Floats, seconds: Floats, weight: Floats) -> Floats:
-    """Least absolute relative residuals by reweighting, for every pole: shape (poles, 3)."""
+    """Return least absolute relative residuals by reweighting, per pole: (poles, 3)."""
     design = bank.design(n)
     robust = np.broadcast_to(weight / seconds**2, design.shape[:2])
     for _ in range(ABSOLUTE_ROUNDS):
@@ -296,7 +279,7 @@ def _best_absolute(bank: Bank, theta: Floats, n: Floats, seconds: Floats, weight
 
 
 def _bisquare(residual: Floats, weight: Floats) -> Floats:
-    """Tukey's weights of residuals, their scale being 1.4826 median absolute deviations."""
+    """Return Tukey's weights; the scale is 1.4826 median absolute deviations."""
     scale = max(1.4826 * _median(np.abs(residual), weight), SMALLEST_SCALE)
     return np.square(np.maximum(0.0, 1.0 - np.square(residual / (TUKEY * scale))))
 
@@ -316,6 +299,6 @@ def _median(values: Floats, weight: Floats) -> float:
 
 
 def _chosen(errors: Floats, count: int) -> int:
-    """The best pole, or the straight line (entry 0) where the pole gains too little."""
+    """Return the best pole, or 0 (the straight line) where it gains too little."""
     best = int(np.argmin(errors))
     return best if is_pole_better(float(errors[0]), float(errors[best]), count) else 0

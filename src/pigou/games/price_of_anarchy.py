@@ -1,4 +1,4 @@
-"""The Price of Anarchy of a live fleet: what its requests cost, over what they need have cost."""
+"""The Price of Anarchy of a live fleet: observed cost of its requests over the optimal cost."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pigou.games import Floats, Indices
 from pigou.games.latency import LatencyLaw
 from pigou.games.request_window import LOCAL, RequestWindow
 
-#: Fleets with more splits into prefill and decode than this are searched, not enumerated.
+#: Prefill/decode splits up to which all are enumerated; beyond, a local search.
 MAX_SPLITS = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A ratio, and the interval that bootstrap over the window's requests gives it."""
+    """A ratio with its bootstrap interval over the window's requests."""
 
     value: float
     low: float
@@ -28,23 +28,16 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class PriceOfAnarchy:
-    """Observed cost over the best, and the parts that multiply to it.
-
-    All are ratios of the same requests' seconds, and at least 1: what was observed is one of the
-    things that could be had, so no optimum is above it.
-    """
+    """Observed over optimal cost, and the factors that multiply to it; each is at least 1."""
 
     whole: Estimate
-    # expected at the loads that were met, over the same requests spread at best on the same pools.
-    routing: Estimate
-    # that, over the same workers split at best between prefill and decode.
-    prefill_decode: Estimate
-    # observed, over expected at the loads that were met: waits before any worker, bursts, stalls.
-    queueing: Estimate
+    routing: Estimate  # cost at the observed loads over the optimal routing on the same pools
+    prefill_decode: Estimate  # optimal routing on these pools over that of the best split
+    queueing: Estimate  # observed over expected cost at the observed loads: queues, bursts, stalls
     prefill_workers: tuple[int, ...]  # of the best split
-    # observed over best, of the requests that each worker had a part in; None without any.
+    # observed over optimal, of each worker's requests; None without any
     workers: tuple[float | None, ...] = ()
-    split_saves: float = 0.0  # seconds that the best split would save a request in the mean
+    split_saves: float = 0.0  # mean seconds a request that the best split would save
     worker_ranges: tuple[tuple[float, float] | None, ...] = ()  # intervals of `workers`
 
 
@@ -58,20 +51,14 @@ def calibrated(
     draws: int = 400,
     seed: int = 0,
 ) -> PriceOfAnarchy:
-    """Return the Price of Anarchy of a window under laws fitted to this very fleet.
+    """Return a window's Price of Anarchy under laws fitted to this fleet.
 
-    ``laws[w]`` is the law of worker w's decode stage (all of the request where prefill is local),
-    ``prefill_laws[w]`` that of its prefill stage; workers that never had a role take the law of
-    those like them that did. ``prefill_workers`` are those with that role now (those that the
-    window shows, when None).
-
-    A law is per unit of work (`Window`). The optimum keeps what was there: each request meets
-    as many others in all, over its stage, as it did, and they are spread over the pool at least
-    cost (`Levelling`). Intervals are of ``draws`` seeded draws of a circular block bootstrap at
-    ``level``, and hold the laws fixed. A draw in which an optimum comes out above what was
-    observed counts as 1 (`_clip_optima`).
-    Raises ValueError for missing laws, pools that leave a stage without workers, or an optimum
-    that is not above 0.
+    `laws[w]` is worker w's decode law (the whole request where prefill is local), `prefill_laws[w]`
+    its prefill law, per unit of work. `prefill_workers` defaults to those in the window. In the
+    optimum each request meets as many others over its stage as it did, spread at least cost
+    (`Levelling`). Intervals are of `draws` draws of a circular block bootstrap at `level`, laws
+    fixed. Raises ValueError for missing laws, pools that leave a stage without workers, or an
+    optimum not above 0.
     """
     pools = _Pools.of(window, laws, prefill_laws, prefill_workers)
     expected = _expected(window, pools)
@@ -101,7 +88,7 @@ def calibrated(
 
 
 def _clip_optima(chain: Floats) -> Floats:
-    """Return the lowest of each total and those before it, (rows, 4)."""
+    """Return the running minimum of each row's totals, (rows, 4)."""
     lowest: Floats = np.minimum.accumulate(chain, axis=1)
     return lowest
 
@@ -109,7 +96,7 @@ def _clip_optima(chain: Floats) -> Floats:
 def _by_worker(
     window: RequestWindow, best: Floats, workers: int, draw: Floats, quantiles: Sequence[float]
 ) -> tuple[tuple[float | None, ...], tuple[tuple[float, float] | None, ...]]:
-    """Return observed over best seconds of the requests of each worker, and their intervals."""
+    """Return each worker's observed over optimal seconds, and their intervals."""
     observed = window.observed
     ratios: list[float | None] = []
     ranges: list[tuple[float, float] | None] = []
@@ -128,7 +115,7 @@ def _by_worker(
 
 @dataclass(frozen=True, slots=True)
 class _Pools:
-    """Who has which role, and every worker's law in each."""
+    """Roles of the workers, and each worker's law in either role."""
 
     laws: Sequence[LatencyLaw]
     prefill_laws: Sequence[LatencyLaw]
@@ -158,7 +145,7 @@ class _Pools:
 
 
 def _expected(window: RequestWindow, pools: _Pools) -> Floats:
-    """What the laws say of each request at the loads that it met, (requests,)."""
+    """Return the laws' seconds of each request at the loads it met, (requests,)."""
     total = window.decode_work * _of_own(window.decode, window.decode_load, pools.laws)
     remote = window.prefill != LOCAL
     own = _of_own(window.prefill[remote], window.prefill_load[remote], pools.prefill_laws)
@@ -175,7 +162,7 @@ def _of_own(worker: Indices, load: Floats, laws: Sequence[LatencyLaw]) -> Floats
 
 
 class _Spread:
-    """What each request costs when all that it met are spread at best over the pools."""
+    """Cost of each request when the load it met is spread optimally over the pools."""
 
     def __init__(self, window: RequestWindow, pools: _Pools) -> None:
         self._pools = pools
@@ -186,7 +173,7 @@ class _Spread:
         self._prefill = Levelling(window.prefill_total[self._remote])
 
     def cost(self, prefill: frozenset[int]) -> Floats:
-        """Return seconds a request, (requests,), with this prefill pool."""
+        """Return seconds of each request with this prefill pool, (requests,)."""
         laws = [self._pools.laws[w] for w in self._pools.decoders(prefill)]
         total = self._decode_work * self._decode.cost(laws)
         if self._remote.any():
@@ -196,7 +183,7 @@ class _Spread:
 
 
 def _best_split(spread: _Spread, pools: _Pools) -> frozenset[int]:
-    """The prefill pool of least cost, the present one if none is better."""
+    """Return the cheapest prefill pool; the present one on ties."""
     if not pools.prefill:
         return pools.prefill
     movable = [w for w in range(len(pools.laws)) if w not in pools.both]
@@ -228,7 +215,7 @@ def _splits(movable: Sequence[int], pools: _Pools) -> Iterator[frozenset[int]]:
 def _nearby(
     prefill: frozenset[int], movable: Sequence[int], pools: _Pools
 ) -> Iterator[frozenset[int]]:
-    """Splits in which one worker changes its role."""
+    """Yield the splits in which one worker changes its role."""
     for worker in movable:
         other = prefill ^ {worker}
         if other and pools.decoders(other):
@@ -236,7 +223,7 @@ def _nearby(
 
 
 def _bootstrap(count: int, draws: int, seed: int) -> Floats:
-    """How often each request is in each draw of a circular block bootstrap: (draws, requests)."""
+    """Return each request's count in each draw of a circular block bootstrap: (draws, requests)."""
     rng = np.random.default_rng(seed)
     block = max(1, round(count ** (1.0 / 3.0)))
     starts = rng.integers(0, count, size=(draws, math.ceil(count / block)))
@@ -247,19 +234,17 @@ def _bootstrap(count: int, draws: int, seed: int) -> Floats:
     return drawn.reshape(draws, count)
 
 
-#: A grid of loads is at least this fine (steps a request), and has about this many points.
+#: Load grid: at least this many steps a request, and about this many points.
 STEPS = 16
 POINTS = 512
 
 
 class Levelling:
-    """Least mean cost over a pool of workers, each request meeting ``totals`` in all.
+    """Least mean cost over a pool of workers when each request meets `totals` requests in all.
 
-    ``totals`` (requests,) are means over each request's stage, itself counted, so fractions
-    occur. A mean load x below 1 is a worker that is busy a share x of the time, with one request:
-    x of them cost x f(1). Spread continuously by that rule, then raised by what whole requests cost
-    more than continuous ones at the integers around, the result is exact for whole totals, and
-    for one worker is its law. Kept tables make further pools cheap.
+    `totals` (requests,) are means over each request's stage, itself counted, so fractions occur. A
+    load x below 1 is a worker busy a share x of the time, at cost x f(1). Exact for whole totals:
+    fractional loads are corrected by the cost of whole requests at the neighbouring integers.
     """
 
     def __init__(self, totals: Floats) -> None:
@@ -271,7 +256,7 @@ class Levelling:
         self._tables: dict[LatencyLaw, tuple[Floats, Floats]] = {}
 
     def cost(self, laws: Sequence[LatencyLaw]) -> Floats:
-        """Return seconds for each request, shape (requests,), over workers with these laws."""
+        """Return seconds of each request, (requests,), over workers with these laws."""
         tables = [self._table(law) for law in laws]
         fine = self._cumulated([t[0] for t in tables], len(self._fine))
         whole = self._cumulated([t[1] for t in tables], len(self._whole))
@@ -282,7 +267,7 @@ class Levelling:
         return lowest
 
     def _table(self, law: LatencyLaw) -> tuple[Floats, Floats]:
-        """What each further step of load adds, on the fine grid and by whole requests."""
+        """Return the marginal cost of each step of load, on the fine grid and per whole request."""
         if law not in self._tables:
             fine = np.diff(self._fine * law(np.maximum(self._fine, 1.0)))
             self._tables[law] = fine, np.diff(self._whole * law(self._whole))
@@ -290,17 +275,17 @@ class Levelling:
 
     @staticmethod
     def _cumulated(marginals: Sequence[Floats], size: int) -> Floats:
-        """Costs of 0, 1, 2 ... steps of load, each put where it adds least."""
+        """Return costs of 0, 1, 2 ... steps of load, each placed where it adds least."""
         added = np.sort(np.concatenate(marginals))[: size - 1]
         return np.concatenate([[0.0], np.cumsum(added)])
 
 
-#: Completions that the paper's index looks at, and requests that a worker's column has places for.
+#: Completions in the paper's index, and requests in a worker's column.
 _LEGACY_WINDOW, _LEGACY_CAPACITY = 200, 64
 
 
 def legacy_costs(count: int) -> Floats:
-    """Return what the paper's model says that a worker's k-th request takes, in seconds, (count,).
+    """Return the paper model's seconds of a worker's k-th request, (count,).
 
     a k + b + d / max(capacity - k, eps)^beta (Georgiou 2026, section 6.4), with its constants.
     """
@@ -310,17 +295,16 @@ def legacy_costs(count: int) -> Floats:
 
 
 def legacy_optimum(workers: int, count: int) -> float:
-    """Return the seconds of the cheapest places of all columns: what the paper divides by."""
+    """Return the seconds of the `count` cheapest places: the paper index's denominator."""
     costs = np.sort(legacy_costs(max(_LEGACY_CAPACITY, math.ceil(count / workers)))).tolist()
     return math.fsum(costs[rank // workers] for rank in range(count))
 
 
 def legacy_index(seconds: Sequence[float], workers: int) -> float:
-    """Return the paper's index (Georgiou 2026, Eq. 12) as its tables show that it was run.
+    """Return the index of Georgiou 2026, Eq. 12, over the last 200 latencies by completion.
 
-    ``seconds`` are latencies in order of completion, of which the last 200 count. None of the
-    model's constants is fitted to the fleet: it is mean latency over a constant, neither a bound
-    nor an estimate of a Price of Anarchy. `calibrated` is what replaces it.
+    Its constants are not fitted to the fleet, so it is mean latency over a constant. Use
+    `calibrated`.
     """
     recent = seconds[-_LEGACY_WINDOW:]
     return math.fsum(recent) / legacy_optimum(workers, len(recent))

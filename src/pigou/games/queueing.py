@@ -1,8 +1,7 @@
 """Waits of the textbook queues.
 
-``utilisation`` is always a server's: arrival rate times mean service time, over the number of
-servers. Times are in units of ``service``, the mean service time, in seconds.
-``scv`` is a squared coefficient of variation: variance over squared mean.
+`utilisation` is arrival rate times mean service time over servers. Times are in units of `service`,
+the mean service time in seconds. `scv` is variance over squared mean.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _ERLANG_SERVICES = 4.0
 
 
 def erlang_b(servers: int, erlangs: float) -> float:
-    """Return the share of arrivals that a loss system with a load of ``erlangs`` turns away."""
+    """Return the share of arrivals that a loss system with a load of `erlangs` rejects."""
     if servers < 0 or not erlangs >= 0:
         raise ValueError(f"servers={servers}, offered={erlangs}: give numbers of 0 or more")
     blocked = 1.0
@@ -30,27 +29,21 @@ def erlang_b(servers: int, erlangs: float) -> float:
 
 
 def erlang_c(servers: int, utilisation: float) -> float:
-    """Return the probability that an arrival waits in an M/M/c queue (Erlang 1917).
-
-    Raises ValueError unless servers >= 1 and 0 <= utilisation < 1.
-    """
+    """Return P(wait > 0) in M/M/c (Erlang 1917); raises ValueError unless 0 <= utilisation < 1."""
     _check(servers, utilisation)
     blocked = erlang_b(servers, servers * utilisation)
     return blocked / (1.0 - utilisation * (1.0 - blocked))
 
 
 def mmc_wait(servers: int, utilisation: float, service: float = 1.0) -> float:
-    """Return the mean wait in an M/M/c queue: C / (c (1 - utilisation)) services."""
+    """Return the mean wait in M/M/c: C / (c (1 - utilisation)) services."""
     return service * erlang_c(servers, utilisation) / (servers * (1.0 - utilisation))
 
 
 def mmc_wait_quantile(
     servers: int, utilisation: float, quantile: float, service: float = 1.0
 ) -> float:
-    """Return the wait that a share ``quantile`` of arrivals to an M/M/c queue stays within.
-
-    P(wait > t) = C exp(-c (1 - utilisation) t / service).
-    """
+    """Return a quantile of the M/M/c wait: P(W > t) = C exp(-c (1 - utilisation) t / service)."""
     _check_quantile(quantile)
     wait_probability = erlang_c(servers, utilisation)
     if 1.0 - quantile >= wait_probability:
@@ -59,10 +52,9 @@ def mmc_wait_quantile(
 
 
 def mgc_wait(servers: int, utilisation: float, scv: float, service: float = 1.0) -> float:
-    """Return the mean wait in an M/G/c queue by the Lee-Longton approximation (1959).
+    """Return the mean wait in M/G/c: (1 + scv) / 2 times that of M/M/c (Lee and Longton 1959).
 
-    (1 + scv) / 2 times the M/M/c wait, where ``scv`` is the squared coefficient of variation of
-    service times. Exact for one server (Pollaczek-Khinchine) and for scv = 1.
+    Exact for one server (Pollaczek-Khinchine) and for scv = 1.
     """
     if not scv >= 0:
         raise ValueError(f"scv is {scv}: give a number of 0 or more")
@@ -79,12 +71,12 @@ def mdc_tail(servers: int, utilisation: float) -> tuple[float, float]:
     | symbol | meaning |
     |---|---|
     | rho | utilisation |
-    | z_k | the roots of z^c = exp(c rho (z - 1)) inside the unit circle, but 1 (Lambert's W) |
+    | z_k | roots of z^c = exp(c rho (z - 1)) inside the unit circle, except 1 (Lambert's W) |
     | sigma | its root above 1 |
 
-    theta = c rho (sigma - 1), A = (1 - rho) / (rho sigma - 1) prod_k (1 - z_k/sigma) / (1 - z_k):
-    the residue at sigma of the queue's generating function (Crommelin 1932; Janssen and van
-    Leeuwaarden, "Back to the roots of the M/D/s queue", 2008). (0, inf) with no load.
+    theta = c rho (sigma - 1), A = (1 - rho) / (rho sigma - 1) prod_k (1 - z_k/sigma) / (1 - z_k),
+    the residue at sigma of the generating function (Crommelin 1932; Janssen and van Leeuwaarden,
+    "Back to the roots of the M/D/s queue", 2008). (0, inf) without load.
     """
     _check(servers, utilisation)
     if utilisation < 1e-12:
@@ -121,15 +113,15 @@ def _turns(servers: int) -> NDArray[np.complex128]:
 def mgc_wait_quantile(
     servers: int, utilisation: float, quantile: float, scv: float, arrival_scv: float = 1.0
 ) -> float:
-    """Return the wait, in services, that a share ``quantile`` of arrivals stays within.
+    """Return a quantile of the G/G/c wait, in services.
 
     | symbol | meaning |
     |---|---|
-    | s, a | squared coefficients of variation of service times and of gaps between arrivals |
-    | d, m | the same quantile of M/D/c, by its tail, and of M/M/c |
+    | s, a | squared coefficients of variation of service and interarrival times |
+    | d, m | the same quantile of M/D/c, from its tail, and of M/M/c |
 
-    (1 - s) d + s m for s <= 1 (Tijms, "A First Course in Stochastic Models", 2003, 9.6), and
-    (1 + s) / 2 m beyond (Kingman's heavy traffic); times (a + s) / (1 + s) (Allen and Cunneen).
+    (1 - s) d + s m for s <= 1 (Tijms, "A First Course in Stochastic Models", 2003, 9.6), else (1 +
+    s) / 2 m (Kingman's heavy traffic); times (a + s) / (1 + s) (Allen and Cunneen).
     """
     _check_quantile(quantile)
     if not (scv >= 0 and arrival_scv >= 0):
@@ -143,7 +135,7 @@ def mgc_wait_quantile(
 
 
 def _fixed_quantile(servers: int, utilisation: float, quantile: float) -> float:
-    """Return a quantile of the M/D/c wait, in services, by its tail; exact for one server."""
+    """Return a quantile of the M/D/c wait, in services; exact for one server."""
     constant, rate = mdc_tail(servers, utilisation)
     wait = math.log(constant / (1.0 - quantile)) / rate if constant > 1.0 - quantile else 0.0
     if servers > 1 or wait >= _ERLANG_SERVICES:  # the tail is exact to five digits there
@@ -164,7 +156,7 @@ def _md1_wait_cdf(utilisation: float, t: float) -> float:
 
 
 def lognormal_quantile(scv: float, quantile: float) -> float:
-    """Return the quantile of a lognormal time of mean 1 and this variance."""
+    """Return a quantile of a lognormal variable with mean 1 and this variance."""
     _check_quantile(quantile)
     if quantile <= 0.0:
         return 0.0 if scv > 0 else 1.0
@@ -176,11 +168,10 @@ def lognormal_quantile(scv: float, quantile: float) -> float:
 def response_quantile(
     servers: int, utilisation: float, quantile: float, scv: float = 0.0, arrival_scv: float = 1.0
 ) -> float:
-    """Return wait plus service, in mean services, that a share ``quantile`` stays within.
+    """Return a quantile of wait plus service, in mean services; infinity from utilisation 1.
 
-    W + 1 + sqrt((w - W)^2 + (x - 1)^2), with W the mean wait, and w and x the quantiles of wait
-    and service (lognormal): deviations of independent times add by their squares. Exact for M/D/1.
-    Infinity from utilisation 1 on.
+    W + 1 + sqrt((w - W)^2 + (x - 1)^2): W is the mean wait, w and x the quantiles of wait and
+    (lognormal) service; independent deviations add in squares. Exact for M/D/1.
     """
     if utilisation >= 1.0:
         return math.inf
@@ -201,10 +192,7 @@ def _signed_norm(one: float, other: float) -> float:
 def max_utilisation(
     servers: int, limit: float, quantile: float, scv: float = 0.0, arrival_scv: float = 1.0
 ) -> float:
-    """Return the highest utilisation at which a share ``quantile`` is done within ``limit``.
-
-    ``limit`` is in mean services, wait and service together; 0.0 where no load keeps it.
-    """
+    """Return the highest utilisation that keeps a response quantile within `limit`; else 0.0."""
     top = 1.0 - 1e-6
     if not response_quantile(servers, 1e-9, quantile, scv, arrival_scv) <= limit:
         return 0.0

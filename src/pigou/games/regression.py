@@ -1,4 +1,4 @@
-"""Non-negative least squares for many poles at once, which fits a latency law; and its kernels."""
+"""Non-negative least squares of a latency law for many poles at once, and its kernels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BETAS = np.array([0.5, 1.0, 2.0, 3.0])
 
 @dataclass(frozen=True, slots=True)
 class Bank:
-    """Poles to try: ``n_sat`` and ``beta`` of shape (poles,). Entry 0 has none: a straight line."""
+    """Poles to try: `n_sat` and `beta` of shape (poles,); entry 0 is the straight line."""
 
     n_sat: Floats
     beta: Floats
@@ -25,11 +25,11 @@ class Bank:
 
     @property
     def arrays(self) -> PoleArrays:
-        """The poles as kernels take them."""
+        """The poles as kernel arguments."""
         return self.n_sat, self.beta, self.floor
 
     def design(self, n: Floats) -> Floats:
-        """Return the columns n, 1 and the pole's: shape (poles, observations, 3)."""
+        """Return the columns n, 1 and the pole's: (poles, observations, 3)."""
         gap = self.n_sat[1:, None] - n[None, :]
         near = np.maximum(gap, self.floor)
         beta = self.beta[1:, None]
@@ -40,10 +40,7 @@ class Bank:
         return columns
 
     def fit(self, n: Floats, seconds: Floats, weight: Floats) -> tuple[Floats, Floats]:
-        """Return each pole's best parameters (poles, 3) and weighted squared error (poles,).
-
-        ``weight`` has shape (observations,) or (poles, observations).
-        """
+        """Return parameters (poles, 3) and weighted squared errors (poles,)."""
         design = self.design(n)
         weight = np.broadcast_to(weight, design.shape[:2])
         weighted = design * weight[:, :, None]
@@ -53,13 +50,13 @@ class Bank:
 
 
 def bank_over(n_max: float) -> Bank:
-    """Return the poles to try where loads reach ``n_max``."""
+    """Return the poles to try for loads up to `n_max`."""
     n_sat, beta = np.meshgrid(n_max * N_SAT_RATIOS + 0.5, BETAS)
     return Bank(np.append(np.inf, n_sat.ravel()), np.append(1.0, beta.ravel()))
 
 
 def bank_around(bank: Bank, index: int, depth: int) -> Bank:
-    """Return a finer grid about one pole of a bank; the straight line stays its entry 0."""
+    """Return a finer grid around one pole; entry 0 stays the straight line."""
     if index == 0:
         return bank
     spread = 0.2 / 1.6 ** (depth - 1)
@@ -71,27 +68,23 @@ def bank_around(bank: Bank, index: int, depth: int) -> Bank:
 
 
 def solve(gram: Floats, moment: Floats, energy: Floats | float) -> tuple[Floats, Floats]:
-    """Minimise x'Gx - 2 x'm + e over x >= 0, for a stack of G (k, 3, 3) and m (k, 3).
-
-    Returns the minimisers (k, 3) and the minima (k,). With three unknowns, trying each set of
-    non-zero ones is both exact and fast.
-    """
+    """Minimise x'Gx - 2 x'm + e over x >= 0, per G (k, 3, 3) and m (k, 3); also return minima."""
     best, errors = np.empty((len(moment), 3)), np.empty(len(moment))
     minimise_all(np.ascontiguousarray(gram), moment, np.empty((SOLVER_ROWS, 3)), best, errors)
     return best, np.maximum(energy + errors, 0.0)
 
 
 RIDGE = 1e-11
-#: Pivots below this are of sums that rounding has made singular, in spite of the ridge.
+#: Pivots below this count as singular in spite of the ridge.
 _SINGULAR = 1e-13
-#: Of a column that another explains, at least so much is left.
+#: Least share of a column that another may leave unexplained.
 _LEFT = 1e-9
 #: Tukey's bisquare: residuals beyond this many standard deviations have no weight.
 TUKEY = 4.685
-#: How fast the online fit's running median moves: by this share of itself an observation.
+#: Relative step of the online fit's running median per observation.
 MEDIAN_STEP = 0.02
 SMALLEST_SCALE = 1e-6
-#: The pole that is none: a straight line.
+#: Entry of the straight line, which has no pole.
 LINE = 0
 #: Columns of a design: the load, 1 and the pole's; their parameters are a, b and d.
 LOAD, ONE, POLE = range(3)
@@ -107,10 +100,10 @@ SOLVER_ROWS = 5
 LawParameters: TypeAlias = tuple[float, float, float, float, float]
 #: Poles: n_sat and beta, (poles,) each, the first of a straight line; and the floor of a `Bank`.
 PoleArrays: TypeAlias = tuple[Floats, Floats, float]
-#: An online fit: gram (poles, 3, 3), moment (poles, 3), cross (poles, 3), which is the moment of
-#: what is held and empty where nothing is, sums (SUMS,), and scratch (LEAST_ROWS + 6 poles, 3).
+#: An online fit: gram (poles, 3, 3), moment (poles, 3), cross (poles, 3; moment of what is held,
+#: empty where nothing is), sums (SUMS,), scratch (SOLVER_ROWS + 6 poles, 3).
 FitArrays: TypeAlias = tuple[Floats, Floats, Floats, Floats, Floats]
-#: Of sets of parameters that are equally good the smallest is taken: so much is no gain.
+#: Least relative gain by which a later set of parameters wins.
 _GAIN = 1e-12
 
 
@@ -119,12 +112,7 @@ def add(
     poles: PoleArrays, n: float, held: float, seconds: float, weight: float, keep: float,
     fit: FitArrays,
 ) -> None:  # fmt: skip
-    """Add one observation to the sums of every pole; those before count `keep` times as much.
-
-    Args:
-        n: requests on the worker.
-        keep: factor of the sums.
-    """
+    """Scale each pole's sums by `keep`, then add one observation with `n` requests."""
     n_sat, beta, floor = poles
     gram, moment, cross, _, _ = fit
     for k in range(n_sat.shape[0]):
@@ -144,7 +132,7 @@ def add(
 
 @inlined
 def _pair(g: Floats, r: Floats, i: int, j: int) -> tuple[float, float]:
-    """Solve for two unknowns; NaN where they cannot be told apart."""
+    """Solve for two unknowns; NaN if singular."""
     ratio = g[j, i] * (1.0 / g[i, i])
     pivot = g[j, j] - ratio * g[i, j]
     if not pivot > _SINGULAR:
@@ -155,10 +143,7 @@ def _pair(g: Floats, r: Floats, i: int, j: int) -> tuple[float, float]:
 
 @inlined
 def _triple(g: Floats, r: Floats) -> tuple[float, float, float]:
-    """Solve for three unknowns, by elimination with partial pivots (the first is no smaller).
-
-    NaN where they cannot be told apart.
-    """
+    """Solve for three unknowns by elimination with partial pivots; NaN if singular."""
     whole = 1.0 / g[LOAD, LOAD]
     one, two = g[ONE, LOAD] * whole, g[POLE, LOAD] * whole
     a, b, x = (
@@ -186,7 +171,7 @@ def _triple(g: Floats, r: Floats) -> tuple[float, float, float]:
 
 @inlined
 def _solved(g: Floats, r: Floats, subset: int) -> tuple[float, float, float]:
-    """Solve for the unknowns of one of the seven sets; the others are 0."""
+    """Solve for the unknowns of one of the seven subsets; the others are 0."""
     x, y, z = 0.0, 0.0, 0.0
     if subset == 0:
         x = r[LOAD] / g[LOAD, LOAD]
@@ -209,14 +194,10 @@ def _solved(g: Floats, r: Floats, subset: int) -> tuple[float, float, float]:
 def minimise_all(
     gram: Floats, moment: Floats, scratch: Floats, best: Floats, errors: Floats
 ) -> None:
-    """Minimise x'Gx - 2 x'm over x >= 0 for each pole, by trying each set of non-zero ones.
+    """Minimise x'Gx - 2 x'm over x >= 0 per pole, by trying each set of non-zero unknowns.
 
-    Args:
-        gram: shape (poles, 3, 3).
-        moment: shape (poles, 3).
-        scratch: shape (5, 3), for use here.
-        best: takes the minimisers, (poles, 3).
-        errors: takes the minima, (poles,).
+    Shapes: gram (poles, 3, 3), moment (poles, 3), scratch (5, 3). Writes the minimisers to `best`
+    (poles, 3) and the minima to `errors` (poles,).
     """
     g, r, size = scratch[:3], scratch[3], scratch[4]  # of the columns of a design
     for k in range(gram.shape[0]):
@@ -244,18 +225,14 @@ def minimise_all(
 
 @bare_kernel
 def is_pole_better(line: float, best: float, count: int) -> bool:
-    """Whether a pole gains as much as Schwarz's criterion asks of its three parameters.
-
-    Args:
-        line: weighted squared error of the straight line.
-    """
+    """True if a pole beats the straight line's error `line` by Schwarz's criterion."""
     gain = count * math.log(max(line, 1e-300) / max(best, 1e-300))
     return gain > 3.0 * math.log(max(count, 2))
 
 
 @bare_kernel
 def _best(gram: Floats, moment: Floats, energy: float, count: int, scratch: Floats) -> int:
-    """Return the best pole; arguments as of `pick`, and the weighted square of all."""
+    """Return the best pole; `energy` is the weighted sum of squares."""
     poles = gram.shape[0]
     first, last = SOLVER_ROWS, SOLVER_ROWS + poles
     theta, errors = scratch[first:last], scratch[last:].reshape(-1)[:poles]
@@ -270,15 +247,12 @@ def _best(gram: Floats, moment: Floats, energy: float, count: int, scratch: Floa
 
 @bare_kernel
 def pick(prior: float, fit: FitArrays) -> int:
-    """Return the pole that the sums of an online fit speak for, 0 for the straight line.
+    """Return the best pole of an online fit, 0 for the straight line.
 
-    Its a, b and d are in `scratch[LEAST_ROWS + pole]` then, and the seconds of each that is held in
-    `sums`. These are partialled out of gram and moment, so that all are fitted together (Frisch and
-    Waugh, 1933; Lovell, 1963), and left out where they would be negative.
-
-    Args:
-        prior: what would double the seconds by being held, at one deviation of a normal prior about
-            0, times the relative deviation of an observation.
+    Its a, b and d are then in `scratch[SOLVER_ROWS + pole]`, and seconds per held token in `sums`.
+    These are partialled out of gram and moment (Frisch and Waugh 1933; Lovell 1963), and dropped
+    where negative. `prior` is the tokens that double the seconds at one deviation, times the
+    relative noise.
     """
     gram, moment, cross, sums, scratch = fit
     poles, count = gram.shape[0], max(2, int(sums[WEIGHT]))
@@ -306,7 +280,7 @@ def pick(prior: float, fit: FitArrays) -> int:
 
 @inlined
 def curve(law: LawParameters, n: float, floor: float) -> float:
-    """Return the seconds of a law (`LatencyLaw`) at a load of `n`."""
+    """Return a law's seconds (`LatencyLaw`) at a load of `n`."""
     a, b, d, n_sat, beta = law
     value = a * n + b
     if d != 0.0:
@@ -322,14 +296,10 @@ def follow(
     poles: PoleArrays, n: float, held: float, seconds: float, sure: float, keep: float,
     prior: float, fit: FitArrays,
 ) -> None:  # fmt: skip
-    """Add one observation to an online fit.
+    """Add one observation of weight `sure` (above 0, at most 1) to an online fit.
 
-    The law that residuals are taken from is solved anew often at first, then every 16th time.
-
-    Args:
-        poles, n, held, seconds, keep, fit: as of `add`.
-        sure: weight of the observation, above 0 and at most 1.
-        prior: as of `pick`.
+    The law for residuals is solved often at first, then every 16th time. Arguments as of `add` and
+    `pick`.
     """
     n_sat, beta, floor = poles
     _, _, _, sums, scratch = fit
@@ -366,12 +336,10 @@ def follow_all(
     poles: PoleArrays, n: Floats, held: Floats, seconds: Floats, sure: Floats, keep: float,
     prior: float, fit: FitArrays,
 ) -> int:  # fmt: skip
-    """Add several observations to an online fit, as `follow` adds one; (n,) each.
+    """Add observations (n,) as `follow` does; return the index of the first invalid one, or -1.
 
-    Nothing may be held where the fit's `cross` is empty.
-
-    Returns:
-        Index of the first invalid one; none was added from there on. -1 where all are valid.
+    Observations from an invalid one on are not added. `held` must be 0 where the fit's `cross` is
+    empty.
     """
     for i in range(n.shape[0]):
         good = n[i] >= 0.0 and seconds[i] > 0.0 and held[i] >= 0.0

@@ -1,9 +1,8 @@
-"""The caching game of a fleet: objects of any size, copies that can be parts, links alike.
+"""The caching game of a fleet: objects of any size, partial copies, equal links.
 
-Definition 2 and Eq. 6 of Georgiou 2026 where an access costs a node the same from any other
-holder of a copy. There the optimum is a flow of least cost from nodes to objects (Korupolu,
-Plaxton and Rajaraman, *Placement Algorithms for Hierarchical Cooperative Caching*, SODA 1999, one
-level).
+Definition 2 and Eq. 6 of Georgiou 2026 with one access cost for all remote copies. The optimum is a
+minimum-cost flow from nodes to objects (Korupolu, Plaxton and Rajaraman, *Placement Algorithms for
+Hierarchical Cooperative Caching*, SODA 1999, one level).
 """
 
 from __future__ import annotations
@@ -21,12 +20,10 @@ from pigou.games import Floats
 class ReplicationGame:
     """n nodes and m objects of many blocks; a node may hold any part of an object.
 
-    Node i accesses object o ``demand[i, o]`` times. Each access costs nothing for the part that i
-    holds; for what it does not, ``remote[i, o]`` (for the whole object) where another node has it
-    and that is cheaper, else ``miss[i, o]``. A placement is the share of each object that each node
-    holds, (nodes, objects), with sum over o of ``size[o] * share[i, o]`` at most ``capacity[i]``.
-
-    Raises ValueError for shapes or values that do not fit.
+    Node i accesses object o `demand[i, o]` times, at no cost for the part it holds, else the lower
+    of `remote[i, o]` (where another node has it) and `miss[i, o]`. A placement is shares (nodes,
+    objects) with sum over o of `size[o] * share[i, o]` <= `capacity[i]`. Raises ValueError for bad
+    shapes or values.
     """
 
     def __init__(
@@ -50,18 +47,16 @@ class ReplicationGame:
         if (self.size <= 0).any():
             raise ValueError("size must be above 0: leave empty objects out")
         cheapest = np.minimum(self.miss, self.remote)
-        #: What its own copy saves a node when there is another's, (nodes, objects).
+        #: Savings of a local copy over a remote one, (nodes, objects).
         self.own: Floats = self.demand * cheapest
-        #: What it saves all nodes together that somebody has a copy, (objects,).
+        #: Savings of all nodes from the first copy, (objects,).
         self.shared: Floats = (self.demand * (self.miss - cheapest)).sum(axis=0)
 
     def social_cost(self, held: ArrayLike, somewhere: ArrayLike | None = None) -> float:
-        """Return what all accesses cost together.
+        """Return the cost of all accesses, given shares `held` (nodes, objects).
 
-        Args:
-            held: share of each object that each node holds, (nodes, objects).
-            somewhere: share of each that any node holds, (objects,); when None, copies are of
-                leading parts (as of prefixes), and the longest one counts.
+        `somewhere` is each object's share on any node, (objects,); by default copies are prefixes,
+        and the longest counts.
         """
         shares = np.asarray(held, dtype=np.float64)
         anywhere = shares.max(axis=0, initial=0.0) if somewhere is None else np.asarray(somewhere)
@@ -69,11 +64,10 @@ class ReplicationGame:
         return none - float((self.own * shares).sum()) - float(self.shared @ anywhere)
 
     def optimum(self) -> tuple[Floats, float]:
-        """Return a placement of least social cost, and that cost.
+        """Return an optimal placement and its cost, exactly.
 
-        Exact: where all fits, where nobody gains by another's copy (then each node's is a knapsack
-        of divisible objects), and else by linear programming. Nodes may hold different parts of
-        an object.
+        Where nobody gains from remote copies, each node is a knapsack of divisible objects; else a
+        linear program.
         """
         wanted = self.own > 0.0
         if not self.shared.any():
@@ -86,7 +80,7 @@ class ReplicationGame:
         return held, self.social_cost(held, together)
 
     def _greedy(self) -> Floats:
-        """Fill each node with what saves it most a block."""
+        """Fill each node by savings per block."""
         saved_per_block = self.own / self.size
         order = np.argsort(-saved_per_block, axis=1, kind="stable")
         sizes = self.size[order]
@@ -98,7 +92,7 @@ class ReplicationGame:
         return held
 
     def _flow(self) -> Floats:
-        """Return the shares of the least cost; variables are (nodes x objects), then objects."""
+        """Return optimal shares; variables are (nodes x objects), then objects."""
         nodes, objects = self.demand.shape
         room = kron(eye_array(nodes), self.size[None, :], format="csr")
         copies = kron(np.ones((1, nodes)), -eye_array(objects), format="csr")

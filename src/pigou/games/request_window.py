@@ -1,4 +1,4 @@
-"""What was observed of a fleet: requests, their stages, and the loads they met."""
+"""Observations of a fleet: requests, their stages, and the loads they met."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike
 
 from pigou.games import Floats, Indices
 
-#: In place of a prefill worker: the decode worker prefilled itself.
+#: Prefill worker of a request whose decode worker prefilled.
 LOCAL = -1
 
 
@@ -18,15 +18,13 @@ _ONE: Floats = np.float64(1.0)  # type: ignore[assignment]
 
 @dataclass(frozen=True, slots=True)
 class RequestWindow:
-    """R completed requests. Every field has shape (requests,); times are in seconds.  ``waiting``
-    is the time before any worker had the request. Its decode stage ran on worker ``decode`` for
-    ``decode_seconds``, in which ``decode_load`` requests (itself counted, a mean over that
-    time) were there, and ``decode_total`` on all decode workers. ``prefill`` and the fields
-    that begin with it say the same of its remote prefill, queueing at that worker included; the
-    worker is -1 (and the other fields are not looked at) where the decode stage covers the
-    prefill. ``decode_work`` and ``prefill_work`` are the size of each stage in the unit that
-    laws are per, 1 unless given: a stage of work v takes v f(n). Raises ValueError for unequal
-    lengths, no requests, or values out of range.
+    """R completed requests; every field has shape (requests,), times in seconds.
+
+    `waiting` is the time before any worker had the request. The decode stage ran on worker `decode`
+    for `decode_seconds`, with `decode_load` requests there in the mean (itself counted) and
+    `decode_total` on all decode workers; `prefill*` say the same of a remote prefill (worker -1
+    where local). A stage of work v (`*_work`) takes v f(n). Raises ValueError for unequal lengths,
+    no requests, or values out of range.
     """
 
     waiting: Floats
@@ -69,13 +67,12 @@ class RequestWindow:
         prefill_work: ArrayLike = 1.0,
         decode_work: ArrayLike = 1.0,
     ) -> RequestWindow:
-        """Build a window from the times of requests.
+        """Build a window from request times in seconds, (requests,) each.
 
-        All are (requests,), times in seconds. A prefill worker of -1 means none: the decode stage
-        of that request begins at ``started``, and ``prefill_done`` is not looked at. ``scored``
-        (bool) picks the requests that count; the others (still running, or completed before the
-        window) only load the workers. Without them, the loads at the window's edges are too low.
-        Raises ValueError when a request ends a stage before it begins it.
+        A prefill worker of -1 means local prefill: decode begins at `started`, `prefill_done` is
+        ignored. `scored` (bool) picks the requests that count; the others only load the workers,
+        which keeps loads at the window's edges right. Raises ValueError when a request ends a stage
+        before it begins.
         """
         arrivals, begun, given, done = (
             np.asarray(t, dtype=np.float64) for t in (arrived, started, prefill_done, ended)
@@ -121,14 +118,14 @@ class RequestWindow:
 
     @property
     def observed(self) -> Floats:
-        """Seconds from arrival to end, each request's: (requests,)."""
+        """Seconds from arrival to end, (requests,)."""
         remote = np.where(self.prefill == LOCAL, 0.0, self.prefill_seconds)
         seconds: Floats = self.waiting + remote + self.decode_seconds
         return seconds
 
 
 def _loads(begin: Floats, end: Floats, worker: Indices) -> tuple[Floats, Floats]:
-    """Mean requests on the same worker, and on all, over each request's own stage."""
+    """Return mean requests on the same worker, and on all, over each request's stage."""
     total = _mean_present(begin, end)
     load = np.empty_like(total)
     for w in np.unique(worker):
@@ -138,7 +135,7 @@ def _loads(begin: Floats, end: Floats, worker: Indices) -> tuple[Floats, Floats]
 
 
 def _mean_present(begin: Floats, end: Floats) -> Floats:
-    """Mean number of intervals that are open, over each interval."""
+    """Return the mean number of open intervals over each interval."""
     origin = begin.min() if len(begin) else 0.0  # sums of clock readings would lose digits
     begin, end = begin - origin, end - origin
 

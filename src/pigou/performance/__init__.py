@@ -1,1 +1,1 @@
-"""Latency of a pool by its load and size, and the workers that a load needs."""
+"""Latency of a pool by load and size, and the workers a load needs."""

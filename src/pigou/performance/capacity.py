@@ -1,4 +1,4 @@
-"""Capacity of a pool: the load that n workers serve inside the objectives."""
+"""Capacity of a pool: the load that n workers serve within the objectives."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from pigou.performance.model import PerformanceModel, joint_share
 from pigou.performance.speed import RequestMix
 from pigou.request import Role
 
-#: Numbers of workers at which capacity is computed; between them lie straight lines.
+#: Worker counts at which capacity is computed; interpolated linearly between.
 KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-#: An objective that one request alone breaks is replaced by so many times its latency.
+#: An unreachable objective is replaced by this many times the latency of a single request.
 RELAXED = 1.5
 
 
 class CapacityCurve:
-    """Requests a second that n workers of one pool serve inside the objectives.
+    """Requests a second that n workers of one pool serve within the objectives of all classes.
 
-    Classes share the queue, so it is the lowest over their objectives. Capacity a worker rises with
-    n, because a larger pool waits less. It is computed at `KNOTS` when asked for.
+    Classes share the queue, so the strictest counts. Larger pools wait less, so capacity per worker
+    rises.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class CapacityCurve:
         self._shares: dict[tuple[float, int], float] = {}
 
     def __call__(self, workers: int) -> float:
-        """Return requests a second of so many workers, 0 or more."""
+        """Return requests a second of `workers` workers."""
         value = self._values.get(workers)
         if value is None:
             value = self._values[workers] = self._between(workers)
@@ -66,7 +66,7 @@ class CapacityCurve:
         return self._points[index]
 
     def inside_share(self, rps: float, workers: int) -> float:
-        """Return the share of requests inside the strictest class's part of its objective."""
+        """Return the share of requests within the strictest class's part of its objective."""
         key = (round(rps, 6), workers)
         if key not in self._shares:
             self._shares[key] = min(
@@ -76,7 +76,7 @@ class CapacityCurve:
         return self._shares[key]
 
     def workers_for(self, rps: float, max_workers: int) -> int:
-        """Return the fewest workers that serve a load, or `max_workers` where too few do."""
+        """Return the fewest workers that serve a load, at most `max_workers`."""
         if rps <= 0:
             return 0
         low, high = 0, 1
@@ -92,10 +92,10 @@ class CapacityCurve:
 
 
 def reachable(slo: Slo, performance: PerformanceModel, role: Role, mix: RequestMix) -> Slo:
-    """Return the objective, or where one request alone breaks it, one that can be met.
+    """Return the objective, relaxed where a single request alone misses it.
 
-    No number of workers shortens one request. An objective below its latency would buy workers
-    for nothing (Dynamo's pull request 11624) or none at all.
+    No number of workers shortens one request: such an objective would buy workers for nothing
+    (Dynamo's pull request 11624), or none at all.
     """
     share = joint_share(slo)
     single = performance.latency(role, 0.0, 1, mix, share)

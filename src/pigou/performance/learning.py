@@ -1,4 +1,4 @@
-"""Speeds of a pool, learned while serving, and corrections of a measured model, apart by cause."""
+"""Speeds of a pool, learned online, and corrections of a measured model by cause."""
 
 from __future__ import annotations
 
@@ -24,33 +24,32 @@ from pigou.windows.planner_window import (
     WorkerWindow,
 )
 
-#: Factors outside of these bounds are faults of the metrics, not of a model.
+#: Factors outside these bounds are metric faults.
 MIN_FACTOR, MAX_FACTOR = 0.25, 4.0
-#: Samples after which a fit is taken instead of its prior.
+#: Samples before a fit replaces its prior.
 MIN_SAMPLES = 5
-#: Samples further from the fit than this share count for less (Huber 1964).
+#: Relative residual beyond which a sample counts less (Huber 1964).
 _HUBER = 0.25
-#: Utilisation from which on waits say nothing of a stationary queue.
+#: Utilisation above which waits say nothing of a stationary queue.
 _MAX_BUSY = 0.9
-#: Expected wait, in services, from which on its ratio to the observed one means anything. Below,
-#: what the model leaves out of TTFT would count as queueing.
+#: Expected wait, in services, above which wait ratios mean anything; below, unmodelled TTFT would
+#: count as queueing.
 _MIN_WAIT = 0.3
-#: Expected wait, in services, up to which what is left of TTFT is overhead.
+#: Expected wait, in services, up to which residual TTFT is overhead.
 _NO_WAIT = 0.1
-#: Share of a window that a decode worker's own prompts may take where its ITL is that of streams.
+#: Largest share of a window that prompts may take on a decode worker whose ITL is compared.
 _MAX_OWN_PROMPTS = 0.2
-#: The same of a worker that does both: beyond, nearly every step has a chunk of a prompt.
+#: The same for a mixed worker: beyond, nearly every step has a prefill chunk.
 _MAX_PROMPTS = 0.95
-#: Waits are compared when the speed is known up to so much, as a logarithm.
+#: Log error of the speed below which waits are compared.
 _SPEED_KNOWN = 0.05
 
 
 class WarmUp:
     """Finds the warm workers of one pool, window after window.
 
-    A worker is warm when it was ready for `warm_up_s` before the window, and has worked in windows
-    of so many seconds: its first passes are slow, however late they come. Cold samples made a
-    planner ask for many more workers than it needed. At `warm_up_s` of 0 all ready workers are
+    A worker is warm once it was ready for `warm_up_s` and has worked for as long: its first passes
+    are slow. Cold samples made a planner overprovision. With `warm_up_s` of 0 all ready workers are
     warm.
     """
 
@@ -59,7 +58,7 @@ class WarmUp:
         self._worked_s: dict[tuple[str, int], float] = {}
 
     def warm(self, window: PlannerWindow, pool: PoolWindow) -> list[WorkerWindow]:
-        """Take in a window; return the workers of the pool that were warm in all of it."""
+        """Take in a window; return the workers that were warm throughout."""
         ready = {
             (worker.id, worker.since_ns): worker for worker in pool.in_state(WorkerState.READY)
         }
@@ -76,18 +75,16 @@ class WarmUp:
 
 
 def _works(worker: WorkerWindow) -> bool:
-    """Whether a worker had something to do; one without figures counts as working."""
+    """True if a worker had work, or reports no figures."""
     figures = (worker.computed_prompts, worker.running, worker.mean_running)
     return any(figures) or all(figure is None for figure in figures)
 
 
 class AffineRegression:
-    """y = x . theta with theta >= 0, by least squares of relative residuals that are forgotten.
+    """y = x . theta with theta >= 0: least squares of relative residuals with forgetting.
 
-    Args:
-        prior: theta before anything was seen. It counts for a tenth of a sample, so that what the
-            samples do not tell apart stays as it is.
-        half_life_s: after which a sample counts for half.
+    `prior` is theta at first, at a tenth of a sample's weight, so unidentified parts keep it. A
+    sample halves in weight after `half_life_s`.
     """
 
     def __init__(self, prior: Floats, half_life_s: float) -> None:
@@ -98,13 +95,13 @@ class AffineRegression:
         self.samples = 0.0
 
     def forget(self, seconds: float) -> None:
-        """Let so many seconds pass."""
+        """Age all samples by `seconds`."""
         decay = 0.5 ** (seconds / self._half_life_s)
         self._moments *= decay
         self.samples *= decay
 
     def add(self, x: Floats, y: float) -> None:
-        """Add a sample with y > 0; shape of x as of the prior."""
+        """Add a sample with y > 0."""
         weight = 1.0
         if self.samples >= MIN_SAMPLES:
             deviation = abs(float(x @ self.theta) / y - 1.0)
@@ -128,15 +125,10 @@ class AffineRegression:
 
 
 class SpeedLearner:
-    """The performance model of one pool, learned from its windows.
+    """Performance model of one pool, learned from its windows; limits are those of `prior`.
 
     Prefill: seconds of a worker's prompts = base prompts + token tokens + pair pairs. Decode: ITL =
-    b + a n + e h, with n the streams of a worker and h the tokens that they hold.
-
-    Args:
-        prior: the model before anything was seen; its limits stay.
-        times: how long a new worker's samples are left out.
-        half_life_s: after which a sample counts for half.
+    b + a n + e h, with n streams that hold h tokens. A sample halves in weight after `half_life_s`.
     """
 
     def __init__(
@@ -161,12 +153,7 @@ class SpeedLearner:
     def observe(
         self, window: PlannerWindow, pool: PoolWindow, siblings: Sequence[PoolWindow] = ()
     ) -> None:
-        """Add what one window showed of the pool's warm workers.
-
-        Args:
-            siblings: pools of the same model and GPUs, whose prompts teach a prefill pool to which
-                none is sent.
-        """
+        """Learn from warm workers; an idle prefill pool learns from its `siblings`' prompts."""
         self._prefill.forget(window.seconds)
         self._decode.forget(window.seconds)
         self._overloads *= 0.5 ** (window.seconds / self._half_life_s)
@@ -197,7 +184,7 @@ class SpeedLearner:
         streams, held, itl_s = worker.mean_running, worker.mean_held_tokens, worker.itl_s
         if not _positive(streams) or held is None or not _positive(itl_s):
             return
-        # Prompts that the gateway did not send are computed where their KV was lost on its way.
+        # A decode worker computes prompts whose KV was lost in transfer.
         limit = _MAX_PROMPTS if worker.computed_prompts else _MAX_OWN_PROMPTS
         if role.decodes and (worker.prefill_s or 0.0) > limit * seconds:
             self._overloads += 1.0
@@ -207,17 +194,17 @@ class SpeedLearner:
         self._decode.add(np.array([1.0, max(streams, 1.0), held]), itl_s)
 
     def is_ready(self, role: Role) -> bool:
-        """Whether there are samples enough to plan a pool of this role.
+        """True if samples suffice to plan a pool of this role.
 
-        Windows of an overload count: a pool that is overloaded from its start on has no others, and
-        is planned for with the prior's ITL.
+        Overloaded windows count: a pool overloaded from the start has no others, and is planned
+        with the prior's ITL.
         """
         decodes = self._decode.samples + self._overloads >= MIN_SAMPLES or not role.decodes
         return decodes and (self._prefill.samples >= MIN_SAMPLES or not role.prefills)
 
     @property
     def model(self) -> PerformanceModel:
-        """The model as learned; parts that were not seen often enough are the prior's."""
+        """The learned model; parts with too few samples are the prior's."""
         prior = self._prior
         prefill, decode = prior.prefill, prior.decode
         if self._prefill.samples >= MIN_SAMPLES:
@@ -232,17 +219,16 @@ class SpeedLearner:
 
 
 class Corrections:
-    """Observed over predicted speeds and waits of one pool, each apart.
+    """Observed over predicted speeds and waits of one pool, one factor per cause.
 
-    A factor that mixes the causes adds workers for a slow GPU and removes them for prefix hits, or
-    the other way round. Hits are measured, and shorten the prompts that the model is asked about.
+    One mixed factor would add workers for a slow GPU and remove them for prefix hits.
 
-    - speed: seconds of warm workers over what the model says of the same work;
-    - queueing: the mean wait over that of the model, where the pool is settled;
-    - overhead: what is left of TTFT where next to nobody waits (legs, transfer, first step).
+    - speed: seconds of warm workers over the model's for the same work;
+    - queueing: mean wait over the model's, where the pool is settled;
+    - overhead: residual TTFT where hardly anybody waits (legs, transfer, first step).
 
-    A factor closes a loop with the lag of a start-up: it moves by a gain of at most
-    pi / 4 / (start-up time) a second, half of where an integrator with that lag would be unstable.
+    The gain is at most pi / 4 / (start-up time) a second: half the stability limit of an integrator
+    with that lag.
     """
 
     def __init__(self, times: ProvisioningTimes, gain_per_s: float = 0.005) -> None:
@@ -256,12 +242,12 @@ class Corrections:
 
     @property
     def prefill_factor(self) -> float:
-        """Observed over predicted seconds of prompts."""
+        """Observed over predicted prefill seconds."""
         return math.exp(self._log_prefill)
 
     @property
     def decode_factor(self) -> float:
-        """Observed over predicted seconds between tokens."""
+        """Observed over predicted ITL."""
         return math.exp(self._log_decode)
 
     @property
@@ -273,13 +259,7 @@ class Corrections:
         self, window: PlannerWindow, pool: PoolWindow, model: PerformanceModel, mix: RequestMix,
         rps: float | None, mean_ttft_s: float | None,
     ) -> None:  # fmt: skip
-        """Compare one window with the model, which has no corrections.
-
-        Args:
-            mix: requests of the window, hits counted.
-            rps: requests a second to the pool; None where not known.
-            mean_ttft_s: of the window; None where not known.
-        """
+        """Compare one window with the uncorrected model; None means unknown."""
         step = 1.0 - math.exp(-self._gain_per_s * window.seconds)
         warm = self._warm_up.warm(window, pool)
         change = _log_change(self._log_prefill, _prefill_ratios(warm, model, pool.role))
@@ -304,7 +284,7 @@ class Corrections:
     def _is_settled(
         self, window: PlannerWindow, pool: PoolWindow, warm: list[WorkerWindow]
     ) -> bool:
-        """Whether the pool has had the same warm workers for a start-up time."""
+        """True if the warm workers have been the same for a start-up time."""
         workers = frozenset(worker.id for worker in warm)
         if workers != self._workers or len(workers) != len(pool.workers):
             self._workers, self._settled_ns = workers, window.now_ns
@@ -313,7 +293,7 @@ class Corrections:
 
 
 class PoolSpeed:
-    """The performance model of one pool: measured and corrected, or learned."""
+    """Performance model of one pool: measured and corrected, or learned."""
 
     def __init__(
         self, measured: PerformanceModel | None, role: Role, times: ProvisioningTimes
@@ -326,15 +306,15 @@ class PoolSpeed:
 
     @property
     def is_ready(self) -> bool:
-        """Whether enough is known to plan with it."""
+        """True if enough is known to plan with it."""
         return self._learner is None or self._learner.is_ready(self._role)
 
     @property
     def model(self) -> PerformanceModel:
-        """The model as it is now."""
+        """The current model."""
         if self._model is None:
             own = self._corrections
-            # Where speeds are learned, only what is not a worker's work is corrected.
+            # Learned speeds need no correction; waits and overhead do.
             factors = (own.prefill_factor, own.decode_factor) if self._measured else (1.0, 1.0)
             self._model = self._uncorrected().corrected(*factors, own.wait_factor, own.overhead_s)
         return self._model
@@ -349,13 +329,7 @@ class PoolSpeed:
         self, window: PlannerWindow, pool: PoolWindow, load: LoadWindow | None,
         mix: RequestMix | None, rps: float,
     ) -> None:  # fmt: skip
-        """Learn from one window.
-
-        Args:
-            load: of the pool's model; None where TTFT does not show its waits.
-            mix: requests of the model; None while none was seen.
-            rps: requests a second of the model.
-        """
+        """Learn from one window; `load` is None where TTFT does not show the pool's waits."""
         self._model = None
         sizes = [w.kv_tokens for w in pool.in_state(WorkerState.READY) if w.kv_tokens]
         if sizes:
@@ -376,7 +350,7 @@ class PoolSpeed:
 def _prefill_ratios(
     workers: list[WorkerWindow], model: PerformanceModel, role: Role
 ) -> list[float]:
-    """Return observed over predicted seconds of workers' prompts, steps of chunks included."""
+    """Return observed over predicted prefill seconds per worker, chunked steps included."""
     ratios = []
     for worker in workers:
         prompts, seconds = worker.computed_prompts, worker.prefill_s
@@ -393,11 +367,10 @@ def _decode_ratios(
     workers: list[WorkerWindow], model: PerformanceModel, mix: RequestMix, role: Role,
     seconds: float,
 ) -> list[float]:  # fmt: skip
-    """Return observed over predicted ITL of workers.
+    """Return observed over predicted ITL per worker.
 
-    A stream holds at most a whole request: what is counted beyond waits, and is not read. Workers
-    that computed many prompts are left out: a decode worker does where their KV was not held for
-    as long as they waited, one that does both where it is overloaded.
+    Streams holding more than a whole request are waiting, and skipped. So are workers that computed
+    many prompts: decode workers whose KV expired while they waited, and overloaded mixed workers.
     """
     ratios = []
     limit = _MAX_OWN_PROMPTS if role is Role.DECODE else _MAX_PROMPTS
@@ -416,14 +389,14 @@ def _decode_ratios(
 
 
 def prefill_share(worker: WorkerWindow, model: PerformanceModel, seconds: float) -> float:
-    """Return the share of a window's time that a worker's prompts take by a model, up to 0.9."""
+    """Return the predicted share of a window that a worker's prompts take, at most 0.9."""
     if not worker.computed_prompts or not _positive(worker.computed_tokens):
         return 0.0
     return min(worker.computed_prompts * _prompt_s(worker, model) / seconds, 0.9)
 
 
 def _prompt_s(worker: WorkerWindow, model: PerformanceModel) -> float:
-    """Return the predicted seconds of a worker's mean prompt."""
+    """Return predicted seconds of a worker's mean prompt."""
     assert worker.computed_prompts
     assert worker.computed_tokens is not None
     mean = worker.computed_tokens / worker.computed_prompts
@@ -434,14 +407,14 @@ def _prompt_s(worker: WorkerWindow, model: PerformanceModel) -> float:
 
 
 def _chunks(worker: WorkerWindow, model: PerformanceModel) -> float:
-    """Return the steps in which a worker computed prompts, each with the end of one at least."""
+    """Return the steps with prefill chunks, at least one per prompt."""
     assert worker.computed_prompts
     assert worker.computed_tokens is not None
     return max(worker.computed_tokens / model.chunk_tokens, float(worker.computed_prompts))
 
 
 def _step_s(worker: WorkerWindow, model: PerformanceModel) -> float:
-    """Return the predicted seconds of a step that decodes a worker's streams."""
+    """Return predicted seconds of a decode step of a worker's streams."""
     streams = worker.mean_running
     if not _positive(streams):
         return 0.0
@@ -450,7 +423,7 @@ def _step_s(worker: WorkerWindow, model: PerformanceModel) -> float:
 
 
 def _log_change(log_factor: float, ratios: list[float]) -> float:
-    """Return how far the median ratio lies from a factor, as a logarithm; 0 without ratios."""
+    """Return the log distance of the median ratio from a factor; 0 without ratios."""
     if not ratios:
         return 0.0
     ratio = min(max(float(np.median(ratios)), MIN_FACTOR), MAX_FACTOR)
@@ -462,7 +435,7 @@ def _positive(value: float | None) -> TypeGuard[float]:
 
 
 def prior_model(role: Role = Role.BOTH) -> PerformanceModel:
-    """Return a model to learn from: the priors of the latency model, for any role."""
+    """Return the model to learn from: the latency model's priors, for any role."""
     line = PrefillLine(0.005, 1e-4)
     law = DecodeLaw(LatencyLaw(0.0005, 0.02))
     return PerformanceModel(line, law, overhead_s=0.0 if role is Role.BOTH else 0.005)

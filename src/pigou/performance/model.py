@@ -1,4 +1,4 @@
-"""TTFT and ITL percentiles of a pool by its load and size, and the inverse."""
+"""TTFT and ITL percentiles of a pool by load and size, and the inverse."""
 
 from __future__ import annotations
 
@@ -24,32 +24,30 @@ from pigou.performance.speed import (
 )
 from pigou.request import Role
 
-#: Deviation of a request's mean number of neighbours over that of their number at a moment: what
-#: is averaged over T while it forgets in T has a variance of 2 / e times as much.
+#: Deviation of a request's mean neighbours over that of their number at an instant: averaging over
+#: T a process that forgets in T multiplies the variance by 2 / e.
 AVERAGING = math.sqrt(2.0 / math.e)
-#: Steps of what queueing results are cached by: of a limit, and of variances.
+#: Steps that queueing results are cached by: of a limit, and of variances.
 _LIMIT_STEP, _SCV_STEP = 0.005, 0.05
-#: The same for a worker that does both, whose prompts take longer with each stream.
+#: The same for a mixed worker, whose prompts slow down with each stream.
 _COARSE_STEP = 0.02
-#: Utilisations from here on are overload: the queue grows without end.
+#: Utilisations from here on are overload.
 _FULL = 1.0 - 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class PoolLatency:
-    """What a pool does at a load."""
+    """Latency of a pool at a load."""
 
     ttft_s: float
     itl_s: float
-    # share of time that its prefill, or share of the streams that its decode can hold, is in use:
-    # the larger.
-    utilisation: float
+    utilisation: float  # busy share of prefill, or used share of decode slots: the larger
     mean_ttft_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class PerformanceModel:
-    """Latency of a pool of equal workers by its load.
+    """Latency of a pool of equal workers by load.
 
     | symbol | meaning |
     |---|---|
@@ -59,29 +57,25 @@ class PerformanceModel:
     | n | streams of one worker, mean lambda osl ITL(n) / c (Little) |
     | q | share of requests that shall be inside |
 
-    Prefill: one queue before c servers (the router sends a prompt where it is computed first):
-    M/G/c with mean service D, its q-quantile (`pigou.games.queueing.response_quantile`).
-    Decode: all streams share the pool, a station whose rate depends on their number. Their number
-    N deviates by sqrt(N / (1 - e)), e the elasticity of ITL (linear noise; nearly that of the exact
-    station, Cohen 1979), a request's mean over its life by `AVERAGING` as much.
-    A worker that does both: prompts are computed in chunks, in steps that decode too, so ITL grows
-    by 1 / (1 - lambda D / c), and a prompt of k chunks takes D + k ITL(n).
+    Prefill: M/G/c with mean service D, q-quantile (`pigou.games.queueing.response_quantile`).
+    Decode: the number N of streams deviates by sqrt(N / (1 - e)), e the elasticity of ITL (linear
+    noise; close to the exact station, Cohen 1979), a request's mean over its life by `AVERAGING` as
+    much. Mixed: chunked prefill in decode steps, so ITL grows by 1 / (1 - lambda D / c), and a
+    prompt of k chunks takes D + k ITL(n).
     """
 
     prefill: PrefillSpeed  # seconds of prompts
     decode: DecodeSpeed  # seconds between tokens
     kv_tokens: float = math.inf
     max_seqs: int = 256  # most streams of one worker
-    chunk_tokens: int = 2048  # most prompt tokens of one step, of a worker that does both
-    # of TTFT apart from queue and prefill: KV transfer, network, first decode step.
+    chunk_tokens: int = 2048  # most prompt tokens of one step of a mixed worker
+    # TTFT besides queue and prefill: KV transfer, network, first decode step
     overhead_s: float = 0.0
-    # of TTFT for each token of the prompt that is sent to a decode worker.
-    transfer_token_s: float = 0.0
+    transfer_token_s: float = 0.0  # TTFT per prompt token sent to a decode worker
     prefill_factor: float = 1.0  # observed over predicted seconds
     decode_factor: float = 1.0
     wait_factor: float = 1.0  # observed over predicted waits
-    # False where the router sends prompts anywhere: c queues of one server each.
-    pooled: bool = True
+    pooled: bool = True  # False: c queues of one server (random routing)
 
     @classmethod
     def from_points(
@@ -91,11 +85,10 @@ class PerformanceModel:
         kv_tokens: float = math.inf,
         max_seqs: int = 256,
     ) -> PerformanceModel:
-        """Make a model of measured points, at least one of each.
+        """Make a model of measured points, at least one each.
 
-        Args:
-            prefill: (prompt tokens, seconds alone).
-            decode: (streams, tokens that each holds, seconds between tokens).
+        `prefill`: (prompt tokens, seconds alone); `decode`: (streams, tokens each holds, ITL in
+        seconds).
         """
         table = PrefillTable(tuple(sorted(prefill)))
         return cls(table, DecodeTable.of(decode), kv_tokens, max_seqs)
@@ -103,7 +96,7 @@ class PerformanceModel:
     def corrected(
         self, prefill_factor: float, decode_factor: float, wait_factor: float, more_s: float = 0.0
     ) -> PerformanceModel:
-        """Return the model with other factors, and so many seconds more of overhead."""
+        """Return the model with these factors and `more_s` added overhead."""
         return replace(
             self,
             overhead_s=self.overhead_s + more_s,
@@ -115,11 +108,11 @@ class PerformanceModel:
     # --- one worker ------------------------------------------------------------------------
 
     def service_s(self, mix: RequestMix) -> float:
-        """Return the mean seconds of a prompt's uncached tokens on one worker."""
+        """Return mean prefill seconds of a prompt's uncached tokens."""
         return self.prefill_factor * self.prefill.seconds(mix.computed, mix.isl)
 
     def service_scv(self, mix: RequestMix) -> float:
-        """Return the squared coefficient of variation of `service_s`, by its slope in length."""
+        """Return the squared coefficient of variation of `service_s`, from its slope in length."""
         mean = self.service_s(mix)
         if mix.isl_scv <= 0 or mean <= 0:
             return 0.0
@@ -127,21 +120,21 @@ class PerformanceModel:
         return mix.isl_scv * ((longer - mean) / (0.01 * mean)) ** 2
 
     def itl_at(self, streams: float, mix: RequestMix) -> float:
-        """Return the seconds between tokens of so many streams on one worker."""
+        """Return the ITL in seconds at `streams` streams per worker."""
         return self.decode_factor * self.decode.itl_s(max(streams, 1.0), mix.context)
 
     def max_streams(self, mix: RequestMix) -> float:
-        """Return how many streams one worker can hold."""
+        """Return the streams one worker can hold."""
         return max(min(float(self.max_seqs), self.kv_tokens / mix.context), 1.0)
 
     def batch(self, mix: RequestMix, itl_s: float) -> float:
-        """Return the most streams of one worker with an ITL within `itl_s`; 0.0 for none."""
+        """Return the most streams per worker with ITL within `itl_s`; 0.0 for none."""
         return largest_batch(
             self.decode, mix.context, itl_s / self.decode_factor, self.max_streams(mix)
         )
 
     def throughput_rps(self, role: Role, mix: RequestMix) -> float:
-        """Return the most requests a second of one worker, whatever they wait."""
+        """Return the most requests a second of one worker, whatever the wait."""
         prefill = 1.0 / self.service_s(mix) if role.prefills else math.inf
         if not role.decodes:
             return prefill
@@ -153,7 +146,7 @@ class PerformanceModel:
     def latency(
         self, role: Role, rps: float, workers: int, mix: RequestMix, share: float
     ) -> PoolLatency:
-        """Return what a pool of so many workers does at a load; what it has no part in is 0."""
+        """Return TTFT and ITL of a pool at a load; 0 for what its role has no part in."""
         if rps <= 0:
             service = self.service_s(mix) + self._overhead(mix) if role.prefills else 0.0
             itl = self.itl_at(1.0, mix) if role.decodes else 0.0
@@ -187,10 +180,9 @@ class PerformanceModel:
         return PoolLatency(ttft, 0.0, utilisation, service * (1.0 + wait) + overhead)
 
     def streams(self, role: Role, rps: float, workers: int, mix: RequestMix) -> float:
-        """Return the mean streams of one worker; infinity where it cannot hold the load.
+        """Return mean streams per worker; infinity in overload.
 
-        The least n with n >= lambda osl ITL(n) / (c (1 - rho)), rho the share of its time that
-        prompts take.
+        The least n with n >= lambda osl ITL(n) / (c (1 - rho)), rho the busy share of prefill.
         """
         rho = rps * self.service_s(mix) / workers if role is Role.BOTH else 0.0
         if rho >= _FULL:
@@ -218,10 +210,10 @@ class PerformanceModel:
     def inside_share(
         self, role: Role, rps: float, workers: int, mix: RequestMix, slo: Slo
     ) -> float:
-        """Return the share of requests inside the part of the objective of a pool of one role.
+        """Return the share of requests within the role's part of the objective.
 
-        Prefill: the largest q whose quantile of TTFT keeps it. Decode: the probability that the
-        streams of a worker, as a request sees them in the mean, are no more than its batch.
+        Prefill: the largest q whose TTFT quantile keeps it. Decode: P(mean streams a request sees
+        <= batch).
         """
         if rps <= 0:
             return 1.0
@@ -252,10 +244,7 @@ class PerformanceModel:
     # --- the inverse -----------------------------------------------------------------------
 
     def limit_rps(self, role: Role, workers: int, mix: RequestMix, slo: Slo, share: float) -> float:
-        """Return the most requests a second of which a share is inside the objective.
-
-        A pool is held to its own part of it: prefill to TTFT, decode to ITL, `both` to both.
-        """
+        """Return the most requests a second with `share` inside the role's objectives."""
         if workers < 1:
             return 0.0
         if role is Role.PREFILL:
@@ -280,14 +269,14 @@ class PerformanceModel:
         return rps <= limit
 
     def _chunked_s(self, mix: RequestMix, streams: float) -> float:
-        """Return the seconds of a prompt in chunks, in steps that decode too."""
+        """Return seconds of a prompt chunked into decode steps."""
         chunks = math.ceil(mix.computed / self.chunk_tokens)
         return self.service_s(mix) + chunks * self.itl_at(streams, mix)
 
     def workers_for(
         self, role: Role, rps: float, mix: RequestMix, slo: Slo, share: float
     ) -> int | None:
-        """Return the fewest workers that keep the objective; None where no number does."""
+        """Return the fewest workers that keep the objective; None if no number does."""
         if rps <= 0:
             return 0
         if self.limit_rps(role, 1, mix, slo, share) <= 0:
@@ -334,7 +323,7 @@ class PerformanceModel:
         return self.overhead_s + self.transfer_token_s * mix.isl
 
     def _variances(self, mix: RequestMix) -> tuple[float, float]:
-        """Return the variances of service and arrivals, the latter so that waits are as seen."""
+        """Return variances of service and of arrivals, the latter scaled so that waits match."""
         scv = step_below(self.service_scv(mix) + 0.5 * _SCV_STEP, _SCV_STEP)
         arrival = self.wait_factor * (mix.arrival_scv + scv) - scv
         return scv, max(step_below(arrival + 0.5 * _SCV_STEP, _SCV_STEP), 0.0)
@@ -351,9 +340,9 @@ class PerformanceModel:
 
 
 def joint_share(slo: Slo) -> float:
-    """Return the share that each of two objectives keeps, so that both keep the percentile.
+    """Return the share each of two objectives must keep: 1 - (1 - p) / 2 (Bonferroni).
 
-    1 - (1 - p) / 2 (Bonferroni); p itself where only one of them is finite.
+    p itself where only one is finite.
     """
     if math.isinf(slo.ttft_s) or math.isinf(slo.itl_s):
         return slo.share

@@ -1,51 +1,40 @@
-"""TTFT and ITL of a pool under a mix of request lengths, and the load that it holds.
+"""TTFT and ITL of a pool under a mix of request lengths, and the load it holds.
 
 | symbol | meaning |
 |---|---|
 | c | workers |
 | lambda | requests a second |
-| s_i, w_i | seconds of a prompt of class i on one worker, and the share of the class |
-| S | seconds of a prompt, over all classes |
+| s_i, w_i | prefill seconds of class i on one worker, and the class's share |
+| S | prefill seconds over all classes |
 | n | streams of one worker |
 | ITL(n) | seconds of a decode step of n streams |
 | o_j | output tokens of class j |
+| z | seconds a prompt takes from its worker's streams |
+| N | mean prompts per worker in a time |
+| ca2 | variance of interarrival times over their squared mean |
 
-Prompts wait in one queue before c servers (the router sends a prompt where it is computed first).
-With C of Erlang and W = (1 + cv2) / 2 x the wait of M/M/c (Lee and Longton), a wait exceeds t with
-probability C e^(-t C / W), so
+Prompts wait in one queue for c servers. With Erlang's C and W = (1 + cv2) / 2 x the wait of M/M/c
+(Lee and Longton), P(wait > t) = C e^(-t C / W), so
 
     P(TTFT <= t) = sum of w_i (1 - C e^(-(t - s_i) C / W)) over classes with s_i < t.
 
-Streams hold lambda o ITL(n) / c of a worker (Little). A class holds contexts in proportion to its
-tokens, not to its requests. A step with a chunk takes as long as the chunk, and what streams add to
-a step: a prompt of k chunks takes z_i = s_i - k ITL(1) from the streams of a worker that does both,
-and itself s_i + k (ITL(n) - ITL(1)). With rho = lambda E[z] / c tokens take ITL(n) / (1 - rho). A
-request of o_j tokens lives until a work with drift 1 - rho has grown to o_j ITL(n): the mean of its
-gaps is inverse Gaussian. Its variance is that of prompts in its life (`prompt_work`) over
-(o_j (1 - rho))^2, and what neighbours add, whose number varies (1 + ca2) / 2 times as that of
-Poisson arrivals (ca2: squared variation of gaps).
+Streams hold lambda o ITL(n) / c of a worker (Little); a class holds context by its tokens. On a
+mixed worker a prompt of k chunks takes z_i = s_i - k ITL(1) from the streams, and itself s_i + k
+(ITL(n) - ITL(1)). With rho = lambda E[z] / c tokens take ITL(n) / (1 - rho). The mean gap of a
+request of o_j tokens is inverse Gaussian: its life ends when work with drift 1 - rho reaches o_j
+ITL(n). Its variance is that of prompts in its life (`PromptWork`) over (o_j (1 - rho))^2, plus the
+neighbours', whose number varies (1 + ca2) / 2 times as for Poisson arrivals.
 
-The last chunk of a prompt is filled up with the next one, and both are done with the step: a prompt
-takes longer by what fits behind it, wherever another waits (with probability C).
+With probability C another prompt waits and fills up the last chunk, which lengthens the prompt.
+Streams beyond the batch wait for a slot and count as outside.
 
-Streams beyond the batch wait for a slot: their requests count as outside. What decode workers
-compute of prompts, where the prefill pool is too small, is told by `split_load`.
-
-Prompts that a pool computes beside its streams, and how unevenly they come:
-
-| symbol | meaning |
-|---|---|
-| z | seconds that a prompt takes from the streams of its worker |
-| N | prompts that come to one worker in a time, in the mean |
-| c | workers |
-| ca2 | variance of gaps between prompts over their squared mean |
-
-The seconds of a worker's prompts in a time vary by N Var[z] + Var[N] E[z]^2. Workers are served in
-turn, nearly: each takes the prompt when it has the least to do. So
+A worker's prefill seconds vary by N Var[z] + Var[N] E[z]^2. The least loaded worker takes each
+prompt:
 
     Var[N] = min(N (1 + (ca2 - 1) / c), N ca2 / c + 1 / 6),
 
-what random workers get, or an equal part of all prompts, which is not a whole number.
+random workers, or an equal split rounded to whole prompts. `split_load` covers local prefill in an
+overloaded prefill pool.
 """
 
 from __future__ import annotations
@@ -65,35 +54,35 @@ from pigou.request import Role
 
 #: Utilisations from here on are overload.
 _FULL = 1.0 - 1e-6
-#: Steps until a prompt that comes during one is begun: half of it, and one that was planned ahead.
+#: Steps before a prompt begins: half of the current one, and one planned ahead.
 _ALIGNMENT = 1.5
-#: Steps until a request that comes to a decode worker has its token, as simulated: the one that is
-#: under way, those that were planned ahead, and its own.
+#: Steps before a request has its token on a decode worker, as simulated: the current one, those
+#: planned ahead, and its own.
 _JOINING = 4.0
-#: Halvings in a search for a rate, and for a quantile.
+#: Bisections of a rate, and of a quantile.
 _RATE_HALVINGS, _QUANTILE_HALVINGS = 14, 26
-#: Variance of what one of many servers that are served in turn gets of an exact number.
+#: Variance of one server's part when an exact number is split in turn.
 _IN_TURN = 1.0 / 6.0
 
 
 @dataclass(frozen=True, slots=True)
 class PromptWork:
-    """Prompts that a pool computes beside its streams."""
+    """Prompts computed beside a pool's streams."""
 
     rate_rps: float = 0.0  # a second
-    mean_s: float = 0.0  # seconds that one takes from the streams of its worker
+    mean_s: float = 0.0  # seconds one takes from its worker's streams
     square_s2: float = 0.0  # mean of their squares
-    arrival_scv: float = 1.0  # variance of the gaps between them over their squared mean
-    # what those that come together add to the squares; one, or of each class of streams.
+    arrival_scv: float = 1.0  # variance of interarrival times over the squared mean
+    # added by simultaneous prompts: one value, or per class of streams
     cluster_s2: float | np.ndarray = 0.0
 
     @property
     def busy(self) -> float:
-        """Workers that do nothing else."""
+        """Workers' worth of prefill time."""
         return self.rate_rps * self.mean_s
 
     def variance_s2(self, seconds: np.ndarray, workers: int) -> np.ndarray:
-        """Return the variance of what one of `workers` workers computes in `seconds` seconds."""
+        """Return the variance of one worker's prefill time in `seconds`."""
         count = self.rate_rps * seconds / workers
         free = 1.0 + (self.arrival_scv - 1.0) / workers
         counts = np.minimum(count * free, count * self.arrival_scv / workers + _IN_TURN)
@@ -103,7 +92,7 @@ class PromptWork:
 
 
 class LengthClasses:
-    """Requests by length, one entry a class; arrays have shape (classes,)."""
+    """Requests by length class; arrays have shape (classes,)."""
 
     def __init__(
         self, prompts: np.ndarray, computed: np.ndarray, outputs: np.ndarray, shares: np.ndarray
@@ -115,7 +104,7 @@ class LengthClasses:
         self.context = float(shares @ held) / self.osl  # mean tokens that a stream holds
 
     def mean_and_scv(self, values: np.ndarray) -> tuple[float, float]:
-        """Return the mean of a value over the requests, and its variance over the squared mean."""
+        """Return a value's mean over requests, and its variance over the squared mean."""
         mean = float(self.shares @ values)
         return mean, float(self.shares @ values**2) / mean**2 - 1.0
 
@@ -124,7 +113,7 @@ _NO_PROMPTS = PromptWork()
 
 
 class PoolLoad:
-    """A pool of workers of one kind and role, under a mix of lengths."""
+    """A pool of equal workers of one role under a mix of lengths."""
 
     def __init__(
         self, performance: PerformanceModel, role: Role, classes: LengthClasses,
@@ -143,7 +132,7 @@ class PoolLoad:
         counts = doubling(1, performance.max_seqs)
         itl_s = performance.decode.itl_s
         self._steps = [(float(n), itl_s(float(n), classes.context)) for n in counts]
-        # seconds that each class's prompt takes from the streams of its worker
+        # seconds each class's prompt takes from its worker's streams
         self.stalls_s = np.maximum(self.prompt_s - self.chunks * self.step_s(1.0), 0.0)
         self._stall = (
             float(classes.shares @ self.stalls_s), float(classes.shares @ self.stalls_s**2)
@@ -153,14 +142,14 @@ class PoolLoad:
         self.max_streams = max(min(float(performance.max_seqs), room), 1.0)
 
     def _fillings_s(self) -> np.ndarray:
-        """Return seconds of what fits behind the last chunk of each class's prompt."""
+        """Return seconds of what fills up the last chunk, per class."""
         chunk, computed = self._performance.chunk_tokens, self.classes.computed
         room = np.where(computed % chunk > 0, chunk - computed % chunk, 0.0)
         mean = float(self.classes.shares @ computed)
         return np.minimum(room, mean) * (self._mean_s / mean)
 
     def _seconds(self, computed: float, prompt: float) -> float:
-        """Return seconds of a prompt's uncached tokens, which attend to the cached ones, too."""
+        """Return prefill seconds of uncached tokens, which attend to the cached ones."""
         speed = self._performance.prefill
         after_cached_s = speed.seconds(prompt, prompt) - speed.seconds(prompt - computed, prompt)
         return max(speed.seconds(computed, prompt), after_cached_s)
@@ -168,11 +157,11 @@ class PoolLoad:
     # --- decode ---------------------------------------------------------------------------------
 
     def step_s(self, streams: float) -> float:
-        """Return the seconds of a decode step of so many streams."""
+        """Return the seconds of a decode step of `streams` streams."""
         return interpolate(self._steps, max(streams, 1.0))
 
     def streams(self, rate_rps: float, workers: int, prompts: PromptWork | None = None) -> float:
-        """Return the mean streams of one worker; infinity where it cannot hold them."""
+        """Return mean streams per worker; infinity in overload."""
         rho = self._prompts(rate_rps, prompts).busy / workers
         key = (rate_rps, workers, rho)
         if self._last_streams[0] != key:
@@ -188,21 +177,18 @@ class PoolLoad:
         return crossing(lambda n: n - demand * self.step_s(n), self.max_streams)
 
     def joining_s(self, rate_rps: float, workers: int) -> float:
-        """Return the seconds by which a decode pool's load delays first tokens.
-
-        A request joins between two steps; the steps of an idle worker are in the overhead.
-        """
+        """Return the seconds that a decode pool's load delays first tokens."""
         streams = self.streams(rate_rps, workers)
         if self._role is not Role.DECODE or math.isinf(streams):
             return 0.0
         return self.joining_of(streams)
 
     def joining_of(self, streams: float) -> float:
-        """Return the same where each worker has so many streams."""
+        """Return the same at `streams` streams per worker."""
         return _JOINING * self.step_s(streams) - self.step_s(1.0)
 
     def mixed_service_s(self, streams: float) -> np.ndarray:
-        """Return the seconds of each class's prompt on a worker that has `streams` streams."""
+        """Return prefill seconds of each class on a worker with `streams` streams."""
         step_s = self.step_s(streams)
         more_s = self.chunks * (step_s - self.step_s(1.0))
         return self.prompt_s + more_s + _ALIGNMENT * (1.0 - math.exp(-streams)) * step_s
@@ -236,7 +222,7 @@ class PoolLoad:
     def itl_share(
         self, rate_rps: float, workers: int, itl_s: float, prompts: PromptWork | None = None
     ) -> float:
-        """Return the share of requests whose mean gap between tokens is within `itl_s`."""
+        """Return the share of requests whose mean ITL is within `itl_s`."""
         if not self._role.decodes:
             return 1.0
         mean, deviations, slots = self._itl(rate_rps, workers, prompts)
@@ -248,7 +234,7 @@ class PoolLoad:
     # --- prefill --------------------------------------------------------------------------------
 
     def _services(self, rate_rps: float, workers: int) -> np.ndarray:
-        """Return seconds of each class's prompt on its worker; infinity in overload."""
+        """Return prefill seconds of each class; infinity in overload."""
         if self._role is Role.PREFILL:
             return self.prompt_s
         streams = self.streams(rate_rps, workers)
@@ -257,7 +243,7 @@ class PoolLoad:
         return self.mixed_service_s(streams)
 
     def _wait(self, rate_rps: float, workers: int, services: np.ndarray) -> tuple[float, float]:
-        """Return the probability of a wait, and its mean if there is one; infinity in overload."""
+        """Return the probability of a wait, and its mean given one; infinity in overload."""
         mean, scv = self.classes.mean_and_scv(services)
         rho = rate_rps * mean / workers
         if not rho < _FULL:
@@ -272,11 +258,7 @@ class PoolLoad:
         ttft_s: float,
         more_s: float = 0.0,
     ) -> float:
-        """Return the share of prompts whose first token comes within `ttft_s`.
-
-        Args:
-            more_s: seconds that it takes elsewhere.
-        """
+        """Return the share of prompts with TTFT within `ttft_s`, `more_s` of it elsewhere."""
         if not self._role.prefills:
             return 1.0
         services = self._services(rate_rps, workers)
@@ -288,7 +270,7 @@ class PoolLoad:
         return float(self.classes.shares @ inside)
 
     def mean_ttft_s(self, rate_rps: float, workers: int) -> float:
-        """Return the mean seconds to the first token of the prompts of this pool."""
+        """Return the mean TTFT of this pool's prompts."""
         if not self._role.prefills:
             return 0.0
         services = self._services(rate_rps, workers)
@@ -301,7 +283,7 @@ class PoolLoad:
     def ttft_quantile_s(
         self, rate_rps: float, workers: int, share: float, more_s: float = 0.0
     ) -> float:
-        """Return the TTFT that a share of requests is within; infinity in overload."""
+        """Return a quantile of TTFT; infinity in overload."""
         if not self._role.prefills:
             return 0.0
         return quantile_s(lambda t: self.ttft_share(rate_rps, workers, t, more_s), share)
@@ -309,7 +291,7 @@ class PoolLoad:
     def itl_quantile_s(
         self, rate_rps: float, workers: int, share: float, prompts: PromptWork | None = None
     ) -> float:
-        """Return the ITL that a share of requests with a slot is within; infinity in overload."""
+        """Return a quantile of ITL over requests with a slot; infinity in overload."""
         if not self._role.decodes:
             return 0.0
         mean, _, slots = self._itl(rate_rps, workers, prompts)
@@ -318,7 +300,7 @@ class PoolLoad:
         return quantile_s(lambda t: self.itl_share(rate_rps, workers, t, prompts) / slots, share)
 
     def mean_itl_s(self, rate_rps: float, workers: int, prompts: PromptWork | None = None) -> float:
-        """Return the mean seconds between tokens; 0.0 for a pool that has no part in it."""
+        """Return mean ITL in seconds; 0.0 for a prefill pool."""
         return self._itl(rate_rps, workers, prompts)[0] if self._role.decodes else 0.0
 
     def limit_rps(
@@ -328,11 +310,7 @@ class PoolLoad:
         share: float,
         more_s: float = 0.0,
     ) -> float:
-        """Return the most requests a second of which a share is inside the pool's objectives.
-
-        Args:
-            more_s: seconds that first tokens take elsewhere.
-        """
+        """Return the most requests a second with `share` inside; `more_s` of TTFT is elsewhere."""
 
         def inside(rate_rps: float) -> bool:
             return (
@@ -365,7 +343,7 @@ def _inverse_gaussian(x: float, mean: float, deviation: np.ndarray) -> np.ndarra
 
 
 def quantile_s(share_within: Callable[[float], float], share: float) -> float:
-    """Return the seconds that a share of the requests is within; infinity in overload."""
+    """Return the seconds within which `share` of requests lie; infinity in overload."""
     high = 1e-3
     while share_within(high) < share:
         high *= 2.0

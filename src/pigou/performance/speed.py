@@ -1,4 +1,4 @@
-"""Speeds of one worker: seconds of a prompt, and seconds between tokens of its streams."""
+"""Speeds of one worker: prefill seconds of a prompt, and ITL of its streams."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from pigou.games.latency import LatencyLaw
 
-#: Halvings of an interval in which a number of streams lies.
+#: Bisections of a number of streams.
 _HALVINGS = 26
 #: x of a point (x, y).
 _ABSCISSA = itemgetter(0)
@@ -21,40 +21,38 @@ _ABSCISSA = itemgetter(0)
 
 @dataclass(frozen=True, slots=True)
 class RequestMix:
-    """What the requests of a model are like."""
+    """Lengths, hit rate and arrivals of a model's requests."""
 
     isl: float  # mean prompt tokens, above 0
     osl: float  # mean output tokens, at least 1
-    # share of prompt tokens that is cached; it shortens prefill, not what decode holds.
-    hit_rate: float = 0.0
+    hit_rate: float = 0.0  # cached share of prompt tokens; shortens prefill, not decode
     isl_scv: float = 0.0  # variance of prompt tokens over the squared mean
-    # variance of gaps between arrivals over the squared mean; 1 for Poisson.
-    arrival_scv: float = 1.0
+    arrival_scv: float = 1.0  # variance of interarrival times over the squared mean; 1: Poisson
 
     @property
     def computed(self) -> float:
-        """Mean tokens of a prompt that are not cached."""
+        """Mean uncached tokens of a prompt."""
         return self.isl * (1.0 - self.hit_rate)
 
     @property
     def context(self) -> float:
-        """Mean tokens that a stream holds while it decodes: isl + osl / 2."""
+        """Mean tokens a stream holds while it decodes: isl + osl / 2."""
         return self.isl + 0.5 * self.osl
 
 
 class PrefillSpeed(Protocol):
-    """Seconds that a worker takes for a prompt alone."""
+    """Prefill seconds of a prompt alone on a worker."""
 
     def seconds(self, tokens: float, prompt: float) -> float:
-        """Return the seconds of a prompt of which `tokens` are not cached."""
+        """Return the seconds of a prompt with `tokens` uncached."""
         ...
 
 
 class DecodeSpeed(Protocol):
-    """Seconds between tokens of a worker's streams."""
+    """ITL of a worker's streams."""
 
     def itl_s(self, streams: float, context: float) -> float:
-        """Return them with so many streams that hold `context` tokens each; rising in both."""
+        """Return seconds between tokens of `streams` with `context` tokens each; rises in both."""
         ...
 
 
@@ -74,9 +72,9 @@ class PrefillLine:
 
 @dataclass(frozen=True, slots=True)
 class PrefillTable:
-    """Measured (prompt tokens, seconds), nothing cached; straight lines between and beyond.
+    """Measured (prompt tokens, seconds) without hits; linear between and beyond.
 
-    A prompt with c cached tokens takes the seconds of its u uncached ones as if they were alone.
+    Cached tokens cost nothing: u uncached tokens take as long as a prompt of u tokens.
     """
 
     points: tuple[tuple[float, float], ...]
@@ -93,10 +91,9 @@ class PrefillTable:
 class DecodeLaw:
     """law(n) + context_token_s n (context - mean_context)."""
 
-    law: LatencyLaw  # seconds between tokens of n streams that hold `mean_context` tokens each
-    # seconds by which each token that streams hold makes a step longer.
-    context_token_s: float = 0.0
-    mean_context: float = 0.0  # tokens that a stream held where the law was learned
+    law: LatencyLaw  # seconds between tokens of n streams with `mean_context` tokens each
+    context_token_s: float = 0.0  # seconds each held token adds to a step
+    mean_context: float = 0.0  # tokens per stream when the law was learned
 
     def itl_s(self, streams: float, context: float) -> float:
         """Return the seconds between tokens, at least a tenth of the law's."""
@@ -108,7 +105,7 @@ class DecodeLaw:
 
 @dataclass(frozen=True, slots=True)
 class DecodeTable:
-    """Measured (context, points (streams, seconds)); straight lines between and beyond."""
+    """Measured (context, points (streams, seconds)); linear between and beyond."""
 
     rows: tuple[tuple[float, tuple[tuple[float, float], ...]], ...]
 
@@ -132,9 +129,9 @@ class DecodeTable:
 
 
 def interpolate(points: Sequence[tuple[float, float]], x: float) -> float:
-    """Return y at x on straight lines through points (x, y); the last line goes on.
+    """Return y at x, linear through points (x, y) and beyond the last.
 
-    Below the first point y is its y, and never below 0; beyond the last it never falls.
+    Below the first point y is constant; beyond the last it never falls. Never below 0.
     """
     index = bisect.bisect_right(points, x, key=_ABSCISSA)
     if index == 0 or len(points) == 1:
@@ -148,10 +145,7 @@ def interpolate(points: Sequence[tuple[float, float]], x: float) -> float:
 
 
 def largest_batch(speed: DecodeSpeed, context: float, itl_s: float, max_streams: float) -> float:
-    """Return the most streams, up to a limit, whose ITL is within `itl_s`; 0.0 for not even one.
-
-    Streams beyond the number of greatest throughput n / ITL(n) are of no use, and not counted.
-    """
+    """Return the most streams with ITL within `itl_s`, up to the throughput peak; or 0.0."""
     if speed.itl_s(1.0, context) > itl_s:
         return 0.0
     high = max(max_streams, 1.0)
@@ -165,7 +159,7 @@ def largest_batch(speed: DecodeSpeed, context: float, itl_s: float, max_streams:
 def halved(
     low: float, high: float, is_inside: Callable[[float], bool], halvings: int
 ) -> tuple[float, float]:
-    """Return an interval, halved so often, of which the lower end is inside a limit."""
+    """Return the interval after bisections; its lower end is inside the limit."""
     for _ in range(halvings):
         middle = 0.5 * (low + high)
         low, high = (middle, high) if is_inside(middle) else (low, middle)
@@ -173,14 +167,14 @@ def halved(
 
 
 def elasticity(speed: DecodeSpeed, streams: float, context: float) -> float:
-    """Return n ITL'(n) / ITL(n): per cent that ITL rises with one per cent more streams."""
+    """Return n ITL'(n) / ITL(n): per cent of ITL per per cent of streams."""
     step = 1e-3 * max(streams, 1e-3)
     rise = speed.itl_s(streams + step, context) - speed.itl_s(streams - step, context)
     return streams * rise / (2.0 * step) / speed.itl_s(streams, context)
 
 
 def crossing(excess: Callable[[float], float], high: float) -> float:
-    """Return where a function that rises from below 0 at 0 is 0, up to `high` (Illinois method)."""
+    """Return the root of an increasing function in [0, high] (Illinois method)."""
     low, below, above = 0.0, excess(0.0), excess(high)
     if below >= 0.0:
         return 0.0
@@ -202,7 +196,7 @@ def crossing(excess: Callable[[float], float], high: float) -> float:
 
 
 def doubling(low: int, high: int) -> list[int]:
-    """Return low, 2 low, 4 low ... below `high`, and `high`."""
+    """Return low, 2 low, 4 low ... below `high`, then `high`."""
     values = [low]
     while 2 * values[-1] < high:
         values.append(2 * values[-1])
@@ -210,7 +204,7 @@ def doubling(low: int, high: int) -> list[int]:
 
 
 def step_below(value: float, step: float) -> float:
-    """Return a multiple of a step, relative for values above 1."""
+    """Return the next multiple of a step below; relative for values above 1."""
     if value <= 1.0:
         return math.floor(value / step) * step
     return math.exp(math.floor(math.log(value) / step) * step)

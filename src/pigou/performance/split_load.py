@@ -1,44 +1,40 @@
-"""A prefill and a decode pool: prompts that would wait too long are computed by decode workers.
+"""A prefill and a decode pool: prompts that would wait too long prefill on decode workers.
 
 | symbol | meaning |
 |---|---|
 | Q | seconds until a prefill worker is free for a prompt |
-| s, x | seconds of a prompt on a prefill worker, and of its transfer |
-| z | seconds that it takes from the streams of a decode worker |
+| s, x | prefill seconds on a prefill worker, and of the KV transfer |
+| z | seconds a prompt takes from a decode worker's streams |
 | c, d | workers of the prefill and of the decode pool |
 | n, f | streams of a decode worker, and seconds of its step |
-| n' | requests of the decode worker with the fewest, those with prompts before them included |
-| q | seconds of prompts that wait on a decode worker (M/G/d) |
-| m | mean seconds to the first token |
-| l, l' | prompts a second that may come to a prefill worker: lambda / c; to a decode worker |
-| tau | the Q from which on a prompt is computed by a decode worker |
-| phi | share of prompts that are: P(Q > tau) |
+| n' | requests on the decode worker with the fewest, waiting prompts included |
+| q | seconds of prompts waiting on a decode worker (M/G/d) |
+| m | mean TTFT |
+| l, l' | prompts a second per prefill worker (lambda / c), per decode worker |
+| tau | Q above which a prompt prefills locally |
+| phi | share of local prefills: P(Q > tau) |
 
-The router takes the way of least cost (`pigou.control.routing.toll.terms`), with the weights of
-its default parameters. The two ways differ by
+The router takes the cheaper way (`pigou.control.routing.toll.terms`, default weights):
 
     remote(Q) = T + T^2 / m + min(l s (Q + s / 2), e) (1 + (Q + s) / m),   T = Q + s + x
     local     = T' + T'^2 / m + n' z + l' z (q + z / 2) (1 + (q + z) / m),   T' = q + 1.5 f + z
 
-where e = q + (1 + n') z - x - s - max(0, Q - 1 / l), of a prompt of mean length, is what the next
-prompt loses by going round the pool. tau of a class is where remote(Q) = local. n' and q vary, and
-rise together: tau is taken at four pairs of them.
+where e = q + (1 + n') z - x - s - max(0, Q - 1 / l) is the next (mean) prompt's loss by local
+prefill. tau of a class solves remote(Q) = local, at four pairs of n' and q, which rise together.
 
-Q is a diffusion whose drift depends on it: prompts with tau > Q come, lambda(Q) a second, rho(Q)
-of the pool. With v = s (ca2 + cs2) / (2 c) of these, its density falls as
+Q is a diffusion with state-dependent drift: prompts with tau > Q come, lambda(Q) a second, load
+rho(Q). With v = s (ca2 + cs2) / (2 c), its density satisfies
 
     g'(Q) = -g(Q) (1 - rho(Q)) / v(Q),   g(0) = P(Q = 0) B / (1 - B) / v(0)
 
-(B of Erlang). Without tau that is the wait of M/G/c; with an overload, 1 - 1 / rho of the work is
-done by decode workers, as must be. phi, m, n and the time that prompts take from decode workers
-depend on one another, and are solved together.
+(Erlang's B): M/G/c without tau, and a local share of 1 - 1 / rho in overload. phi, m, n and local
+prefill time depend on one another, and are solved together.
 
-Prompts come to decode workers in clusters, while Q stays near tau. Work that is turned away by a
-queue between 0 and tau has a variance of D times its mean, where D = 2 v / |1 - rho| far from
-tau, and 2 tau / 3 where rho = 1 (Williams, "Asymptotic variance parameters for the boundary local
-times of reflected Brownian motion on a compact interval", 1992); D = 1 / (|1 - rho| / 2 v + 3 / 2
-tau) joins them. A stream that lives t sees 1 - (1 - e^(-t / u)) u / t of it, u = D^2 / (4 v) the
-time that a cluster lasts.
+Local prefills cluster while Q is near tau. Rejected work of a queue between 0 and tau has variance
+D times its mean: D = 2 v / |1 - rho| far from tau, 2 tau / 3 at rho = 1 (Williams, "Asymptotic
+variance parameters for the boundary local times of reflected Brownian motion on a compact
+interval", 1992), joined by D = 1 / (|1 - rho| / 2 v + 3 / 2 tau). A stream of life t sees 1 - (1 -
+e^(-t / u)) u / t of it, with u = D^2 / (4 v) the duration of a cluster.
 """
 
 from __future__ import annotations
@@ -52,46 +48,45 @@ from pigou.games.queueing import erlang_b, erlang_c
 from pigou.objectives import Slo
 from pigou.performance.pool_load import PoolLoad, PromptWork, quantile_s
 
-#: Points of Q.
+#: Grid points of Q.
 _POINTS = 64
-#: Rounds in which the shares are solved, and the part of a round's result that is taken.
+#: Fixed-point rounds for the shares, and their damping.
 _ROUNDS, _DAMPING = 24, 0.5
-#: Share of the time of decode workers by which a round's result may differ in the last one.
+#: Convergence: change of the decode workers' busy share in the last round.
 _CLOSE = 2e-3
-#: Halvings in a search for a rate.
+#: Bisections of a rate.
 _RATE_HALVINGS = 6
-#: Share of its time that a decode worker may give to prompts at most, while shares are solved.
+#: Largest local prefill share of a decode worker's time while solving.
 _MAX_BUSY = 0.9
-#: Part of the damping that is left where rounds swing.
+#: Factor on the damping where rounds oscillate.
 _SLOWER = 0.7
 #: Streams by which the emptiest decode worker is below the mean, and deviations at which tau is
-#: looked at.
+#: computed.
 _FEWER, _LEVELS = 1.3, np.array([-1.15, -0.32, 0.32, 1.15])
-#: Waits behind prompts of decode workers over their mean, where streams are as many.
+#: Waits behind local prefills over their mean, at these deviations.
 _QUEUES = np.array([0.0, 0.3, 0.9, 2.8])
-#: Middles of thirds of an exponential wait.
+#: Midpoints of the thirds of an exponential wait's distribution.
 _THIRDS = np.array([1.0, 3.0, 5.0]) / 6.0
-#: Tau of a class that decode workers compute in any case.
+#: Tau of a class that always prefills locally.
 _NEVER = -1.0
 
 
 @dataclass(frozen=True)
 class SplitState:
-    """What a prefill and a decode pool do at a rate."""
+    """State of a prefill and a decode pool at a rate."""
 
     rate_rps: float  # requests a second
     waits_s: np.ndarray  # points of Q; shape (points,)
-    below: np.ndarray  # probability that Q is up to each of them
-    until_s: np.ndarray  # seconds of Q up to each of them: its mean, where the last one is infinity
-    # tau of each class, at several numbers of streams; shape (levels, classes).
-    limits_s: np.ndarray
-    local: np.ndarray  # share of each class's prompts that decode workers compute
+    below: np.ndarray  # P(Q <= point), (points,)
+    until_s: np.ndarray  # partial means of Q up to each point; at infinity its mean
+    limits_s: np.ndarray  # tau per level of streams and class; shape (levels, classes)
+    local: np.ndarray  # share of local prefills, (classes,)
     work: PromptWork
-    services_s: np.ndarray  # of each class's prompt at a decode worker, first token included
-    joining_s: float  # by which first tokens of other prompts wait for a decode step
-    mean_s: float  # to the first token
-    busy: float = 0.0  # probability that all decode workers compute prompts
-    delay_s: float = 0.0  # mean seconds that requests wait there behind prompts, then
+    services_s: np.ndarray  # local TTFT of each class without waits
+    joining_s: float  # seconds that remote first tokens wait for a decode step
+    mean_s: float  # mean TTFT
+    busy: float = 0.0  # probability that all decode workers prefill
+    delay_s: float = 0.0  # mean wait behind local prefills then
 
 
 class SplitLoad:
@@ -105,7 +100,7 @@ class SplitLoad:
         self._last: SplitState | None = None
 
     def state(self, rate_rps: float) -> SplitState | None:
-        """Return what the pools do at a rate; None where they cannot hold it."""
+        """Return the pools' state at a rate; None in overload."""
         if self._last is None or self._last.rate_rps != rate_rps:
             state = self._solve(rate_rps)
             if state is None:
@@ -150,7 +145,7 @@ class SplitLoad:
         )  # fmt: skip
 
     def _described(self, state: SplitState, step_s: float) -> SplitState:
-        """Return a state with what clusters of prompts do to decode workers."""
+        """Return the state with the effect of prompt clusters on decode workers."""
         first, second, work = self._prefill, self._decode, state.work
         weights = first.classes.shares * state.local
         total = float(weights.sum())
@@ -164,7 +159,7 @@ class SplitLoad:
         tau = max(float(done @ state.limits_s.mean(axis=0) / done.sum()), 1e-9)
         spread = 1.0 / (abs(1.0 - rho) / (2.0 * v) + 1.5 / tau)
         lasts = spread**2 / (4.0 * v)
-        # Seconds of a prefill pool's Q, as those of one decode worker of the pool.
+        # Seconds of the prefill pool's Q per decode worker.
         spread *= self._servers * float(weights @ second.stalls_s / done.sum()) / self._decoders
         lives = second.classes.outputs * step_s / (1.0 - work.busy / self._decoders)
         seen = 1.0 - (1.0 - np.exp(-lives / lasts)) * lasts / lives
@@ -178,7 +173,7 @@ class SplitLoad:
         )
 
     def _used(self, rate_rps: float, weights: np.ndarray, services_s: np.ndarray) -> float:
-        """Return the share of decode workers' time in which they compute prompts."""
+        """Return the share of decode workers' time spent on prefill."""
         return min(rate_rps / self._decoders * float(weights @ services_s), _MAX_BUSY)
 
     def _work(self, rate_rps: float, local: np.ndarray) -> PromptWork:
@@ -194,7 +189,7 @@ class SplitLoad:
     def _limits(
         self, rate_rps: float, mean_s: float, streams: float, work: PromptWork, local: np.ndarray
     ) -> np.ndarray:
-        """Return tau of each class, shape (levels, classes)."""
+        """Return tau per level and class, (levels, classes)."""
         first, second, shares = self._prefill, self._decode, self._prefill.classes.shares
         s, z = first.prompt_s, second.stalls_s
         x = first.overheads_s + second.joining_of(streams)
@@ -210,7 +205,7 @@ class SplitLoad:
         delays_s = work.rate_rps / self._decoders * z * (queue_s + 0.5 * z)
         delays_s = delays_s * (1.0 + (queue_s + z) / mean_s)
         here_s = local_ttft_s + local_ttft_s**2 / mean_s + fewest * z + delays_s
-        # Without losses of others, remote(Q) = local at T = m (sqrt(1 + 4 local / m) - 1) / 2.
+        # Without tolls, remote(Q) = local at T = m (sqrt(1 + 4 local / m) - 1) / 2.
         latest = 0.5 * mean_s * (np.sqrt(1.0 + 4.0 * here_s / mean_s) - 1.0) - s - x
         q = np.linspace(0.0, max(float(latest.max()), 1e-6), _POINTS)[:, None, None]
         arrivals = rate_rps / self._servers
@@ -231,7 +226,7 @@ class SplitLoad:
     def _wait_distribution(
         self, rate_rps: float, limits: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return points of Q, the probability of each or less, and the seconds of Q up to each."""
+        """Return points of Q, their cumulative probabilities, and partial means of Q."""
         first, servers = self._prefill, self._servers
         highest = max(float(limits.max()), 1e-6)
         points = np.linspace(0.0, highest, _POINTS)
@@ -263,7 +258,7 @@ class SplitLoad:
     # --- figures --------------------------------------------------------------------------------
 
     def ttft_share(self, state: SplitState, ttft_s: float) -> float:
-        """Return the share of requests whose first token comes within `ttft_s`."""
+        """Return the share of requests with TTFT within `ttft_s`."""
         first = self._prefill
         left = ttft_s - state.joining_s - first.overheads_s - first.prompt_s
         left = left - (1.0 - state.below[0]) * first.filling_s
@@ -276,16 +271,16 @@ class SplitLoad:
         return float(first.classes.shares @ (remote + local))
 
     def _within(self, state: SplitState, left_s: np.ndarray) -> np.ndarray:
-        """Return the share of each class's prompts that a prefill worker begins in `left_s`."""
+        """Return each class's share of prompts that begin prefill within `left_s`."""
         begun = _at(np.minimum(left_s, state.limits_s), state.waits_s, state.below)
         return np.where(left_s >= 0.0, begun, 0.0)
 
     def itl_share(self, state: SplitState, itl_s: float) -> float:
-        """Return the share of requests whose mean gap between tokens is within `itl_s`."""
+        """Return the share of requests whose mean ITL is within `itl_s`."""
         return self._decode.itl_share(state.rate_rps, self._decoders, itl_s, state.work)
 
     def latencies(self, rate_rps: float, share: float) -> tuple[float, float, float]:
-        """Return TTFT and ITL that a share is within, and the mean end to end; seconds."""
+        """Return quantiles of TTFT and ITL, and mean end-to-end seconds."""
         state = self.state(rate_rps)
         if state is None:
             return math.inf, math.inf, math.inf
@@ -305,7 +300,7 @@ class SplitLoad:
 
     @property
     def highest_rps(self) -> float:
-        """A rate whose prompts both pools together cannot exceed."""
+        """An upper bound of the prompt rate of both pools."""
         shares = self._prefill.classes.shares
         highest = self._servers / float(shares @ self._prefill.prompt_s)
         stall_s = float(shares @ self._decode.stalls_s)
@@ -314,12 +309,9 @@ class SplitLoad:
     def limit_rps(
         self, slo: Slo, share: float, near: float, high: float, floor: float = 0.0
     ) -> float:
-        """Return the most requests a second of which a share is inside either objective.
+        """Return the most requests a second with `share` inside either objective, at most `high`.
 
-        Args:
-            near: a rate that is tried first.
-            high: one that the pools do not exceed.
-            floor: `near` is returned where the limit is above it, but below this.
+        `near` is tried first, and returned where the limit is between it and `floor`.
         """
 
         def inside(rate_rps: float) -> bool:
@@ -342,7 +334,7 @@ class SplitLoad:
 
 
 def _at(limits_s: np.ndarray, points_s: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Return what rises with Q where each class's tau is, 0 below 0; mean over the levels."""
+    """Return values at each class's tau, 0 below 0; mean over the levels."""
     at = np.where(limits_s < 0.0, 0.0, np.interp(limits_s, points_s, values))
     mean: np.ndarray = at.mean(axis=0)
     return mean

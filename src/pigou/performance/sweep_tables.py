@@ -1,4 +1,4 @@
-"""Tables of `pigou sweep`: TTFT of a prefill pool, ITL of a decode pool; a performance model."""
+"""Tables of `pigou sweep`: TTFT of a prefill pool, ITL of a decode pool."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pigou.request import Role
 
 
 class PromptPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A prompt alone: tokens, seconds that a worker computes it, and until its first token."""
+    """One prompt on an idle pool: length, prefill seconds, TTFT."""
 
     isl_tokens: int
     prefill_s: float
@@ -24,7 +24,7 @@ class PrefillPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     workers: int
     isl_tokens: int
-    utilisation: float  # rate over what the pool computes at most, 0 to 1
+    utilisation: float  # rate over the pool's highest throughput, 0 to 1
     rate_rps: float  # Poisson arrivals a second
     requests: int
     ttft_mean_s: float
@@ -35,18 +35,18 @@ class PrefillPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class DecodePoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One decode worker with so many users."""
+    """One decode worker at a concurrency."""
 
-    concurrency: int  # users, each of whom has one request at a time
-    streams: float  # that the worker decoded, in the mean; the others wait or are being computed
-    context_tokens: float  # prompt and half of the output, that each held in the mean
+    concurrency: int  # users with one request at a time each
+    streams: float  # mean running streams; other requests wait or prefill
+    context_tokens: float  # mean tokens a stream holds: prompt and half of the output
     itl_mean_s: float  # busy seconds over steps
-    itl_p95_s: float  # of requests, their mean seconds between tokens
+    itl_p95_s: float  # of the requests' mean ITLs
     output_tok_s: float  # tokens a second
 
 
 class SweepTables(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What `pigou sweep` writes."""
+    """The document that `pigou sweep` writes."""
 
     source: str  # where it was measured: `simulator` or `live`
     model: str
@@ -64,11 +64,7 @@ class SweepTables(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     @classmethod
     def parse(cls, text: bytes) -> SweepTables:
-        """Read what was written.
-
-        Raises:
-            ConfigError: it is no such file, or a table has no point.
-        """
+        """Read a written document; raises ConfigError if it is none or a table is empty."""
         try:
             tables = msgspec.json.decode(text, type=cls)
         except msgspec.ValidationError as error:
