@@ -24,10 +24,7 @@ _HELD = b"pigou_kv_requests_held"
 
 
 class Drain:
-    """Waits until nothing runs on a worker, nor is held there for others where its process `stops`.
-
-    After the limit its requests are sent away: streams go on elsewhere from where they are.
-    """
+    """Waits until a worker has no request and holds no KV; after the limit its streams migrate."""
 
     def __init__(
         self, plane_driver: PlaneDriver, worker: str, limit_s: float, *, stops: bool
@@ -70,7 +67,6 @@ class Drain:
         return self._plane_driver.upstreams.get(self._worker) is upstream
 
     def _is_idle(self, upstream: Upstream) -> bool:
-        """Whether nothing weighs on it, and nothing is under way with it."""
         state = self._plane_driver.plane.state
         return state.is_drained(self._worker) and not upstream.inflight
 

@@ -1,7 +1,4 @@
-"""Hang detection: tells a slow worker from a hung one by the progress that it reports.
-
-No I/O, no clock.
-"""
+"""Hang detection: tells a slow worker from a hung one by its progress. No I/O, no clock."""
 
 from __future__ import annotations
 
@@ -70,10 +67,7 @@ def _engine_progress(engine: _EngineBody) -> EngineProgress:
 
 
 class HangDetector:
-    """Adds up the seconds without progress, and without an answer, of one worker.
-
-    Only seconds count in which the watcher itself was on time: on a stalled machine nobody ages.
-    """
+    """Adds up a worker's seconds without progress or answer, while the watcher is on time."""
 
     def __init__(self, hang_s: float, failures: int) -> None:
         self._hang_s = hang_s  # without progress, until an engine counts as hung; 0 for never
@@ -123,11 +117,9 @@ class HangDetector:
     def verdict(
         self, *, stopped: bool = False, computes: bool = False, is_outlier: bool = True
     ) -> str:
-        """Return why the worker counts as hung; empty while it does not.
+        """Return why the worker counts as hung, or "".
 
-        Args:
-            stopped, computes: what the system says of its process.
-            is_outlier: another worker of the fleet is well. If none is, the machine is slow.
+        `stopped`, `computes`: its process's state.
         """
         limit_s = self.limit_s
         patience = 1.0 if is_outlier else PATIENCE

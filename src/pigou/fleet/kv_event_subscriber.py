@@ -51,10 +51,10 @@ class EventCursor:
     next: int | None = None  # number of the batch that is to come; None before the first
 
     def judge(self, number: int) -> str:
-        """Say what to do with a batch of this number: apply, replay, restart or skip.
+        """Return what to do with a batch: apply, replay, restart or skip.
 
-        The first batch is the start, and past ones are asked for. A number above the next leaves a
-        gap; one lower by more than a repetition means that the publisher started anew.
+        A number above the next is a gap; one lower by more than a repetition is a restarted
+        publisher.
         """
         if self.next is None:
             return "apply" if number == 0 else "replay"
@@ -136,7 +136,6 @@ class EventSubscriber:
             await self._accept(number, payload)
 
     async def _accept(self, number: int, payload: bytes) -> None:
-        """Apply a batch in slices, between which others run."""
         self._order.next = number + 1
         began_s = time.thread_time()
         try:
@@ -162,7 +161,6 @@ class EventSubscriber:
         await asyncio.sleep(pause_s)
 
     async def _catch_up(self, context: zmq.asyncio.Context, until: int | None) -> bool:
-        """Take in past batches, all or up to `until`; return whether `until` was among them."""
         if not self._source.replay:
             return False
         with REPLIES.reserve() as held:
@@ -184,7 +182,6 @@ class EventSubscriber:
     async def _past(
         self, context: zmq.asyncio.Context, start: int, held: ByteReservation
     ) -> list[tuple[int, bytes]]:
-        """Ask for past batches; return them in order, none when nobody answers in time."""
         socket = context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)

@@ -268,7 +268,6 @@ class Member:
             await self.plane_driver.down(self.id, self._end(watch, process))
 
     def _join(self, engine: Engine) -> Engine:
-        """Become a worker of the model that it reports; return its engine under that name."""
         models = self.setup.models
         if models:
             model = next((name for name in engine.names if name in models), engine.model)
@@ -289,7 +288,6 @@ class Member:
         self.suspect(self.suspected)
 
     def _end(self, watch: WorkerWatch, process: MemberProcess | None) -> WorkerEnd:
-        """Return how the worker ended; one that was let go has not."""
         if self.leaving:
             return WorkerEnd.LIVES
         if watch.hung:

@@ -103,7 +103,6 @@ class NatsAddress(msgspec.Struct, frozen=True, kw_only=True):
         return options | ({"token": self.user} if self.user else {})
 
     def __str__(self) -> str:
-        """Return the servers, without passwords."""
         return ", ".join(self.urls)
 
 
@@ -128,17 +127,10 @@ async def connect_nats(
     closed: Callable[[], Awaitable[None]] | None = None,
     echo: bool = True,
 ) -> Client:
-    """Connect to NATS within 2 s; a connection that is lost later is made again without end.
+    """Connect to NATS within 2 s; reconnect every `retry_s` seconds without end (None: never).
 
-    A server's error, such as too many connections, closes the client: its owner makes another.
-
-    Args:
-        retry_s: seconds between two tries; None for a connection that is not made again.
-        closed: called when the connection is closed, or lost and not made again.
-        echo: whether the connection gets messages that it published itself.
-
-    Raises:
-        nats.errors.Error, OSError, TimeoutError: no answer, no trust, or no login.
+    A server error, such as too many connections, closes the client (`closed`). `echo` also delivers
+    own messages. Raises nats.errors.Error, OSError or TimeoutError.
     """
     client = _client(address)
     try:

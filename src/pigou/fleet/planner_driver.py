@@ -40,10 +40,7 @@ _ANY_PROFILE = PoolProfile(
 
 
 class PlannerDriver:
-    """Observes, decides and acts, every few seconds of the wall clock.
-
-    Each window shows the fleet as it is, whoever changed it. A planner that raises changes nothing.
-    """
+    """Observes, decides and acts every few seconds; a planner that raises changes nothing."""
 
     def __init__(
         self, config: PlannerConfig, live_fleet: LiveFleet, plane_driver: PlaneDriver,
@@ -136,7 +133,6 @@ class PlannerDriver:
         return refusals
 
     def _limit(self, action: Action) -> tuple[int, str]:
-        """Return the worker limit of an action, by the tenants' shares, and whose load sets it."""
         max_workers = self.max_workers
         if not isinstance(action, AddWorkers) or not max_workers:
             return max_workers, ""

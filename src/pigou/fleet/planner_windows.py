@@ -37,11 +37,7 @@ class _Reported(NamedTuple):
 
 
 class PlannerWindows:
-    """Makes the windows of a planner, each from the end of the one before.
-
-    A worker whose report is missing or old has None for its figures. One that left before a window
-    saw it drain is shown draining once: it did not crash.
-    """
+    """Makes a planner's windows, back to back; None for figures without a fresh report."""
 
     def __init__(self, live_fleet: LiveFleet, *plane_drivers: PlaneDriver) -> None:
         self._live_fleet = live_fleet

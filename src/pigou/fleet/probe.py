@@ -238,6 +238,5 @@ def _location(value: Any) -> Location:
 
 
 def _number(value: Any) -> int:
-    """Return an integer within bounds; 0 for everything else."""
     is_integer = isinstance(value, int) and not isinstance(value, bool)
     return value if is_integer and 0 <= value <= _MAX_NUMBER else 0

@@ -23,10 +23,9 @@ class ProvidedPool(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Provider:
-    """Processes of this machine, servers that others run, or a cluster.
+    """Provides a fleet's members: local processes, running servers, or a cluster.
 
-    The supervisor runs the members that a provider makes, drains them and lets them go. As it
-    stands, a provider names pools of running servers: it starts none, and flips those of Pigou.
+    The base class starts none, and flips the role of running Pigou servers.
     """
 
     kind: ClassVar[str]  # of its members, as `/workers` shows it

@@ -55,12 +55,9 @@ class Serving:
         planner: PlannerConfig | None = None,
         on_stage: StageListener | None = None,
     ) -> None:
-        """Put the parts together, within an event loop; `on_stage` gets the stages of the start.
+        """Put the parts together, within an event loop; raises ConfigError.
 
-        Raises:
-            ConfigError: the policy or the planner is unknown, the keys file is not readable, the
-                journal not writable, there is no such tokenizer, or there are more workers than
-                the planner may have.
+        `on_stage` gets stages.
         """
         keys = Keys.read(Path(gateway.api_keys_file)) if gateway.api_keys_file else None
         planner = planner or PlannerConfig()
@@ -140,7 +137,6 @@ class Serving:
         ])  # fmt: skip
 
     def _rows_of(self, model: str) -> list[WorkerRow]:
-        """Return the rows of a model's workers; the first has those whose model is unknown."""
         own = {model, ""} if model == next(iter(self.supervisor.models)) else {model}
         return [row for row in self.supervisor.rows() if row.model in own]
 
@@ -150,12 +146,9 @@ class Serving:
         return self._server.port
 
     async def start(self) -> None:
-        """Listen, then start the workers, compile meanwhile, and wait for both.
+        """Listen, start the workers and compile meanwhile; raises OSError or FleetError.
 
-        Until a worker that decodes is up, requests are answered 503 with the stage of the start.
-
-        Raises:
-            OSError: the address is taken. FleetError: a worker did not come up.
+        Until a worker decodes, requests are answered 503 with the stage of the start.
         """
         self.plane_driver.compiled.clear()
         self.startup.active = True
@@ -274,12 +267,7 @@ def _settle(future: asyncio.Future[None], error: BaseException | None) -> None:
 def workers_of(
     config: WorkersConfig, arguments: Sequence[str] = ()
 ) -> list[LocalWorker | AttachedWorker]:
-    """Return the workers of a fleet: those to start, with these arguments, then those to attach.
-
-    Raises:
-        ConfigError: a server to attach is not understood, a timing is given and nobody starts, or
-            the package lacks what a worker that computes needs.
-    """
+    """Return the workers to start, then those to attach; raises ConfigError."""
     attached = [AttachedWorker.parse(text, i) for i, text in enumerate(config.attach)]
     count = sum(config.counts)
     if count and not config.timing and not sleeps(arguments) and config.ray is None:

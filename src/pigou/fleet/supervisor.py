@@ -49,7 +49,7 @@ class FleetSetup:
 
 
 class Supervisor:
-    """Runs the members of a fleet; every one in a task of its own.
+    """Runs the members of a fleet, each in its own task.
 
     Example:
         fleet = FleetSetup(workers=[LocalWorker(id="w0", role=Role.BOTH)])
@@ -60,7 +60,6 @@ class Supervisor:
         self, plane_driver: PlaneDriver, fleet: FleetSetup | None = None,
         models: Mapping[str, PlaneDriver] | None = None,
     ) -> None:  # fmt: skip
-        """Prepare the members, within the event loop; `models` has the drivers of several."""
         fleet = fleet or FleetSetup()
         self._plane_driver = plane_driver
         self.models = dict(models or {})
@@ -115,10 +114,7 @@ class Supervisor:
     # --- start and end ------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Start all members, and wait until each was up once; not for servers that are away.
-
-        Raises FleetError: a local worker did not come up, or one does not fit the others.
-        """
+        """Start all members and wait until all but absent servers are up; raises FleetError."""
         self._runs = True
         members = self.members
         for member in members:
@@ -184,10 +180,7 @@ class Supervisor:
             self._run(member)
 
     def drain(self, member: Member, limit_s: float | None = None) -> None:
-        """Let a member end what it has within `limit_s` (`drain_s` by default), then go.
-
-        One that does not serve goes at once; for one that is to go already, the limit alone counts.
-        """
+        """Drain a member for at most `limit_s` (default `drain_s`), then release it."""
         if member.state is WorkerState.STARTING:
             self.remove(member)
         elif not member.leaving or member.id not in self._drains:
@@ -244,7 +237,6 @@ class Supervisor:
         self, member: Member, limit_s: float | None, then: Callable[[], None],
         next_role: Role | None,
     ) -> None:  # fmt: skip
-        """Begin a drain, in place of one for another end."""
         self._cancel_drain(member)
         member.begin_drain(next_role)
         stops = next_role in (None, member.role) and member.source.starts

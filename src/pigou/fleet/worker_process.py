@@ -49,10 +49,9 @@ _QUIET = {
 
 @cache
 def worker_niceness() -> int | None:
-    """Let this process go before the workers that it starts; return the niceness that they get.
+    """Raise this process's priority above its workers'; return their niceness, None if unknown.
 
-    It raises itself where it may (CAP_SYS_NICE, as root has); else its workers are lowered. None
-    where the system has no priorities.
+    It raises itself with CAP_SYS_NICE; else its workers are lowered.
     """
     if not hasattr(os, "setpriority"):
         return None
@@ -125,10 +124,7 @@ class WorkerProcess:
         secret: FleetSecret | None = None,
         host: str = "127.0.0.1",
     ) -> Self:
-        """Start it on a free port of an address; it ends when this process does.
-
-        It reads the fleet's secret from a pipe: no command line and no environment shows it.
-        """
+        """Start a worker on a free port, the secret in a pipe; it ends with this process."""
         environment = {
             **os.environ,
             **_QUIET,
@@ -168,11 +164,7 @@ class WorkerProcess:
     async def ready(
         self, timeout_s: float, on_stage: Callable[[str], None] | None = None
     ) -> dict[str, Any]:
-        """Wait for the line that says where it listens; return it. `on_stage` gets stages.
-
-        Raises:
-            FleetError: it ended before, or took too long; the message has its last words.
-        """
+        """Wait for the line that says where it listens; raises FleetError with its last words."""
         stdout = self._process.stdout
         assert stdout is not None
         try:

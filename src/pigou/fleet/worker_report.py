@@ -40,18 +40,11 @@ def read_load(page: bytes, worker: str) -> LoadReport:
 def metrics_progress(
     page: bytes, *, owed: int, planned_tokens: int, unstreamed: int = 0, bytes_read: int = 0
 ) -> EngineProgress | None:
-    """Return the progress of an engine that reports by metrics alone, as a stock vLLM does.
+    """Return the progress of an engine that reports by metrics alone, such as a stock vLLM.
 
-    Its counters and gauges change with every iteration that computes, and so do the bytes that it
-    streamed. Some servers count a request at its end alone: while an unstreamed reply is under
-    way and no stream is owed, still counters say nothing.
-
-    Args:
-        owed, unstreamed: requests from here: whose next bytes it owes; whose reply is one piece.
-        planned_tokens: of prompts that it was sent, and has not answered yet.
-
-    Returns:
-        None where the page does not tell how many requests run.
+    `owed` requests await bytes, `unstreamed` ones a whole reply (some servers count those at their
+    end alone); `planned_tokens` are of prompts sent and not yet answered. None without a request
+    count.
     """
     running = metrics_text.totals(page, (RUNNING,)).get(RUNNING)
     if running is None:

@@ -42,12 +42,10 @@ class _Answer:
 
 
 class WorkerWatch:
-    """Looks at a worker until it counts as down.
+    """Watches a worker until it is down: `/health` is refused or fails several times in a row.
 
-    A worker is down when `/health` is refused or fails several times in a row. It is hung when
-    its engine has work and makes no progress, by its own account, or when it does not answer at
-    all. What clients take of its streams does not matter. A fleet that is slow altogether is not
-    hung, and no two workers are judged at once (`HangArbiter`).
+    It is hung if its engine has work and no progress. A fleet that is slow as a whole is not hung,
+    and `HangArbiter` judges one worker at a time. Slow clients do not matter.
     """
 
     def __init__(
@@ -119,14 +117,12 @@ class WorkerWatch:
                 return hung
 
     def _miss(self, passed_s: float) -> None:
-        """Count a look without an answer; a heartbeat may have come by another way."""
         heard = self._heard() if self._heard is not None else None
         fresh = heard is not self._last_heard
         self._last_heard = heard
         self._detector.miss(passed_s, heard if fresh else None)
 
     def _judge(self) -> str:
-        """Return why the worker is hung, once it is and another is not."""
         worker = self._upstream.worker.id
         stopped, computes = False, False
         if self._detector.silent_looks and self._process_state is not None:

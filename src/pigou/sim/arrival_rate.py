@@ -92,7 +92,6 @@ class RateSchedule(msgspec.Struct, frozen=True, kw_only=True):
         return times
 
     def _sums(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Return the start of each piece, and the requests that are expected until then."""
         starts = np.array(self.seconds)
         sums = np.cumsum(np.diff(starts) * np.array(self.rates)[:-1])
         return starts, np.concatenate(([0.0], sums))
@@ -149,16 +148,10 @@ def _schedule(pieces: list[tuple[float, float]]) -> RateSchedule:
 
 
 def renewal_times(rate: float | RateSchedule, cv: float, rng: np.random.Generator) -> Iterator[int]:
-    """Yield intended send times, nanoseconds from the start, never falling.
+    """Yield send times in nanoseconds, with Gamma gaps of mean 1/rate; raises ValueError.
 
-    Gaps, the first included, are independent and Gamma distributed with mean 1/rate and coefficient
-    of variation `cv` (0, or `MIN_CV` to `MAX_CV`): shape 1/cv^2, scale cv^2/rate. A cv of 1 is
-    Poisson, less is smoother, more is burstier, 0 is a metronome. Under a schedule the gaps are of
-    the expected count, which its inverse takes to times: with cv 1 an inhomogeneous Poisson
-    process.
-
-    Raises:
-        ValueError: rate or cv is out of its range.
+    Shape 1/cv^2, scale cv^2/rate; cv 1 is Poisson, 0 a metronome. Under a schedule, gaps are in
+    expected counts, which its inverse takes to times (cv 1: inhomogeneous Poisson).
     """
     if not isinstance(rate, RateSchedule) and not (math.isfinite(rate) and rate > 0):
         raise ValueError(f"rate is {rate}; it must be above 0 requests per second")

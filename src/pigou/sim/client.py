@@ -84,7 +84,6 @@ class SimulatedClient:
         self, workload: OpenLoop | ClosedLoop, config: ClientConfig, server: Server,
         clock: Clock, seed: int = 0,
     ) -> None:  # fmt: skip
-        """Prepare; the first requests are sent when the clock runs."""
         self.runs: list[RequestRun] = []
         self.done = False
         self.open = 0
@@ -161,7 +160,6 @@ class SimulatedClient:
             yield replace(spec, think_ns=think) if think else spec
 
     def _resize(self, users: int, now: int) -> None:
-        """Set the number of users; one too many stops after its request."""
         for user in self._users:
             user.active = user.number < users
             if user.active and not user.busy and now < self._chunk_end:
@@ -177,7 +175,6 @@ class SimulatedClient:
             self.done = True
 
     def _next(self, user: _User, now: int, wait: int = 0) -> None:
-        """Let a user send its next request, after a wait."""
         spec = None
         if user.active and now < min(self._stop, self._chunk_end) and self._may_send:
             spec = next(user.specs, None)
@@ -198,7 +195,6 @@ class SimulatedClient:
         return len(self.runs) < self._limit
 
     def _idle(self, user: _User, now: int) -> None:
-        """Mark a user as idle: it has nothing to send, now or for good."""
         user.busy = False
         self._busy -= 1
         if self._busy:

@@ -244,7 +244,6 @@ class SimulatedFleet:
         return worker
 
     def _begin_life(self, worker: FleetWorker) -> None:
-        """Let a worker of the configuration start, fail and be slow at its times."""
         spec, number = worker.spec, worker.number
         group = spec.group
         if group.starts:

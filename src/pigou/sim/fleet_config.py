@@ -151,10 +151,10 @@ class HostGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 class TopologyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Where the workers of a fleet run.
+    """Where a fleet's workers run.
 
-    A transfer is as quick as its part of the workers' links, and as the link of its distance
-    class, whichever takes longer. Within a host it does not use the workers' links.
+    A transfer takes the slower of the workers' links and the link of its distance class; within a
+    host only the latter.
     """
 
     hosts: tuple[HostGroup, ...]

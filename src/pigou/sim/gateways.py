@@ -42,8 +42,6 @@ Take = Callable[[Callable[[], Sequence[Decision]], int], None]
 
 
 class _Queues:
-    """Requests that wait at any gateway."""
-
     def __init__(self, planes: Sequence[ControlPlane]) -> None:
         self._planes = planes
 
@@ -57,9 +55,7 @@ class _Queues:
 class SimulatedGateways:
     """Takes the calls of a ControlPlane, each for the gateway that it concerns.
 
-    What concerns a request goes to the gateway that has it; what workers say goes to all at once,
-    as in a live fleet, where each gateway listens to each worker. What a gateway did reaches the
-    others after the lag, by the messages that live gateways send.
+    Worker events reach all gateways at once; gateways' own changes reach the others after the lag.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""GPUs (`gpus.json`): peaks, the part of them that is reached, and the KV blocks that fit.
+"""GPUs (`gpus.json`): peaks, the share of them that is reached, KV blocks that fit.
 
-Peaks are of dense matrix products with float32 accumulation, from NVIDIA's and AMD's data sheets of
-each product. Efficiencies are measured figures of others or of this project; each names its source.
+Peaks are dense, with float32 accumulation, from vendors' data sheets; efficiencies are measured,
+and name their source.
 """
 
 from __future__ import annotations
@@ -56,10 +56,7 @@ class Gpu:
             )
 
     def peak(self, dtype: str) -> float:
-        """FLOP/s at most for weights of a number format.
-
-        Formats that the device does not compute in are converted to bfloat16, or float32.
-        """
+        """Peak FLOP/s for weights of a dtype; unsupported ones compute in bfloat16, or float32."""
         for name in (dtype, "bfloat16", "float32"):
             if name in self.flops:
                 return self.flops[name]
@@ -85,7 +82,6 @@ class _GpuRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     source: str
 
     def gpu(self) -> Gpu:
-        """Return the device."""
         return Gpu(
             self.name, {dtype: peak * TERA for dtype, peak in self.tflops.items()},
             self.gb_s * GIGA, self.memory_bytes or int(self.memory_gib * GIB),
@@ -101,10 +97,7 @@ GPUS = {row.key: row.gpu() for row in _ROWS}
 
 
 def gpu(name: str) -> Gpu:
-    """Find a GPU by its name; case, spaces and dashes do not matter ("RTX PRO 6000").
-
-    A name of another device of the family ("RTX 4090 D", "H20-3e") is not taken for its neighbour.
-    """
+    """Find a GPU by name, ignoring case, spaces and dashes; variants are distinct."""
     wanted = _normalized(name)
     for prefix in ("nvidia", "tesla", "geforce", "amd", "instinct"):
         wanted = wanted.removeprefix(prefix)

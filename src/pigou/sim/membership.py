@@ -51,18 +51,15 @@ class MembershipChange:
 
 @dataclass(slots=True)
 class _Drain:
-    """A drain under way, and what is done after it."""
-
     since_ns: int
     then: Event = field(repr=False)
 
 
 class Membership:
-    """Changes a fleet while it runs, by the messages that a live gateway would send.
+    """Changes a fleet while it runs, by the messages of a live gateway.
 
-    A worker that joins is announced by `WorkerUp` once it has started. One that leaves or changes
-    its role drains first (`WorkerDraining`): it gets nothing new, ends its streams and prompts,
-    and holds no blocks for others. Then it goes (`WorkerDown`), or is up in its new role.
+    A worker that joins is announced once started (`WorkerUp`). One that leaves or flips drains
+    first (`WorkerDraining`), then goes (`WorkerDown`) or is up in its new role.
     """
 
     def __init__(
@@ -272,7 +269,6 @@ class Membership:
         return bool(limit_s) and now - drain.since_ns >= limit_s * SECOND
 
     def _change_role(self, worker: FleetWorker, pool: str, now: int) -> None:
-        """Let a worker have its new role, after the time that this takes."""
         flip, role = self._config.flip, self.pools[pool].role
         if not flip.keeps_cache and worker.sim is not None:
             core = worker.sim.core

@@ -30,8 +30,6 @@ _PERCENTILES = np.array([50.0, 99.0])
 
 @dataclass(slots=True)
 class _WorkerSums:
-    """Samples of a worker in the window under way, and what it had done before."""
-
     sim: SimWorker | None = None
     samples: int = 0
     running: float = 0.0
@@ -111,7 +109,6 @@ class WindowObserver:
         entries[worker] += tokens
 
     def _count_tokens(self, run: RequestRun, generated: int) -> None:
-        """Count the tokens that a request generated since it was last looked at."""
         new = max(0, generated - self._tokens.get(run.number, 0))
         self._made.tokens[run.spec.tenant] += new
         self._workers[run.decode_worker].output_tokens += new
@@ -172,7 +169,6 @@ class WindowObserver:
         )  # fmt: skip
 
     def _count_attempts(self) -> None:
-        """Count attempts since the last window, and those of them that came again."""
         for number, run in self._open.items():
             before = self._attempts.get(number, 0)
             new = run.attempts - before
@@ -190,7 +186,6 @@ class WindowObserver:
         return first, began
 
     def _gaps(self) -> tuple[float | None, float | None]:
-        """Return P50 and P99 of the gaps between tokens since the last window."""
         histogram = self._simulation.fleet.itl.histogram
         gaps = ITLHistogram()
         gaps.histogram = histogram - self._itl

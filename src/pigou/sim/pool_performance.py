@@ -21,10 +21,9 @@ _PROMPT_POINTS = 16
 
 
 def measure_performance(spec: WorkerSpec, role: Role, fleet: FleetConfig) -> PerformanceModel:
-    """Return the performance model of a pool, as a profile of one of its workers would give it.
+    """Return a pool's performance model, measured as a profile of one worker.
 
-    Prompts are measured alone, streams without prompts. What a request takes besides (legs, the
-    transfer of its KV, the first step of its decode worker) is added to TTFT.
+    TTFT includes what a request takes besides: legs, KV transfer, the first decode step.
     """
     engine, timing = spec.engine, spec.timing
     max_tokens = max(engine.max_model_len, _MIN_TOKENS + 1)

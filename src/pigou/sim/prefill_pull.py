@@ -42,17 +42,15 @@ class PullDriver(Protocol):
 
 
 class PrefillPull:
-    """The prefill queue of a simulated fleet, and the workers that pull from it.
+    """The prefill queue of a simulated fleet, and its pulling workers, longest idle first.
 
-    The router's prefill worker is a forecast: until a worker claims a prompt, it weighs there.
-    Idle workers pull once in a moment, those that are idle for longest first.
+    The router's prefill worker is a forecast: an unclaimed prompt weighs there.
     """
 
     def __init__(
         self, config: PullQueueConfig, plane: ControlPlane, clock: Clock,
         workers: Mapping[str, FleetWorker], driver: PullDriver,
     ) -> None:  # fmt: skip
-        """Start without workers that pull; `workers` are those of the fleet, by name."""
         self.queue = PrefillQueue(config)
         self.batches: list[int] = []
         self._plane, self._clock, self._driver = plane, clock, driver
@@ -120,7 +118,6 @@ class PrefillPull:
             self._pull_at(now)
 
     def _pull_at(self, at_ns: int) -> None:
-        """Let workers pull at a time, after all else of that moment."""
         if at_ns < self._next_ns:
             self._next_ns = at_ns
             self._clock.at(at_ns, Phase.TICK, _KEY, self._pull)
@@ -142,7 +139,6 @@ class PrefillPull:
             self._pull_at(following)
 
     def _alive(self, worker: str) -> bool:
-        """Whether a worker runs, whatever the control plane knows."""
         return self._workers[worker].sim is not None
 
     def _claim(self, worker: str, now: int) -> None:
@@ -171,7 +167,6 @@ class PrefillPull:
         return attempt.request
 
     def _answer(self, effects: Sequence[QueueEffect], now: int) -> None:
-        """Answer expired prompts and dead letters with an error."""
         for effect in effects:
             attempt, number = self._attempts.pop(effect.item.request)
             self._driver.take(attempt, RequestRefused(number, type(effect).__name__), now)

@@ -176,11 +176,7 @@ def _ratio(above: float, below: float) -> float:
 
 
 def _anarchy(assessments: Sequence[PoAEstimate]) -> dict[str, Any]:
-    """Geometric means over the windows, each weighted by its requests; parts still multiply.
-
-    `interval` has the means of the ends of the windows' intervals, by part: wider than one of
-    all windows together would be.
-    """
+    """Geometric means over windows, weighted by requests; `interval` averages the windows' ends."""
     means: dict[str, Any] = dict.fromkeys((*_PARTS, "legacy"))
     means["interval"] = None
     weights = np.array([estimate.requests for estimate in assessments], dtype=np.float64)

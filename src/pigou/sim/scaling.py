@@ -73,10 +73,10 @@ class OfferedRate:
 
 
 def reversals(moves: Sequence[ScalingMove], arrivals: OfferedRate) -> int:
-    """Return how often a move undid the last one of its pool though the load had not changed.
+    """Return how often a move undid its pool's last one at unchanged load.
 
-    The load changed if a part's arrival rate rose (for a worker more) or fell (for one less) by
-    more than `DEADBAND` in between; with several parts, either way.
+    Load changed if an arrival rate rose (before an addition) or fell (before a removal) by more
+    than `DEADBAND`; with several parts, either way.
     """
     count = 0
     last: dict[str, ScalingMove] = {}
@@ -102,10 +102,7 @@ def settle_seconds(
     moves: Sequence[ScalingMove], changes: Sequence[MembershipChange], load_ns: Sequence[int],
     end_ns: int,
 ) -> float:  # fmt: skip
-    """Return the longest time from a change of the load until the fleet rests.
-
-    A fleet rests once the worker of the last move before the next change serves, or is gone.
-    """
+    """Return the longest time from a load change until the last moved worker is up, or gone."""
     final = (WorkerState.READY, None)
     settled_ns = {
         move: next(
@@ -145,7 +142,6 @@ class ScaledFleets:
     """Several such fleets as one that is changed (a `ManagedFleet`)."""
 
     def __init__(self, fleets: Sequence[ScaledFleet]) -> None:
-        """Take charge of fleets, one of each model; their prefixes tell them apart."""
         self._fleets = tuple(fleets)
 
     @property
@@ -347,8 +343,7 @@ _PLANNER_KEY = -1
 class Scaling:
     """Lets a planner change fleets, every few seconds of the virtual clock.
 
-    An action is refused, with the reason in the decision, if it exceeds `max_workers`, takes the
-    last worker that decodes, or names an unknown worker or pool.
+    Refuses actions beyond `max_workers`, on the last decode worker, or on unknown workers or pools.
     """
 
     def __init__(

@@ -69,13 +69,10 @@ class Simulation:
         scaling: ScalingConfig | None = None, planner: Planner | None = None,
         clock: Clock | None = None,
     ) -> None:  # fmt: skip
-        """Make the fleet, its client and its planner.
+        """Build the fleet, its client and its planner.
 
-        Args:
-            policy, planner: used instead of those that `control` and `scaling` name.
-            stepwise: plan one step at a time; the results are the same, and take longer.
-            assess_every: seconds between two computations of the Price of Anarchy.
-            clock: shared with other simulations; None for one of its own.
+        `policy` and `planner` replace the configured ones; `stepwise` plans one step at a time,
+        with equal results; `assess_every` is the seconds between Price of Anarchy windows.
         """
         self.clock = clock or Clock()
         scaling = scaling or ScalingConfig()

@@ -68,9 +68,8 @@ class Streams:
     ) -> int:  # fmt: skip
         """Write slots and tokens of streams from index `size` on; return the new size.
 
-        Args:
-            rows: generate a token at each of `end_times` (ascending nanoseconds) that has passed.
-            inclusive: whether an end at `now` has passed.
+        `rows` generate a token at each past one of `end_times` (ascending ns), with `inclusive`
+        also now.
         """
         self.unpublished = False
         return publish(
@@ -113,12 +112,7 @@ class Streams:
 
 
 class ITLHistogram:
-    """A histogram of gaps in nanoseconds, with an exact mean.
-
-    Attributes:
-        histogram: gaps by class, shape (CLASSES,).
-        sums: how many there are, and their sum in nanoseconds: [GAPS], [GAPS_NS].
-    """
+    """Histogram of gaps in nanoseconds, shape (CLASSES,), with an exact mean from `sums`."""
 
     def __init__(self) -> None:
         self.histogram: Counts = np.zeros(CLASSES, dtype=np.int64)
@@ -189,10 +183,7 @@ def count(
     rows: Ints, tokens: Ints, end_times: Nanos, steps: int, produced: Counts, last_token_ns: Nanos,
     streams: Flags, awaits_first: Flags, first_rows: Ints, histogram: Counts, sums: Counts,
 ) -> int:  # fmt: skip
-    """Count the tokens of a plan's entries, and the gaps before those of streams.
-
-    Writes rows with their first token to `first_rows` (`steps` is 1 then), and returns how many.
-    """
+    """Count a plan's tokens, and gaps of streams; return how many `first_rows` were written."""
     begun = 0
     running = 0
     for i in range(rows.shape[0]):
@@ -224,11 +215,9 @@ def publish(
     rows: Ints, end_times: Nanos, steps: int, now: int, inclusive: bool, produced: Counts,
     published: Counts, streams: Flags, row_slots: Counts, slots: Counts, counts: Counts, size: int,
 ) -> int:  # fmt: skip
-    """Write the tokens of streams that are not published yet, and mark them as published.
+    """Write unpublished tokens of streams and mark them published; return the new `size`.
 
-    `rows` have generated a token at each of the first `steps` of `end_times` that has passed,
-    besides `produced`; one at `now` has passed if `inclusive`. Fills `slots` and `counts` from
-    index `size` on, in the order of rows, and returns the new size.
+    `rows` generated a token at each past one of the first `steps` `end_times`, besides `produced`.
     """
     passed, end = 0, steps
     while passed < end:

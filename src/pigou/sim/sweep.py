@@ -46,10 +46,7 @@ class _Cell(NamedTuple):
 def sweep(
     config: SweepConfig, setup: Setup, watch: Callable[[int, int, str], None] | None = None
 ) -> SweepTables:
-    """Measure the tables; a decode cell that a worker cannot hold is left out.
-
-    `watch` is told cells that are done, all cells, and the next one.
-    """
+    """Measure the tables, without decode cells that do not fit."""
     max_tokens = max(*config.isls, max(config.context_tokens) + config.osl)
     known = _performance(setup, max_tokens)
     fits = config.decode_cells(known.max_seqs, known.kv_tokens)

@@ -35,11 +35,7 @@ Tell: TypeAlias = Callable[[Callable[[int], Effects], int], None]
 def simulated_tiers(
     configs: Sequence[TierConfig], block_bytes: int, blocks: int, recompute_cost: RecomputeCost
 ) -> Tiers:
-    """Make the tiers of a worker with `blocks` device blocks, at the speeds of their links.
-
-    Raises:
-        ConfigError: an unknown policy, or a tier without room for a block.
-    """
+    """Build a worker's tiers at their links' speeds; raises ConfigError."""
     tiers = build_tiers(
         configs,
         [config.size_bytes // block_bytes for config in configs],

@@ -28,10 +28,7 @@ def _columns(workers: int) -> list[tuple[str, type[np.float32], tuple[int]]]:
 
 
 class Timeline:
-    """Samples a simulation every `period` of virtual time, without changing it.
-
-    At `max_samples` every second sample is dropped, and the period doubles.
-    """
+    """Samples a simulation every `period` of virtual time; beyond `max_samples` it doubles."""
 
     def __init__(
         self, simulation: Simulation, *, period: int = SECOND // 20, max_samples: int = 1024

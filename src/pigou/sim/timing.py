@@ -1,16 +1,10 @@
 """Timing models: how long a step of a worker takes, by a law of its shape or by a roofline.
 
-Roofline: each matrix product of a kind of layer takes, with T tokens, on each of p GPUs whichever
-is more (Williams et al. 2009):
-
+Roofline (Williams et al. 2009), each matrix product with T tokens on each of p GPUs:
     max(2 * T * parameters / p / (peak * compute),
         (bytes of weights / p + bytes of input and output) / (bandwidth * streaming))
-
-and likewise attention over prompts (FLOPs at the `attention` efficiency, or bytes of the cache),
-attention of decodes (bytes of the cache, as a rule), norms and activations (bytes), the output
-layer for rows that are sampled, and the sums of tensor parallelism (ring). A layer adds the
-launches of its kernels. Layers with a window read no more than that; linear attention reads and
-writes a sequence's state. Efficiencies are the GPU's (`pigou.sim.gpus`).
+Likewise attention, norms, the output layer and the ring sums of tensor parallelism. Efficiencies
+are the GPU's (`pigou.sim.gpus`); a layer adds its kernel launches.
 """
 
 from __future__ import annotations
@@ -48,11 +42,7 @@ class Timing(Protocol):
     """Seconds of computation, as integer nanoseconds."""
 
     def durations(self, batch: StepShape, repeat: int) -> Nanos:
-        """Return the nanoseconds of each of `repeat` steps, at least 1: a new array, (repeat,).
-
-        Step i is the same batch i steps later: with i times its `counts` more cache entries. The
-        vector equals, to the last digit, what `repeat` calls for one step each would return.
-        """
+        """Return the nanoseconds of `repeat` steps, (repeat,), equal to as many single calls."""
         ...
 
 
@@ -78,10 +68,7 @@ class StepKey(NamedTuple):
     age: int  # decode-only steps of the same sequences right before
 
     def uniforms(self, repeat: int) -> NDArray[np.float64]:
-        """Return numbers in [0, 1), shape (repeat,), by key and step alone.
-
-        The top 52 bits of SplitMix64's output function (Steele, Lea, Flood 2014).
-        """
+        """Return uniforms in [0, 1), (repeat,), by SplitMix64 (Steele, Lea, Flood 2014)."""
         start = (_mix(self.key & _MASK) + self.step) & _MASK
         state = np.uint64(start) + np.arange(repeat, dtype=np.uint64) + np.uint64(_STRIDE)
         state = (state ^ (state >> np.uint64(30))) * np.uint64(_FIRST)
@@ -157,7 +144,7 @@ _HOUR_S = 3600
 
 
 class Law(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Seconds of a step with n sequences that decode, k prompts begun, and t prompt tokens.
+    """Seconds of a step with n decodes, k prompts begun and t prompt tokens.
 
     (itl_a + itl_b n, if n > 0) + (prefill k + prefill_token t)
     """
@@ -387,9 +374,8 @@ def roofline_durations(
 ) -> None:  # fmt: skip
     """Write the nanoseconds of each of `repeat` steps to `durations`, shape (repeat,).
 
-    In each step entries have as many more cached tokens as they computed before (`counts`). Columns
-    of `products`: `FLOPS` to `ACTIVE`; of `kinds`: `COUNT` to `SCAN_FLOPS`; of `caches`: `LAYERS`
-    to `WINDOW`; indices of `rates`: `FLOP` to `CACHE_BYTE`.
+    Columns: `products` `FLOPS` to `ACTIVE`, `kinds` `COUNT` to `SCAN_FLOPS`, `caches` `LAYERS` to
+    `WINDOW`; `rates` by `FLOP` to `CACHE_BYTE`.
     """
     tokens, sampled, decodes, decode_reads = 0, 0, 0, 0
     prompt, squares, twice, prompt_kv = 0, 0, 0, 0

@@ -33,11 +33,9 @@ class WorkerProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Seconds of a step that decodes n sequences and computes t tokens of k prompts' ends.
 
         (decodes(n) + cache(K), if n > 0, else alone) + prompts(t) + context A + prompt k
-
-    K: cache entries that decodes read; A: those that all tokens of prompts read, causally. Curves
-    are linear between points, and go on beyond the last. A decode-only step differs from this mean
-    by its index in the engine's plan (`rhythm`), times a factor drawn for each step (`scatter`);
-    both are linear between the given numbers of sequences, and constant beyond.
+    K: cache entries read by decodes; A: those read by prompt tokens, causally. Curves are piecewise
+    linear and extrapolate. Decode-only steps vary by index in the plan (`rhythm`) and by a random
+    factor (`scatter`), both interpolated over sequences.
     """
 
     decodes: TimeCurve  # points (sequences, seconds), the first at 1

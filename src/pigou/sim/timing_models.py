@@ -29,13 +29,10 @@ class BuiltTiming:
 
 
 def build_timing(text: str, model: str, gpu: str, tp: int, kv_dtype: str = "") -> BuiltTiming:
-    """Make a timing model.
+    """Build a timing model from text.
 
-    Args:
-        text: `roofline`; `profile:FOLDER`, with layer tables; `law:KEY=VALUE,...`, or `law:340b`,
-            a preset, whose values can be changed: `law:340b,prefill=0.05`; or a file of
-            `pigou profile`, whose name ends in `.json`.
-        kv_dtype: number format of the KV cache; "" for the model's own.
+    `roofline`; `profile:FOLDER` of layer tables; `law:KEY=VALUE,...` or a preset
+    `law:340b,KEY=VALUE`; or a `.json` file of `pigou profile`. `kv_dtype` "" is the model's own.
     """
     check_bounds("tp", tp, ge=1)
     if gpu:

@@ -1,18 +1,9 @@
 """Profile timing: a step takes what its layers took when they were measured.
 
     step = once(tokens) + layers * (dense(tokens) + attention(batch)) + heads(sequences)
-
-The tables are those of LLMServingSim's profiler (`dense.csv`, `attention.csv`, `per_sequence.csv`,
-`moe.csv`; microseconds of GPU work in one layer). They hold GPU time only. What lies between them
-and a step is what vLLM documents:
-
-- Decodes and small mixed batches run in CUDA graphs, whose dense layers compute the next captured
-  number of tokens (1, 2, 4, multiples of 8 to 256, multiples of 16 to 512).
-- The output layer and the sampler compute a row for every sequence of the batch, also for a
-  prompt chunk that yields no token.
-- With asynchronous scheduling the CPU prepares a step while the GPU computes the one before, so
-  that no CPU time is added.
-- With tensor parallelism each layer sums its activations over the GPUs twice.
+Tables of LLMServingSim's profiler (`dense.csv`, `attention.csv`, `per_sequence.csv`, `moe.csv`; us
+per layer). As in vLLM, small batches pad to CUDA graph sizes, every sequence samples, CPU time is
+hidden by asynchronous scheduling, and tensor parallelism sums activations twice a layer.
 """
 
 from __future__ import annotations
@@ -57,11 +48,7 @@ class LayerCurve:
     ns: Floats  # nanoseconds, shape (n,)
 
     def table(self, max_number: int) -> Floats:
-        """Return the times of 0 to `max_number`, shape (max_number + 1,).
-
-        Beyond the last point the line from the point nearest to half of it goes on: neighbouring
-        points are too close together for a slope.
-        """
+        """Return the times of 0 to `max_number`, (max_number + 1,), extrapolated."""
         numbers = np.arange(max_number + 1, dtype=np.float64)
         times = np.interp(numbers, self.numbers, self.ns)
         if max_number > self.numbers[-1] and len(self.numbers) > 1:
@@ -101,11 +88,7 @@ class Tables:
 
 
 def find_tables(folder: Path, model: str, gpu: str, tp: int, dtype: str) -> Path:
-    """Find the folder with the tables of a model, a GPU and a degree of tensor parallelism.
-
-    `folder` is that folder, or any above it in GPU/owner/model/dtype/tpN; the model's name may
-    differ by a variant of equal shape, the weights' `dtype` may not.
-    """
+    """Find the folder of a model's tables, at or below `folder` (GPU/owner/model/dtype/tpN)."""
     if (folder / "dense.csv").is_file():
         name = folder.resolve().name
         if re.fullmatch(r"tp\d+", name) and name != f"tp{tp}":
@@ -475,9 +458,8 @@ def _chunk(
 ) -> float:  # fmt: skip
     """Time at a measured chunk length whose tokens read `mean_reads` entries on average.
 
-    A chunk of c tokens after k cached ones reads k + c/2 on average. Several short prompts read
-    less than one of their length: the line from k = 0 to k = c goes on below, down to the time
-    of the shortest chunk.
+    Short prompts read less than one of c tokens: the line from k = 0 to k = c continues below, down
+    to the time of the shortest chunk.
     """
     history = mean_reads - chunks[chunk] / 2.0
     if history >= 0.0:
@@ -530,12 +512,8 @@ def profile_durations(
 ) -> Nanos:  # fmt: skip
     """Return the nanoseconds of each of `repeat` steps, shape (repeat,).
 
-    In each step entries have as many more cached tokens as they computed before (`counts`).
-
-    Args:
-        dense, heads: time of all layers but attention by tokens; of output and sampler by entries.
-        skew: weight of the longest decode against the mean one, 0 to 1.
-        chunks, keys, decodes, kvs: axes 0 to 3 of `grid`, the time of one layer's attention.
+    `dense` by tokens, `heads` by entries; `skew` (0 to 1) weighs the longest decode against the
+    mean; `chunks`, `keys`, `decodes`, `kvs` are axes 0 to 3 of `grid`, one layer's attention.
     """
     count, total, max_kv, prompt, squares, twice = 0, 0, 0, 0, 0, 0
     for i in range(counts.shape[0]):

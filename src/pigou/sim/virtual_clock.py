@@ -26,11 +26,7 @@ class Completion(Protocol):
 
 
 class Phase(IntEnum):
-    """In which order things happen that happen at the same time.
-
-    Workers plan last: whatever reaches a worker at the moment when its step ends is in its next
-    step. So a plan of several steps can be cut at any boundary, as if it had been single steps.
-    """
+    """Order of simultaneous events: workers plan last, so plans can be cut at step ends."""
 
     FAULT = 0
     STEP = 1
@@ -41,11 +37,7 @@ class Phase(IntEnum):
 
 
 class Clock:
-    """Runs events in the order of (time, phase, key).
-
-    Keys order a phase's events by their owner (a worker or request), not by when they were
-    scheduled.
-    """
+    """Runs events in the order of (time, phase, key); keys are owners, such as workers."""
 
     def __init__(self) -> None:
         self.now = EPOCH

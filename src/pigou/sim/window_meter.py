@@ -34,8 +34,6 @@ from pigou.windows.planner_window import (
 
 @dataclass(slots=True)
 class _Progress:
-    """What a worker had done by the last window."""
-
     steps: int = 0
     busy_ns: int = 0
     prefill_ns: int = 0
@@ -43,10 +41,7 @@ class _Progress:
 
 
 class WindowMeter:
-    """Makes a planner's windows: a request counts where its first token, or its end, falls.
-
-    Latencies count from the arrival at the gateway. A worker's CPU is busy while it computes.
-    """
+    """Makes a planner's windows; a request counts where its first token or its end falls."""
 
     def __init__(
         self, fleet: SimulatedFleet, membership: Membership, client: SimulatedClient,
@@ -96,7 +91,6 @@ class WindowMeter:
     # --- load ---------------------------------------------------------------------------------
 
     def _loads(self, now: int) -> tuple[LoadWindow, ...]:
-        """Return the load of each class."""
         arrived = self._arrived()
         generated = self._generated()
         first, ended = self._progressed(now)
@@ -117,7 +111,6 @@ class WindowMeter:
         return self._load_meter.loads(window)
 
     def _metered(self, run: RequestRun) -> MeteredRequest:
-        """Return a request as the gateway saw it."""
         return MeteredRequest(
             class_name(self._objectives, run), run.spec.prompt_tokens, run.intended_ns,
             run.sent_ns, run.first_token_ns, run.ended_ns, run.output_tokens, request_itl_ns(run),
@@ -137,7 +130,6 @@ class WindowMeter:
         return tokens
 
     def _arrived(self) -> list[RequestRun]:
-        """Return the requests that the client meant to send since."""
         runs = self._client.runs
         arrived = runs[self._known :]
         self._known = len(runs)
@@ -145,7 +137,6 @@ class WindowMeter:
         return arrived
 
     def _progressed(self, now: int) -> tuple[list[RequestRun], list[RequestRun]]:
-        """Return the requests with a first token since, and those that ended since."""
         first, ended = [], []
         for run in list(self._open.values()):
             if self._builder.last_ns < run.first_token_ns <= now:

@@ -57,12 +57,10 @@ _STEP, _PLAN = int(Phase.STEP), int(Phase.PLAN)  # quicker to look up, and to co
 
 
 class SimWorker:
-    """Plans to its next local change, and is cut back when a command arrives.
+    """Plans to its next local change; a command cuts the plan at the end of the current step.
 
-    A command waits for the end of the step under way, so a plan of several steps equals single
-    ones. KV events are published with the step that computes prompts, ends requests or preempts;
-    those of decode-only steps with the next of these; those of several chunks of a prompt before
-    the control plane looks (`catch_up`), or at the plan's end.
+    KV events are published with steps that compute, end or preempt; a chunked prompt's before the
+    control plane looks (`catch_up`).
     """
 
     def __init__(
@@ -70,14 +68,9 @@ class SimWorker:
         listener: Listener, itl: ITLHistogram, *, ahead: bool = False, stepwise: bool = False,
         lagging: LaggingWorkers | None = None, tiers: Tiers | None = None, seed: int = 0,
     ) -> None:  # fmt: skip
-        """Start with nothing to do.
+        """Start idle; `ahead` plans a step as the one before begins (asynchronous scheduling).
 
-        Args:
-            ahead: plan a step when the one before begins (vLLM's asynchronous scheduling): a
-                command
-                that arrives during a step counts from the second step on.
-            lagging: holds it while it has events to publish; without, chunks of prompts are single
-                steps.
+        `lagging` holds workers with unpublished events; without it prompt chunks are single steps.
         """
         self.number, self.name = number, name
         self.core = EngineCore(config, tiers=tiers)
@@ -261,7 +254,6 @@ class SimWorker:
     # --- steps --------------------------------------------------------------------------------
 
     def _plan_next(self, now: int) -> None:
-        """Plan at the end of this moment, if nothing is under way."""
         if self._plan is None and not self._planned and not self._dead:
             self._planned = True
             self._clock.at(now, _PLAN, self.number, self._plan_now)
@@ -328,7 +320,6 @@ class SimWorker:
             self._plan_next(now)
 
     def _apply(self, now: int) -> None:
-        """Apply the steps of the plan under way, and run the commands that waited for its end."""
         plan, steps = self._plan, self._end_step
         assert plan is not None
         self._end_plan()
@@ -352,7 +343,6 @@ class SimWorker:
             self._inbox.open(self.steps, now, lambda: self._idle)
 
     def _count_passed(self, rows: Ints) -> None:
-        """Count the gaps of rows that leave the plan under way before its end."""
         steps = self.passed()
         if steps:
             self._streams.count_passed(rows, self._end_times, steps)

@@ -147,10 +147,7 @@ def _measure(load: ProfiledLoad, timing: Timing, config: EngineConfig) -> Rehear
 def step_nanos(
     timing: Timing, chunk: int, done: int, last: bool, streams: int, context: int
 ) -> int:
-    """Return the nanoseconds of a step of `streams` decodes and a chunk of a prompt (0 for none).
-
-    `done` tokens of the prompt are computed already; `last`: its first output token is sampled.
-    """
+    """Return the ns of a step of `streams` decodes and a prompt chunk after `done` tokens."""
     prompt = int(chunk > 0)
     counts, kv_lens = (
         np.ones(streams + prompt, np.int32),

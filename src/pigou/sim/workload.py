@@ -170,11 +170,7 @@ def renewal(
     lengths: RequestSampler, rate: float | RateSchedule, cv: float, count: int, seconds: float,
     seed: int,
 ) -> OpenLoop:  # fmt: skip
-    """Return requests whose gaps are independent and Gamma distributed (`renewal_times`).
-
-    A `count` of 0 takes all requests of `seconds`, `seconds` of 0 takes `count`; a schedule that
-    ends needs neither.
-    """
+    """Return requests with Gamma gaps (`renewal_times`), up to `count` or `seconds`."""
     known = isinstance(rate, RateSchedule) or 1 / MAX_SECONDS < rate < float("inf")
     if not known or (cv and not MIN_CV <= cv <= MAX_CV):
         raise ConfigError(
@@ -232,10 +228,9 @@ _MASK = 2**64 - 1
 
 
 def block_hashes(spec: RequestSpec, number: int, size: int) -> BlockHashes:
-    """Return hashes of the full blocks of a prompt, shape (prompt_tokens // size, 2).
+    """Return hashes of a prompt's full blocks and positions, (prompt_tokens // size, 2).
 
-    A block's hash is of its position and all ids up to its last token: prompts share the blocks of
-    common ids, which are trusted. Without ids, the request's `number` stands for its content.
+    Without ids, `number` stands for the content.
     """
     hashes = np.empty((spec.prompt_tokens // size, 2), dtype=np.uint64)
     if spec.block_ids:

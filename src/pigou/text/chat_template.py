@@ -132,11 +132,10 @@ class ChatTemplate:
         names: Mapping[str, str],
         uses: Mapping[str, ChatTemplate] = MappingProxyType({}),
     ) -> None:
-        """Compile Jinja2 text. Raises ValueError.
+        """Compile Jinja2 text; raises ValueError.
 
-        Args:
-            names: special tokens (`bos_token`, ...), which templates use.
-            uses: by variable, the template that is used instead where a chat has it.
+        `names` are special tokens (`bos_token`, ...); `uses` maps a chat's variable to another
+        template.
         """
         env = make_environment()
         try:
@@ -152,9 +151,9 @@ class ChatTemplate:
 
     @classmethod
     def choose(cls, templates: Mapping[str, str], names: Mapping[str, str]) -> ChatTemplate | None:
-        """Compile `default`, `tool_use` for chats with tools, `rag` for those with documents.
+        """Compile `default`, `tool_use` and `rag` (documents); None without `default`.
 
-        Returns None without a `default`. Raises ValueError: one is not valid Jinja2.
+        ValueError.
         """
         if _DEFAULT not in templates:
             return None
@@ -178,16 +177,11 @@ class ChatTemplate:
         continue_final_message: bool = False,
         variables: dict[str, Any] | None = None,
     ) -> str:
-        """Return the prompt of checked messages. Raises ChatError: the template refuses or fails.
+        """Return the prompt of checked messages; raises ChatError if the template refuses or fails.
 
-        The template gets contents as it reads them: parts where it loops over them, else one
-        string of lines; "" that is none where there is no content. Other fields that are None are
-        left out. A template that does not name `developer` gets `system`.
-
-        Args:
-            continue_final_message: end within the final message, for the model to go on; its
-                trailing space stays if the template keeps it.
-            variables: further ones; `tools` and `documents` are None where they are not given.
+        Contents arrive as parts where the template loops over them, else as one string. Fields that
+        are None are left out; `developer` becomes `system` where the template lacks it.
+        `continue_final_message` ends the prompt within the final message.
         """
         given: dict[str, Any] = {"tools": None, "documents": None, **(variables or {})}
         use = next((self._uses[name] for name in self._uses if given[name] is not None), None)
@@ -258,7 +252,6 @@ def parse_call(call: Any) -> Any:
 
 
 def _with_object(call: Any) -> Any:
-    """Return a tool call with its arguments as an object, where they are JSON of one."""
     try:
         parsed = parse_call(call)
     except ValueError:
@@ -268,7 +261,6 @@ def _with_object(call: Any) -> Any:
 
 
 def _with_text(call: Any) -> Any:
-    """Return a tool call with its arguments as JSON text, where they are an object."""
     function = call.get("function") if isinstance(call, dict) else None
     arguments = function.get("arguments") if isinstance(function, dict) else None
     if not isinstance(function, dict) or not isinstance(arguments, dict):
@@ -379,7 +371,6 @@ def _bindings(tree: nodes.Template) -> Iterator[tuple[str, nodes.Node]]:
 
 
 def _values(node: nodes.Node) -> Iterator[nodes.Node]:
-    """Yield an expression, or both branches of a conditional one."""
     if isinstance(node, nodes.CondExpr):
         yield from _values(node.expr1)
         if node.expr2 is not None:

@@ -1,8 +1,6 @@
-"""Control tokens that users type: they are text, and never become the ids that end a turn.
+"""Control tokens that users type stay text: only a chat's template emits special tokens.
 
-Special tokens of a chat's prompt are its template's alone. Where a client's text has the text of
-one, a mark is put inside it. The mark is a token of a copy of the tokenizer: it splits the text as
-every special token does, and its id is taken out again.
+A mark is put inside each; a copy of the tokenizer splits the text there, and its id is removed.
 """
 
 from __future__ import annotations
@@ -99,7 +97,6 @@ class ControlTokens:
         return items
 
     def _marked(self) -> tuple[Backend, int]:
-        """Return the copy of the tokenizer that knows the mark, and the mark's id."""
         with self._lock:
             if self._copy is None:
                 copy = Backend.from_str(self._backend.to_str())

@@ -14,9 +14,7 @@ _MAX_PENDING_TOKENS = 16
 class Detokenizer:
     """Text of the tokens so far, without the incomplete character at its end.
 
-    The text is a function of the token sequence alone: however the tokens are cut into calls,
-    the concatenated texts are the same. A stream that continues elsewhere feeds its tokens so
-    far, drops the text, and goes on.
+    The text depends on the tokens alone, not on how calls cut them: to resume, feed the old tokens.
 
     Example:
         words = Vocabulary((b"caf", b"\\xc3", b"\\xa9"), frozenset())
@@ -35,12 +33,7 @@ class Detokenizer:
         shown: frozenset[int] = frozenset(),
         begins: bool = True,
     ) -> None:
-        """Begin at no text, without control tokens other than those `shown`.
-
-        Args:
-            begins: the first token begins a text, where many tokenizers drop a space; False for
-                tokens that go on after a prompt.
-        """
+        """Hide control tokens but `shown`; pass `begins=False` to continue a prompt's text."""
         self._vocabulary = vocabulary
         self._texts = vocabulary.texts
         self._hidden = vocabulary.special - shown if skip_special else frozenset[int]()
@@ -54,7 +47,7 @@ class Detokenizer:
         return "".join([self.next(token) for token in tokens])
 
     def next(self, token: int) -> str:
-        """Take one further token; return the text that it completes, "" within a character."""
+        """Return the text that a token completes, "" within a character."""
         if token in self._hidden:
             return ""
         if self._window is not None:
@@ -105,7 +98,6 @@ class _Window:
         self._shown = 0
 
     def next(self, token: int) -> str:
-        """Take one further token; return the text that it completes."""
         self._tokens.append(token)
         text = self._decode(self._tokens)
         if text.endswith("\ufffd") and len(self._tokens) < _MAX_PENDING_TOKENS:
@@ -119,7 +111,6 @@ class _Window:
         return new
 
     def flush(self) -> str:
-        """Return the text of the tokens that were held."""
         text = self._decode(self._tokens)[self._shown :]
         self._tokens, self._context, self._shown = [], 0, 0
         return text

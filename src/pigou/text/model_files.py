@@ -33,10 +33,10 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def read_tokenizer(folder: Path) -> str:
-    """Return the text of `tokenizer.json`, with the tokens that only its neighbours name.
+    """Return the text of `tokenizer.json`, with tokens from its neighbour files.
 
-    They are those of `added_tokens_decoder`, with their properties, as in transformers, and tokens
-    of the vocabulary that have a role. Impossible ids are skipped. Raises OSError, ValueError.
+    Adds `added_tokens_decoder` as transformers does, and tokens with a role. Raises OSError,
+    ValueError.
     """
     data = read_bytes(folder / "tokenizer.json", MAX_TOKENIZER)
     text, parsed = data.decode(), parse_json(data)
@@ -97,10 +97,7 @@ def _special_tokens(*sources: Mapping[str, Any]) -> list[tuple[int | None, dict[
 
 
 def read_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return chat templates by name, from wherever transformers looks for them.
-
-    Files of their own come before `settings`, those of `tokenizer_config.json`. Raises ValueError.
-    """
+    """Return chat templates by name, as transformers finds them; own files win. ValueError."""
     files: dict[str, str] = {}
     path = folder / "chat_template.jinja"
     if path.is_file():
@@ -116,7 +113,6 @@ def read_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _named(value: Any) -> dict[str, str]:
-    """Return templates by name: one text is `default`; several come as a list or as a map."""
     if isinstance(value, str):
         return {"default": value}
     if isinstance(value, list):
@@ -136,10 +132,7 @@ BUNDLED = "bundled"
 
 
 def find_tokenizer(name: str, *, download: bool = False) -> Path | None:
-    """Return the folder of a model's `tokenizer.json`, by folder, hub id or "bundled"; or None.
-
-    `download` asks the hub when its cache does not have it.
-    """
+    """Return the folder of `tokenizer.json` by folder, hub id or "bundled"; None if missing."""
     if name == BUNDLED:
         return bundled_path()
     if not name:
@@ -172,14 +165,10 @@ def end_tokens(
     templates: Iterable[str],
     token_id: Callable[[str], int | None],
 ) -> frozenset[int]:
-    """Return the ids that any of a model's files names as an end token. Raises ValueError.
+    """Return all end token ids named by a model's files, as vLLM and transformers do; ValueError.
 
-    vLLM stops at the tokenizer's and at `generation_config.json`'s; transformers at
-    `generation_config.json`'s, or at `config.json`'s. A template in ChatML adds `<|im_end|>`.
-
-    Args:
-        settings, special: contents of `tokenizer_config.json`, of `special_tokens_map.json`.
-        token_id: from a token's text to its id; None for text that is no token.
+    A template in ChatML adds `<|im_end|>`. `settings` is `tokenizer_config.json`, `special`
+    `special_tokens_map.json`; `token_id` maps text to an id or None.
     """
     names = [content_of(settings.get("eos_token")), content_of(special.get("eos_token"))]
     if any(CHATML_END in template for template in templates):

@@ -15,10 +15,9 @@ class StopMatch:
 
 
 class Stops:
-    """Watches a growing text for stop strings.
+    """Watches a growing text for stop strings; holds back an end that may begin one.
 
-    It shows all of the text but the longest end that begins a stop string: a function of the tokens
-    alone. A stream that continues elsewhere replays its tokens, drops what they show, and goes on.
+    The shown text depends on the tokens alone: to resume, replay them.
     """
 
     __slots__ = ("_held", "_include", "_max_length", "_min_tokens", "_stops", "_tokens")
@@ -69,7 +68,6 @@ class Stops:
         return StopMatch(seen[:at], stop)
 
     def _begun(self, seen: str) -> int:
-        """Return the length of the longest end of `seen` that begins a stop string."""
         for length in range(min(len(seen), self._max_length - 1), 0, -1):
             end = seen[len(seen) - length :]
             if any(len(stop) > length and stop.startswith(end) for stop in self._stops):

@@ -62,10 +62,7 @@ class Tokenizer:
         return value if self.control is None else self.control.guard(value)
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """Return the token ids of a text; other threads run meanwhile.
-
-        `special` adds what the tokenizer puts around a text (a begin token, mostly).
-        """
+        """Return the token ids of a text; `special` adds begin tokens and the like."""
         if self.control is not None and self.control.mark in text:
             return self.control.encode(text, special)
         # A batch, because `encode` holds the interpreter's lock; the fast one keeps no offsets,

@@ -86,10 +86,7 @@ class JsonEnd:
 
 
 class CallReader:
-    """Reads one object; its arguments are passed on as they come, where its name comes first.
-
-    With `names` of functions, an object that names another one is no call.
-    """
+    """Parses one object of `names`; streams its arguments once its name is known."""
 
     def __init__(self, index: int, names: Collection[str] | None = None) -> None:
         self._index = index
@@ -120,7 +117,6 @@ class CallReader:
         return events, text
 
     def _head(self, text: str) -> tuple[str, list[Event]]:
-        """Look for the name; return what is left, and what it means."""
         used = self._whole.feed(text)
         self.text += text[:used]
         rest = text[used:]
@@ -147,7 +143,6 @@ class CallReader:
         return rest, self._entire()
 
     def _entire(self) -> list[Event]:
-        """Read an object that is whole, whatever the order of its keys."""
         call = _loaded(self.text)
         if isinstance(call, dict) and isinstance(call.get("function"), dict):
             call = call["function"]
@@ -197,11 +192,9 @@ _OPEN_REASONING = re.compile(r"(<think>|\[THINK\])\s*\Z")
 
 
 class ToolParser:
-    """Tells calls from content in a text that grows.
+    """Tells tool calls from content in a growing text; to resume, replay the text.
 
-    What it told is a function of the text so far alone, up to how pieces are cut. A stream that
-    goes on elsewhere feeds the text so far, drops the events, and goes on. White space, a bracket
-    and a code fence around calls are no content. Reasoning is content; nothing in it is a call.
+    White space, brackets and code fences around calls are no content. Reasoning is content.
     """
 
     def __init__(self) -> None:
@@ -228,11 +221,10 @@ class ToolParser:
 
 
 class MarkedParser(ToolParser):
-    """Calls behind a marker: one object, several, or a list of them, with or without prose.
+    """Calls behind a marker: one object, several, or a list, with or without prose.
 
-    An object without a marker is a call where it names a function of the request: behind prose
-    that follows a marker, and anywhere in a format that has calls without markers. `reasoning` is
-    the tag that opened reasoning before the text begins.
+    An unmarked object is a call if it names a function of the request, after prose behind a marker
+    or in a format without markers. `reasoning` is the tag opened before the text.
     """
 
     OPEN: ClassVar[str]
@@ -269,7 +261,6 @@ class MarkedParser(ToolParser):
     # --- content ----------------------------------------------------------------------------
 
     def _content(self) -> list[Event]:
-        """Pass content on up to what may begin a call or reasoning."""
         marks = [self.OPEN, *REASONING]
         if self._bare:
             marks += ["{", self.CLOSE] if self.CLOSE else ["{"]
@@ -294,7 +285,6 @@ class MarkedParser(ToolParser):
         return events
 
     def _other_json(self) -> list[Event]:
-        """Pass on JSON that is no call, with all that is in it."""
         used = self._end.feed(self._rest)
         events, self._rest = self._say(self._rest[:used]), self._rest[used:]
         if self._end.done:
@@ -312,7 +302,6 @@ class MarkedParser(ToolParser):
         return mark, self._say(shown)
 
     def _say(self, text: str) -> list[Event]:
-        """Return content, without what at its end may belong to a call."""
         text = self._held + text
         shown = text.rstrip()
         if shown.endswith("["):
@@ -334,7 +323,6 @@ class MarkedParser(ToolParser):
         return self._head()
 
     def _head(self) -> list[Event]:
-        """Read what is no object: it is content."""
         self._rest = self._skipped + self._rest
         self._state = self._content
         return []
@@ -365,13 +353,11 @@ class MarkedParser(ToolParser):
         return events
 
     def _note_call(self) -> None:
-        """Count a call, and forget what stood around it."""
         self.calls += 1
         self._fenced = "```" in self._held + self._skipped
         self._held = ""
 
     def _after(self) -> list[Event]:
-        """Skip what closes a call, up to the next one or to content."""
         closing = [mark for mark in (self.CLOSE, "```" if self._fenced else "") if mark]
         if not self._skip(" \t\r\n,;]", closing):
             return []
@@ -407,10 +393,7 @@ class HermesParser(MarkedParser):
 
 
 class LlamaParser(MarkedParser):
-    """`{"name": ..., "parameters": {...}}`, with or without `<|python_tag|>`.
-
-    Further calls follow after `;`. An object that names no function of the request is content.
-    """
+    """`{"name": ..., "parameters": {...}}`, joined by `;`, with or without `<|python_tag|>`."""
 
     OPEN = "<|python_tag|>"
     BARE = True
@@ -498,7 +481,6 @@ def open_reasoning(prompt: str, final: str | None) -> str:
 
 
 def _begun(text: str, marker: str) -> int:
-    """Return the length of the longest end of `text` that begins `marker`."""
     for length in range(min(len(text), len(marker) - 1), 0, -1):
         if text.endswith(marker[:length]):
             return length

@@ -49,11 +49,7 @@ def vocabulary(
     decoder: Any,
     whole: Callable[[list[int]], str] | None = None,
 ) -> Vocabulary:
-    """Return the vocabulary of a `tokenizer.json`: names to ids, control tokens, its `decoder`.
-
-    `whole` decodes a list of ids, for decoders that do not work token by token; without it these
-    raise VocabularyError.
-    """
+    """Return the vocabulary of a `tokenizer.json`; `whole` decodes lists where tokens do not."""
     chain = read_chain(decoder)
     if chain is None and whole is None:
         raise VocabularyError(f"the decoder of tokenizer.json is {decoder!r}, which is unknown")
@@ -124,8 +120,6 @@ def read_chain(decoder: Any) -> Chain | None:
 
 
 class _Builder:
-    """Collects the steps of nested sequences."""
-
     def __init__(self) -> None:
         self.steps: list[Step] = []
         self.strip = b""
@@ -133,7 +127,6 @@ class _Builder:
         self._has_bytes = False
 
     def read(self, spec: Any) -> None:
-        """Add a decoder."""
         kind = spec["type"]
         if kind == "Sequence":
             for part in spec["decoders"]:
@@ -242,7 +235,6 @@ _STEPS: dict[str, Callable[[Any], Step]] = {
 
 
 def _byte_chars() -> dict[str, int]:
-    """Return GPT-2's map from printable characters to bytes."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     chars = {chr(byte): byte for byte in printable}
     hidden = [byte for byte in range(256) if byte not in set(printable)]

@@ -34,7 +34,6 @@ class ByteBudget:
     """
 
     def __init__(self, limit: int) -> None:
-        """Begin empty; `limit` is in bytes."""
         self.limit = limit
         self.used = 0
 
@@ -139,12 +138,7 @@ async def read_json(request: web.Request, max_bytes: int) -> bytes:
 
 
 async def read_body(request: web.Request, max_bytes: int) -> bytes:
-    """Return a request's body.
-
-    Raises:
-        APIError: 413 it is too large, 415 it is compressed, 408 it comes too slowly, 417 it has
-            an unknown `Expect`, 400 its framing is broken, 503 the bodies under way leave no room.
-    """
+    """Return a request's body; raises APIError 400, 408, 413, 415, 417 or 503 (no memory left)."""
     _check_encoding(request)
     length = request.content_length
     if length is not None and length > max_bytes:

@@ -73,13 +73,10 @@ def connection_cap(limits: ConnectionLimits, descriptors: int) -> int:
 
 
 class Connections:
-    """The connections of one server.
+    """The connections of one server, capped; at the cap, idle ones are closed for new ones.
 
-    When the cap is reached, a new connection takes the place of one that has no request under
-    way: first of those whose client never sent a whole request, from the address that has most
-    of them, the oldest. Where all are at work, a few more are let in (`reserved`), the rest is
-    answered 503. Half of those few are for health probes alone; the others need a key, and no
-    address gets more than half of what the others leave.
+    First go those without a whole request so far, of the address with most of them, the oldest. If
+    all are busy, `reserved` more are accepted, half of them for probes; the rest is answered 503.
     """
 
     def __init__(self, cap: int, max_peer: int = 0) -> None:

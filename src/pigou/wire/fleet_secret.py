@@ -1,7 +1,6 @@
-"""The fleet secret: what the processes of one fleet know, and by which they prove who they are.
+"""Fleet secret, by which the processes of one fleet authenticate each other.
 
-Every use has a key of its own, derived by HMAC-SHA256 (RFC 2104) from the secret and the name of
-the use, so that what one channel shows is of no use on another.
+Each use has its own key, by HMAC-SHA256 (RFC 2104): one channel reveals nothing of another.
 """
 
 from __future__ import annotations
@@ -66,10 +65,7 @@ class FleetSecret:
     def given(
         cls, path: str = "", environment: MutableMapping[str, str] | None = None
     ) -> FleetSecret | None:
-        """Return the secret of a file, else that of the environment; None where there is none.
-
-        What the environment has of it is removed, so that no child inherits it. Raises ConfigError.
-        """
+        """Return the secret from a file or the environment, removed there; None, or ConfigError."""
         environment = os.environ if environment is None else environment
         text, descriptor = environment.pop(VARIABLE, None), environment.pop(DESCRIPTOR, None)
         if descriptor is not None:

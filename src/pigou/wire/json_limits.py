@@ -105,10 +105,7 @@ def is_deep(data: bytes | bytearray) -> bool:
 
 
 def read_fields(data: bytes, context: int = 0) -> dict[str, msgspec.Raw]:
-    """Return the fields of a body, still encoded, all within bounds. Raises APIError 400.
-
-    `context` are the tokens that the model can hold; 0 where that is not known.
-    """
+    """Return a body's encoded fields, within bounds for `context` tokens; APIError 400."""
     count = _check_body(data)
     try:
         fields = _fields.decode(data)
@@ -162,7 +159,6 @@ def _check_fields(fields: dict[str, msgspec.Raw], context: int) -> None:
 
 
 def _check_ids(name: str, view: memoryview, shape: JsonSize, context: int) -> None:
-    """Check token ids, or several prompts."""
     if shape.depth == 0:
         return
     if shape.depth > 1 or _TEXTS.match(view) is not None:

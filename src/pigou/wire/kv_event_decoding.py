@@ -1,12 +1,8 @@
-"""The wire of KV events: vLLM's ZMQ frames and MessagePack, both of its shapes.
+"""KV events on the wire: vLLM's ZMQ frames and MessagePack, in both of its shapes.
 
-A message is `[topic, sequence number (u64, big-endian), payload]`; the payload is MessagePack of
-`[timestamp, [events], data parallel rank?]`. Events are maps with a `type` (new releases) or
-arrays with the type first (old ones); unknown keys and types are ignored. A hash is an unsigned
-integer (low 64 bits of the digest) or raw bytes, and belongs to the engine that sent it.
-
-An attached server's batch may be as large and odd as it likes. `event_slices` counts values before
-it decodes them, and decodes long ones in parts of at most some milliseconds.
+A message is `[topic, sequence number (u64, big-endian), payload]`, the payload `[timestamp,
+[events], data parallel rank?]`. Events are maps with a `type`, or arrays (old releases). Batches
+may be hostile: `event_slices` counts values first, and decodes in parts of ms.
 """
 
 from __future__ import annotations
@@ -107,11 +103,7 @@ class Walk:
         self._state = np.zeros(2, dtype=np.int64)
 
     def skip(self, at: int, count: int) -> Generator[None, None, int]:
-        """Step over `count` values; return where they end. Yields after each `STEP` values.
-
-        Raises:
-            MessagePackError: the payload ends before, or is no MessagePack.
-        """
+        """Step over `count` values, yielding after each `STEP`; raises MessagePackError."""
         state = self._state
         state[_AT], state[_LEFT] = at, count
         while True:
@@ -221,13 +213,7 @@ def wire_hashes(hashes: BlockHashes) -> list[int]:
 def stored_map(
     event: BlockStored, token_ids: Sequence[int], block_size: int, salt: str | None
 ) -> dict[str, Any]:
-    """Return the map of a core event.
-
-    Args:
-        token_ids: of all blocks of the event, `blocks * block_size` of them; none for a tier,
-            whose blocks are known by their hashes from the device.
-        salt: cache salt of the request; travels with its first block only.
-    """
+    """Return the map of a core event; `token_ids` (blocks * block_size) are empty for a tier."""
     hashes = wire_hashes(event.hashes)
     salted = salt is not None and event.first == 0
     parent = wire_hashes(event.parent)
@@ -370,10 +356,7 @@ def read_lora(fields: dict[str, Any]) -> str | None:
 
 
 def read_salt(fields: dict[str, Any]) -> str | None:
-    """Return SGLang's `cache_salt`, or the salt that vLLM puts among the first block's keys.
-
-    vLLM's keys are the adapter's name, pairs of multimodal inputs, the salt, and digests.
-    """
+    """Return SGLang's `cache_salt`, or the salt among vLLM's extra keys of the first block."""
     salt = fields.get("cache_salt")
     if isinstance(salt, str):
         return read_text(fields, "cache_salt")
@@ -404,13 +387,9 @@ _Parts: TypeAlias = Generator[WireEvent | None, None, None]
 
 
 def event_slices(payload: bytes) -> Iterator[tuple[WireEvent, ...]]:
-    """Decode a payload in slices, so that other tasks can run in between.
+    """Decode a payload in slices of about `SLICE` blocks, so that other tasks run in between.
 
-    Yields:
-        Events in order, about `SLICE` blocks of them; none where others should run all the same.
-
-    Raises:
-        EventError: it is no batch, or over `MAX_BATCH`; events before it have been yielded.
+    An empty slice only yields control. Raises EventError if it is no batch, or over `MAX_BATCH`.
     """
     if len(payload) > MAX_BATCH:
         raise EventError(f"a batch of {len(payload)} bytes; at most {MAX_BATCH} work")
@@ -540,8 +519,6 @@ def _spans(walk: Walk, at: int) -> Generator[None, None, dict[str, _Span]]:
 
 @dataclass(slots=True)
 class _Items:
-    """The items of an array that are still to be decoded."""
-
     walk: Walk  # over the payload
     name: str
     at: int  # where the next item begins
@@ -549,19 +526,16 @@ class _Items:
 
     @classmethod
     def of(cls, walk: Walk, spans: dict[str, _Span], name: str) -> _Items:
-        """Return the items of a field. Raises EventError: it is no array."""
         head = walk.array_head(spans[name][0]) if name in spans else None
         if head is None:
             raise EventError(f"{name} is no array; it must be a list")
         return cls(walk, name, head[1], head[0])
 
     def take_hashes(self, max_items: int) -> Generator[None, None, tuple[WireHash, ...]]:
-        """Return the next hashes, at most so many."""
         data = yield from self._take(max_items, _HASH)
         return tuple(read_hash(value) for value in _decoder.decode(data))
 
     def take_tokens(self, max_items: int) -> Generator[None, None, list[int]]:
-        """Return the next tokens, at most so many."""
         data = yield from self._take(max_items, _INTEGER)
         try:
             return _token_decoder.decode(data)

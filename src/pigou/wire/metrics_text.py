@@ -53,10 +53,7 @@ def labels(text: bytes) -> dict[str, str]:
 def totals(
     page: bytes, names: tuple[bytes, ...], max_lines: int = _MAX_LINES
 ) -> dict[bytes, float]:
-    """Return each metric over all engines (data parallel ranks): the sum, of `USAGE` the mean.
-
-    Negative and non-finite values count as 0.
-    """
+    """Return each metric over all engines: the sum, for `USAGE` the mean; bad values count 0."""
     values: dict[bytes, list[float]] = {}
     for name, _, text in samples(page, names, max_lines):
         values.setdefault(name, []).append(number(text))

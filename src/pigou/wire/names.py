@@ -18,10 +18,7 @@ _WILDCARD = re.compile(r"^tcp://(\*|0\.0\.0\.0|\[::\])(?=:)")
 
 
 def advertised(listens: str, given: str = "") -> str:
-    """Return the host at which others reach a server: as given, else where it listens.
-
-    A server that listens on all addresses is at this machine's own, or at loopback without one.
-    """
+    """Return the host that others reach: as given, else the listening or this machine's address."""
     if given or listens not in WILD:
         return given or listens
     try:
@@ -58,10 +55,7 @@ MAX_TEXT = 512
 
 
 def deployment_version(about: Mapping[str, Any]) -> str:
-    """Return the version of a worker's deployment; workers of two versions exchange no KV.
-
-    Without `--deployment-version` it is the digest of the weights; empty for a stock engine.
-    """
+    """Return a deployment's version, by default the weights' digest; two versions share no KV."""
     return text(about.get("deployment_version")) or text(about.get("release"))
 
 
@@ -71,10 +65,7 @@ def text(value: Any) -> str:
 
 
 def worker_name(incarnation: str, url: str, host: str) -> str:
-    """Return the name of a worker among gateways: its incarnation, else its server's URL.
-
-    A loopback address gets the name of this gateway's `host`.
-    """
+    """Return a worker's name among gateways: its incarnation, else its URL, with a real host."""
     if incarnation:
         return incarnation
     return f"{host}/{url}" if is_loopback(urlsplit(url).hostname or "") else url

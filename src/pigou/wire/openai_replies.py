@@ -1,7 +1,4 @@
-"""Bodies of replies, whole and in chunks, in the shapes of vLLM's OpenAI server.
-
-Chunks are encoded around fixed bytes that are made once a stream: what changes is the text.
-"""
+"""Reply bodies, whole and in chunks, in the shapes of vLLM's OpenAI server."""
 
 from __future__ import annotations
 

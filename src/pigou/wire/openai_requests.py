@@ -1,7 +1,7 @@
-"""Fields that a request body may have beyond those that are honoured.
+"""Request fields that are not honoured.
 
-A field of another server is refused by name with a remedy (`REFUSED`), unless its value is null
-or asks for what happens anyway (`neutral`): then it is dropped. Any other field is unknown.
+Other servers' fields are refused with a remedy (`REFUSED`), or dropped if neutral; others are
+unknown.
 """
 
 from __future__ import annotations
@@ -62,12 +62,9 @@ def neutral(name: str, value: Any, n: Any = None) -> bool:
 def known_part(
     body: bytes, fields: Iterable[str], nested: Mapping[str, Iterable[str]], unknown: list[str]
 ) -> bytes:
-    """Return a body, a JSON object, without its unknown and neutral fields. Raises APIError 400.
+    """Return a body without unknown and neutral fields; raises APIError 400.
 
-    Args:
-        fields: names that the request's type has.
-        nested: names that the fields have which are objects; `a.b` for the object in `b` of `a`.
-        unknown: the names of unknown fields are appended to it, as paths.
+    `nested` maps object fields to their names (`a.b` for `b` of `a`); `unknown` collects paths.
     """
     parts = _fields.decode(body)
     n = _value(parts.get("n"))

@@ -1,7 +1,6 @@
 """The two legs of prefill/decode over HTTP, as vLLM's connectors want them.
 
-Leg 1 goes to a prefill worker, which computes the prompt and answers with a `kv_transfer_params`
-dict. That dict is opaque: leg 2 carries it to a decode worker as it is.
+Leg 1's reply has an opaque `kv_transfer_params`, which leg 2 carries to a decode worker.
 """
 
 from __future__ import annotations
@@ -37,10 +36,7 @@ _reply = msgspec.json.Decoder(_Ticketed)
 def leg_one(
     body: Mapping[str, Any], *, chat: bool, read: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the body for the prefill worker: one token, no stream, blocks held.
-
-    `read` is the ticket for what another worker has cached of the prompt, which it pulls first.
-    """
+    """Return the prefill worker's body: one token, no stream, blocks held."""
     leg = {name: value for name, value in body.items() if name not in _DROPPED}
     leg |= {"stream": False, "max_tokens": 1, "kv_transfer_params": dict(ASK)}
     if read is not None:

@@ -47,11 +47,9 @@ def sampling_params(
     seed: int,
     grammar: Grammar | None = None,
 ) -> SamplingParams:
-    """Return the sampling parameters of a checked request. Raises APIError 400: it cannot fit.
+    """Return a checked request's sampling parameters; raises APIError 400 if it cannot fit.
 
-    Args:
-        prompt_tokens: of the original prompt, that is without resumed tokens.
-        seed: of this sequence; choices of one request have seeds of their own.
+    `prompt_tokens` excludes resumed tokens; each choice has its own `seed`.
     """
     limit = max_tokens(request, prompt_tokens, limits.max_model_len)
     min_tokens = request.min_tokens or 0
@@ -80,10 +78,7 @@ def sampling_params(
 
 
 def max_tokens(request: GenerationRequest, prompt_tokens: int, max_model_len: int) -> int:
-    """Return the output limit: the request's, or a default that fits the context.
-
-    It is 1 where only the prompt is scored, as that step samples one token. Raises APIError 400.
-    """
+    """Return the output limit within the context (1 to score a prompt only); APIError 400."""
     room = max_model_len - prompt_tokens
     if scores_only(request) and room >= 1:
         return 1

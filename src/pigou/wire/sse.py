@@ -22,12 +22,7 @@ def frame(payload: bytes) -> bytes:
 
 
 class Reader:
-    """Splits a byte stream, cut anywhere, into the payloads of its events.
-
-    Comments and fields other than `data` are skipped; data lines of one event are joined with a
-    line break, as the specification of server-sent events says. An event counts when the blank
-    line that ends it has arrived. A byte order mark before the stream is skipped.
-    """
+    """Splits a byte stream, cut anywhere, into the payloads of server-sent events."""
 
     __slots__ = ("_begun", "_held", "_parts", "size", "skipped")
 
@@ -82,7 +77,6 @@ class Reader:
         return payloads
 
     def _keep(self, data: bytes) -> list[bytes]:
-        """Keep a part of an event; return that none is whole."""
         if data:
             self._parts.append(data)
             self.size += len(data)

@@ -1,8 +1,4 @@
-"""JSON schemas of clients before they become grammars: keywords that ask for nothing are left out.
-
-Grammars know fewer keywords than JSON Schema has, and refuse the others by name. A keyword whose
-value allows everything is no reason for that.
-"""
+"""JSON schemas of clients before they become grammars: keywords that allow all are dropped."""
 
 from __future__ import annotations
 

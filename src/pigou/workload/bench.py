@@ -138,11 +138,7 @@ async def bench(
     stop: asyncio.Event | None = None,
     watch: Callable[[LoadGenerator], None] | None = None,
 ) -> BenchResult | None:
-    """Load an endpoint; return what was measured until the end or `stop`, None if nothing was.
-
-    Raises:
-        EndpointError: the endpoint is not there, or refuses what was asked.
-    """
+    """Load an endpoint until the end or `stop`; None if nothing was measured. EndpointError."""
     stop = stop or asyncio.Event()
     _raise_file_limit()
     async with open_session(config.api_key) as session:

@@ -1,8 +1,4 @@
-"""What a run of load comes to: counts, rates and latencies.
-
-Percentiles interpolate linearly between order statistics: of n sorted values, p is the value at
-rank (n - 1) p / 100 from 0 (Hyndman and Fan 1996, type 7; numpy's default).
-"""
+"""Summary of a load run: counts, rates, latencies; percentiles as numpy's (type 7)."""
 
 from __future__ import annotations
 

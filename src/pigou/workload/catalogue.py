@@ -76,13 +76,7 @@ class DownloadError(Exception):
 def download(
     trace: Listed, folder: Path, address: str = "", watch: Watch = lambda _so_far, _all: None
 ) -> Path:
-    """Return the path of a trace's file, downloaded if it is not there, from `address` if given.
-
-    A part that broke off is kept (`NAME.part`) and resumed if the server still has the same file.
-
-    Raises:
-        DownloadError: it cannot be reached or written, or is not what it should be.
-    """
+    """Return a trace's file, downloaded or resumed if missing; raises DownloadError."""
     address = address or trace.address
     if not address:
         raise DownloadError(f"{trace.name} is no single file; see {trace.page}")

@@ -33,11 +33,7 @@ class Rival:
 
 @dataclass(slots=True)
 class PolicyComparison:
-    """Choices of both, at the same moments and in the same state, which is the recorded one's.
-
-    Those of requests that ended in an error before a token (a worker refused the prompt, say) do
-    not count: what they would have cost was never paid.
-    """
+    """Choices of two policies in the same recorded states, without requests that failed early."""
 
     choices: int = 0
     other: int = 0  # those where the rival's was another one

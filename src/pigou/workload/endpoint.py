@@ -205,11 +205,7 @@ class _Tokens(msgspec.Struct):
 
 
 async def find_model(session: aiohttp.ClientSession, base: str, name: str) -> ModelCard:
-    """Return the card of the named model (bare if not listed), or of the first that is no adapter.
-
-    Raises:
-        EndpointError: the endpoint is not there, or no name was given and it lists no model.
-    """
+    """Return the card of the named model, or of the first base model; raises EndpointError."""
     reply = await _request(session, "GET", f"{base}/v1/models")
     models = _decode(reply, _ModelList)
     cards = models.data if models else []
@@ -235,12 +231,9 @@ async def tokenize(
 async def find_flavour(
     client: EndpointClient, probe: PromptJob, ignore_eos: bool | None
 ) -> ApiFlavour:
-    """Return the richest flavour that the endpoint takes, found by sending `probe`.
+    """Return the richest API flavour that the endpoint accepts; raises EndpointError.
 
-    `ignore_eos`: True insists on it, None takes it where it is known, False leaves it out.
-
-    Raises:
-        EndpointError: every flavour is refused, or something else is wrong.
+    `ignore_eos`: True requires it, None uses it where known, False leaves it out.
     """
     flavour: ApiFlavour | None = ApiFlavour(ignore_eos=ignore_eos is not False)
     first: Failure | None = None

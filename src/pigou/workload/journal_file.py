@@ -148,13 +148,7 @@ def is_journal(first: bytes) -> bool:
 
 
 def lines(path: str | Path) -> Iterator[JournalLine]:
-    """Yield a journal's lines; `.gz` and `.zst` are unpacked.
-
-    A run's last line may be cut off.
-
-    Raises:
-        ConfigError: the file cannot be read, is no journal, or has a line that is no entry.
-    """
+    """Yield a journal's lines, unpacked; the last may be cut off. Raises ConfigError."""
     broken: tuple[int, str] | None = None
     read = _READERS[journal.VERSION]
     number = 0
@@ -245,19 +239,11 @@ class _RecordedRequest:
 
 
 def read_workload(path: str | Path) -> Trace:
-    """Return what was asked of the gateway, as sessions of one turn.
+    """Return the gateway's load as sessions of one turn; raises ConfigError.
 
-    Outputs have the tokens that came, at least 1. Requests that went on elsewhere count once,
-    with their first prompt; those that were cancelled, or had not ended when the journal ended,
-    are as long as what came of them. Requests that were shed, for want of room, were asked for as
-    well: they have the mean output of those that were answered, at most their limit; their limit
-    where none was. Others that never had a worker, and those that ended in an error before a
-    token (refused, by the gateway or a worker, or failed), are left out, as are prompts that were
-    shed and that no worker's KV cache holds. Block ids are numbered anew, in the order of their
-    first use, at the smallest block size of the fleet.
-
-    Raises:
-        ConfigError: it cannot be read, or has no requests.
+    Outputs have the tokens that came, at least 1. Migrated requests count once. Shed requests get
+    the mean output of the answered ones, at most their limit. Requests refused, or failed before a
+    token, are left out. Block ids are renumbered at the fleet's smallest block size.
     """
     requests = list(_requests(path))
     if not requests:

@@ -50,14 +50,9 @@ def replay_journal(
     watch: Callable[[JournalReplay], None] | None = None,
     make_plane: Callable[[ControlConfig], ControlPlane] = ControlPlane,
 ) -> JournalReplay:
-    """Make the calls of a journal again, up to the first difference.
+    """Replay a journal's calls up to the first difference; `other` is asked each time.
 
-    Args:
-        other: a policy that is asked what it would have done each time.
-        make_plane: makes the control plane of a run.
-
-    Raises:
-        ConfigError: the journal cannot be read, or its policy is not there.
+    ConfigError.
     """
     replay = JournalReplay(comparison=None if other is None else PolicyComparison())
     began = time.perf_counter()

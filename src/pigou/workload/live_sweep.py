@@ -54,13 +54,9 @@ async def live_sweep(
     config: SweepConfig, setup: Setup, target: SweepTarget,
     watch: Callable[[int, int, str], None] | None = None, stop: asyncio.Event | None = None,
 ) -> SweepTables | None:  # fmt: skip
-    """Measure the tables on a live fleet; None when stopped.
+    """Measure the tables on a live fleet; None when stopped. Raises EndpointError.
 
-    TTFT counts as the prompt's seconds in whole. Streams are means over a run with its ends, so ITL
-    is that of somewhat more of them.
-
-    Raises:
-        EndpointError: the fleet is not there, refuses, or requests fail.
+    Streams are means over a run with its ends, so ITL is of slightly more of them.
     """
     check_live(config, setup)
     (workers,) = config.pool_sizes

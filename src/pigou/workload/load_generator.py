@@ -54,10 +54,7 @@ class LoadGenerator:
     async def open(
         self, jobs: Iterable[PromptJob], times: Iterable[int], max_inflight: int | None = None
     ) -> None:
-        """Send each job at its time, nanoseconds from the start, whatever became of the others.
-
-        Beyond `max_inflight` jobs wait, and keep their intended time.
-        """
+        """Send each job at its time (ns from the start); beyond `max_inflight` jobs wait."""
         slots = asyncio.Semaphore(max_inflight) if max_inflight else None
 
         async def one(job: PromptJob, intended: int) -> None:
@@ -79,11 +76,7 @@ class LoadGenerator:
         self, sessions: Iterable[Sequence[tuple[PromptJob, float]]], starts: Iterable[float],
         slots: int | None = None,
     ) -> None:  # fmt: skip
-        """Send the jobs of each session one after another, `slots` sessions at once (None: all).
-
-        Sessions are pairs of a job and seconds of thinking after the one before; `starts` are
-        seconds from the beginning, never falling. After a failure a session goes on.
-        """
+        """Send each session's (job, think seconds) in turn, `slots` sessions at once."""
         free = asyncio.Semaphore(slots) if slots else None
 
         async def one(jobs: Sequence[tuple[PromptJob, float]], start: int) -> None:

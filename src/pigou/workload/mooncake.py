@@ -1,8 +1,7 @@
-"""Traces in Mooncake's JSON lines, as Mooncake, Bailian, AIPerf, GenAI-Perf and Dynamo write them.
+"""Traces in Mooncake's JSON lines, as Mooncake, Bailian, AIPerf, GenAI-Perf and Dynamo write.
 
-A row has lengths, ids of the prompt's blocks, and its arrival in milliseconds. Rows of a session
-may have a delay after the turn before in place of an arrival. Tools differ in the tokens of a
-block, which no row says: where all rows fit one size, that is taken, and else it must be named.
+Rows of a session may have a delay for an arrival. No row has the tokens of a block: it is inferred
+where all rows fit one size, else it must be named.
 """
 
 from __future__ import annotations
@@ -52,11 +51,7 @@ class MooncakeRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def decode_row(line: bytes) -> MooncakeRow:
-    """Read a row; whole numbers may be floats, or in quotes.
-
-    Raises:
-        ValueError: it holds texts, or lacks a length.
-    """
+    """Decode a row, numbers also as floats or text; raises ValueError without lengths."""
     keys = msgspec.json.decode(line, type=dict[str, Any])
     keys = {_ALIASES.get(key, key): value for key, value in keys.items() if value is not None}
     for key in _TEXTS:
@@ -72,10 +67,10 @@ def to_trace(
     rows: Sequence[MooncakeRow], numbers: Sequence[int], path: str,
     block: float = 0.0, unit: str = "", name_block: int = 0,
 ) -> Trace:  # fmt: skip
-    """Return the trace of rows with block ids that all share.
+    """Return the trace of rows that all have block ids.
 
-    `block` (the user's) or `name_block` (the file name's) is the tokens of a block, 0 for what rows
-    fit; `unit` that of timestamps, "" infers it.
+    `block` (or `name_block`, from the file name) is tokens per block, 0 for what fits; `unit` is of
+    timestamps.
     """
     bailian = any(row.chat_id is not None for row in rows)
     pairs = [(row.input_length, len(row.hash_ids)) for row in rows if row.hash_ids]
@@ -92,9 +87,9 @@ def to_trace(
 def block_tokens(
     pairs: Iterable[tuple[int, int]], given: float, default: float, where: str
 ) -> float:
-    """Return the tokens of a block: `given`, the format's `default`, or the one size that all fit.
+    """Return tokens per block:
 
-    `pairs` are the tokens of each prompt, and its blocks: those that it fills, or one more.
+    `given`, `default`, or the one size that fits all (tokens, blocks).
     """
     distinct = sorted({(tokens, count) for tokens, count in pairs if tokens > 0})
     if given:

@@ -118,10 +118,10 @@ class _StreamEvent(NamedTuple):
 
 
 class TokenCounter:
-    """One choice's tokens: when they came, and how many at a time.
+    """Token arrival times and counts of one choice.
 
-    Counted the first way that fits the whole stream: growth of a running `usage`, a `usage` of each
-    chunk's own, `token_ids`, or one a chunk with text. A final usage decides the total.
+    The first that fits the stream: a running `usage`, a `usage` per chunk, `token_ids`, or one per
+    chunk with text. A final usage decides the total.
     """
 
     __slots__ = ("_events", "_final", "_usage", "done", "finished")

@@ -126,11 +126,7 @@ def _tokens(name: str, count: int, vocabulary: Sequence[int]) -> list[int]:
 
 
 def turn(input_: int, output: int, blocks: Sequence[int] = (), think: float = 0.0) -> Turn:
-    """Return a turn of at least one token each: where a trace has 0, 1 is taken.
-
-    Raises:
-        ValueError: a length or the think time is none that a request has, or a block id is none.
-    """
+    """Return a turn of at least one token each; raises ValueError for impossible values."""
     counts = int(input_), int(output)
     for name, tokens in zip(("input", "output"), counts, strict=True):
         if not 0 <= tokens <= MAX_TOKENS:
@@ -214,10 +210,7 @@ def sharing(trace: Trace) -> Sharing:
 
 
 def hit_ratio(trace: Trace, tokens: float) -> float:
-    """Return the share of prompt tokens that one cache of the fleet would hit, at best.
-
-    Least recently used blocks leave it first. Blocks of answers are unknown, and do not count.
-    """
+    """Return the best prompt hit ratio of one shared LRU cache; answers' blocks do not count."""
     room = tokens / trace.block
     cache: OrderedDict[tuple[str, int], None] = OrderedDict()
     hit = prompt_tokens = 0.0

@@ -80,10 +80,7 @@ class _Open:
 
 
 def of_rows(rows: Sequence[TraceRow], numbers: Sequence[int] = (), block: float = 0.0) -> Trace:
-    """Return the trace of its rows; `numbers` are their lines in the file, by default from 1 on.
-
-    A row with `arrival_s` begins a session; one with `think_s` goes on with that of its name.
-    """
+    """Return a trace from rows: `arrival_s` begins a session, `think_s` continues it."""
     block = _block(rows, block)
     opened: list[_Open] = []
     last: dict[str, _Open] = {}
@@ -162,17 +159,11 @@ _BLOCK_IN_NAME = re.compile(r"blksz_(\d+)")
 
 
 def read_trace(path: str | Path, block: float = 0.0, unit: str = "") -> Trace:
-    """Read a trace; which kind it is, its content tells.
+    """Read a trace, its format told by its content.
 
-    JSON lines of Pigou (`pigou.workload.trace_formats.TraceRow`), of Mooncake, Alibaba's Bailian,
-    AIPerf or Dynamo (`pigou.workload.mooncake`), or of vLLM's bench; a journal of Pigou's gateway;
-    CSV of Azure, BurstGPT or Vidur; agent sessions (JSON with `requests`, alone, in a folder, or in
-    a tar archive). Each may be packed (`.gz`, `.zst`). A folder with `requests.jsonl`, or
-    `vllm/requests.jsonl`, as vLLM logs are kept in, stands for that file.
-
-    Args:
-        block: tokens of a block, where the file does not say; 0 for what all rows fit.
-        unit: timestamps in Mooncake's format: s, ms, us or ns; "" infers it.
+    JSON lines of Pigou, Mooncake, Bailian, AIPerf, Dynamo or vLLM's bench; a gateway journal; CSV
+    of Azure, BurstGPT or Vidur; agent sessions. `.gz` and `.zst` are unpacked; a folder stands for
+    its `requests.jsonl`. `block` is tokens per block (0: inferred), `unit` s, ms, us, ns or "".
     """
     if not 0.0 <= block < float("inf"):
         raise ConfigError(f"trace: block is {block:g}; it must be above 0")

@@ -86,8 +86,6 @@ class LengthMix(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Sampler:
-    """Draws requests of a mix; what follows the shared prefix is new in each prompt."""
-
     def __init__(self, mix: LengthMix) -> None:
         self._parts = mix.parts
         self._bounds = list(accumulate(share for share, _, _ in mix.parts))
@@ -95,7 +93,6 @@ class _Sampler:
         self._fresh = count(len(self._shared))
 
     def sample(self, rng: Random) -> RequestSpec:
-        """Return the next request."""
         kind = bisect(self._bounds, rng.random() * self._bounds[-1])
         _, prompt, output = self._parts[min(kind, len(self._parts) - 1)]
         if not self._shared:
@@ -170,13 +167,7 @@ class WorkloadSpec:
 
 
 def read_workload_spec(text: str, seed: int = 0) -> WorkloadSpec:
-    """Read what `--workload` says: one workload, or several open ones, joined by `;`.
-
-    The client's keys of the first hold for all.
-
-    Args:
-        seed: of lengths, gaps and templates; further workloads have the next ones.
-    """
+    """Parse `--workload`: one workload, or several open ones joined by `;`."""
     if ";" not in text or Path(text).exists():
         return _read_part(text, seed)
     parts = [_read_part(part.strip(), seed + n) for n, part in enumerate(text.split(";"))]
@@ -194,15 +185,11 @@ def read_workload_spec(text: str, seed: int = 0) -> WorkloadSpec:
 
 
 def _read_part(text: str, seed: int) -> WorkloadSpec:
-    """Read one workload.
+    """Parse one workload, with client keys such as `pool=100,barging=0.9`.
 
-    Args:
-        text: `closed:C=128,in=128,out=256,templates=5,ramp=30,hold=120`;
-            `poisson:rate=5,in=512,out=64:256,hold=600`, `gamma:rate=5,cv=2,...,n=1000`, where
-            `rate=5@0/15@120` is 15 requests a second from second 120 on;
-            `mix=0.7:512/128,0.3:4096/256,rate=5,n=1000`, as `LengthMix.parse` reads it;
-            or a trace, alone or with keys: `trace.jsonl.zst,speed=2,block=16,unit=ms`. The client's
-            keys can stand in all of them: `pool=100,barging=0.9`.
+    `closed:C=128,in=128,out=256,templates=5,ramp=30,hold=120`; `poisson:rate=5,in=512,out=64:256`;
+    `gamma:rate=5@0/15@120,cv=2,n=1000`; `mix=0.7:512/128,0.3:4096/256,rate=5,n=1000`; or a trace:
+    `trace.jsonl.zst,speed=2,block=16,unit=ms`.
     """
     kind, colon, rest = text.partition(":")
     if colon and kind in ("closed", "poisson", "gamma") and not Path(text).exists():

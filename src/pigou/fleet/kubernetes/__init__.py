@@ -1,4 +1,1 @@
-"""Fleets on Kubernetes: custom resources, and the operator that makes what they ask for.
-
-Only `operator.py` needs the extra `k8s`.
-"""
+"""Fleets on Kubernetes: custom resources and operator (`operator.py` needs extra `k8s`)."""

@@ -105,12 +105,7 @@ class PodFields(Typed, frozen=True):
 
 
 def check_pod(pod: PodFields, where: str, own_resources: Mapping[str, str]) -> None:
-    """Refuse what the operator sets itself, and variables without one source. Raises ConfigError.
-
-    Args:
-        where: path of `pod` in the specification.
-        own_resources: resources that other fields set -> those fields.
-    """
+    """Raise ConfigError for fields that the operator sets, and variables without one source."""
     for field, keys in (("labels", pod.labels), ("annotations", pod.annotations)):
         if own := sorted(key for key in keys if key.startswith(OWN_KEYS)):
             raise ConfigError(

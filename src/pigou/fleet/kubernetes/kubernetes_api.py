@@ -100,13 +100,9 @@ ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 
 def account_api(server: str = "", call_s: float = _CALL_S) -> KubernetesApi:
-    """Return the client of a pod's service account; without an account, of `kubectl proxy`.
+    """Return the client of a pod's service account, else of `kubectl proxy`.
 
-    Args:
-        server: URL of the API server; empty for the cluster in which this process runs.
-
-    Raises:
-        ConfigError: it runs in none.
+    An empty `server` means the cluster of this process; raises ConfigError outside one.
     """
     host, port = (os.environ.get(f"KUBERNETES_SERVICE_{name}") for name in ("HOST", "PORT"))
     if not server and not (host and port):
@@ -127,10 +123,9 @@ def account_api(server: str = "", call_s: float = _CALL_S) -> KubernetesApi:
 
 
 class KubernetesApi:
-    """An API server's client, which connects at its first call; `async with` closes it.
+    """Client of an API server, within `async with`; calls raise `KubernetesError`.
 
-    Calls raise `KubernetesError`. `connect` is asked again when a token has expired: those of
-    service accounts last an hour.
+    It calls `connect` again when a token has expired: service account tokens last an hour.
     """
 
     def __init__(self, connect: Callable[[], Connection], call_s: float = _CALL_S) -> None:

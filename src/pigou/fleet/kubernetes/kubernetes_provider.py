@@ -275,7 +275,6 @@ class KubernetesProvider(RegistryProvider):
                         await self._wake.wait()
 
     async def _write(self) -> None:
-        """Write what was ordered; what fails is ordered still."""
         for pod in list(self._leaving_pods):
             await self._scales.release(pod)
             self._released_pods[pod] = self._leaving_pods.pop(pod)
@@ -290,7 +289,6 @@ class KubernetesProvider(RegistryProvider):
                 del self._changes[name]
 
     async def _read(self) -> None:
-        """Read the pools, and show as starting what they lack."""
         pools = await self._scales.read()
         models = {pool.model for pool in pools}
         if len(models) > 1 and not self._setup.models:
@@ -321,7 +319,6 @@ class KubernetesProvider(RegistryProvider):
             del self._released_pods[pod]
 
     def _show_pending(self, name: str, count: int) -> None:
-        """Let so many members stand for pods that are not registered."""
         pending = self._pending.setdefault(name, [])
         while len(pending) > count:
             self._running.remove(pending.pop(0))
@@ -354,9 +351,7 @@ class KubernetesProvider(RegistryProvider):
         return member
 
     def _model_of(self, item: ScaledPool | WorkerEntry) -> str:
-        """Return the model of a pool or worker; empty where the fleet has one model."""
         return item.model if self._setup.models else ""
 
     def _name_of(self, entry: WorkerEntry) -> str:
-        """Return the name of a worker's pool, by its entry: it may not have answered yet."""
         return self.pool(entry.role, self._model_of(entry))

@@ -279,7 +279,6 @@ class FleetObjects:
     """Makes the objects of one fleet, all of which it owns."""
 
     def __init__(self, fleet: Manifest, spec: FleetSpec) -> None:
-        """Take the `PigouFleet` as it was read, and its specification."""
         meta = fleet["metadata"]
         self.name, self.namespace = meta["name"], meta.get("namespace", "default")
         self._spec = spec
@@ -296,10 +295,7 @@ class FleetObjects:
         return f"k8s://{self.namespace}?selector={selector}&port={WORKER_PORT}"
 
     def version(self, model: ModelSpec) -> str:
-        """Return the digest of all that makes a model's workers, their number aside.
-
-        Any change that reaches a pod makes another version, so that KV of two kinds never meets.
-        """
+        """Return the digest of a model's pod templates: workers of two versions share no KV."""
         specs = [self.workload(model, pool, "", 0)["spec"] for pool in model.pools]
         return _digest(specs)[:10]
 

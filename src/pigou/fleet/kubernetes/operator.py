@@ -1,6 +1,6 @@
-"""The operator: keeps each `PigouFleet` as it is specified, until it is deleted.
+"""Operator: reconciles each `PigouFleet` until it is deleted.
 
-Events only wake it: each round reads all that matters anew, so that a lost one does no harm.
+Events only wake a round, which reads all state anew: a lost event does no harm.
 """
 
 from __future__ import annotations

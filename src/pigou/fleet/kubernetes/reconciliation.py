@@ -74,10 +74,7 @@ def reconcile(observed: Observation) -> Reconciliation:
 
 
 def free_gpus(observed: Observation, resource: str) -> int | None:
-    """Return the GPUs of ready nodes that nobody takes; None where they cannot be counted.
-
-    Workloads of fleets count by the replicas asked for, other pods by their limits.
-    """
+    """Return the free GPUs of ready nodes, or None if unknown; fleets count by desired replicas."""
     if observed.nodes is None or observed.pods is None:
         return None
     try:
@@ -120,7 +117,6 @@ class _Round:
         }
 
     def changes(self) -> Reconciliation:
-        """Return all writes and the status."""
         for manifest in self._objects.gateway():
             self._keep(manifest)
         models = {model.label for model in self._spec.models}
@@ -200,7 +196,6 @@ class _Round:
         self, model: ModelSpec, version: str, workloads: dict[str, dict[str, Manifest]],
         step: RolloutStep,
     ) -> int:  # fmt: skip
-        """Write the replicas of a step; return the GPUs that it adds."""
         current, added = workloads.get(version, {}), 0
         for pool in model.pools:
             replicas = step.new.get(pool.role, 0)
@@ -345,7 +340,6 @@ def _pool_status(
 
 
 def _ready(workload: Manifest) -> int:
-    """Return the ready replicas of a workload, none of those that are to end."""
     counted = "readyReplicas" if workload["kind"] == "LeaderWorkerSet" else "availableReplicas"
     ready = (workload.get("status") or {}).get(counted, 0)
     return int(min(ready, _replicas(workload)))

@@ -1,7 +1,6 @@
-"""Rolling updates of a fleet with roles: old and new version side by side, ratio kept.
+"""Rolling updates of a fleet with roles: both versions side by side, at a constant ratio.
 
-Source: the DisaggregatedSet of the LeaderWorkerSet project (KEP-766). Workers of two versions
-exchange no KV, so a version serves with the roles that it has itself.
+Source: the DisaggregatedSet of LeaderWorkerSet (KEP-766). Workers of two versions exchange no KV.
 """
 
 from __future__ import annotations
@@ -57,11 +56,10 @@ class RolloutStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def next_step(state: RolloutState) -> RolloutStep:
-    """Return the next step of a rolling update.
+    """Return the next step of a rolling update: one side changes, once all new workers are ready.
 
-    One side changes in a step, and all workers of the new version are ready before it. With T
-    steps, the new version has ceil(i target / T) and the old ones initial - floor(i initial / T)
-    after step i. A role that falls out of step holds the others back.
+    After step i of T the new version has ceil(i target / T) workers per role and the old ones
+    initial - floor(i initial / T). A role out of step holds the others back.
     """
     return _Rollout(state).step()
 
@@ -83,7 +81,6 @@ class _Rollout:
         self._free = state.free_gpus or 0
 
     def step(self) -> RolloutStep:
-        """Return the next step."""
         if not any(self._old.values()):
             return self._without_old()
         if any(self._new[r] > self._goal(r) for r in self._roles):
@@ -97,7 +94,6 @@ class _Rollout:
 
     # Sides
     def _grow(self, wanted: dict[str, int]) -> RolloutStep:
-        """Add workers of the new version, or make room for them."""
         if self._state.free_gpus is None:
             return self._short("")
         wanted = {r: max(self._new[r], wanted[r]) for r in self._roles}
@@ -256,11 +252,7 @@ class _Rollout:
 
 
 def resolved(limit: int | str, target: int, *, up: bool) -> int:
-    """Return a limit in workers; percents of the target are rounded up or down.
-
-    Raises:
-        ValueError: it is neither a count nor a percentage.
-    """
+    """Return a limit in workers, percents rounded up or down; ValueError if it is neither."""
     if isinstance(limit, int):
         return limit
     text = limit.removesuffix("%")

@@ -38,10 +38,9 @@ class PeerEnvelopeError(ValueError):
 
 
 class PeerEnvelope:
-    """Seals and opens messages: HMAC-SHA256, by a key of this use alone, over time and message.
+    """Signs and verifies messages: HMAC-SHA256 over time and message, valid for a minute.
 
-    Messages of other fleets, changed ones, and those over a minute old are refused. Repeating one
-    within that time changes nothing, since each number in it has a sequence number.
+    Sequence numbers make a replay within that time harmless.
     """
 
     def __init__(self, secret: FleetSecret) -> None:
@@ -93,13 +92,9 @@ _BACKOFF = ReconnectBackoff(min_s=0.25, max_s=7.5, jitter=1.0)
 
 
 class PeerExchange:
-    """Publishes this gateway's changes on a bus, and reports other gateways' to ControlPlane.
-
-    The fleet serves without it: a bus that is down is logged once and tried again.
-    """
+    """Publishes this gateway's changes on a bus, and applies other gateways'."""
 
     def __init__(self, plane_driver: PlaneDriver, bus: PeerBus, secret: FleetSecret) -> None:
-        """Prepare; nothing is sent before `start`."""
         self.name = f"{socket.gethostname().replace('.', '-')}-{secrets.token_hex(4)}"
         self.rejected = 0  # messages that did not count
         self._plane_driver, self._bus = plane_driver, bus
@@ -154,7 +149,6 @@ class PeerExchange:
             await asyncio.sleep(PUBLISH_S)
 
     async def _connect(self, failures: int) -> int:
-        """Try to reach the bus; return the failures in a row, `failures` before this try."""
         try:
             await self._bus.connect(self._take, self._greet)
         except BusError as error:
@@ -171,7 +165,6 @@ class PeerExchange:
         self._outbox.append(self._receiver.hello())
 
     async def _publish(self) -> None:
-        """Send what changed here since the last time, and what was asked for."""
         self._meet_workers()
         now = time.monotonic_ns()
         state = self._publisher.changes(
@@ -216,7 +209,6 @@ class PeerExchange:
         self._outbox += requests
 
     def _in_own_ids(self, report: PeerReport) -> PeerReport:
-        """Return a report without the workers that are not up here."""
         ids, replace = self._ids, msgspec.structs.replace
         return replace(
             report,
@@ -233,7 +225,6 @@ class PeerExchange:
         )
 
     def _meet_workers(self) -> None:
-        """Name the workers that are up; book what others have on those that are new."""
         upstreams = self._plane_driver.upstreams
         names = {
             name: worker_name(up.engine.incarnation, up.worker.url, socket.gethostname())

@@ -46,13 +46,9 @@ class PoolBacklog(NamedTuple):
 
 
 class PrefillBroker:
-    """A connection to a queue, whose stream is made by the first who connects.
-
-    Its calls raise `BrokerUnavailable` where nobody answers. `client` is for questions beside it.
-    """
+    """Connection to a prefill queue, which creates its stream; raises `BrokerUnavailable`."""
 
     def __init__(self, address: QueueAddress) -> None:
-        """Prepare for `connect`."""
         self.address = address
         self.client = Client()
         self._name = address.names.stream
@@ -96,10 +92,10 @@ class PrefillBroker:
         return done.seq
 
     async def delete(self, subject: str, sequence: int) -> None:
-        """Forget a prompt by its sequence number, unless that is another's in a stream made anew.
+        """Delete a prompt by sequence number, unless a recreated stream reused it.
 
-        A purge of its subject loses others: nats-server 2.14 moves the consumer's ack floor over
-        prompts that workers have, which are then neither delivered again nor removed by an ack.
+        A purge would lose others: nats-server 2.14 moves the ack floor over prompts that workers
+        hold.
         """
         if subject not in await self.stored(subject):
             return

@@ -118,10 +118,9 @@ _USE, _UNSIGNED = "prefill-queue", bytes(32)
 
 
 class MessageSigner:
-    """Proves that messages come from the fleet: strangers at the broker make no worker compute.
+    """Signs prefill messages with the fleet secret; they are not encrypted, so use TLS.
 
-    They are not encrypted: give the server TLS and users where others can read its network. A
-    gateway that made its secret itself `takes_unsigned` ones, of workers that know none.
+    A gateway that generated its secret `takes_unsigned` ones, of workers without it.
     """
 
     def __init__(self, secret: FleetSecret | None = None, *, takes_unsigned: bool = False) -> None:

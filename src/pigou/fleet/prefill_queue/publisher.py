@@ -91,8 +91,6 @@ class PullWorker(NamedTuple):
 
 
 class _Pending(msgspec.Struct, eq=False):
-    """A prompt whose first offer is awaited."""
-
     subject: str
     pool: PullPool
     message: bytes
@@ -105,11 +103,7 @@ class _Pending(msgspec.Struct, eq=False):
 
 
 class PrefillPublisher:
-    """Publishes the prompts of one gateway, and decides who may compute them.
-
-    The core (`PrefillQueue`) knows this gateway's prompts and prices each claim; the broker keeps
-    them, and gives them to whichever worker pulls.
-    """
+    """Publishes one gateway's prompts to the broker; `PrefillQueue` prices each worker's claim."""
 
     def __init__(
         self, broker: PrefillBroker, config: PullQueueConfig, service: QueueService,
@@ -249,7 +243,6 @@ class PrefillPublisher:
         return awaited and not self.core.claimant(request)
 
     async def _publish(self, pending: _Pending) -> None:
-        """Have the broker store a prompt, once however often this fails."""
         id_ = f"{pending.subject}.{pending.copies}"
         pending.sequence = await self._broker.publish(pending.subject, id_, pending.message)
         pending.copies += 1
@@ -258,19 +251,11 @@ class PrefillPublisher:
         self, item: PrefillItem, leg: Mapping[str, Any], pool: PullPool,
         on_claim: Callable[[str], None],
     ) -> PrefillOffer:  # fmt: skip
-        """Have whichever worker pulls it compute a prompt; return the first offer.
+        """Have a pulling worker compute a prompt; return the first offer. Cancel it to withdraw.
 
-        Cancelled, it takes the prompt back, wherever it is.
-
-        Args:
-            item: the prompt; times are of `time.monotonic_ns`.
-            leg: path, wire_id, mark and body of `QueuedPrefill`.
-            on_claim: called with the worker's id at each claim.
-
-        Raises:
-            UncomputedPrefill: it expired, or is a dead letter.
-            NobodyPulls: no worker of this gateway pulls from the pool, or none does any more.
-            BrokerUnavailable: it could not be queued.
+        `on_claim` gets the worker's id at each claim. Raises UncomputedPrefill if it expired or is
+        a dead letter, NobodyPulls if no worker pulls from the pool, BrokerUnavailable if it is not
+        queued.
         """
         if not (self._connected and self._broker.client.is_connected):
             raise BrokerUnavailable("no prefill queue is connected")
@@ -313,7 +298,6 @@ class PrefillPublisher:
             return  # who is not of the fleet gets no answer
 
     def _claimed(self, question: ClaimQuestion) -> ClaimAnswer:
-        """Decide whether a worker is to compute the prompt that it pulled."""
         now_ns, request = time.monotonic_ns(), question.request
         if question.worker:
             self._pulling[question.worker] = True
@@ -343,7 +327,6 @@ class PrefillPublisher:
         return ClaimAnswer("later", delay_s)
 
     def _take_offer(self, offer: PrefillOffer) -> bool:
-        """Take in an offer; return whether it is the first."""
         pending = self._pending.get(offer.request)
         if pending is None or pending.reply.done():
             return False
@@ -353,7 +336,6 @@ class PrefillPublisher:
         return True
 
     def _update_workers(self, now_ns: int) -> Mapping[str, str]:
-        """Tell the core which workers there are, and which pull; return their ids."""
         workers = self._workers()
         known = {incarnation: worker.id for incarnation, worker in workers.items()}
         for worker in self._known - set(known.values()):
@@ -367,7 +349,6 @@ class PrefillPublisher:
         return known
 
     def _apply(self, effects: Sequence[QueueEffect]) -> None:
-        """Answer what is expired, and dead letters, with an error."""
         for effect in effects:
             pending = self._pending.get(effect.item.request)
             if pending is not None and not pending.reply.done():
@@ -388,10 +369,7 @@ class PrefillPublisher:
 
 
 class NatsPrefillQueue:
-    """A `GatewayPrefillQueue`: prompts go through NATS, claims are priced by the control plane.
-
-    While the broker is away, prompts stay at their decode workers.
-    """
+    """Prefill queue over NATS with priced claims; without the broker, prompts stay at decode."""
 
     def __init__(
         self, address: QueueAddress, plane_driver: PlaneDriver,
@@ -465,7 +443,6 @@ class NatsPrefillQueue:
         return PullPool.of(self._queue, worker.engine.model, worker.worker.version, secret)
 
     def _workers(self) -> Mapping[str, PullWorker]:
-        """Return the workers for prefill alone, by their incarnations."""
         state, upstreams = self._plane_driver.plane.state, self._plane_driver.upstreams
         columns = state.columns
         return {

@@ -46,10 +46,7 @@ _PULL_S = 1.0
 
 
 class PrefillPuller:
-    """Pulls prompts for one worker, known by its incarnation, and offers their KV to gateways.
-
-    While a prompt is computed, the broker and its gateway hear of it every third of the lease.
-    """
+    """Pulls prompts for one incarnation of a worker, and renews their leases at every third."""
 
     def __init__(
         self, broker: PrefillBroker, worker: str, compute: ComputePrompt, pool: PullPool, *,
@@ -96,7 +93,6 @@ class PrefillPuller:
                 await message.respond(self._signer.sign(WorkerAlive(self._worker)))
 
     async def _pull(self, subscription: JetStreamContext.PullSubscription) -> None:
-        """Pull a prompt, and begin it, once what is under way leaves room for it."""
         # One is pulled beyond those that saturate the worker: it begins when they end. The broker
         # serves idle workers first, who have waited for longer.
         while sum(self._under_way[:-1]) >= self._batch_tokens:
@@ -231,7 +227,6 @@ class PullingWorker:
             await self._other.leave()
 
     async def _compute(self, prompt: QueuedPrefill) -> tuple[int, bytes]:
-        """Have the worker's own server compute a prompt; return status and body of its reply."""
         assert self._session is not None
         headers = {"content-type": "application/json", "x-request-id": prompt.wire_id}
         if prompt.traceparent:

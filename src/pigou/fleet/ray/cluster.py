@@ -85,7 +85,6 @@ class RayProcess:
         cluster: RayCluster,
         bundle: Bundle,
     ) -> None:
-        """Take what `ready` starts."""
         self.code: int | None = None  # while it runs, or where its node is gone
         self._name, self._arguments = name, list(arguments)
         self._secret = b"" if secret is None else secret.text()
@@ -161,10 +160,9 @@ class ActorGone(FleetError):
 
 
 class RayCluster:
-    """The cluster that this process is, or gets, connected to.
+    """The Ray cluster of this process; `reserve` gets all bundles at once, or none.
 
-    Nodes are chosen here, as Ray's scheduler does not know what pairs of workers send each other;
-    `reserve` gets all of them at once, or none.
+    Nodes are chosen here: Ray's scheduler does not know what pairs of workers transfer.
     """
 
     def __init__(self, address: str, resources: Mapping[str, float]) -> None:
@@ -240,12 +238,7 @@ class RayCluster:
         return [Bundle(host, group, index) for index, host in enumerate(hosts)]
 
     async def call(self, bundle: Bundle, method: str, *arguments: Any) -> Any:
-        """Call a method of a bundle's actor, which is started where there is none.
-
-        Raises:
-            ActorGone: the actor is gone, or its node.
-            FleetError: it cannot be reached now, or the method raised an error.
-        """
+        """Call a method of a bundle's actor, started if missing; raises ActorGone or FleetError."""
         from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
         if bundle.actor is None:

@@ -33,10 +33,7 @@ _GANG = "fleet"
 
 
 class Placer:
-    """Gives each worker of a fleet a node: all of them at the start, or none.
-
-    After that it keeps a fleet alive: a worker whose node is lost gets another one as soon as there
-    is room, whatever the others do.
+    """Places a fleet's workers on nodes: all at the start, or none; later one by one.
 
     Example:
         placer = Placer(gpus=1)
@@ -142,8 +139,7 @@ _ROOM = 16
 class RayProvider(LocalProvider):
     """Starts worker processes in actors of a Ray cluster.
 
-    The workers of the start are a gang, in one placement group: all get nodes, or the fleet does
-    not start. A worker that is added, or moves off a lost node, has a group of its own.
+    The first workers share one placement group: all start, or none. Later ones have their own.
     """
 
     kind: ClassVar[str] = "ray"

@@ -73,23 +73,19 @@ ViewEffect = (
 
 
 class _Known(msgspec.Struct):
-    """A worker of the view."""
-
     entry: WorkerEntry
     why: str = ""  # it is suspect; empty while it is not
     probe_ns: int | None = 0  # when it is to be probed next; None while a probe is under way
 
 
 class RegistryView:
-    """What a gateway makes of the registry. Pure: the clock is an argument, effects are returned.
+    """A gateway's view of the registry; pure: the clock is an argument, effects are returned.
 
-    It is level-triggered: each full snapshot is compared with the view; events only ask for one.
-    A worker whose entry is gone is suspect, and is forgotten once a direct probe fails. While the
-    registry does not answer, the view stays as it is.
+    Level-triggered: each full snapshot is compared with the view. A worker whose entry is gone is
+    forgotten once a direct probe fails; while the registry is down, the view stays.
     """
 
     def __init__(self, config: ViewConfig | None = None, seed: int = 0) -> None:
-        """Begin empty and stale; the first snapshot is due at once."""
         self._config = config or ViewConfig()
         self._rng = random.Random(seed)
         self._known: dict[Identity, _Known] = {}
@@ -154,10 +150,9 @@ class RegistryView:
     def snapshot(
         self, now: int, entries: Iterable[WorkerEntry], ignored: int = 0
     ) -> list[ViewEffect]:
-        """Reconcile with a full snapshot, which left out `ignored` records; return what follows.
+        """Reconcile with a full snapshot without its `ignored` records; return what follows.
 
-        After an outage, and where all workers vanish at once, the leases may have ended with the
-        registry's own life. Workers then have one lease's time to register again.
+        After an outage, or if all workers vanish at once, workers have one lease to register again.
         """
         listed = {entry.identity: entry for entry in entries}
         missing = [known for identity, known in self._known.items() if identity not in listed]

@@ -74,7 +74,6 @@ class WorkerEntry(msgspec.Struct, frozen=True, kw_only=True):
     draining: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse what names no worker. Raises ValueError: naming the field and its value."""
         if not WORKER_NAME.fullmatch(self.worker):
             raise ValueError(
                 f"worker is {self.worker[:140]!r}; it has 1 to 128 letters, digits, '_', '.', '-'"

@@ -45,10 +45,10 @@ class _File(msgspec.Struct, frozen=True):
 
 
 class FileStore:
-    """Records in a folder, which is made where it is missing; no server is needed.
+    """Records in a folder, created if missing; no server is needed.
 
-    A record is dead once this process has seen no renewal of it for as long as its lease lasts:
-    clocks of hosts are not compared. Writes rename whole files, under a lock of the folder.
+    A record is dead once this process saw no renewal for a lease, so hosts' clocks are not
+    compared. Writes rename whole files, under a lock of the folder.
     """
 
     def __init__(self, folder: Path, clock: Callable[[], int] = time.monotonic_ns) -> None:

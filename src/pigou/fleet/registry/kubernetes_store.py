@@ -27,10 +27,8 @@ Pod = dict[str, Any]
 class KubernetesStore:
     """Pods of one namespace that a label selector matches; the key is the pod's name.
 
-    A worker of Pigou writes its record into an annotation of its own pod. The record lives while
-    the pod is ready, and until one of its containers restarts: nothing needs to be renewed. The
-    entry of a stock engine's pod is made of its labels, `pigou.dev/stock-role` among them. The API
-    server vouches for it: who may make pods here may read the fleet's secret, too.
+    A Pigou worker annotates its own pod; the record lives while the pod is ready and its containers
+    do not restart. Labels make the entry of a stock engine's pod (`pigou.dev/stock-role`).
     """
 
     def __init__(self, api: KubernetesApi, namespace: str, selector: str, port: int) -> None:
@@ -126,7 +124,6 @@ class KubernetesStore:
         return Record(write_entry(entry, None), meta["uid"], vouched=True)
 
     def _entry(self, pod: Pod) -> WorkerEntry | None:
-        """Return the entry of a pod whose worker does not register itself."""
         meta, spec = pod["metadata"], pod.get("spec") or {}
         address, labels = (pod.get("status") or {}).get("podIP"), meta.get("labels") or {}
         role = labels.get(STOCK_ROLE)

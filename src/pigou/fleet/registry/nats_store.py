@@ -37,14 +37,12 @@ _MESSAGE_TTL_LEVEL = 1
 
 
 class NatsStore:
-    """Records in a bucket, which is made by the first worker that registers.
+    """Records in a NATS bucket, created by the first worker that registers.
 
-    From NATS 2.11 on each record has its own time to live, and its end is an event. Older servers
-    have one for the bucket and tell of no end: the watch then wakes twice a lease.
+    Before NATS 2.11 expiry raises no event: the watch then wakes twice a lease.
     """
 
     def __init__(self, address: NatsAddress, bucket: str) -> None:
-        """Use a bucket of a server; the connection is made by the first call."""
         self._address = address
         self._bucket = bucket
         self._client: Client | None = None
@@ -140,7 +138,6 @@ class NatsStore:
 
     @asynccontextmanager
     async def _calls(self) -> AsyncIterator[Client]:
-        """Yield a connection; what it raises becomes the store's errors."""
         try:
             yield await self._connection()
             task = asyncio.current_task()
@@ -160,7 +157,6 @@ class NatsStore:
             return self._client
 
     async def _closed(self) -> None:
-        """Note that the connection is gone: the next call makes another one."""
         self._client = None
         self._reconnected.set()
 
@@ -210,7 +206,6 @@ class NatsStore:
 
 
 async def _last(bucket: KeyValue, key: str) -> tuple[Record | None, int]:
-    """Return a live record, and the sequence number that a write must expect."""
     try:
         entry = await bucket._get(key)
     except KeyDeletedError as error:

@@ -32,11 +32,9 @@ class WriteConflict(RuntimeError):
 
 
 class RecordStore(Protocol):
-    """Records by key, each alive for as long as its lease is renewed.
+    """Records by key, alive while their lease is renewed; calls may raise RegistryUnavailable.
 
-    Writes compare: they replace the record that was read, or none. Whether a lease has expired is
-    told by the server, or by how long this process has seen no renewal, never by wall clocks. Every
-    call may raise RegistryUnavailable.
+    Writes compare and swap. The server, or renewals seen here, decide expiry, never wall clocks.
     """
 
     async def get(self, key: str) -> Record | None:
@@ -48,11 +46,7 @@ class RecordStore(Protocol):
         ...
 
     async def put(self, key: str, value: bytes, ttl_s: float, replaces: Record | None) -> None:
-        """Write a record that lives for `ttl_s` seconds more, or as long as its lease of before.
-
-        Raises:
-            WriteConflict: what is there is not `replaces`, as it was read; None for nothing.
-        """
+        """Write a record for `ttl_s` seconds; raises WriteConflict if `replaces` is stale."""
         ...
 
     async def renew(self, key: str, record: Record, ttl_s: float) -> None:
@@ -82,7 +76,6 @@ class MemoryStore:
     """Records of this process, alive by its monotonic clock."""
 
     def __init__(self, clock: Callable[[], int] = time.monotonic_ns) -> None:
-        """Begin empty; `clock` is in nanoseconds."""
         self._clock = clock
         self._records: dict[str, tuple[Record, int]] = {}
         self._writes = 0

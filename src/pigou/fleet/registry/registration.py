@@ -102,11 +102,10 @@ class LeaseStep(msgspec.Struct, frozen=True):
 
 
 class LeaseKeeper:
-    """Keeps one worker registered. Pure: the clock is an argument, calls are returned.
+    """Keeps one worker registered; pure: the clock is an argument, calls are returned.
 
-    A renewal falls due after half of the time that remains, so that a failed one is tried again
-    at 3/4 and 7/8 of it, before the lease ends. A lost lease ends nothing: the worker registers
-    again, after a random wait, and serves meanwhile.
+    A renewal falls due at half of the remaining lease. A worker that lost its lease serves on, and
+    registers again after a random wait.
     """
 
     def __init__(
@@ -156,10 +155,7 @@ _CALL_S = 5.0
 
 
 class Registration:
-    """Keeps one worker registered, whatever the registry does; the worker serves meanwhile.
-
-    `on_change` gets the entry when somebody else has changed its role or state.
-    """
+    """Keeps one worker registered while it serves; `on_change` gets entries that others changed."""
 
     def __init__(
         self,
@@ -248,7 +244,6 @@ class Registration:
                 self._on_change(entry)
 
     def _say(self, why: str) -> None:
-        """Log a change of what the registry says, once."""
         if why and why != self._why:
             _log.warning("%s serves on, and is not renewed: %s", self.entry.identity, why)
         elif self._why and not why:
@@ -257,10 +252,7 @@ class Registration:
 
 
 class WorkerRegistrar:
-    """Keeps a worker registered from when it is ready until it ends (a worker's `Registrar`).
-
-    An entry that a gateway marks as draining ends the worker, as SIGTERM does.
-    """
+    """Keeps a worker registered from ready to its end; an entry marked draining ends it."""
 
     def __init__(
         self, config: RegistrationConfig, secret: FleetSecret | None, gpus: int = 0, tp: int = 1
@@ -274,10 +266,7 @@ class WorkerRegistrar:
         self._stop: Callable[[], None] | None = None
 
     async def ready(self, about: dict[str, Any], stop: Callable[[], None]) -> None:
-        """Register the worker in the background: it serves whether the registry answers or not.
-
-        `about` is what the worker says of itself, `stop` drains and ends it. Raises ConfigError.
-        """
+        """Register the worker in the background; `stop` drains it. Raises ConfigError."""
         self._stop = stop
         self._registration = Registration(self._registry, self._entry(about), self._changed)
         run = self._registration.run

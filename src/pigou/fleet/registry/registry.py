@@ -51,11 +51,10 @@ class RegistrySnapshot(msgspec.Struct, frozen=True):
 
 
 class Registry:
-    """Workers register here, and gateways discover them, over any store.
+    """Registry of workers over any store; writes return what is registered then.
 
-    Every write is guarded: one incarnation of a worker never replaces a live one of another, and
-    an older epoch never replaces a newer one. Writes return what is registered then, and may raise
-    EntryConflict or RegistryUnavailable. Without the fleet's secret unsigned entries are taken.
+    An incarnation never replaces a live one of another, nor an older epoch a newer one. May raise
+    EntryConflict or RegistryUnavailable. Without a secret unsigned entries are accepted.
     """
 
     def __init__(self, store: RecordStore, secret: FleetSecret | None = None) -> None:
@@ -145,7 +144,6 @@ class Registry:
     def _read(
         self, key: str, record: Record | str | None, reasons: set[str] | None = None
     ) -> WorkerEntry | None:
-        """Return the entry of a record; None for none, and for what is ignored."""
         if record is None:
             return None
         try:
@@ -197,11 +195,9 @@ _EXTRAS = {"etcd": "etcd", "nats": "nats", "tls": "nats"}
 
 
 def open_registry(url: str, secret: FleetSecret | None = None) -> Registry:
-    """Return the registry of a URL in one of `FORMS`; nothing is connected yet.
+    """Return the registry of a URL in one of `FORMS`, unconnected.
 
-    Raises:
-        ConfigError: the URL is not understood, the extra of its backend is not installed, or
-            other machines reach the registry and there is no secret.
+    Raises ConfigError for a bad URL, a missing extra, or a networked registry without a secret.
     """
     store = open_store(url)
     parts = urlsplit(url)

@@ -43,7 +43,6 @@ class ServerSource:
         return why
 
     def _checked(self, probed: ProbeResult) -> ProbeResult:
-        """Return the probe's result, where it is of the server that is meant."""
         spec = self.spec
         if self._entry is not None:
             check_incarnation(self._entry, probed)
@@ -70,10 +69,7 @@ def check_incarnation(entry: WorkerEntry, probed: ProbeResult) -> None:
 
 
 class AttachedProvider(Provider):
-    """Uses servers by their URL. It starts none, and lets go of those that leave.
-
-    A server of Pigou serves in any role; a stock one can be attached again in another.
-    """
+    """Uses servers by their URL, of Pigou in any role, of others in one; it starts none."""
 
     kind: ClassVar[str] = "attached"
     not_started: ClassVar[str] = "servers are attached by their URL, and not started here"

@@ -205,11 +205,7 @@ class ProcessSource:
 
 
 class LocalProvider(Provider):
-    """Starts worker processes; a process serves in any role, so a flip needs no restart.
-
-    Further workers are made from the template of their model. A GPU takes as many of them, of any
-    model, as it was given at the start, at least one.
-    """
+    """Starts worker processes in any role, from model templates, on the GPUs with room."""
 
     kind: ClassVar[str] = "local"
 
@@ -299,7 +295,6 @@ class LocalProvider(Provider):
         return self._members[member.id][1]
 
     def _device(self, template: WorkerTemplate) -> str | None:
-        """Return the device with the fewest workers that has room; None for none."""
         used = Counter(device for _, device in self._members.values())
         free = [
             device
@@ -319,6 +314,5 @@ class LocalProvider(Provider):
 
 
 def _parts(pool: str) -> tuple[Role | None, str]:
-    """Return role and model of a pool, by its name; None for what is no role."""
     role, _, model = pool.partition(".")
     return (Role(role) if role in list(Role) else None), model

@@ -67,11 +67,7 @@ class FollowedFleet(Protocol):
 
 
 class RegistryProvider(Provider):
-    """Uses the workers of a registry. It starts none; the entries are what it changes.
-
-    A flip is written into the worker's entry, so that all gateways follow. A worker that is let go
-    is marked as draining there: it ends by itself, on its host.
-    """
+    """Uses registered workers; flips and drains them by writing their entries."""
 
     kind: ClassVar[str] = "registered"
     not_started: ClassVar[str] = "workers of a registry are started on their hosts, and not here"
@@ -200,7 +196,6 @@ class RegistryProvider(Provider):
         return self._fleet
 
     def _is_last_decoder(self, member: Member) -> bool:
-        """Whether no other worker of its model that is up would decode."""
         if not member.role.decodes:
             return False
         others = (

@@ -85,10 +85,9 @@ def window(streams: Sequence[Stream]) -> Window | None:
 
 
 def excess(times: NDArray[np.int64], sent: int, ended: int) -> float | None:
-    """Return the seconds that a running stream lost while another request was served.
+    """Return the seconds that a stream lost to another request; None if it is too short.
 
-    The time from its token before `sent` to the second one after `ended`, less as many mean gaps
-    (before and after: tokens may arrive in clumps). None where the stream is too short.
+    From its token before `sent` to the second after `ended`, less as many mean gaps.
     """
     around = side_gaps(times)
     before = int(times.searchsorted(sent, "right")) - 1
@@ -138,10 +137,7 @@ def gaps_of(streams: Sequence[Stream]) -> StreamGaps:
 def spreads(
     seen: Sequence[Sequence[StreamGaps]], decodes: Sequence[Decodes], steps: int
 ) -> tuple[VariationTable, VariationTable]:
-    """Return rhythm and scatter for each number of streams, whatever their lengths.
-
-    `seen` has the gaps of all runs of each shape, `decodes` their median.
-    """
+    """Return rhythm and scatter per number of streams, from all gaps and their medians."""
     rows, factors = [], []
     for n in sorted({entry.n for entry in decodes}):
         mine = [at for at, entry in enumerate(decodes) if entry.n == n]
@@ -153,10 +149,7 @@ def spreads(
 
 
 def rhythm(seen: Sequence[StreamGaps], steps: int) -> tuple[float, ...]:
-    """Return the seconds of each step of a plan over their mean, from runs of as many streams.
-
-    Empty for plans of one step, or where no run is as long as two plans.
-    """
+    """Return each step's seconds over the plan's mean; empty if runs are too short."""
     deviations = []
     for run in seen:
         if steps > 1 and len(run.ages) and int(run.ages.max()) + 1 >= 2 * steps:
@@ -171,10 +164,7 @@ def rhythm(seen: Sequence[StreamGaps], steps: int) -> tuple[float, ...]:
 
 
 def scatter(seen: Sequence[tuple[StreamGaps, float]], places: Sequence[float]) -> tuple[float, ...]:
-    """Return `CLASSES` equally likely factors of a step's mean time, rising, with a mean of 1.
-
-    `seen` has gaps and mean seconds of steps, `places` the rhythm. Empty for too few gaps.
-    """
+    """Return `CLASSES` equally likely factors of a step's time, rising, with mean 1; or ()."""
     ratios = []
     for run, mean_step_s in seen:
         said = np.full(len(run.ages), mean_step_s)
@@ -202,14 +192,10 @@ class FitError:
 
 
 def fit(seen: Measurements, about: dict[str, Any] | None = None) -> WorkerProfile:
-    """Return the timing that is nearest to what was seen.
+    """Return the timing nearest to the measurements; raises ValueError without decodes or prompts.
 
-    Curves are sums of ramps between measured places with slopes of at least 0 (never falling for
-    the cache of decodes), found by non-negative least squares of relative errors (Lawson and
-    Hanson); `alone` and `overhead` are medians of the rest.
-
-    Raises:
-        ValueError: nothing was seen of decodes or of prompts.
+    Non-negative least squares of relative errors (Lawson and Hanson) over ramps; `alone` and
+    `overhead` are medians of the rest.
     """
     if not seen.decodes or not seen.prefill_mixed:
         raise ValueError("there are no measurements of decodes, or none of prompts")

@@ -91,11 +91,7 @@ class Target:
 
 
 async def find_target(config: ProfileConfig, session: aiohttp.ClientSession) -> Target:
-    """Ask a worker what it is.
-
-    Raises:
-        EndpointError: it is not there, is busy, or takes no token ids.
-    """
+    """Ask a worker what it is; raises EndpointError if absent, busy, or without token ids."""
     card = await find_model(session, config.base, config.model)
     client = EndpointClient(session, config.base, card.id, ApiFlavour(), timeout=config.timeout)
     words = await tokenize(session, config.base, card.id, " " + " ".join(WORDS))

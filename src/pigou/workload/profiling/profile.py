@@ -30,12 +30,7 @@ class ProfileReport:
 async def profile(
     config: ProfileConfig, watch: Watch | None = None, stop: asyncio.Event | None = None
 ) -> ProfileReport:
-    """Measure a live worker until the end or `stop`; what whole rounds measured counts.
-
-    Raises:
-        EndpointError: the worker is not there, is busy, cannot be measured, or it was broken off
-            before the first round was whole.
-    """
+    """Measure a live worker until the end or `stop`, in whole rounds; raises EndpointError."""
     async with open_session(config.api_key) as session:
         target = await find_target(config, session)
         measuring = Measuring(target, config, watch or _nothing)
