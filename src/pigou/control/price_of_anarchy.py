@@ -1,4 +1,4 @@
-"""Price of Anarchy: what the fleet's requests took, over what they would take at best."""
+"""Price of Anarchy: the fleet's latency relative to the best possible."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MAX_LOAD = 256.0
 
 
 class RequestTimes(msgspec.Struct, frozen=True):
-    """One request, times in nanoseconds; `prefill` is "" where `decode` computed the prompt."""
+    """Times of one request, nanoseconds; `prefill` is "" for local prefill."""
 
     arrived_at: int
     routed_at: int
@@ -41,7 +41,7 @@ class RequestTimes(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class PoASnapshot:
-    """What the Price of Anarchy is computed from: values of one moment, for any thread."""
+    """Inputs of the Price of Anarchy at one moment, for use on any thread."""
 
     records: tuple[RequestTimes, ...]  # requests that ended, and then those that still run
     scored: NDArray[np.bool_]  # which of them count, (records,); the others only load the workers
@@ -52,7 +52,7 @@ class PoASnapshot:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The split of the workers between prefill and decode that costs the requests least."""
+    """The split of workers between prefill and decode that costs requests least."""
 
     prefill: tuple[str, ...]  # ids of the workers that only prefill under it
     decode: tuple[str, ...]  # ids of the others
@@ -75,16 +75,14 @@ class PoAEstimate:
 
     @property
     def better_prefill(self) -> int | None:
-        """Prefill workers of the better split; None where there is none."""
+        """Number of prefill workers in the better split; None for none."""
         return None if self.split is None else len(self.split.prefill)
 
 
 class PoAEstimator:
-    """Keeps the requests that ended, and computes their Price of Anarchy.
+    """Records requests that ended, and estimates their Price of Anarchy.
 
-    Laws are of stretch against load. Stretch is a stage's seconds over those that its work would
-    take on an idle worker of median speed. So requests of unequal size can be compared, and a
-    slow worker shows in its law.
+    Laws map load to stretch: a stage's seconds over those on an idle worker of median speed.
 
     Example:
         estimator = PoAEstimator()
@@ -100,7 +98,7 @@ class PoAEstimator:
         self._prefill: dict[str, OnlineFit] = {}
 
     def ended(self, times: RequestTimes | None) -> None:
-        """Keep a request that ended; None is one whose worker is gone."""
+        """Record a request that ended; None for one whose worker is gone."""
         if times is not None:
             self._ended.append(times)
             self._fresh += 1
@@ -114,7 +112,7 @@ class PoAEstimator:
         self._prefill.pop(worker, None)
 
     def unknown(self, now: int) -> str:
-        """Return why the last minute yields no Price of Anarchy; empty where it does."""
+        """Return why the last minute has no Price of Anarchy; empty if it has."""
         recent = 0
         for times in reversed(self._ended):
             if now - times.ended_at > SPAN or recent == MIN_REQUESTS:
@@ -129,7 +127,7 @@ class PoAEstimator:
         self, running: Iterable[RequestTimes | None], row: Mapping[str, int],
         prefill: Sequence[int], estimates: Estimates, now: int,
     ) -> PoASnapshot | None:  # fmt: skip
-        """Return what the Price of Anarchy is computed from; None when too few requests ended."""
+        """Return the inputs of `assess`; None if too few requests ended."""
         while self._ended and now - self._ended[0].ended_at > SPAN:
             self._ended.popleft()
         if len(self._ended) < MIN_REQUESTS or not self._fresh:
@@ -168,7 +166,7 @@ class PoAEstimator:
         return PoAEstimate(anarchy, legacy, requests, by_worker, split, ranges)
 
     def _learn(self, window: RequestWindow, workers: Sequence[str]) -> None:
-        """Take the window's stages into the laws."""
+        """Update the laws from a window's stages."""
         decode = window.decode_seconds / window.decode_work
         for index, load, stretch in zip(
             window.decode.tolist(), window.decode_load.tolist(), decode.tolist(), strict=True
@@ -215,7 +213,7 @@ def _window(
 def _work(
     records: Sequence[RequestTimes], known: Estimates
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the seconds of each record's prompt and stream, alone on a worker of median speed."""
+    """Return the seconds of each prompt and stream alone on a worker of median speed."""
     rows = np.arange(len(known.a))
     itl = float(np.median(known.itl(rows, np.ones(len(rows)))))
     base, token = float(np.median(known.prefill_base)), float(np.median(known.prefill_token))
@@ -229,7 +227,7 @@ def _work(
 
 
 def _filled(fits: Sequence[OnlineFit | None]) -> list[LatencyLaw] | None:
-    """Return a law for each worker; one that did nothing has the median of the others'."""
+    """Return a law per worker, the median law for idle ones."""
     laws = [fit.law() if fit is not None and fit.weight > 0 else None for fit in fits]
     known = sorted((law for law in laws if law is not None), key=lambda law: law(1.0))
     if not known:

@@ -202,12 +202,7 @@ class LatencyModel:
     def transferred(
         self, row: int, tokens: int, began_ns: int, now: int, source: int | None = None
     ) -> None:
-        """Learn from a remote prefill's tokens that reached worker `row`; its first token followed.
-
-        The worker had no prompts at `began_ns` and has none now. A prompt that it computed in
-        between may have delayed the token, so nothing is learned then: prices have its wait apart.
-        `source` is the row of the worker that computed the prompt, None where it is gone.
-        """
+        """Learn from a transfer to `row`, idle at `began_ns` and now; `source` None if gone."""
         if now > began_ns >= self._last_done.item(row):
             size = float(tokens)
             if source is not None and self._links.located:

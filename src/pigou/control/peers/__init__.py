@@ -1,1 +1,1 @@
-"""Several gateways on one fleet: what they tell one another, and how it enters a ControlPlane."""
+"""Several gateways on one fleet: messages between them, and their effect on a ControlPlane."""

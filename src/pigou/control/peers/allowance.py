@@ -1,4 +1,4 @@
-"""Stream allowance: how many streams this gateway may have while requests wait at any of them."""
+"""Stream allowance: this gateway's share of streams while requests wait at any gateway."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NO_WEIGHTS: Mapping[str, float] = MappingProxyType({})
 
 
 class TenantDemand(msgspec.Struct):
-    """What a tenant asks for."""
+    """Demand of a tenant."""
 
     own: int = 0  # streams and waiting requests here
     all: int = 0  # here and at other gateways
@@ -39,7 +39,7 @@ class TenantDemand(msgspec.Struct):
     rate: float = 1.0  # service for each second of a stream, over the mean of the tenants
 
     def add(self, service: TenantService, own: bool) -> None:
-        """Count what a gateway does for the tenant; `own`: it is this gateway."""
+        """Add a gateway's service for the tenant; `own` if it is this gateway."""
         requests = service.streams + service.waiting
         self.all += requests
         self.own += requests if own else 0
@@ -49,11 +49,10 @@ class TenantDemand(msgspec.Struct):
 
 
 def stream_allowance(places: float, demands: Iterable[TenantDemand]) -> float:
-    """Return this gateway's part of the places (streams); infinite where all demand finds one.
+    """Return this gateway's share of `places` (streams); infinite if all demand fits.
 
-    Each tenant gets weight / rate of what there is, and no more than it asks for (weighted max-min
-    by water filling), so all that ask for enough have the same service for their weight. A
-    tenant's places are divided among gateways by its demand there.
+    Tenants get weight / rate, at most their demand (weighted max-min by water filling), divided
+    among gateways by demand.
     """
     known = [demand for demand in demands if demand.all > 0]
     if sum(demand.all for demand in known) <= places:
@@ -71,19 +70,17 @@ def stream_allowance(places: float, demands: Iterable[TenantDemand]) -> float:
 
 
 class TokenCharges(NamedTuple):
-    """Service that a prompt token, and an output token, counts as."""
+    """Service per prompt token and per output token."""
 
     prompt: float
     output: float
 
 
 class StreamAllowance:
-    """Keeps this gateway's streams to its part of the places, while requests wait anywhere.
+    """Limits this gateway's streams to its share while requests wait anywhere.
 
-    News of other gateways is old, so all see the same free place, and all would take it. A part
-    needs no news of single places: the parts of all gateways add up to what there is. Places are
-    the streams that workers run at most; where tokens lacked within the last second, little more
-    than the streams that run.
+    Reports of other gateways are old, so all would take the same free place. Places are the
+    workers' maximum of streams, or little more than those running if tokens lacked within 1 s.
     """
 
     def __init__(self) -> None:
@@ -96,19 +93,19 @@ class StreamAllowance:
         self._counters: dict[str, tuple[int, int]] = {}
 
     def began(self) -> None:
-        """Count a stream that began here."""
+        """Count a stream that started here."""
         self._starts += 1
 
     def tokens_lacked(self, now: int) -> None:
-        """Record that a request was kept waiting although workers would take its stream."""
+        """Record that a request waited for tokens, not for a stream."""
         self._lacked_at = now
 
     def spent(self, streams: int) -> bool:
-        """True if this gateway, which has so many streams, is to wait for one of them to end."""
+        """True if this gateway must wait for one of its `streams` to end."""
         return streams > 0 and streams + 1 > self.limit + self._starts * _GOLDEN % 1.0
 
     def due(self, now: int) -> bool:
-        """Whether it is to be updated."""
+        """True if an update is due."""
         return now - self._updated_at >= self._wait_ns
 
     def update(
@@ -116,10 +113,10 @@ class StreamAllowance:
         others: Sequence[TenantService], weights: Mapping[str, float] = _NO_WEIGHTS,
         charges: TokenCharges | None = None,
     ) -> None:  # fmt: skip
-        """Compute the limit from what this gateway and others do for tenants.
+        """Update the limit from the service of this and other gateways.
 
-        `places` are the streams that workers take at most. Tenants that have no weight count 1;
-        `charges` is None where the order does not share between tenants.
+        `places` is the maximum of streams. Missing weights count 1; `charges` is None if the order
+        does not share between tenants.
         """
         elapsed_s, self._updated_at = (now - self._updated_at) / SECOND, now
         self._wait_ns = _UPDATE_NS * (1 + (len(own) + len(others)) // _ROWS)
@@ -139,7 +136,7 @@ class StreamAllowance:
     def _learn(
         self, elapsed_s: float, demands: Mapping[str, TenantDemand], charges: TokenCharges
     ) -> None:
-        """Average service and streams of each tenant, and give it its rate."""
+        """Update mean service, streams and rate of each tenant."""
         keep = math.exp(-elapsed_s / _WINDOW_S)
         for name, demand in demands.items():
             counters = demand.prompt_tokens, demand.output_tokens

@@ -1,4 +1,4 @@
-"""Bookings: what one gateway has on each worker and had for tenants, and the messages with it."""
+"""Bookings: a gateway's load on each worker and service of tenants, and their messages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Counts = NDArray[np.int64]
 
 
 class WorkerBookings(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What one gateway has sent to a worker and has not seen end; names as in `Columns`."""
+    """A gateway's requests in flight on a worker; names as in `Columns`."""
 
     worker: str
     prefill_requests: int = 0
@@ -64,7 +64,7 @@ _BOOKED_KEEP = 1.0 / 64.0
 
 
 class TenantService(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What one gateway did for a tenant."""
+    """A gateway's service for a tenant."""
 
     tenant: str
     prompt_tokens: int = 0  # uncached ones that it ever sent to workers; only grows (a G-counter)
@@ -74,32 +74,27 @@ class TenantService(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class PredictedPrompt(msgspec.Struct, frozen=True, eq=False):
-    """A prompt that a worker without KV events holds soon: the router's keys, shape (blocks,)."""
+    """A prompt predicted on a worker without KV events: router keys, shape (blocks,)."""
 
     worker: str
     keys: BlockKeys
 
 
 def growth(before: int, after: int) -> int:
-    """Return by how much a counter that only grows did; one that fell began again from 0."""
+    """Return the growth of a counter; one that fell restarted from 0."""
     return after - before if after >= before else after
 
 
 class PeerLedger:
-    """What other gateways have on each worker; `FleetState` adds the sums to its own columns.
+    """Load of other gateways on each worker; `FleetState` adds the sums to its columns.
 
-    Numbers are absolute, so one that is lost is put right by the next. What is known is old by the
-    lag, in which others send prompts that are not known yet, and see the same differences between
-    workers as this gateway: if all correct them, all overshoot (herding). So a difference counts
-    by the weight
+    Reports are old by the lag, so gateways that all correct the same difference would herd:
 
         w = exp(-lag / T) / (1 + U),    total = a + w (booked - a)
 
-    T: mean time for which a prompt, or a stream, stays booked: what is left of it after the lag. U:
-    prompts that others sent in the lag. a: as if the others had spread what they have as this
-    gateway does its own. 1 / (1 + U) is the linear estimate of least error where the true
-    difference has variance 1 and unseen prompts add theirs, U if all go to the worker that has
-    least. Without lag w is 1.
+    T is the mean seconds a prompt or stream stays booked, U the prompts others sent in the lag, a
+    an estimate as if others spread their load as this gateway does. 1 / (1 + U) is the linear
+    estimate of least error.
     """
 
     def __init__(self) -> None:
@@ -113,11 +108,11 @@ class PeerLedger:
 
     @property
     def gateways(self) -> list[str]:
-        """Names of the gateways that have anything on a worker."""
+        """Names of gateways with bookings."""
         return [name for name, booked in self._booked.items() if booked]
 
     def up(self, worker: str) -> Counts:
-        """Add a worker, whose row is the last; return what others have there, (numbers,)."""
+        """Add a worker as the last row; return what others have there, (numbers,)."""
         have = [booked[worker] for booked in self._booked.values() if worker in booked]
         column: Counts = np.array(have or [_NONE], dtype=np.int64).sum(axis=0)
         self.total = np.hstack((self.total, column[:, None]))
@@ -127,14 +122,14 @@ class PeerLedger:
         return column
 
     def down(self, row: int) -> None:
-        """Remove a worker; what others have there counts again once it is up."""
+        """Remove a worker's row; its bookings count again once it is up."""
         for name in ("total", "_raw"):
             setattr(self, name, np.delete(getattr(self, name), row, axis=1))
         self.streams = int(self._raw[STREAMS].sum())
         self._busy_at = np.delete(self._busy_at, row)
 
     def book(self, gateway: str, bookings: WorkerBookings, row: int | None, now: int) -> int:
-        """Take in what a gateway has on a worker; return the prompts that it sent there since."""
+        """Store a gateway's bookings on a worker; return the prompts sent there since."""
         booked = self._booked.setdefault(gateway, {})
         counts = bookings.counts
         before = booked.get(bookings.worker, _NONE)
@@ -149,7 +144,7 @@ class PeerLedger:
         return sent
 
     def own(self, columns: object) -> Counts:
-        """Return what the own gateway has on each worker, (numbers of `BOOKED`, workers)."""
+        """Return this gateway's own numbers, (numbers of `BOOKED`, workers)."""
         own = np.zeros(self.total.shape, dtype=np.int64)
         for index, name in enumerate(BOOKED[:COLUMNS]):
             own[index] = getattr(columns, name)
@@ -157,10 +152,7 @@ class PeerLedger:
         return own
 
     def settle(self, columns: object) -> Counts:
-        """Return by how much `total` changes with what was booked, (numbers of `BOOKED`, workers).
-
-        The caller adds that to its columns.
-        """
+        """Return the change of `total` to add to the columns, (numbers of `BOOKED`, workers)."""
         raw = self._raw
         if self.weights[0] < 1.0 and raw.size:
             own = self.own(columns)
@@ -174,33 +166,26 @@ class PeerLedger:
         return change
 
     def set_weights(self, lag_s: float, unseen: float, prefill_s: float, stream_s: float) -> None:
-        """Set the weights for what is booked from now on.
-
-        Messages take `lag_s`, in which others sent `unseen` prompts. A prompt stays booked for
-        `prefill_s`, 0 where that is not known.
-        """
+        """Set weights from the lag, `unseen` prompts in it, and seconds booked (0: unknown)."""
         last_s = np.where(_OF_PROMPTS, prefill_s, stream_s)
         left = np.exp(-lag_s / np.where(last_s > 0.0, last_s, np.inf))
         self.weights = left / (1.0 + unseen)
 
     def forget(self, gateway: str) -> list[WorkerBookings]:
-        """Return what a gateway that is gone has to be booked with: nothing on each worker.
-
-        `book` each of them, then `remove` it.
-        """
+        """Return empty bookings of a gateway that left: `book` each, then `remove` it."""
         return [WorkerBookings(worker) for worker in self._booked.get(gateway, {})]
 
     def remove(self, gateway: str) -> None:
-        """Forget a gateway that has nothing."""
+        """Forget a gateway without bookings."""
         self._booked.pop(gateway, None)
 
     def prompts_since(self, row: int, since: int) -> bool:
-        """Whether a worker had prompts of others to compute, at `since` (nanoseconds) or after."""
+        """True if a worker had prompts of others at `since` (nanoseconds) or later."""
         return bool(self._raw[PREFILLS, row] > 0 or self._busy_at[row] >= since > 0)
 
 
 class BookedTimes(msgspec.Struct):
-    """Mean seconds for which prompts and streams stay booked on a worker; 0 while unknown."""
+    """Mean seconds that prompts and streams stay booked; 0 while unknown."""
 
     prompt: float = 0.0
     stream: float = 0.0
@@ -212,7 +197,7 @@ class BookedTimes(msgspec.Struct):
 
 
 class PeerState(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind", tag="state"):
-    """What changed at a gateway since its message before, or all of it (`snapshot`)."""
+    """A gateway's changes since its last message, or its whole state (`snapshot`)."""
 
     gateway: str
     seq: int  # number of the message, from 1; a snapshot has that of the last one before
@@ -227,7 +212,7 @@ class PeerState(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind
 
 
 class ResendRequest(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind", tag="ask"):
-    """Asks another gateway for messages that were missed, by numbers; 0 for a snapshot."""
+    """Asks a gateway to resend missed messages by number; 0 for a snapshot."""
 
     gateway: str
     to: str = ""

@@ -1,4 +1,4 @@
-"""Reports of other gateways: how they enter the parts of a ControlPlane."""
+"""Reports of other gateways: how they change a ControlPlane."""
 
 from __future__ import annotations
 
@@ -19,11 +19,9 @@ _SAMPLE_NS = SECOND // 100
 
 
 class PeerReports:
-    """Books what other gateways report.
+    """Applies reports of other gateways to load, arrival rates, fair order and tenant shares.
 
-    Bookings enter the columns of the fleet's state, so every price, limit and drain sees the sum.
-    Prompts sent count in the rates of arrival. Tenants' service and streams enter fair order and
-    the tenants' parts. A gateway's service up to its first report is not charged.
+    A gateway's service before its first report is not charged.
     """
 
     def __init__(
@@ -35,12 +33,12 @@ class PeerReports:
         self._sent = 0  # prompts of all other gateways
 
     def observe(self, message: PeerReport | PeerGone, now: int) -> None:
-        """Take in a report, or a gateway's end."""
+        """Apply a report, or a gateway's departure."""
         self._observe(message, now)
         self.tick(now)
 
     def tick(self, now: int) -> None:
-        """Compute this gateway's part of the places again, where there are other gateways."""
+        """Update this gateway's share of streams if there are other gateways."""
         if not self._tenants:
             self._admission.allowance.limit = math.inf
             return

@@ -1,4 +1,4 @@
-"""Sync of gateways: publish what changed here, and put together what others say."""
+"""Sync of gateways: publishes own changes, and merges those of others."""
 
 from __future__ import annotations
 
@@ -32,11 +32,10 @@ HEARTBEAT_NS = SECOND
 
 
 class PeerPublisher:
-    """Numbers the changes of one ControlPlane's own state.
+    """Numbers the changes of a ControlPlane's own state.
 
-    What it publishes are absolute numbers of what changed, so that any later message puts right
-    what an earlier one, now lost, had said of the same worker or tenant. The gateway's name must
-    be another one after each start.
+    Values are absolute, so a later message repairs a lost one. The gateway's name must change with
+    each start.
     """
 
     def __init__(self, gateway: str, plane: ControlPlane) -> None:
@@ -52,10 +51,10 @@ class PeerPublisher:
     def changes(
         self, now: int, heard: Mapping[str, tuple[int, int]], name: Callable[[str], str] = str
     ) -> PeerState | None:
-        """Return what changed since the last call; None for nothing, until a heartbeat is due.
+        """Return the changes since the last call; None for none, until a heartbeat is due.
 
-        `heard` is as in `PeerState`; `name` returns a worker's name among gateways by its id here,
-        "" for one that is not shared.
+        `heard` is as in `PeerState`; `name` maps a worker's id to its shared name, "" if not
+        shared.
         """
         workers = self._changed_workers(name)
         services = self._plane.admission.services()
@@ -78,7 +77,7 @@ class PeerPublisher:
         return state
 
     def answer(self, request: ResendRequest) -> list[PeerState]:
-        """Return the messages that another gateway missed, or a snapshot where they are gone."""
+        """Return the messages that a gateway missed, or a snapshot if they are gone."""
         first = self._sent[0][0].seq if self._sent else 1
         if 0 < first <= request.first <= request.last <= self.seq:
             return [s for s, _ in self._sent if request.first <= s.seq <= request.last]
@@ -87,12 +86,12 @@ class PeerPublisher:
         return [PeerState(self.gateway, self.seq, workers, tenants, prompts, snapshot=True)]
 
     def farewell(self) -> PeerState:
-        """Return the last message: nothing of this gateway weighs on the workers any more."""
+        """Return the last message, which withdraws this gateway's load."""
         self.seq += 1
         return PeerState(self.gateway, self.seq, leaves=True)
 
     def age_ns(self, seq: int, now: int) -> int | None:
-        """Return the nanoseconds since a message went out; None where that is not known."""
+        """Return the nanoseconds since a message was sent; None if unknown."""
         index = len(self._sent) - 1 - (self.seq - seq)
         return now - self._sent[index][1] if 0 <= index < len(self._sent) else None
 
@@ -121,7 +120,7 @@ class PeerPublisher:
 
 
 def own_bookings(plane: ControlPlane) -> Counts:
-    """Return what this gateway alone has on each worker, (numbers of `BOOKED`, workers)."""
+    """Return this gateway's load on each worker, (numbers of `BOOKED`, workers)."""
     state, matrix = plane.state, plane.state.peers.own(plane.state.columns)
     matrix[EXPECTED] = plane.admission.capacity.expected_tokens(state.ids)
     sent = plane.tracker.sent_prompts
@@ -141,7 +140,7 @@ MAX_PEERS = 64
 
 @dataclass(slots=True)
 class PeerFeed:
-    """What is known of another gateway."""
+    """State of another gateway."""
 
     met_at: int  # when its first message came, in nanoseconds
     seen_at: int  # when its last one came
@@ -160,35 +159,32 @@ class PeerFeed:
 class PeerReceiver:
     """Turns messages of other gateways into observations of the ControlPlane.
 
-    Each number has the sequence number of its message, and an older one never replaces it. So
-    order, repetition and loss do not matter in the end: a gateway with the last messages, or with a
-    snapshot, knows the sender's state. A gap is asked for once, and then a snapshot is: so is what
-    the sender does not have any more.
+    Each number keeps its message's sequence number, so order, repetition and loss do not matter in
+    the end. A gap is requested once, then a snapshot.
     """
 
     def __init__(self, publisher: PeerPublisher, lease_ns: int = LEASE_NS) -> None:
-        """Know nobody; `publisher` is of the own gateway."""
         self.peers: dict[str, PeerFeed] = {}
         self.gaps = self.snapshots = 0
         self._publisher, self._lease_ns = publisher, lease_ns
 
     def heard(self, now: int) -> dict[str, tuple[int, int]]:
-        """Return the last message of each gateway, by name, and nanoseconds since that came."""
+        """Return each gateway's last message, by name, and its age in nanoseconds."""
         return {name: (feed.newest, now - feed.newest_at) for name, feed in self.peers.items()}
 
     @property
     def lag_ns(self) -> int:
-        """How old what is known of the others is, at most."""
+        """Maximum age of the other gateways' state."""
         return max((feed.lag_ns for feed in self.peers.values()), default=0)
 
     def hello(self) -> ResendRequest:
-        """Return what a new gateway asks all others: their snapshots."""
+        """Return a new gateway's request for all snapshots."""
         return ResendRequest(self._publisher.gateway)
 
     def receive(
         self, state: PeerState, now: int
     ) -> tuple[PeerReport | PeerGone | None, ResendRequest | None]:
-        """Take in a message; return what the plane is to observe, and what is to be asked."""
+        """Process a message; return an observation for the plane, and a resend request."""
         name, feed = state.gateway, self.peers.get(state.gateway)
         if name == self._publisher.gateway:
             return None, None
@@ -213,7 +209,7 @@ class PeerReceiver:
         return report, self._ask(state, feed, now) if is_new else None
 
     def known(self, worker: str) -> list[PeerReport]:
-        """Return what is known of a worker that came up here."""
+        """Return all reports on a worker that came up here."""
         return [
             PeerReport(name, (feed.workers[worker][1],))
             for name, feed in self.peers.items()
@@ -221,7 +217,7 @@ class PeerReceiver:
         ]
 
     def tick(self, now: int) -> tuple[list[PeerGone], list[ResendRequest]]:
-        """Return the gateways that fell silent, and what is to be asked for once more."""
+        """Return the gateways that fell silent, and repeated resend requests."""
         gone = [n for n, feed in self.peers.items() if now - feed.seen_at > self._lease_ns]
         for name in gone:
             del self.peers[name]

@@ -1,4 +1,4 @@
-"""The prefix index: which worker holds which blocks, in which tier."""
+"""Prefix index: which worker holds which blocks, in which tier."""
 
 from pigou.control.prefix_index.block_keys import chain
 from pigou.control.prefix_index.holder_table import Overlaps

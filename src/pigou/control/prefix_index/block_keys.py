@@ -1,16 +1,11 @@
-"""Keys of the prefix index: a 64-bit hash chain over the full blocks of a sequence.
-
-Engines hash blocks each in their own way; this chain over token ids is the same for all of them.
-A collision misroutes a request, and does no other harm. So the mixing is made for speed and even
-spread, not against an attacker.
+"""Keys of the prefix index: a 64-bit hash chain over token ids, the same for all engines.
 
     digest  w = seed; for each 4 tokens, as 64-bit words x, y (the last ones padded by zeros):
             w = fold((x ^ K1) * (y ^ w))           wyhash's step (Wang Yi 2019, final version 4)
     key     h_i = avalanche(h_{i-1} ^ digest_i)    SplitMix64's last step (Stafford 2011, mix 13)
 
-`fold` xors the halves of the 128-bit product. The seed depends on the block size. Digests do not
-depend on the block before, so the processor works on several at once. For a given digest the step
-from h_{i-1} to h_i is a permutation: chains that differ stay apart while equal blocks follow.
+`fold` xors the halves of the 128-bit product. Not secure against attackers: a collision only
+misroutes a request.
 """
 
 from __future__ import annotations
@@ -44,15 +39,9 @@ _HALF = np.uint64(32)
 def chain(
     tokens: Tokens, block_size: int, salt: str = "", parent: int | None = None, lora: str = ""
 ) -> BlockKeys:
-    """Hash the full blocks of a sequence, each together with all before it; none is 0 ("no key").
+    """Hash the full blocks of a sequence after `parent` (its key); no key is 0.
 
-    Tokens are those from the block after `parent` (its key) on; None is the beginning, where salt
-    and adapter enter. Fastest as a contiguous array of uint32 or int32.
-
-    Raises:
-        ValueError: `block_size` is out of range.
-        OverflowError: a token id is not in [0, 2^32).
-        TypeError: a token id is not an integer.
+    Raises ValueError for a bad `block_size`, OverflowError or TypeError for a bad token id.
     """
     if block_size < 1:
         raise ValueError(f"block_size is {block_size}; it must be at least 1")
@@ -70,12 +59,7 @@ def salt_key(salt: str, lora: str = "") -> int:
 
 
 def token_array(tokens: Tokens) -> NDArray[np.uint32]:
-    """Return token ids as a contiguous array of uint32.
-
-    Raises:
-        OverflowError: one is not in [0, 2^32).
-        TypeError: one is not an integer.
-    """
+    """Return token ids as contiguous uint32; raises OverflowError or TypeError."""
     if not isinstance(tokens, np.ndarray):
         return np.frombuffer(array("I", tokens), dtype=np.uint32)
     if tokens.dtype != np.uint32:
@@ -90,8 +74,6 @@ def token_array(tokens: Tokens) -> NDArray[np.uint32]:
 
 
 def _fold(context: Any, a: Any, b: Any) -> Any:  # noqa: ARG001
-    """Multiply two 64-bit numbers, and xor the halves of the 128-bit product."""
-
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ARG001
         wide, narrow = ir.IntType(128), ir.IntType(64)
         x, y = (builder.zext(argument, wide) for argument in arguments)
@@ -118,7 +100,7 @@ def _tail(tokens: NDArray[np.uint32], start: int, stop: int, w: np.uint64) -> np
 
 @kernel
 def _digests(tokens: NDArray[np.uint32], size: int, keys: BlockKeys) -> None:
-    """Fill `keys` with the digests of the blocks, each by itself."""
+    """Write the digests of the blocks, each by itself."""
     seed = fold(np.uint64(size) ^ _K0, _K1)
     fours, start = size // 4 * 4, 0
     for i in range(keys.shape[0]):
@@ -136,7 +118,7 @@ def _digests(tokens: NDArray[np.uint32], size: int, keys: BlockKeys) -> None:
 
 @kernel
 def _chain(tokens: NDArray[np.uint32], size: int, parent: np.uint64, keys: BlockKeys) -> None:
-    """Fill `keys` with the chain over blocks of `size` tokens."""
+    """Write the key chain over blocks of `size` tokens."""
     _digests(tokens, size, keys)
     h = parent
     for i in range(keys.shape[0]):

@@ -1,14 +1,8 @@
-"""Hash slots: open addressing from a 64-bit name to a row; compiled, for the kernels of the index.
+"""Hash slots: open addressing with linear probing from a 64-bit name to a row; compiled.
 
-slots: uint64, a power of two, several times as many as rows; linear probing. A slot has a tag (32
-    bits of the spread name, where probing begins) and a row; it is 0 where it is empty. More slots
-    end more searches where they begin, and cost more memory that must be fetched. Where there are
-    many rows, they cost more than they save.
-names: uint64, shape (rows + 1,), the name of each row, 0 of a free one. Row 0 stands for "none".
-    No row is named 0.
-
-Slots of freed rows are emptied at once, and the gap is closed. So no call has to fill all of them
-anew, which decisions would wait for.
+slots: uint64, a power of two; a 32-bit tag (where probing begins) and a row, 0 if empty. names:
+uint64, shape (rows + 1,), 0 for free rows; row 0 means "none". Erasing closes gaps at once, so no
+call pays for a rebuild.
 """
 
 from __future__ import annotations
@@ -48,7 +42,7 @@ _min_slots = inlined(_slots_for)
 
 @inlined
 def crowded(slots: Words, rows: int, per_row: int) -> bool:
-    """Whether so many rows should have more slots."""
+    """True if so many rows need more slots."""
     size: int = slots.shape[0]
     return size < _min_slots(rows, per_row)
 
@@ -59,7 +53,7 @@ def new_slots(rows: int, per_row: int) -> Words:
 
 
 def grow_slots(slots: Words, rows: int, per_row: int) -> Words:
-    """Return slots with room for so many rows: these themselves, or a larger copy."""
+    """Return slots with room for so many rows: these, or a larger copy."""
     if _slots_for(rows, per_row) <= len(slots):
         return slots
     more = new_slots(rows, per_row)
@@ -69,13 +63,13 @@ def grow_slots(slots: Words, rows: int, per_row: int) -> Words:
 
 @inlined
 def tag_of(name: np.uint64) -> np.uint64:
-    """Return the tag of a name: its slot has it, and the masked tag is where its search begins."""
+    """Return a name's tag; the masked tag is where its search begins."""
     return (name * SPREAD) >> HALF
 
 
 @inlined
 def probe(names: Words, slots: Words, name: np.uint64) -> tuple[Row, Row]:
-    """Return the row of a name, or 0, and the slot where the search ended."""
+    """Return the row of a name, or 0, and the slot where probing ended."""
     mask = np.uint64(slots.shape[0] - 1)
     tag = tag_of(name)
     i = tag & mask
@@ -96,13 +90,13 @@ def find(names: Words, slots: Words, name: np.uint64) -> Row:
 
 @inlined
 def put(slots: Words, slot: Row, name: np.uint64, row: Row) -> None:
-    """Enter a row under its name; the search for it ended at the empty slot `slot`."""
+    """Insert a row at `slot`, where probing for its name ended."""
     slots[slot] = (tag_of(name) << HALF) | row
 
 
 @inlined
 def insert(slots: Words, name: np.uint64, row: Row) -> None:
-    """Enter a row under its name, which must not be there yet."""
+    """Insert a row under a new name."""
     mask = np.uint64(slots.shape[0] - 1)
     i = tag_of(name) & mask
     while slots[i] != 0:
@@ -112,7 +106,7 @@ def insert(slots: Words, name: np.uint64, row: Row) -> None:
 
 @inlined
 def erase(slots: Words, name: np.uint64, row: Row) -> None:
-    """Remove a row, and close the gap (Knuth, 6.4, algorithm R)."""
+    """Remove a row and close the gap (Knuth, 6.4, algorithm R)."""
     mask = np.uint64(slots.shape[0] - 1)
     tag = tag_of(name)
     slot = (tag << HALF) | row
@@ -144,10 +138,7 @@ def _rehash(old: Words, slots: Words) -> None:
 
 @inlined
 def prefetch(slots: Words, names: Words) -> np.uint64:
-    """Load the slots where searches for names (their last column) begin; return something of it.
-
-    These loads do not depend on one another. Those of searches do, since they branch on them.
-    """
+    """Load the first slots for names (their last column), in parallel; return part of them."""
     mask, name_column, loaded = np.uint64(slots.shape[0] - 1), names.shape[1] - 1, NONE
     for i in range(names.shape[0]):
         loaded |= slots[tag_of(names[i, name_column]) & mask]

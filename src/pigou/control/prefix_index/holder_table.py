@@ -1,7 +1,6 @@
-"""The holder table: which workers hold which key, in which tiers, and how long their runs are.
+"""Holder table: which workers hold which key in which tiers, and the length of their prefixes.
 
-Keys that are stored one after the other are in rows that follow one another, as far as these are
-free: a walk down a chain looks at the next row first.
+Keys stored in sequence take adjacent rows if free: a walk checks the next row first.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ _GROWTH = 4
 
 
 class TableArrays(NamedTuple):
-    """Arrays of the holder table, as kernels see them."""
+    """Arrays of the holder table, as kernels read them."""
 
     # uint64, shape (rows + 1, 1 + tiers words). A row has a key (0 where it is free) and, for each
     # tier, one bit a worker, in words of 64, of which there are a power of two. There are three
@@ -80,10 +79,7 @@ class TableArrays(NamedTuple):
 
 
 class Overlaps:
-    """Leading run of blocks that each worker holds, by the best tier of each block.
-
-    `rows` has the four properties by the names above, shape (4, workers).
-    """
+    """Cached prefix length per worker, by each block's best tier; `rows` is (4, workers)."""
 
     __slots__ = ("rows",)
 
@@ -92,31 +88,31 @@ class Overlaps:
 
     @property
     def device(self) -> Counts:
-        """Blocks of the run in device memory, shape (workers,)."""
+        """Blocks in device memory, shape (workers,)."""
         row: Counts = self.rows[ON_DEVICE]
         return row
 
     @property
     def host(self) -> Counts:
-        """Those in host memory, and not above."""
+        """Blocks in host memory but not on the device."""
         row: Counts = self.rows[ON_HOST]
         return row
 
     @property
     def storage(self) -> Counts:
-        """Those in storage only."""
+        """Blocks in storage only."""
         row: Counts = self.rows[ON_STORAGE]
         return row
 
     @property
     def run(self) -> Counts:
-        """Length of the run, in any tier."""
+        """Prefix length in blocks, in any tier."""
         row: Counts = self.rows[RUN]
         return row
 
 
 class HolderTable:
-    """Key to workers and tiers, one bit each; workers are small numbers from 0."""
+    """Maps keys to workers and tiers, one bit each; workers are numbered from 0."""
 
     def __init__(self) -> None:
         self.words = 1  # of a tier in each row
@@ -131,17 +127,17 @@ class HolderTable:
 
     @property
     def keys(self) -> int:
-        """Different keys that any worker holds."""
+        """Number of distinct keys."""
         return int(self._totals[ROWS])
 
     @property
     def nbytes(self) -> int:
-        """Memory of the arrays."""
+        """Bytes of the arrays."""
         rows, slots, duplicates, _ = self.arrays
         return rows.nbytes + slots.nbytes + duplicates.nbytes
 
     def admit(self, worker: int) -> None:
-        """Make room for the bits of a worker."""
+        """Grow the table for a worker's bits."""
         words = self.words
         while worker >= 64 * words:
             words *= 2
@@ -150,7 +146,7 @@ class HolderTable:
             self._new_scratch()
 
     def change(self, worker: int, changes: BlockChanges) -> None:
-        """Add and drop a worker, by its number, as holder of keys."""
+        """Add and drop a worker as holder of keys."""
         gained, lost = changes.gained, changes.lost
         self.reserve(len(gained), int(np.bitwise_or.reduce(gained[:, CHANGED_MEDIA])))
         _change_holders(self.arrays, worker, gained, lost)
@@ -162,7 +158,7 @@ class HolderTable:
         return Overlaps(out)
 
     def reserve(self, keys: int, media: int) -> None:
-        """Make room for so many more keys, each new and in all of these tiers (bits)."""
+        """Reserve rows for new keys, each in all of these tiers (bits)."""
         self._totals[BELOW_DEVICE] |= media >> HOST
         used_rows, used_duplicates = self._totals.item(ROWS), self._totals.item(DUPLICATES)
         shape = TableArrays(*self.arrays).rows.shape
@@ -182,7 +178,6 @@ class HolderTable:
             self.arrays = rows, slots, more, totals
 
     def _columns(self, words: int) -> int:
-        """How many columns rows should have, with so many words of a tier."""
         below_device = self._totals.item(BELOW_DEVICE) != 0
         return BITS + words * (TIERS if below_device or words == 1 else 1)
 
@@ -203,7 +198,7 @@ class HolderTable:
 
 @inlined
 def _allocate_row(rows: Words, totals: Counts, previous: Row) -> Row:
-    """Return a free row: the one right after `previous` where that is possible."""
+    """Return a free row, after `previous` if possible."""
     totals[ROWS] += 1
     row, top = previous + ONE, np.uint64(totals[TOP])
     if row <= top and rows[row, KEY] != 0:
@@ -234,7 +229,7 @@ def _free_row(rows: Words, totals: Counts, row: Row) -> None:
 
 @inlined
 def _row_of(rows: Words, slots: Words, key: np.uint64, neighbour: Row) -> Row:
-    """Return the row of a key, or 0; the ones beside `neighbour` are looked at first."""
+    """Return the row of a key, or 0; checks the rows beside `neighbour` first."""
     after, before = neighbour + ONE, neighbour - ONE
     if key == 0:
         return NONE
@@ -247,13 +242,13 @@ def _row_of(rows: Words, slots: Words, key: np.uint64, neighbour: Row) -> Row:
 
 @inlined
 def tiers_of(rows: Words) -> int:
-    """How many tiers rows have bits for."""
+    """Return how many tiers rows have bits for."""
     return TIERS if (rows.shape[1] - BITS) % TIERS == 0 else 1
 
 
 @bare_kernel
 def _widen(old: Words, rows: Words) -> None:
-    """Copy all rows into new ones, which may be more, or have more words or tiers."""
+    """Copy rows into an array with more rows, words or tiers."""
     tiers = tiers_of(old)
     old_words, words = (old.shape[1] - BITS) // tiers, (rows.shape[1] - BITS) // tiers_of(rows)
     for i in range(old.shape[0]):
@@ -278,7 +273,7 @@ def _first_slot(key: np.uint64, holder: np.uint64, mask: int) -> int:
 
 @inlined
 def _find_duplicate(duplicates: Words, key: np.uint64, holder: np.uint64) -> int:
-    """Return the row of a duplicate, or the empty one where it would go."""
+    """Return a duplicate's row, or the empty one for it."""
     mask = duplicates.shape[0] - 1
     i = _first_slot(key, holder, mask)
     while duplicates[i, DUP_COUNT] != 0 and (
@@ -314,7 +309,7 @@ def _add_duplicate(duplicates: Words, totals: Counts, key: np.uint64, holder: np
 
 @inlined
 def _drop_duplicate(duplicates: Words, totals: Counts, key: np.uint64, holder: np.uint64) -> bool:
-    """Take one off a duplicate's count; return whether there was one."""
+    """Decrement a duplicate's count; return False if there is none."""
     mask = duplicates.shape[0] - 1
     gap = _find_duplicate(duplicates, key, holder)
     if duplicates[gap, DUP_COUNT] == 0:
@@ -341,7 +336,7 @@ def _drop_duplicate(duplicates: Words, totals: Counts, key: np.uint64, holder: n
 
 @inlined
 def _bit_of(rows: Words, worker: int) -> tuple[np.uint64, np.uint64, np.uint64]:
-    """Return the column of a worker's bit in the first tier, the columns of a tier, the bit."""
+    """Return the column of a worker's bit in the first tier, the columns per tier, and the bit."""
     number = np.uint64(worker)
     words = np.uint64(rows.shape[1] - BITS) // np.uint64(tiers_of(rows))
     return ONE + number // np.uint64(64), words, ONE << (number % np.uint64(64))
@@ -349,10 +344,7 @@ def _bit_of(rows: Words, worker: int) -> tuple[np.uint64, np.uint64, np.uint64]:
 
 @inlined
 def add_holder(table: TableArrays, worker: int, key: np.uint64, media: int, previous: Row) -> Row:
-    """Add that a worker holds a key (once more) in tiers (bits), which rows have; return its row.
-
-    `previous` is the row of the key before it in its chain, or 0.
-    """
+    """Add a worker as holder of a key in tiers (bits); return the row, after `previous` if free."""
     rows, slots, duplicates, totals = table
     first, words, bit = _bit_of(rows, worker)
     row, slot = previous + ONE, NONE
@@ -375,10 +367,7 @@ def add_holder(table: TableArrays, worker: int, key: np.uint64, media: int, prev
 
 @inlined
 def drop_holder(table: TableArrays, worker: int, key: np.uint64, media: int, neighbour: Row) -> Row:
-    """Drop that a worker holds a key, which it held (once less), in tiers (bits); return its row.
-
-    `neighbour` is a row that is likely beside the key's, or 0. The row may be free afterwards.
-    """
+    """Drop a worker as holder of a key in tiers (bits); return the row, perhaps free now."""
     rows, slots, duplicates, totals = table
     first, words, bit = _bit_of(rows, worker)
     row = _row_of(rows, slots, key, neighbour)
@@ -402,7 +391,7 @@ def drop_holder(table: TableArrays, worker: int, key: np.uint64, media: int, nei
 
 @bare_kernel
 def _change_holders(arrays: TableTuple, worker: int, gained: Words, lost: Words) -> None:
-    """Add what a worker holds once more, and then drop what it holds once less; shapes (any, 2)."""
+    """Add a worker's gained keys, then drop its lost ones; shapes (any, 2)."""
     table = TableArrays(*arrays)
     row = NONE
     for i in range(gained.shape[0]):
@@ -450,7 +439,7 @@ def _write_run(mask: np.uint64, w: int, length: int, runs: Counts) -> None:
 def _lower_holders(
     rows: Words, row: Row, w: int, words: int, mask: np.uint64
 ) -> tuple[np.uint64, np.uint64]:
-    """Of the workers of a mask, those that hold a row in host memory, and in storage at best."""
+    """Return the workers of a mask that hold a row at best in host memory, and in storage."""
     if rows.shape[1] == BITS + words:
         return NONE, NONE
     host = rows[row, BITS + HOST * words + w] & mask
@@ -462,7 +451,7 @@ def _walk(
     rows: Words, slots: Words, keys: BlockKeys, workers: Counts, planes: Words, runs: Counts,
     out: Counts,
 ) -> None:  # fmt: skip
-    """Walk down a chain until none of some workers holds the next block."""
+    """Walk down a chain until no worker holds the next block."""
     words = planes.shape[2]
     depth, row, lower = 0, NONE, False
     alive = planes[ALIVE_PLANE, 0]

@@ -44,7 +44,7 @@ _MAX_ORDERS = 64
 
 
 class KeyedStored(msgspec.Struct, frozen=True, eq=False, tag_field="kind", tag="stored"):
-    """Blocks that can be hit from now on."""
+    """Blocks that became cached."""
 
     hashes: Words  # the engine's own, as 64-bit names, shape (blocks,)
     keys: Words  # the router's, shape (blocks,); 0 where unknown
@@ -53,25 +53,24 @@ class KeyedStored(msgspec.Struct, frozen=True, eq=False, tag_field="kind", tag="
 
 
 class KeyedRemoved(msgspec.Struct, frozen=True, eq=False, tag_field="kind", tag="removed"):
-    """Blocks that can no longer be hit: names, shape (blocks,), and tier; None means the device."""
+    """Removed blocks: names, shape (blocks,), and tier; None means the device."""
 
     hashes: Words
     medium: str | None = None
 
 
 class KeyedCleared(msgspec.Struct, frozen=True, tag_field="kind", tag="cleared"):
-    """The whole cache was emptied."""
+    """The whole cache was cleared."""
 
 
 KeyedEvent: TypeAlias = KeyedStored | KeyedRemoved | KeyedCleared
 
 
 class PrefixIndex:
-    """The blocks of all workers, by 64-bit keys over token ids (`block_keys`).
+    """Blocks of all workers, by 64-bit keys over token ids (`block_keys`).
 
-    Events link blocks by the engine's own hashes, which only mean something among the events of
-    one worker. A block whose tokens are hidden, or whose parent the worker does not hold, is
-    counted and never matched.
+    Engine hashes only link events of one worker. Blocks without tokens or a known parent are
+    counted but never matched.
 
     Example:
         index = PrefixIndex()
@@ -108,17 +107,17 @@ class PrefixIndex:
 
     @property
     def keys(self) -> int:
-        """Different blocks among those that can be matched."""
+        """Distinct blocks that can be matched."""
         return self._table.keys
 
     @property
     def evicted(self) -> int:
-        """Blocks that were dropped to stay within limits, since the start."""
+        """Blocks dropped for the limits, since the start."""
         return self._evicted + sum(cache.evicted for cache in self._caches.values())
 
     @property
     def nbytes(self) -> int:
-        """Memory of the arrays."""
+        """Bytes of the arrays."""
         return (
             self._ghosts.nbytes
             + self._table.nbytes
@@ -126,11 +125,7 @@ class PrefixIndex:
         )
 
     def apply(self, worker: str, events: Iterable[KVEvent | WireEvent | KeyedEvent]) -> None:
-        """Apply events of a worker, in order.
-
-        Events of the wire are keyed by token ids and parent. Core events (a simulated worker's)
-        carry hashes that every worker shares; the low half is the key.
-        """
+        """Apply a worker's events in order, from the wire or a simulated core."""
         cache = self._caches.get(worker) or self._cache_of(worker)
         for event in events:
             cache.events += 1
@@ -153,7 +148,7 @@ class PrefixIndex:
                 self._store(cache, names, keys, event.parent, event.medium)
 
     def keyed(self, worker: str, event: KVEvent | WireEvent | KeyedEvent) -> KeyedEvent:
-        """Return a worker's next event without tokens; `apply` takes it for the same."""
+        """Return a worker's next event with keys in place of tokens."""
         if isinstance(event, Stored):
             cache = self._caches.get(worker)
             hashes = _names_of(event.hashes)
@@ -170,15 +165,11 @@ class PrefixIndex:
         return KeyedCleared() if isinstance(event, Cleared | AllBlocksCleared) else event
 
     def expect(self, worker: str, blocks: int) -> None:
-        """A worker has so many blocks; 0 when it did not say. Its arrays need not grow to that."""
+        """Set a worker's number of blocks, 0 if unknown; arrays grow on demand."""
         self._cache_of(worker).holdings.expected = blocks
 
     def predict(self, worker: str, keys: BlockKeys, now: int) -> None:
-        """Expect that a worker holds a chain soon, because a request was sent there.
-
-        For workers that publish no events. It is expected for `ttl` from `now` on, in device
-        memory. Calls come in the order of `now` (nanoseconds).
-        """
+        """Predict that a worker without KV events holds a chain for `ttl` from `now` on."""
         self._predicts = True
         cache = self._cache_of(worker)
         self._make_room(len(keys))
@@ -187,7 +178,7 @@ class PrefixIndex:
         self._change(cache, cache.predictions, changes)
 
     def expire(self, now: int) -> None:
-        """Drop predictions whose time is over; call it several times a second."""
+        """Drop expired predictions; call it several times a second."""
         if not self._predicts:
             return
         for cache in self._caches.values():
@@ -195,7 +186,7 @@ class PrefixIndex:
                 self._change(cache, cache.predictions, cache.predictions.expire(now))
 
     def lost(self, worker: str) -> None:
-        """Forget a worker's blocks, because events were missed; they come back one by one."""
+        """Forget a worker's blocks after missed events."""
         cache = self._cache_of(worker)
         cache.event_gaps += 1
         self._change(cache, cache.holdings, cache.holdings.clear())
@@ -212,16 +203,16 @@ class PrefixIndex:
         self._forget_orders()
 
     def cache(self, worker: str) -> WorkerCacheStats:
-        """Return what is known of a worker's cache; zeros for one that never spoke."""
+        """Return a worker's cache statistics; zeros if unknown."""
         cache = self._caches.get(worker)
         return WorkerCacheStats() if cache is None else cache.stats
 
     def overlap(self, worker: str, keys: BlockKeys) -> int:
-        """Return how many leading blocks of this chain the worker holds, in any tier."""
+        """Return how many leading blocks of a chain the worker holds, in any tier."""
         return int(self.overlaps((worker,), keys).run[0])
 
     def overlaps(self, workers: Sequence[str], keys: BlockKeys) -> Overlaps:
-        """Return how many leading blocks of a chain each worker holds, and in which tiers."""
+        """Return how many leading blocks of a chain each worker holds, by tier."""
         if workers is self._last_ids:  # hashing many names takes longer than a short walk
             order = self._last_order
         else:
@@ -233,7 +224,7 @@ class PrefixIndex:
         return self._table.overlaps(order, np.ascontiguousarray(keys, dtype=WORD))
 
     def recomputed_share(self, workers: Sequence[str]) -> NDArray[np.float64]:
-        """Return blocks that were evicted and computed again, for each stored, (workers,)."""
+        """Return evicted and recomputed blocks per stored block, (workers,)."""
         if workers is self._last_ids:
             return self._ghosts.recomputed_share(self._last_order)
         ids = tuple(workers)
@@ -241,7 +232,6 @@ class PrefixIndex:
         return self._ghosts.recomputed_share(self._arrange(ids) if order is None else order)
 
     def _arrange(self, ids: tuple[str, ...]) -> NDArray[np.int64]:
-        """Return the numbers of workers, and cache them."""
         if len(self._orders) >= _MAX_ORDERS:
             self._orders.clear()
         caches = (self._caches.get(worker) for worker in ids)
@@ -353,10 +343,7 @@ def _names_of(hashes: Sequence[WireHash] | NDArray[np.uint64]) -> Words:
 
 
 def warm_up() -> None:
-    """Run every kernel of the index once, so that it is compiled or loaded.
-
-    Takes some seconds the first time on a machine, and a fraction of one after that.
-    """
+    """Compile or load every kernel of the index, which takes seconds once."""
     index, tokens = PrefixIndex(max_blocks=4096, ttl=1), np.arange(512, dtype=np.uint32)
     keys = chain(tokens, 1)
     for size, worker in ((1, "a"), (2, "b")):

@@ -1,7 +1,4 @@
-"""The cache of one worker as the index knows it; each KV event is one compiled call.
-
-Ghosts are blocks that workers evicted recently; how many of them were computed again is counted.
-"""
+"""A worker's cache in the index; each KV event is one compiled call."""
 
 from __future__ import annotations
 
@@ -81,7 +78,7 @@ NO_ROOM = -(2**62)
 
 
 class GhostArrays(NamedTuple):
-    """Arrays of ghosts, as kernels see them."""
+    """Arrays of ghosts, as kernels read them."""
 
     # uint64, shape (a power of two, 2): a key, at the upper bits of its spread, and the number of
     # the worker that evicted it; 0 where empty. A new ghost replaces another, and so the oldest are
@@ -91,17 +88,11 @@ class GhostArrays(NamedTuple):
 
 
 class Ghosts:
-    """What a block of memory is worth on each worker, in blocks that were computed again.
+    """Memory price of each worker, in blocks recomputed per block stored.
 
-    A block that a worker evicts, from all tiers, is remembered among about as many as all workers
-    hold. If any worker stores it anew, it had to be computed for want of memory on the worker that
-    evicted it. The price is such blocks for each block that is stored there. With LRU eviction,
-    one block more in a cache of C blocks pushes out those that are used again just beyond C others;
-    what is remembered is a sample of those between C and 2 C. (Lists of "ghosts", as long as the
-    cache, say what more of it would be worth in Megiddo and Modha, "ARC", FAST 2003.)
-
-    Counts halve with every cacheful that is stored on the worker. Blocks of unknown keys, and
-    predictions, are no ghosts.
+    Evicted blocks are remembered as ghosts, about as many as all workers hold (Megiddo and Modha,
+    "ARC", FAST 2003). One stored anew anywhere counts for the worker that evicted it. Counts halve
+    with each cacheful stored.
     """
 
     def __init__(self) -> None:
@@ -112,11 +103,11 @@ class Ghosts:
 
     @property
     def nbytes(self) -> int:
-        """Memory of the arrays."""
+        """Bytes of the arrays."""
         return GhostArrays(*self.arrays).blocks.nbytes
 
     def admit(self, worker: int) -> None:
-        """Begin to count for a worker, by its number."""
+        """Start to count for a worker."""
         blocks, counts = self.arrays
         while worker >= counts.shape[1]:
             counts = np.concatenate([counts, np.zeros_like(counts)], axis=1)
@@ -125,13 +116,13 @@ class Ghosts:
         self.arrays = blocks, counts
 
     def reserve(self, held: int) -> None:
-        """Make room before evictions; all workers hold so many blocks."""
+        """Grow for `held` blocks of all workers before evictions."""
         if held > self.capacity:
             self.capacity = max(_MIN_BLOCKS, 1 << (held - 1).bit_length())
             self.arrays = np.zeros((self.capacity, 2), dtype=np.uint64), self.arrays[1]
 
     def recomputed_share(self, workers: NDArray[np.int64]) -> Rates:
-        """Return blocks computed again for each that was stored, 0 to 1, (workers,)."""
+        """Return blocks recomputed per block stored, 0 to 1, (workers,)."""
         blocks, counts = self.arrays
         if not len(blocks) and len(self._zeros) == len(workers):
             return self._zeros
@@ -145,7 +136,7 @@ class Ghosts:
 
 @dataclass(frozen=True, slots=True)
 class WorkerCacheStats:
-    """What the index knows of one worker's cache."""
+    """Statistics of one worker's cache."""
 
     blocks: int = 0
     # those of them that can be matched; the tokens or the parent of others are unknown.
@@ -157,7 +148,7 @@ class WorkerCacheStats:
 
 
 class WorkerCache:
-    """Blocks of one worker, by its events and by prediction; at most `limit` of each."""
+    """Blocks of one worker, by events and by prediction; at most `limit` of each."""
 
     __slots__ = ("event_gaps", "events", "holdings", "number", "predictions")
 
@@ -169,17 +160,17 @@ class WorkerCache:
 
     @property
     def evicted(self) -> int:
-        """Blocks that were dropped to stay within limits."""
+        """Blocks dropped for the limits."""
         return self.holdings.evicted + self.predictions.evicted
 
     @property
     def nbytes(self) -> int:
-        """Memory of the arrays."""
+        """Bytes of the arrays."""
         return self.holdings.nbytes + self.predictions.nbytes
 
     @property
     def stats(self) -> WorkerCacheStats:
-        """Counts as they stand."""
+        """Return the current counts."""
         return WorkerCacheStats(
             blocks=len(self.holdings), held=self.holdings.known, predicted=len(self.predictions),
             events=self.events, event_gaps=self.event_gaps, evicted=self.evicted,
@@ -189,9 +180,9 @@ class WorkerCache:
         self, table: HolderTable, ghosts: Ghosts, hashes: Words, keys: Words, parent: int | None,
         media: int,
     ) -> int:  # fmt: skip
-        """Store consecutive blocks in one tier, here and in the table; return how many are new.
+        """Store consecutive blocks in a tier; hashes and keys are (blocks, any).
 
-        Hashes of the engine and keys (0 where unknown) are in the last columns, (blocks, any).
+        Return the growth.
         """
         holdings = self.holdings
         name = NONE if parent is None else np.uint64(parent or ZERO_HASH)
@@ -208,7 +199,7 @@ class WorkerCache:
         return new
 
     def remove(self, table: HolderTable, ghosts: Ghosts, hashes: Words, media: int) -> int:
-        """Remove blocks from one tier, here and in the table; return as `store`, 0 or less."""
+        """Remove blocks from a tier; return the growth, 0 or less."""
         holdings = self.holdings
         new = remove(*holdings.arrays, *table.arrays, ghosts.arrays[0], media, hashes)
         holdings.counted += new
@@ -220,13 +211,12 @@ class WorkerCache:
 
 @inlined
 def _ghost_shift(blocks: Words) -> np.uint64:
-    """Return the bits by which a spread key is shifted to its row of `blocks`."""
     return np.uint64(64 - int(math.log2(blocks.shape[0]) + 0.5))
 
 
 @inlined
 def _add_ghost(blocks: Words, shift: np.uint64, key: np.uint64, worker: int) -> None:
-    """Remember a block that a worker evicted from its last tier; `shift`: of `blocks`."""
+    """Remember a block that a worker evicted from its last tier."""
     row = (key * SPREAD) >> shift
     blocks[row, GHOST_KEY] = key
     blocks[row, GHOST_WORKER] = worker
@@ -234,7 +224,7 @@ def _add_ghost(blocks: Words, shift: np.uint64, key: np.uint64, worker: int) -> 
 
 @inlined
 def _count_stored(ghosts: GhostArrays, keys: Words, worker: int, held: int, new: int) -> None:
-    """Count stored blocks, and those that were ghosts for who evicted them; forget these."""
+    """Count stored blocks, and ghosts among them for the worker that evicted them."""
     blocks, counts = ghosts
     keep = 0.5 ** (new / max(_MIN_BLOCKS, held))
     counts[RECOMPUTED, worker] *= keep
@@ -251,7 +241,7 @@ def _count_stored(ghosts: GhostArrays, keys: Words, worker: int, held: int, new:
 
 @bare_kernel
 def recomputed_share(counts: Rates, workers: Counts, shares: Rates) -> None:
-    """Write blocks computed again over blocks stored, at most 1; `shares` has zeros."""
+    """Write blocks recomputed per block stored, at most 1; `shares` starts at zeros."""
     for i in range(workers.shape[0]):
         worker = workers[i]
         if worker >= 0:
@@ -264,12 +254,10 @@ def store(
     ghosts: Words, ghost_counts: Rates, media: int, parent: np.uint64, hashes: Words, keys: Words,
     reserved: bool,
 ) -> int:  # fmt: skip
-    """Store consecutive blocks in one tier; return by how many the holdings grew, or `NO_ROOM`.
+    """Store consecutive blocks in one tier; return the growth of the holdings, or `NO_ROOM`.
 
-    Fields of `TableArrays` and `GhostArrays` are passed one by one: each tuple that Python hands
-    over costs a tenth of a microsecond. `hashes` of the engine and `keys` (0 where unknown) are in
-    the last columns, (blocks, any); `parent` is a name, 0 at the beginning. Where all arrays are
-    known to have room, it is `reserved`; the holdings need none beyond their limit.
+    Arrays are passed one by one because tuples cost 0.1 us each. `hashes` and `keys` (0: unknown)
+    are in the last columns, (blocks, any); `reserved` skips the check for room.
     """
     entries = EntryArrays(*entry_arrays)
     table = TableArrays(rows, row_slots, duplicates, totals)
@@ -349,9 +337,9 @@ def remove(
     row_slots: Words, duplicates: Words, totals: Counts, ghosts: Words, media: int,
     hashes: Words,
 ) -> int:  # fmt: skip
-    """Remove blocks from one tier, as `store` adds them; return by how many the holdings grew.
+    """Remove blocks from one tier; return the growth.
 
-    A block that leaves its last tier, and whose key is known, becomes a ghost.
+    Known keys leaving their last tier become ghosts.
     """
     entries = EntryArrays(links, names, values, slots, counts)
     table = TableArrays(rows, row_slots, duplicates, totals)

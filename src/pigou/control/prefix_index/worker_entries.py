@@ -1,8 +1,7 @@
-"""Blocks of one worker, by its events and by prediction: arrays with a list and a forest.
+"""Blocks of one worker, by events and by prediction: arrays with a list and a forest.
 
-Entries are numbered from 1; 0 means "none". `EntryArrays` has their arrays. Blocks that are stored
-one after the other are entries that follow one another, as far as these are free. Free entries are
-in a list by ELDER and YOUNGER, entry 0 its sentinel; their MEDIA are 0.
+Entries are numbered from 1; 0 means "none". Free entries are linked by ELDER and YOUNGER, with
+entry 0 as sentinel and MEDIA 0.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ _NO_CHANGES: Words = np.zeros((0, 2), dtype=np.uint64)
 
 
 class EntryArrays(NamedTuple):
-    """Arrays of one worker's entries, as kernels see them."""
+    """Arrays of one worker's entries, as kernels read them."""
 
     # uint32, shape (8 (entries + 1),), eight of each entry by the names above. Entry 0 is the
     # sentinel of the list. (Two dimensions would be slower: the compiler makes more of a number of
@@ -77,7 +76,7 @@ class BlockChanges:
 
 
 class WorkerEntries:
-    """Entries of one worker, whose arrays grow up to a limit."""
+    """Entries of one worker; arrays grow up to a limit."""
 
     def __init__(self, limit: int, worker: int = 0) -> None:
         self.limit = limit
@@ -91,27 +90,27 @@ class WorkerEntries:
 
     @property
     def evicted(self) -> int:
-        """Entries that were dropped to stay within limits."""
+        """Entries dropped for the limit."""
         return self.counts.item(EVICTED)
 
     @property
     def nbytes(self) -> int:
-        """Memory of the arrays."""
+        """Bytes of the arrays."""
         links, names, values, slots, _ = self.arrays
         return links.nbytes + names.nbytes + values.nbytes + slots.nbytes
 
     @property
     def keys(self) -> Words:
-        """Our keys, 0 where unknown, (entries + 1,)."""
+        """Router keys, 0 if unknown, (entries + 1,)."""
         return EntryArrays(*self.arrays).values
 
     def growth(self) -> int:
-        """Return by how many entries it grew since the last call."""
+        """Return the growth in entries since the last call."""
         before, self.counted = self.counted, len(self)
         return self.counted - before
 
     def reserve(self, new: int) -> None:
-        """Make room for so many new entries, as far as the limit goes."""
+        """Reserve room for new entries, up to the limit."""
         links, names, values, slots, counts = self.arrays
         needed, size = min(len(self) + new, self.limit), len(names) - 1
         # All slots are touched: no more of them than are of use.
@@ -128,7 +127,7 @@ class WorkerEntries:
         self.arrays = links, names, values, slots, counts
 
     def clear(self) -> BlockChanges:
-        """Forget all entries; the count of evicted ones stays."""
+        """Remove all entries; the count of evicted ones stays."""
         lost = _new_changes(len(self))
         links = EntryArrays(*self.arrays).links
         lost_count = _list_keys(links, self.keys, self.counts, lost)
@@ -142,7 +141,6 @@ class WorkerEntries:
 
 
 def _zeros(entries: int) -> tuple[Links, Words, Words]:
-    """Return links, names and values of so many entries."""
     return (
         np.zeros((entries + 1) * int(WIDTH), dtype=np.uint32),
         np.zeros(entries + 1, dtype=np.uint64),
@@ -155,21 +153,19 @@ def _new_changes(count: int) -> Words:
 
 
 class Holdings(WorkerEntries):
-    """Blocks of one worker by its events; names are its engine's hashes, values our keys (or 0).
+    """Blocks of one worker by events; names are engine hashes, values router keys (or 0).
 
-    Entries form a forest by the parents that events name. Its leaves are in the list, those stored
-    last at its end; a parent that becomes a leaf again is put at its head: a chain is evicted from
-    its tail to its root. At most `limit`; beyond it the leaf that was stored longest ago goes, and
-    what does not fit even so (a chain longer than the limit) is left out. Both count as evicted.
+    Entries form a forest by parent. Leaves are listed by time of storing, and evicted oldest first
+    beyond `limit`; a chain is evicted from tail to root.
     """
 
     @property
     def known(self) -> int:
-        """Blocks whose key is known: only those are ever matched."""
+        """Blocks with a known key, which alone are matched."""
         return int(self.counts[KNOWN])
 
     def key(self, name: int) -> int | None:
-        """Return the key of a block that is held; None where it is not, or is not known."""
+        """Return a held block's key; None if not held or unknown."""
         arrays = EntryArrays(*self.arrays)
         entry = look_up(arrays.names, arrays.slots, np.uint64(name))
         return int(arrays.values[entry]) or None if entry else None
@@ -180,7 +176,7 @@ class Holdings(WorkerEntries):
         return count_absent(arrays.names, arrays.slots, hashes)
 
     def evict(self, count: int) -> BlockChanges:
-        """Drop `count` blocks, or all, the leaves that were stored longest ago first."""
+        """Evict `count` blocks, or all, oldest leaves first."""
         count = min(count, len(self))
         lost = _new_changes(count)
         lost_count = evict(self.arrays, count, lost)
@@ -188,30 +184,26 @@ class Holdings(WorkerEntries):
 
 
 class Predictions(WorkerEntries):
-    """Keys that a worker is expected to hold in device memory: names; values are when they expire.
-
-    The list holds all entries, the one that was predicted first at its head. Beyond `limit` the one
-    that was predicted longest ago is evicted, a chain's tail before its root.
-    """
+    """Predicted keys, by expiry, oldest first; evicted in that order beyond `limit`."""
 
     @property
     def keys(self) -> Words:
-        """Our keys, (entries + 1,)."""
+        """Router keys, (entries + 1,)."""
         return EntryArrays(*self.arrays).names
 
     def predict(self, keys: BlockKeys, expires_at: int) -> BlockChanges:
-        """Expect a chain to be held until a time, in nanoseconds, that never falls."""
+        """Predict a chain until a time in nanoseconds that never falls."""
         self.reserve(len(keys))
         gained, lost = _new_changes(len(keys)), _new_changes(len(keys))
         gained_count, lost_count = predict(self.arrays, keys, np.uint64(expires_at), gained, lost)
         return BlockChanges(gained[:gained_count], lost[:lost_count])
 
     def expire(self, now: int) -> BlockChanges:
-        """Drop what was expected until `now` (nanoseconds) or before, 16,384 at a time."""
+        """Drop predictions expired at `now` (nanoseconds), 16,384 at a time."""
         return self._expire(now, _MAX_EXPIRED)
 
     def evict(self, count: int) -> BlockChanges:
-        """Drop `count` of them, or all, those that were predicted longest ago first."""
+        """Evict `count` predictions, or all, oldest first."""
         change = self._expire(_FOREVER, count)
         self.counts[EVICTED] += len(change.lost)
         return change
@@ -227,7 +219,7 @@ class Predictions(WorkerEntries):
 
 @inlined
 def entry_of(names: Words, slots: Words, name: np.uint64, neighbour: Row) -> Row:
-    """Return the entry of a name, or 0; the ones beside `neighbour` are looked at first."""
+    """Return the entry of a name, or 0; checks the entries beside `neighbour` first."""
     after, before = neighbour + ONE, neighbour - ONE
     if after < np.uint64(names.shape[0]) and names[after] == name:
         return after
@@ -238,7 +230,7 @@ def entry_of(names: Words, slots: Words, name: np.uint64, neighbour: Row) -> Row
 
 @inlined
 def allocate_entry(links: Links, counts: Counts, previous: Row) -> Row:
-    """Return a free entry: the one right after `previous` where that is possible."""
+    """Return a free entry, after `previous` if possible."""
     counts[USED] += 1
     entry, top = previous + ONE, np.uint64(counts[TOP])
     if entry <= top and links[entry * WIDTH + MEDIA] != 0:
@@ -259,7 +251,7 @@ def allocate_entry(links: Links, counts: Counts, previous: Row) -> Row:
 
 @inlined
 def _free_entry(links: Links, names: Words, values: Words, counts: Counts, entry: Row) -> None:
-    """Free an entry, which is out of list and forest; it goes to the end of the free ones."""
+    """Append an unlinked entry to the free ones."""
     before = links[ELDER]
     links[entry * WIDTH + PARENT] = 0
     links[entry * WIDTH + CHILD] = 0
@@ -278,7 +270,7 @@ def _free_entry(links: Links, names: Words, values: Words, counts: Counts, entry
 
 @inlined
 def insert_before(links: Links, after: Row, entry: Row) -> None:
-    """Put an entry into the list, right before `after`; before 0 is the end of the list."""
+    """Insert an entry into the list before `after`; 0 appends."""
     before = links[after * WIDTH + PREV]
     links[entry * WIDTH + PREV] = before
     links[entry * WIDTH + NEXT] = after
@@ -288,7 +280,7 @@ def insert_before(links: Links, after: Row, entry: Row) -> None:
 
 @inlined
 def unlink(links: Links, entry: Row) -> None:
-    """Take an entry out of the list."""
+    """Remove an entry from the list."""
     before, after = links[entry * WIDTH + PREV], links[entry * WIDTH + NEXT]
     links[before * WIDTH + NEXT] = after
     links[after * WIDTH + PREV] = before
@@ -298,7 +290,7 @@ def unlink(links: Links, entry: Row) -> None:
 
 @inlined
 def add_child(links: Links, parent: Row, entry: Row) -> None:
-    """Make a new entry the child of `parent` (0: a root), and the last of the leaves."""
+    """Make a new entry a child of `parent` (0: a root), and the last leaf."""
     last = links[PREV]
     if parent != 0:
         eldest = links[parent * WIDTH + CHILD]
@@ -319,7 +311,7 @@ def add_child(links: Links, parent: Row, entry: Row) -> None:
 
 @inlined
 def detach(links: Links, entry: Row) -> None:
-    """Cut an entry out of the forest; a parent without other children is the first leaf."""
+    """Remove an entry from the forest; a childless parent becomes the first leaf."""
     child = links[entry * WIDTH + CHILD]
     if child == 0:
         unlink(links, entry)
@@ -346,7 +338,7 @@ def detach(links: Links, entry: Row) -> None:
 
 @inlined
 def _append_change(changes: Words, count: int, key: np.uint64, media: int) -> int:
-    """Append a key and its tiers to `changes`, unless it is unknown (0); return their count."""
+    """Append a key and its tiers to `changes` unless it is 0; return their count."""
     if key == 0:
         return count
     changes[count, CHANGED_KEY] = key
@@ -356,7 +348,7 @@ def _append_change(changes: Words, count: int, key: np.uint64, media: int) -> in
 
 @bare_kernel
 def _list_keys(links: Links, keys: Words, counts: Counts, changes: Words) -> int:
-    """Write the keys, which are names or values, and their tiers to `changes`; return how many."""
+    """Write all keys and their tiers to `changes`; return their count."""
     count = 0
     for entry in range(1, counts[TOP] + 1):
         if links[entry * WIDTH + MEDIA] != 0:
@@ -369,13 +361,13 @@ def _list_keys(links: Links, keys: Words, counts: Counts, changes: Words) -> int
 
 @inlined
 def name_of_hash(block_hash: np.uint64) -> np.uint64:
-    """Return the name of a block by the engine's hash."""
+    """Return a block's name from the engine's hash."""
     return block_hash if block_hash != 0 else ZERO_HASH
 
 
 @inlined
 def drop_entry(entries: EntryArrays, entry: Row) -> None:
-    """Drop an entry; its children become roots."""
+    """Remove an entry; its children become roots."""
     links, names, values, slots, counts = entries
     if values[entry] != 0:
         counts[KNOWN] -= 1
@@ -386,7 +378,7 @@ def drop_entry(entries: EntryArrays, entry: Row) -> None:
 
 @inlined
 def first_leaf(links: Links, spare: Row) -> Row:
-    """Return the leaf that eviction takes first, other than `spare`; 0 where there is none."""
+    """Return the next leaf to evict, other than `spare`; 0 for none."""
     entry = np.uint64(links[NEXT])
     if entry == spare:
         entry = np.uint64(links[entry * WIDTH + NEXT])
@@ -395,7 +387,7 @@ def first_leaf(links: Links, spare: Row) -> Row:
 
 @bare_kernel
 def evict(arrays: Entries, count: int, lost: Words) -> int:
-    """Drop so many entries, which there must be; return how many keys are lost."""
+    """Evict `count` existing entries; return how many keys are lost."""
     entries = EntryArrays(*arrays)
     lost_count = 0
     for _ in range(count):
@@ -428,7 +420,7 @@ def count_absent(names: Words, slots: Words, hashes: Words) -> int:
 
 @inlined
 def _drop_first(entries: EntryArrays, lost: Words, count: int) -> int:
-    """Drop the prediction at the head of the list; return the new length of `lost`."""
+    """Drop the oldest prediction; return the new length of `lost`."""
     links, names, values, slots, counts = entries
     entry = np.uint64(links[NEXT])
     count = _append_change(lost, count, names[entry], links[entry * WIDTH + MEDIA])
@@ -442,11 +434,7 @@ def _drop_first(entries: EntryArrays, lost: Words, count: int) -> int:
 def predict(
     arrays: Entries, keys: Words, expires_at: np.uint64, gained: Words, lost: Words
 ) -> tuple[int, int]:
-    """Expect a chain, up to its first 0, on the device until a time; its root ends the list.
-
-    Returns:
-        How many keys were gained, and lost to make room.
-    """
+    """Predict a chain up to its first 0; return the keys gained, and lost for room."""
     entries = EntryArrays(*arrays)
     links, names, values, slots, counts = entries
     gained_count, lost_count, blocks = 0, 0, 0
@@ -472,7 +460,7 @@ def predict(
 
 @bare_kernel
 def expire(arrays: Entries, now: np.uint64, lost: Words) -> int:
-    """Drop what was expected until `now` or before, as far as `lost` has room; return how many."""
+    """Drop predictions expired at `now`, as far as `lost` has room; return how many."""
     entries = EntryArrays(*arrays)
     count = 0
     while (

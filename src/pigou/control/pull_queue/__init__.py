@@ -1,1 +1,1 @@
-"""The global prefill queue: prefill workers pull prompts, at a price; pure, without a clock."""
+"""Global prefill queue: prefill workers pull prompts, at a price; pure, without a clock."""

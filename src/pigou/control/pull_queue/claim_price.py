@@ -1,4 +1,4 @@
-"""The price of a claim: the wait that it saves against the cache that another worker has."""
+"""Price of a claim: the wait saved against the cache lost on another worker."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MEMORY = 32
 
 
 class ClaimLoad(NamedTuple):
-    """What a claim is priced in."""
+    """Load that claims are priced by."""
 
     free_s: Seconds  # seconds until each worker has computed what it holds, (workers,)
     arrivals: float = 0.0  # prompts a second that come to the queue
@@ -31,22 +31,17 @@ class ClaimLoad(NamedTuple):
 
 
 def claim_values(service_s: Seconds, age_s: Seconds, own: int, load: ClaimLoad) -> Seconds:
-    """Return the seconds that all gain if worker `own` takes each prompt now, (prompts,).
+    """Return the seconds saved if worker `own` takes each prompt now, (prompts,).
 
-    value(i) = sum of C_j if `own` leaves the queue alone until the next worker is free
-             - sum of C_j if `own` takes i now
-    C_j = T_j + rise T_j^2 / 2 + toll (s_j - min s_j) l Q / c
+    value(i) = sum of C_j if `own` waits - sum of C_j if `own` takes i now C_j = T_j + rise T_j^2 /
+    2 + toll (s_j - min s_j) l Q / c
 
-    where the other prompts go, in order, to the worker that costs them least. This is a rollout
-    of list scheduling (Bertsekas, Tsitsiklis and Wu, "Rollout Algorithms for Combinatorial
-    Optimization", 1997). The toll is on what is computed twice: it delays those who come while the
-    backlog lasts.
+    | symbol | meaning | |---|---| | T_j | age of prompt j when it is computed, others going to
+    their cheapest worker in order | | s_j | its seconds at the worker that computes it, (prompts,
+    workers); min: at its best | | l, Q, c | prompts a second; mean seconds of backlog of a worker;
+    workers |
 
-    | symbol | meaning |
-    |---|---|
-    | T_j | age of prompt j when it is computed |
-    | s_j | its seconds at the worker that computes it, (prompts, workers); min: at its best |
-    | l, Q, c | prompts a second; mean seconds of backlog of a worker; workers |
+    A rollout of list scheduling (Bertsekas, Tsitsiklis and Wu 1997).
     """
     values, busy = np.empty(len(service_s)), load.free_s.copy()
     workers = len(busy)
@@ -57,13 +52,13 @@ def claim_values(service_s: Seconds, age_s: Seconds, own: int, load: ClaimLoad) 
 
 
 def best_claim(values: Seconds) -> int:
-    """Return the prompt whose claim is worth most, the earliest of equal ones; -1 for none."""
+    """Return the prompt of highest value, the earliest of ties; -1 for none."""
     index = int(np.flatnonzero(values >= values.max() - SAME_S)[0])
     return index if values[index] > -SAME_S else -1
 
 
 def warm_up() -> None:
-    """Compile the kernels, or load them; seconds the first time on a machine."""
+    """Compile or load the kernels, which takes seconds once."""
     claim_values(np.ones((1, 2)), np.zeros(1), 0, ClaimLoad(np.zeros(2)))
 
 
@@ -102,7 +97,7 @@ def _fastest(service: Seconds, prompt: int) -> float:
 def _cost(
     service: Seconds, age: Seconds, busy: Seconds, taken: int, rise: float, toll: float
 ) -> float:
-    """Return the sum of the C_j of all prompts but `taken`; `busy` is written to."""
+    """Return the sum of C_j of all prompts but `taken`; overwrites `busy`."""
     total = 0.0
     for i in range(service.shape[0]):
         if i == taken:
@@ -119,12 +114,12 @@ def _cost(
 
 
 def recent_mean(mean: float, value: float) -> float:
-    """Return the mean of the last 32 values or so, with one more; a mean of 0 is none."""
+    """Return a running mean over about 32 values, with one more; 0 is none."""
     return mean + (value - mean) / _MEMORY if mean else value
 
 
 class ServiceTable(NamedTuple):
-    """What prompts take on the workers of a queue, in their order."""
+    """Service times of prompts on the workers of a queue."""
 
     seconds: Seconds  # (prompts, workers)
     tokens: NDArray[np.int64]  # of the prompts that are to be computed there, (prompts, workers)
@@ -133,7 +128,7 @@ class ServiceTable(NamedTuple):
 def service_table(
     plane: ControlPlane, requests: Sequence[Request], workers: Sequence[str], now_ns: int
 ) -> ServiceTable:
-    """Return seconds and uncached tokens of prompts on workers that the control plane knows."""
+    """Return seconds and uncached tokens of prompts on workers of the control plane."""
     rows = np.array([plane.state.row[worker] for worker in workers])
     seconds, tokens = np.empty((2, len(requests), len(rows)))
     for i, request in enumerate(requests):
@@ -144,6 +139,6 @@ def service_table(
 
 
 def cached_at(plane: ControlPlane, request: Request, worker: str, now_ns: int) -> int:
-    """Return the tokens of a prompt that a worker holds, 0 for an unknown one."""
+    """Return the tokens of a prompt cached on a worker, 0 if unknown."""
     row = plane.state.row.get(worker)
     return 0 if row is None else int(plane.view(request, now_ns).cached(request.prompt)[row])

@@ -1,4 +1,4 @@
-"""What a prefill queue is configured with."""
+"""Configuration of the prefill queue."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PUSH, PULL = "push", "pull"
 
 
 class PullQueueConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Limits and the order of a prefill queue."""
+    """Limits and order of a prefill queue."""
 
     # `price` takes the prompt whose claim is worth most; `fifo` the head.
     order: ClaimOrder = "price"
@@ -65,14 +65,14 @@ class PullQueueConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
             raise ConfigError(f"prefill queue: lease_s is {self.lease_s}; it must be above 0")
 
     def is_local(self, uncached: int, queued: int) -> bool:
-        """True if a prompt that was routed to a prefill worker stays at its decode worker."""
+        """True if a prompt routed to a prefill worker stays at its decode worker."""
         if self.local == "price":  # the routing policy has decided
             return False
         return uncached <= self.max_local_prefill_length or queued >= self.max_prefill_queue_size
 
 
 def pull_queue_config(values: Mapping[str, Any]) -> PullQueueConfig | None:
-    """Return the configuration of `pull`, None for `push`; raise a ConfigError for others."""
+    """Return the configuration of `pull`, None for `push`; raises ConfigError for others."""
     fields = dict(values)
     mode = fields.pop("mode", PUSH)
     if mode not in (PUSH, PULL):

@@ -1,4 +1,4 @@
-"""PrefillQueue: prompts wait until workers pull them; claims, leases, redelivery, dead letters."""
+"""PrefillQueue: prompts that workers pull; claims, leases, redelivery, dead letters."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pigou.request import NEVER, SECOND
 
 
 class PrefillItem(msgspec.Struct, frozen=True):
-    """A prompt that waits for a prefill worker."""
+    """A prompt waiting for a prefill worker."""
 
     request: str  # its id
     tokens: int
@@ -35,7 +35,7 @@ class PrefillItem(msgspec.Struct, frozen=True):
 
 
 class PrefillClaim(msgspec.Struct, frozen=True):
-    """A prompt that a worker has pulled, until it is acked or its lease ends."""
+    """A prompt claimed by a worker, until it is acked or its lease ends."""
 
     item: PrefillItem
     worker: str
@@ -44,13 +44,13 @@ class PrefillClaim(msgspec.Struct, frozen=True):
 
 
 class PrefillExpired(msgspec.Struct, frozen=True):
-    """Nobody claimed a prompt by its deadline: the driver answers it with an error."""
+    """Nobody claimed a prompt by its deadline: answer it with an error."""
 
     item: PrefillItem
 
 
 class PrefillDeadLetter(msgspec.Struct, frozen=True):
-    """A prompt was delivered too often without an ack: the driver answers it with an error."""
+    """A prompt was delivered too often without an ack: answer it with an error."""
 
     item: PrefillItem
     deliveries: int
@@ -63,7 +63,7 @@ ServiceLaw: TypeAlias = Callable[[Sequence[PrefillItem]], ServiceTable]
 
 
 class QueueCounts(msgspec.Struct):
-    """What became of the prompts of a queue; redelivered ones are claimed several times."""
+    """Totals of a queue; redelivered prompts are claimed several times."""
 
     queued: int = 0
     claimed: int = 0
@@ -78,7 +78,7 @@ class QueueCounts(msgspec.Struct):
 
 
 class _Entry(msgspec.Struct, eq=False):
-    """A prompt in the queue, or claimed."""
+    """A waiting or claimed prompt."""
 
     item: PrefillItem
     queued_ns: int
@@ -92,7 +92,7 @@ class _Entry(msgspec.Struct, eq=False):
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """By which it goes: priority, arrival, and the order of arrivals of one moment."""
+        """Sort key: priority, arrival, and order of arrival."""
         return self.item.priority, self.item.arrival_ns, self.number
 
 
@@ -104,8 +104,7 @@ _MIN_ATTEMPT_NS = SECOND // 10
 class PrefillQueue:
     """Prompts of all gateways of a model, pulled by its prefill workers.
 
-    Delivery is at least once, the effect exactly one: the first ack of a request's incarnation
-    counts. All calls take `now_ns`, which must not fall.
+    Delivery is at least once; only the first ack of an incarnation counts. `now_ns` never falls.
 
     Example:
         queue = PrefillQueue(PullQueueConfig(order="fifo"))
@@ -129,43 +128,42 @@ class PrefillQueue:
         self._gap_s = self._last_ns = 0.0  # between two prompts, and when the last one came
 
     def __len__(self) -> int:
-        """Return how many prompts wait."""
         return len(self._waiting)
 
     @property
     def tokens(self) -> int:
-        """Tokens of the prompts that wait."""
+        """Tokens of waiting prompts."""
         return sum(entry.item.tokens for entry in self._waiting)
 
     # --- workers ------------------------------------------------------------------------------
 
     def worker_up(self, worker: str) -> None:
-        """Let a worker pull."""
+        """Let a worker claim prompts."""
         if worker not in self.workers:
             self.workers = (*self.workers, worker)
 
     def worker_stops(self, worker: str) -> None:
-        """Let a worker pull nothing more, and end what it has claimed."""
+        """Let a worker finish its claims, and claim nothing more."""
         self.workers = tuple(other for other in self.workers if other != worker)
 
     def worker_down(self, worker: str, now_ns: int) -> list[QueueEffect]:
-        """Forget a worker: what it had is delivered again, at once."""
+        """Forget a worker, and redeliver its claims at once."""
         self.worker_stops(worker)
         lost = list(self._claims.get(worker, ()))
         return [effect for entry in lost for effect in self._redeliver(entry, now_ns)]
 
     def free_s(self, worker: str, now_ns: int) -> float:
-        """Return the seconds until a worker is expected to have computed what it has claimed."""
+        """Return the expected seconds until a worker finishes its claims."""
         claims = self._claims.get(worker)
         return max(0, claims[-1].end_ns - now_ns) / SECOND if claims else 0.0
 
     def incarnation(self, request: str) -> int | None:
-        """Return the incarnation of a prompt that waits or is claimed; None for another."""
+        """Return the incarnation of a waiting or claimed prompt; None if unknown."""
         entry = self._entries.get(request)
         return None if entry is None else entry.item.incarnation
 
     def claimant(self, request: str) -> str:
-        """Return the worker that has claimed a prompt; empty for nobody."""
+        """Return the worker that claimed a prompt; empty for none."""
         entry = self._entries.get(request)
         return "" if entry is None or entry.claim is None else entry.claim.worker
 
@@ -176,7 +174,7 @@ class PrefillQueue:
     # --- prompts ------------------------------------------------------------------------------
 
     def enqueue(self, item: PrefillItem, now_ns: int) -> bool:
-        """Take a prompt; return whether it is new: the same or an older incarnation is not."""
+        """Add a prompt; return False for a known or older incarnation."""
         known = self._known.get(item.request)
         if known is not None and item.incarnation <= known[0]:
             self.counts.duplicates += 1
@@ -195,7 +193,7 @@ class PrefillQueue:
         return True
 
     def cancel(self, request: str) -> str | None:
-        """Forget a prompt; return who has claimed it, "" for nobody, None where it is unknown."""
+        """Remove a prompt; return its claimant, "" for none, None if unknown."""
         worker = self._drop(request)
         self.counts.cancelled += worker is not None
         return worker
@@ -203,7 +201,7 @@ class PrefillQueue:
     def claim(
         self, worker: str, now_ns: int, service: ServiceLaw | None = None
     ) -> list[PrefillClaim]:
-        """Give a worker the smallest batch that saturates it; empty where nothing is worth it."""
+        """Claim the smallest batch that saturates a worker; empty if none is worth it."""
         if worker not in self.workers or not self._ready(now_ns):
             return []
         claims: list[PrefillClaim] = []
@@ -224,11 +222,10 @@ class PrefillQueue:
         self, request: str, worker: str, now_ns: int, service: ServiceLaw | None = None,
         delay_s: float = 0.0,
     ) -> PrefillClaim | list[QueueEffect]:  # fmt: skip
-        """Give a worker the prompt that a broker has delivered to it, if the claim is worth it.
+        """Claim the prompt that a broker delivered to a worker, if the claim is worth it.
 
-        Where it is not, the prompt was passed over: to leave it must save more than the `delay_s`
-        seconds for which the broker then gives it to nobody. Another worker's claim ends, as what
-        was lost is delivered again; the effects of that are returned: it may be a dead letter.
+        Passing over it must save more than `delay_s`, for which the broker gives it to nobody. A
+        claim of another worker ends; the effects returned may include a dead letter.
         """
         entry = self._entries.get(request)
         if entry is None or worker not in self.workers:
@@ -255,7 +252,7 @@ class PrefillQueue:
         return self._give(entry, worker, end_ns + round(seconds_s * SECOND), now_ns)
 
     def extend(self, worker: str, now_ns: int, request: str = "") -> int:
-        """Renew the leases of a worker that lives, or of one request; return how many it has."""
+        """Renew the leases of a worker, or of one request; return how many it has."""
         end_ns = now_ns + round(self.config.lease_s * SECOND)
         claims = self._claims.get(worker, ())
         for entry in claims:
@@ -264,11 +261,7 @@ class PrefillQueue:
         return len(claims)
 
     def ack(self, request: str, incarnation: int, now_ns: int) -> bool:
-        """Record that a prompt is computed; return whether this ack is the first, and counts.
-
-        A late one counts as well, of a worker whose lease had ended, if nobody was quicker. Who
-        offers after that frees its blocks.
-        """
+        """Record that a prompt is computed; return True for the first ack, even a late one."""
         entry = self._entries.get(request)
         if entry is None or entry.item.incarnation != incarnation:
             self.counts.duplicates += 1
@@ -282,7 +275,7 @@ class PrefillQueue:
     def nak(
         self, request: str, worker: str, now_ns: int, delay_s: float = 0.0
     ) -> list[QueueEffect]:
-        """Give a prompt back, which is delivered again after `delay_s` seconds."""
+        """Return a prompt to the queue after `delay_s` seconds."""
         entry = self._entries.get(request)
         if entry is None or entry.claim is None or entry.claim.worker != worker:
             return []
@@ -290,7 +283,7 @@ class PrefillQueue:
         return self._redeliver(entry, now_ns)
 
     def tick(self, now_ns: int) -> list[QueueEffect]:
-        """Let time pass: leases and deadlines end. Call it at `next_ns`, or often."""
+        """End leases and deadlines; call it at `next_ns` or often."""
         effects: list[QueueEffect] = []
         for claims in self._claims.values():
             for entry in list(claims):
@@ -310,7 +303,7 @@ class PrefillQueue:
         return effects
 
     def next_ns(self, now_ns: int) -> int:
-        """Return when `tick` or a claim may have something to do next; `NEVER` for never."""
+        """Return when `tick` or a claim may next have work; `NEVER` for never."""
         claimed = (entry for claims in self._claims.values() for entry in claims)
         times = [entry.claim.lease_end_ns for entry in claimed if entry.claim]
         bypass_ns = round(self.config.max_bypass_s * SECOND)
@@ -348,7 +341,7 @@ class PrefillQueue:
     def _next(
         self, worker: str, free_ns: int, now_ns: int, service: ServiceLaw | None
     ) -> tuple[_Entry, float, int] | None:
-        """Return the prompt that a worker takes next, its seconds and tokens there."""
+        """Return the prompt that a worker claims next, with its seconds and tokens there."""
         entries = self._open(now_ns)
         if not entries:
             return None
@@ -393,7 +386,7 @@ class PrefillQueue:
         return entry.claim
 
     def _redeliver(self, entry: _Entry, now_ns: int) -> list[QueueEffect]:
-        """Put a claimed prompt back where it was in the queue, unless it was there too often."""
+        """Return a claimed prompt to its place, or make it a dead letter."""
         self._let_go(entry)
         if entry.deliveries >= self.config.max_deliveries:
             del self._entries[entry.item.request]
@@ -408,18 +401,16 @@ class PrefillQueue:
         del self._waiting[bisect_left(self._waiting, entry.order, key=_order)]
 
     def _arrivals(self, now_ns: int) -> float:
-        """Return the prompts a second that come; fewer, the longer none came."""
+        """Return prompts per second, falling while none arrives."""
         gap_s = max(self._gap_s, (now_ns - self._last_ns) / SECOND)
         return 1.0 / gap_s if gap_s > 0.0 else 0.0
 
     def _let_go(self, entry: _Entry) -> None:
-        """End the claim of a prompt."""
         assert entry.claim is not None
         self._claims[entry.claim.worker].remove(entry)
         entry.claim = None
 
     def _drop(self, request: str) -> str | None:
-        """Forget a prompt; return who has claimed it, "" for nobody, None where it is unknown."""
         entry = self._entries.pop(request, None)
         if entry is None:
             return None
