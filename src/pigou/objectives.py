@@ -1,4 +1,4 @@
-"""Objectives of requests, their attainment, and the limits and times that a planner is given."""
+"""Objectives of requests, their attainment, and a planner's limits and times."""
 
 from __future__ import annotations
 
@@ -17,20 +17,18 @@ from pigou.registry import read_struct
 _INF = float("inf")
 _LATENCY = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?|inf")
 _NO_HEADERS: Mapping[str, str] = {}
-#: Seconds in a unit of latency.
+#: Seconds per unit.
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
-#: Seconds beyond which a latency without a unit is taken for milliseconds, and asked back.
+#: Seconds beyond which a latency without unit is taken for milliseconds and rejected.
 _MAX_BARE_S = {"ttft": 100.0, "itl": 10.0}
 
 
 class Slo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A service level objective: a share of *offered* requests is inside both latencies."""
+    """A service level objective: a share of *offered* requests inside both latencies."""
 
-    ttft_s: float = _INF  # seconds to the first token, above 0; infinity for no objective
-    # seconds between tokens, the mean of a request, above 0; infinity for no objective.
-    itl_s: float = _INF
-    # per cent of the offered requests that shall be inside both, 0 to under 100.
-    percentile: float = 95.0
+    ttft_s: float = _INF  # above 0; infinity for no objective
+    itl_s: float = _INF  # a request's mean, above 0; infinity for no objective
+    percentile: float = 95.0  # per cent of offered requests inside both, 0 to under 100
 
     def __post_init__(self) -> None:
         for name in ("ttft_s", "itl_s"):
@@ -45,18 +43,14 @@ class Slo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
         return self.percentile / 100.0
 
     def attained(self, ttft_s: float | None, itl_s: float | None) -> bool:
-        """Whether a request is inside both; no first token is outside, no ITL inside."""
+        """True if inside both; without first token False, without ITL inside."""
         if ttft_s is None or not ttft_s <= self.ttft_s:
             return False
         return itl_s is None or itl_s <= self.itl_s
 
     @classmethod
     def parse(cls, text: str) -> Slo:
-        """Read `ttft=500ms,itl=30ms[,percentile=95]`; `tpot` is `itl`, seconds need no unit.
-
-        Raises:
-            ConfigError: a key is not known, is given twice, or its value does not fit.
-        """
+        """Read `ttft=500ms,itl=30ms[,percentile=95]` (`tpot` is `itl`); raises ConfigError."""
         keys = {"ttft": "ttft_s", "itl": "itl_s", "tpot": "itl_s", "percentile": "percentile"}
         values: dict[str, Any] = {}
         for item in text.split(","):
@@ -73,10 +67,9 @@ class Slo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
 
 
 def latency_s(name: str, value: float | str) -> float:
-    """Return the seconds of a latency: a number of seconds, or text like `500ms` or `0.5s`.
+    """Return a latency in seconds, from a number or text like `500ms`.
 
-    Raises:
-        ConfigError: it is no latency, or a bare number that likely means milliseconds.
+    Raises ConfigError for bad text, or a bare number that likely means milliseconds.
     """
     text = str(value).strip()
     if (match := _LATENCY.match(text)) is None or text[match.end() :].strip() not in {"", *_UNITS}:
@@ -92,15 +85,15 @@ def latency_s(name: str, value: float | str) -> float:
 
 
 class WorkloadClass(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A class of requests with an objective of its own: those that fit all that is given."""
+    """A class of requests with its own objective; all given fields must match."""
 
     name: str = ""
     slo: Slo = msgspec.field(default_factory=Slo)
-    weight: float = 1.0  # what a second of its delay counts for, above 0
-    header: str = ""  # `name=value` of an HTTP header, the name in small letters; "" for any
-    key: str = ""  # id of the API key; "" for any
+    weight: float = 1.0  # of a second of delay, above 0
+    header: str = ""  # `name=value` of an HTTP header, name in lower case; "" for any
+    key: str = ""  # API key id; "" for any
     model: str = ""
-    min_prompt_tokens: int = 0  # range of prompts, both ends counted
+    min_prompt_tokens: int = 0  # inclusive range
     max_prompt_tokens: int = 2**62
 
     def __post_init__(self) -> None:
@@ -112,7 +105,7 @@ class WorkloadClass(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             raise ValueError("give 0 <= min_prompt_tokens <= max_prompt_tokens")
 
     def matches(self, headers: Mapping[str, str], key: str, model: str, prompt_tokens: int) -> bool:
-        """Whether a request belongs here; names of headers are in small letters."""
+        """True if a request belongs to the class; header names are in lower case."""
         if self.header:
             name, _, value = self.header.partition("=")
             if headers.get(name) != value:
@@ -123,13 +116,13 @@ class WorkloadClass(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class Budget(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Limits of the fleet. GPUs of starting and of draining workers count."""
+    """Limits of the fleet. GPUs of starting and draining workers count."""
 
-    max_gpus: int | None = None  # of all pools together; None for no limit
-    pool_gpus: dict[str, int] = {}  # most of one pool, by its name
-    model_gpus: dict[str, int] = {}  # most of one model's pools together, by the model
-    min_workers: int = 1  # fewest that a pool keeps, starting ones counted
-    pool_min_workers: dict[str, int] = {}  # the same by the pool's name; others have `min_workers`
+    max_gpus: int | None = None  # of all pools; None for no limit
+    pool_gpus: dict[str, int] = {}  # limits by pool
+    model_gpus: dict[str, int] = {}  # limits by model, over its pools
+    min_workers: int = 1  # least per pool, starting ones counted
+    pool_min_workers: dict[str, int] = {}  # the same by pool; default `min_workers`
 
     def __post_init__(self) -> None:
         limits = {"max_gpus": self.max_gpus, "min_workers": self.min_workers}
@@ -141,19 +134,18 @@ class Budget(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
                 raise ValueError(f"{name} is {value}; it must be at least 0")
 
     def min_of(self, pool: str) -> int:
-        """Return the fewest workers that a pool keeps."""
+        """Return a pool's least number of workers."""
         return self.pool_min_workers.get(pool, self.min_workers)
 
 
 class ProvisioningTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Seconds that changes of a fleet take; at least 0."""
 
-    start_up_s: float = 100.0  # from an order to a worker that is ready
-    warm_up_s: float = 10.0  # after that, in which its speed is not representative
+    start_up_s: float = 100.0  # from order to ready
+    warm_up_s: float = 10.0  # then, with unrepresentative speed
     drain_s: float = 10.0
-    flip_s: float = _INF  # that a change of role takes, its drain counted; infinity where none can
-    # after an order, when a worker that did not start counts as one that cannot; None for three
-    # times `start_up_s`, at least 30.
+    flip_s: float = _INF  # change of role with its drain; infinity if impossible
+    # from order to unplaceable; None for three times `start_up_s`, at least 30
     give_up_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -173,20 +165,19 @@ class ProvisioningTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
 
 @dataclass(frozen=True, slots=True)
 class Objectives:
-    """What requests are to attain."""
+    """Objectives of requests."""
 
-    slo: Slo | None = None  # of requests that belong to no class; None where they have no objective
-    # with objectives of their own; a request belongs to the first that fits.
-    classes: tuple[WorkloadClass, ...] = ()
+    slo: Slo | None = None  # of requests without a class; None for no objective
+    classes: tuple[WorkloadClass, ...] = ()  # a request belongs to the first match
 
     @property
     def known(self) -> bool:
-        """Whether there are any."""
+        """True if there are any."""
         return self.slo is not None or bool(self.classes)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the classes, "" for the requests that belong to none among them."""
+        """Class names, including "" for requests without a class."""
         names = tuple(entry.name for entry in self.classes)
         return names if "" in names else (*names, "")
 
@@ -194,27 +185,27 @@ class Objectives:
         self, key: str, prompt_tokens: int, headers: Mapping[str, str] = _NO_HEADERS,
         model: str = "",
     ) -> str:  # fmt: skip
-        """Return the name of a request's class; empty where it belongs to none."""
+        """Return a request's class; empty without one."""
         fits = (one.name for one in self.classes if one.matches(headers, key, model, prompt_tokens))
         return next(fits, "")
 
     def slo_of(self, name: str) -> Slo | None:
-        """Return the objective of the class of this name; None where it has none."""
+        """Return a class's objective; None without one."""
         return next((entry.slo for entry in self.classes if entry.name == name), self.slo)
 
     def attained(self, name: str, ttft_s: float | None, itl_s: float | None) -> bool:
-        """Whether a request that is done is inside the objective of its class."""
+        """True if a finished request is inside its class's objective."""
         slo = self.slo_of(name)
         return slo is None or slo.attained(ttft_s, itl_s)
 
 
 def class_label(name: str) -> str:
-    """Return a class as it is shown: `default` for the requests that belong to none."""
+    """Return a class for display: `default` for requests without one."""
     return name or "default"
 
 
 class AttainmentCounter:
-    """Counts offered requests, and those of them that attained their objective, by class."""
+    """Counts offered and attained requests by class."""
 
     def __init__(self, objectives: Objectives) -> None:
         self.objectives = objectives
@@ -222,16 +213,16 @@ class AttainmentCounter:
         self.inside: Counter[str] = Counter()
 
     def add(self, name: str, attained: bool) -> None:
-        """Count a request of a class; one that was refused or failed is outside."""
+        """Count a request; refused and failed ones do not attain."""
         self.requests[name] += 1
         self.inside[name] += attained
 
     def share(self, name: str) -> float:
-        """Return the share of a class that attained; 1 where nothing was offered."""
+        """Return a class's attained share; 1 if nothing was offered."""
         return _share(self.inside[name], self.requests[name])
 
     def document(self) -> dict[str, Any]:
-        """Return the objectives, and the shares of offered requests that attained them."""
+        """Return the objectives and attained shares of offered requests."""
         figures = _terms(self.objectives.slo or Slo())
         figures["attained"] = _share(self.inside.total(), self.requests.total())
         if self.objectives.classes:

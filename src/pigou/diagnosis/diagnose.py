@@ -1,4 +1,4 @@
-"""Detectors of the 19 failure modes, and the diagnosis of a series of windows by all of them."""
+"""Detectors of the 19 failure modes, and the diagnosis of a series of windows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _per_worker(
     series: Series, number: int, shows: Callable[[WorkerObservation, FleetObservation], bool],
     evidence: Callable[[list[WorkerObservation], float], list[ModeEvidence]],
 ) -> ModeFinding | None:  # fmt: skip
-    """Return the finding of the worker that shows a signal longest."""
+    """Return the finding of the worker with the longest signal."""
     mode, best = MODES[number], None
     for name in dict.fromkeys(w.worker for window in series for w in window.workers):
 
@@ -45,7 +45,7 @@ def _per_worker(
 
 
 def out_of_memory(series: Series) -> ModeFinding | None:
-    """Mode 1: a worker ended for want of memory."""
+    """Mode 1: a worker ran out of memory."""
     mode = MODES[1]
     dead = [(window, worker) for window in series for worker in window.workers
             if worker.out_of_memory]  # fmt: skip
@@ -81,7 +81,7 @@ def kv_exhaustion(series: Series) -> ModeFinding | None:
 
 
 def fragmentation(series: Series) -> ModeFinding | None:
-    """Mode 3: room that nobody can use."""
+    """Mode 3: unusable free space."""
     limits = MODES[3].limits
     need(
         (w.wasted_tokens if not w.allocation_failures else 0 for o in series for w in o.workers),
@@ -112,7 +112,7 @@ def fragmentation(series: Series) -> ModeFinding | None:
 
 
 def tool_wait(series: Series) -> ModeFinding | None:
-    """Mode 14: KV of requests that compute nothing."""
+    """Mode 14: KV held by requests that compute nothing."""
     need((w.idle_tokens for o in series for w in o.workers), "KV held by idle requests")
     limits = MODES[14].limits
 
@@ -132,7 +132,7 @@ def tool_wait(series: Series) -> ModeFinding | None:
 
 
 def adapter_pressure(series: Series) -> ModeFinding | None:
-    """Mode 15: adapters that push each other out."""
+    """Mode 15: adapters evict each other."""
     need((w.adapter_loads for o in series for w in o.workers), "loads of adapters")
     limits = MODES[15].limits
 
@@ -152,7 +152,7 @@ def adapter_pressure(series: Series) -> ModeFinding | None:
 
 
 def offload_collapse(series: Series) -> ModeFinding | None:
-    """Mode 16: reads from tiers that are slower than to recompute."""
+    """Mode 16: tier reads slower than recomputing."""
     need((w.slow_restores for o in series for w in o.workers), "times of reads from tiers")
     mode = MODES[16]
     limits = mode.limits
@@ -175,7 +175,7 @@ def offload_collapse(series: Series) -> ModeFinding | None:
 
 
 def prefix_miss_storm(series: Series) -> ModeFinding | None:
-    """Mode 4: the hit ratio falls, while as many requests come."""
+    """Mode 4: the hit ratio falls at the same request rate."""
     mode = MODES[4]
     limits = mode.limits
     if not any(window.total("queried_tokens") for window in series):
@@ -207,7 +207,7 @@ def prefix_miss_storm(series: Series) -> ModeFinding | None:
 
 
 def _next(series: Series, seconds: float) -> Series:
-    """Return the first windows that last so long; none where there are too few."""
+    """Return the first windows of `seconds`; none if too few."""
     total = 0.0
     for count, window in enumerate(series, 1):
         total += window.seconds
@@ -227,7 +227,7 @@ def _rate(series: Series, name: str) -> float:
 
 
 def semantic_staleness(series: Series) -> ModeFinding | None:
-    """Mode 5: cached answers older than their sources, or disliked."""
+    """Mode 5: cached answers older than their sources, or downvoted."""
     need((w.answer_hits if w.answer_hits is not None or not w.feedbacks else 0 for w in series),
          "hits of a semantic cache, users' feedback")  # fmt: skip
     mode = MODES[5]
@@ -247,7 +247,7 @@ def semantic_staleness(series: Series) -> ModeFinding | None:
 
 
 def noisy_neighbour(series: Series) -> ModeFinding | None:
-    """Mode 11: a tenant with much more than its share while others wait."""
+    """Mode 11: a tenant far above its share while others wait."""
     mode = MODES[11]
     limits = mode.limits
     if not any(len(window.tenants) > 1 for window in series):
@@ -278,12 +278,12 @@ def _is_noisy(name: str, limits: dict[str, float], window: FleetObservation) -> 
 
 
 def _limit(fair: float, times: float) -> float:
-    """Return the share over which a tenant is noisy: twice its own, or half of what others have."""
+    """Return the share above which a tenant is noisy: twice its own, or half of the rest."""
     return min(times * fair, (1.0 + fair) / 2)
 
 
 def _shares(window: FleetObservation, name: str) -> tuple[float, float]:
-    """Return a tenant's share of what was served, and of the weights."""
+    """Return a tenant's share of served tokens, and of the weights."""
 
     def used(tenant: TenantObservation) -> float:
         return tenant.tokens if tenant.kv_token_s is None else tenant.kv_token_s
@@ -297,7 +297,7 @@ def _shares(window: FleetObservation, name: str) -> tuple[float, float]:
 
 
 def retry_storm(series: Series) -> ModeFinding | None:
-    """Mode 12: the same requests again, the more the longer they wait."""
+    """Mode 12: repeats that grow with the waits."""
     need((window.repeated for window in series), "requests that came again")
     mode = MODES[12]
     limits = mode.limits
@@ -321,7 +321,7 @@ def retry_storm(series: Series) -> ModeFinding | None:
 
 
 def under_use(series: Series) -> ModeFinding | None:
-    """Mode 17: little work, for long."""
+    """Mode 17: low load for long."""
     need((w.busy for window in series for w in window.workers), "the time that workers compute")
     mode = MODES[17]
     limits = mode.limits
@@ -343,7 +343,7 @@ def under_use(series: Series) -> ModeFinding | None:
 
 
 def back_pressure_failure(series: Series) -> ModeFinding | None:
-    """Mode 19: failures while the queue grows, and nothing is refused."""
+    """Mode 19: failures while the queue grows and nothing is refused."""
     mode = MODES[19]
     limits = mode.limits
     best = max(map(_growth, _unrefused(series)), key=len, default=())
@@ -365,16 +365,16 @@ def _failures(window: FleetObservation) -> int:
 
 
 def _unrefused(series: Series) -> list[Series]:
-    """Return the stretches of windows in which nothing was refused."""
+    """Return the stretches of windows without refusals."""
     return [tuple(run) for refuses, run in groupby(series, lambda w: w.refused > 0) if not refuses]
 
 
 def _growth(run: Series) -> Series:
-    """Return a stretch from its first window to that with the longest queue."""
+    """Return a stretch up to its longest queue."""
     return run[: max(range(len(run)), key=lambda at: run[at].waiting) + 1]
 
 
-#: Times the median of the windows' longest prompts that a long prompt has.
+#: Long prompts, in medians of the windows' longest prompts.
 _LONG = 4.0
 
 
@@ -405,7 +405,7 @@ def queue_build_up(series: Series) -> ModeFinding | None:
 
 
 def prefill_spikes(series: Series) -> ModeFinding | None:
-    """Mode 7: steps with prompts in them hold up the streams."""
+    """Mode 7: prefill steps stall the streams."""
     need((window.itl_p99_s for window in series), "times between tokens")
     need((w.prefill_s for window in series for w in window.decoders), "time of steps with prompts")
     mode = MODES[7]
@@ -433,7 +433,7 @@ def prefill_spikes(series: Series) -> ModeFinding | None:
 
 
 def _prefill_step_s(window: FleetObservation) -> float | None:
-    """Return the mean seconds of a step with a prompt at a worker that decodes."""
+    """Return mean seconds of prefill steps on decode workers."""
     steps = sum(worker.prefill_steps or 0 for worker in window.decoders)
     return sum(worker.prefill_s or 0.0 for worker in window.decoders) / steps if steps else None
 
@@ -443,7 +443,7 @@ def _prefill_share(window: FleetObservation) -> float:
 
 
 def head_of_line(series: Series) -> ModeFinding | None:
-    """Mode 8: short prompts wait where a long one is computed."""
+    """Mode 8: short prompts wait behind a long one."""
     need((window.short_wait_p95_s for window in series), "waits by length of the prompt")
     mode = MODES[8]
     limits = mode.limits
@@ -496,7 +496,7 @@ def starvation(series: Series) -> ModeFinding | None:
 
 
 def batch_inefficiency(series: Series) -> ModeFinding | None:
-    """Mode 10: a cap far below the knee, and requests that wait."""
+    """Mode 10: a cap far below the knee while requests wait."""
     need((w.knee for window in series for w in window.decoders), "the batch at which ITL doubles")
     mode = MODES[10]
     limits = mode.limits
@@ -530,7 +530,7 @@ def batch_inefficiency(series: Series) -> ModeFinding | None:
 
 
 def stream_stall(series: Series) -> ModeFinding | None:
-    """Mode 13: an engine that makes no step, or a client that does not read."""
+    """Mode 13: an engine without steps, or a client that does not read."""
     need((value for window in series
           for value in (window.client_stalls, *(w.decode_stall_s for w in window.decoders))),
          "the longest step, and clients that do not read")  # fmt: skip
@@ -560,14 +560,14 @@ def stream_stall(series: Series) -> ModeFinding | None:
 
 
 def _engine_gaps(window: FleetObservation, bar: float) -> bool:
-    """True if streams had gaps that the computation of prompts does not explain."""
+    """True if streams had gaps that prefill does not explain."""
     gap_s = window.engine_stall_s or 0.0
     prefill_s = max((worker.prefill_s or 0.0 for worker in window.decoders), default=0.0)
     return window.engine_stalls > 0 and gap_s > max(bar, 2 * prefill_s)
 
 
 def saturation(series: Series) -> ModeFinding | None:
-    """Mode 18: full batches, flat throughput, requests that wait."""
+    """Mode 18: full batches, flat throughput, waiting requests."""
     need((w.knee for window in series for w in window.decoders), "the batch at which ITL doubles")
     mode = MODES[18]
     limits = mode.limits
@@ -603,7 +603,7 @@ def saturation(series: Series) -> ModeFinding | None:
     ])  # fmt: skip
 
 
-#: Detector of each mode, by number. It returns a finding or None, and raises `SignalMissing`.
+#: Detector of each mode. Returns a finding or None, and raises `SignalMissing`.
 DETECTORS: Mapping[int, Callable[[Series], ModeFinding | None]] = {
     1: out_of_memory, 2: kv_exhaustion, 3: fragmentation, 4: prefix_miss_storm,
     5: semantic_staleness, 6: queue_build_up, 7: prefill_spikes, 8: head_of_line, 9: starvation,
@@ -614,7 +614,7 @@ DETECTORS: Mapping[int, Callable[[Series], ModeFinding | None]] = {
 
 
 def diagnose(series: Series) -> Diagnosis:
-    """Return what a series of windows, at least one, shows."""
+    """Return the diagnosis of at least one window."""
     findings: dict[int, ModeFinding] = {}
     not_judged: dict[str, str] = {}
     for number, detect in DETECTORS.items():

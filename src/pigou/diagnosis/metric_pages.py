@@ -1,4 +1,4 @@
-"""Pages of metrics, in the text format of Prometheus, read as numbers that can be subtracted."""
+"""Prometheus text pages as numbers that can be subtracted."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Self, TypeAlias
 from pigou.wire.metrics_text import all_samples
 
 _BOUND = re.compile(r"[+-]?(?:\d+\.?\d*(?:[eE][+-]?\d+)?|\.\d+|Inf)")
-#: Bytes of a page that are read.
+#: Largest page, in bytes.
 _MAX_BYTES = 2**25
 
 
-#: Name, labels and value of a sample.
+#: Name, labels and value.
 MetricSample: TypeAlias = tuple[str, Mapping[str, str], float]
 
 
@@ -29,11 +29,11 @@ class MetricPage:
 
     @classmethod
     def read(cls, text: str) -> Self:
-        """Read a page of text; lines that are no samples are left out."""
+        """Parse a page; lines that are no samples are skipped."""
         return cls(all_samples(text.encode(errors="replace"), _MAX_BYTES))
 
     def by_label(self, label: str) -> dict[str, Self]:
-        """Return a page for each value of a label, with the samples that have it."""
+        """Return a page per value of a label."""
         pages: dict[str, Self] = {}
         for name, samples in self._samples.items():
             for labels, value in samples:
@@ -43,17 +43,17 @@ class MetricPage:
         return pages
 
     def __contains__(self, name: str) -> bool:
-        """True if there is a sample of this name."""
+        """True if a metric has samples."""
         return name in self._samples
 
     def total(self, name: str, **labels: str) -> float | None:
-        """Return the sum of a metric's samples with these labels; None where there is none."""
+        """Return the sum of a metric's samples with these labels; None without any."""
         values = [value for known, value in self._samples.get(name, ())
                   if labels.items() <= known.items() and math.isfinite(value)]  # fmt: skip
         return sum(values) if values else None
 
     def by(self, name: str, label: str) -> dict[str, float]:
-        """Return the sums of a metric's samples by the value of a label."""
+        """Return sums of a metric's samples by a label."""
         sums: dict[str, float] = defaultdict(float)
         for known, value in self._samples.get(name, ()):
             if label in known and math.isfinite(value):
@@ -61,16 +61,16 @@ class MetricPage:
         return dict(sums)
 
     def mean(self, name: str) -> float | None:
-        """Return the mean of a metric's samples; None where there is none."""
+        """Return the mean of a metric's samples; None without any."""
         values = [value for _, value in self._samples.get(name, ()) if math.isfinite(value)]
         return sum(values) / len(values) if values else None
 
     def labels(self, name: str) -> list[Mapping[str, str]]:
-        """Return the labels of all samples of a metric."""
+        """Return the labels of a metric's samples."""
         return [labels for labels, _ in self._samples.get(name, ())]
 
     def buckets(self, name: str, **labels: str) -> dict[float, float]:
-        """Return a histogram's cumulative counts by upper bound, of all labels together."""
+        """Return a histogram's cumulative counts by upper bound, summed over labels."""
         counts: dict[float, float] = defaultdict(float)
         for known, value in self._samples.get(f"{name}_bucket", ()):
             if labels.items() <= known.items() and _BOUND.fullmatch(known.get("le", "")):
@@ -79,7 +79,7 @@ class MetricPage:
 
 
 def increase(before: float | None, now: float | None) -> float | None:
-    """Return how much a counter rose; what it is now where it began anew; None if unknown."""
+    """Return a counter's increase, its value after a reset, or None if unknown."""
     if now is None:
         return None
     return now if before is None or now < before else now - before
@@ -88,16 +88,15 @@ def increase(before: float | None, now: float | None) -> float | None:
 def quantile(
     before: Mapping[float, float], now: Mapping[float, float], share: float
 ) -> float | None:
-    """Return a quantile of what a histogram counted between two pages; None without anything."""
+    """Return a histogram's quantile between two pages; None without observations."""
     counts = {bound: max(0.0, count - before.get(bound, 0.0)) for bound, count in now.items()}
     return quantile_of(counts, share)
 
 
 def quantile_of(cumulative: Mapping[float, float], share: float) -> float | None:
-    """Return a quantile of cumulative counts by upper bound; None without observations.
+    """Return a quantile (share above 0) of cumulative counts by upper bound; None without any.
 
-    As Prometheus's `histogram_quantile` has it, for a `share` above 0 and at most 1: linear inside
-    the bucket that holds rank `share * count`, the last finite bound in the +Inf bucket.
+    Linear inside the bucket, the last finite bound in +Inf: Prometheus's `histogram_quantile`.
     """
     bounds = sorted(cumulative)
     counts = [cumulative[bound] for bound in bounds]
@@ -120,5 +119,5 @@ def quantile_of(cumulative: Mapping[float, float], share: float) -> float | None
 
 
 def summed(values: Iterable[float | None]) -> float:
-    """Return the sum of what is known."""
+    """Return the sum of the known values."""
     return sum(value for value in values if value is not None)

@@ -1,4 +1,4 @@
-"""The 19 failure modes: definitions. `pigou.diagnosis.diagnose` has their detectors."""
+"""Definitions of the 19 failure modes; their detectors are in `pigou.diagnosis.diagnose`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""The prefix linter: where prompts diverge, and what recurs behind the text that makes them.
+"""The prefix linter: where prompts diverge, and what recurs behind the divergence.
 
-A prefix cache serves a prompt up to its first new block. A timestamp at the head of a prompt makes
-every block behind it new, though its text recurs. The linter groups prompts by their common
-beginnings, looks where many of them part at once, and counts the tokens behind that recur.
+A timestamp at the head of a prompt makes every later block new, though its text recurs. The linter
+groups prompts by prefix, finds where many diverge at once, and counts recurring tokens behind.
 """
 
 from __future__ import annotations
@@ -14,40 +13,38 @@ from typing import Any
 
 import msgspec
 
-#: Tokens that must recur together to count, prompts of a group that are compared, and groups.
+#: Tokens of a recurring run, compared prompts per group, and groups.
 _RUN, _COMPARED, _GROUPS = 16, 200, 10
-#: Prompts that part at once: at least so many branches, and this share of the prompts there.
+#: A divergence has at least this many branches, and this share of its prompts.
 _MIN_PROMPTS, _BRANCHES = 3, 0.5
-#: What is worth a report: tokens of a prompt that recur, and their share behind the divergence.
+#: Report thresholds: recurring tokens of a prompt, and their share.
 _MIN_TOKENS, _MIN_SHARE = 32, 0.2
 
 
 class PrefixGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """Prompts that begin alike, and diverge in the same block."""
+    """Prompts with a common prefix that diverge in the same block."""
 
     prompts: int
-    block: int  # the first diverging block, and its first token, from 0
+    block: int  # first diverging block, and its first token, from 0
     token: int
     text: str = ""  # the block's text in one prompt; "" for token ids
-    # share of the tokens behind that block that recur; None where blocks are known by the hash of
-    # all before them, so that it cannot be told.
+    # recurring share behind the block; None for chained block hashes
     recurring: float | None = None
-    # tokens of a prompt that would be hits, were the block's text behind them.
-    saved_tokens: float = 0.0
+    saved_tokens: float = 0.0  # hits per prompt if the block's text moved behind them
 
 
 class PrefixReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Shared prefixes of the prompts of a trace."""
+    """Shared prefixes of a trace's prompts."""
 
     prompts: int
     tokens: int
-    shared: float  # share of the tokens in blocks that an earlier prompt began with
-    possible: float  # the same with what recurs moved to the front
-    groups: tuple[PrefixGroup, ...]  # where that would help, the greatest saving first
+    shared: float  # share of tokens in blocks of an earlier prompt's prefix
+    possible: float  # the same with recurring text moved to the front
+    groups: tuple[PrefixGroup, ...]  # where that would help, greatest saving first
 
 
 class _Trie:
-    """Prompts by their blocks: a node for each beginning."""
+    """Prompts by blocks: a node per prefix."""
 
     def __init__(self) -> None:
         self.children: list[dict[Hashable, int]] = [{}]
@@ -55,7 +52,7 @@ class _Trie:
         self.depths = [0]
 
     def add(self, number: int, blocks: Sequence[Hashable]) -> int:
-        """Add a prompt; return how many of its first blocks were there."""
+        """Add a prompt; return how many leading blocks were present."""
         node = known = 0
         for depth, block in enumerate(blocks):
             self.members[node].append(number)
@@ -72,7 +69,7 @@ class _Trie:
         return known
 
     def partings(self) -> list[tuple[int, list[int]]]:
-        """Return depth and prompts of the nodes where many prompts part at once."""
+        """Return depth and prompts of nodes where many prompts diverge."""
         return [
             (depth, members)
             for depth, members, children in zip(
@@ -84,12 +81,7 @@ class _Trie:
 
 
 def lint_prefixes(prompts: Sequence[Sequence[Hashable]], block_tokens: int = 16) -> PrefixReport:
-    """Compare prompts by content.
-
-    Args:
-        prompts: each one's tokens: ids or pieces of text; equal tokens are equal content.
-        block_tokens: tokens in a block of the prefix cache.
-    """
+    """Compare prompts by content: token ids or pieces of text, equal tokens being equal content."""
     trie, shared = _Trie(), 0
     for number, prompt in enumerate(prompts):
         blocks = [
@@ -102,7 +94,7 @@ def lint_prefixes(prompts: Sequence[Sequence[Hashable]], block_tokens: int = 16)
         if group is not None:
             groups.append(group)
     groups.sort(key=lambda group: -group.saved_tokens * group.prompts)
-    # What one group would save is part of what a group of longer beginnings would.
+    # One group's saving is part of that of a group with longer prefixes.
     saved = max((group.saved_tokens * (group.prompts - 1) for group in groups), default=0.0)
     tokens = max(sum(map(len, prompts)), 1)
     return PrefixReport(
@@ -112,10 +104,7 @@ def lint_prefixes(prompts: Sequence[Sequence[Hashable]], block_tokens: int = 16)
 
 
 def lint_blocks(prompts: Sequence[Sequence[Hashable]], block_tokens: int) -> PrefixReport:
-    """Compare prompts by the ids of their blocks, each the hash of all before it.
-
-    Where prompts part is told; what recurs behind cannot be: its ids are new.
-    """
+    """Compare prompts by chained block hashes; recurrence behind a divergence stays unknown."""
     trie, shared = _Trie(), 0
     for number, blocks in enumerate(prompts):
         shared += trie.add(number, blocks)
@@ -135,12 +124,7 @@ def lint_blocks(prompts: Sequence[Sequence[Hashable]], block_tokens: int) -> Pre
 def diverging_group(
     prompts: Sequence[Sequence[Hashable]], depth: int, block_tokens: int
 ) -> PrefixGroup | None:
-    """Return the group of prompts that part at a block; None where little recurs behind it.
-
-    Args:
-        prompts: the tokens of each, at least one; alike up to the block.
-        depth: the block in which they part, from 0.
-    """
+    """Return the group of prompts that diverge at block `depth`; None if little recurs behind."""
     begin = depth * block_tokens
     tails = [tuple(prompt[begin + block_tokens :]) for prompt in prompts[:_COMPARED]]
     uses: dict[int, int] = defaultdict(int)
@@ -162,7 +146,7 @@ def diverging_group(
 
 
 def _recurring(tail: Sequence[Hashable], uses: dict[int, int]) -> int:
-    """Return the tokens of a tail that lie in runs which other tails have, too."""
+    """Return a tail's tokens in runs that other tails share."""
     count = end = 0
     for at in range(len(tail) - _RUN + 1):
         if uses[hash(tail[at : at + _RUN])] > 1:
@@ -171,22 +155,19 @@ def _recurring(tail: Sequence[Hashable], uses: dict[int, int]) -> int:
     return count
 
 
-#: Tokens in a block, prompts of a tenant that are remembered, tokens of each, and tenants.
+#: Tokens per block, prompts per tenant, and tenants.
 _BLOCK, _PROMPTS, _TENANTS = 16, 4, 16
 MAX_PIECES = 2048
 
 
 class PrefixAdvisor:
-    """Compares each prompt with the tenant's last four that asked; memory is bounded.
-
-    No tenant learns of another's prompts.
-    """
+    """Compares each prompt with the same tenant's last four; bounded memory."""
 
     def __init__(self) -> None:
         self._prompts: OrderedDict[str, deque[Sequence[Hashable]]] = OrderedDict()
 
     def advise(self, tenant: str, pieces: Sequence[Hashable]) -> str:
-        """Return advice in one line of ASCII, and remember the prompt's first 2,048 tokens."""
+        """Return one line of ASCII advice; keep the prompt's first 2,048 tokens."""
         own = pieces[:MAX_PIECES]
         known = self._prompts.pop(tenant, deque(maxlen=_PROMPTS))
         closest = max(known, key=lambda prompt: _common(prompt, own), default=None)
@@ -212,7 +193,7 @@ def _advice(shared: int, group: PrefixGroup | None) -> str:
 
 
 def _common(first: Sequence[Hashable], second: Sequence[Hashable]) -> int:
-    """Return how many tokens two prompts begin with alike."""
+    """Return the length of the common prefix."""
     for count, (one, other) in enumerate(zip(first, second, strict=False)):
         if one != other:
             return count
@@ -224,7 +205,7 @@ _PIECE = re.compile(r"\s?\w{1,8}|\s?[^\w\s]|\s")
 
 
 def prompt_pieces(body: dict[str, Any], max_pieces: int = 2**22) -> Sequence[Hashable] | None:
-    """Return the pieces of a body's prompt: token ids, or pieces of its text; None for none."""
+    """Return a body's prompt as token ids or pieces of text; None for none."""
     ids = body.get("prompt_token_ids") or body.get("prompt")
     if isinstance(ids, list) and ids and all(isinstance(token, int) for token in ids):
         return ids[:max_pieces]

@@ -1,7 +1,7 @@
 """Messages between a request's lifecycle and its driver: events in, effects out.
 
-Decisions of the control plane (`Route`, `Queue`, `Shed`, `Recall`) are events as they are, and
-what it is to be told (`PrefillDone`, `ReadFailed`, `FirstToken`) are effects as they are.
+Control-plane decisions (`Route`, `Queue`, `Shed`, `Recall`) are events; its facts (`PrefillDone`,
+`ReadFailed`, `FirstToken`) are effects.
 """
 
 from __future__ import annotations
@@ -24,21 +24,20 @@ from pigou.control.messages import (
 from pigou.lifecycle.suspicion import WorkerEnd
 from pigou.request import SECOND, FinishReason
 
-#: Nanoseconds that the answer of a remote KV fetch is waited for at least: a worker answers between
-#: two of its steps.
+#: Least nanoseconds to wait for a remote KV fetch: workers answer between steps.
 MIN_FETCH_WAIT_NS = SECOND // 20
 
 # --- events: what happened. `leg` is the number that the effect which began it had. ---------------
 
 
 class KVFetched(msgspec.Struct, frozen=True):
-    """Another worker holds the beginning of the prompt for the worker that computes the rest."""
+    """Another worker holds the prompt's prefix for the worker that computes the rest."""
 
     leg: int
 
 
 class KVFetchFailed(msgspec.Struct, frozen=True):
-    """Nothing came of the remote KV fetch: it was refused, late, or found nothing."""
+    """The remote KV fetch was refused, late, or empty."""
 
     leg: int
 
@@ -50,27 +49,27 @@ class Prefilled(msgspec.Struct, frozen=True):
 
 
 class PrefillStays(msgspec.Struct, frozen=True):
-    """The prompt was not sent to a prefill worker: the worker that decodes computes it."""
+    """The prompt is not sent to a prefill worker: the decode worker computes it."""
 
     leg: int
 
 
 class StreamBegan(msgspec.Struct, frozen=True):
-    """This leg began the client's stream; `token`: with the first token."""
+    """This leg began the client's stream; `token` if with the first token."""
 
     leg: int
     token: bool = True
 
 
 class TokensReceived(msgspec.Struct, frozen=True):
-    """`count` more output tokens came of a leg, the first one included."""
+    """`count` more output tokens of a leg, the first one included."""
 
     leg: int
     count: int
 
 
 class TokensDropped(msgspec.Struct, frozen=True):
-    """The last `count` output tokens were not shown: the next leg is to generate them again."""
+    """The last `count` output tokens were not shown: the next leg generates them again."""
 
     count: int
 
@@ -84,30 +83,30 @@ class StreamFinished(msgspec.Struct, frozen=True):
 class LegFailed(msgspec.Struct, frozen=True):
     """A worker failed the request; another may serve it."""
 
-    leg: int  # the failed leg, or `RequestLifecycle.leg` where none had begun
-    workers: frozenset[str]  # ids of those that are not to be asked again
+    leg: int  # the failed leg, or `RequestLifecycle.leg` before any
+    workers: frozenset[str]  # ids to avoid
     reason: str
-    end: WorkerEnd | None = None  # how they ended, if they did; None where nobody can tell
-    # the last token and the finish reason had come; the stream's end alone is missing.
+    end: WorkerEnd | None = None  # how they ended; None if unknown
+    # last token and finish reason had come; only the stream's end is missing
     complete: bool = False
 
 
 class RequestRefused(msgspec.Struct, frozen=True):
-    """The request cannot be served for what it asks for; every worker would refuse it."""
+    """The request itself is unservable; every worker would refuse it."""
 
     leg: int
     reason: str = ""
 
 
 class ClientLeft(msgspec.Struct, frozen=True):
-    """The client is gone."""
+    """The client disconnected."""
 
 
 class ClientTimedOut(msgspec.Struct, frozen=True):
-    """The client waits no longer."""
+    """The client's timeout expired."""
 
 
-#: What a leg, or a fetch, tells.
+#: Events of a leg or a fetch.
 LegEvent: TypeAlias = (
     KVFetched
     | KVFetchFailed
@@ -130,55 +129,52 @@ LifecycleEvent: TypeAlias = (
 class SubmitRequest(msgspec.Struct, frozen=True):
     """Submit the request to the control plane; answer with its decision."""
 
-    leg: int  # number of the attempt, until it has a leg
-    tokens: int  # output tokens that came so far: they join the prompt
-    exclude: frozenset[str] = frozenset()  # ids of workers that are not to be chosen
-    cause: str = ""  # why it goes elsewhere, in a word; empty the first time
+    leg: int  # number of the attempt until it has a leg
+    tokens: int  # output tokens so far: they join the prompt
+    exclude: frozenset[str] = frozenset()  # worker ids to avoid
+    cause: str = ""  # why it moves, in a word; empty at first
 
 
 class FetchKV(msgspec.Struct, frozen=True):
-    """Ask a worker to hold what it has cached of the prompt; answer `KVFetched` or `KVFetchFailed`.
-
-    Whatever goes wrong costs time alone: the prompt is computed.
-    """
+    """Ask a worker to hold its cached prefix; answer `KVFetched` or `KVFetchFailed`."""
 
     leg: int
     read: RemoteKVFetch
 
     @property
     def wait_ns(self) -> int:
-        """How long the answer is waited for: until computing would have been as quick."""
+        """Timeout: until computing would have been as quick."""
         return max(MIN_FETCH_WAIT_NS, round((self.read.seconds + self.read.saves) * SECOND))
 
 
 class StartPrefill(msgspec.Struct, frozen=True):
-    """Have a prefill worker compute the prompt, with what was fetched."""
+    """Have a prefill worker compute the prompt, using fetched KV."""
 
     leg: int
     worker: str
 
 
 class StartDecode(msgspec.Struct, frozen=True):
-    """Have a worker stream the reply, with what was prefilled or fetched."""
+    """Have a worker stream the reply, using prefilled or fetched KV."""
 
     leg: int
     worker: str
 
 
 class StopLeg(msgspec.Struct, frozen=True):
-    """Let go of a leg or a fetch: nobody wants any more of it."""
+    """Cancel a leg or a fetch."""
 
     leg: int
 
 
 class CompleteStream(msgspec.Struct, frozen=True):
-    """Write what is missing of the stream's end; answer `StreamFinished`."""
+    """Write the missing end of the stream; answer `StreamFinished`."""
 
     leg: int
 
 
 class ReportDeaths(msgspec.Struct, frozen=True):
-    """Report to the fleet's operator that workers died with this request under way."""
+    """Report to the operator that workers died with this request in flight."""
 
     deaths: tuple[str, ...]
     suspect: bool
@@ -208,16 +204,16 @@ class EndRequest(msgspec.Struct, frozen=True):
 
     @property
     def finish(self) -> FinishReason:
-        """Return the finish reason for the control plane."""
+        """The finish reason for the control plane."""
         if self.outcome is _DONE:
             return FinishReason.STOP
         left = self.outcome in (RequestOutcome.CLIENT_LEFT, RequestOutcome.CLIENT_TIMED_OUT)
         return FinishReason.ABORT if left else FinishReason.ERROR
 
 
-#: What the control plane is to be told.
+#: Reports to the control plane.
 Fact: TypeAlias = PrefillDone | ReadFailed | FirstToken
-#: What the driver is to begin, unless the lifecycle is at another leg by then: to tell a fact may
-#: bring decisions of the control plane about the same request.
+#: What the driver begins, unless the lifecycle has moved to another leg: a reported fact may bring
+#: decisions about the same request.
 Step: TypeAlias = SubmitRequest | FetchKV | StartPrefill | StartDecode | CompleteStream
 LifecycleEffect: TypeAlias = Fact | Step | StopLeg | ReportDeaths | EndRequest

@@ -1,4 +1,4 @@
-"""Stream migration: what a client has been told so far, and what goes on elsewhere from it."""
+"""Stream migration: what a client has received, and how another worker continues."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ids = msgspec.json.Decoder(list[int]).decode
 
 
 class ReplyHead(msgspec.Struct, frozen=True):
-    """The fields that all chunks of a reply share."""
+    """Fields shared by all chunks of a reply."""
 
     id: str = ""
     created: int = 0
@@ -22,38 +22,35 @@ class ReplyHead(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class StreamState:
-    """State of a client's stream: all that another worker needs to go on with it."""
+    """State of a client's stream, as another worker needs it to continue."""
 
-    # id, time of creation and model, as the first chunk had them; None before it.
-    head: ReplyHead | None = None
-    # token ids of the prompt, still as JSON; empty while no worker has said them.
-    prompt: bytes = b""
-    # generated token ids, as many as workers have reported.
-    tokens: list[int] = field(default_factory=list)
-    shown: int = 0  # tokens whose text was shown entirely; later ones may be half a character
-    untold: bool = False  # text was shown whose token ids no worker has said
-    finish: str | None = None  # why the sequence ended; None while it runs
+    head: ReplyHead | None = None  # of the first chunk; None before it
+    prompt: bytes = b""  # prompt token ids as JSON; empty until a worker reports them
+    tokens: list[int] = field(default_factory=list)  # generated token ids reported by workers
+    shown: int = 0  # tokens with their text fully shown; later ones may be half a character
+    untold: bool = False  # text was shown without reported token ids
+    finish: str | None = None  # finish reason; None while running
     usage: bool = False  # whether the final usage was sent
-    done: bool = False  # whether the stream is complete
+    done: bool = False
 
     @property
     def begun(self) -> bool:
-        """True if the client has been told anything."""
+        """True if the client has received anything."""
         return self.head is not None
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of the prompt; 0 when no worker has said them."""
+        """Prompt tokens; 0 if not reported."""
         return self.prompt.count(b",") + 1 if self.prompt else 0
 
     def prompt_ids(self) -> list[int]:
-        """Return the prompt's token ids; empty when no worker has said them."""
+        """Return prompt token ids; empty if not reported."""
         return _ids(self.prompt) if self.prompt else []
 
     def drop_unshown(self) -> int:
-        """Forget tokens whose text was not shown entirely; return how many.
+        """Drop tokens whose text is not fully shown; return how many.
 
-        A worker that is only told text generates them again, so that no character is cut in two.
+        A worker that resumes from text generates them again, so no character is split.
         """
         dropped = len(self.tokens) - self.shown
         if dropped > 0:
@@ -62,17 +59,11 @@ class StreamState:
 
 
 def can_migrate(state: StreamState, *, single: bool, portable: bool, stock: bool) -> bool:
-    """True if a broken stream can go on elsewhere without its client noticing.
+    """True if a broken stream can continue elsewhere unnoticed by its client.
 
-    A stream of which the client has seen nothing always can. One that has begun needs the ids of
-    its prompt and of all its tokens. On a stock worker nothing may depend on what came before but
-    the tokens (stop strings, penalties, a grammar, a seed's generator), nor may the client count
-    on exact ids.
-
-    Args:
-        state: of the client's stream.
-        portable: the rest of the reply depends on nothing but the tokens so far.
-        stock: the next worker knows nothing of `resume_tokens`.
+    An unseen stream always can; one that has begun needs the ids of its prompt and tokens. A
+    `stock` worker does not know `resume_tokens`: nothing may depend on earlier state but the tokens
+    (`portable`: no stop strings, penalties, grammar or seed), nor may the client need exact ids.
     """
     if not state.begun:
         return True
@@ -86,17 +77,17 @@ def can_migrate(state: StreamState, *, single: bool, portable: bool, stock: bool
 
 
 class Continuation(NamedTuple):
-    """The rest of a request once some output tokens have joined its prompt."""
+    """The rest of a request after output tokens joined its prompt."""
 
-    prompt_tokens: int  # tokens of the prompt, those so far included
-    max_tokens: int  # most tokens that are still to come
-    min_tokens: int = 0  # fewest tokens that are still to come
+    prompt_tokens: int  # output so far included
+    max_tokens: int  # still to generate at most
+    min_tokens: int = 0  # still to generate at least
 
     @classmethod
     def after(
         cls, tokens: int, prompt_tokens: int, max_tokens: int, min_tokens: int = 0
     ) -> Continuation:
-        """Return what is left after `tokens` output tokens."""
+        """Return the rest after `tokens` output tokens."""
         return cls(prompt_tokens + tokens, max_tokens - tokens, max(0, min_tokens - tokens))
 
 
@@ -105,10 +96,9 @@ _DETAILS, _CACHED = "prompt_tokens_details", "cached_tokens"
 
 
 class MigratedChunks:
-    """Makes the chunks of a later attempt fit what the client saw of the first.
+    """Rewrites later attempts' chunks to continue the client's first one.
 
-    The reply keeps its id, time and model; the role is told once; token counts cover the whole
-    reply; prompt ids are not told again.
+    Id, time and model stay; role and prompt ids are sent once; token counts cover the whole reply.
     """
 
     def __init__(self, state: StreamState, *, chat: bool, wants_ids: bool, mapped: bool) -> None:
@@ -116,7 +106,7 @@ class MigratedChunks:
         self._mapped = mapped  # completion chunks become chat chunks
 
     def fit(self, payload: bytes) -> bytes:
-        """Return a chunk's JSON for the client, empty where the client knows it all."""
+        """Return a chunk's JSON for the client; empty if it adds nothing."""
         body: dict[str, Any] = msgspec.json.decode(payload)
         head = self._state.head
         assert head is not None
@@ -138,7 +128,7 @@ class MigratedChunks:
         return msgspec.json.encode(body)
 
     def _says_nothing_new(self, choice: dict[str, Any]) -> bool:
-        """Take the role out of a delta; return whether nothing is left."""
+        """Remove the role from a delta; return whether it is empty."""
         delta = choice.get("delta") or {}
         if delta.pop("role", None) is None:
             return False
@@ -159,13 +149,13 @@ class MigratedChunks:
 
 
 def usage_totals(state: StreamState) -> dict[str, Any]:
-    """Return the usage of the whole reply, by the gateway's own count."""
+    """Return the whole reply's usage by the gateway's count."""
     prompt, output = len(state.prompt_ids()), len(state.tokens)
     return {"prompt_tokens": prompt, "total_tokens": prompt + output, "completion_tokens": output}
 
 
 def _whole(usage_body: dict[str, Any], state: StreamState) -> dict[str, Any]:
-    """Return the usage of the whole reply, with the details that its last worker reported."""
+    """Return the whole reply's usage, with the last worker's details."""
     usage = usage_totals(state)
     if _DETAILS not in usage_body:
         return usage
@@ -184,7 +174,7 @@ def _reply_chunk(state: StreamState, chat: bool, choices: list[dict[str, Any]]) 
 
 
 def closing_frames(state: StreamState, *, chat: bool, wants_usage: bool) -> bytes:
-    """Return the frames that end a stream whose last token came, but whose end did not."""
+    """Return the frames that end a stream after its last token."""
     if not wants_usage or state.usage:
         return DONE
     usage = usage_totals(state) | {_DETAILS: {_CACHED: 0}}
@@ -192,7 +182,7 @@ def closing_frames(state: StreamState, *, chat: bool, wants_usage: bool) -> byte
 
 
 def length_frame(state: StreamState, *, chat: bool) -> bytes:
-    """Return the chunk that says a reply ended for its length, when its last token has come."""
+    """Return the chunk that ends a reply for its length."""
     choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": "length"}
     choice |= {"delta": {"content": ""}} if chat else {"text": ""}
     choice |= {"stop_reason": None, "token_ids": None}

@@ -77,10 +77,10 @@ _LEGS = (_KV_FETCH, _PREFILL, _DECODE)
 
 
 class RequestLifecycle(msgspec.Struct, eq=False):
-    """Says what comes next for a request: attempts, legs, retries, migration, the end.
+    """State machine of a request: attempts, legs, retries, migration, the end.
 
-    Each event returns the effects that follow, in their order. Events that do not fit the state
-    (of a leg that is over, or after the end) change nothing.
+    Events return effects in order. Events that do not fit the state (a past leg, after the end) are
+    ignored.
 
     Example:
         life = RequestLifecycle("r1")

@@ -1,4 +1,4 @@
-"""Suspect requests: those under which workers die, one after another."""
+"""Suspect requests: workers keep dying under them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import msgspec
 
 from pigou.request import SECOND
 
-#: Deaths of workers with the same request under way, after which it is not sent again.
+#: Worker deaths under a request after which it is not retried.
 MAX_DEATHS = 2
-#: Seconds within which workers that are killed from outside count as killed at once.
+#: Seconds within which kills from outside count as one.
 SAME_KILL_S = 2
 _LONG_AGO_NS = -(2**62)
 
@@ -18,8 +18,8 @@ _LONG_AGO_NS = -(2**62)
 class WorkerEnd(Enum):
     """How a worker ended.
 
-    CRASHED: of itself: its process failed, its engine died or hung. KILLED: by a signal from
-    outside, or stopped by one. LOST: nobody knows. LIVES: it did not end.
+    CRASHED: its process failed, its engine died or hung. KILLED: by a signal from outside. LOST:
+    unknown. LIVES: it did not end.
     """
 
     LIVES = "lives"
@@ -29,10 +29,10 @@ class WorkerEnd(Enum):
 
 
 class Suspicion(msgspec.Struct, eq=False):
-    """Counts the deaths of workers against the request that was under way on them.
+    """Counts worker deaths against the request in flight on them.
 
-    A death from outside says nothing against a request that got tokens until then. Workers that
-    are killed at the same time are one death: a request may be sent on in between.
+    A kill from outside does not count if tokens came until then. Simultaneous kills are one death:
+    a request may be retried in between.
 
     Example:
         suspicion = Suspicion()
@@ -41,18 +41,18 @@ class Suspicion(msgspec.Struct, eq=False):
         assert suspicion.suspect
     """
 
-    deaths: tuple[str, ...] = ()  # ids of the workers that died with the request under way
-    killed_ns: int = _LONG_AGO_NS  # when the last of them was killed from outside
+    deaths: tuple[str, ...] = ()  # ids of workers that died with the request in flight
+    killed_ns: int = _LONG_AGO_NS  # last kill from outside
 
     @property
     def suspect(self) -> bool:
-        """True if the request may be what ends workers."""
+        """True if the request may be killing workers."""
         return len(self.deaths) >= MAX_DEATHS
 
     def count(
         self, workers: frozenset[str], end: WorkerEnd, *, progressed: bool, now_ns: int
     ) -> bool:
-        """Count that workers failed the request, after tokens or not; True for a death."""
+        """Count failed workers; return True for a death. `progressed`: tokens came before."""
         if end is WorkerEnd.LIVES or (progressed and end is not WorkerEnd.CRASHED):
             return False
         if end is WorkerEnd.KILLED:

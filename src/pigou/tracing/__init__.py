@@ -1,1 +1,1 @@
-"""Traces of requests by OpenTelemetry: spans are collected as tuples, and sent from a thread."""
+"""OpenTelemetry request traces: spans are collected as tuples and sent from a thread."""

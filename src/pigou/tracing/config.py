@@ -1,4 +1,4 @@
-"""How requests are traced: options, and the variables of OpenTelemetry."""
+"""Tracing configuration: options and OpenTelemetry variables."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pigou import __version__
 from pigou.config import ConfigError
 from pigou.config_option import option
 
-#: Endpoint that sends nothing: traces are for `GET /traces` alone.
+#: Endpoint that exports nothing: traces are for `GET /traces` alone.
 MEMORY = "memory"
 _PATH = "/v1/traces"
 _GROUP = "Traces"
@@ -23,7 +23,7 @@ _SAMPLERS = ("always_on", "always_off", "traceidratio")
 
 
 class TracingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Where traces go, and which."""
+    """Destination and sampling of traces."""
 
     otlp_traces_endpoint: Annotated[
         str,
@@ -80,25 +80,22 @@ class TracingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class ExportTarget(msgspec.Struct, frozen=True, kw_only=True):
-    """Where spans are sent, and how."""
+    """Destination of spans."""
 
-    url: str = ""  # receiver; empty if nothing is sent
+    url: str = ""  # empty to export nothing
     headers: dict[str, str] = {}
-    timeout_s: float = 10.0  # seconds that it may take
-    compress: bool = False  # bodies are packed with gzip
-    # file of the authority that the receiver's is checked by; empty for the system's.
-    certificate: str = ""
+    timeout_s: float = 10.0
+    compress: bool = False  # gzip
+    certificate: str = ""  # CA file; empty for the system's
 
 
 def export_target(
     config: TracingConfig, environ: Mapping[str, str] = os.environ
 ) -> ExportTarget | None:
-    """Return where spans go by options and environment; None where requests are not traced.
+    """Return the target by options and environment; None if tracing is off.
 
-    Source of the variables: OpenTelemetry specification, "OTLP Exporter Configuration".
-
-    Raises:
-        ConfigError: a variable says what this exporter does not speak.
+    Variables: OpenTelemetry specification, "OTLP Exporter Configuration". Raises ConfigError for
+    unsupported values.
     """
     is_off = environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
     url, own = config.otlp_traces_endpoint, bool(config.otlp_traces_endpoint)
@@ -134,7 +131,7 @@ def export_target(
 
 
 def sampled_share(config: TracingConfig, environ: Mapping[str, str] = os.environ) -> float:
-    """Return the share of traces that are sampled by default; raise `ConfigError`."""
+    """Return the default sampling ratio; raises ConfigError."""
     if config.sample_ratio is not None:
         return config.sample_ratio
     name = environ.get("OTEL_TRACES_SAMPLER", "").removeprefix("parentbased_") or "always_on"
@@ -153,7 +150,7 @@ def sampled_share(config: TracingConfig, environ: Mapping[str, str] = os.environ
 
 
 def resource(service: str, environ: Mapping[str, str] = os.environ) -> dict[str, str | int]:
-    """Return the attributes of this process, which all its spans have in common."""
+    """Return this process's attributes, common to all spans."""
     given = _pairs(environ.get("OTEL_RESOURCE_ATTRIBUTES", ""))
     host = socket.gethostname()
     own: dict[str, str | int] = {
@@ -169,7 +166,7 @@ def resource(service: str, environ: Mapping[str, str] = os.environ) -> dict[str,
 
 
 def check_endpoint(name: str, url: str) -> None:
-    """Raise `ConfigError` unless it is the URL of an HTTP server."""
+    """Raise ConfigError unless the URL is of an HTTP server."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(
@@ -179,13 +176,13 @@ def check_endpoint(name: str, url: str) -> None:
 
 
 def with_default_path(url: str) -> str:
-    """Return an endpoint with the path of OTLP/HTTP where it has none."""
+    """Return an endpoint, with the OTLP/HTTP path if it has none."""
     parts = urlsplit(url)
     return urlunsplit(parts._replace(path=_PATH)) if parts.path in ("", "/") else url
 
 
 def _variable(environ: Mapping[str, str], name: str) -> str:
-    """Return a variable of the exporter: that of traces goes before that of all signals."""
+    """Return an exporter variable; the traces one overrides the general one."""
     own = environ.get(f"OTEL_EXPORTER_OTLP_TRACES_{name}", "")
     return (own or environ.get(f"OTEL_EXPORTER_OTLP_{name}", "")).strip()
 
@@ -199,7 +196,7 @@ def _headers(text: str) -> dict[str, str]:
 
 
 def _pairs(text: str) -> dict[str, str]:
-    """Read `key=value,...`, with what is percent-encoded (W3C Baggage)."""
+    """Read percent-encoded `key=value,...` (W3C Baggage)."""
     pairs = (entry.partition("=") for entry in text.split(",") if "=" in entry)
     return {unquote(key.strip()): unquote(value.strip()) for key, _, value in pairs}
 

@@ -1,4 +1,4 @@
-"""The span exporter: a bounded queue, and a thread that sends what is in it by OTLP/HTTP."""
+"""The span exporter: a bounded queue, and a thread that sends it by OTLP/HTTP."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ from pigou.tracing.request_trace import AttributeValue, RequestTrace
 
 _log = logging.getLogger("pigou.tracing")
 
-#: Why spans are dropped: `SpanExporter.dropped`.
+#: Reasons of dropped spans: `SpanExporter.dropped`.
 REASONS = ("queue_full", "rejected", "refused", "unreachable")
-#: Spans that wait at most, and that are sent at once.
+#: Limits of queued spans, and spans per batch.
 MAX_QUEUED_SPANS, MAX_BATCH_SPANS = 16_384, 512
-#: Seconds that a span waits at most before it is sent.
+#: Longest seconds a span waits before sending.
 INTERVAL_S = 1.0
-#: Tries of a batch, and seconds between the first two; later pauses double up to the last.
+#: Tries of a batch, and seconds of the first pause; pauses double up to the last.
 _MAX_TRIES, _BACKOFF_S, _MAX_BACKOFF_S = 5, 0.5, 8.0
 _MAX_RETRY_AFTER_S = 30.0
-#: Statuses after which OTLP/HTTP lets a client try again.
+#: Statuses that OTLP/HTTP lets a client retry.
 _RETRYABLE = (429, 502, 503, 504)
 _MAX_ANSWER_BYTES = 2**20
 _WARN_EVERY_S = 60.0
-#: Ports of OTLP; seconds to see what a receiver speaks; bytes of an HTTP/2 frame's head.
+#: OTLP ports; seconds of the protocol probe; bytes of an HTTP/2 frame header.
 _GRPC_PORT, _HTTP_PORT, _PROBE_S, _FRAME_HEAD_BYTES = 4317, 4318, 2.0, 9
 
 
 class ExportAnswer(NamedTuple):
-    """A receiver's answer: status, the header Retry-After, and the body."""
+    """A receiver's answer: status, Retry-After header, and body."""
 
     status: int
     retry_after: str
@@ -56,7 +56,7 @@ Post = Callable[[bytes], ExportAnswer]
 
 
 class SpanExporter:
-    """Sends the spans of requests; `put` is called by one thread alone."""
+    """Sends the spans of requests; only one thread may call `put`."""
 
     def __init__(
         self, target: ExportTarget, resource: Mapping[str, AttributeValue],
@@ -72,14 +72,14 @@ class SpanExporter:
         self._wake, self._closing = threading.Event(), threading.Event()
         self._warned_s = -_WARN_EVERY_S
         self.exported = self.retries = 0
-        # spans that it never got or did not take, by reason: queue_full, rejected, refused (a
-        # status that no retry mends), unreachable (all tries failed)
+        # dropped spans by reason: queue_full, rejected, refused (a permanent status), unreachable
+        # (all tries failed)
         self.dropped: Counter[str] = Counter()
         self._thread = threading.Thread(target=self._run, name="spans", daemon=True)
 
     @property
     def queued(self) -> int:
-        """Spans that wait."""
+        """Queued spans."""
         return self._put_total - self._taken_total
 
     def start(self) -> None:
@@ -87,10 +87,10 @@ class SpanExporter:
         self._thread.start()
 
     def put(self, trace: RequestTrace) -> None:
-        """Queue the spans of a request that has ended; they are dropped where there is no room.
+        """Queue the spans of an ended request; drop them if the queue is full.
 
-        They are encoded at once: on the thread it would take four times as long, as both threads
-        want the interpreter, and the spans are in another core's cache.
+        Encoding here takes a fourth of the time on the thread, which competes for the GIL and lacks
+        warm caches.
         """
         count, queued = len(trace.collected), self.queued
         if queued + count > MAX_QUEUED_SPANS:
@@ -102,7 +102,7 @@ class SpanExporter:
             self._wake.set()
 
     def close(self, timeout_s: float = 3.0) -> None:
-        """Send what waits, once, for so many seconds at most; then end."""
+        """Send the queue once, within `timeout_s`; then stop."""
         self._closing.set()
         self._wake.set()
         if self._thread.is_alive():
@@ -161,12 +161,9 @@ class SpanExporter:
 
 
 def check_not_grpc(target: ExportTarget) -> None:
-    """Refuse a receiver that speaks gRPC alone, as one on port 4317 does; it would drop all spans.
+    """Raise ConfigError for a gRPC-only receiver (port 4317, or an HTTP/2 answer).
 
-    One that cannot be reached now may come later, and is left alone.
-
-    Raises:
-        ConfigError: its port is that of gRPC, or it answers an HTTP/1.1 request in HTTP/2.
+    An unreachable receiver passes: it may come up later.
     """
     port = urlsplit(target.url).port
     if port != _GRPC_PORT and not _answers_in_http2(target):
@@ -202,7 +199,7 @@ def _answers_in_http2(target: ExportTarget) -> bool:
 
 
 class HTTPPost:
-    """Posts bodies over one connection, which is opened again when it was closed."""
+    """Posts bodies over one connection, reopened when closed."""
 
     def __init__(self, target: ExportTarget) -> None:
         parts = urlsplit(target.url)
@@ -223,7 +220,7 @@ class HTTPPost:
             self._connection = HTTPConnection(host, parts.port or 80, timeout=timeout_s)
 
     def __call__(self, body: bytes) -> ExportAnswer:
-        """Post a body; raise `OSError` or `HTTPException`."""
+        """Post a body; raises OSError or HTTPException."""
         try:
             self._connection.request("POST", self._path or "/", body, self._headers)
             response = self._connection.getresponse()
@@ -237,7 +234,7 @@ class HTTPPost:
 
 
 def exporter_families(exporter: SpanExporter) -> list[Metric]:
-    """Return the metrics `pigou_trace_*`: spans that arrived, were lost, or wait."""
+    """Return the metrics `pigou_trace_*`: spans sent, dropped and queued."""
     lost = [((reason,), exporter.dropped[reason]) for reason in REASONS]
     return [
         counter_family(

@@ -1,8 +1,7 @@
-"""OTLP in JSON: what an ExportTraceServiceRequest looks like.
+"""OTLP in JSON: encoding of an ExportTraceServiceRequest.
 
 Source: opentelemetry-proto 1.x, "OTLP/HTTP", JSON Protobuf Encoding: ids are hexadecimal, 64-bit
-integers are strings, enums are numbers. Texts by templates are quicker than objects that are
-encoded, in JSON as in Protocol Buffers, whose lengths stand before what they are of.
+integers are strings, enums are numbers. Templates encode faster than objects.
 """
 
 from __future__ import annotations
@@ -19,28 +18,29 @@ from pigou import __version__
 from pigou.tracing.request_trace import Attributes, AttributeValue, RequestTrace, SpanEvent
 
 CONTENT_TYPE = "application/json"
+#: status code of a failed span
 _ERROR = 2  # status code of a failed span
 
 
 class _Template(NamedTuple):
-    """JSON of attributes, with slots for their values."""
+    """JSON of attributes with slots for values."""
 
     json: str
-    # index of each value that is put in as a text, and what makes that.
+    # (index, formatter) of each value inserted as text
     texts: tuple[tuple[int, Callable[[Any], str]], ...]
-    # returns the values that are floats; None where there are none.
+    # getter of the float values; None without any
     floats: Callable[[tuple[AttributeValue, ...]], Any] | None
 
     @classmethod
     def of(cls, names: tuple[str, ...], types: tuple[type, ...]) -> _Template:
         texts = tuple((index, _TEXTS[kind]) for index, kind in enumerate(types) if kind in _TEXTS)
         indices = [index for index, kind in enumerate(types) if kind is float]
-        # Two at least, so that the getter returns a tuple.
+        # With at least two, the getter returns a tuple.
         floats = itemgetter(*indices, indices[0]) if indices else None
         return cls(",".join(map(_slot, names, types)), texts, floats)
 
 
-#: By names of attributes and types of their values: spans of one name have few different ones.
+#: By attribute names and value types; spans of one name have few variants.
 _templates: dict[tuple[tuple[str, ...], tuple[type, ...]], _Template] = {}
 _MAX_TEMPLATES = 1024
 _KINDS = {str: "stringValue", bool: "boolValue", int: "intValue", float: "doubleValue",
@@ -48,7 +48,7 @@ _KINDS = {str: "stringValue", bool: "boolValue", int: "intValue", float: "double
 
 
 def frame(resource: Mapping[str, AttributeValue]) -> tuple[bytes, bytes]:
-    """Return what stands before and after the spans of a process."""
+    """Return the bytes before and after the spans of a process."""
     attributes = _attributes((tuple(resource), tuple(resource.values())))
     scope = f'{{"name":"pigou","version":{_string(__version__)}}}'
     before = (
@@ -59,7 +59,7 @@ def frame(resource: Mapping[str, AttributeValue]) -> tuple[bytes, bytes]:
 
 
 def encode_spans(trace: RequestTrace) -> bytes:
-    """Return the spans of a request, separated by commas."""
+    """Return a request's spans, separated by commas."""
     trace_id, epoch_ns, parts = trace.context.trace_id, trace.epoch_ns, []
     for name, kind, id, parent_id, start_ns, end_ns, lazy, events, error in trace.collected:
         more = ""
@@ -83,7 +83,7 @@ def encode_spans(trace: RequestTrace) -> bytes:
 
 
 def rejected_spans(answer: bytes) -> int:
-    """Return how many spans a receiver did not take, by its answer of status 200."""
+    """Return how many spans a status-200 answer rejected."""
     try:
         partial = msgspec.json.decode(answer, type=dict[str, Any]).get("partialSuccess") or {}
         return int(partial.get("rejectedSpans", 0))
@@ -133,10 +133,9 @@ def _array(values: tuple[str, ...]) -> str:
     return f'{{"values":[{",".join(entries)}]}}'
 
 
-#: Type of a value -> how it is put into a template. Nine digits of a number are nanoseconds of
-#: a second.
+#: Slot of each value type. Nine digits are nanoseconds of a second.
 _SLOTS = {str: "%s", bool: "%s", int: '"%d"', float: "%.9g", tuple: "%s"}
-#: Type of a value that is put in as a text -> its text in JSON.
+#: Formatter of each type that is inserted as text.
 _TEXTS: dict[type, Callable[[Any], str]] = {
     str: _string, bool: {False: "false", True: "true"}.__getitem__, tuple: _array,
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""The trace of one request within one process, as it comes: spans, the open one, and the root."""
+"""The trace of one request within one process: spans, the open one, and the root."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from typing import NamedTuple, TypeAlias
 
 from pigou.tracing.trace_context import TraceContext, new_span_id
 
-#: Kinds of spans, by their numbers in OTLP.
+#: Span kinds, numbered as in OTLP.
 INTERNAL, SERVER, CLIENT = 1, 2, 3
 AttributeValue: TypeAlias = str | bool | int | float | tuple[str, ...]
-#: Names of attributes, and their values in the same order.
+#: Attribute names, and values in the same order.
 Attributes: TypeAlias = tuple[tuple[str, ...], tuple[AttributeValue, ...]]
 NO_ATTRIBUTES: Attributes = ((), ())
-#: Attributes, or what makes them once they are read: then a request that is not sent needs none.
+#: Attributes, or a callable that makes them on export.
 LazyAttributes: TypeAlias = Attributes | Callable[[], Attributes]
-#: Something at one moment of a span: name, monotonic nanoseconds, attributes.
+#: A span event: name, monotonic nanoseconds, attributes.
 SpanEvent: TypeAlias = tuple[str, int, Attributes]
-#: Events of one request at most.
+#: Most events of one request.
 MAX_EVENTS = 128
 
 
-#: What a span is while it is collected, in the order of the fields of `Span`.
+#: A span while collected: the fields of `Span` in order.
 SpanTuple: TypeAlias = tuple[
     str, int, int, int, int, int, LazyAttributes, tuple[SpanEvent, ...], str
 ]
 
 
 class Span(NamedTuple):
-    """A span that has ended; times are in monotonic nanoseconds of its process."""
+    """An ended span; times are monotonic nanoseconds of its process."""
 
     name: str
     kind: int
@@ -43,11 +43,7 @@ class Span(NamedTuple):
 
 
 class RequestTrace:
-    """Spans of one request in this process.
-
-    Phases follow one another without a gap: each begins where the last one ended. So they add up
-    to the root.
-    """
+    """Spans of one request in this process; its phases are contiguous and add up to the root."""
 
     __slots__ = (
         "_events", "collected", "context", "epoch_ns", "is_failed", "leg_id", "mark_ns", "outgoing",
@@ -65,13 +61,12 @@ class RequestTrace:
         self.request_id = self.tenant = ""
         self.workers: set[str] = set()
         self._events: list[SpanEvent] = []
-        # Span of the server that was asked last, or of the phase of the sequences;
-        # 0 before
+        # Span of the last server call, or of the sequences' phase; 0 before
         self.leg_id = 0
 
     @property
     def spans(self) -> list[Span]:
-        """The spans that have ended."""
+        """The ended spans."""
         return [Span(*span) for span in self.collected]
 
     def phase(
@@ -101,14 +96,14 @@ class RequestTrace:
         )
 
     def begin_leg(self) -> None:
-        """Begin a phase in which a server is asked; until its end `outgoing` has its headers."""
+        """Begin a server call; until its end `outgoing` has its headers."""
         self.leg_id = new_span_id()
         self.outgoing = self.context.headers(self.leg_id)
 
     def end_leg(
         self, name: str, attributes: LazyAttributes = NO_ATTRIBUTES, error: str = ""
     ) -> Span:
-        """End the phase of the server that was asked; return its span."""
+        """End the server call's phase; return its span."""
         start_ns, self.mark_ns, self.outgoing = self.mark_ns, time.monotonic_ns(), ""
         span = Span(name, CLIENT, self.leg_id, self.span_id, start_ns, self.mark_ns, attributes,
                     self._take_events(), error)  # fmt: skip
@@ -124,29 +119,29 @@ class RequestTrace:
         )
 
     def event(self, name: str, at_ns: int, attributes: Attributes = NO_ATTRIBUTES) -> None:
-        """Note an event of the open phase; those beyond `MAX_EVENTS` are not."""
+        """Add an event to the open phase, up to `MAX_EVENTS`."""
         if len(self._events) < MAX_EVENTS:
             self._events.append((name, at_ns, attributes))
 
     def end(self, name: str, attributes: LazyAttributes = NO_ATTRIBUTES, error: str = "") -> Span:
-        """End the request, at the end of its last phase; return the root."""
+        """End the request at the end of its last phase; return the root."""
         root = Span(name, SERVER, self.span_id, self.context.parent_id, self.start_ns,
                     self.mark_ns, attributes, self._take_events(), error)  # fmt: skip
         self.collected.append(root)
         return root
 
     def begin_branches(self) -> None:
-        """Begin a phase that the traces of several sequences are part of."""
+        """Begin the phase that several sequences' traces belong to."""
         self.leg_id = new_span_id()
 
     def end_branches(self, name: str) -> None:
-        """End the phase of the sequences."""
+        """End the sequences' phase."""
         start_ns, self.mark_ns = self.mark_ns, time.monotonic_ns()
         span = Span(name, INTERNAL, self.leg_id, self.span_id, start_ns, self.mark_ns)
         self.collected.append(span)
 
     def branch(self) -> RequestTrace:
-        """Return the trace of one of several sequences; its spans are this one's, too."""
+        """Return the trace of one of several sequences; it shares this one's spans."""
         branch = RequestTrace(self.context, time.monotonic_ns(), self.epoch_ns)
         branch.collected, branch.workers = self.collected, self.workers
         return branch
@@ -154,7 +149,7 @@ class RequestTrace:
     def end_branch(
         self, branch: RequestTrace, name: str, attributes: LazyAttributes = NO_ATTRIBUTES
     ) -> None:
-        """End the trace of a sequence."""
+        """End a sequence's trace."""
         self.collected.append(
             Span(name, INTERNAL, branch.span_id, self.leg_id or self.span_id, branch.start_ns,
                  time.monotonic_ns(), attributes)
@@ -168,5 +163,5 @@ class RequestTrace:
 
 
 def attributes_of(span: Span) -> Attributes:
-    """Return the attributes of a span."""
+    """Return a span's attributes."""
     return span.attributes() if callable(span.attributes) else span.attributes

@@ -21,7 +21,7 @@ _MAX_MEMBERS, _MAX_STATE_CHARS = 32, 8192
 
 
 class Headers(Protocol):
-    """Headers of a request, of which one name may come several times."""
+    """Request headers with repeatable names."""
 
     def getall(self, key: str, default: Sequence[str], /) -> Sequence[str]:
         """Return all values of a header."""
@@ -29,37 +29,34 @@ class Headers(Protocol):
 
 
 class TraceContext(NamedTuple):
-    """Where a span belongs."""
+    """Trace and parent of a span."""
 
     trace_id: str  # 32 hexadecimal digits
     parent_id: int  # parent span, 64 bits; 0 for none
-    is_sampled: bool  # whether the service that began the trace records it
-    state: str = ""  # `tracestate` as it came; empty for none
+    is_sampled: bool  # whether the caller records the trace
+    state: str = ""  # `tracestate` as received; empty for none
 
     def header(self, span_id: int) -> str:
-        """Return the `traceparent` by which what is asked for joins as a child of a span."""
+        """Return the `traceparent` of a call within a span."""
         return f"00-{self.trace_id}-{span_id:016x}-0{self.is_sampled:d}"
 
     def header_map(self, span_id: int) -> dict[str, str]:
-        """Return the headers for a server that is asked within a span."""
+        """Return the headers of a call within a span."""
         headers = {TRACEPARENT: self.header(span_id)}
         return headers | ({TRACESTATE: self.state} if self.state else {})
 
     def headers(self, span_id: int) -> str:
-        """Return the header lines for a server that is asked within a span, with line breaks."""
+        """Return the header lines of a call within a span, with line breaks."""
         return header_lines(self.header_map(span_id))
 
 
 def header_lines(headers: Mapping[str, str]) -> str:
-    """Return headers as lines of a request's head, each with its line break."""
+    """Return headers as lines with line breaks."""
     return "".join(f"{name}: {value}\r\n" for name, value in headers.items())
 
 
 def passed_on(headers: Headers) -> dict[str, str]:
-    """Return the trace headers of a request as who adds no span passes them on; none if not valid.
-
-    The specification asks this of a proxy that takes no part in a trace.
-    """
+    """Return valid trace headers to forward unchanged, as the specification asks of proxies."""
     context = read_context(headers)
     if context is None:
         return {}
@@ -68,9 +65,9 @@ def passed_on(headers: Headers) -> dict[str, str]:
 
 
 def read_context(headers: Headers) -> TraceContext | None:
-    """Return the context of a request; None where it has none, or one that is not valid.
+    """Return a request's context; None if missing or invalid.
 
-    A `tracestate` that is not valid is left out; it never voids the `traceparent`.
+    An invalid `tracestate` is dropped; it never voids the `traceparent`.
     """
     parents = headers.getall(TRACEPARENT, ())
     if len(parents) != 1:
@@ -89,25 +86,22 @@ def read_context(headers: Headers) -> TraceContext | None:
 
 
 def new_trace_id() -> str:
-    """Return an id that no trace has had."""
+    """Return a random trace id."""
     return f"{random.getrandbits(128) or 1:032x}"
 
 
 def new_span_id() -> int:
-    """Return an id that no span has had, 64 bits."""
+    """Return a random span id, 64 bits."""
     return random.getrandbits(64) or 1
 
 
 def is_in_ratio(trace_id: str, ratio: float) -> bool:
-    """True if a trace is among the sampled share: the same answer in every process.
-
-    It goes by the last 56 bits, which are random (OpenTelemetry, TraceIdRatioBased).
-    """
+    """True if a trace is sampled, by its last 56 random bits (OpenTelemetry, TraceIdRatioBased)."""
     return int(trace_id[-14:], 16) < ratio * 2**56
 
 
 def _checked_state(state: str) -> str:
-    """Return a `tracestate` that may be passed on, else nothing."""
+    """Return a valid `tracestate`, else ""."""
     if not state or len(state) > _MAX_STATE_CHARS:
         return ""
     members = [member.strip(" \t") for member in state.split(",")]

@@ -1,4 +1,4 @@
-"""The tracer: begins the trace of each request, and says at its end whether it is sent."""
+"""The tracer: begins request traces, and decides at their end which are sent."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from pigou.tracing.trace_context import (
     read_context,
 )
 
-#: Requests of one trace that are remembered at most.
+#: Most requests kept per trace.
 _MAX_REQUESTS = 64
 
 
 class TraceMemory:
-    """The last traces, by id; an agent's trace may have several requests."""
+    """The last traces by id; an agent's trace may have several requests."""
 
     def __init__(self, max_traces: int) -> None:
         self._max_traces = max_traces
         self._traces: OrderedDict[str, list[RequestTrace]] = OrderedDict()
 
     def add(self, trace: RequestTrace) -> None:
-        """Remember a request that has ended; the oldest trace goes where there are too many."""
+        """Add an ended request; evict the oldest trace if full."""
         if not self._max_traces:
             return
         requests = self._traces.setdefault(trace.context.trace_id, [])
@@ -42,7 +42,7 @@ class TraceMemory:
             self._traces.popitem(last=False)
 
     def find(self, id: str) -> list[RequestTrace]:
-        """Return the requests of a trace, by its id or that of one of them; empty for none."""
+        """Return a trace's requests, by its id or a request's; empty if unknown."""
         if id in self._traces:
             return list(self._traces[id])
         for requests in reversed(self._traces.values()):
@@ -58,8 +58,7 @@ class TraceMemory:
 class Tracer:
     """Traces the requests of one process.
 
-    The client's flag says whether a request is sampled, or the ratio where it gives none. One that
-    is not sampled is kept all the same if it failed, or was slow.
+    The client's flag decides sampling, else the ratio. Failed and slow requests are always kept.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class Tracer:
             exporter.start()
 
     def begin(self, headers: Headers) -> RequestTrace:
-        """Begin the trace of a request that came now."""
+        """Begin the trace of a new request."""
         context = read_context(headers)
         if context is None:
             trace_id = new_trace_id()
@@ -91,7 +90,7 @@ class Tracer:
         attributes: LazyAttributes = NO_ATTRIBUTES,
         error: str = "",
     ) -> None:
-        """End the trace of a request, at the end of its last phase; send and remember it."""
+        """End a trace at the end of its last phase; send and keep it."""
         root = trace.end(name, attributes, error)
         if not (trace.context.is_sampled or self._is_notable(trace, root.end_ns - root.start_ns)):
             return
@@ -103,13 +102,13 @@ class Tracer:
         return bool(self._slow_ns) and (trace.is_failed or duration_ns >= self._slow_ns)
 
     def close(self) -> None:
-        """Send what waits; takes up to some seconds."""
+        """Flush the exporter; takes up to some seconds."""
         if self.exporter is not None:
             self.exporter.close()
 
 
 def open_tracer(config: TracingConfig, service: str) -> Tracer | None:
-    """Return a tracer by options and environment, None without; raise `ConfigError`."""
+    """Return a tracer by options and environment, or None; raises ConfigError."""
     target = export_target(config)
     if target is None:
         return None

@@ -1,4 +1,4 @@
-"""A trace for people: its spans in the order of a waterfall, as JSON builtins or as text."""
+"""A trace for people: spans in waterfall order, as JSON builtins or text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pigou.tracing.request_trace import RequestTrace, Span, attributes_of
 
 _KINDS = {1: "internal", 2: "server", 3: "client"}
 _WIDTH = 40
-#: Attributes that lines of text have, at most four of a span.
+#: Attributes shown in text, at most four per span.
 _SHOWN = ("pigou.worker", "pigou.tokens", "pigou.prompt_tokens", "pigou.computed_tokens",
           "pigou.steps", "pigou.itl_s", "pigou.preemptions")  # fmt: skip
 _SHOWN_BELOW = (
@@ -24,7 +24,7 @@ _SHOWN_BELOW = (
 
 
 def spans_view(traces: Iterable[RequestTrace], service: str) -> list[dict[str, Any]]:
-    """Return the spans of requests as JSON builtins; times are Unix seconds and durations."""
+    """Return spans as JSON builtins; times are Unix seconds and durations."""
     return [_span_view(span, trace, service) for trace in traces for span in trace.spans]
 
 
@@ -50,10 +50,7 @@ def _span_view(span: Span, trace: RequestTrace, service: str) -> dict[str, Any]:
 
 
 def waterfall(spans: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return spans of `spans_view` in the order of a waterfall, each with its `depth`.
-
-    A span whose parent is not among them stands at the top.
-    """
+    """Return spans of `spans_view` in waterfall order with `depth`; orphans are at the top."""
     known = {span["span_id"] for span in spans}
     below: dict[str | None, list[dict[str, Any]]] = defaultdict(list)
     for span in spans:
@@ -70,7 +67,7 @@ def waterfall(spans: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def as_text(spans: Sequence[dict[str, Any]]) -> str:
-    """Return a waterfall as lines of text: name, milliseconds, bar, attributes."""
+    """Return a waterfall as text: name, milliseconds, bar, attributes."""
     if not spans:
         return ""
     begin = min(span["start"] for span in spans)

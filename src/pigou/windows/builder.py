@@ -1,4 +1,4 @@
-"""Builders of windows: requests, samples and counters in, windows of planners and diagnosis out."""
+"""Builders of windows: requests, samples and counters in; planner and diagnosis windows out."""
 
 from __future__ import annotations
 
@@ -35,29 +35,29 @@ class ComputedPrompt(NamedTuple):
     """A prompt that a worker computed."""
 
     worker: str
-    prompt: int  # its tokens
-    uncached: int  # tokens that the worker computed
-    at_ns: int = 0  # when it had
+    prompt: int  # prompt tokens
+    uncached: int  # computed tokens
+    at_ns: int = 0  # completion time
 
 
 class MeteredRequest(NamedTuple):
     """A request as the gateway saw it, at the end of a window."""
 
-    workload: str  # name of its class
+    workload: str  # class name
     prompt_tokens: int
-    intended_ns: int  # when its client meant to send it
-    arrival_ns: int  # latencies count from it
-    first_token_ns: int = 0  # 0 where it is not known
+    intended_ns: int  # intended send time of the client
+    arrival_ns: int  # start of all latencies
+    first_token_ns: int = 0  # 0 if unknown
     ended_ns: int = 0
-    output_tokens: int = 0  # so far; 0 where its server does not tell
-    itl_ns: float | None = None  # mean nanoseconds between its tokens; None for fewer than two
-    is_done: bool = False  # whether it ended well
-    is_attained: bool = False  # whether it did, and is inside its objective
-    computed: ComputedPrompt | None = None  # None where that is not known
+    output_tokens: int = 0  # so far; 0 if the server does not report
+    itl_ns: float | None = None  # mean ITL; None for fewer than two tokens
+    is_done: bool = False  # whether it ended successfully
+    is_attained: bool = False  # whether it is also inside its objective
+    computed: ComputedPrompt | None = None  # None if unknown
 
     @property
     def ttft_ns(self) -> int | None:
-        """Nanoseconds to its first token; None where it has none."""
+        """TTFT in nanoseconds; None before the first token."""
         return self.first_token_ns - self.arrival_ns if self.first_token_ns else None
 
 
@@ -65,22 +65,22 @@ class MeteredWindow(NamedTuple):
     """Requests of one window."""
 
     arrived: Sequence[MeteredRequest]
-    first: Sequence[MeteredRequest]  # that had their first token in it
+    first: Sequence[MeteredRequest]  # with their first token in the window
     ended: Sequence[MeteredRequest]
-    generated: Mapping[str, int]  # tokens that were generated in it, by class
-    in_flight: Mapping[str, int]  # requests that are not ended, by class
-    queued: Mapping[str, Sequence[int]]  # prompt tokens of requests at the gateway, by class
+    generated: Mapping[str, int]  # output tokens by class
+    in_flight: Mapping[str, int]  # unfinished requests by class
+    queued: Mapping[str, Sequence[int]]  # prompt tokens of requests queued at the gateway, by class
 
 
 class LoadMeter:
-    """Makes the load windows of one model, one for each class, window after window."""
+    """Makes the load windows of one model, one per class."""
 
     def __init__(self, objectives: Objectives, model: str = "") -> None:
         self.objectives, self.model = objectives, model
         self._last_arrival_ns: dict[str, int] = {}
 
     def loads(self, window: MeteredWindow) -> tuple[LoadWindow, ...]:
-        """Return the load of each class."""
+        """Return the load window of each class."""
         arrived, first, ended = (
             _by_class(requests) for requests in (window.arrived, window.first, window.ended)
         )
@@ -134,7 +134,7 @@ class LoadMeter:
 
 @dataclass(slots=True)
 class WorkerCounts:
-    """Prompts that a worker computed in a window, and samples of what ran there."""
+    """Prompts that a worker computed in a window, and samples of its load."""
 
     prompts: int = 0
     tokens: int = 0
@@ -144,24 +144,22 @@ class WorkerCounts:
     held_tokens: float = 0.0
 
     def add_prompt(self, computed: ComputedPrompt) -> None:
-        """Count a prompt that it computed."""
+        """Count a computed prompt."""
         self.prompts += 1
         self.tokens += computed.uncached
         self.pairs += float(pairs(computed.uncached, computed.prompt))
 
     def observe_tokens(self, tokens: float | None) -> None:
-        """Let the worker's own count of prompt tokens take the place of the ended prompts'.
+        """Replace the counted prompt tokens by the worker's own count; None changes nothing.
 
-        Its seconds are those of its own count: prompts that a window cuts, that a client gave up,
-        or whose first token waits for a decode worker, take seconds too. None, and 0 of no prompt,
-        change nothing.
+        The worker's prefill seconds also cover cut and abandoned prompts, and so must the tokens.
         """
         if tokens is not None and self.tokens:
             self.pairs *= tokens / self.tokens
             self.tokens = round(tokens)
 
     def sample(self, running: float, held_tokens: float) -> None:
-        """Add a sample of its running requests, and of the tokens that they hold."""
+        """Add a sample of running requests and their held tokens."""
         self.samples += 1
         self.running += running
         self.held_tokens += held_tokens
@@ -178,25 +176,24 @@ class WorkerCounts:
 
 
 class PlannerWindowBuilder:
-    """Builds planner windows, each from the end of the one before."""
+    """Builds consecutive planner windows."""
 
     def __init__(self, begin_ns: int) -> None:
         self.last_ns = begin_ns  # end of the last window
         self.counts: dict[str, WorkerCounts] = {}
 
     def counts_of(self, worker: str) -> WorkerCounts:
-        """Return the counts of a worker in the window under way."""
+        """Return a worker's counts in the current window."""
         return self.counts.setdefault(worker, WorkerCounts())
 
     def worker(
         self, life: WorkerWindow, worker: Worker, columns: Columns, row: int,
         prefill_tokens: float | None, **figures: Any,
     ) -> WorkerWindow:  # fmt: skip
-        """Return a worker's window: its life, what the control plane knows, and what was counted.
+        """Return a worker's window from its life, control-plane columns and counts.
 
-        Args:
-            prefill_tokens: prompt tokens by the worker's own count; None where not known.
-            figures: what else the source knows, named as in `WorkerWindow`.
+        `prefill_tokens` is the worker's own count (None if unknown); `figures` are fields of
+        `WorkerWindow`.
         """
         counts = self.counts.pop(life.id, WorkerCounts())
         counts.observe_tokens(prefill_tokens)
@@ -217,11 +214,7 @@ class PlannerWindowBuilder:
         self, now: int, loads: tuple[LoadWindow, ...], pools: tuple[PoolWindow, ...],
         routing: Mapping[str, PoAEstimate | None],
     ) -> PlannerWindow:  # fmt: skip
-        """End the window under way; return it.
-
-        Args:
-            routing: estimate of each model's Price of Anarchy; None where it is not known.
-        """
+        """End the current window and return it; `routing` has each model's Price of Anarchy."""
         estimates = {model: poa for model, poa in routing.items() if poa is not None}
         seconds, self.last_ns = max(now - self.last_ns, 1) / SECOND, now
         return PlannerWindow(
@@ -239,7 +232,7 @@ class PlannerWindowBuilder:
 
 
 class ObservationBuilder:
-    """Builds the windows of a diagnosis, out of requests that arrive, begin and end."""
+    """Builds diagnosis windows from requests that arrive, begin and end."""
 
     def __init__(self) -> None:
         self.weights: Mapping[str, float] = {}  # of tenants; 1 for the others
@@ -257,14 +250,11 @@ class ObservationBuilder:
         computed: Iterable[int], waiting: Mapping[str, float],
         held: Mapping[str, int] | None = None, **figures: Any,
     ) -> FleetObservation:  # fmt: skip
-        """End the window under way; return it.
+        """End the current window and return it.
 
-        Args:
-            late: prompt tokens, and seconds so far, of requests that wait.
-            computed: prompt tokens of requests that were computed.
-            waiting: requests that wait, in the mean, by tenant.
-            held: tokens of KV times seconds, by tenant; None where not known.
-            figures: what else the source knows, named as in `FleetObservation`.
+        `late`: (prompt tokens, seconds so far) of waiting requests; `computed`: prompt tokens of
+        computed ones; `waiting`: mean waiting requests by tenant; `held`: KV token-seconds by
+        tenant, None if unknown; `figures`: fields of `FleetObservation`.
         """
         names = sorted({*self.tokens, *waiting, *(held or ())})
         tenants = tuple(
@@ -295,10 +285,7 @@ class ObservationBuilder:
 
 
 def latency_summary(nanos: Sequence[float] | NDArray[Any]) -> LatencySummary:
-    """Return mean and percentiles in seconds; None where there is nothing.
-
-    The percentile of share q among n sorted values is value k = ceil(q n).
-    """
+    """Return mean and percentiles in seconds, None without values; share q is the ceil(q n)-th."""
     if not len(nanos):
         return LatencySummary()
     ordered = np.sort(np.asarray(nanos))
@@ -313,7 +300,7 @@ def _latencies(nanos: Iterable[float | None]) -> LatencySummary:
 
 
 def squared_variation(values: NDArray[np.float64]) -> float | None:
-    """Return the variance over the squared mean; None of fewer than two values."""
+    """Return variance over squared mean; None for fewer than two values."""
     if len(values) < 2:
         return None
     mean = float(values.mean())

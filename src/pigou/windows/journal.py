@@ -1,4 +1,4 @@
-"""Windows of a gateway's journal, for a diagnosis: what its control plane took in and decided."""
+"""Diagnosis windows from a gateway's journal."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from pigou.windows.builder import ObservationBuilder
 from pigou.windows.observations import FleetObservation, WorkerObservation
 from pigou.windows.prompts import RepeatedPrompts, prompt_key
 
-#: Seconds of a window, and windows that a journal may span (a month).
+#: Seconds of a window, and most windows of a journal (a month).
 _WINDOW_S, _MAX_WINDOWS = 10, 260_000
 
 
@@ -40,7 +40,7 @@ class _OpenRequest:
 
 @dataclass(slots=True)
 class _WorkerLoad:
-    """Load reports of a worker in one window, and tokens that were routed there."""
+    """Load reports of a worker in one window, and tokens routed to it."""
 
     running: list[float] = field(default_factory=list)
     waiting: list[float] = field(default_factory=list)
@@ -49,7 +49,7 @@ class _WorkerLoad:
 
 
 class _JournalWindows:
-    """Takes the entries of one run after another, and makes windows of them."""
+    """Builds windows from the entries of consecutive runs."""
 
     def __init__(self) -> None:
         self.windows: list[FleetObservation] = []
@@ -61,14 +61,14 @@ class _JournalWindows:
         self._loads: defaultdict[str, _WorkerLoad] = defaultdict(_WorkerLoad)
 
     def begin_run(self, head: JournalHead) -> None:
-        """Begin with a gateway's start: nothing is open, and its clock is another one."""
+        """Begin at a gateway's start, which resets clock and requests."""
         self._zero, self._begin = self._zero or head.unix, 0
         self._shift = head.unix - head.now
         self._open.clear()
         self._made.weights = dict(head.config.tenant_weights)
 
     def take(self, entry: JournalEntry) -> None:
-        """Take in a call."""
+        """Take in one entry."""
         now = entry.now + self._shift
         if not self._begin:
             self._begin = now
@@ -168,7 +168,7 @@ class _JournalWindows:
         )  # fmt: skip
 
     def close(self) -> None:
-        """End the last window, if it has half a window's length."""
+        """End the last window if at least half a window long."""
         if self._begin and self._now - self._begin >= _WINDOW_S * SECOND // 2:
             self._end_window(self._now)
 
@@ -176,16 +176,10 @@ class _JournalWindows:
 def journal_windows(
     entries: Iterable[JournalHead | JournalEntry], journal: str
 ) -> tuple[FleetObservation, ...]:
-    """Return windows of ten seconds of a gateway's journal.
+    """Return ten-second windows of a gateway's journal; raises ConfigError if shorter than one.
 
-    A journal has the load reports that the gateway was sent. It lacks gaps between tokens,
-    preemptions and the memory of workers: failure modes that need them are not judged.
-
-    Args:
-        journal: its name, for messages.
-
-    Raises:
-        ConfigError: it is shorter than a window.
+    Journals lack token gaps, preemptions and worker memory, so the modes that need them are not
+    judged.
     """
     made = _JournalWindows()
     for entry in entries:

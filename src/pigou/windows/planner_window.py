@@ -1,4 +1,4 @@
-"""Windows of load that a planner observes; None always means "not known" (a hole), never 0."""
+"""Windows of load for planners; None always means unknown (a hole), never 0."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pigou.request import UNKNOWN_LOCATION, Location, Role
 
 
 class WorkerState(StrEnum):
-    """Where a worker is in its life."""
+    """Lifecycle state of a worker."""
 
     STARTING = "starting"
     READY = "ready"
@@ -19,49 +19,46 @@ class WorkerState(StrEnum):
 
 
 class WorkerWindow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One worker over one window; what follows `unplaceable` may be unknown (None).
+    """One worker over one window; fields after `unplaceable` may be unknown (None).
 
-    Means are over the window, other figures as of its end. A worker that flips is `draining` in
-    its old pool, then `starting` in the new one.
+    Means are over the window, other figures as of its end. A flipping worker is `draining` in its
+    old pool, then `starting` in the new one.
     """
 
     id: str  # unique over all pools
     state: WorkerState = WorkerState.READY
-    since_ns: int = 0  # when this state began
-    unplaceable: bool = False  # a starting one that has no GPU, or fails again and again
-    # uncached prompt tokens that wait or are computed there.
-    queued_prefill_tokens: float | None = None
-    waiting: int | None = None  # requests that wait there
-    running: int | None = None  # requests that run there
-    mean_running: float | None = None  # mean of that over the window
-    kv_usage: float | None = None  # share of its KV blocks in use, 0 to 1
-    kv_tokens: int | None = None  # capacity of its KV cache
+    since_ns: int = 0  # start of this state
+    unplaceable: bool = False  # starting without a GPU, or failing repeatedly
+    queued_prefill_tokens: float | None = None  # uncached prompt tokens waiting or in computation
+    waiting: int | None = None  # requests
+    running: int | None = None  # requests
+    mean_running: float | None = None
+    kv_usage: float | None = None  # share of KV blocks in use, 0 to 1
+    kv_tokens: int | None = None  # KV cache capacity
     held_tokens: float | None = None
-    mean_held_tokens: float | None = None  # mean of that over the window
-    cached_tokens: float | None = None  # in its prefix cache, which a removal or a flip loses
-    computed_prompts: int | None = None  # prompts that it ended to compute in the window
-    computed_tokens: float | None = None  # uncached tokens of these
-    # pairs of such a token and one before it (`estimates.pairs`), all prompts.
-    computed_pairs: float | None = None
-    prefill_s: float | None = None  # seconds in which it computed prompts
-    itl_s: float | None = None  # mean seconds between tokens of its streams
+    mean_held_tokens: float | None = None
+    cached_tokens: float | None = None  # in its prefix cache, lost by removal or flip
+    computed_prompts: int | None = None  # prompts completed in the window
+    computed_tokens: float | None = None  # their uncached tokens
+    computed_pairs: float | None = None  # attention pairs of these tokens (`estimates.pairs`)
+    prefill_s: float | None = None  # seconds spent on prefill
+    itl_s: float | None = None  # mean ITL of its streams
     cpu_usage: float | None = None  # share of its CPU in use
-    location: Location = UNKNOWN_LOCATION  # labels of its node, empty where they are not known
+    location: Location = UNKNOWN_LOCATION  # node labels; empty if unknown
 
 
 class PoolWindow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One pool: workers of one role, model and width. A pool without workers is given too."""
+    """One pool: workers of one role, model and width. Empty pools are included."""
 
-    name: str  # unique; budgets, performance models and actions go by it
+    name: str  # unique; key of budgets, performance models and actions
     role: Role
     model: str = ""
-    gpus: int = 1  # of each worker, at least 1
+    gpus: int = 1  # per worker, at least 1
     workers: tuple[WorkerWindow, ...] = ()
-    # whether further workers can be started now (False: no GPU, or no image).
-    can_start: bool = True
+    can_start: bool = True  # whether more workers can start now (False: no GPU, or no image)
 
     def in_state(self, state: WorkerState) -> tuple[WorkerWindow, ...]:
-        """Return the workers that are in a state."""
+        """Return the workers in a state."""
         return tuple(worker for worker in self.workers if worker.state is state)
 
     @property
@@ -71,12 +68,12 @@ class PoolWindow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     @property
     def starting(self) -> int:
-        """Workers that were ordered and do not serve yet, unplaceable ones too."""
+        """Workers ordered but not ready, unplaceable ones included."""
         return len(self.in_state(WorkerState.STARTING))
 
     @property
     def draining(self) -> int:
-        """Workers that end their streams and then go."""
+        """Workers that finish their streams and leave."""
         return len(self.in_state(WorkerState.DRAINING))
 
     @property
@@ -86,12 +83,12 @@ class PoolWindow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     @property
     def used_gpus(self) -> int:
-        """GPUs of all its workers, in all states."""
+        """GPUs of its workers in all states."""
         return self.gpus * len(self.workers)
 
 
 class LatencySummary(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Seconds of one latency over a window, each None where it is not known."""
+    """Seconds of one latency over a window; None if unknown."""
 
     mean: float | None = None
     p50: float | None = None
@@ -100,33 +97,32 @@ class LatencySummary(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     p99: float | None = None
 
     def percentile(self, percent: float) -> float | None:
-        """Return the least percentile known that is at or above `percent`; else None."""
+        """Return the lowest known percentile at or above `percent`; else None."""
         known = ((50, self.p50), (90, self.p90), (95, self.p95), (99, self.p99))
         return next((s for at, s in known if at >= percent and s is not None), None)
 
 
 class LoadWindow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Requests of one model (and workload class) over one window; None where not known."""
+    """Requests of one model (and class) over one window; None if unknown."""
 
     model: str = ""
-    workload: str = ""  # name of the class; "" where there are no classes
-    arrivals: int | None = None  # requests that came, refused ones counted
-    isl: float | None = None  # mean prompt tokens of these
-    isl_scv: float | None = None  # variance of their prompt tokens over the squared mean
-    osl: float | None = None  # mean output tokens of the requests that ended
-    hit_rate: float | None = None  # share of prompt tokens that was cached, 0 to 1
-    # variance of gaps between arrivals over the squared mean; 1 for Poisson.
+    workload: str = ""  # class name; "" without classes
+    arrivals: int | None = None  # requests, refused ones included
+    isl: float | None = None  # mean prompt tokens
+    isl_scv: float | None = None  # variance of prompt tokens over the squared mean
+    osl: float | None = None  # mean output tokens of ended requests
+    hit_rate: float | None = None  # cached share of prompt tokens, 0 to 1
+    # variance of interarrival times over the squared mean; 1: Poisson
     arrival_scv: float | None = None
     ttft: LatencySummary = msgspec.field(default_factory=LatencySummary)
     itl: LatencySummary = msgspec.field(default_factory=LatencySummary)
-    request_s: float | None = None  # mean seconds from arrival to end
-    completed: int | None = None  # requests that ended well
-    # of the requests that ended, refused ones counted, those inside the objective.
-    attained: int | None = None
-    output_tokens: float | None = None  # tokens that were generated
-    queued: int | None = None  # requests that wait at the gateway, at the end
-    queued_tokens: float | None = None  # prompt tokens of these
-    in_flight: int | None = None  # requests that are not ended, at the end
+    request_s: float | None = None  # mean end-to-end seconds
+    completed: int | None = None  # requests that ended successfully
+    attained: int | None = None  # ended requests (refused included) inside the objective
+    output_tokens: float | None = None  # generated tokens
+    queued: int | None = None  # requests queued at the gateway, at the end
+    queued_tokens: float | None = None  # their prompt tokens
+    in_flight: int | None = None  # unfinished requests, at the end
 
 
 class PlannerWindow(Message, frozen=True, kw_only=True):
@@ -134,12 +130,11 @@ class PlannerWindow(Message, frozen=True, kw_only=True):
 
     now_ns: int  # end of the interval
     seconds: float
-    loads: tuple[LoadWindow, ...] = ()  # one for each model and class; one that is absent is a hole
-    # all pools as they are at the end, changes by others included.
-    pools: tuple[PoolWindow, ...] = ()
-    # observed over optimal cost of routing, by model, where it is estimated.
+    loads: tuple[LoadWindow, ...] = ()  # per model and class; an absent one is a hole
+    pools: tuple[PoolWindow, ...] = ()  # all pools at the end, external changes included
+    # of routing, by model, where estimated
     price_of_anarchy: dict[str, float] = msgspec.field(default_factory=dict)
-    # prefill workers of the calibrated optimum's better split, by model.
+    # prefill workers of the calibrated optimum's better split, by model
     better_prefill: dict[str, int] = msgspec.field(default_factory=dict)
 
     def load(self, model: str, workload: str = "") -> LoadWindow | None:
@@ -151,10 +146,10 @@ class PlannerWindow(Message, frozen=True, kw_only=True):
 
     @property
     def models(self) -> tuple[str, ...]:
-        """Models that have a pool, each once, in the order of the pools."""
+        """Models with a pool, in pool order."""
         return tuple(dict.fromkeys(pool.model for pool in self.pools))
 
     @property
     def used_gpus(self) -> int:
-        """GPUs of all workers, in all states."""
+        """GPUs of all workers in all states."""
         return sum(pool.used_gpus for pool in self.pools)

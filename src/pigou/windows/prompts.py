@@ -1,4 +1,4 @@
-"""Prompts of a window: how long long and short ones wait, and which come again (a retry storm)."""
+"""Prompts of a window: waits by length, and repeats (retry storms)."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import numpy as np
 
 from pigou.request import Request
 
-#: Prompts that are remembered.
+#: Remembered prompts.
 _LENGTHS = 1000
-#: Times the median's tokens that a long prompt has, and the share of prompts that may be long.
+#: A long prompt has this many times the median's tokens, and is in this longest share.
 _TIMES, _SHARE = 4.0, 0.1
-#: Seconds within which a prompt that comes again counts, and prompts that are remembered.
+#: Seconds within which a repeat counts, and remembered prompts.
 _WITHIN_S, _PROMPTS = 60.0, 20_000
 
 
 class WaitFigures(TypedDict):
-    """Waits of short and long prompts, named as in `FleetObservation`."""
+    """Waits of short and long prompts, as in `FleetObservation`."""
 
     short_wait_p50_s: float | None
     short_wait_p95_s: float | None
@@ -28,21 +28,21 @@ class WaitFigures(TypedDict):
 
 
 class PromptLengths:
-    """The lengths of the last thousand prompts."""
+    """Lengths of the last thousand prompts."""
 
     def __init__(self) -> None:
         self._order: deque[int] = deque()
         self._ascending: list[int] = []
 
     def add(self, tokens: int) -> None:
-        """Note a prompt's length."""
+        """Add a prompt's length."""
         if len(self._order) == _LENGTHS:
             del self._ascending[bisect_left(self._ascending, self._order.popleft())]
         self._order.append(tokens)
         insort(self._ascending, tokens)
 
     def is_long(self, tokens: int) -> bool:
-        """Whether a prompt is among the longest tenth, and over four times the median."""
+        """True if a prompt is in the longest tenth and over four times the median."""
         known = self._ascending
         if not known:
             return False
@@ -50,11 +50,7 @@ class PromptLengths:
         return tokens >= tenth and tokens > _TIMES * known[len(known) // 2]
 
     def wait_figures(self, wait_s: Sequence[tuple[int, float]]) -> WaitFigures:
-        """Return the waits of short and of long prompts.
-
-        Args:
-            wait_s: tokens of each prompt, and its seconds so far.
-        """
+        """Return the waits of short and long prompts, from (tokens, seconds so far) of each."""
         short: list[float] = []
         long: list[float] = []
         for tokens, wait in wait_s:
@@ -72,7 +68,7 @@ def percentile(values: Iterable[float], percent: float) -> float | None:
 
 
 def prompt_key(request: Request) -> Hashable | None:
-    """Return what stands for a request's prompt; None where it has no full block."""
+    """Return a key of a request's prompt; None without a full block."""
     for keys in (*request.keys.values(), request.hashes[:, 0]):
         if len(keys):
             return request.tenant, request.prompt, int(keys[-1])
@@ -80,11 +76,7 @@ def prompt_key(request: Request) -> Hashable | None:
 
 
 class RepeatedPrompts:
-    """Remembers the prompts of attempts that were given up, refused or failed; memory is bounded.
-
-    Attributes:
-        count: prompts that came again.
-    """
+    """Counts prompts that return after an abandoned, refused or failed attempt; bounded memory."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -92,9 +84,9 @@ class RepeatedPrompts:
         self._unserved: OrderedDict[Hashable, float] = OrderedDict()
 
     def arrive(self, request: str, prompt: Hashable | None, now_s: float) -> bool:
-        """Note a request's prompt, None for one that is not known; return whether it came again.
+        """Add a request's prompt (None if unknown); return whether it is a repeat.
 
-        Further attempts of the same request are none of the client's, and count for nothing.
+        The gateway's own further attempts do not count.
         """
         if prompt is None or request in self._open:
             return False
@@ -105,7 +97,7 @@ class RepeatedPrompts:
         return repeated
 
     def end(self, request: str, now_s: float, *, served: bool) -> None:
-        """Note the end of a request; one that is not known counts for nothing."""
+        """End a request; unknown ids are ignored."""
         prompt = self._open.pop(request, None)
         if prompt is None or served:
             return

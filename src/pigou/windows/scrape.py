@@ -1,4 +1,4 @@
-"""Windows out of two scrapes of a live fleet: pages of metrics, and the gateway's tables."""
+"""Windows from two scrapes of a live fleet: metric pages and the gateway's tables."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _WORK = ("/v1/completions", "/v1/chat/completions", "other")
 _TTFT, _ITL = "pigou_time_to_first_token_seconds", "pigou_inter_token_latency_seconds"
 _WAIT, _STALLS = "pigou_queue_wait_seconds", "pigou_stream_stalls_total"
 _WORKER_ITL = "vllm:inter_token_latency_seconds"
-#: How much the load of a worker must vary for its knee to be fitted.
+#: Least ratio of a worker's highest to lowest load for its knee to be fitted.
 _SPREAD = 2.0
 
 
 @dataclass(frozen=True)
 class FleetScrape:
-    """What a fleet showed at one moment."""
+    """A fleet's metrics at one moment."""
 
-    at_s: float  # when, from any zero
-    gateway: MetricPage  # empty where there is no gateway
-    workers: Mapping[str, MetricPage]  # by worker
-    table: Mapping[str, Any] = field(default_factory=dict)  # answer of the gateway's `/workers`
+    at_s: float  # from any zero
+    gateway: MetricPage  # empty without a gateway
+    workers: Mapping[str, MetricPage]  # by worker id
+    table: Mapping[str, Any] = field(default_factory=dict)  # the gateway's `/workers`
 
 
 def scraped_window(before: FleetScrape, now: FleetScrape, start_s: float) -> FleetObservation:
@@ -67,7 +67,7 @@ def scraped_window(before: FleetScrape, now: FleetScrape, start_s: float) -> Fle
 
 
 def _answered(a: MetricPage, b: MetricPage) -> dict[str, float]:
-    """Return the requests for work that were answered, by HTTP status."""
+    """Return answered work requests by HTTP status."""
     answered: dict[str, float] = {}
     for route in _WORK:
         for status in b.by("pigou_requests_total", "status"):
@@ -111,7 +111,7 @@ def _workers(
 def _from_table(
     life: WorkerObservation, before: Mapping[str, Any], now: Mapping[str, Any]
 ) -> WorkerObservation:
-    """Return what the gateway knows of a worker whose own page is not there."""
+    """Return the gateway's view of a worker without a page of its own."""
     running = (before.get("running", 0) + now["running"]) / 2
     return msgspec.structs.replace(
         life, running=running, waiting=(before.get("waiting", 0) + now.get("waiting", 0)) / 2,
@@ -183,10 +183,10 @@ def _tenants(
 
 
 def with_knees(series: Sequence[FleetObservation]) -> tuple[FleetObservation, ...]:
-    """Return windows with each worker's knee, by a line through its gaps over what ran.
+    """Return windows with each worker's knee, from ITL = a + b n fitted over the windows.
 
-    Gaps of tokens are a + b n; they double at n = a / b + 2. Workers whose load did not vary by
-    twice, or whose gaps do not rise, have none.
+    ITL doubles at n = a / b + 2. Without a twofold change of load, or with falling ITL, there is no
+    knee.
     """
     knees: dict[str, float | None] = {}
     for name in {worker.worker for window in series for worker in window.workers}:

@@ -1,1 +1,1 @@
-"""Placement: which nodes the workers of a gang run on, by what their KV transfers cost."""
+"""Placement of gangs on nodes by the cost of their KV transfers."""

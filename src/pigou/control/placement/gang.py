@@ -1,4 +1,4 @@
-"""A gang: workers of several roles that are placed together or not at all, and what that costs."""
+"""A gang: workers of several roles placed together or not at all, and their transfer cost."""
 
 from __future__ import annotations
 
@@ -21,22 +21,20 @@ from pigou.request import Location, Role
 
 
 class Pack(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How near to each other the workers of a gang must be."""
+    """Locality constraint of a gang."""
 
-    level: TopologyLevel  # whose domain is to have them all
-    # whether a gang that fits no such domain is refused; where it is not, the cheapest placement
-    # counts, and says whether one domain has it.
-    required: bool = False
+    level: TopologyLevel  # whose domain shall hold all workers
+    required: bool = False  # refuse rather than spread; else the cheapest placement counts
 
 
 class RoleDemand(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Workers of one role in a gang. A replica is on one node."""
+    """Workers of one role in a gang. A replica fits on one node."""
 
     role: Role
     replicas: int
     gpus: int = 1
-    min_available: int | None = None  # replicas without which the gang is not placed; None for all
-    kind: str = ""  # of GPU; empty for any
+    min_available: int | None = None  # fewest replicas to place; None for all
+    kind: str = ""  # GPU kind; empty for any
     labels: Mapping[str, str] = {}
 
     def __post_init__(self) -> None:
@@ -53,11 +51,11 @@ class RoleDemand(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     @property
     def minimum(self) -> int:
-        """Replicas without which the gang is not placed."""
+        """Fewest replicas to place."""
         return self.replicas if self.min_available is None else self.min_available
 
     def fits(self, node: Node) -> bool:
-        """Whether a node is of the right kind and has the labels; its room does not matter."""
+        """True if a node has the kind and labels; room is not checked."""
         right = not self.kind or self.kind == node.kind
         return right and all(node.labels.get(name) == v for name, v in self.labels.items())
 
@@ -67,9 +65,8 @@ class Gang(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     name: str
     roles: tuple[RoleDemand, ...]
-    pack: Pack | None = None  # how near to each other they must be; None for the cheapest placement
-    # that flow from its prefill workers to its decode workers, in equal parts over all pairs.
-    kv_bytes_per_s: float = 1e9
+    pack: Pack | None = None  # None for the cheapest placement
+    kv_bytes_per_s: float = 1e9  # from prefill to decode workers, spread evenly over all pairs
 
     def __post_init__(self) -> None:
         names = [demand.role for demand in self.roles]
@@ -81,12 +78,12 @@ class Gang(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
             )
 
     def demand(self, role: Role) -> RoleDemand | None:
-        """Return what is wanted of a role; None where the gang has none of it."""
+        """Return the demand of a role; None if the gang has none."""
         return next((demand for demand in self.roles if demand.role is role), None)
 
     @property
     def minimum(self) -> dict[Role, int]:
-        """Replicas of each role without which it is not placed."""
+        """Fewest replicas to place, by role."""
         return {demand.role: demand.minimum for demand in self.roles}
 
     @property
@@ -104,25 +101,24 @@ class Replica(NamedTuple):
 
 
 class GangPlacement(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the workers of a gang are, or are to be."""
+    """Nodes of a gang's workers."""
 
     replicas: tuple[Replica, ...]
-    # of its KV transfers: the sum over pairs of KV bytes a second times seconds a byte, so the
-    # transfers that are under way in the mean.
+    # mean KV transfers in flight: bytes a second times seconds a byte, over pairs
     cost: float = 0.0
     distance: Distance = Distance.HOST
-    packed: bool = True  # whether one domain of the level that the gang asks for has them all
-    optimal: bool = True  # whether it is proven that nothing is cheaper
+    packed: bool = True  # whether one domain of the gang's level holds all
+    optimal: bool = True  # whether proven cheapest
 
 
 class PlacementRefusal(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a gang cannot be placed now; it takes nothing."""
+    """Reason why a gang cannot be placed now; it takes nothing."""
 
     reason: str
 
 
 def count_roles(replicas: Sequence[Replica]) -> dict[Role, int]:
-    """Return how many replicas there are of each role that occurs."""
+    """Return the number of replicas by role."""
     counts: dict[Role, int] = {}
     for replica in replicas:
         counts[replica.role] = counts.get(replica.role, 0) + 1
@@ -132,10 +128,9 @@ def count_roles(replicas: Sequence[Replica]) -> dict[Role, int]:
 def placement_cost(
     gang: Gang, replicas: Sequence[Replica], nodes: Mapping[str, Node], costs: DistanceCosts
 ) -> float:
-    """Return the transfers of a gang that are under way in the mean.
+    """Return a gang's mean KV transfers in flight; 0 without prefill-decode pairs.
 
-    Its KV bytes a second flow in equal parts over all pairs of a prefill and a decode worker:
-    B / (P D) times the sum over pairs of the seconds a byte. Without pairs it is 0.
+    B / (P D) times the sum over pairs of seconds a byte: traffic is spread evenly over all pairs.
     """
     prefill = [nodes[r.host].location for r in replicas if r.role is Role.PREFILL]
     decode = [nodes[r.host].location for r in replicas if r.role is Role.DECODE]
@@ -153,7 +148,7 @@ def placement_of(
     *,
     optimal: bool = True,
 ) -> GangPlacement:
-    """Return the placement of replicas with its cost, and what else is known of it."""
+    """Return the placement of replicas with cost, distance and packing."""
     return GangPlacement(
         replicas=tuple(replicas),
         cost=placement_cost(gang, replicas, nodes, costs),
@@ -164,14 +159,14 @@ def placement_of(
 
 
 def farthest(replicas: Sequence[Replica], nodes: Mapping[str, Node]) -> Distance:
-    """Return the distance of the prefill-decode pair that is farthest apart; 0 without one."""
+    """Return the largest distance of a prefill-decode pair; 0 without one."""
     prefill = {nodes[r.host].location for r in replicas if r.role is Role.PREFILL}
     decode = {nodes[r.host].location for r in replicas if r.role is Role.DECODE}
     return max((distance(p, d) for p in prefill for d in decode), default=Distance.HOST)
 
 
 def is_packed(gang: Gang, nodes: Iterable[Node]) -> bool:
-    """Whether nodes are in one domain of the level that a gang asks for."""
+    """True if nodes are in one domain of the gang's level."""
     if gang.pack is None:
         return True
     domains = {domain(node.location, gang.pack.level) for node in nodes}
@@ -181,12 +176,9 @@ def is_packed(gang: Gang, nodes: Iterable[Node]) -> bool:
 def removal_costs(
     own: Sequence[Location], others: Sequence[Location], costs: DistanceCosts
 ) -> list[float]:
-    """Return for each worker of a role the seconds a byte of KV takes in the mean without it.
+    """Return the mean KV seconds a byte over the remaining pairs, without each worker of `own`.
 
-    The mean is over all pairs of one that stays and a worker of the other role; 0 where none stays.
-
-    Args:
-        costs: seconds a byte by distance.
+    Pairs are with `others`, the workers of the other role; 0 if none remain.
     """
     sums = [sum(costs.seconds(one, other) for other in others) for one in own]
     pairs = (len(own) - 1) * len(others)
@@ -197,7 +189,7 @@ def removal_costs(
 
 
 class GangPlaced(msgspec.Struct, frozen=True):
-    """A gang got nodes: `added` are to be started, and all of `placement` run then."""
+    """A gang got nodes: start `added`; all of `placement` run then."""
 
     gang: str
     placement: GangPlacement
@@ -205,7 +197,7 @@ class GangPlaced(msgspec.Struct, frozen=True):
 
 
 class GangEvicted(msgspec.Struct, frozen=True):
-    """A gang below its minimum gives up what it has, for the given reason, and waits again."""
+    """A gang below its minimum gives up its replicas and waits again."""
 
     gang: str
     removed: tuple[Replica, ...]
@@ -213,14 +205,14 @@ class GangEvicted(msgspec.Struct, frozen=True):
 
 
 class GangWaits(msgspec.Struct, frozen=True):
-    """A gang waits for nodes, for the given reason."""
+    """A gang waits for nodes."""
 
     gang: str
     reason: str
 
 
 class GangRefused(msgspec.Struct, frozen=True):
-    """A gang is refused: it would not fit if nobody else were there."""
+    """A gang that would not fit an empty fleet is refused."""
 
     gang: str
     reason: str

@@ -1,15 +1,10 @@
 """The gang scheduler: which gangs run, which wait, and in what order they are placed.
 
-All or nothing: a gang has its minimum of every role, or it has nothing. The order is
-
-1. gangs below their minimum, since a node was lost, the oldest first. While one of them could be
-   repaired on the nodes that are there, no fresh gang is placed.
-2. fresh gangs, first come, first served. One that fits may pass another that does not, but none is
-   passed more than `max_passed` times, so each is placed once enough GPUs come free.
-3. further replicas of gangs that have their minimum, while nobody waits.
-
-A gang below its minimum has GPUs that another such gang may lack. The oldest takes them of the
-youngest, so two halves never wait for each other.
+All or nothing: a gang has its minimum of every role, or nothing. The order is
+1. gangs below their minimum after a lost node, oldest first; while one is repairable, no others;
+2. fresh gangs, FCFS; one that fits may pass others, but none is passed over `max_passed` times;
+3. further replicas of gangs with their minimum, while nobody waits.
+The oldest broken gang takes GPUs of the youngest, so two halves never deadlock.
 """
 
 from __future__ import annotations
@@ -38,7 +33,7 @@ from pigou.request import Role
 
 
 class _GangEntry:
-    """A gang that is known: `number` is its age, `passed` how often others went before it."""
+    """A known gang: `number` is its age, `passed` how often others went first."""
 
     def __init__(self, gang: Gang, number: int) -> None:
         self.gang, self.number, self.passed = gang, number, 0
@@ -48,7 +43,7 @@ class _GangEntry:
 
     @property
     def below_minimum(self) -> bool:
-        """Whether it lacks a replica without which it does not serve."""
+        """True if a replica of its minimum is missing."""
         counts = count_roles(self.replicas)
         return any(counts.get(role, 0) < n for role, n in self.gang.minimum.items())
 
@@ -78,23 +73,23 @@ class GangScheduler:
 
     @property
     def nodes(self) -> Mapping[str, Node]:
-        """Nodes that are there, by host."""
+        """Present nodes by host."""
         return self._nodes
 
     @property
     def free(self) -> dict[str, int]:
-        """GPUs of each host that nobody has."""
+        """Free GPUs by host."""
         return free_gpus(
             list(self._nodes.values()), [r for e in self._entries.values() for r in e.replicas]
         )
 
     @property
     def waiting(self) -> dict[str, str]:
-        """Why each gang that is not served waits, in the order in which they are tried."""
+        """Reason of each waiting gang, in scheduling order."""
         return {entry.gang.name: entry.reason for entry in self._order()}
 
     def placement(self, name: str) -> GangPlacement | None:
-        """Return where a gang is; None for one that waits or is not known."""
+        """Return a gang's placement; None if waiting or unknown."""
         entry = self._entries.get(name)
         if entry is None or not entry.replicas:
             return None
@@ -103,11 +98,7 @@ class GangScheduler:
     # --- what happens -------------------------------------------------------------------------
 
     def submit(self, gang: Gang) -> Sequence[PlacementEffect]:
-        """Place a gang, let it wait, or refuse it.
-
-        Raises:
-            ConfigError: there is a gang of that name.
-        """
+        """Place a gang, let it wait, or refuse it; raises ConfigError for a known name."""
         if gang.name in self._entries:
             raise ConfigError(f"gang {gang.name!r} is there already; give it another name")
         if (refusal := self._never(gang)) is not None:
@@ -118,28 +109,28 @@ class GangScheduler:
         return self._schedule()
 
     def release(self, name: str) -> Sequence[PlacementEffect]:
-        """A gang is over: its GPUs are free."""
+        """End a gang and free its GPUs."""
         self._entries.pop(name, None)
         self._never_fits.pop(name, None)
         return self._schedule()
 
     def node_up(self, node: Node) -> Sequence[PlacementEffect]:
-        """A node is there, or is there again, with nothing on it."""
+        """Add an empty node, or a returning one."""
         self._lose(node.host)
         self._nodes[node.host] = node
         return self._schedule()
 
     def node_down(self, host: str) -> Sequence[PlacementEffect]:
-        """A node is lost, with all that ran there."""
+        """Remove a node with everything on it."""
         self._lose(host)
         self._nodes.pop(host, None)
         return self._schedule()
 
     def scale_out(self, name: str, role: Role) -> Replica | PlacementRefusal:
-        """Give a gang one more replica, as near to its others as any can be.
+        """Add a replica as near to the others as possible.
 
-        No pair of prefill and decode gets farther apart than the farthest is, where a node allows
-        that; a required pack is never left.
+        It does not exceed the farthest prefill-decode distance if a node allows, and never leaves a
+        required pack.
         """
         addition = self.addition(name, role)
         if isinstance(addition, PlacementRefusal):
@@ -150,7 +141,7 @@ class GangScheduler:
         return replica
 
     def addition(self, name: str, role: Role) -> GangPlacement | PlacementRefusal:
-        """Return how a gang would be with one more replica, its last; nothing is changed."""
+        """Return the placement with one more replica (its last), without changing anything."""
         entry = self._entries[name]
         counts, demand = count_roles(entry.replicas), entry.gang.demand(role)
         if demand is None or not entry.replicas:
@@ -165,7 +156,7 @@ class GangScheduler:
         return min(placements, key=lambda placement: _rank(placement, before))
 
     def remove(self, name: str, replica: Replica) -> Sequence[PlacementEffect]:
-        """A gang gives up one of its replicas for good."""
+        """Remove a replica for good."""
         entry = self._entries.get(name)
         if entry is not None and replica in entry.replicas:
             entry.replicas.remove(replica)
@@ -175,7 +166,7 @@ class GangScheduler:
         return self._schedule()
 
     def flip(self, name: str, replica: Replica, role: Role) -> Replica:
-        """One of a gang's replicas has another role now, on the same GPUs."""
+        """Change a replica's role on the same GPUs."""
         entry = self._entries[name]
         flipped = Replica(role, replica.host, replica.gpus)
         entry.replicas[entry.replicas.index(replica)] = flipped
@@ -184,7 +175,7 @@ class GangScheduler:
         return flipped
 
     def _resize(self, entry: _GangEntry, role: Role) -> None:
-        """Let what is there of a role be what is wanted of it."""
+        """Set a role's wanted replicas to the present ones."""
         count = count_roles(entry.replicas).get(role, 0)
         roles = []
         for demand in entry.gang.roles:
@@ -210,12 +201,12 @@ class GangScheduler:
     # --- order --------------------------------------------------------------------------------
 
     def _order(self) -> list[_GangEntry]:
-        """Return the gangs that wait: those below their minimum first, then by age."""
+        """Return waiting gangs: below minimum first, then by age."""
         waiting = [entry for entry in self._entries.values() if entry.below_minimum]
         return sorted(waiting, key=lambda entry: (not entry.admitted, entry.number))
 
     def _schedule(self) -> Sequence[PlacementEffect]:
-        """Place what can be placed; tell of those that begin to wait."""
+        """Place what fits; report gangs that begin to wait."""
         effects: list[PlacementEffect] = []
         while self._repair(effects) or self._admit(effects) or self._grow(effects):
             pass
@@ -228,7 +219,7 @@ class GangScheduler:
         return effects
 
     def _repair(self, effects: list[PlacementEffect]) -> bool:
-        """Give the oldest gang below its minimum what it lacks."""
+        """Repair the oldest gang below its minimum."""
         broken = [entry for entry in self._order() if entry.admitted]
         for i, entry in enumerate(broken):
             if self._settle(entry, entry.replicas, effects):
@@ -244,7 +235,7 @@ class GangScheduler:
     def _moves(
         self, entry: _GangEntry, donors: Sequence[_GangEntry], effects: list[PlacementEffect]
     ) -> bool:
-        """Place a broken gang with what others of its kind have, where that suffices."""
+        """Repair a broken gang with GPUs of other broken ones, if they suffice."""
         before = {id(e): e.replicas for e in (entry, *donors)}
         for donor in donors:
             donor.replicas = []
@@ -285,7 +276,7 @@ class GangScheduler:
         return False
 
     def _grow(self, effects: list[PlacementEffect]) -> bool:
-        """Give a gang one of the replicas that it wants beyond its minimum."""
+        """Add one wanted replica beyond a gang's minimum."""
         if self._order():
             return False
         for entry in sorted(self._entries.values(), key=lambda e: e.number):
@@ -302,7 +293,7 @@ class GangScheduler:
     def _settle(
         self, entry: _GangEntry, placed: Sequence[Replica], effects: list[PlacementEffect]
     ) -> bool:
-        """Place what a gang lacks, where all of it fits; return whether it did."""
+        """Place all that a gang lacks if it fits; return whether it did."""
         packed = self._fits(entry)
         if not isinstance(packed, GangPlacement):
             return False
@@ -324,7 +315,7 @@ class GangScheduler:
     # --- what fits ----------------------------------------------------------------------------
 
     def _fits(self, entry: _GangEntry) -> GangPlacement | PlacementRefusal:
-        """Return a placement of all that a gang wants, or else of its minimum."""
+        """Return a placement of all replicas, or else of the minimum."""
         counts = count_roles(entry.replicas)
         packed = self._pack(entry.gang, entry.gang.wanted, entry.replicas)
         if isinstance(packed, GangPlacement) or entry.gang.minimum == entry.gang.wanted:
@@ -333,7 +324,7 @@ class GangScheduler:
         return self._pack(entry.gang, minimum, entry.replicas)
 
     def _never(self, gang: Gang) -> str | None:
-        """Return why a gang fits not even where nobody else is; None where it does."""
+        """Return why a gang would not fit an empty fleet; None if it would."""
         if gang.name not in self._never_fits:
             nodes = list(self._nodes.values())
             free = {node.host: node.gpus for node in nodes}

@@ -1,7 +1,6 @@
-"""Packing: the cheapest nodes for all workers of a gang, by branch and bound.
+"""Packing: the cheapest nodes for a gang's workers, by branch and bound.
 
-Exact where the search ends within its steps, as it does on six hosts. Beyond them the result is
-the cheapest that was seen, never above that of a greedy placement from several starting hosts.
+Exact within `max_steps` (enough for six hosts); beyond, never worse than the best greedy placement.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from pigou.control.placement.gang import (
 from pigou.control.placement.topology import DistanceCosts, Node, domain
 from pigou.request import Role
 
-#: Steps of the search, some 30 microseconds each; the search of six hosts takes fewer.
+#: Search steps of about 30 microseconds; six hosts take fewer.
 MAX_STEPS = 5_000
-#: Hosts beyond which placements are greedy alone.
+#: Hosts beyond which placement is greedy.
 _MAX_HOSTS = 200
-#: Hosts that a greedy placement starts from.
+#: Starting hosts of the greedy placement.
 _STARTS = 32
-#: Demands of a gang with the replicas of each that are to be placed.
+#: Demands of a gang with the replicas still to place.
 Lacking: TypeAlias = Sequence[tuple[RoleDemand, int]]
 _PAIRED = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
 
@@ -43,12 +42,9 @@ def pack_gang(
     placed: Sequence[Replica] = (),
     max_steps: int = MAX_STEPS,
 ) -> GangPlacement | PlacementRefusal:
-    """Return the cheapest nodes for the workers that a gang lacks, or why there are none.
+    """Return the cheapest nodes for the workers a gang lacks, or why there are none.
 
-    Args:
-        free: GPUs of each host that nobody has.
-        wanted: replicas of each role in all, those that are placed included.
-        placed: replicas that stay where they are.
+    `free`: GPUs by host; `wanted`: replicas by role, including those already `placed`.
     """
     counts = count_roles(placed)
     lacking = [(d, wanted[d.role] - counts.get(d.role, 0)) for d in gang.roles]
@@ -70,7 +66,7 @@ def pack_gang(
 
 
 def _domains(gang: Gang, nodes: Sequence[Node], placed: Sequence[Replica]) -> list[list[Node]]:
-    """Return the nodes of each domain that the gang may be in."""
+    """Return the nodes of each admissible domain."""
     assert gang.pack is not None
     groups: dict[str, list[Node]] = {}
     for node in nodes:
@@ -81,7 +77,7 @@ def _domains(gang: Gang, nodes: Sequence[Node], placed: Sequence[Replica]) -> li
 
 
 def _room(demand: RoleDemand, nodes: Sequence[Node], free: Mapping[str, int]) -> int:
-    """Return how many replicas fit, were there no other role."""
+    """Return how many replicas fit, ignoring other roles."""
     return sum(free[node.host] // demand.gpus for node in nodes if demand.fits(node))
 
 
@@ -92,7 +88,7 @@ def _lacks_room(
     lacking: Lacking,
     where: str,
 ) -> str:
-    """Return why so many replicas cannot fit on nodes; empty where their sums say nothing."""
+    """Return why the sums of replicas cannot fit; empty if they may."""
     for demand, count in lacking:
         room = _room(demand, nodes, free)
         if room < count:
@@ -131,7 +127,7 @@ def _refusal(
 
 
 class _Packing:
-    """One search: hosts in order, and on each the counts of each role."""
+    """One search: hosts in order, with counts of each role on each."""
 
     def __init__(
         self,
@@ -154,7 +150,7 @@ class _Packing:
         locations = [node.location for node in order]
         self._seconds = [[costs.seconds(a, b) for b in locations] for a in locations]
         self._opposite = [self._index(_PAIRED.get(d.role)) for d in self._demands]
-        # Seconds a byte to all replicas of the other role that are placed, by role and host.
+        # Seconds a byte to all placed replicas of the other role, by role and host.
         self._to_placed = [
             [
                 sum(
@@ -172,7 +168,7 @@ class _Packing:
         self._steps = 0
 
     def solve(self, max_steps: int) -> GangPlacement | None:
-        """Return the cheapest placement that was seen; None for none."""
+        """Return the cheapest placement found; None without any."""
         self._greedy()
         self._steps = max_steps if len(self._hosts) <= _MAX_HOSTS else 0
         if not self._hosts:
@@ -195,7 +191,7 @@ class _Packing:
         return roles.index(role) if role in roles else -1
 
     def _same(self, i: int, j: int) -> bool:
-        """Whether two hosts can be exchanged: all that matters of them is the same."""
+        """True if two hosts are interchangeable."""
         if i < 0:
             return False
         a, b = self._hosts[i], self._hosts[j]
@@ -207,7 +203,7 @@ class _Packing:
     # --- greedy -------------------------------------------------------------------------------
 
     def _greedy(self) -> None:
-        """Begin with what one gets by placing replicas one after another, from several hosts."""
+        """Seed the search with greedy placements from several hosts."""
         stride = max(1, len(self._hosts) // _STARTS)
         for start in range(0, len(self._hosts), stride):
             counts = self._greedy_from(start)
@@ -236,7 +232,7 @@ class _Packing:
         return [tuple(row) for row in counts]
 
     def _interleaved(self) -> list[int]:
-        """Return the roles of the replicas, large ones first, and in proportion."""
+        """Return roles of the replicas, large first, interleaved in proportion."""
         order = [
             (-self._demands[r].gpus, (number + 0.5) / count, r)
             for r, count in enumerate(self._counts)
@@ -245,7 +241,7 @@ class _Packing:
         return [r for _, _, r in sorted(order)]
 
     def _cost_of(self, counts: Sequence[Sequence[int]]) -> float:
-        """Return the seconds a byte over all pairs with a new replica."""
+        """Return seconds a byte over all pairs with a new replica."""
         cost = 0.0
         for h, row in enumerate(counts):
             for r, count in enumerate(row):
@@ -258,7 +254,7 @@ class _Packing:
         return cost
 
     def _offer(self, counts: Sequence[tuple[int, ...]], cost: float) -> None:
-        """Take a placement where it is cheaper, or as cheap on fewer hosts."""
+        """Keep a placement if cheaper, or equally cheap on fewer hosts."""
         used = sum(any(row) for row in counts)
         if (cost, used) < self._best_cost:
             self._best, self._best_cost = list(counts), (cost, used)
@@ -273,12 +269,10 @@ class _Packing:
         cost: float,
         taken: list[tuple[int, ...]],
     ) -> None:
-        """Try all counts on host `h`, given those on the hosts before it.
+        """Try all counts on host `h`, after those `taken` on earlier hosts.
 
-        Args:
-            left: replicas of each role that are still to be placed.
-            sums: seconds a byte from a replica of each role on each host to all placed ones.
-            taken: counts on the hosts before.
+        `left`: replicas of each role still to place; `sums`: seconds a byte from each role and host
+        to all placed.
         """
         if not any(left):
             self._offer([*taken, *[(0,) * len(left)] * (len(self._hosts) - h)], cost)
@@ -298,7 +292,7 @@ class _Packing:
     def _with(
         self, h: int, counts: tuple[int, ...], sums: list[list[float]], cost: float
     ) -> tuple[list[list[float]], float]:
-        """Return sums and cost with so many replicas of each role on host `h`."""
+        """Return sums and cost after placing these counts on host `h`."""
         sums = list(sums)
         for r, count in enumerate(counts):
             if not count:
@@ -313,7 +307,7 @@ class _Packing:
     def _lower_bound(
         self, h: int, left: tuple[int, ...], sums: list[list[float]], cost: float
     ) -> float:
-        """Return what the rest costs at least: each replica where it is cheapest to the placed."""
+        """Return a lower bound of the rest: each replica where cheapest to the placed ones."""
         for r, count in enumerate(left):
             if not count:
                 continue
@@ -323,7 +317,7 @@ class _Packing:
         return cost * (1.0 - 1e-12)
 
     def _holds(self, h: int, left: tuple[int, ...]) -> bool:
-        """Whether the rest may still fit on the hosts from `h` on."""
+        """True if the rest may still fit on hosts from `h` on."""
         return all(
             count <= _room_of(demand, self._hosts[h:], self._free[h:])
             for demand, count in zip(self._demands, left, strict=True)
@@ -350,7 +344,7 @@ def _room_of(demand: RoleDemand, nodes: Sequence[Node], free: Sequence[int]) -> 
 
 
 def free_gpus(nodes: Sequence[Node], replicas: Sequence[Replica]) -> dict[str, int]:
-    """Return the GPUs of each host that no replica has."""
+    """Return free GPUs by host."""
     used: Counter[str] = Counter()
     for replica in replicas:
         used[replica.host] += replica.gpus

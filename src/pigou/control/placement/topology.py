@@ -1,4 +1,4 @@
-"""Topology: nodes with their labels, how far they are apart, and what a byte costs on the way."""
+"""Topology: nodes and labels, distances, and KV transfer cost per byte."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pigou.request import Location
 
 
 class TopologyLevel(StrEnum):
-    """A level of the topology, from the narrowest; nodes with one label there are a domain."""
+    """A topology level, narrowest first; nodes with the same label form a domain."""
 
     HOST = "host"
     RACK = "rack"
@@ -21,7 +21,7 @@ class TopologyLevel(StrEnum):
 
 
 class Distance(IntEnum):
-    """Distance class of two locations: the narrowest level that they share, or none."""
+    """Distance class: the narrowest level shared by two locations."""
 
     HOST = 0
     RACK = 1
@@ -30,11 +30,7 @@ class Distance(IntEnum):
 
 
 def read_location(text: str) -> Location:
-    """Read `host=H[,rack=R][,zone=Z]`; empty for an unknown location.
-
-    Raises:
-        ConfigError: a label is not understood, or there are no host and others.
-    """
+    """Read `host=H[,rack=R][,zone=Z]`, empty for unknown; raises ConfigError otherwise."""
     labels: dict[str, str] = {}
     for item in filter(None, text.split(",")):
         name, _, value = item.partition("=")
@@ -49,7 +45,7 @@ def read_location(text: str) -> Location:
 
 
 def distance(a: Location, b: Location) -> Distance:
-    """Return the distance class of two locations; a missing label is shared with nobody."""
+    """Return the distance class; a missing label matches nothing."""
     if a.host and a.host == b.host:
         return Distance.HOST
     if a.zone == b.zone:
@@ -61,10 +57,9 @@ def distance(a: Location, b: Location) -> Distance:
 
 
 def known_distance(a: Location, b: Location) -> Distance:
-    """Return the distance class as far as labels tell: within a rack where they tell nothing.
+    """Return the distance class as far as labels tell, else within a rack.
 
-    Placement takes a missing label for far. A router that did so would avoid links that it has
-    never measured.
+    For routing: treating missing labels as far would avoid links that were never measured.
     """
     level = distance(a, b)
     if level is Distance.ZONE and not (a.rack and b.rack):
@@ -73,7 +68,7 @@ def known_distance(a: Location, b: Location) -> Distance:
 
 
 def domain(location: Location, level: TopologyLevel) -> str:
-    """Return the name of the domain that a location is in; empty where it lacks the label."""
+    """Return the domain name of a location; empty without the label."""
     if level is TopologyLevel.HOST:
         return location.host
     if level is TopologyLevel.ZONE:
@@ -82,10 +77,10 @@ def domain(location: Location, level: TopologyLevel) -> str:
 
 
 class DistanceCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Seconds that a byte of KV takes by distance class, before any transfer was measured.
+    """Default KV seconds a byte by distance class, before measurements.
 
-    The defaults are 200 GB/s within a host, 400 Gbit/s within a rack, a fourth of that between
-    racks of a zone, and 10 Gbit/s between zones.
+    200 GB/s within a host, 400 Gbit/s within a rack, a fourth between racks, 10 Gbit/s between
+    zones.
     """
 
     host: float = 5e-12
@@ -107,19 +102,19 @@ class DistanceCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         return self.host, self.rack, self.zone, self.remote
 
     def seconds(self, a: Location, b: Location) -> float:
-        """Return the seconds that a byte takes from one location to another."""
+        """Return seconds a byte between two locations."""
         return self.by_class[distance(a, b)]
 
 
 class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A machine that workers can be placed on; labels are empty where it has none."""
+    """A machine for workers; absent labels are empty."""
 
     host: str
     rack: str = ""
     zone: str = ""
     gpus: int = 0
     kind: str = ""
-    labels: Mapping[str, str] = {}  # further ones
+    labels: Mapping[str, str] = {}
 
     def __post_init__(self) -> None:
         if not self.host or self.gpus < 0:
@@ -129,12 +124,12 @@ class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     @property
     def location(self) -> Location:
-        """Its labels of the topology."""
+        """Its topology labels."""
         return Location(self.host, self.rack, self.zone)
 
 
 def label_warning(nodes: Iterable[Node]) -> str:
-    """Return what nodes without labels mean for placement; empty where all have rack and zone."""
+    """Return a warning about nodes without rack or zone labels; empty if all have both."""
     lacking = sorted(node.host for node in nodes if not (node.rack and node.zone))
     if not lacking:
         return ""

@@ -1,4 +1,4 @@
-"""Actuation: a planner's actions are carried out, or refused in the same words everywhere."""
+"""Actuation: carries out a planner's actions, or refuses them in the same words everywhere."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from pigou.control.planner.messages import (
 )
 from pigou.windows.planner_window import WorkerState
 
-#: Failed starts in a row after which a worker counts as one that cannot start.
+#: Failed starts in a row after which a worker counts as unplaceable.
 UNPLACEABLE = 3
 
 
 @dataclass(frozen=True, slots=True)
 class ManagedWorker:
-    """A worker of a fleet that changes."""
+    """A worker of a changing fleet."""
 
     id: str  # unique in the fleet
     pool: str
@@ -32,10 +32,7 @@ class ManagedWorker:
 
 
 class ManagedFleet(Protocol):
-    """A fleet whose workers can be added, drained, flipped and removed.
-
-    A change is ordered by these calls, and goes on after they return.
-    """
+    """A fleet whose workers can be added, drained, flipped and removed; calls only order it."""
 
     @property
     def size(self) -> int:
@@ -44,65 +41,58 @@ class ManagedFleet(Protocol):
 
     @property
     def pools(self) -> Collection[str]:
-        """Names of the pools, those without workers too."""
+        """Names of all pools, empty ones included."""
         ...
 
     def worker(self, id: str) -> ManagedWorker | None:
-        """Return a worker that is not gone; None where there is none of that id."""
+        """Return a present worker; None for an unknown id."""
         ...
 
     def is_last_decoder(self, id: str) -> bool:
-        """Whether a worker decodes, and no other one of its model that is ready does."""
+        """True if it is the only ready decode worker of its model."""
         ...
 
     def start_refusal(self, pool: str) -> str:
-        """Return why no further worker of a pool can be started now; empty where one can."""
+        """Return why a pool cannot start another worker; empty if it can."""
         ...
 
     def flip_refusal(self, id: str, pool: str) -> str:
-        """Return why a worker cannot serve in another pool; empty where it can.
-
-        It is not asked whether the worker is ready, or the last one that decodes.
-        """
+        """Return why a worker cannot serve in another pool, its state aside; empty if it can."""
         ...
 
     def decodes(self, pool: str) -> bool:
-        """Whether workers of a pool decode."""
+        """True if a pool's workers decode."""
         ...
 
     def limits_refusal(self, pool: str) -> str:
-        """Return why limits of a pool's workers cannot change while they run; empty if they can."""
+        """Return why a pool's limits cannot change at runtime; empty if they can."""
         ...
 
     def set_limits(
         self, pool: str, max_seqs: int | None, max_batched_tokens: int | None, now: int
     ) -> None:
-        """Let each worker of a pool run no more at once; None leaves a limit as it is."""
+        """Set the limits of each worker of a pool; None keeps one."""
         ...
 
     def add(self, pool: str, now: int) -> str:
-        """Order one more worker of a pool; return its id."""
+        """Order another worker; return its id."""
         ...
 
     def drain(self, id: str, now: int) -> None:
-        """Let a ready worker end what it has, then go."""
+        """Let a ready worker finish its requests, then leave."""
         ...
 
     def remove(self, id: str, now: int) -> None:
-        """Let a worker go at once; what runs there goes elsewhere."""
+        """Remove a worker at once; its requests move."""
         ...
 
     def flip(self, id: str, pool: str, now: int) -> None:
-        """Let a ready worker drain, then serve in another pool."""
+        """Drain a ready worker, then let it serve in another pool."""
         ...
 
 
 def carry_out(action: Action, fleet: ManagedFleet, now: int, max_workers: int = 0) -> str:
-    """Carry out an action of a planner; return why not, empty where it was.
-
-    Args:
-        max_workers: of the fleet, in all states; 0 for no limit.
-    """
+    """Carry out an action; return why not, or "". `max_workers` of 0 is no limit."""
     match action:
         case AddWorkers(pool, count):
             return add_workers(fleet, pool, count, now, max_workers)
@@ -121,15 +111,11 @@ def carry_out(action: Action, fleet: ManagedFleet, now: int, max_workers: int = 
 def tenants_limit(
     max_workers: int, wanted: int, work: Mapping[str, float], weights: Mapping[str, float]
 ) -> int:
-    """Return how many of the `wanted` workers a planner may have for the load of its tenants.
+    """Return how many of the `wanted` workers a planner may have for its tenants' load.
 
-    Tenant t has a part d_t of the load, and a share s_t of the M = `max_workers`: its weight over
-    those of all tenants that have a weight or a load. For its part of N = `wanted` workers it
-    gets at most its share: ceil(sum of min(N d_t, M s_t)).
-
-    Args:
-        work: recent load by tenant, in any unit.
-        weights: by tenant; 1 for the others.
+    Tenant t has a part d_t of the load and a share s_t (by weight, 1 by default) of the M =
+    `max_workers`. Of N = `wanted` workers it gets at most its share: ceil(sum of min(N d_t, M
+    s_t)). `work` is the recent load by tenant, in any unit.
     """
     tenants = {name: weights.get(name, 1.0) for name in (*weights, *work)}
     total, load = sum(tenants.values()), sum(work.values())
@@ -143,7 +129,7 @@ def tenants_limit(
 
 
 def add_workers(fleet: ManagedFleet, pool: str, count: int, now: int, max_workers: int = 0) -> str:
-    """Start workers, as many as there is room for; return why not all, empty where all were."""
+    """Start up to `count` workers as room allows; return why not all, or ""."""
     if pool not in fleet.pools:
         return f"there is no pool {pool!r}"
     room = max(max_workers - fleet.size, 0) if max_workers else count
@@ -157,7 +143,7 @@ def add_workers(fleet: ManagedFleet, pool: str, count: int, now: int, max_worker
 
 
 def set_operating_point(fleet: ManagedFleet, point: SetOperatingPoint, now: int) -> str:
-    """Change limits of a pool's workers; return why not, empty where it is done."""
+    """Change a pool's limits; return why not, or ""."""
     if point.pool not in fleet.pools:
         return f"there is no pool {point.pool!r}"
     for name in ("max_seqs", "max_batched_tokens"):
@@ -171,7 +157,7 @@ def set_operating_point(fleet: ManagedFleet, point: SetOperatingPoint, now: int)
 
 
 def drain_worker(fleet: ManagedFleet, id: str, now: int) -> str:
-    """Drain a ready worker; return why not, empty where it is done."""
+    """Drain a ready worker; return why not, or ""."""
     if refusal := drain_refusal(fleet, id):
         return refusal
     fleet.drain(id, now)
@@ -179,7 +165,7 @@ def drain_worker(fleet: ManagedFleet, id: str, now: int) -> str:
 
 
 def drain_refusal(fleet: ManagedFleet, id: str) -> str:
-    """Return why a worker cannot be drained now; empty where it can."""
+    """Return why a worker cannot be drained now, or ""."""
     worker = fleet.worker(id)
     if worker is None or worker.state is not WorkerState.READY:
         return f"{id} is not ready"
@@ -187,7 +173,7 @@ def drain_refusal(fleet: ManagedFleet, id: str) -> str:
 
 
 def remove_worker(fleet: ManagedFleet, id: str, now: int) -> str:
-    """Remove a worker at once; return why not, empty where it is done."""
+    """Remove a worker at once; return why not, or ""."""
     if refusal := removal_refusal(fleet, id):
         return refusal
     fleet.remove(id, now)
@@ -195,12 +181,12 @@ def remove_worker(fleet: ManagedFleet, id: str, now: int) -> str:
 
 
 def removal_refusal(fleet: ManagedFleet, id: str) -> str:
-    """Return why a worker cannot go at once; empty where it can."""
+    """Return why a worker cannot be removed at once, or ""."""
     return _last_refusal(fleet, id) if fleet.worker(id) is not None else f"{id} is not there"
 
 
 def flip_worker(fleet: ManagedFleet, id: str, pool: str, now: int) -> str:
-    """Flip a ready worker into another pool; return why not, empty where it is done."""
+    """Flip a ready worker into another pool; return why not, or ""."""
     if refusal := flip_refusal(fleet, id, pool):
         return refusal
     fleet.flip(id, pool, now)
@@ -208,7 +194,7 @@ def flip_worker(fleet: ManagedFleet, id: str, pool: str, now: int) -> str:
 
 
 def flip_refusal(fleet: ManagedFleet, id: str, pool: str) -> str:
-    """Return why a worker cannot change to another pool now; empty where it can."""
+    """Return why a worker cannot be flipped now, or ""."""
     worker = fleet.worker(id)
     if worker is None or worker.state is not WorkerState.READY:
         return f"{id} is not ready"

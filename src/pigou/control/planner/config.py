@@ -1,4 +1,4 @@
-"""What a planner is configured with, in simulation and on a running fleet."""
+"""Planner configuration, for simulation and running fleets."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from pigou.config import ConfigError
 from pigou.config_option import option
 from pigou.objectives import Objectives, Slo, WorkloadClass, latency_s
 
-#: Stands for a fleet that no planner changes.
+#: Name for a fleet without a planner.
 NO_PLANNER = "none"
-#: Longest wait that is taken for meant, in seconds.
+#: Longest accepted wait, in seconds.
 MAX_SECONDS = 366 * 86400
 _MAX_WORKERS = 10_000
 
 
 class RequestClassConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A class of requests, and its objective; latencies as `latency_s` reads them."""
+    """A class of requests and its objective; latencies as `latency_s` reads them."""
 
     name: str
     ttft: float | str = math.inf
     itl: float | str = math.inf
-    tpot: float | str = math.inf  # another name of `itl`
-    percentile: float = 95.0  # per cent of its requests that shall be inside both
-    weight: float = 1.0  # what a second of its delay counts for
-    header: str = ""  # `name=value` of an HTTP header of its requests; "" for any
-    key: str = ""  # tenant of its requests; "" for any
+    tpot: float | str = math.inf  # alias of `itl`
+    percentile: float = 95.0  # per cent of requests that shall be inside both
+    weight: float = 1.0  # of a second of delay
+    header: str = ""  # `name=value` of an HTTP header; "" for any
+    key: str = ""  # tenant; "" for any
     model: str = ""
-    min_prompt_tokens: int = 0  # range of its prompts, both ends counted
+    min_prompt_tokens: int = 0  # inclusive range
     max_prompt_tokens: int = 2**62
 
     def __post_init__(self) -> None:
@@ -38,7 +38,7 @@ class RequestClassConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
     @property
     def workload_class(self) -> WorkloadClass:
-        """As a planner is told of it."""
+        """The class in the planner's form."""
         if math.inf not in (self.itl, self.tpot):
             raise ConfigError(f"class {self.name}: itl and tpot are one objective; give one")
         name, equals, value = self.header.partition("=")
@@ -61,7 +61,7 @@ class RequestClassConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
 
 class PlannerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The objective of a fleet, and the planner that changes the fleet for it."""
+    """The objective of a fleet, and the planner that scales for it."""
 
     slo: Annotated[
         str,
@@ -144,7 +144,7 @@ class PlannerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     @property
     def plans(self) -> bool:
-        """Whether there is a planner."""
+        """True if there is a planner."""
         return bool(self.planner["planner"] != NO_PLANNER)
 
     @property
@@ -157,7 +157,7 @@ class PlannerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     @property
     def workload_classes(self) -> tuple[WorkloadClass, ...]:
-        """What `classes` says."""
+        """`classes` in the planner's form."""
         return tuple(config.workload_class for config in self.classes)
 
     @property
@@ -167,6 +167,6 @@ class PlannerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 def check_wait(name: str, value: float, unit: int = 1) -> None:
-    """Refuse a wait of so many parts of a second that is below 0, or of more than a year."""
+    """Raise ConfigError for a wait below 0 or over a year."""
     if not 0.0 <= value <= MAX_SECONDS * unit:
         raise ConfigError(f"{name} is {value}; it must be 0 to {MAX_SECONDS * unit} (a year)")

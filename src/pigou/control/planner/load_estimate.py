@@ -1,4 +1,4 @@
-"""The load of a model, estimated over windows: its rate, its trend, and what requests are like."""
+"""Load of a model, estimated over windows: rate, trend and request lengths."""
 
 from __future__ import annotations
 
@@ -12,28 +12,26 @@ from pigou.control.planner.predictors.arrivals import ArrivalParams, ArrivalRate
 from pigou.performance.speed import RequestMix
 from pigou.windows.planner_window import LoadWindow
 
-#: Bins that a trend is looked for in, and the fewest.
+#: Bins of a trend, and the fewest.
 _TREND_BINS, _MIN_TREND_BINS = 36, 8
-#: Standard errors by which a slope, or a change of lengths in two windows in a row, must show.
+#: Standard errors by which a slope, or two windows' change of lengths, must show.
 _ERRORS = 3.0
-#: Highest growth that is expected until a start is ready.
+#: Highest growth extrapolated over a start-up.
 _MAX_GROWTH = 2.0
-#: Windows, or arrivals, before a first plan.
+#: Windows, or arrivals, before the first plan.
 _FIRST_BINS, _FIRST_ARRIVALS = 3, 100
-#: Output tokens of a request before one has ended.
+#: Output tokens assumed before a request ends.
 _FIRST_OSL = 256.0
-#: Seconds after which the lengths of a request count for 1 / e.
+#: Time constant of request lengths, in seconds.
 _MIX_S = 120.0
-#: Arrivals that the gaps of a Poisson process count for.
+#: Weight of the Poisson prior on interarrival times, in arrivals.
 _POISSON_ARRIVALS = 30.0
 
 
 class LoadEstimate:
-    """Estimates requests a second, their trend and their lengths.
+    """Estimates rate, trend and lengths of requests over windows of `seconds`.
 
-    Args:
-        seconds: of a window.
-        lag_s: seconds until a start is ready, to which a trend is followed.
+    A trend is extrapolated over `lag_s`, the seconds until a start is ready.
     """
 
     def __init__(self, seconds: float, lag_s: float) -> None:
@@ -46,14 +44,14 @@ class LoadEstimate:
 
     @property
     def rps(self) -> float:
-        """Requests a second, as estimated."""
+        """Estimated requests a second."""
         return self.rate.rate.mean
 
     @property
     def mix(self) -> RequestMix | None:
-        """What requests are like now; None while none was seen.
+        """The current request mix; None before the first.
 
-        Gaps of few arrivals scatter at random: they count as Poisson's until more were seen.
+        Few interarrival times scatter widely, so they are shrunk towards Poisson.
         """
         if self._mix is None:
             return None
@@ -62,24 +60,19 @@ class LoadEstimate:
 
     @property
     def is_known(self) -> bool:
-        """Whether arrivals, and the lengths of a request, were seen."""
+        """True if arrivals and lengths were seen."""
         return self._mix is not None and self.rate.ready
 
     @property
     def is_enough(self) -> bool:
-        """Whether enough was seen for a first plan."""
+        """True if enough was seen for a first plan."""
         seen = len(self._counts) >= _FIRST_BINS or sum(self._counts) >= _FIRST_ARRIVALS
         return self.is_known and seen
 
     def observe(
         self, arrivals: float | None, seconds: float, load: LoadWindow | None
     ) -> float | None:
-        """Take in one window; return its arrivals in a window of usual length.
-
-        Args:
-            arrivals: requests of the window; None for a hole, which changes nothing.
-            load: their lengths; None for a hole.
-        """
+        """Take in a window; return its arrivals scaled to the usual length. None is a hole."""
         if load is not None and arrivals:
             self._learn_mix(load)
         self.rate.observe_bin(arrivals, seconds)
@@ -106,14 +99,10 @@ class LoadEstimate:
         self._mix = self._mean_mix(self._mix or new, new, float(load.arrivals or 0), ended)
 
     def _mean_mix(self, old: RequestMix, new: RequestMix, count: float, ended: float) -> RequestMix:
-        """Return the moving mean of mixes over requests; it begins anew where lengths changed.
+        """Return the moving mean of mixes by requests; restarts where lengths changed.
 
-        They have when the lengths of two windows in a row lie 3 standard errors of their mean from
-        it, on the same side. Without a known variance that of an exponential distribution is taken.
-
-        Args:
-            count: requests that came in the window, whose prompts are known.
-            ended: requests that ended in it, whose outputs are known.
+        They changed when two windows in a row lie 3 standard errors off on the same side
+        (exponential variance where unknown). `count` requests came and `ended` ended in the window.
         """
         keep = math.exp(-self.seconds / _MIX_S)
         changes = (new.isl / old.isl - 1.0, new.osl / old.osl - 1.0)
@@ -140,11 +129,10 @@ class LoadEstimate:
         )
 
     def trend(self) -> float:
-        """Return the rate at the lag's end if it grows along a line; else 0.
+        """Return the rate at the lag's end if it grows linearly; else 0.
 
-        Square roots of counts (Anscombe 1948) are fitted by a line and by a step at the best bin.
-        The line counts only where it fits better than the step, and its slope is 3 standard errors
-        above 0: a step is no trend, and is not extrapolated.
+        A line and the best step are fitted to square roots of counts (Anscombe 1948). The line
+        counts only where it fits better than the step and its slope is 3 standard errors above 0.
         """
         bins = len(self._counts)
         if bins < _MIN_TREND_BINS:

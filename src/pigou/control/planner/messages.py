@@ -1,4 +1,4 @@
-"""What a planner returns: actions, and decisions that explain them."""
+"""Planner output: actions, and decisions that explain them."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from pigou.request import Role
 
 
 class AddWorkers(Message, frozen=True):
-    """Start `count` more workers in a pool, at least 1."""
+    """Start `count` (at least 1) more workers in a pool."""
 
     pool: str
     count: int
 
 
 class DrainWorker(Message, frozen=True):
-    """A ready worker takes nothing new, ends or migrates its streams, then goes."""
+    """A ready worker takes nothing new, finishes or migrates its streams, then leaves."""
 
     worker: str
 
 
 class RemoveWorker(Message, frozen=True):
-    """A worker goes at once: one that has not started, or cannot."""
+    """Remove a worker at once: one that has not started, or cannot."""
 
     worker: str
 
 
 class FlipRole(Message, frozen=True):
-    """A ready worker drains, then serves in another pool of its model and width."""
+    """Drain a ready worker, then let it serve in another pool of its model and width."""
 
     worker: str
     role: Role
@@ -38,18 +38,18 @@ class FlipRole(Message, frozen=True):
 
 
 class RebalancePool(Message, frozen=True):
-    """One worker is full while its pool is not: the router shall spare it. Advice, no order."""
+    """Advise the router to spare a worker that is full while its pool is not."""
 
     pool: str
     worker: str
 
 
 class SetOperatingPoint(Message, frozen=True, kw_only=True):
-    """Limits of each worker of a pool; None leaves one as it is."""
+    """Set limits of each worker of a pool; None keeps one."""
 
     pool: str
-    max_seqs: int | None = None  # most requests that run at once on one worker
-    max_batched_tokens: int | None = None  # most tokens of one step
+    max_seqs: int | None = None  # most running requests per worker
+    max_batched_tokens: int | None = None  # most tokens per step
 
 
 Action: TypeAlias = (
@@ -61,46 +61,46 @@ Action: TypeAlias = (
 
 
 class LoadForecast(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The load of a model that was planned for."""
+    """The load of a model that the plan is for."""
 
     model: str
-    rps: float  # requests a second, as observed
-    planned_rps: float  # that the plan is made for, at the time when a start would be ready
+    rps: float  # observed requests a second
+    planned_rps: float  # planned for, at the time a start would be ready
     low_rps: float  # interval of the forecast
     high_rps: float
-    isl: float  # mean tokens of prompt and output
+    isl: float  # mean prompt and output tokens
     osl: float
-    hit_rate: float = 0.0  # share of prompt tokens that is cached
+    hit_rate: float = 0.0  # cached share of prompt tokens
 
 
 class PoolPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What was decided for one pool, and why; None where the planner has no model of it."""
+    """Decision for one pool, and why; None where the planner has no model."""
 
     pool: str
-    ready: int  # workers that serve
-    pending: int  # workers on their way, which count as supply
-    wanted: int  # workers that it should have
-    # requests a second that `wanted` workers serve inside the objective.
+    ready: int  # serving workers
+    pending: int  # workers on their way, counted as supply
+    wanted: int
+    # requests a second that `wanted` workers serve inside the objective
     capacity_rps: float | None = None
     ttft_s: float | None = None  # predicted for `wanted`, at the objective's percentile
     itl_s: float | None = None
-    utilisation: float | None = None  # share of time that its servers are busy then
+    utilisation: float | None = None  # predicted busy share
     value: float | None = None  # of one more worker: weighted seconds of delay saved a second
-    price: float | None = None  # of one more worker: the same unit, by the price of its GPU-seconds
+    price: float | None = None  # of one more worker's GPU-seconds, in the same unit
 
 
 class Alternative(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A move that was weighed."""
+    """A move that was considered."""
 
     move: str  # in words, as `add 1 decode`
-    value: float  # weighted seconds of delay that it saves a second; negative where it costs
-    price: float  # of GPU-seconds, of the move and of the prefix cache lost, the same unit
-    chosen: bool = False  # whether it was made
+    value: float  # weighted seconds of delay saved a second; negative if it costs
+    price: float  # of GPU-seconds and the lost prefix cache, in the same unit
+    chosen: bool = False
     reason: str = ""  # why, or why not
 
     @property
     def net(self) -> float:
-        """Value less price."""
+        """Value minus price."""
         return self.value - self.price
 
 
@@ -109,10 +109,9 @@ class PlannerDecision(Message, frozen=True, kw_only=True):
 
     now_ns: int  # time of the tick
     planner: str
-    actions: tuple[Action, ...] = ()  # to be done now, in this order
-    forecasts: tuple[LoadForecast, ...] = ()  # one a model that has a load
+    actions: tuple[Action, ...] = ()  # to be carried out now, in order
+    forecasts: tuple[LoadForecast, ...] = ()  # one per loaded model
     pools: tuple[PoolPlan, ...] = ()
-    alternatives: tuple[Alternative, ...] = ()  # moves that were weighed, those made first
-    # of the budget, weighted seconds of delay a GPU-second; 0 where it is slack.
-    shadow_price: float = 0.0
-    reasons: tuple[str, ...] = ()  # sentences for the operator, alerts too
+    alternatives: tuple[Alternative, ...] = ()  # considered moves, chosen ones first
+    shadow_price: float = 0.0  # of the budget: weighted seconds of delay per GPU-second; 0 if slack
+    reasons: tuple[str, ...] = ()  # sentences for the operator, alerts included

@@ -1,4 +1,4 @@
-"""What a planner is, what it is made of, and its entry point."""
+"""The planner protocol, its setup, and its entry point."""
 
 from __future__ import annotations
 
@@ -30,13 +30,12 @@ class PlannerSetup:
     classes: tuple[WorkloadClass, ...] = ()
     budget: Budget = field(default_factory=Budget)  # limits of the fleet
     times: ProvisioningTimes = field(default_factory=ProvisioningTimes)
-    # of each pool by its name, as measured; a planner that needs one learns it where it is absent,
-    # or refuses.
+    # measured, by pool name; where absent, planners learn it or refuse
     performance: Mapping[str, PerformanceModel] = field(default_factory=dict)
-    seed: int = 0  # of the planner's random draws, for one that has any
+    seed: int = 0  # of the planner's random draws
 
     def class_of(self, workload: str, model: str = "") -> WorkloadClass:
-        """Return the class of this name; the one of everybody else where there is none."""
+        """Return the class of this name, or the default class."""
         for workload_class in self.classes:
             if workload_class.name == workload and workload_class.model in ("", model):
                 return workload_class
@@ -44,32 +43,28 @@ class PlannerSetup:
 
 
 class Planner(Protocol):
-    """A state machine that says how many workers each pool should have.
+    """State machine that sizes pools; made as `Name(setup, params)`.
 
-    It is made as `Name(setup, params)`. `Params` is a frozen `msgspec.Struct` with defaults;
-    a planner honours each of its parameters, and refuses others.
+    `Params` is a frozen `msgspec.Struct` with defaults; each parameter is honoured, others are
+    refused.
     """
 
     name: ClassVar[str]
     Params: ClassVar[type[msgspec.Struct]]
 
     def observe(self, window: PlannerWindow) -> None:
-        """Note what one interval showed. Intervals come in order and do not overlap."""
+        """Take in one interval. Intervals come in order and do not overlap."""
         ...
 
     def tick(self, now_ns: int) -> PlannerDecision:
-        """Return what to do now; no actions without a window since the last tick."""
+        """Return the decision; no actions without a window since the last tick."""
         ...
 
 
 def load(
     name: str, setup: PlannerSetup | None = None, params: Mapping[str, Any] | None = None
 ) -> Planner:
-    """Return a new planner by its name in the entry point group `pigou.planner`.
-
-    Raises:
-        ConfigError: there is none of that name, it has no such parameter, or a value does not fit.
-    """
+    """Return a planner by its name in `pigou.planner`; raises ConfigError for a bad parameter."""
     kind = named(GROUP, name, "planner")
     values = dict(params or {})
     known = kind.Params.__struct_fields__
@@ -83,43 +78,39 @@ def load(
 
 
 class PoolProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a worker of a pool measured of itself."""
+    """A worker's measurements of itself."""
 
     prefill: tuple[tuple[float, float], ...]  # (prompt tokens, seconds alone), at least one
-    # (streams, tokens that each holds, seconds between tokens), at least one.
+    # (streams, tokens each holds, ITL in seconds), at least one
     decode: tuple[tuple[float, float, float], ...]
-    kv_tokens: float = math.inf  # that it can hold; infinity where it did not say
-    max_seqs: int = 256  # most streams of it
+    kv_tokens: float = math.inf  # KV capacity; infinity if unknown
+    max_seqs: int = 256  # most streams
 
     @property
     def performance(self) -> PerformanceModel:
-        """The performance model that follows."""
+        """The performance model of these points."""
         return PerformanceModel.from_points(
             self.prefill, self.decode, self.kv_tokens, self.max_seqs
         )
 
 
 class PlannerStarted(Message, frozen=True, kw_only=True):
-    """All that a planner is made of: `make` makes the same one again."""
+    """Everything that makes a planner, for the journal; `make` makes it again."""
 
-    planner: str  # its name under `pigou.planner`
+    planner: str  # name in `pigou.planner`
     params: dict[str, Any] = msgspec.field(default_factory=dict)
     slo: Slo = msgspec.field(default_factory=Slo)
     classes: tuple[WorkloadClass, ...] = ()
     budget: Budget = msgspec.field(default_factory=Budget)
     times: ProvisioningTimes = msgspec.field(default_factory=ProvisioningTimes)
-    # of pools, by name; speeds of the others are learned.
+    # by pool; other speeds are learned
     profiles: dict[str, PoolProfile] = msgspec.field(default_factory=dict)
-    tables: SweepTables | None = None  # of `pigou sweep`; they go before profiles
+    tables: SweepTables | None = None  # of `pigou sweep`; override profiles
     roles: dict[str, Role] = msgspec.field(default_factory=dict)
     seed: int = 0
 
     def make(self) -> Planner:
-        """Return the planner.
-
-        Raises:
-            ConfigError: there is none of that name, or a parameter is refused.
-        """
+        """Return the planner; raises ConfigError for a bad name or parameter."""
         performance = {name: profile.performance for name, profile in self.profiles.items()}
         if self.tables is not None:
             performance = {name: self.tables.performance(r) for name, r in self.roles.items()}
@@ -135,13 +126,13 @@ class PlannerStarted(Message, frozen=True, kw_only=True):
 
 
 def decide(planner: Planner, window: PlannerWindow) -> PlannerDecision:
-    """Let a planner observe a window, and return what it decides at its end."""
+    """Let a planner observe a window; return its decision at the window's end."""
     planner.observe(window)
     return planner.tick(window.now_ns)
 
 
 def writable(value: Any) -> Any:
-    """Return builtins of a message in which numbers that are not finite are strings."""
+    """Return a message as builtins, non-finite numbers as strings."""
     return _finite(msgspec.to_builtins(value))
 
 

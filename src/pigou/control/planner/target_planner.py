@@ -1,4 +1,4 @@
-"""Planners that want a number of workers of each pool: their base, and pools of a fixed size."""
+"""Planners with a target number of workers per pool: their base, and the static planner."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pigou.objectives import Budget
 from pigou.request import SECOND, Role
 from pigou.windows.planner_window import PlannerWindow, PoolWindow, WorkerState, WorkerWindow
 
-#: Of an interval, that a tick may be early.
+#: Share of an interval that a tick may be early.
 _EARLY = 0.01
 
 
@@ -40,13 +40,13 @@ class WindowHistory:
         return len(self._windows)
 
     def add(self, window: PlannerWindow) -> None:
-        """Add the newest window; those that began before the span are dropped."""
+        """Add the newest window; drop those that began before the span."""
         self._windows.append(window)
         while len(self._windows) > 1 and self._windows[0].now_ns <= window.now_ns - self._ns:
             self._windows.popleft()
 
     def mean(self, value: Callable[[PlannerWindow], float | None]) -> float | None:
-        """Return the mean of a value over the windows, by their seconds; None without one."""
+        """Return a value's mean weighted by window seconds; None if unknown."""
         pairs = [(value(window), window.seconds) for window in self._windows]
         known = [(v, seconds) for v, seconds in pairs if v is not None and math.isfinite(v)]
         total = sum(seconds for _, seconds in known)
@@ -54,20 +54,15 @@ class WindowHistory:
 
 
 class TargetPlanner:
-    """A planner that wants a number of workers of each pool.
+    """Base of planners with a target number of workers per pool; subclasses define `_targets`.
 
-    It is carried out as a controller of replicas does: surplus workers go first (starting ones,
-    then the youngest), then workers are added in the order of the pools as the budget allows. What
-    it does not allow is dropped (Dynamo's global planner accepts or rejects). GPUs of starting and
-    draining workers count. A subclass says `_targets`.
-
-    Args:
-        history_s: seconds of windows that it remembers.
+    Acts as a replica controller: removes surplus (starting, then youngest), then adds in pool order
+    within the budget; the rest is dropped, as by Dynamo's global planner. GPUs of all states count.
     """
 
     name: ClassVar[str]
     Params: ClassVar[type[msgspec.Struct]]
-    interval_s: float = 0.0  # seconds between two decisions; ticks between them return nothing
+    interval_s: float = 0.0  # seconds between decisions; earlier ticks return nothing
 
     def __init__(self, setup: PlannerSetup, history_s: float = 0.0) -> None:
         self.setup = setup
@@ -76,16 +71,16 @@ class TargetPlanner:
         self._decided_ns: int | None = None
 
     def observe(self, window: PlannerWindow) -> None:
-        """Note what one interval showed."""
+        """Take in one interval."""
         self._window = window
         self._history.add(window)
 
     def _targets(self, window: PlannerWindow, now_ns: int) -> tuple[dict[str, int], list[str]]:
-        """Return the workers that pools shall have, by name (others stay), and reasons."""
+        """Return target workers by pool (others stay), and reasons."""
         raise NotImplementedError
 
     def tick(self, now_ns: int) -> PlannerDecision:
-        """Return what to do now."""
+        """Return the decision."""
         window, self._window = self._window, None
         if window is None or not self._is_due(now_ns):
             self._window = window
@@ -117,19 +112,14 @@ class TargetPlanner:
 
 
 def supply(pool: PoolWindow) -> int:
-    """Return the workers that serve or are on their way."""
+    """Return workers that serve or are on their way."""
     return pool.ready + pool.starting
 
 
 def carry_out(
     window: PlannerWindow, targets: Mapping[str, int], budget: Budget
 ) -> tuple[tuple[Action, ...], list[str]]:
-    """Return the actions that bring pools to their targets, and what the budget refused.
-
-    Args:
-        targets: workers by pool; a pool that is not there stays as it is.
-        budget: never exceeded, and nothing is removed below its minimum.
-    """
+    """Return actions towards the targets (workers by pool; others stay), and budget refusals."""
     actions: list[Action] = []
     reasons: list[str] = []
     used = {pool.name: pool.used_gpus for pool in window.pools}
@@ -155,7 +145,7 @@ def carry_out(
 
 
 def victims(pool: PoolWindow) -> list[WorkerWindow]:
-    """Return the workers that go first, as a ReplicaSet picks them: not ready, then youngest."""
+    """Return workers in ReplicaSet removal order: not ready, then youngest."""
     ready = sorted(pool.in_state(WorkerState.READY), key=lambda w: (-w.since_ns, w.id))
     starting = sorted(pool.in_state(WorkerState.STARTING), key=lambda w: (-w.since_ns, w.id))
     return [*starting, *ready]
@@ -164,11 +154,7 @@ def victims(pool: PoolWindow) -> list[WorkerWindow]:
 def free_gpus(
     pools: Iterable[PoolWindow], used: Mapping[str, int], pool: PoolWindow, budget: Budget
 ) -> int:
-    """Return the GPUs that a pool may still take, by the budget of all, its model and its own.
-
-    Args:
-        used: GPUs of each, by name, in all states.
-    """
+    """Return GPUs left to a pool by all budgets; `used` has GPUs by pool in all states."""
     limits = [2**31]
     if budget.max_gpus is not None:
         limits.append(budget.max_gpus - sum(used.values()))
@@ -181,13 +167,13 @@ def free_gpus(
 
 
 def known_mean(values: Iterable[float | None]) -> float | None:
-    """Return the mean of the values that are known; None without one."""
+    """Return the mean of the known values; None without any."""
     numbers = [value for value in values if value is not None and math.isfinite(value)]
     return sum(numbers) / len(numbers) if numbers else None
 
 
 def requests_of(worker: WorkerWindow) -> float | None:
-    """Return the requests that run or wait on a worker; None where neither is known."""
+    """Return running and waiting requests of a worker; None if unknown."""
     if worker.running is None and worker.waiting is None:
         return None
     return float((worker.running or 0) + (worker.waiting or 0))
@@ -196,7 +182,7 @@ def requests_of(worker: WorkerWindow) -> float | None:
 def prefill_and_decode(
     window: PlannerWindow, model: str
 ) -> tuple[PoolWindow | None, PoolWindow | None]:
-    """Return the pools of a model that prefill and decode; a pool that does both decodes."""
+    """Return the pools of a model that prefill and decode; a mixed pool decodes."""
     own = [pool for pool in window.pools if pool.model == model]
     prefill = next((pool for pool in own if pool.role is Role.PREFILL), None)
     decode = next((pool for pool in own if pool.role is not Role.PREFILL), None)
@@ -206,8 +192,8 @@ def prefill_and_decode(
 class StaticParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Parameters of `StaticPlanner`."""
 
-    workers: int = 0  # of each pool; 0 for as many as it had at first
-    repair: bool = True  # start workers anew for those that fail
+    workers: int = 0  # per pool; 0 for the initial number
+    repair: bool = True  # replace failed workers
 
     def __post_init__(self) -> None:
         if self.workers < 0:
@@ -215,9 +201,9 @@ class StaticParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class StaticPlanner(TargetPlanner):
-    """wanted = workers, or as many as there were: a fleet without autoscaling.
+    """A fleet without autoscaling: `workers` per pool, or the initial number.
 
-    Without `workers`, a pool that somebody else makes larger stays so.
+    Without `workers`, a pool that is enlarged externally stays so.
     """
 
     name: ClassVar[str] = "static"

@@ -1,1 +1,1 @@
-"""Saturation: is the fleet short of room, and since when."""
+"""Saturation: is the fleet out of capacity, and since when."""

@@ -1,4 +1,4 @@
-"""Pigou's detector: do requests wait as long as they are served, by a cumulative sum."""
+"""Pigou's detector: a CUSUM of whether requests wait as long as they are served."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ from pigou.config import ConfigError
 from pigou.control.saturation.regime import Idle, Regime, TTFTSample
 from pigou.request import SECOND
 
-#: Observations whose mean is one observation of the long-run variance.
+#: Observations per batch mean of the long-run variance.
 _BATCH = 8
-#: The first guess of that variance counts as so many batches.
+#: Weight of that variance's prior, in batches.
 _PRIOR_BATCHES = 2.0
 _BATCH_HALF_LIFE = 64.0
-#: First tokens that the mean no-queue latency is a mean over; observations, their gap and signal.
+#: Time constants, in first tokens, of the mean no-queue latency, and in observations of their gap
+#: and signal.
 _MEAN = 128.0
 _GAP = 64.0
 _SMOOTH = 4.0
-#: Observations that a change takes at least.
+#: Fewest observations of a change.
 _MIN_OBSERVATIONS = 3
-#: Residuals below this share of the mean no-queue latency are cut to it.
+#: Residuals are clipped at this share of the mean no-queue latency.
 _SMALLEST = 0.25
-#: Seconds that a first token takes at least, whatever the clock's resolution.
+#: Shortest TTFT, against the clock's resolution.
 _SHORTEST = 1e-6
-#: Relative residuals beyond this many times the running median count for less (Huber).
+#: Relative residuals count less beyond this many running medians (Huber).
 _HUBER = 3.0
 _MEDIAN_STEP = 0.05
 _SMALLEST_SPREAD = 0.01
-#: Weight of an observation above the line that may have waited: the fit is then an expectile
-#: (Newey and Powell, "Asymmetric Least Squares Estimation and Testing", 1987).
+#: Weight of an observation above the line that may have waited: an expectile (Newey and Powell,
+#: "Asymmetric Least Squares Estimation and Testing", 1987).
 _TAIL = 0.05
-#: Weight of one with no prompt ahead, in a fleet that is believed to queue.
+#: Weight of a prompt with none ahead while the fleet seems to queue.
 _DOUBTED = 0.25
-#: As many observations that surely did not wait make the others needless.
+#: Certainly unqueued observations that make the others needless.
 _ENOUGH = 8.0
 
 
 class UnloadedLaw:
-    """seconds = base + slope * tokens, both at least 0, fitted as observations come.
+    """No-queue law, online: seconds = base + slope * tokens, both at least 0.
 
-    Relative least squares with forgetting, robust by Huber's weights. A prompt with none ahead of
-    it did not wait, and counts in full. Of prompts that may have waited only the lower envelope
-    counts, and nothing once enough are known that did not. So a fleet that is saturated for long
-    does not pass its queue off as normal.
+    Relative least squares with forgetting and Huber's weights. A prompt with none ahead counts in
+    full. Of others only the lower envelope counts, and nothing once enough surely did not wait: a
+    fleet that stays saturated does not learn its queue as normal.
     """
 
     def __init__(self, half_life: float = 256.0) -> None:
@@ -59,19 +59,16 @@ class UnloadedLaw:
         self.slope = 0.0
 
     def __call__(self, tokens: float) -> float:
-        """Return the seconds that a prompt with so many uncached tokens takes; 0 when unknown."""
+        """Return seconds of a prompt with `tokens` uncached tokens; 0 if unknown."""
         return self.base + self.slope * tokens
 
     def observe(
         self, tokens: float, seconds: float, nobody_ahead: bool | None, steady: bool
     ) -> None:
-        """Take in a first token.
+        """Take in a first token after `seconds` (above 0); None for `nobody_ahead` means unknown.
 
-        Args:
-            seconds: from arrival to first token, above 0.
-            nobody_ahead: whether no prompt was ahead of it; None where that is not known.
-            steady: whether the fleet is believed not to queue. While it does, prompts with none
-                ahead count for less: other clients may send prompts to the same workers.
+        While the fleet is not `steady`, prompts with none ahead count less: other clients may use
+        the workers.
         """
         sure = nobody_ahead is True and steady
         if nobody_ahead is False and self._sure >= _ENOUGH:
@@ -106,7 +103,7 @@ class UnloadedLaw:
             if slope >= 0.0 and base >= 0.0:
                 self.base, self.slope = base, slope
                 return
-        # The optimum is on an edge of the quadrant: the one that explains more.
+        # The optimum is on the quadrant's edge that explains more.
         if square > 0.0 and product * product * count >= seconds * seconds * square:
             self.base, self.slope = 0.0, product / square
         else:
@@ -116,20 +113,18 @@ class UnloadedLaw:
 class CusumConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Parameters of `CusumDetector`; none depends on model or hardware."""
 
-    # times the mean no-queue latency at which Transition begins; 2 is where a request waits as long
-    # as it is served.
+    # Transition begins at this many mean no-queue latencies; at 2 a request waits as long as it is
+    # served
     knee: float = 2.0
-    full: float = 8.0  # times the mean no-queue latency at which Saturated begins
-    # factor on either side of a threshold that a change must reach to be worth finding (and must
-    # keep under for `arl0` to hold).
+    full: float = 8.0  # Saturated begins at this many mean no-queue latencies
+    # factor on either side of a threshold that a change must reach to be detected (and must stay
+    # under for `arl0` to hold)
     zone: float = 1.5
-    # mean nanoseconds between false alarms of a fleet at the inner edge of the zone.
+    # mean nanoseconds between false alarms at the inner edge of the zone
     arl0: int = 4 * 3600 * SECOND
-    # mean no-queue latencies that one observation is gathered over; queues come and go by
-    # themselves within a few of them.
-    span: float = 4.0
-    least_scale: float = 0.6  # least long-run standard deviation of an observation that is believed
-    half_life: float = 256.0  # requests after which the no-queue law has half forgotten one
+    span: float = 4.0  # mean no-queue latencies per observation; queues come and go within a few
+    least_scale: float = 0.6  # lower bound of an observation's long-run standard deviation
+    half_life: float = 256.0  # requests after which the no-queue law halves a weight
     idle: int = 30 * SECOND  # nanoseconds without work after which the regime is Below
 
     def __post_init__(self) -> None:
@@ -150,15 +145,13 @@ class CusumConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class CusumDetector:
-    """Sequential detection of waiting, calibrated by the fleet itself.
+    """Sequential detection of waiting, self-calibrated.
 
-    A first token gives x = log(1 + (ttft - e(tokens)) / m): e is the no-queue law (`UnloadedLaw`),
-    m its mean over the prompts that come, so e^x is 2 where a request waits as long as the mean
-    one is served. The mean of x over `span` m is an observation; `Cusum` switches at log(knee)
-    and log(full) follow it. Heights come from `arl0` and the observed rate; observations are
-    standardised by their long-run deviation while Below, from batch means. Since the thresholds
-    are multiples of what this fleet takes without a queue, nothing is calibrated by hand, and
-    prompts of any mix of lengths can be compared.
+    A first token gives x = log(1 + (ttft - e(tokens)) / m), with e the no-queue law (`UnloadedLaw`)
+    and m its mean over arriving prompts: e^x is 2 where a request waits as long as the mean one is
+    served. Means of x over `span` m drive a `Cusum` each at log(knee) and log(full). Heights follow
+    from `arl0` and the observed rate. Observations are standardised by their deviation while Below
+    (batch means).
     """
 
     Params: ClassVar[type[msgspec.Struct]] = CusumConfig
@@ -189,7 +182,7 @@ class CusumDetector:
 
     @property
     def signal(self) -> float:
-        """Recent e^x: mean no-queue latencies that a request takes to its first token."""
+        """Recent e^x: TTFT in mean no-queue latencies."""
         return math.exp(self._signal)
 
     @property
@@ -203,11 +196,7 @@ class CusumDetector:
         return self._law
 
     def update(self, now: int, sample: TTFTSample) -> Regime:
-        """Take in a first token at `now` (ns); return the regime.
-
-        Raises:
-            ValueError: its TTFT is below 0 or not finite, or it has fewer than 0 tokens.
-        """
+        """Take in a first token at `now` (ns); raises ValueError for a bad TTFT or token count."""
         if not (0 <= sample.ttft < math.inf) or sample.tokens < 0:
             raise ValueError(
                 f"ttft is {sample.ttft} s with {sample.tokens} tokens: give a finite time, and "
@@ -227,7 +216,7 @@ class CusumDetector:
         return self.regime
 
     def tick(self, now: int, waiting: int) -> Regime:
-        """Let time pass; a fleet that has been idle for `idle` is Below."""
+        """Advance time; a fleet idle for `idle` is Below."""
         self._close(now)
         if self._idle.over(now, waiting):
             self._knee.turn(False)
@@ -236,7 +225,7 @@ class CusumDetector:
         return self.regime
 
     def _close(self, now: int) -> None:
-        """Make an observation of what was gathered, once it has been gathered for long enough."""
+        """Emit an observation once its span is over."""
         if self._began is None:
             self._began = now
         took = now - self._began
@@ -255,13 +244,13 @@ class CusumDetector:
     def _switch(self, x: float) -> None:
         scale = max(math.sqrt(self._variance.value), self.config.least_scale)
         shift = self._knee.shift / scale
-        # A height under the overshoot would be a test of single observations.
+        # A height below the overshoot would test single observations.
         arl = max(self.config.arl0 / max(self._gap, 1.0), 10.0)
         height = max(cusum_threshold(arl, shift), OVERSHOOT * shift)
         knee, full = self._knee.on, self._full.on
         self._knee.update(x, scale, height)
         self._full.update(x, scale, height)
-        # A mean over the higher threshold is over the lower one.
+        # A mean above the higher threshold is above the lower one.
         if self._full.on and not full and not self._knee.on:
             self._knee.turn(True)
         elif knee and not self._knee.on and self._full.on:
@@ -269,7 +258,7 @@ class CusumDetector:
 
 
 class LongRunVariance:
-    """Variance of a batch's mean times its size, values being cut at `maximum` and at -1."""
+    """Long-run variance from batch means, with values clipped to -1..`maximum`."""
 
     def __init__(self, maximum: float, first: float = 0.5) -> None:
         self._max = maximum
@@ -300,28 +289,19 @@ OVERSHOOT = 1.166
 
 
 def cusum_threshold(arl: float, shift: float) -> float:
-    """Return the height at which a cumulative sum raises an alarm.
+    """Return the height at which Page's CUSUM of log likelihood ratios (1954) raises an alarm.
 
-    The sum is Page's ("Continuous Inspection Schemes", 1954) of log likelihood ratios, for a mean
-    that moves by `shift` standard deviations. Its average run length to a false alarm is
-
+    The mean moves by `shift` standard deviations, and the average run length to a false alarm is
         ARL0 = 2 (e^y - y - 1) / shift^2,  y = height + 1.166 shift
-
-    (Siegmund, "Sequential Analysis", 1985, section 2.6), which is solved for the height.
-
-    Args:
-        arl: ARL0, in observations.
-        shift: above 0.
-
-    Raises:
-        ValueError: `arl` is under 1, or `shift` is not above 0.
+    (Siegmund, "Sequential Analysis", 1985, section 2.6), solved for the height. `arl` is ARL0 in
+    observations. Raises ValueError for `arl` under 1 or `shift` not above 0.
     """
     if not (math.isfinite(arl) and arl >= 1):
         raise ValueError(f"arl is {arl}: give a finite number of observations, at least 1")
     if not (math.isfinite(shift) and shift > 0):
         raise ValueError(f"shift is {shift}: give a finite number above 0")
     wanted = 0.5 * arl * shift * shift
-    # Both are at or above the root, and the function is convex: Newton's steps only come down.
+    # Both start at or above the root of a convex function: Newton's steps only decrease.
     y = min(math.sqrt(2 * wanted), math.log(2 * wanted + 2))
     for _ in range(50):
         step = (math.expm1(y) - y - wanted) / math.expm1(y)
@@ -332,16 +312,11 @@ def cusum_threshold(arl: float, shift: float) -> float:
 
 
 class Cusum:
-    """A switch that follows the mean of a series across a reference, up and down.
+    """A switch that follows a series' mean across a reference, up and down.
 
-    While it is off, Page's cumulative sum of log likelihood ratios for "the mean is `shift`/2
-    above the reference, not below it by as much"; while it is on, the same sum the other way.
-    Both turn it over at the height of the caller's choice, and begin again at 0. One observation
-    counts for at most a share 1/`min_observations` of the height, so a few odd ones change nothing.
-
-    Attributes:
-        on: whether the mean is above the reference.
-        sum: what has gathered against that, in nats.
+    While off, Page's CUSUM tests "the mean is `shift`/2 above the reference" against as much below;
+    while on, the reverse. `sum`, in nats, restarts at 0 after a switch. One observation adds at
+    most 1/`min_observations` of the height, so outliers change nothing.
     """
 
     def __init__(self, reference: float, shift: float, min_observations: int = 4) -> None:
@@ -358,11 +333,9 @@ class Cusum:
     def update(self, value: float, scale: float, height: float) -> bool:
         """Take in a value; return whether the switch is on.
 
-        Args:
-            scale: square root of the long-run variance of the values: that of their sum over
-                their number, which serial correlation makes larger than their own (Bagshaw and
-                Johnson, "The effect of serial correlation on the performance of CUSUM tests II",
-                1975).
+        `scale` is the square root of the long-run variance, which includes serial correlation
+        (Bagshaw and Johnson, "The effect of serial correlation on the performance of CUSUM tests
+        II", 1975).
         """
         gain = self.shift * (value - self.reference) / (scale * scale)
         limit = height / self._min_observations
@@ -373,6 +346,6 @@ class Cusum:
         return self.on
 
     def turn(self, on: bool) -> None:
-        """Put the switch on or off, with nothing gathered against it."""
+        """Set the switch and reset the sum."""
         self.on = on
         self.sum = 0.0

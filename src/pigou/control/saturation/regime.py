@@ -1,4 +1,4 @@
-"""Saturation regimes: detectors, their samples, and how they are loaded by name."""
+"""Saturation regimes: detectors, their samples, and loading them by name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GROUP = "pigou.detector"
 
 
 class Regime(StrEnum):
-    """How loaded a fleet is (Georgiou 2026, Eq. 11)."""
+    """Load regime of a fleet (Georgiou 2026, Eq. 11)."""
 
     BELOW = "below"
     TRANSITION = "transition"
@@ -22,7 +22,7 @@ class Regime(StrEnum):
 
     @property
     def level(self) -> int:
-        """0, 1 or 2: the value of the gauge `pigou_game_saturation_state`."""
+        """0, 1 or 2: the gauge `pigou_game_saturation_state`."""
         return LEVELS.index(self)
 
 
@@ -32,21 +32,16 @@ LEVELS = (Regime.BELOW, Regime.TRANSITION, Regime.SATURATED)
 class TTFTSample(msgspec.Struct, frozen=True):
     """The first token of a request."""
 
-    ttft: float  # seconds from its arrival to now
+    ttft: float  # seconds since arrival
     tokens: int = 0
-    load: int = 1  # requests in flight in the fleet when it came, itself counted
-    # prompts that were queued or being computed where its own was sent; None where that is not
-    # known.
+    load: int = 1  # requests in flight at its arrival, itself counted
+    # prompts queued or in prefill on its worker at arrival; None if unknown
     ahead: int | None = None
-    setting: int = 0  # index of the routing parameters that it was routed under
+    setting: int = 0  # index of its routing parameters
 
 
 class Detector(Protocol):
-    """Tells the regime from first tokens as they come; times must not fall.
-
-    `signal` is what it compares, in its own unit, NaN before there is one; `thresholds` are where
-    Transition and Saturated begin, in the same unit. It is made as `Detector(params)`.
-    """
+    """Classifies the regime from first tokens; times must not fall. Made as `Detector(params)`."""
 
     Params: ClassVar[type[msgspec.Struct]]
 
@@ -57,12 +52,12 @@ class Detector(Protocol):
 
     @property
     def signal(self) -> float:
-        """The smoothed signal."""
+        """The smoothed signal, in the detector's unit; NaN before the first."""
         ...
 
     @property
     def thresholds(self) -> tuple[float, float]:
-        """Where Transition and Saturated begin."""
+        """Where Transition and Saturated begin, in the signal's unit."""
         ...
 
     def update(self, now: int, sample: TTFTSample) -> Regime:
@@ -70,26 +65,23 @@ class Detector(Protocol):
         ...
 
     def tick(self, now: int, waiting: int) -> Regime:
-        """Let time pass up to `now` (ns), with `waiting` requests that have no first token yet.
-
-        A fleet that has been idle for long (nobody waits, no first token) is Below again.
-        """
+        """Advance to `now` (ns); `waiting` requests have no first token. Long idle is Below."""
         ...
 
 
 class Idle:
-    """Notices that a fleet has had nothing to do for `after` nanoseconds."""
+    """Detects that a fleet was idle for `after` nanoseconds."""
 
     def __init__(self, after: int) -> None:
         self._after = after
         self._since: int | None = None
 
     def busy(self, now: int) -> None:
-        """Something happened."""
+        """Mark activity."""
         self._since = now
 
     def over(self, now: int, waiting: int) -> bool:
-        """Return whether nothing has happened for so long, and nobody waits."""
+        """Return whether the idle time is over and nobody waits."""
         if waiting > 0 or self._since is None:
             self._since = now
             return False
@@ -97,11 +89,7 @@ class Idle:
 
 
 def load(values: Mapping[str, Any]) -> Detector:
-    """Return a new detector: `detector` is its name in `pigou.detector`, the rest its parameters.
-
-    Raises:
-        ConfigError: there is no such detector or parameter, or a value does not fit.
-    """
+    """Return the detector named by `detector`; raises ConfigError for a bad name or parameter."""
     own = dict(values)
     name = own.pop("detector", None)
     kind = named(GROUP, name, "detector")

@@ -1,1 +1,1 @@
-"""Load predictors: what a series of loads will be, and how far off that may be."""
+"""Load predictors: forecasts of a series of loads, with bounds."""

@@ -1,4 +1,4 @@
-"""The rate of arrivals within seconds: a mean over the time since it last changed."""
+"""Rate of arrivals: the mean since it last changed."""
 
 from __future__ import annotations
 
@@ -15,22 +15,20 @@ from pigou.control.planner.predictors.predictor import (
     check_positive,
 )
 
-#: Bins after which the dispersion has half forgotten one, and how far one counts at most.
+#: Half-life of the dispersion in bins, and the cap on one term.
 _DISPERSION_HALF_LIFE = 100.0
 _MAX_TERM = 9.0
-#: Seconds of the shortest and the longest bin.
+#: Shortest and longest bin in seconds.
 _MIN_BIN_S, _MAX_BIN_S = 0.001, 86_400.0
 
 
 class ArrivalParams(PredictorParams, frozen=True, kw_only=True):
     """Parameters of `ArrivalRate`."""
 
-    # seconds of one bin, the interval of `observe` and `forecast`; best from 1 to 5.
-    bin_s: float = 5.0
-    bins: int = 36  # last bins that a change is looked for in
-    half_life_s: float = 30.0  # seconds after which a bin counts half in the mean
-    # seconds between false alarms on Poisson arrivals of any constant rate; their mean is at least
-    # this.
+    bin_s: float = 5.0  # seconds per bin, the interval of `observe` and `forecast`; best 1 to 5
+    bins: int = 36  # bins searched for a change
+    half_life_s: float = 30.0  # half-life of a bin's weight in the mean
+    # lower bound of the mean seconds between false alarms at constant Poisson rates
     false_alarm_s: float = 3600.0
 
     def __post_init__(self) -> None:
@@ -46,22 +44,17 @@ class ArrivalParams(PredictorParams, frozen=True, kw_only=True):
 
 
 class ArrivalRate(CalibratedPredictor):
-    """Weighted mean of the counts since the last change, which a likelihood ratio finds.
+    """Weighted mean of counts since the last change, found by a likelihood ratio.
 
-    A window of bins is split after each of its bins: n0 arrivals in the b older seconds, n1 in the
-    a newer ones, N = n0 + n1. The generalised likelihood ratio of two Poisson rates against one is
-
+    Each split of the window has n0 arrivals in the b older seconds, n1 in the a newer ones, N = n0
+    + n1. The generalised likelihood ratio of two Poisson rates against one is
         G = n1 log(n1 / a) + n0 log(n0 / b) - N log(N / (a + b)) = N KL(n1 / N, a / (a + b))
-
-    (Lorden 1971; window-limited: Lai 1995). At a constant rate n1 given N is binomial, so
-    P(G >= h) <= 2 exp(-h) for every rate (Chernoff). There are `bins` - 1 splits at most, so
-
+    (Lorden 1971; window-limited: Lai 1995). At a constant rate P(G >= h) <= 2 exp(-h) (Chernoff),
+    so
         h = log(2 (bins - 1) false_alarm_s / bin_s)
-
-    raises a false alarm in a bin with a probability of at most bin_s / false_alarm_s. G is divided
-    by the dispersion of the counts where that is above 1 (arrivals that cluster). At an alarm, bins
-    before the likeliest split are dropped. A step by a factor r after a long history is found
-    after about h / (log r - 1 + 1 / r) arrivals of the new rate.
+    bounds false alarms per bin by bin_s / false_alarm_s. G is divided by the dispersion if above 1.
+    An alarm drops the bins before the likeliest split; a step by a factor r takes about h / (log r
+    - 1 + 1 / r) arrivals of the new rate.
     """
 
     Params: ClassVar[type[PredictorParams]] = ArrivalParams
@@ -82,7 +75,7 @@ class ArrivalRate(CalibratedPredictor):
 
     @property
     def threshold(self) -> float:
-        """The ratio h at which the rate has changed, in nats."""
+        """The ratio h of a changed rate, in nats."""
         return self._threshold
 
     @property
@@ -92,11 +85,7 @@ class ArrivalRate(CalibratedPredictor):
 
     @property
     def rate(self) -> Forecast:
-        """The rate now in requests per second, and an interval of it with `coverage`.
-
-        Its bounds come from the square roots of counts, whose variance is a quarter of the
-        dispersion (Anscombe 1948).
-        """
+        """Current requests a second, and an interval with `coverage` (Anscombe 1948)."""
         if not self._counts:
             return Forecast(0.0, 0.0, 0.0)
         spread, seconds = self.dispersion, self._effective_s
@@ -108,17 +97,13 @@ class ArrivalRate(CalibratedPredictor):
 
     @property
     def standard_error(self) -> float:
-        """Standard error of the rate's mean, requests per second; 0 before the first bin."""
+        """Standard error of the rate in requests a second; 0 before the first bin."""
         if not self._counts:
             return 0.0
         return math.sqrt(self.dispersion * self._rate / self._effective_s)
 
     def observe_bin(self, count: float | None, seconds: float) -> None:
-        """Take in the arrivals of a bin of any length; None is a hole in the metrics.
-
-        Raises:
-            ValueError: `seconds` is under a millisecond, or over a day.
-        """
+        """Take in arrivals of a bin; None is a hole. Raises ValueError outside 1 ms to 1 day."""
         if not _MIN_BIN_S <= seconds <= _MAX_BIN_S:
             raise ValueError(f"seconds is {seconds}; it must be from 0.001 to 86400")
         self._next_s = seconds
@@ -144,7 +129,7 @@ class ArrivalRate(CalibratedPredictor):
         del self._seconds[:bins]
 
     def _average(self) -> None:
-        """Set the rate, and the seconds whose plain mean would scatter as much."""
+        """Set the rate, and the seconds of an equally noisy plain mean."""
         weight = squares = rate = 0.0
         for count, seconds in zip(self._counts, self._seconds, strict=True):
             keep = 0.5 ** (seconds / self.params.half_life_s)
@@ -155,7 +140,7 @@ class ArrivalRate(CalibratedPredictor):
         self._effective_s = weight * weight / squares
 
     def _change(self) -> int:
-        """Return the bin that a new rate began with, 0 where it did not change."""
+        """Return the first bin of a new rate; 0 without a change."""
         total, span = math.fsum(self._counts), math.fsum(self._seconds)
         limit, change = self._threshold * self.dispersion, 0
         older = seconds = 0.0
@@ -172,11 +157,11 @@ class ArrivalRate(CalibratedPredictor):
 
 
 class Dispersion:
-    """Variance of counts over their mean, from differences of neighbours.
+    """Variance of counts over their mean, from successive differences.
 
-    d = (n s' - n' s)^2 / (s s' (n + n')), of n arrivals in s seconds after n' in s', has mean 1 for
-    Poisson counts of one rate, and a slow drift hardly moves it (von Neumann 1941). One d counts
-    for at most nine times the mean of earlier ones, so a step is no dispersion.
+    d = (n s' - n' s)^2 / (s s' (n + n')), for n arrivals in s seconds after n' in s', has mean 1
+    for constant Poisson rates and ignores slow drift (von Neumann 1941). d is capped at nine times
+    its mean: a step is no dispersion.
     """
 
     def __init__(self) -> None:
@@ -185,7 +170,7 @@ class Dispersion:
         self._share = 1.0 - 0.5 ** (1.0 / _DISPERSION_HALF_LIFE)
 
     def observe(self, count: float, seconds: float = 1.0) -> None:
-        """Take in the count of a bin."""
+        """Take in a bin's count."""
         last, self._last = self._last, (count, seconds)
         if last is None or not count + last[0] > 0.0:
             return
@@ -195,12 +180,7 @@ class Dispersion:
 
 
 def likelihood_ratio(newer: float, new_s: float, older: float, old_s: float) -> float:
-    """Return G, the log likelihood ratio of two Poisson rates against one, in nats.
-
-    Args:
-        newer: arrivals in the last `new_s` seconds.
-        older: arrivals in the `old_s` seconds before.
-    """
+    """Return G, the log likelihood ratio of two Poisson rates against one, in nats."""
     total, span = newer + older, new_s + old_s
     ratio = 0.0
     for count, seconds in ((newer, new_s), (older, old_s)):

@@ -1,4 +1,4 @@
-"""Load predictors: their protocol, bounds out of their own errors, and the two simplest ones."""
+"""Load predictors: protocol, bounds from their own errors, and the two simplest."""
 
 from __future__ import annotations
 
@@ -14,56 +14,44 @@ from pigou.config import ConfigError
 from pigou.registry import named, read_struct
 
 GROUP = "pigou.predictor"
-#: Largest load of one interval that is believed, in requests or tokens.
+#: Largest plausible load of one interval, in requests or tokens.
 MAX_LOAD = 1e15
-#: Steps ahead at which errors are recorded; those between are interpolated.
+#: Steps ahead at which errors are recorded; others are interpolated.
 HORIZONS = (1, 2, 4, 8)
 
 
 class Forecast(msgspec.Struct, frozen=True):
-    """A load to come, in the unit of the values observed."""
+    """A forecast load, in the unit of the observed values."""
 
     mean: float  # expected load of the interval
-    low: float  # lower bound of its interval, at least 0
-    high: float  # upper bound, at least `mean`
+    low: float  # at least 0
+    high: float  # at least `mean`
 
 
 class LoadPredictor(Protocol):
-    """Forecasts one series of loads: requests of an interval, or their mean length in tokens.
+    """Forecasts a series: requests per interval, or mean tokens. Pure and deterministic."""
 
-    It is pure: no clock, no randomness, and equal histories give equal forecasts.
-    """
-
-    # its parameters, a frozen `msgspec.Struct`; the class is called with one.
-    Params: ClassVar[type[msgspec.Struct]]
+    Params: ClassVar[type[msgspec.Struct]]  # frozen parameters; the class is called with one
 
     @property
     def ready(self) -> bool:
-        """Whether a value was observed; until then forecasts are 0 and mean nothing."""
+        """True after the first value; before, forecasts are 0 and mean nothing."""
         ...
 
     def observe(self, value: float | None) -> None:
-        """Take in the load of one interval.
-
-        None is a hole in the metrics, and so is what no load can be: NaN, infinity, a negative
-        number, or one above `MAX_LOAD`. A hole is never 0.
-        """
+        """Take in one interval's load; None and implausible values are holes, not 0."""
         ...
 
     def forecast(self, steps: int = 1) -> Forecast:
-        """Return the load `steps` intervals after the last one observed.
-
-        Raises:
-            ValueError: `steps` is below 1.
-        """
+        """Return the load `steps` intervals ahead; raises ValueError below 1."""
         ...
 
 
 class PredictorParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Parameters of every predictor."""
 
-    coverage: float = 0.9  # share of intervals whose load is to be inside the forecast's bounds
-    errors: int = 64  # last errors of the predictor itself that the bounds come from
+    coverage: float = 0.9  # share of loads that shall be inside the bounds
+    errors: int = 64  # recent forecast errors that the bounds come from
 
     def __post_init__(self) -> None:
         if not 0.0 < self.coverage < 1.0:
@@ -72,7 +60,7 @@ class PredictorParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
 
 def check_counts(params: msgspec.Struct, minimum: int, *names: str) -> None:
-    """Refuse fields that are not from `minimum` to a million, with a ConfigError."""
+    """Raise ConfigError for fields outside `minimum`..1,000,000."""
     for name in names:
         value = getattr(params, name)
         if not minimum <= value <= 1_000_000:
@@ -80,7 +68,7 @@ def check_counts(params: msgspec.Struct, minimum: int, *names: str) -> None:
 
 
 def check_positive(params: msgspec.Struct, *names: str) -> None:
-    """Refuse fields that are not finite and above 0, with a ConfigError."""
+    """Raise ConfigError for fields not finite and above 0."""
     for name in names:
         value = getattr(params, name)
         if not 0.0 < value < math.inf:
@@ -88,11 +76,9 @@ def check_positive(params: msgspec.Struct, *names: str) -> None:
 
 
 def load(name: str, params: Mapping[str, Any] | None = None) -> LoadPredictor:
-    """Return a new predictor by its name in the entry point group `pigou.predictor`.
+    """Return the predictor of this name in `pigou.predictor`.
 
-    Raises:
-        ConfigError: there is none of that name, it has no such parameter, a value does not fit, or
-            a library that it needs is not installed.
+    Raises ConfigError for a bad name or parameter, or a missing library.
     """
     kind = named(GROUP, name, "load predictor")
     own = read_struct(f"load predictor {name}", kind.Params, dict(params or {}))
@@ -101,20 +87,19 @@ def load(name: str, params: Mapping[str, Any] | None = None) -> LoadPredictor:
 
 
 def as_load(value: float | None) -> float | None:
-    """Return a value as it is believed, or None for a hole."""
+    """Return a plausible value; None for a hole."""
     if value is None or not 0.0 <= value <= MAX_LOAD:
         return None
     return float(value)
 
 
 class ErrorQuantiles:
-    """Where errors of forecasts lie, for each of `HORIZONS`.
+    """Bounds of forecast errors, per horizon of `HORIZONS`.
 
-    An error is sqrt(load) - sqrt(mean): the square roots of counts spread alike at every level
-    (Anscombe 1948), so the errors of a busy hour serve a quiet one. The bounds are the k-th least
-    and k-th greatest of the last n errors, k = floor((n + 1) (1 - coverage) / 2): an exchangeable
-    next error is between them with probability 1 - 2 k / (n + 1) (Vovk 2005, conformal prediction).
-    Where k is 0 they are Student's quantiles times the root mean square error.
+    An error is sqrt(load) - sqrt(mean), which has the same spread at every level (Anscombe 1948).
+    The bounds are the k-th least and greatest of the last n errors, k = floor((n + 1) (1 -
+    coverage) / 2), with coverage 1 - 2 k / (n + 1) (conformal prediction, Vovk 2005); where k is 0,
+    Student's quantiles times the RMS error.
     """
 
     def __init__(self, coverage: float, count: int) -> None:
@@ -123,11 +108,11 @@ class ErrorQuantiles:
         self._means = deque[tuple[float, ...] | None](maxlen=HORIZONS[-1])
 
     def record(self, means: tuple[float, ...] | None) -> None:
-        """Note the means now forecast for `HORIZONS`, None where there are none."""
+        """Record the current forecasts for `HORIZONS`; None without any."""
         self._means.appendleft(means)
 
     def compare(self, load: float | None) -> None:
-        """Compare the load of a new interval, None for a hole, with earlier forecasts of it."""
+        """Compare an interval's load (None: hole) with its earlier forecasts."""
         if load is None:
             return
         for index, horizon in enumerate(HORIZONS):
@@ -138,7 +123,7 @@ class ErrorQuantiles:
                     self._errors[index].append(error)
 
     def offsets(self, steps: int) -> tuple[float, float]:
-        """Return the lower bound (at most 0) and the upper (at least 0) of the error in `steps`."""
+        """Return the lower (at most 0) and upper (at least 0) error bounds `steps` ahead."""
         above = next((i for i, horizon in enumerate(HORIZONS) if horizon >= steps), None)
         if above is None:
             return self._scaled(len(HORIZONS) - 1, math.sqrt(steps / HORIZONS[-1]))
@@ -150,7 +135,7 @@ class ErrorQuantiles:
         return low + share * (low2 - low), high + share * (high2 - high)
 
     def _scaled(self, index: int, scale: float) -> tuple[float, float]:
-        """Return the bounds at one horizon; without errors, a random walk's from one below."""
+        """Return one horizon's bounds; without errors, a random walk's from a shorter one."""
         while not self._errors[index] and index > 0:
             scale *= math.sqrt(HORIZONS[index] / HORIZONS[index - 1])
             index -= 1
@@ -170,11 +155,9 @@ class ErrorQuantiles:
 
 
 def student(probability: float, freedom: int) -> float:
-    """Return a quantile of Student's t, by the expansion of Fisher and Cornish (1960).
+    """Return a quantile (above 0.5) of Student's t, by Fisher and Cornish's expansion (1960).
 
-    Args:
-        probability: above 0.5.
-        freedom: degrees of freedom, at least 1; at 1 the result is 20% to 30% low at 95%.
+    With one degree of `freedom` it is 20% to 30% low at 95%.
     """
     z = NormalDist().inv_cdf(probability)
     first = (z**3 + z) / 4.0
@@ -183,10 +166,10 @@ def student(probability: float, freedom: int) -> float:
 
 
 class CalibratedPredictor:
-    """A predictor of means, whose bounds come from its own errors.
+    """A predictor of means whose bounds come from its own errors.
 
-    A subclass gives `_update`, `_mean`, and `_skip` where a hole changes something. Before the
-    second value an error was never seen: both bounds are the mean.
+    Subclasses define `_update`, `_mean`, and `_skip` for holes. Before the second value both bounds
+    are the mean.
     """
 
     Params: ClassVar[type[PredictorParams]] = PredictorParams
@@ -198,11 +181,11 @@ class CalibratedPredictor:
 
     @property
     def ready(self) -> bool:
-        """Whether a value was observed."""
+        """True after the first value."""
         return self._ready
 
     def observe(self, value: float | None) -> None:
-        """Take in the load of one interval, None for a hole."""
+        """Take in one interval's load; None is a hole."""
         load = as_load(value)
         self._quantiles.compare(load)
         if load is not None:
@@ -214,7 +197,7 @@ class CalibratedPredictor:
         self._quantiles.record(means)
 
     def forecast(self, steps: int = 1) -> Forecast:
-        """Return the load `steps` intervals ahead, at least 1."""
+        """Return the load `steps` (at least 1) intervals ahead."""
         if steps < 1:
             raise ValueError(f"steps is {steps}; it must be at least 1")
         if not self._ready:
@@ -233,14 +216,14 @@ class CalibratedPredictor:
         raise NotImplementedError
 
     def _skip(self) -> None:
-        """An interval passed without metrics."""
+        """Pass an interval without metrics."""
 
     def _mean(self, steps: int) -> float:
         raise NotImplementedError
 
 
 class LastValue(CalibratedPredictor):
-    """The load stays what it was: y(t + h) = y(t). Dynamo calls it `constant`."""
+    """Persistence: y(t + h) = y(t); `constant` in Dynamo."""
 
     def __init__(self, params: PredictorParams | None = None) -> None:
         super().__init__(params)
@@ -256,7 +239,7 @@ class LastValue(CalibratedPredictor):
 class EwmaParams(PredictorParams, frozen=True, kw_only=True):
     """Parameters of `Ewma`."""
 
-    half_life: float = 1.0  # intervals after which a value counts half
+    half_life: float = 1.0  # in intervals
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -266,8 +249,7 @@ class EwmaParams(PredictorParams, frozen=True, kw_only=True):
 class Ewma(CalibratedPredictor):
     """Exponentially weighted mean: sum of w^k y(t - k) / sum of w^k, w = 0.5^(1 / half_life).
 
-    The sum of weights is carried along, so the first value counts fully (Holt 1957 has a start
-    value instead). In a hole all weights age, so the next value counts for more.
+    Normalised by the sum of weights, so the first value counts fully. Holes age all weights.
     """
 
     Params: ClassVar[type[PredictorParams]] = EwmaParams

@@ -1,1 +1,1 @@
-"""Pigou's planner: what a worker is worth against the price of its GPU-seconds."""
+"""Pigou's planner: the value of a worker against the price of its GPU-seconds."""

@@ -1,4 +1,4 @@
-"""Why a decision was made: forecasts, predicted latencies, and what each move is worth."""
+"""Explanation of a decision: forecasts, predicted latencies, and the value of each move."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from pigou.windows.planner_window import PlannerWindow, PoolWindow, WorkerState
 
 
 class DecisionExplanation:
-    """Explains decisions; predicted latencies are computed once a plan."""
+    """Explains decisions; predicts latencies once per plan."""
 
     def __init__(self, times: ProvisioningTimes, params: PricePlannerParams) -> None:
         self._times, self._params = times, params
@@ -45,7 +45,7 @@ class DecisionExplanation:
         actions: tuple[Action, ...],
         shadow_price: float,
     ) -> PlannerDecision:
-        """Return the decision to do these actions now, and why."""
+        """Return the decision with these actions and its explanation."""
         supplies = {pool.name: members.supply(pool, window.now_ns) for pool in window.pools}
         price = max(self._params.gpu_price, shadow_price)
         plans: list[PoolPlan] = []
@@ -108,7 +108,7 @@ class DecisionExplanation:
         price: float,
         actions: tuple[Action, ...],
     ) -> list[Alternative]:
-        """Return one more, one less, and a flip from each other pool, against the present."""
+        """Return one more, one fewer, and a flip from each other pool."""
         params, times = self._params, self._times
         own = {worker.id for worker in pool.workers}
         start = idle(params, pool.gpus, times.start_up_s) / params.horizon_s
@@ -174,10 +174,10 @@ def _forecasts(window: PlannerWindow, models: Mapping[str, ModelState]) -> tuple
 
 
 def better_splits(window: PlannerWindow, supplies: Mapping[str, int]) -> list[str]:
-    """Return what the routing game's optimum would change of the split, where it was estimated.
+    """Return how the routing game's optimal split differs, for the operator.
 
-    The optimum counts delay alone, of the workers that there are; the plan counts objectives and
-    the price of GPUs too. Where they disagree the operator sees both.
+    That optimum counts delay alone on the present workers; the plan also counts objectives and GPU
+    prices.
     """
     reasons = []
     for model, better in window.better_prefill.items():
@@ -194,10 +194,7 @@ def better_splits(window: PlannerWindow, supplies: Mapping[str, int]) -> list[st
 
 
 def hot_workers(window: PlannerWindow) -> tuple[RebalancePool, ...]:
-    """Return advice for pools of which one worker is full while the mean is not.
-
-    A worker more does not help there: the router is asked to spare the full one (the anchor's V6).
-    """
+    """Return advice for pools with one full worker and a low mean, where more do not help."""
     advice = []
     for pool in window.pools:
         ready = pool.in_state(WorkerState.READY)

@@ -1,4 +1,4 @@
-"""The best split of each number of GPUs of a model, and the price that clears the budget."""
+"""The best split of each number of GPUs of a model, and the budget-clearing price."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class PoolOption:
     performance: PerformanceModel
     min_workers: int
     max_workers: int
-    supply: int  # workers that serve or are on their way
-    start_cost: float = 0.0  # of one start, in weighted seconds of delay
-    removal_cost: float = 0.0  # of one removal, the same unit
+    supply: int  # serving or on their way
+    start_cost: float = 0.0  # per start, in weighted seconds of delay
+    removal_cost: float = 0.0  # per removal, same unit
 
     def move_cost(self, workers: int) -> float:
-        """Return what the moves to so many workers cost once."""
+        """Return the one-time cost of moving to `workers` workers."""
         change = workers - self.supply
         return self.start_cost * change if change > 0 else -self.removal_cost * change
 
@@ -49,17 +49,16 @@ class FrontierPoint:
     """One split of a model's GPUs."""
 
     gpus: int
-    rps: float  # that it serves inside the objective, at most the planned load
-    value: float  # weighted seconds of delay a second that it saves against serving nothing
-    cost: float  # of the moves from the present to it, the same unit
+    rps: float  # served inside the objective, at most the planned load
+    value: float  # weighted seconds of delay saved a second, against serving nothing
+    cost: float  # of the moves to it, same unit
     counts: dict[str, int]  # workers by pool
 
 
 class RoleCapacity:
-    """Capacity of all pools of one role, filled one after another.
+    """Capacity of all pools of one role, filled in order of capacity per GPU.
 
-    Pools with the most capacity a GPU come first. Load is split in proportion to capacity, so
-    capacities add.
+    Load is split in proportion to capacity, so capacities add.
     """
 
     def __init__(self, pools: Sequence[tuple[PoolOption, CapacityCurve]]) -> None:
@@ -67,11 +66,11 @@ class RoleCapacity:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no pool has this role."""
+        """True if no pool has this role."""
         return not self._pools
 
     def counts_for(self, rps: float) -> dict[str, int]:
-        """Return workers by pool that serve a load, or all that there may be."""
+        """Return the fewest workers by pool that serve a load, or all."""
         counts = {option.name: option.min_workers for option, _ in self._pools}
         for option, curve in self._pools:
             others = self.rps(counts) - curve(counts[option.name])
@@ -82,11 +81,11 @@ class RoleCapacity:
         return counts
 
     def rps(self, counts: Mapping[str, int]) -> float:
-        """Return the load that workers of these pools serve."""
+        """Return the load that these workers serve."""
         return sum(curve(counts.get(option.name, 0)) for option, curve in self._pools)
 
     def inside_share(self, rps: float, counts: Mapping[str, int]) -> float:
-        """Return the share of requests inside, the load split in proportion to capacity."""
+        """Return the share of requests inside, load split by capacity."""
         limits = {o.name: curve(counts.get(o.name, 0)) for o, curve in self._pools}
         total = sum(limits.values())
         if total <= 0:
@@ -99,7 +98,7 @@ class RoleCapacity:
         )  # fmt: skip
 
     def levels(self, rps: float) -> list[float]:
-        """Return the capacities below a load at which one more worker is needed, and the load."""
+        """Return capacities below a load at which another worker is needed, and the load."""
         top = self.counts_for(rps)
         counts = {option.name: option.min_workers for option, _ in self._pools}
         levels = {rps, min(self.rps(counts), rps)}
@@ -112,10 +111,10 @@ class RoleCapacity:
 
 
 class ModelPlan:
-    """Value of the pools of one model at its planned load.
+    """Value of one model's pools at its planned load.
 
-    At the levels of goodput where one more worker is needed, the cheapest counts make the frontier;
-    pools that do both serve a part of the load, or all.
+    The frontier takes the cheapest counts at each goodput level that needs another worker. Mixed
+    pools serve part of the load, or all.
     """
 
     def __init__(
@@ -134,7 +133,7 @@ class ModelPlan:
         self.set_pools(pools)
 
     def set_pools(self, pools: Sequence[PoolOption]) -> None:
-        """Set limits and supplies of the pools; capacities that were computed stay."""
+        """Set limits and supplies of the pools; computed capacities stay."""
         limits = [(p.name, p.min_workers, p.max_workers) for p in self.pools]
         if limits != [(p.name, p.min_workers, p.max_workers) for p in pools]:
             self._cached_splits = None
@@ -151,24 +150,24 @@ class ModelPlan:
 
     @property
     def is_relaxed(self) -> bool:
-        """Whether no number of workers meets the objective."""
+        """True if no number of workers meets the objective."""
         return any(self.curves[pool.name].is_relaxed for pool in self.pools)
 
     def pool(self, name: str) -> PoolOption:
-        """Return a pool by its name."""
+        """Return a pool by name."""
         return next(pool for pool in self.pools if pool.name == name)
 
     def rps(self, counts: Mapping[str, int]) -> float:
-        """Return the requests a second that workers serve inside the objective."""
+        """Return requests a second served inside the objective."""
         roles = (Role.PREFILL, Role.DECODE, Role.BOTH)
         return goodput(*(self._roles[role].rps(counts) for role in roles))
 
     def value(self, counts: Mapping[str, int]) -> float:
-        """Return weighted seconds of delay a second that workers save."""
+        """Return weighted seconds of delay saved a second."""
         return saved(self.params, self.weight, self._effective_rps(counts))
 
     def _effective_rps(self, counts: Mapping[str, int]) -> float:
-        """Return the requests a second that count: goodput, where the load is served."""
+        """Return goodput, discounted where the load exceeds it."""
         rps = min(self.rps(counts), self.load_rps)
         if rps >= self.load_rps or any(p.role is Role.BOTH for p in self.pools):
             return rps
@@ -178,18 +177,17 @@ class ModelPlan:
         return scarce_goodput(self.load_rps, rps, share, max(slo.share for slo in self.slos))
 
     def marginal(self, counts: Mapping[str, int], changes: Mapping[str, int]) -> float:
-        """Return what a change of counts adds to the value."""
+        """Return the value that a change of counts adds."""
         after = {name: counts.get(name, 0) for name in {*counts, *changes}}
         for name, change in changes.items():
             after[name] += change
         return self.value(after) - self.value(counts)
 
     def frontier(self, is_scarce: bool = False) -> list[FrontierPoint]:
-        """Return splits of rising GPUs and value; none costs more than a better one.
+        """Return splits of rising GPUs and value, dominated ones dropped.
 
-        Args:
-            is_scarce: whether the load cannot be served in all: then splits beside the levels count
-                too, and what is inside without admission.
+        If `is_scarce` (the load cannot all be served), unbalanced splits count too, and goodput
+        without admission.
         """
         if self._cached_splits is None:
             self._cached_splits = self._splits()
@@ -226,7 +224,7 @@ class ModelPlan:
         return splits
 
     def _unbalanced_splits(self) -> list[dict[str, int]]:
-        """Return all pairs of the last counts of the two roles before they serve the load."""
+        """Return all pairs of each role's last counts below the load."""
         roles = [self._roles[role] for role in (Role.PREFILL, Role.DECODE)]
         if any(role.is_empty for role in roles) or not self._roles[Role.BOTH].is_empty:
             return []
@@ -251,22 +249,20 @@ class ModelPlan:
 
 @dataclass(frozen=True, slots=True)
 class Clearing:
-    """What each model is given."""
+    """Allocation of the budget."""
 
-    points: tuple[FrontierPoint, ...]  # of the models' frontiers, in their order
-    price: float  # of a GPU at which the models' demands fit the budget; 0 where it is slack
-    is_feasible: bool  # whether the minimum of all models fits
+    points: tuple[FrontierPoint, ...]  # one per model, in order
+    price: float  # per GPU at which demand fits the budget; 0 if slack
+    is_feasible: bool  # whether all minimums fit
 
 
 def clear_budget(
     frontiers: Sequence[Sequence[FrontierPoint]], gpus: int | None, gpu_price: float
 ) -> Clearing:
-    """Divide a budget: the largest sum of value less moves less price of the GPUs.
+    """Divide a budget of `gpus` (None: unlimited): maximise value minus moves minus price.
 
-    Args:
-        frontiers: of each model, by rising GPUs; the first point is its minimum.
-        gpus: in all; None for no limit.
-        gpu_price: lowest price of a GPU.
+    Frontiers rise in GPUs; their first points are the minimums. `gpu_price` is the lowest price of
+    a GPU.
     """
     own = [_demand(frontier, gpu_price) for frontier in frontiers]
     if gpus is None or sum(point.gpus for point in own) <= gpus:
@@ -280,7 +276,7 @@ def clear_budget(
 def is_scarce(
     frontiers: Sequence[Sequence[FrontierPoint]], gpus: int | None, gpu_price: float
 ) -> bool:
-    """Whether models would take more than the budget at the price of a GPU."""
+    """True if models demand more than the budget at the GPU price."""
     demand = sum(_demand(frontier, gpu_price).gpus for frontier in frontiers)
     return gpus is not None and demand > gpus
 
@@ -288,12 +284,11 @@ def is_scarce(
 def shadow_price(
     frontiers: Sequence[Sequence[FrontierPoint]], gpus: int, gpu_price: float
 ) -> float:
-    """Return the price of a GPU at which demand fits the budget, by tatonnement.
+    """Return the GPU price at which demand fits the budget, by tatonnement.
 
-    price := price exp(step excess / budget), the step halved whenever demand changes sides. Demand
-    falls with the price, so this converges: below 2 / slope a step does not overshoot (Walras;
-    Uzawa 1960), and halving finds that bound. It answers to demand that is computed here, at
-    once; what has a lag is the fleet, and that is not waited for.
+    price := price exp(step excess / budget); the step halves whenever demand changes sides. Demand
+    falls with the price, so it converges (Walras; Uzawa 1960). Demand is computed, so the fleet's
+    lag plays no part.
     """
     price, step = max(gpu_price, 1e-12), 1.0
     low, high = price, math.inf  # too low, high enough
@@ -317,14 +312,14 @@ def shadow_price(
 
 
 def _demand(frontier: Sequence[FrontierPoint], price: float) -> FrontierPoint:
-    """Return the best point at a price; with equal ones, that of the fewest GPUs."""
+    """Return the best point at a price; ties go to fewer GPUs."""
     return max(frontier, key=lambda p: (p.value - p.cost - rent(price, p.gpus), -p.gpus))
 
 
 def _divide(
     frontiers: Sequence[Sequence[FrontierPoint]], gpus: int, gpu_price: float
 ) -> tuple[FrontierPoint, ...]:
-    """Return the best points within the budget, exactly: by dynamic programming over GPUs."""
+    """Return the best points within the budget, by dynamic programming over GPUs."""
     best = np.zeros(gpus + 1)
     choices = []
     for frontier in frontiers:

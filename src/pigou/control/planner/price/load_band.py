@@ -1,4 +1,4 @@
-"""The load that a plan is made for: it holds until the load leaves a band around it."""
+"""The planned load: it holds until the estimate leaves a band around it."""
 
 from __future__ import annotations
 
@@ -22,30 +22,29 @@ from pigou.windows.planner_window import LoadWindow
 
 @dataclass(frozen=True, slots=True)
 class PlannedLoad:
-    """The load of one model that the plan is made for."""
+    """The load of one model that the plan is for."""
 
-    rps: float  # requests a second that are planned for
+    rps: float  # planned requests a second
     mix: RequestMix
-    observed_rps: float  # estimate of now, and its interval
+    observed_rps: float  # current estimate, and its interval
     low_rps: float
     high_rps: float
 
 
 class LoadBand:
-    """Holds the load that is planned for while the estimate stays within a band around it.
+    """Holds the planned load while the estimate stays within a band around it.
 
     | symbol | meaning |
     |---|---|
-    | r | estimated rate, or that of its trend after a start-up; and what a backlog adds |
+    | r | estimated rate (or its trend after a start-up), plus backlog |
     | e | standard error of the estimate |
-    | u | r (1 + up) (1 + headroom): load of a plan that is made now |
+    | u | r (1 + up) (1 + headroom): load of a plan made now |
     | L | planned load |
 
-    L := u when r (1 + headroom) > L + 1.3 e. L := the largest u of the last `hold_s` when all of
-    these are below L (1 - down), and no trend was seen for a start-up and `hold_s`; after half of
-    `hold_s` L loses half of the difference. Otherwise L stays: at constant load it changes finitely
-    often, and does not fall before half of `hold_s` after it rose. The first plan is for what the
-    fleet serves as it is, where that lies within the interval of the estimate (`begin`).
+    L := u when r (1 + headroom) > L + 1.3 e. L := the largest u of the last `hold_s` when all are
+    below L (1 - down), without a trend for a start-up and `hold_s`; after half of `hold_s` L loses
+    half of the difference. So at constant load L changes finitely often. The first plan is for the
+    fleet's capacity if inside the estimate's interval (`begin`).
     """
 
     def __init__(
@@ -68,7 +67,7 @@ class LoadBand:
 
     @property
     def planned(self) -> PlannedLoad:
-        """The load that the plan is for."""
+        """The planned load."""
         mix = self._planned_mix or self.estimate.mix or RequestMix(1.0, 1.0)
         rate = self.estimate.rate.rate
         return PlannedLoad(self._planned, mix, rate.mean, rate.low, rate.high)
@@ -76,13 +75,7 @@ class LoadBand:
     def observe(
         self, arrivals: float | None, seconds: float, load: LoadWindow | None, backlog_rps: float
     ) -> bool:
-        """Take in one window; return whether the planned load changed.
-
-        Args:
-            arrivals: requests of the window; None for a hole, which changes nothing.
-            load: their lengths; None for a hole.
-            backlog_rps: requests a second that a backlog adds.
-        """
+        """Take in a window (None: hole) and a backlog; return whether the planned load changed."""
         arrivals = self.estimate.observe(arrivals, seconds, load)
         if self._predictor is not None:
             self._predictor.observe(arrivals)
@@ -92,23 +85,16 @@ class LoadBand:
         return self.estimate.is_enough and self._replan(backlog_rps)
 
     def begin(self, capacity_rps: float) -> None:
-        """Let the first plan be for what the fleet serves as it is, where that may be the load.
+        """Plan first for the fleet's present capacity, if plausible as the load.
 
-        Args:
-            capacity_rps: served inside the objective. Below the interval of the estimate it changes
-                nothing, above it the upper bound counts.
+        Below the estimate's interval `capacity_rps` is ignored; above it the upper bound counts.
         """
         rate = self.estimate.rate.rate
         if capacity_rps >= rate.low:
             self._planned = min(capacity_rps, rate.high * (1.0 + self._params.up))
 
     def learn_attainment(self, missing: float, gain: float) -> None:
-        """Widen the plan while requests are late that it should have kept inside.
-
-        Args:
-            missing: share of requests below the objective's; 0 or less where it is kept.
-            gain: part of it that is made up for, bounded by the lag.
-        """
+        """Raise headroom by `gain` times the `missing` attainment; decay it if none is missing."""
         if missing > 0:
             self.headroom = min(self.headroom + gain * missing, MAX_HEADROOM)
         else:
@@ -138,7 +124,7 @@ class LoadBand:
         return self._mix_moved() and self._set(self._planned)
 
     def _foreseen_rps(self) -> float:
-        """Return the rate now, or when a start would be ready where that is higher."""
+        """Return the rate now, or the higher one when a start would be ready."""
         rps = self.estimate.rps
         trend = self.estimate.trend() if self._params.trend else 0.0
         self._trend_bins = self._lag_bins + self._hold_bins if trend > 0 else self._trend_bins - 1
@@ -154,7 +140,7 @@ class LoadBand:
         return True
 
     def _mix_moved(self) -> bool:
-        """Whether requests became longer than planned, or shorter for as long as `hold_s`."""
+        """True if requests became longer than planned, or shorter for `hold_s`."""
         old, new = self._planned_mix, self.estimate.mix
         if old is None or new is None:
             return True

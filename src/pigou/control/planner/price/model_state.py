@@ -1,4 +1,4 @@
-"""What the planner knows of one model: its load, its pools' speeds, and its plan."""
+"""The planner's state of one model: load, pool speeds, and plan."""
 
 from __future__ import annotations
 
@@ -18,11 +18,7 @@ from pigou.windows.planner_window import LoadWindow, PlannerWindow, PoolWindow, 
 
 
 class ModelState:
-    """Load, speeds, objectives and plan of one model.
-
-    Args:
-        seconds: of a window.
-    """
+    """Load, speeds, objectives and plan of one model, over windows of `seconds`."""
 
     def __init__(
         self, name: str, setup: PlannerSetup, params: PricePlannerParams, seconds: float
@@ -44,11 +40,9 @@ class ModelState:
         self._backlog_rps = 0.0
 
     def observe(self, window: PlannerWindow, is_settled: bool, lacks: bool = False) -> None:
-        """Take in one window.
+        """Take in a window; `lacks` says that wanted workers do not serve yet.
 
-        Args:
-            is_settled: whether no pool of this model changes, so that attainment is the plan's.
-            lacks: whether workers are wanted that do not serve yet.
+        If `is_settled`, no pool of the model changes, and attainment is due to the plan.
         """
         pools = [pool for pool in window.pools if pool.model == self.name]
         load = self._merged(window)
@@ -59,7 +53,7 @@ class ModelState:
         if self.band.observe(arrivals, window.seconds, load, backlog_rps):
             self.is_stale = True
         is_steady = window.now_ns >= self._steady_ns
-        # Where streams wait for a decode worker, TTFT says nothing of prefill.
+        # While streams wait for a decode worker, TTFT does not measure prefill.
         shown = load if is_steady and not _streams_wait(pools) else None
         estimate = self.band.estimate
         for pool in pools:
@@ -75,13 +69,13 @@ class ModelState:
 
     @property
     def is_ready(self) -> bool:
-        """Whether load and speeds are known."""
+        """True if load and speeds are known."""
         known = self.band.estimate.is_known and bool(self.speeds)
         return known and all(speed.is_ready for speed in self.speeds.values())
 
     @property
     def slos(self) -> tuple[Slo, ...]:
-        """Objectives of the classes that were seen, each once."""
+        """Distinct objectives of the classes seen."""
         return tuple(dict.fromkeys(self._slo_of(name) for name in self._classes or ("",)))
 
     def _slo_of(self, workload: str) -> Slo:
@@ -152,8 +146,7 @@ class ModelState:
     ) -> float | None:
         """Return arrivals of a window; None for a hole.
 
-        A hole is not zero traffic. But where every worker says that it has nothing to do, for as
-        long as a start takes, holes count as windows without requests.
+        A hole is not zero traffic, unless all workers report idle for as long as a start takes.
         """
         count = None if load is None else _number(load.arrivals)
         if count is not None:
@@ -167,12 +160,11 @@ class ModelState:
     def _observe_backlog(
         self, pools: Sequence[PoolWindow], load: LoadWindow | None, lacks: bool
     ) -> float:
-        """Return the requests a second that a backlog adds to the load: the highest of any pool.
+        """Return requests a second that the largest pool backlog adds to the load.
 
-        B requests are to be worked off in T = max(recovery_s, two start-ups): a worker that comes
-        later than the queue is gone is of no use. What the ready workers have to spare is taken
-        off: max(B / T - max(throughput - lambda, 0), 0). While workers are on their way, or wanted,
-        which will work it off, it counts as it did before.
+        max(B / T - max(throughput - lambda, 0), 0) for B requests within T = max(recovery_s, two
+        start-ups): later workers would find no queue. It is held while workers are on their way or
+        wanted.
         """
         mix = self.band.estimate.mix
         self._is_backlogged = False
@@ -218,7 +210,7 @@ class ModelState:
 
 
 def _queued_requests(pool: PoolWindow, mix: RequestMix) -> float:
-    """Return the requests that wait in a pool: prompts by their tokens, streams by number."""
+    """Return waiting requests of a pool: prompts by tokens, streams by number."""
     ready = pool.in_state(WorkerState.READY)
     if pool.role is Role.DECODE:
         return sum(_number(worker.waiting) or 0.0 for worker in ready)
@@ -238,7 +230,7 @@ def _number(value: float | None) -> float | None:
 
 
 def _mean(loads: Sequence[LoadWindow], counts: Sequence[float], name: str) -> float | None:
-    """Return the mean of a figure over requests, those of which it is not known left out."""
+    """Return a figure's mean over requests, unknown ones omitted."""
     pairs = [(_number(getattr(x, name)), c) for x, c in zip(loads, counts, strict=True)]
     total = sum(count for value, count in pairs if value is not None)
     if total <= 0:

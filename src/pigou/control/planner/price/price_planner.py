@@ -1,4 +1,4 @@
-"""Pigou's planner: a worker is added where it saves more delay than its GPU-seconds cost."""
+"""Pigou's planner: adds a worker where it saves more delay than its GPU-seconds cost."""
 
 from __future__ import annotations
 
@@ -27,17 +27,15 @@ from pigou.windows.planner_window import PlannerWindow, PoolWindow, WorkerState,
 
 
 class PricePlanner:
-    """Buys workers while the delay that they save is worth more than their price (`terms`).
+    """Buys workers while the delay they save is worth more than their price (`terms`).
 
-    Each window updates, for each model, the planned load (`LoadBand`) and the speeds of its pools
-    (`PoolSpeed`). While they stay within their bands the plan stays, and so do the pools. Else
-
-    1. the performance model gives the value of each number of GPUs (`ModelPlan.frontier`);
+    Each window updates the planned load (`LoadBand`) and pool speeds (`PoolSpeed`). While both stay
+    within their bands, so does the plan. Else
+    1. the performance model values each number of GPUs (`ModelPlan.frontier`);
     2. one price clears the budget (`clear_budget`);
     3. `Transition` carries it out.
-
-    Workers that start count as supply; those that cannot start do not. What others add or drain
-    is adopted until the load leaves its band.
+    Starting workers count as supply, unplaceable ones do not. External changes are adopted until
+    the load leaves its band.
     """
 
     name: ClassVar[str] = "price"
@@ -59,7 +57,7 @@ class PricePlanner:
         self._explanation = DecisionExplanation(setup.times, params)
 
     def observe(self, window: PlannerWindow) -> None:
-        """Note what one interval showed."""
+        """Take in one interval."""
         if self._window is not None and window.now_ns <= self._window.now_ns:
             return
         self._members.observe(window)
@@ -73,7 +71,7 @@ class PricePlanner:
             self._adopt(pool, window.now_ns)
 
     def tick(self, now_ns: int) -> PlannerDecision:
-        """Return what to do now."""
+        """Return the decision."""
         window, self._window = self._window, None
         if window is None:
             return PlannerDecision(now_ns=now_ns, planner=self.name)
@@ -107,7 +105,7 @@ class PricePlanner:
     def _plan(
         self, window: PlannerWindow, stale: list[ModelState], moved: set[str], now_ns: int
     ) -> None:
-        """Make the plans of stale models anew, and divide the budget between all models."""
+        """Replan stale models, and divide the budget among all."""
         for state in stale:
             self._make_plan(state, window, now_ns)
         planned = [state for state in self._models.values() if state.plan is not None]
@@ -187,7 +185,7 @@ class PricePlanner:
         return options
 
     def _max_workers(self, window: PlannerWindow, pool: PoolWindow, now_ns: int) -> int:
-        """Return the most workers that a pool can have: by the budget, and by what can start."""
+        """Return a pool's most workers, by the budget and by what can start."""
         budget = self.setup.budget
         gpus = [KNOTS[-1] * pool.gpus]
         if budget.max_gpus is not None:
@@ -208,7 +206,7 @@ class PricePlanner:
         return min(limit, self._members.supply(pool, now_ns) + donors + stuck)
 
     def _wake(self, window: PlannerWindow, unknown: list[str], now_ns: int) -> None:
-        """Want one worker where requests come to a model without any, and nothing is known yet."""
+        """Want one worker for a model with requests but no workers and no estimate."""
         for model in unknown:
             load = next((x for x in window.loads if x.model == model and x.arrivals), None)
             pools = [pool for pool in window.pools if pool.model == model]
@@ -234,7 +232,7 @@ class PricePlanner:
         return (*moves, *points, *advice), transition.reasons
 
     def _values(self, window: PlannerWindow, now_ns: int) -> dict[str, float]:
-        """Return what one more worker of each pool is worth, the others as wanted."""
+        """Return the value of one more worker of each pool."""
         values = {}
         for pool in window.pools:
             plan = self._models[pool.model].plan
@@ -246,7 +244,7 @@ class PricePlanner:
         return values
 
     def _removal_costs(self, pool: PoolWindow) -> Callable[[WorkerWindow], float]:
-        """Return what the removal of a worker of a pool costs once (`terms.lost`)."""
+        """Return the one-time cost of removing a worker of a pool (`terms.lost`)."""
         state = self._models[pool.model]
         mix, weight = state.band.estimate.mix, state.weight
         if mix is None:
@@ -261,7 +259,7 @@ class PricePlanner:
         return loss_s
 
     def _operating_points(self, window: PlannerWindow) -> tuple[SetOperatingPoint, ...]:
-        """Return the most streams of a decode worker inside the objective, where it changed."""
+        """Return the most streams per decode worker inside the objective, where changed."""
         points = []
         for pool in window.pools:
             plan = self._models[pool.model].plan
@@ -279,7 +277,7 @@ class PricePlanner:
     # --- what others do --------------------------------------------------------------------
 
     def _adopt(self, pool: PoolWindow, now_ns: int) -> None:
-        """Take over what somebody else added or drained, until the load leaves its band."""
+        """Adopt external changes until the load leaves its band."""
         foreign = self._members.of(pool.name).foreign
         if pool.name not in self._wanted or foreign == 0:
             return
@@ -293,7 +291,7 @@ class PricePlanner:
         self._adopted[pool.name] = (planned.rps, self._wanted[pool.name])
 
     def _unless_adopted(self, pool: str, state: ModelState, count: int) -> int:
-        """Return workers of a new plan, or those adopted while the load is as it was then."""
+        """Return the planned workers, or the adopted ones while the load is unchanged."""
         rps, adopted = self._adopted.get(pool, (0.0, count))
         if abs(state.band.planned.rps - rps) <= self.params.down * rps:
             return min(adopted, self._limits.get(pool, adopted))
@@ -301,12 +299,12 @@ class PricePlanner:
         return count
 
     def _lacks(self, window: PlannerWindow, model: str) -> bool:
-        """Whether a model's pools have fewer ready workers than are wanted."""
+        """True if a model has fewer ready workers than wanted."""
         pools = [pool for pool in window.pools if pool.model == model]
         return any(self._wanted.get(pool.name, 0) > pool.ready for pool in pools)
 
     def _is_settled(self, window: PlannerWindow, model: str) -> bool:
-        """Whether the pools of a model have not changed for a start-up time."""
+        """True if a model's pools have not changed for a start-up time."""
         pools = [pool for pool in window.pools if pool.model == model]
         states = {worker.state for pool in pools for worker in pool.workers}
         if states - {WorkerState.READY} or any(

@@ -1,4 +1,4 @@
-"""From the pools as they are to the pools as they should be: cancel, flip, start, drain."""
+"""From the present pools to the wanted ones: cancel, flip, start, drain."""
 
 from __future__ import annotations
 
@@ -23,23 +23,18 @@ from pigou.windows.planner_window import PlannerWindow, PoolWindow, WorkerState,
 
 @dataclass(slots=True)
 class PoolMembers:
-    """What is known of one pool beyond its window."""
+    """State of one pool beyond its window."""
 
-    # workers that were ordered, and in how many windows they did not show.
+    # ordered workers that do not show, by windows waited
     ordered: list[int] = field(default_factory=list)
-    seen_ns: int = 0  # when it was first seen
-    grown_ns: int = 0  # when it last grew since; 0 where it did not
-    blocked_ns: int = 0  # until when nothing is started, because starts failed
-    # workers that somebody else added (above 0) or drained (below 0) since the last window.
-    foreign: int = 0
+    seen_ns: int = 0  # first seen
+    grown_ns: int = 0  # last grown since; 0 if never
+    blocked_ns: int = 0  # no starts until then, because starts failed
+    foreign: int = 0  # workers added (above 0) or drained externally since the last window
 
 
 class PoolMembership:
-    """Follows the workers of all pools from window to window.
-
-    Args:
-        times: how long a starting worker counts as supply.
-    """
+    """Tracks the workers of all pools from window to window."""
 
     def __init__(self, times: ProvisioningTimes) -> None:
         self._times = times
@@ -51,7 +46,7 @@ class PoolMembership:
         self._is_first = True
 
     def observe(self, window: PlannerWindow) -> None:
-        """Compare a window with the one before: who came, who drains, on whose order."""
+        """Compare a window with the last one: arrivals, drains, and on whose order."""
         ids: set[str] = set()
         drains: set[str] = set()
         for pool in window.pools:
@@ -78,7 +73,7 @@ class PoolMembership:
         self._flips = {worker: pool for worker, pool in self._flips.items() if worker in ids}
 
     def note(self, actions: tuple[Action, ...], now_ns: int) -> None:
-        """Note what was just ordered."""
+        """Record ordered actions."""
         for action in actions:
             match action:
                 case AddWorkers(pool=pool, count=count):
@@ -92,73 +87,63 @@ class PoolMembership:
                     self._pools[pool].grown_ns = now_ns
 
     def of(self, pool: str) -> PoolMembers:
-        """Return what is known of a pool."""
+        """Return a pool's state."""
         return self._pools[pool]
 
     def is_viable(self, worker: WorkerWindow, now_ns: int) -> bool:
-        """Whether a starting worker can be expected to start."""
+        """True if a starting worker can be expected to start."""
         age_s = (now_ns - worker.since_ns) / SECOND
         return not worker.unplaceable and age_s < self._times.patience_s
 
     def pending(self, pool: PoolWindow, now_ns: int) -> int:
-        """Return the workers on their way: viable starts, flips, orders that do not show yet."""
+        """Return workers on their way: viable starts, flips, orders not yet visible."""
         starting = pool.in_state(WorkerState.STARTING)
         viable = sum(self.is_viable(worker, now_ns) for worker in starting)
         flips = sum(target == pool.name for target in self._flips.values())
         return viable + flips + len(self._pools[pool.name].ordered)
 
     def stuck(self, pool: PoolWindow, now_ns: int) -> list[WorkerWindow]:
-        """Return the starting workers that cannot start, the newest first."""
+        """Return starting workers that cannot start, newest first."""
         starting = pool.in_state(WorkerState.STARTING)
         own = [worker for worker in starting if not self.is_viable(worker, now_ns)]
         return sorted(own, key=lambda worker: (-worker.since_ns, worker.id))
 
     def supply(self, pool: PoolWindow, now_ns: int) -> int:
-        """Return the workers that serve or are on their way."""
+        """Return workers that serve or are on their way."""
         return pool.ready + self.pending(pool, now_ns)
 
     def can_start(self, pool: PoolWindow, now_ns: int) -> bool:
-        """Whether further starts are worth trying."""
+        """True if further starts are worth trying."""
         return not (self.is_closed(pool, now_ns) or self.stuck(pool, now_ns))
 
     def is_closed(self, pool: PoolWindow, now_ns: int) -> bool:
-        """Whether nothing can start: its provider says so, or the last starts failed."""
+        """True if nothing can start: by its provider, or after failed starts."""
         return not pool.can_start or now_ns < self._pools[pool.name].blocked_ns
 
     def block(self, pool: str, now_ns: int) -> None:
-        """Start nothing in a pool for as long as a start is waited for: its starts failed."""
+        """Start nothing in a pool for the patience of a start."""
         self._pools[pool].blocked_ns = now_ns + int(self._times.patience_s * SECOND)
 
 
 @dataclass(frozen=True, slots=True)
 class MoveRates:
-    """What moves cost and bring."""
+    """Costs and values of moves."""
 
-    # weighted seconds of delay that the removal of a worker costs once, by its pool: the prefix
-    # cache that is computed again, and what its streams wait.
+    # one-time removal cost by pool, in weighted seconds of delay: lost prefix cache and stream
+    # waits
     loss_s: Mapping[str, Callable[[WorkerWindow], float]]
     value: Mapping[str, float]
 
 
 class Transition:
-    """The moves of one tick.
+    """The moves of one tick, towards the `wanted` workers by pool.
 
-    1. Starts that cannot succeed are given up: when they are not needed any more, or after the
-       patience for them. Nothing is started in such a pool until then.
-    2. Surplus starts are cancelled, the newest first: they have no cache and no streams.
-    3. A pool that lacks workers takes them from one of its model and width with surplus, where a
-       flip is quicker than a start: the worker whose removal costs least.
-    4. It starts the others, as far as the budget allows; GPUs of all states count, so the budget
-       holds while workers drain. Pools with the largest value a GPU come first.
-    5. What is surplus still is drained, cheapest victims first (of equals that without which KV
-       has the shortest way), but not before `hold_s` since the pool last grew, or was first seen.
-       A pool that was first seen, but did not grow, gives what another lacks: by a flip, or for
-       want of GPUs.
-
-    Args:
-        wanted: workers by pool.
-        hold_s: after growth, in which a pool does not shrink.
-        flips: whether roles may change.
+    1. Give up starts that cannot succeed, once surplus or out of patience; start no others before.
+    2. Cancel surplus starts, newest first: they have no cache and no streams.
+    3. Flip surplus workers of the same model and width if quicker than a start, cheapest first.
+    4. Start the rest within the budget (GPUs of all states count), by value per GPU.
+    5. Drain the surplus, cheapest first (ties: shortest remaining KV paths), `hold_s` after growth
+       or first sight. A pool that never grew gives what another lacks at once.
     """
 
     def __init__(
@@ -187,7 +172,7 @@ class Transition:
         self.reasons: list[str] = []
 
     def moves(self, rates: MoveRates, now_ns: int) -> tuple[Action, ...]:
-        """Return the actions in order; `reasons` says what was held back."""
+        """Return the actions in order; `reasons` lists what was held back."""
         self._now_ns = now_ns
         for pool in self._pools:
             self._give_up(pool)
@@ -294,7 +279,7 @@ class Transition:
             self._short_gpus = max(self._short_gpus - pool.gpus, 0)
 
     def _distances(self, pool: PoolWindow, workers: Sequence[WorkerWindow]) -> dict[str, float]:
-        """Return how far KV has to go without each worker, where its model has both roles."""
+        """Return the KV distance without each worker, for models with both roles."""
         other = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}.get(pool.role)
         others = [
             worker.location
@@ -308,7 +293,7 @@ class Transition:
     # --- parts -----------------------------------------------------------------------------
 
     def _missing(self, pool: PoolWindow) -> int:
-        """Return the workers that a pool lacks; below 0 for its surplus."""
+        """Return workers that a pool lacks; negative for surplus."""
         return self._wanted[pool.name] - self._supply[pool.name]
 
     def _may_shrink(self, pool: PoolWindow) -> bool:
@@ -316,7 +301,7 @@ class Transition:
         return seen_s >= self._hold_s and self._did_not_grow(pool)
 
     def _did_not_grow(self, pool: PoolWindow) -> bool:
-        """Whether a pool did not grow for `hold_s`."""
+        """True if a pool did not grow for `hold_s`."""
         grown_ns = self._members.of(pool.name).grown_ns
         return not grown_ns or (self._now_ns - grown_ns) / SECOND >= self._hold_s
 
