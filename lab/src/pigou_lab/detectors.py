@@ -72,11 +72,7 @@ class Histogram:
 
 
 class Latches:
-    """Two thresholds with hysteresis (Georgiou 2026, section 6.2).
-
-    `consecutive` signals at or above a threshold cross it upwards; as many below it by more than
-    `margin` cross it downwards.
-    """
+    """Two thresholds with hysteresis, crossed by `consecutive` signals (Georgiou 2026, 6.2)."""
 
     def __init__(self, low: float, high: float, consecutive: int, margin: float) -> None:
         self.thresholds = (low, high)
@@ -265,10 +261,7 @@ class SecondDifference(Polled):
 
 
 class ConfigVariance(Polled):
-    """Variance of mean TTFT across router settings (Georgiou 2026, section 8.4).
-
-    Each setting's mean covers the last `window` polls. One setting alone gives no signal.
-    """
+    """Variance of mean TTFT across router settings, over `window` polls (Georgiou 2026, 8.4)."""
 
     Params: ClassVar[type[msgspec.Struct]] = ConfigVarianceConfig
 
@@ -299,10 +292,7 @@ ADVISED_RATIO = 20.0 / 3.0
 
 
 class PaperConfig(PolledConfig, frozen=True, kw_only=True):
-    """Parameters of `PaperDetector`; the defaults are the paper's for its 70B model.
-
-    The paper leaves `consecutive` and `margin` open; three polls of 5 s match its reported 15 s.
-    """
+    """Parameters of `PaperDetector`; the defaults are the paper's for its 70B model."""
 
     theta1: float = 0.3  # seconds of smoothed P99 at which Transition begins
     theta2: float = 2.0  # seconds at which Saturated begins

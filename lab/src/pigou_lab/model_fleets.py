@@ -33,10 +33,7 @@ class ModelFleet:
 
 
 class ModelFleets:
-    """Simulations of several models on one clock, a control plane each and one planner.
-
-    The planner knows pools and workers as `MODEL/NAME`; its limit of workers holds for all.
-    """
+    """Simulations of several models on one clock and planner; its names are `MODEL/NAME`."""
 
     def __init__(
         self, models: Sequence[ModelFleet], control: ControlConfig, scaling: ScalingConfig,

@@ -1,8 +1,4 @@
-"""Recall items: `@key value` lines scattered in text, and a question about one far behind.
-
-The prompt ends with an open `@key`; mark, keys and values are single tokens of the bundled
-tokenizer, so one greedy token decides an item.
-"""
+"""Recall items: `@key value` lines in text, and an open `@key` far behind; one token each."""
 
 from __future__ import annotations
 
@@ -81,10 +77,7 @@ def recall_items(
     count: int,
     seed: int = 0,
 ) -> Iterator[RecallItem]:
-    """Yield questions over random pieces of a text, at least `distance` tokens after the last pair.
-
-    Raises ValueError if `pairs` is not in 1 to 64, or no stretch of the text is long enough.
-    """
+    """Yield questions at least `distance` tokens after the last pair; raises ValueError."""
     lines = [line + "\n" for line in text.split("\n")]
     sizes = [tokens(line) for line in lines]
     rng = random.Random(f"{seed}/{pairs}/{distance}")
@@ -96,7 +89,6 @@ def recall_items(
 
 
 def _weave(pairs: Sequence[tuple[str, str]], lines: Sequence[str]) -> str:
-    """Put a line of text before each pair, and the remaining lines after the last."""
     parts = [line + pair_line(*pair) for line, pair in zip(lines, pairs, strict=False)]
     return "".join(parts) + "".join(lines[len(pairs) :])
 
@@ -104,7 +96,6 @@ def _weave(pairs: Sequence[tuple[str, str]], lines: Sequence[str]) -> str:
 def _stretch(
     sizes: Sequence[int], rng: random.Random, pairs: int, distance: int
 ) -> tuple[int, int]:
-    """Draw a range of lines: one for each pair, then the fewest that make the distance."""
     for _ in range(1000):
         start = rng.randrange(len(sizes))
         end, room = start + pairs, distance

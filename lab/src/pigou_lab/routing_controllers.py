@@ -65,10 +65,7 @@ class RegimeController:
 
 
 class Interpolated:
-    """The same table without jumps: interpolates in the log of the smoothed signal (section 9).
-
-    The Transition row applies at the geometric middle of the two thresholds.
-    """
+    """The same table, interpolated in the log of the smoothed signal (section 9)."""
 
     Params: ClassVar[type[msgspec.Struct]] = InterpolatedConfig
 
@@ -173,11 +170,7 @@ class DiscountedUCB:
 
 
 class Bandit:
-    """Tries settings of a grid, one per epoch, and keeps to those with short latencies.
-
-    Reward is minus the epoch's mean latency over the discounted mean; latencies are relative to an
-    unloaded fleet. `Parameters.setting` indexes `settings`.
-    """
+    """Tries settings of a grid, one per epoch; reward is minus the relative mean latency."""
 
     Params: ClassVar[type[msgspec.Struct]] = BanditConfig
 

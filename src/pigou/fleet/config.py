@@ -17,9 +17,9 @@ from pigou.control.placement.topology import TopologyLevel
 from pigou.gateway.config import Overflow
 from pigou.request import Location, Role
 
-#: Seconds that a fallback may be worth: a day.
+#: Maximum worth of a fallback, in seconds: a day.
 _MAX_PRICE_S = 86_400.0
-#: Ends of the names of pools that no model's name has.
+#: Reserved suffixes of pool names.
 _KINDS = ("attached", "registered")
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,255}", re.ASCII)
 
@@ -28,16 +28,16 @@ class ModelPoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     """One of several models behind a gateway, and its local workers: one for both by default."""
 
     name: str
-    model: str = ""  # folder, hub id or 'bundled'; empty for one that attached servers alone serve
+    model: str = ""  # folder, hub id or 'bundled'; empty if attached servers alone serve it
     prefill: int = 0
     decode: int = 0
     both: int = 0
-    device: str = ""  # of its workers; empty for that of all
-    tokenizer: str = ""  # folder or hub id; by default where the workers say that the model is
+    device: str = ""  # of its workers; empty for the fleet's default
+    tokenizer: str = ""  # folder or hub id; by default the workers' model folder
     # another model pool, or the base URL of another fleet, for requests that find no worker free;
     # empty for none.
     overflow: str = ""
-    overflow_price_s: float = 1.0  # what one of them is worth there, in seconds of waiting here
+    overflow_price_s: float = 1.0  # worth of a worker there, in seconds of waiting here
     overflow_key: str = ""  # bearer key of the other fleet
 
     def __post_init__(self) -> None:
@@ -73,10 +73,10 @@ class ModelPoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 class DeclaredModel(msgspec.Struct, frozen=True, kw_only=True):
     """A model that a gateway serves."""
 
-    name: str = ""  # that its workers report; empty where they may report any, all of them the same
+    name: str = ""  # name its workers must report; empty accepts any single name
     aliases: tuple[str, ...] = ()  # further names that requests may use
     tokenizer: str = ""  # folder or hub id; empty asks the workers
-    overflow: Overflow | None = None  # where requests go that it cannot serve now; None for nowhere
+    overflow: Overflow | None = None  # fallback for requests it cannot serve now
 
 
 class RayConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,9 +121,9 @@ _GROUP = "Model and workers"
 class WatchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How closely workers are watched; all in seconds."""
 
-    every: float = 1.0  # between two looks at a worker
-    timeout: float = 3.0  # that a look waits for `/health`
-    failures: int = 3  # looks in a row that may be refused before a worker counts as down
+    every: float = 1.0  # seconds between two checks of a worker
+    timeout: float = 3.0  # seconds to wait for `/health`
+    failures: int = 3  # consecutive failed checks before a worker counts as down
     hang: Annotated[
         float,
         option(
@@ -137,7 +137,7 @@ class WatchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     drain: Annotated[
         float, option("Seconds that requests under way are given at the end.", "Gateway")
     ] = 30.0
-    min_backoff_s: float = 0.25  # before the first restart; doubled by each further one
+    min_backoff_s: float = 0.25  # seconds before the first restart; doubled by each further one
     max_backoff_s: float = 30.0
 
     def __post_init__(self) -> None:
@@ -151,7 +151,7 @@ class WatchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             raise ConfigError(f"failures is {self.failures}; it must be at least 1")
 
 
-#: Workers of a local fleet where nobody says: prefill, decode.
+#: Default workers of a local fleet: prefill, decode.
 _LOCAL = (1, 2)
 
 
@@ -388,8 +388,8 @@ class LocalWorker(msgspec.Struct, frozen=True, kw_only=True):
     id: str  # name in the fleet
     role: Role
     arguments: tuple[str, ...] = ()  # of `pigou worker`, besides role, address and port
-    device: str = "cpu"  # that it computes on, which is among the arguments too
-    model: str = ""  # that it serves, of several; empty where there is one
+    device: str = "cpu"  # compute device, also among the arguments
+    model: str = ""  # model it serves; empty in a fleet of one model
 
 
 _ATTACH_OPTIONS = ("role", "events", "replay", "topic", "key", "pin", *Location._fields)
@@ -403,11 +403,11 @@ class AttachedWorker(msgspec.Struct, frozen=True, kw_only=True):
     role: Role = Role.BOTH
     events: str = ""  # ZMQ address of its KV events; empty asks the server
     replay: str = ""  # ZMQ address where past events can be asked for; empty asks the server
-    topic: str = ""  # of the events; every topic when empty
+    topic: str = ""  # topic of the events; empty subscribes to all
     key: str = ""  # sent as bearer key
     # of a frontend of NVIDIA Dynamo, the id of the one worker behind it that is meant.
     pin: str = ""
-    host: str = ""  # labels of its node; empty for what the server says itself
+    host: str = ""  # labels of its node; empty uses the server's own
     rack: str = ""
     zone: str = ""
 

@@ -14,11 +14,11 @@ from pigou.wire.metrics_text import totals
 
 _log = logging.getLogger("pigou.fleet")
 
-#: Seconds between two looks at a draining worker.
+#: Seconds between two checks of a draining worker.
 _LOOK_S = 0.05
-#: Seconds that a worker may take to say what it holds for others.
+#: Timeout in seconds for a worker's report of held KV.
 _TIMEOUT_S = 1.0
-#: Seconds in which requests that are sent away must have left.
+#: Seconds within which migrated requests must have left.
 _LEAVE_S = 5.0
 _HELD = b"pigou_kv_requests_held"
 

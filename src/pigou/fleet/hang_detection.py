@@ -8,11 +8,11 @@ from typing import Any
 
 import msgspec
 
-#: Seconds more that a plan is given for each of its tokens: a long prefill is no hang.
+#: Extra seconds per planned token: a long prefill is no hang.
 TOKEN_S = 0.01
-#: Tokens beyond which a plan is not believed to be larger.
+#: Cap on the planned tokens that count.
 _MAX_PLANNED_TOKENS = 2**20
-#: Times the limit that a worker is given whose process computes, or whose whole fleet is slow.
+#: Factor on the limit while the process computes, or the whole fleet is slow.
 PATIENCE = 5.0
 
 
@@ -21,7 +21,7 @@ class EngineProgress:
     """What a worker reports of its engine."""
 
     busy: bool
-    mark: Hashable  # differs from the mark before if the engine made progress in between
+    mark: Hashable  # changes whenever the engine makes progress
     planned_tokens: int = 0
 
 
@@ -70,8 +70,8 @@ class HangDetector:
     """Adds up a worker's seconds without progress or answer, while the watcher is on time."""
 
     def __init__(self, hang_s: float, failures: int) -> None:
-        self._hang_s = hang_s  # without progress, until an engine counts as hung; 0 for never
-        self._failures = failures  # looks in a row that a stopped process may miss
+        self._hang_s = hang_s  # seconds without progress until an engine counts as hung; 0 never
+        self._failures = failures  # consecutive checks a stopped process may miss
         self._mark: Hashable = None
         self._planned_tokens = 0
         self._heard = False
@@ -141,7 +141,7 @@ class HangArbiter:
         self._wait_s = hang_s
         self._detectors: dict[str, HangDetector] = {}
         self._since_s = 0.0
-        self.declared = ""  # id of the worker that was declared hung last, until it is back
+        self.declared = ""  # id of the worker last declared hung, until it is back
 
     def add(self, worker: str, detector: HangDetector) -> None:
         """A worker is up, and watched."""

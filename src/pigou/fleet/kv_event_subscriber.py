@@ -48,7 +48,7 @@ Lose = Callable[[], None]
 class EventCursor:
     """Position in one publisher's sequence of batches."""
 
-    next: int | None = None  # number of the batch that is to come; None before the first
+    next: int | None = None  # next batch number; None before the first
 
     def judge(self, number: int) -> str:
         """Return what to do with a batch: apply, replay, restart or skip.
@@ -71,7 +71,7 @@ class EventSubscriber:
     def __init__(self, source: EventSource, apply: Apply, lose: Lose) -> None:
         self._source = source
         self._apply = apply  # gets the events of each batch, in order
-        self._lose = lose  # batches are missing for good, or the publisher started anew
+        self._lose = lose  # called on lost batches, or a restarted publisher
         self._order = EventCursor()
         self._faults = 0
 

@@ -28,11 +28,11 @@ from pigou.wire.fleet_secret import FleetSecret
 
 _log = logging.getLogger("pigou.fleet")
 
-#: States of `/workers` that are not the start of a worker.
+#: States of `/workers` after a worker's start.
 _STATES = {"up": WorkerState.READY, "draining": WorkerState.DRAINING}
-#: Signals that a process does not send itself.
+#: Signals sent from outside the process.
 _OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-#: Seconds that a process whose server is gone is given to end.
+#: Seconds for a process to exit after its server is gone.
 _EXIT_S = 0.5
 
 
@@ -61,8 +61,8 @@ class MemberSetup:
 class Source(Protocol):
     """How the worker of one member comes up: a process is started, or a server is found."""
 
-    kind: str  # as `/workers` shows it: local, ray, attached or registered
-    starts: bool  # whether its process is started, and ended, by this fleet
+    kind: str  # shown in `/workers`: local, ray, attached or registered
+    starts: bool  # whether this fleet starts and stops its process
 
     async def live(self, member: Member) -> str:
         """Bring the worker up and let the member serve until it is down; return why it is."""
@@ -81,18 +81,18 @@ class Member:
         self, id: str, role: Role, setup: MemberSetup, source: Source, model: str = ""
     ) -> None:
         self.id, self.role = id, role  # the id is never used again
-        self.model = model  # empty where the fleet has one, or it is not known yet
+        self.model = model  # empty in a fleet of one model, or if unknown
         self.source, self.setup = source, setup
         self.pool = self._pool()
         self.epoch = 0  # changes of its role
-        self.location = UNKNOWN_LOCATION  # of its node, in place of what the worker says
+        self.location = UNKNOWN_LOCATION  # location of its node, in place of the worker's own
         self.stock: bool | None = None  # another engine than Pigou's; None before it was seen
-        self.ready = asyncio.Event()  # up for the first time, or failed for good
+        self.ready = asyncio.Event()  # set once up, or failed for good
         self.failed = ""  # why it never came up
         self.may_fail = False  # a first start that fails is tried again
         self.leaving = False
-        self.suspected = ""  # why it gets nothing new; empty while it is trusted
-        self.next_role: Role | None = None  # that it drains for; its own where it starts again
+        self.suspected = ""  # why nothing new is routed to it; empty if trusted
+        self.next_role: Role | None = None  # role after the drain; its own if it restarts
         self.failed_starts = 0  # in a row
         self.start_up_s: float | None = None  # of its last start
         self.since_ns = time.monotonic_ns()  # when its state began

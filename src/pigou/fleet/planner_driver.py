@@ -31,9 +31,9 @@ _log = logging.getLogger("pigou.fleet")
 
 #: Seconds of a drain, and of a start that nobody has timed yet, that a planner reckons with.
 _DRAIN_S, _START_UP_S = 10.0, 30.0
-#: Points that a profile needs of prompts, and of streams.
+#: Minimum points of a profile, for prompts and for streams.
 _MIN_POINTS = 2
-#: Stands for the speeds of workers that are not up yet.
+#: Placeholder for speeds of workers that are not up yet.
 _ANY_PROFILE = PoolProfile(
     prefill=((128.0, 0.1), (512.0, 0.4)), decode=((1.0, 256.0, 0.01), (16.0, 256.0, 0.02))
 )

@@ -22,7 +22,7 @@ from pigou.windows.planner_window import (
     WorkerWindow,
 )
 
-#: Nanoseconds after which a report says nothing of the present.
+#: Nanoseconds after which a report is stale.
 _STALE_NS = 5 * SECOND
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -46,9 +46,9 @@ class PlannerWindows:
             for driver in plane_drivers
         ]
         self._builder = PlannerWindowBuilder(time.monotonic_ns())
-        self._prompts: dict[str, list[ComputedPrompt]] = {}  # that no report covers yet
+        self._prompts: dict[str, list[ComputedPrompt]] = {}  # prompts that no report covers yet
         self._reported: dict[str, _Reported] = {}
-        self._members: dict[str, Member] = {}  # that the last window had, draining ones not
+        self._members: dict[str, Member] = {}  # members of the last window, without draining ones
         for driver in plane_drivers:
             driver.meter.is_windowed = True
             driver.meter.take(())

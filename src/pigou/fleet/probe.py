@@ -19,7 +19,7 @@ from pigou.wire.bodies import read_page
 from pigou.wire.fleet_secret import NONCE, PROOF, FleetSecret
 from pigou.wire.names import MAX_TEXT, deployment_version, reachable, text
 
-#: Block size that is assumed of a server that does not tell: vLLM's default on a GPU.
+#: Block size of a server that reports none: vLLM's default on a GPU.
 _BLOCK_SIZE = 16
 #: Bounds of a startup profile's entry: tokens, streams and steps; seconds of a step; seconds.
 #: Entries outside would spoil the latency model, which all workers share.
@@ -40,7 +40,7 @@ class EventSource:
     """Where KV events come from: ZMQ addresses, with the `secret` that decrypts them (CURVE)."""
 
     endpoint: str
-    replay: str = ""  # where past ones can be asked for
+    replay: str = ""  # address for replays
     topic: str = ""
     encrypted: bool = False
     secret: FleetSecret | None = None
@@ -52,15 +52,15 @@ class ProbeResult:
 
     engine: Engine
     block_size: int  # tokens in a block
-    blocks: int  # KV blocks, 0 when it did not say
-    max_seqs: int  # maximum of sequences at once, 0 when it did not say
+    blocks: int  # KV blocks; 0 if unknown
+    max_seqs: int  # maximum of concurrent sequences; 0 if unknown
     sources: tuple[EventSource, ...]
     # of its cache, for others that may read it; empty where others may not read it.
     layout: str = ""
     # its own speed, as measured at startup; empty where unknown.
     startup_profile: tuple[Rehearsed, ...] = ()
-    version: str = ""  # of its deployment; empty where it has none
-    location: Location = UNKNOWN_LOCATION  # labels of its node; unknown where it does not say
+    version: str = ""  # deployment version; empty if none
+    location: Location = UNKNOWN_LOCATION  # labels of its node
 
 
 class _ModelCard(msgspec.Struct):
@@ -162,7 +162,7 @@ async def fleet_key(url: str, secret: FleetSecret, timeout_s: float = 10.0) -> s
         ):
             shown = response.headers.get(PROOF, "") if response.status == 401 else ""
     except (aiohttp.ClientError, OSError, TimeoutError):
-        return ""  # the probe that follows says why
+        return ""  # the next probe reports the cause
     return secret.token if shown and secret.proves(nonce, shown) else ""
 
 

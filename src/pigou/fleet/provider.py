@@ -18,8 +18,8 @@ class ProvidedPool(msgspec.Struct, frozen=True, kw_only=True):
     name: str  # unique over all providers: `decode` for local workers, `decode.attached`
     role: Role
     gpus: int = 1  # of each worker, at least 1
-    start_up_s: float | None = None  # from order to service, as seen; None where none was started
-    model: str = ""  # of its workers, of several; empty where there is one, or it is not known
+    start_up_s: float | None = None  # seconds from order to service; None before a start
+    model: str = ""  # model of its workers; empty if single or unknown
 
 
 class Provider:
@@ -28,9 +28,9 @@ class Provider:
     The base class starts none, and flips the role of running Pigou servers.
     """
 
-    kind: ClassVar[str]  # of its members, as `/workers` shows it
-    not_started: ClassVar[str] = ""  # why no further server can be started
-    not_flipped: ClassVar[str] = ""  # what is said of a server that is not Pigou's
+    kind: ClassVar[str]  # kind of its members, shown in `/workers`
+    not_started: ClassVar[str] = ""  # why it starts no further server
+    not_flipped: ClassVar[str] = ""  # why a stock server cannot be flipped
 
     @property
     def room(self) -> int | None:

@@ -90,7 +90,7 @@ class Serving:
             )  # fmt: skip
         self.startup = Startup(on_stage)
         self.supervisor.report_stages(self.startup.report)
-        self.peers: PeerExchange | None = None  # tells other gateways what this one sends
+        self.peers: PeerExchange | None = None  # shares this gateway's changes with others
         self._metrics = Metrics()
         registered = self.supervisor.registered
         self._server = GatewayServer(

@@ -39,11 +39,11 @@ class FleetSetup:
 
     workers: Sequence[LocalWorker | AttachedWorker] = ()
     watch: WatchConfig = field(default_factory=WatchConfig)
-    secret: FleetSecret | None = None  # that its processes prove to each other to know
-    templates: Sequence[WorkerTemplate] = ()  # of further local workers, one for each model
-    registry: Registry | None = None  # that further workers register in
-    scales: FleetScales | None = None  # of its pools on Kubernetes, which planners scale
-    models: Sequence[DeclaredModel] = ()  # where workers do not say the one
+    secret: FleetSecret | None = None  # shared secret of its processes
+    templates: Sequence[WorkerTemplate] = ()  # of further local workers, one per model
+    registry: Registry | None = None  # where further workers register
+    scales: FleetScales | None = None  # pools on Kubernetes, scaled by planners
+    models: Sequence[DeclaredModel] = ()  # declared models; empty if the workers report one
     tokenizer: str = ""  # folder or hub id of the model's tokenizer; empty asks the workers
     prefill_queue: str = ""  # URL of the queue that prefill workers pull from
 
@@ -63,7 +63,7 @@ class Supervisor:
         fleet = fleet or FleetSetup()
         self._plane_driver = plane_driver
         self.models = dict(models or {})
-        self.drain_s = fleet.watch.drain  # that requests on a draining worker are given
+        self.drain_s = fleet.watch.drain  # seconds for requests of a draining worker to end
         arbiter = HangArbiter(fleet.watch.hang)
         setup = MemberSetup(plane_driver, fleet.watch, arbiter, fleet.secret, self.models)
         self.local = _starter(setup, fleet.templates)

@@ -26,7 +26,7 @@ from pigou.worker.kv_transfer.block_store import remove_orphans
 
 _log = logging.getLogger("pigou.worker")
 
-#: What is said of the end of a worker that lacked memory.
+#: Message for a worker killed for lack of memory.
 OUT_OF_MEMORY = "out of memory"
 #: Last words of a process whose allocator failed: torch's, Python's, C++'s.
 _NO_MEMORY = re.compile(r"out of memory|OutOfMemoryError|MemoryError|bad_alloc", re.IGNORECASE)

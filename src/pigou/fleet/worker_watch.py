@@ -62,10 +62,10 @@ class WorkerWatch:
         self._config = config
         self._arbiter = arbiter or HangArbiter(config.hang)
         self._process_state = process_state
-        self._heard = heard  # returns the heartbeat that came by another way than HTTP
+        self._heard = heard  # returns the last heartbeat not sent over HTTP
         self._last_heard: EngineProgress | None = None
         self._detector = HangDetector(config.hang, config.failures)
-        self.gaps = 0  # times that KV events were missed for good
+        self.gaps = 0  # count of lost KV event gaps
         self.hung = False  # why `until_down` returned
         self.stopped = False
         self._listed_at = 0.0

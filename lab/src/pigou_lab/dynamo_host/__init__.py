@@ -1,4 +1,1 @@
-"""NVIDIA Dynamo: its router under Pigou's controller, its frontends, its event plane.
-
-Importing it needs neither Dynamo nor numba, so it runs inside Dynamo's own environment.
-"""
+"""NVIDIA Dynamo: router, frontends, event plane; runs inside Dynamo's own environment."""

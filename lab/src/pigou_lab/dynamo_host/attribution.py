@@ -54,11 +54,7 @@ class AttributionShare:
 
 
 class RequestLedger:
-    """Maps requests to workers from event-plane messages, in any order between publishers.
-
-    Dynamo 1.6 workers report each request; routers do with `--router-replica-sync`. Gaps in a
-    publisher's sequence numbers count as missed messages.
-    """
+    """Maps requests to workers from event-plane messages; sequence gaps count as missed."""
 
     def __init__(self, capacity: int = 1_000_000) -> None:
         if capacity < 1:

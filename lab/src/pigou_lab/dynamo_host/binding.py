@@ -83,10 +83,7 @@ def runtime(discovery: str = "file", requests: str = "tcp", events: str = "zmq")
 
 
 async def router(runtime: Any, endpoint: str, block_size: int, **config: Any) -> KvRouter:
-    """Return Dynamo's router for `namespace.component.endpoint`, once a worker is up.
-
-    `config` holds fields of `KvRouterConfig`. Raises DynamoMissing.
-    """
+    """Return Dynamo's router for `namespace.component.endpoint`; raises DynamoMissing."""
     llm = load()
     where = runtime.endpoint(endpoint)
     client = await where.client()

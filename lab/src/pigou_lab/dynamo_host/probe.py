@@ -102,11 +102,7 @@ async def probe(
     patience_s: float = 5.0,
     seed: int | None = None,
 ) -> ProbeVerdict:
-    """Find out which overrides a router honours, with one short request and many queries.
-
-    Probe the overlap weight on idle workers only. The prompt's token ids are new at each call by
-    default: ties would spread a prompt that two workers hold.
-    """
+    """Find out which overrides a router honours; the overlap weight needs idle workers."""
     generator = random.Random(seed)
     prompt = [generator.randrange(_LOW_ID, _HIGH_ID) for _ in range(blocks * block_size)]
     overlap = await _warm(router, model, prompt, patience_s)

@@ -51,10 +51,7 @@ class AdaptiveRouter:
         pretend: bool = False,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """Wrap a router; `start` probes it, and raises OverridesIgnored unless `pretend`.
-
-        `startup` parameters apply where overrides do not.
-        """
+        """Wrap a router; `start` probes it, and raises OverridesIgnored unless `pretend`."""
         self.verdict = verdict
         self.meters = Meters()
         self._router = router
@@ -187,11 +184,7 @@ _MODEL = "pigou-probe"
 
 
 def serve_router(steering: Steering, arguments: Sequence[str], *, pretend: bool) -> None:
-    """Serve Dynamo's router inside `AdaptiveRouter` until stopped.
-
-    `NAMESPACE.router.status` returns the regime, parameters and probe evidence. Raises
-    DynamoMissing, or OverridesIgnored unless `pretend`.
-    """
+    """Serve Dynamo's router inside `AdaptiveRouter`; DynamoMissing or OverridesIgnored."""
     service: Any = binding.load("dynamo.router.__main__")
     stock: Any = service.StandaloneRouterHandler
 

@@ -84,11 +84,7 @@ class _Unanswered(Exception):
 
 
 class Switch:
-    """Proxies requests to the frontend whose setting is nearest to the controller's.
-
-    Bodies pass unchanged and streams chunk by chunk. `GET /switch` returns the state, `GET
-    /metrics` the switch's metrics.
-    """
+    """Proxies requests to the frontend whose setting is nearest to the controller's."""
 
     def __init__(
         self,

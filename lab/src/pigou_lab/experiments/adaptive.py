@@ -1,8 +1,4 @@
-"""Experiment 3: a spike of 32, 128 and 32 users, with static and adaptive routing.
-
-The paper's adaptive arm also changed the load generator to chunks of five seconds. Four arms
-separate the two effects.
-"""
+"""Experiment 3: a spike of users; four arms separate routing from the load generator's chunks."""
 
 from __future__ import annotations
 
@@ -99,7 +95,6 @@ def _iterate(runs: _Runs, arm: Arm, fleet: PaperFleet, reading: Reading, seed: i
 
 
 def _mean(values: Sequence[float]) -> float | None:
-    """Mean of those that are numbers; None where none is."""
     known = [value for value in values if not math.isnan(value)]
     return statistics.fmean(known) if known else None
 
@@ -124,10 +119,7 @@ def flagged_runs(ttft_p99_s: Sequence[float], factor: float = OUTLIER) -> list[i
 
 
 def outlier_effect(runs: Sequence[Mapping[str, Any]], factor: float = OUTLIER) -> dict[str, Any]:
-    """Return the flagged runs, and the mean TTFT P99 with and without them.
-
-    Nothing is excluded: runs begin with an empty fleet, so no queue is left over.
-    """
+    """Return the flagged runs, and the mean TTFT P99 with and without them; none is excluded."""
     values = [run["ttft_p99_s"] for run in runs]
     flags = flagged_runs(values, factor)
     unflagged = [value for index, value in enumerate(values) if index not in flags]

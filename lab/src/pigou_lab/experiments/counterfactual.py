@@ -74,7 +74,6 @@ def summary(rows: Sequence[Row], fleet: PaperFleet) -> Mapping[str, Any]:
 
 
 def _assigned(workers: int, users: int) -> dict[str, list[NDArray[np.int64]]]:
-    """Requests on each worker, (workers,), for some draws of each policy."""
     rng = np.random.default_rng(0)
     even = np.bincount(np.arange(users) % workers, minlength=workers)
     random, two = [], []
@@ -89,5 +88,4 @@ def _assigned(workers: int, users: int) -> dict[str, list[NDArray[np.int64]]]:
 
 
 def _cost(counts: NDArray[np.int64]) -> float:
-    """Seconds of all requests under the paper's cost model."""
     return math.fsum(float(legacy_costs(int(n)).sum()) for n in counts.tolist())

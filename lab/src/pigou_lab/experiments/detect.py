@@ -36,10 +36,7 @@ def detector_values(thresholds: Thresholds) -> dict[str, object]:
 def regime_of(
     runs: Sequence[RequestRun], end: float, thresholds: Thresholds, *, server: bool = False
 ) -> str:
-    """Return the highest regime of the paper's detector up to `end` (seconds).
-
-    Samples are the client's TTFTs; with `server`, TTFTs from sending on, as a frontend sees them.
-    """
+    """Return the paper detector's highest regime up to `end` (s), on client or `server` TTFT."""
     detector, highest = PaperDetector(config(thresholds)), 0
     for run in sorted(
         (run for run in runs if run.first_token_ns), key=lambda run: run.first_token_ns

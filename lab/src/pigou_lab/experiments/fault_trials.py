@@ -1,7 +1,4 @@
-"""Simulated faults: for each failure mode, a small fleet in which it arises.
-
-Modes 1, 5, 14 and 15 have no mechanism in the simulator: they edit a healthy run's observations.
-"""
+"""Simulated faults: a small fleet for each failure mode; modes 1, 5, 14, 15 edit a healthy run."""
 
 from __future__ import annotations
 
@@ -103,7 +100,6 @@ def _open(
 def _closed(
     rng: Random, users: int, count: int, ramp: float = 5.0, **lengths: Any
 ) -> list[RequestSession]:
-    """Return users who each send `count` requests, one after another."""
     return [RequestSession(round(ramp * SECOND * user / users),
                            tuple(_spec(rng, **lengths) for _ in range(count)))
             for user in range(users)]  # fmt: skip
@@ -187,7 +183,6 @@ def _head_of_line(rng: Random) -> FaultTrial:
 
 
 def _starvation(rng: Random) -> FaultTrial:
-    """Shortest prompts first, with next to no ageing."""
     shorts = _closed(rng, rng.randint(70, 86), 40, prompt=(600, 1000), output=(64, 192))
     longs = _open(rng, 0.15, 60.0, prompt=(8000, 12_000))
     order = {"order": "shortest", "ageing": 1}
@@ -244,7 +239,6 @@ def _adapter_pressure(rng: Random) -> FaultTrial:
 
 
 def _offload_collapse(rng: Random) -> FaultTrial:
-    """Workers take recomputation for 30 times as dear as it is, over a slow link."""
     bases = [tuple(rng.getrandbits(60) for _ in range(250)) for _ in range(40)]
     sessions = []
     for at in _poisson(rng, rng.uniform(2.0, 3.0), 200.0):

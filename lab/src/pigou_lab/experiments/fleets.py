@@ -124,11 +124,7 @@ def make_simulation(
     saturation: dict[str, object] | None = None, rehearses: bool | None = None,
     policy: RoutingPolicy | None = None,
 ) -> Simulation:  # fmt: skip
-    """Build a run of a paper's fleet; each optional argument replaces the reading's or setting's.
-
-    The prefill worker caches no prefixes, so each prompt takes what the law says. Decode workers
-    do, so that there is an overlap to route by.
-    """
+    """Build a run; prefill caches no prefix, decode does, so that there is an overlap."""
     setting = setting or PolicySetting()
     law = law or paper_fleet.law(reading)
     serial = 1 if reading == "serial-prefill" else 0

@@ -198,10 +198,7 @@ RAMP_S, END_S = 30.0, 150.0
 
 
 def completed(users: int, slots: int, seconds: float) -> float:
-    """Return the mean requests per second of a closed loop whose users start over `RAMP_S`.
-
-    Each of min(users, slots) users completes (end - begin) / seconds - 1/2.
-    """
+    """Return the mean requests per second of a closed loop ramped over `RAMP_S`."""
     begins = RAMP_S * np.arange(min(users, slots)) / users
     return float(((END_S - begins) / seconds - 0.5).sum() / END_S)
 
@@ -214,11 +211,7 @@ def response(users: int, slots: int, rps: float) -> float:
 def throughput_itl(
     rows: Mapping[int, Figures], slots: int, first: float, min_users: int = 8
 ) -> tuple[float, float]:
-    """Return the ITL (seconds) that fits the throughput column, and its slope over streams.
-
-    Rows weigh by their rate squared, since rates are printed with one decimal. `slots` caps
-    requests in flight, `first` is the time to first token, and rows below `min_users` are ignored.
-    """
+    """Return the ITL (s) that fits the throughput column, and its slope; rows weigh by rate^2."""
     users = [level for level in rows if level >= min_users]
     rates = np.array([rows[level].rps or 0.0 for level in users])
     times = np.array([response(level, slots, rows[level].rps or 0.0) for level in users])

@@ -65,11 +65,7 @@ def cells(rows: Sequence[Row], fleet: PaperFleet) -> Mapping[str, Any]:
 
 
 def variance(rows: Sequence[Row], name: str) -> dict[str, float | None] | None:
-    """Return a two-way analysis of variance of rows that ran with the same seeds, or None.
-
-    Seeds are blocks. `between` and `seeds` are standard deviations of row means and of runs; `f`
-    and `p` test "all rows have one mean".
-    """
+    """Return a two-way analysis of variance of rows, with seeds as blocks; None for single runs."""
     values = np.array([[seed_run[name] for seed_run in row["runs"]] for row in rows])
     count, seeds = values.shape
     if seeds < 2:

@@ -1,8 +1,4 @@
-"""Prices against thresholds, where prefill is the real bottleneck.
-
-The threshold is conditional disaggregation by prefill queue length. Prompts share no prefix. A
-prompt mixed into a decode step adds at most one pass over the weights (`MIXED`).
-"""
+"""Prices against a prefill queue threshold, where prefill is the bottleneck."""
 
 from __future__ import annotations
 
@@ -123,7 +119,6 @@ def _of_runs(row: Row, name: str) -> list[float]:
 
 
 def _tpot(level_run: LevelRun, level: Level) -> float:
-    """Return P99, over requests of the window, of the mean time between their tokens."""
     low, high = clock_ns(RAMP_S + level.settle), clock_ns(level.end)
     means = sorted(
         (done.last_token_ns - done.first_token_ns) / (done.output_tokens - 1) / 1e9

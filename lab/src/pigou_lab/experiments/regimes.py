@@ -146,11 +146,7 @@ def knee_of(rows: Sequence[Row], fleet: PaperFleet, reading: Reading) -> Mapping
 
 
 def predicted_knee(fleet: PaperFleet, reading: Reading) -> float | None:
-    """Return the users at which a bottleneck saturates; None without one.
-
-    For a pool, its connections; for a serial prefill worker, X R (Denning and Buzen 1978), with X
-    its throughput ceiling and R the seconds of a request.
-    """
+    """Return the users at which a bottleneck saturates (Denning and Buzen 1978), or None."""
     if reading == "client-pool":
         return float(POOL)
     if reading == "fair":

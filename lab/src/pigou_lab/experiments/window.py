@@ -74,11 +74,7 @@ def measure(
     runs: Sequence[RequestRun], begin: float, end: float, gaps: ITLHistogram, workers: int, *,
     meant: bool = False,
 ) -> WindowFigures | None:  # fmt: skip
-    """Return the figures of requests that completed in a window of seconds, or None.
-
-    Starvation shows only in completions. `meant` also requires the intended send time to be inside;
-    `workers` is the number of decode workers.
-    """
+    """Return the figures of requests completed (and sent, if `meant`) in a window, or None."""
     low, high = clock_ns(begin), clock_ns(end)
     done = sorted(
         (run for run in runs if run.outcome is RunOutcome.DONE and run.last_token_ns > low),

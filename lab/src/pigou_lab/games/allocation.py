@@ -79,10 +79,7 @@ class AllocationGame:
         return of_prefill, of_decode
 
     def equilibria(self) -> list[Equilibrium]:
-        """Return every variational equilibrium, by rising prefill share.
-
-        Scans 4,001 allocations for sign changes of `pull`, so closer equilibria merge into one.
-        """
+        """Return every variational equilibrium, by rising prefill share, from 4,001 allocations."""
         grid = np.linspace(0.0, self.gpus, POINTS)
         pool_gains = np.array([self._gains_by_pool(float(g)) for g in grid])
         of_prefill, of_decode = pool_gains.T
@@ -164,7 +161,6 @@ class AllocationGame:
         return replace(start, until=float(grid[last]))
 
     def _point(self, root: float, pulls: Floats, left: int, right: int) -> Equilibrium | None:
-        """The equilibrium at ``root``, between two grid points, if it is one."""
         nearby = 3.0 * self._step
         below = self.pull(max(root - nearby, 0.0))
         above = self.pull(min(root + nearby, self.gpus))
@@ -178,7 +174,6 @@ class AllocationGame:
         return self._equilibrium(root, "kink", stable=True) if stable else None
 
     def _slope(self, cost: Callable[[float], float], at: float) -> float:
-        """Derivative by central differences, one-sided at the ends of [0, gpus]."""
         low, high = max(at - self._step, 0.0), min(at + self._step, self.gpus)
         return float((cost(high) - cost(low)) / (high - low))
 

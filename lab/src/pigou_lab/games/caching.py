@@ -152,7 +152,6 @@ class CachingGame:
             raise ValueError(f"miss_cost is {self.miss_cost}: give 0 or more, or None")
 
     def _remote(self, node: int, held: Indices) -> Floats:
-        """Cheapest access to each object that ``node`` does not hold itself, (objects,)."""
         access = np.where(held == ABSENT, np.inf, self.tiers[held])
         access = access + self.distance[node][:, None]
         access[node] = np.inf
@@ -191,7 +190,6 @@ class CachingGame:
         return row
 
     def _enumerate_choices(self) -> list[list[Indices]] | None:
-        """Every row that each node may choose, or None when the game is too large for that."""
         rows = (len(self.tiers) + 1) ** self.objects
         if rows**self.nodes > MAX_PROFILES**2 or rows > MAX_PROFILES:
             return None
@@ -212,7 +210,6 @@ class CachingGame:
             yield np.stack(rows)
 
     def _random(self, run: int) -> Indices:
-        """A seeded random placement: each slot holds a random object, or nothing."""
         rng = np.random.default_rng((self.seed, run))
         placement: Indices = np.full((self.nodes, self.objects), ABSENT, dtype=np.intp)
         for node in self._all:
@@ -233,7 +230,6 @@ class CachingGame:
         return list(equilibria.values())
 
     def _one_round(self, placement: Indices, rng: np.random.Generator) -> bool:
-        """Let every node answer once, in random order; returns whether any did better."""
         moved = False
         for node in rng.permutation(self.nodes).tolist():
             if self._can_improve(node, placement):

@@ -162,7 +162,6 @@ class RoutingGame:
         return best if improves(float(offers[best]), float(offers[present])) else None
 
     def _equilibrium_costs(self, types: Floats, sizes: list[int]) -> Iterator[float]:
-        """Social cost of each pure equilibrium, up to exchange of identical requests."""
         workers = np.arange(self.workers)
         for spread in product(*(list(_compositions(size, self.workers)) for size in sizes)):
             counts = np.array(spread)  # (types, workers)
@@ -178,7 +177,6 @@ class RoutingGame:
 
 
 def _compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
-    """Every way to write ``total`` as ``parts`` ordered numbers of 0 or more."""
     if parts == 1:
         yield (total,)
         return

@@ -88,7 +88,6 @@ def decode_elsewhere(model: LoadedModel, prompt: list[int], output: int) -> tupl
 
 
 def _move(source: Side, target: Side, ids: Ints, load: Load) -> int:
-    """Move blocks by a file in memory, as between two workers of a machine."""
     size = source.cache.layout.block_bytes
     memory = SharedMemory(max(1, len(ids) * size))
     try:

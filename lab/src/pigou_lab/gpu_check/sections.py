@@ -90,7 +90,6 @@ class Check:
         return self._loaded
 
     def _equality(self) -> None:
-        """Four layers of the shape, with the same weights on the CPU and on the device."""
         shape = self._shape | {"num_hidden_layers": min(4, self._shape["num_hidden_layers"])}
         failures = []
         for name, dtype in DTYPES.items():

@@ -39,11 +39,7 @@ def measure_serving(
     prompt: int = 64,
     output: int = 128,
 ) -> list[ServingSpeed]:
-    """Start a worker, measure greedy completions at each count of `streams`, and stop it.
-
-    Raises FleetError if the worker does not start, AssertionError if a completion fails or times
-    out.
-    """
+    """Start a worker, measure completions at each count of `streams`, stop it; FleetError."""
     return asyncio.run(_measure(model, device, streams, timeout_s, prompt, output))
 
 

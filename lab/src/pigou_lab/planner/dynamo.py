@@ -203,7 +203,6 @@ class DynamoPlanner(TargetPlanner):
     # --- reactive --------------------------------------------------------------------------------
 
     def _react(self, model: str, state: _ModelState, sides: list[_Side]) -> list[int] | None:
-        """Return the workers that the load now needs; None for no opinion."""
         pending = any(side.pending for side in sides)
         if any(side.pool.draining for side in sides):
             return None
@@ -240,7 +239,6 @@ class DynamoPlanner(TargetPlanner):
         return -1 if steps == (-1, -1) else None
 
     def _share(self, side: _Side) -> float:
-        """Return the load of a survivor over that of a worker now."""
         is_counted = self.params.consolidation and side.ready > 1
         return side.ready / (side.ready - 1) if is_counted else 1.0
 
@@ -287,7 +285,6 @@ class DynamoPlanner(TargetPlanner):
         return low, min(known, default=None)
 
     def _under_ceiling(self, sides: list[_Side], counts: list[int]) -> list[int]:
-        """Return counts under the most GPUs, in the directions that were asked for."""
         _, high = self._limits(sides)
         if len(sides) == 1:
             (side,) = sides
@@ -346,7 +343,6 @@ class DynamoPlanner(TargetPlanner):
 
 
 def _decided(is_above: bool, is_removable: bool, side: _Side) -> int | None:
-    """Return the step of a pool that is above its objective, or has a worker too many."""
     if is_above:
         return 1
     if is_removable:

@@ -52,11 +52,7 @@ def fit_to_budget(
     budget: tuple[int, int | None],
     min_workers: int | tuple[int, int] = 1,
 ) -> tuple[int, int]:
-    """Return the pair nearest to a proposal inside the budget, between current and proposed.
-
-    Opposite moves go together or not at all. Ties: proportion, larger move, fewer prefill workers.
-    `fit_directional_budget_pair` of Dynamo 1.6.1.
-    """
+    """Return the pair nearest to a proposal in the budget (`fit_directional_budget_pair`)."""
     low, high = budget
     low -= _tolerance(gpus, budget)
     minimum = _minimum(min_workers)
@@ -90,11 +86,7 @@ def guard_pair(
     budget: tuple[int, int | None],
     min_workers: int | tuple[int, int] = 1,
 ) -> tuple[tuple[int, int], str]:
-    """Return what the budget allows of a proposal, and why it differs ("" if it does not).
-
-    At the maximum a pool grows only if the other shrinks; at the minimum the reverse.
-    `guard_disagg_scaling_budget` of Dynamo 1.6.1.
-    """
+    """Return what the budget allows, and why (`guard_disagg_scaling_budget`, Dynamo 1.6.1)."""
     low, high = budget
     used = current[0] * gpus[0] + current[1] * gpus[1]
     if (high is not None and used > high) or used < low - _tolerance(gpus, budget):

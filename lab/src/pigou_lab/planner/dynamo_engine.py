@@ -96,7 +96,6 @@ class PassRegression:
         return max(float(a + b * step.tokens + c * step.attention), _SHORTEST_S)
 
     def _samples(self) -> list[_Sample]:
-        """Return the samples, bucket by bucket, those of little attention first."""
         return [sample for key in sorted(self._buckets) for sample in self._buckets[key]]
 
     def _bucket(self, sample: _Sample) -> deque[_Sample]:

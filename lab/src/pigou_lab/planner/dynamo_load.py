@@ -37,10 +37,7 @@ class DynamoLoadParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
 
 class DynamoLoad(TargetPlanner):
-    """+1 above the upper threshold, -1 below the lower one, of the interval's mean.
-
-    A pool waits while its last change is under way. `load_planner.md`, Dynamo 0.x.
-    """
+    """+1 above the upper threshold, -1 below the lower (Dynamo 0.x `load_planner.md`)."""
 
     name: ClassVar[str] = "dynamo-load"
     Params: ClassVar[type[msgspec.Struct]] = DynamoLoadParams

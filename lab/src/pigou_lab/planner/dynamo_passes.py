@@ -132,7 +132,6 @@ def profile_passes(performance: PerformanceModel, role: Role) -> list[ForwardPas
 
 
 def _spread(low: int, high: int, count: int) -> Sequence[int]:
-    """Return up to `count` whole numbers from low to high, in equal ratios."""
     if high <= low:
         return [max(high, 1)]
     ratio = (high / low) ** (1.0 / (count - 1))

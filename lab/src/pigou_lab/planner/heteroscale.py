@@ -41,11 +41,7 @@ class HeteroScaleParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
 
 
 class HeteroScale(TargetPlanner):
-    """D = ceil(decode tokens a second / target), P = ceil(ratio D), without topology.
-
-    "Taming the Chaos: Coordinated Autoscaling for Heterogeneous and Disaggregated LLM Inference"
-    (arXiv 2508.19559).
-    """
+    """D = ceil(decode tokens a second / target), P = ceil(ratio D) (arXiv 2508.19559)."""
 
     name: ClassVar[str] = "heteroscale"
     Params: ClassVar[type[msgspec.Struct]] = HeteroScaleParams

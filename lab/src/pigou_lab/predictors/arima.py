@@ -59,10 +59,7 @@ class DynamoArimaParams(FittedParams, frozen=True, kw_only=True):
 
 
 class DynamoArima(AutoArima):
-    """`ARIMAPredictor` of Dynamo 1.6.1, core/load/predictors.py, its default.
-
-    Searches the order once, on the first five values; order (0, d, 0) models log(1 + load).
-    """
+    """`ARIMAPredictor` of Dynamo 1.6.1, its default: searches the order once, on five values."""
 
     Params: ClassVar[type[PredictorParams]] = DynamoArimaParams
 

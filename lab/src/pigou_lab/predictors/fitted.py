@@ -61,7 +61,6 @@ class FittedPredictor(CalibratedPredictor):
         self._refresh()
 
     def _refresh(self) -> None:
-        """Bring the model up to the last load, and forecast as far as `HORIZONS` goes."""
         self._path = []
         if len(self._loads) < self.params.min_points or len(set(self._loads)) == 1:
             self._age = -1
@@ -106,7 +105,6 @@ class FittedPredictor(CalibratedPredictor):
         raise NotImplementedError
 
     def _append(self, loads: Sequence[float]) -> None:
-        """Take in the last of the loads, which is the only new one."""
         raise NotImplementedError
 
     def _ahead(self, steps: int) -> list[float]:

@@ -28,10 +28,7 @@ class KalmanParams(PredictorParams, frozen=True, kw_only=True):
 
 
 class LocalLinearTrend:
-    """Kalman filter of a level and its trend, F = [[1, 1], [0, 1]], H = [1, 0].
-
-    Q = diag(level_variance, trend_variance), R = load_variance, P(0) = 1000 I; Joseph's form.
-    """
+    """Kalman filter of level and trend, F = [[1, 1], [0, 1]], H = [1, 0], in Joseph's form."""
 
     def __init__(self, level_variance: float, trend_variance: float, load_variance: float) -> None:
         self._variances = level_variance, trend_variance, load_variance
@@ -68,10 +65,7 @@ class LocalLinearTrend:
 
 
 class Kalman(CalibratedPredictor):
-    """Local linear trend: y(t + h) = level + h trend (Harvey 1989, section 2.3.1).
-
-    In a gap the trend halves per interval, so the level moves by at most twice the trend.
-    """
+    """Local linear trend: y(t + h) = level + h trend (Harvey 1989, section 2.3.1)."""
 
     Params: ClassVar[type[PredictorParams]] = KalmanParams
 

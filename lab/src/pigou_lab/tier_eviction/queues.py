@@ -71,11 +71,7 @@ class S3FifoParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class S3FifoEviction(EvictionPolicy):
-    """S3-FIFO (Yang et al., SOSP '23): a small queue on probation, a main queue, and ghosts.
-
-    `promote` uses (counted to 3) move a block to the main queue. A block with children counts as
-    used.
-    """
+    """S3-FIFO (Yang et al., SOSP '23): a small queue, a main queue after `promote` uses, ghosts."""
 
     Params = S3FifoParams
     paths = True

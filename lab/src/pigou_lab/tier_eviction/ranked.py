@@ -44,10 +44,7 @@ class GdsfParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class GdsfEviction(RankedEviction):
-    """Greedy dual size frequency: rank = L + (uses + 1) * cost / size.
-
-    L is the last evicted rank at the block's last use (Cherkasova 1998; Arlitt et al. 2000).
-    """
+    """Greedy dual size frequency (Cherkasova 1998): rank = L + (uses + 1) * cost / size."""
 
     Params = GdsfParams
 
@@ -141,11 +138,7 @@ class KvbmParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class KvbmEviction(LruEviction):
-    """LRU behind the filter of Dynamo's KVBM (`block_manager/offload/filter.rs`).
-
-    A block's count is 1 at its first offer, doubles per offer, and falls by 1 per step; admitted at
-    `least`.
-    """
+    """LRU behind the frequency filter of Dynamo's KVBM (`block_manager/offload/filter.rs`)."""
 
     Params: type[msgspec.Struct] = KvbmParams
 

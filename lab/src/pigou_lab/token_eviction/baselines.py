@@ -57,10 +57,7 @@ class LruParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Lru(TokenPolicy):
-    """Evicts the least recently attended entry, in each layer and head.
-
-    An entry is used if an interval gave it at least `notable` times an even share of attention.
-    """
+    """Evicts the least recently attended entry: at least `notable` times an even share."""
 
     Params = LruParams
     fields = ("mass", "used")

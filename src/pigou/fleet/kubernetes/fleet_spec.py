@@ -185,10 +185,10 @@ class PoolSpec(PodFields, frozen=True, kw_only=True):
     max_replicas: Count | None = None
     engine: Literal["pigou", "vllm"] = "pigou"
     image: str = ""
-    args: tuple[str, ...] = ()  # further ones of the engine
+    args: tuple[str, ...] = ()  # extra engine arguments
     parallelism: Parallelism = Parallelism()
-    gpus_per_replica: Count = 1  # of a worker, over all its hosts; 0 computes on the CPU
-    hosts_per_replica: Positive = 1  # pods of one worker, which start and end as one (a gang)
+    gpus_per_replica: Count = 1  # GPUs of a worker over all its hosts; 0 computes on the CPU
+    hosts_per_replica: Positive = 1  # pods of one worker, gang scheduled
     memory: Quantity = "16Gi"
     # of /dev/shm, through which ranks and workers on one host exchange data.
     shm_size: Quantity = "8Gi"
@@ -258,14 +258,14 @@ class FleetSpec(Typed, frozen=True):
     """What a `PigouFleet` asks for."""
 
     models: Annotated[tuple[ModelSpec, ...], Meta(min_length=1)]
-    image: str = "pigou-worker:0.1.0"  # of Pigou's containers that name no other
+    image: str = "pigou-worker:0.1.0"  # default image of Pigou's containers
     slo: SloSpec | None = None
     budget: BudgetSpec | None = None
     gateway: GatewaySpec = GatewaySpec()
     # name of the Secret whose key `secret` the processes of the fleet share.
     fleet_secret: str = "pigou-fleet"
     model_cache: str = ""  # PersistentVolumeClaim of the hub's cache; empty downloads into each pod
-    gpu_resource: str = "nvidia.com/gpu"  # name under which nodes have GPUs
+    gpu_resource: str = "nvidia.com/gpu"  # resource name of GPUs on nodes
 
 
 class PoolScale(Typed, frozen=True):

@@ -29,9 +29,9 @@ from pigou.request import SECOND, Role
 
 _log = logging.getLogger("pigou.fleet")
 
-#: Of a pod: those with the lowest cost are deleted first.
+#: Pod annotation: lowest cost is deleted first.
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
-#: Tries of a write that somebody else overtakes.
+#: Retries of a write after a conflict.
 _TRIES = 5
 
 
@@ -46,7 +46,7 @@ class ScaledPool(msgspec.Struct, frozen=True, kw_only=True):
     highest: int
     gpus: int = 1
     unschedulable: int = 0  # pods for which no node has room
-    pods: dict[str, str] = {}  # uids of its pods that are not terminating, by name
+    pods: dict[str, str] = {}  # uids of its live pods, by name
 
 
 class FleetScales:
@@ -147,7 +147,7 @@ def _is_unschedulable(pod: Manifest) -> bool:
     )
 
 
-#: Seconds between two looks at the pools.
+#: Seconds between two reads of the pools.
 _POLL_S = 2.0
 _NOT_READY = "its pod is not ready yet"
 

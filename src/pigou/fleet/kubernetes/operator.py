@@ -143,7 +143,7 @@ class FleetOperator:
         import kopf
 
         registry = kopf.OperatorRegistry()
-        on: Any = kopf.on  # whose handlers take the arguments that they name
+        on: Any = kopf.on  # kopf passes handlers the arguments they name
 
         def login(**_: Any) -> Any:
             return self._connect()

@@ -36,8 +36,8 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     workloads: Sequence[Manifest] = ()  # Deployments and gangs of all fleets, gateways among them
     services: Sequence[Manifest] = ()
     pools: Sequence[Manifest] = ()  # its `PigouPool`s
-    nodes: Sequence[Manifest] | None = None  # of the cluster; None where they could not be read
-    pods: Sequence[Manifest] | None = None  # of the cluster; None where they could not be read
+    nodes: Sequence[Manifest] | None = None  # of the cluster; None if not readable
+    pods: Sequence[Manifest] | None = None  # of the cluster; None if not readable
     gangs: bool = False  # whether LeaderWorkerSets can be made
     grove: bool = False  # whether PodCliqueSets can be made, which are where those cannot
     now: str = ""  # time of conditions, in RFC 3339

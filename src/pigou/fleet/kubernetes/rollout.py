@@ -24,15 +24,15 @@ class VersionReplicas(msgspec.Struct, frozen=True, kw_only=True):
 class RolloutState(msgspec.Struct, frozen=True, kw_only=True):
     """What an update sees."""
 
-    target: dict[str, int]  # replicas of each role at the end
-    new: VersionReplicas  # workers of the version that is wanted
+    target: dict[str, int]  # target replicas by role
+    new: VersionReplicas  # workers of the new version
     old: tuple[VersionReplicas, ...] = ()
     # replicas of the old versions together when the update began, by role.
     initial: dict[str, int] = {}
     surge: int = 1  # workers of a role beyond its target, at most
     unavailable: int = 0  # workers of a role below its target that are not ready, at most
     gpus: dict[str, int] = {}
-    free_gpus: int | None = None  # that no worker has; None where they cannot be counted
+    free_gpus: int | None = None  # free GPUs; None if unknown
     # no node has room for workers of the new version that were asked for.
     unschedulable: bool = False
 
@@ -51,8 +51,8 @@ class RolloutStep(msgspec.Struct, frozen=True, kw_only=True):
     state: Literal["scale", "wait", "blocked", "done"]
     new: dict[str, int]  # replicas of the new version, by role
     old: dict[str, dict[str, int]]  # replicas of the old versions, by version and role
-    reason: str  # a word for machines, as conditions have it
-    message: str = ""  # the same for people
+    reason: str  # machine-readable reason, as in conditions
+    message: str = ""  # human-readable message
 
 
 def next_step(state: RolloutState) -> RolloutStep:

@@ -52,7 +52,7 @@ class PeersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         return NatsAddress.parse(urls, "peers")
 
 
-#: Seconds between two tries to connect again.
+#: Seconds between reconnects.
 _RETRY_S = 0.5
 
 

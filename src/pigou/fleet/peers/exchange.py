@@ -85,7 +85,7 @@ _log = logging.getLogger("pigou.fleet")
 
 #: Seconds between two messages with changes, and between two looks at who fell silent.
 PUBLISH_S, LOOK_S = 0.02, 0.1
-#: Seconds that the end of the exchange may take.
+#: Timeout in seconds for stopping the exchange.
 _END_S = 1.0
 #: Between tries to reach the bus.
 _BACKOFF = ReconnectBackoff(min_s=0.25, max_s=7.5, jitter=1.0)
@@ -96,7 +96,7 @@ class PeerExchange:
 
     def __init__(self, plane_driver: PlaneDriver, bus: PeerBus, secret: FleetSecret) -> None:
         self.name = f"{socket.gethostname().replace('.', '-')}-{secrets.token_hex(4)}"
-        self.rejected = 0  # messages that did not count
+        self.rejected = 0  # rejected messages
         self._plane_driver, self._bus = plane_driver, bus
         self._envelope = PeerEnvelope(secret)
         self._publisher = PeerPublisher(self.name, plane_driver.plane)

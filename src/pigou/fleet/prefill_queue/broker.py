@@ -24,13 +24,13 @@ from pigou.fleet.nats_connection import connect_nats
 from pigou.fleet.prefill_queue.messages import QueueAddress
 from pigou.wire.names import PullPool
 
-#: Seconds in which the same prompt is not taken twice.
+#: Deduplication window in seconds.
 DUPLICATE_WINDOW_S = 120.0
 #: Seconds between two tries to connect, and for an answer of the broker.
 _RETRY_S, _ANSWER_S = 0.2, 2.0
 #: The server's error code for a sequence number without a message.
 _NO_MESSAGE = 10057
-#: Seconds that the end of a connection may take.
+#: Timeout in seconds for closing a connection.
 _CLOSE_S = 0.5
 
 

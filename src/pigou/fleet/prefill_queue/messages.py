@@ -23,10 +23,10 @@ class QueueAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """A queue of a NATS server: `nats://[USER:PASSWORD@]HOST:PORT/NAME[?storage=memory]`."""
 
     nats: NatsAddress
-    name: str  # the queue's, as in the URL
+    name: str  # queue name, as in the URL
     # of the prompts; those in memory are gone when the server ends.
     storage: Literal["file", "memory"] = "file"
-    lease_s: float = 10.0  # seconds after which a prompt is delivered again whose worker is silent
+    lease_s: float = 10.0  # seconds until a silent worker's prompt is redelivered
     # seconds after which the broker forgets a prompt, whose gateway is gone then.
     max_age_s: float = 600.0
 
@@ -65,13 +65,13 @@ class QueuedPrefill(msgspec.Struct, frozen=True):
 
     request: str
     incarnation: int
-    gateway: str  # subject on which its gateway answers
+    gateway: str  # subject its gateway answers on
     path: str  # of the worker's route
     wire_id: str  # id of the request in headers and logs
     mark: str  # of its tenant; empty for none
     tokens: int
     body: bytes
-    traceparent: str = ""  # of the span that waits for it; empty where it is not traced
+    traceparent: str = ""  # of the waiting span; empty if not traced
 
 
 class ClaimQuestion(msgspec.Struct, frozen=True):
@@ -80,7 +80,7 @@ class ClaimQuestion(msgspec.Struct, frozen=True):
     request: str
     incarnation: int
     worker: str
-    delivery: int  # the broker's count: who asks twice has not had the answer
+    delivery: int  # the broker's delivery count
 
 
 class ClaimAnswer(msgspec.Struct, frozen=True):

@@ -61,9 +61,9 @@ _MAX_FAILURES = 3
 #: Prompts that are published again after one look; prompts among which none is looked for, as the
 #: broker lists no more than twice as many.
 _MAX_AGAIN, _MAX_SEARCHED = 100, 50_000
-#: Seconds within which workers that are up begin to pull.
+#: Seconds within which live workers begin to pull.
 _SETTLE_S = 2.0
-#: Seconds for which a prompt is given back, at least and at most.
+#: Redelivery delay of a returned prompt, min and max seconds.
 _MIN_DELAY_S, _MAX_DELAY_S = 0.02, 0.25
 
 #: Seconds and tokens of prompts on workers, by their ids.
@@ -96,10 +96,10 @@ class _Pending(msgspec.Struct, eq=False):
     message: bytes
     reply: asyncio.Future[PrefillOffer]
     on_claim: Callable[[str], None]
-    delivery: tuple[str, int] = "", 0  # of the claim: worker, and the broker's count
-    copies: int = 0  # that the broker has stored, one at a time
-    sequence: int = 0  # of the last copy
-    unpulled: int = 0  # looks in a row at which nobody pulled from its pool
+    delivery: tuple[str, int] = "", 0  # claim: worker, and the broker's delivery count
+    copies: int = 0  # copies stored at the broker so far
+    sequence: int = 0  # sequence number of the last copy
+    unpulled: int = 0  # consecutive checks without a puller in its pool
 
 
 class PrefillPublisher:
@@ -115,9 +115,9 @@ class PrefillPublisher:
         self._broker, self._service, self._workers = broker, service, workers
         self._id = secrets.token_hex(8)
         self._subject = broker.address.names.gateway(self._id)
-        self._pulling: dict[str, bool] = {}  # by incarnation, as it answered last
+        self._pulling: dict[str, bool] = {}  # by incarnation: last answer
         self._unpulled: dict[PullPool, float] = {}  # since when; never once that was logged
-        self._known: set[str] = set()  # ids of workers that the core was told of
+        self._known: set[str] = set()  # ids of workers known to the core
         self._pending: dict[str, _Pending] = {}
         self._deletions: set[asyncio.Future[None]] = set()
         self._connected = self._ended = False

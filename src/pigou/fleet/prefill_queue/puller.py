@@ -55,7 +55,7 @@ class PrefillPuller:
         self._signer = signer or MessageSigner()
         self._broker, self._worker, self._compute = broker, worker, compute
         self._pool, self._batch_tokens = pool, batch_tokens
-        self._under_way: list[int] = []  # tokens of prompts that are computed
+        self._under_way: list[int] = []  # tokens of prompts being computed
         self._computed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = False
@@ -176,7 +176,7 @@ class PrefillPuller:
                 )
 
 
-#: Seconds that the end of pulling may take.
+#: Timeout in seconds for stopping the puller.
 _END_S = 1.0
 
 

@@ -64,9 +64,9 @@ class WorkerActor:
         return os.getpid(), 0 if self._process is None else self._process.pid
 
 
-#: Seconds between two looks whether the node of a start is alive.
+#: Seconds between liveness checks of a starting node.
 _LOOK_S = 1.0
-#: Seconds beyond a drain that an actor is given to say that its process has ended.
+#: Seconds beyond a drain for an actor to report its process's exit.
 _ANSWER_S = 5.0
 
 

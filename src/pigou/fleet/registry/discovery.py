@@ -22,9 +22,9 @@ from pigou.request import SECOND
 class ViewConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How a gateway reads the registry; all in seconds."""
 
-    relist_s: float = 30.0  # between two full snapshots, whatever events say
-    coalesce_s: float = 0.5  # between two snapshots that events ask for, at least
-    probe_s: float = 5.0  # between two direct probes of a suspect
+    relist_s: float = 30.0  # seconds between full snapshots, regardless of events
+    coalesce_s: float = 0.5  # minimum seconds between snapshots caused by events
+    probe_s: float = 5.0  # seconds between direct probes of a suspect
     # between tries while the registry does not answer.
     backoff: ReconnectBackoff = ReconnectBackoff()
 
@@ -74,8 +74,8 @@ ViewEffect = (
 
 class _Known(msgspec.Struct):
     entry: WorkerEntry
-    why: str = ""  # it is suspect; empty while it is not
-    probe_ns: int | None = 0  # when it is to be probed next; None while a probe is under way
+    why: str = ""  # why it is suspect; empty if it is not
+    probe_ns: int | None = 0  # time of the next probe; None during one
 
 
 class RegistryView:
@@ -94,7 +94,7 @@ class RegistryView:
         self._failures = 0
         self._grace_ns = 0
         self.stale, self.why_stale = True, "it was not read yet"  # while it does not answer
-        self.ignored = 0  # records of the last snapshot that were no entries of this fleet
+        self.ignored = 0  # records of the last snapshot that were ignored
         self.outages = 0
 
     @property

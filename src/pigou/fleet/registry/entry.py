@@ -58,19 +58,19 @@ class WorkerEntry(msgspec.Struct, frozen=True, kw_only=True):
     """A worker, as it is registered."""
 
     worker: str  # name in the fleet
-    incarnation: str  # of its process, a UUID: a restarted worker has another one
-    epoch: Count = 0  # rises with each change of role or state of one incarnation
+    incarnation: str  # UUID of its process; changes with a restart
+    epoch: Count = 0  # rises with each change of role or state
     role: Role = Role.BOTH
     model: Text = ""
-    version: Text = ""  # hash of what must be equal for two workers to exchange KV
+    version: Text = ""  # workers exchange KV only within one version
     shape: KVShape = KVShape()
     url: Text  # base address of its HTTP server
-    kv_events: Text = ""  # ZMQ addresses; empty where it publishes none
+    kv_events: Text = ""  # ZMQ addresses; empty if none
     kv_replay: Text = ""
-    transfer: Text = ""  # how blocks move: shm, tcp, none; empty where unknown
-    kv_address: Text = ""  # host that its blocks are pulled from; empty for that of `url`
+    transfer: Text = ""  # KV transfer: shm, tcp, none; empty if unknown
+    kv_address: Text = ""  # host for KV pulls; empty uses that of `url`
     topology: Topology = Topology()
-    ttl_s: LeaseSeconds = 15.0  # seconds that its lease lasts without a renewal
+    ttl_s: LeaseSeconds = 15.0  # lease duration in seconds
     draining: bool = False
 
     def __post_init__(self) -> None:

@@ -21,10 +21,10 @@ from pigou.fleet.registry.record_store import Record, RegistryUnavailable, Write
 from pigou.request import SECOND
 from pigou.small_file import FileRefused, check_regular, read_bytes
 
-#: Ends the names of the records' files.
+#: Suffix of record files.
 _SUFFIX = ".json"
 _LOCK = ".lock"
-#: Seconds between two looks of a watch.
+#: Poll interval of a watch, in seconds.
 _LOOK_S = 0.25
 #: Seconds that the folder's lock is waited for, and between two tries.
 _LOCK_S, _LOCK_POLL_S = 3.0, 0.005

@@ -17,8 +17,8 @@ class Record(msgspec.Struct, frozen=True):
     """One record of a store."""
 
     value: bytes
-    revision: str  # another one after each write
-    lease: int = 0  # that it hangs on, where the store has leases of its own
+    revision: str  # changes with each write
+    lease: int = 0  # lease id, if the store has leases
     # the store itself made it of what it knows, so that it needs no signature.
     vouched: bool = False
 

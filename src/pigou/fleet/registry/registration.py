@@ -98,7 +98,7 @@ class LeaseStep(msgspec.Struct, frozen=True):
     """The next call to the registry."""
 
     action: LeaseAction
-    at_ns: int  # when, by the clock that the keeper is told
+    at_ns: int  # time, by the caller's clock
 
 
 class LeaseKeeper:
@@ -116,8 +116,8 @@ class LeaseKeeper:
         self._backoff = backoff or ReconnectBackoff()
         self._expires_ns = self._due_ns = 0
         self._failures = 0
-        self.registered = False  # whether the lease runs, as far as is known
-        self.lapses = 0  # times that the lease was lost
+        self.registered = False  # whether the lease is believed alive
+        self.lapses = 0  # count of lost leases
 
     def step(self, now: int) -> LeaseStep:
         """Return the next call; due now where its time is in the past."""

@@ -29,9 +29,9 @@ class WorkerTemplate(msgspec.Struct, frozen=True, kw_only=True):
     # of `pigou worker`, the same for all; but each gets a part of a tier's place, by its name.
     arguments: tuple[str, ...] = ()
     devices: tuple[str, ...] = ("cpu",)
-    model: str = ""  # that they serve, of several; empty where there is one
-    prefill_queue: str = ""  # that those for prefill pull from; empty for none
-    ray: RayConfig | None = None  # the Ray cluster that they run on; None for this machine
+    model: str = ""  # model they serve; empty in a fleet of one model
+    prefill_queue: str = ""  # URL of the queue that prefill workers pull from
+    ray: RayConfig | None = None  # Ray cluster to run on; None for this machine
 
     @classmethod
     def of(
@@ -121,7 +121,7 @@ def threads_each(workers: int) -> int:
     return max(1, len(os.sched_getaffinity(0)) // max(1, workers))
 
 
-#: Workers for each core that sleep in place of computing.
+#: Simulated (sleeping) workers per core.
 _SLEEPERS = 4
 
 
@@ -212,7 +212,7 @@ class LocalProvider(Provider):
     def __init__(self, setup: MemberSetup, templates: Sequence[WorkerTemplate] = ()) -> None:
         self._setup = setup
         self._templates = {template.model: template for template in templates}
-        self._members: dict[str, tuple[Member, str]] = {}  # with their devices
+        self._members: dict[str, tuple[Member, str]] = {}  # members with their devices
         self._numbers: Counter[Role] = Counter()
         self._pools: set[tuple[Role, str]] = set()
         self._rooms: Counter[str] = Counter()

@@ -31,7 +31,7 @@ from pigou.wire.fleet_secret import FleetSecret
 
 _log = logging.getLogger("pigou.fleet")
 
-#: Seconds that a suspect may take to show that it lives.
+#: Seconds for a suspect to prove it is alive.
 _PROBE_S = 3.0
 #: Seconds of one write, and between two tries.
 _WRITE_S, _RETRY_S = 5.0, 1.0
@@ -78,7 +78,7 @@ class RegistryProvider(Provider):
         self._setup = setup
         self._fleet: FollowedFleet | None = None
         self._members: dict[Identity, Member] = {}
-        self._entries: dict[str, WorkerEntry] = {}  # newest, by id of the member
+        self._entries: dict[str, WorkerEntry] = {}  # newest entry, by member id
         self._used: set[str] = set()
         self._released: set[Identity] = set()
         self._orders: dict[Identity, WorkerEntry] = {}
