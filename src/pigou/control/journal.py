@@ -1,9 +1,7 @@
-"""The journal: the messages that a ControlPlane took, and what it decided, as JSON lines.
+"""Journal: a ControlPlane's messages and decisions, as JSON lines.
 
-A run is a `JournalHead` and the `JournalEntry` of each call, in order. Made again on a fresh
-ControlPlane of the head's configuration (`replay_call`), the calls yield the same decisions.
-Neither tokens nor texts are in it: prompts are lengths and 64-bit keys of blocks, and addresses
-of workers are left out.
+A run is a `JournalHead` and a `JournalEntry` per call; `replay_call` on a fresh plane yields the
+same decisions. It has no tokens or texts, only lengths and block keys.
 """
 
 from __future__ import annotations
@@ -54,15 +52,15 @@ _T = TypeVar("_T")
 
 
 class JournalError(ValueError):
-    """A line that is no entry."""
+    """A line is not a valid entry."""
 
 
 class UnknownVersionError(JournalError):
-    """The head of a version that cannot be read."""
+    """The head has a version that cannot be read."""
 
 
 class JournalHead(msgspec.Struct, kw_only=True, frozen=True, tag_field="k", tag="journal"):
-    """The first line of a run."""
+    """First line of a run."""
 
     format: int  # `VERSION` of who wrote it
     pigou: str
@@ -72,11 +70,7 @@ class JournalHead(msgspec.Struct, kw_only=True, frozen=True, tag_field="k", tag=
 
 
 def journal_config(plane: ControlPlane) -> ControlConfig:
-    """Return the configuration of a plane with the parameters of its policy, defaults too.
-
-    So a journal replays alike where a later version has other defaults. JSON has no infinity:
-    a default of that value is left out.
-    """
+    """Return a plane's configuration with all policy defaults, for replay by later versions."""
     params = msgspec.to_builtins(dict(params_of(plane.router.policy)))
     finite = {k: v for k, v in params.items() if not isinstance(v, float) or math.isfinite(v)}
     return msgspec.structs.replace(plane.config, params=finite)
@@ -86,7 +80,7 @@ class JournalEntry(
     msgspec.Struct, kw_only=True, tag_field="k", tag="call", omit_defaults=True,
     forbid_unknown_fields=True,
 ):  # fmt: skip
-    """A call: when, what the plane took, what it returned, and the type of what it raised."""
+    """A call: time, message, decisions, and type of the exception."""
 
     now: int  # nanoseconds
     message: Recorded
@@ -113,7 +107,7 @@ def _encode_value(value: object) -> Any:
 
 
 def decode_value(kind: Any, value: Any) -> Any:
-    """Return an array of 64-bit words, (n,) or (n, columns), from its base 64 (for msgspec)."""
+    """Decode an array of 64-bit words, (n,) or (n, columns), from base 64 (for msgspec)."""
     if getattr(kind, "__origin__", kind) is not np.ndarray:
         raise NotImplementedError(f"a journal cannot hold {kind}")
     try:
@@ -140,12 +134,12 @@ _entries: msgspec.json.Decoder[JournalHead | JournalEntry] = msgspec.json.Decode
 
 
 def encode(line: JournalHead | JournalEntry) -> bytes:
-    """Return a head or an entry as a line."""
+    """Encode a head or an entry as a line."""
     return _encoder.encode(line) + b"\n"
 
 
 def decode(line: bytes) -> JournalHead | JournalEntry:
-    """Return the head or the entry of a line of this version; raise a JournalError for another."""
+    """Decode a line of this version; raises JournalError for another."""
     try:
         return _entries.decode(line)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -153,12 +147,7 @@ def decode(line: bytes) -> JournalHead | JournalEntry:
 
 
 def decode_head(line: bytes, known: Sequence[int] = (VERSION,)) -> JournalHead | None:
-    """Return the head of a line, if its version is `known`; None for a line that is none.
-
-    Raises:
-        UnknownVersionError: it is the head of another version.
-        JournalError: it is a head that cannot be read.
-    """
+    """Decode a head of a `known` version, else None; raises UnknownVersionError or JournalError."""
     if b'"journal"' not in line:
         return None
     try:
@@ -178,16 +167,13 @@ def decode_head(line: bytes, known: Sequence[int] = (VERSION,)) -> JournalHead |
 
 
 def encoded_decisions(decisions: Sequence[Decision | Action | PlannerDecision]) -> list[Any]:
-    """Return decisions as they are read back; what an `Assess` asks for follows from the rest."""
+    """Return decisions as they are read back from a journal."""
     decoded: list[Any] = msgspec.json.decode(_encoder.encode(_without_snapshots(decisions)))
     return decoded
 
 
 def replay_call(plane: ControlPlane, entry: JournalEntry) -> tuple[list[Any], str]:
-    """Make the call of an entry; return its `encoded_decisions`, and the error that it raised.
-
-    Whatever it raises is the result: an error that was recorded must come again.
-    """
+    """Replay an entry; return its `encoded_decisions`, and the error raised, if any."""
     message, now = entry.message, entry.now
     if isinstance(message, PlannerStarted | PlannerWindow):
         raise TypeError(f"{type(message).__name__} is a planner's (`PlannerReplay`)")
@@ -207,7 +193,7 @@ def replay_call(plane: ControlPlane, entry: JournalEntry) -> tuple[list[Any], st
 
 
 def report_tokens(plane: PlaneCalls, counts: Sequence[tuple[str, int]], now: int) -> None:
-    """Tell a plane of tokens by the ids of their requests; those without a slot are left out."""
+    """Report tokens by request id; requests without a slot are skipped."""
     known = [(slot, count) for request, count in counts if (slot := plane.slot(request)) >= 0]
     if known:
         slots, numbers = np.array(known, dtype=np.int64).T.copy()
@@ -215,31 +201,31 @@ def report_tokens(plane: PlaneCalls, counts: Sequence[tuple[str, int]], now: int
 
 
 class JournalRecorder:
-    """Makes each call, and then gives its entry to `write`, also when it raised."""
+    """Makes calls and writes an entry for each, also on an exception."""
 
     def __init__(self, plane: ControlPlane, write: Callable[[JournalEntry], None]) -> None:
         self._plane = plane
         self._write = write
 
     def submit(self, request: Request, now: int, exclude: frozenset[str] = frozenset()) -> Decision:
-        """As `ControlPlane.submit`; what is refused at once changes nothing, and is not written."""
+        """Record `ControlPlane.submit`; immediate refusals change nothing and are left out."""
         message = Submit(_without_tenure(request), tuple(sorted(exclude)))
         entry = JournalEntry(now=now, message=message)
         return self._record(entry, lambda: [self._plane.submit(request, now, exclude)])[0]
 
     def observe(self, observation: Observation, now: int) -> Sequence[Decision]:
-        """As `ControlPlane.observe`; of KV events the keys are written, not the tokens."""
+        """Record `ControlPlane.observe`; KV events by keys, not tokens."""
         if isinstance(observation, CacheChanged):
             return self._cache_changed(observation, now)
         entry = JournalEntry(now=now, message=_written(observation))
         return self._record(entry, lambda: self._plane.observe(observation, now))
 
     def slot(self, request: str) -> int:
-        """As `ControlPlane.slot`; it is no call that changes anything."""
+        """Return `ControlPlane.slot`, which changes nothing."""
         return self._plane.slot(request)
 
     def on_tokens(self, slots: NDArray[np.int64], counts: NDArray[np.int64], now: int) -> None:
-        """As `ControlPlane.on_tokens`; requests are written by their ids."""
+        """Record `ControlPlane.on_tokens`, by request id."""
         requests = self._plane.requests_in(slots)
         message = Tokens(tuple(zip(requests, counts.tolist(), strict=True)))
         entry = JournalEntry(now=now, message=message)
@@ -251,11 +237,11 @@ class JournalRecorder:
         self._record(entry, call)
 
     def tick(self, now: int) -> Sequence[Action]:
-        """As `ControlPlane.tick`."""
+        """Record `ControlPlane.tick`."""
         return self._record(JournalEntry(now=now, message=Tick()), lambda: self._plane.tick(now))
 
     def _cache_changed(self, changed: CacheChanged, now: int) -> Sequence[Decision]:
-        """Apply events one by one: the key of the next depends on those before."""
+        """Apply events one by one: keys depend on the events before."""
         keyed: list[KeyedEvent] = []
         worker = changed.worker
 
@@ -328,26 +314,24 @@ def planner_entry(
     message: PlannerStarted | PlannerWindow, now: int, decision: PlannerDecision | None = None,
     error: str = "",
 ) -> JournalEntry:  # fmt: skip
-    """Return the entry of what a planner was made of, or of a window and its decision."""
+    """Return the entry of a planner's start, or of a window and its decision."""
     out = [] if decision is None else [decision]
     return JournalEntry(now=now, message=writable(message), out=out, error=error)
 
 
 class PlannerReplay:
-    """Makes a planner's decisions again, from the entries of a run."""
+    """Replays a planner's decisions from a run's entries."""
 
     def __init__(self) -> None:
         self._planner: Planner | None = None
 
     @staticmethod
     def takes(entry: JournalEntry) -> bool:
-        """Whether an entry is a planner's."""
+        """True for a planner's entry."""
         return isinstance(entry.message, PlannerStarted | PlannerWindow)
 
     def replay(self, entry: JournalEntry) -> tuple[list[Any], str]:
-        """Return `encoded_decisions` and error of an entry; raise a ConfigError before the
-        planner's start.
-        """
+        """Return an entry's `encoded_decisions` and error; raises ConfigError before a start."""
         message = entry.message
         if isinstance(message, PlannerStarted):
             self._planner = message.make()

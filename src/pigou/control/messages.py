@@ -20,11 +20,11 @@ def _kind(name: str) -> str:
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag=_kind):
-    """A message between a ControlPlane and its driver; a journal's lines are made of these."""
+    """A message between a ControlPlane and its driver, as in journals."""
 
 
 class RemoteKVFetch(msgspec.Struct, frozen=True):
-    """The beginning of a prompt is read from another worker's cache, not computed."""
+    """Read of a prompt's beginning from another worker's cache."""
 
     worker: str  # id of the one that has it
     depth: int  # leading tokens of the prompt that are not computed then
@@ -34,7 +34,7 @@ class RemoteKVFetch(msgspec.Struct, frozen=True):
 
 
 class Choice(msgspec.Struct, frozen=True):  # as `Route`, made for each request
-    """Who serves a request."""
+    """Workers chosen for a request."""
 
     decode: str  # id of the worker that streams the tokens
     prefill: str | None = None  # id of the worker that computes the prompt; None when `decode` does
@@ -47,17 +47,17 @@ class Choice(msgspec.Struct, frozen=True):  # as `Route`, made for each request
 
     @property
     def read(self) -> RemoteKVFetch | None:
-        """Where the beginning of the prompt is read; None where it is not."""
+        """The remote KV fetch; None for none."""
         return None if self.source is msgspec.UNSET else self.source
 
     @property
     def computed(self) -> int:
-        """Leading tokens of the prompt that are not to be computed."""
+        """Leading tokens of the prompt that need no prefill."""
         return self.cached if self.source is msgspec.UNSET else self.source.depth
 
 
 class Route(Message, frozen=True):
-    """Send the request to these workers now, with this priority; None: as its client asked."""
+    """Send the request to these workers now; priority None keeps the client's."""
 
     request: str
     choice: Choice
@@ -65,22 +65,17 @@ class Route(Message, frozen=True):
 
 
 class Queue(Message, frozen=True):
-    """The request waits; a later call returns its `Route` or `Shed`.
-
-    `ahead` others wait that may go before it. Where the order is not first come, first served, not
-    all of them need to, and newer ones may.
-    """
+    """The request waits behind up to `ahead` others; a later call returns `Route` or `Shed`."""
 
     request: str
     ahead: int
 
 
 class Shed(Message, frozen=True):
-    """The request is refused, for the given reason.
+    """Refuse the request; retrying makes sense after `retry_after` nanoseconds.
 
-    Trying again makes sense after `retry_after` nanoseconds. The request waits in the queue, or
-    inside a worker that has not begun it. Then the driver takes it from the worker, unless it has
-    seen a token. `tenant`: its tenant's own share of the queue is full (429), not the fleet (503).
+    If it waits inside a worker, the driver aborts it unless it has a token. `tenant`: the tenant's
+    share of the queue is full (429), not the fleet (503).
     """
 
     request: str
@@ -90,10 +85,7 @@ class Shed(Message, frozen=True):
 
 
 class Recall(Message, frozen=True):
-    """Take a routed request that has no token from its worker, and submit it again without that.
-
-    Another worker came up that has room. A driver that has seen a token leaves it where it is.
-    """
+    """Abort a routed request without a token, and submit it again: another worker has room."""
 
     request: str
     worker: str
@@ -103,42 +95,38 @@ Decision: TypeAlias = Route | Queue | Shed | Recall
 
 
 class WorkerUp(Message, frozen=True):
-    """A worker is ready (or came back, or changed its role)."""
+    """A worker is ready, came back, or changed its role."""
 
     worker: Worker
 
 
 class WorkerDraining(Message, frozen=True):
-    """A worker is to go, or to change its role: nothing new is sent to it, what it has stays.
+    """Route nothing new to a worker; what it has stays.
 
-    It is drained once nothing weighs on it (`FleetState.is_drained`). `WorkerUp` ends the drain;
-    a `WorkerDown` after it means that the worker is not expected back.
+    It is drained once nothing weighs on it (`FleetState.is_drained`). `WorkerUp` ends the drain; a
+    `WorkerDown` after it means that the worker will not come back.
     """
 
     worker: str
 
 
 class WorkerDown(Message, frozen=True):
-    """A worker is gone: nothing more is sent to it, its load and cache are forgotten."""
+    """A worker is gone: forget its load and cache."""
 
     worker: str
 
 
 class PrefillDone(Message, frozen=True):
-    """The prefill leg of a request ended: its prefill worker is free of it.
-
-    `well` says whether the prompt was computed there.
-    """
+    """The prefill leg of a request ended; `well` if the prompt was computed."""
 
     request: str
     well: bool = True
 
 
 class PrefillClaimed(Message, frozen=True):
-    """A worker pulled a routed prompt from the prefill queue: its prompt weighs there.
+    """A worker pulled a routed prompt from the prefill queue, with `cached` tokens of it.
 
-    It is the decode worker itself where the prompt is computed locally after all. `cached`: tokens
-    of the prompt that it holds, as far as is known.
+    It is the decode worker itself if prefill became local.
     """
 
     request: str
@@ -147,7 +135,7 @@ class PrefillClaimed(Message, frozen=True):
 
 
 class ReadFailed(Message, frozen=True):
-    """The remote KV fetch of a request failed: its whole prompt is computed."""
+    """A remote KV fetch failed: the whole prompt is computed."""
 
     request: str
 
@@ -159,40 +147,40 @@ class FirstToken(Message, frozen=True):
 
 
 class Ended(Message, frozen=True):
-    """A request left the fleet, or the queue (cancelled, failed, done)."""
+    """A request left the fleet or the queue (done, failed, cancelled)."""
 
     request: str
     reason: FinishReason
 
 
 class GroupEnded(Message, frozen=True):
-    """No further sequence of a group is submitted: all were, or its client left."""
+    """No further sequence of a group will be submitted."""
 
     group: str
 
 
 class CacheChanged(Message, frozen=True):
-    """KV events of a worker, in order: off the wire, or straight from a simulated core."""
+    """KV events of a worker, in order: from the wire, or from a simulated core."""
 
     worker: str
     events: tuple[KVEvent | WireEvent, ...]
 
 
 class CacheKeyed(Message, frozen=True):
-    """The same, without the tokens in the blocks (`PrefixIndex.keyed`): as journals have it."""
+    """KV events with keys in place of tokens (`PrefixIndex.keyed`), as in journals."""
 
     worker: str
     events: tuple[KeyedEvent, ...]
 
 
 class CacheLost(Message, frozen=True):
-    """KV events of a worker were missed for good: its cached blocks are unknown."""
+    """KV events of a worker were lost: its cached blocks are unknown."""
 
     worker: str
 
 
 class LoadReport(Message, frozen=True):
-    """What a worker reports: requests that run and wait, and `kv_usage`, a share, 0 to 1."""
+    """A worker's load: requests running and waiting, and `kv_usage`, 0 to 1."""
 
     worker: str
     running: int
@@ -214,19 +202,19 @@ class PeerReport(Message, frozen=True):
 
 
 class PeerGone(Message, frozen=True):
-    """Another gateway is gone: nothing of it weighs on the workers any more."""
+    """Another gateway is gone: remove its load from the workers."""
 
     gateway: str
 
 
 class Assess(Message, frozen=True):
-    """Compute `ControlPlane.assess(snapshot)`, on any thread, and observe the result."""
+    """Compute `ControlPlane.assess(snapshot)` on any thread, and observe the result."""
 
     snapshot: PoASnapshot
 
 
 class Assessed(Message, frozen=True):
-    """The Price of Anarchy of a snapshot; None where it had nothing to compare."""
+    """Price of Anarchy of a snapshot; None if there was nothing to compare."""
 
     poa: PoAEstimate | None = msgspec.field(name="assessment")
 
@@ -242,20 +230,20 @@ Observation: TypeAlias = KeyedObservation | CacheChanged
 
 
 class Submit(Message, frozen=True):
-    """`ControlPlane.submit`."""
+    """A call of `ControlPlane.submit`."""
 
     request: Request
     exclude: tuple[str, ...] = ()
 
 
 class Tokens(Message, frozen=True):
-    """`ControlPlane.on_tokens`: requests, and the number of output tokens of each."""
+    """A call of `ControlPlane.on_tokens`: requests, and output tokens of each."""
 
     counts: tuple[tuple[str, int], ...]
 
 
 class Tick(Message, frozen=True):
-    """`ControlPlane.tick`."""
+    """A call of `ControlPlane.tick`."""
 
 
 #: What `tick` may ask for. Parameters, role changes and scaling join the queue's decisions here.

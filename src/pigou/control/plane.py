@@ -1,4 +1,4 @@
-"""ControlPlane: who runs where, and at what price."""
+"""ControlPlane: routes requests to workers, at a price."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ from pigou.request import NEVER, SECOND, Request, Worker
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """The present prices and parameters."""
+    """Current prices and parameters."""
 
     policy: str  # name of the routing policy
     controller: str  # name of what sets its parameters; "static" leaves them alone
@@ -91,7 +91,7 @@ def _plane_status(
     controller: str, tracker: RequestTracker, router: Router, index: PrefixIndex,
     cache_monitor: CacheMonitor, poa: PoAEstimate | None, away: Collection[str], now: int,
 ) -> Status:  # fmt: skip
-    """Return the status of a control plane with these parts; none of them changes."""
+    """Return the status without changing any part."""
     unknown = _unknown(tracker, poa, away, now)
     state, detector = tracker.state, tracker.detector
     columns, estimates = state.columns, tracker.latency_model.peek(now)
@@ -121,17 +121,14 @@ def _unknown(
 def stream_tolls(
     known: Estimates, streams: NDArray[np.int64], output: float
 ) -> NDArray[np.float64]:
-    """Return the seconds that one more stream on each worker would cost those there, (workers,).
-
-    The toll of the stream alone: N n (f(n+1) - f(n)), N tokens of output, its prompt not counted.
-    """
+    """Return the seconds one more stream costs the others, (workers,): N n (f(n+1) - f(n))."""
     rows, n = np.arange(len(streams)), streams.astype(np.float64)
     tolls: NDArray[np.float64] = output * n * (known.itl(rows, n + 1.0) - known.itl(rows, n))
     return tolls
 
 
 def _memory_prices(known: Estimates, recomputed_share: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the seconds of prefill that a token of KV on each worker pushes out, (workers,)."""
+    """Return the seconds of prefill displaced by a token of KV, (workers,)."""
     prices: NDArray[np.float64] = recomputed_share * known.prefill_per_token
     return prices
 
@@ -141,12 +138,11 @@ ASSESSED_EVERY = 5 * SECOND
 
 
 class ControlPlane:
-    """Admission, routing and the fleet's state; a state machine without a clock.
+    """Admission, routing and fleet state; a state machine without a clock.
 
-    A request is submitted, then routed at once, queued, or shed. A queued one is routed or shed
-    by a later call. A routed one weighs on its workers until `Ended`, or until it is submitted
-    again because its worker failed: then it goes before new requests, and is never shed for lack
-    of space. All calls take `now` in nanoseconds, which must not fall.
+    A request is routed, queued or shed; a queued one is routed or shed by a later call. After a
+    worker failure it is submitted again, goes first, and is not shed for space. `now` is in
+    nanoseconds and must not fall.
 
     Example:
         plane = ControlPlane(ControlConfig(policy="least-loaded"))
@@ -185,15 +181,11 @@ class ControlPlane:
 
     @property
     def queue(self) -> AdmissionQueue:
-        """Requests that wait for a worker."""
+        """Requests waiting for a worker."""
         return self.admission.queue
 
     def submit(self, request: Request, now: int, exclude: frozenset[str] = frozenset()) -> Decision:
-        """Decide what becomes of a request; `exclude` names workers that just failed it.
-
-        Raises:
-            ConfigError: its overrides name no parameter of the policy, or cannot be honoured.
-        """
+        """Route, queue or shed a request; raises ConfigError for invalid overrides."""
         if request.overrides:
             self.router.check(request.overrides)
         routed = self.state.requests.get(request.id)
@@ -246,11 +238,11 @@ class ControlPlane:
         return self.admission.may_add(own, tokens, self.state, known)
 
     def computes(self, request: str) -> bool:
-        """Whether a routed request's prompt is still to be computed, as far as is known."""
+        """True if a routed request's prompt is still to be computed."""
         return self._computes(request) is not None
 
     def observe(self, observation: Observation, now: int) -> Sequence[Decision]:
-        """Take in a fact; return the decisions that it sets free, for queued requests."""
+        """Apply an observation; return resulting decisions on queued requests."""
         if type(observation) is CacheChanged or type(observation) is CacheKeyed:  # most frequent
             self.index.apply(observation.worker, observation.events)
             return ()
@@ -288,25 +280,22 @@ class ControlPlane:
         return decisions
 
     def slot(self, request: str) -> int:
-        """Return the number under which `on_tokens` takes a request's tokens; -1 without one.
-
-        It is the request's own from its route to its end, or until it is submitted again.
-        """
+        """Return a routed request's slot for `on_tokens`, valid until its end; -1 for none."""
         routed = self.state.requests.get(request)
         return -1 if routed is None else routed.slot
 
     def requests_in(self, slots: NDArray[np.int64]) -> list[str]:
-        """Return the ids of the requests that have these slots."""
+        """Return the ids of the requests in these slots."""
         return [self.state.slots.owner(slot).request.id for slot in slots.tolist()]
 
     def on_tokens(self, slots: NDArray[np.int64], counts: NDArray[np.int64], now: int) -> None:  # noqa: ARG002 (all calls take the time)
-        """Count output tokens: `counts` (at least 1) of the requests with these slots, (n,)."""
+        """Count output tokens: `counts` (at least 1) of the requests in these slots, (n,)."""
         self.tracker.on_tokens(slots, counts)
         if self.admission.counts_tokens:
             self.admission.on_tokens(self.state.slots, slots, counts)
 
     def tick(self, now: int) -> Sequence[Action]:
-        """Let time pass, several times a second: renew estimates, time out and retry requests."""
+        """Update estimates, and time out and retry requests; call it several times a second."""
         self.tracker.tick(now, waiting := len(self.admission.queue))
         self.index.expire(now)
         self.cache_monitor.tick(self.state, self.index, lambda: self.tracker.estimates(now), now)
@@ -323,33 +312,25 @@ class ControlPlane:
         return [*actions, *self._assess(now)]
 
     def assess(self, snapshot: PoASnapshot) -> PoAEstimate | None:
-        """Return the Price of Anarchy of a snapshot that `tick` gave out.
-
-        It takes milliseconds to tens of them, and touches nothing that other calls use: it may run
-        on another thread, one call at a time.
-        """
+        """Return a snapshot's Price of Anarchy; may run on a thread, one call at a time."""
         return self.tracker.poa.assess(snapshot)
 
     def status(self, now: int) -> Status:
-        """Return the present prices and parameters; asking changes no decision."""
+        """Return current prices and parameters, without side effects."""
         return _plane_status(
             str(self.config.controller["controller"]), self.tracker, self.router, self.index,
             self.cache_monitor, self._poa, self.returning.away(now), now,
         )  # fmt: skip
 
     def decision(self, request: str) -> Explanation | None:
-        """Return why a request went where it went; None when that is no longer known."""
+        """Return the explanation of a request's route; None if no longer known."""
         return self.router.ledger.get(request)
 
     def view(self, request: Request, now: int) -> FleetView:
-        """Return the fleet as policies see it when they route this request.
-
-        Its arrays are the control plane's own, and change with the next call.
-        """
+        """Return the fleet as policies see it for this request, valid until the next call."""
         return self.tracker.view(request, self.index, now)
 
     def _tune(self, now: int) -> None:
-        """Route under the controller's present parameters."""
         parameters = self.tracker.controller.parameters(now)
         self.tracker.setting = parameters.setting
         self.router.tune(parameters.temperature, {"overlap_weight": parameters.overlap_weight})
@@ -365,7 +346,7 @@ class ControlPlane:
         return (Assess(snapshot),)
 
     def _up(self, worker: Worker, now: int) -> Sequence[Decision]:
-        """Add a worker: it takes from the queue, and from those that have too much."""
+        """Add a worker, which takes requests from the queue and from overloaded workers."""
         new = worker.id not in self.state.row
         self.returning.up(worker.id, now)
         self.tracker.up(worker, now)
@@ -378,7 +359,6 @@ class ControlPlane:
         return [*routes, *(Recall(routed.request.id, other) for routed, other in moves)]
 
     def _take_report(self, report: Report, now: int) -> Sequence[Decision]:
-        """A worker or another gateway reports."""
         if isinstance(report, LoadReport):
             self.state.report(report, now)
             self.admission.capacity.report(report, self.state)
@@ -429,7 +409,7 @@ class ControlPlane:
         return self._drain(now)
 
     def _drain(self, now: int) -> list[Route]:
-        """Route queued requests, in order, until no worker can take the next."""
+        """Route queued requests in order until no worker can take the next."""
         routes: list[Route] = []
         queue = self.admission.queue
         if not queue:

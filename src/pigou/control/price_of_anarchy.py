@@ -138,11 +138,7 @@ class PoAEstimator:
         return PoASnapshot(records, scored, tuple(row), tuple(prefill), estimates)
 
     def assess(self, snapshot: PoASnapshot) -> PoAEstimate | None:
-        """Return the Price of Anarchy of a snapshot; None where there is nothing to compare.
-
-        It takes some milliseconds, and only it uses the laws of stretch: it may run on another
-        thread, one call at a time.
-        """
+        """Return a snapshot's Price of Anarchy or None; may run on a thread, one call at a time."""
         row = {worker: index for index, worker in enumerate(snapshot.workers)}
         records = snapshot.records
         if any(times.decode not in row or times.prefill not in {"", *row} for times in records):

@@ -1,4 +1,4 @@
-"""The request tracker: follows each routed request, and learns from it."""
+"""Request tracker: follows each routed request, and learns from it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class RequestTracker:
         self._median_worker: MedianWorker | None = None
 
     def up(self, worker: Worker, now: int) -> None:
-        """Add a worker, or renew what is known of it."""
+        """Add a worker, or update it."""
         new = worker.id not in self.state.row
         self.state.up(worker)
         if new:
@@ -59,7 +59,7 @@ class RequestTracker:
     def routed(
         self, request: Request, choice: Choice, now: int, priority: int = 0, output: int = 0
     ) -> None:
-        """Record that a request was sent to its workers; `output` tokens are expected."""
+        """Record a routed request with `output` expected tokens."""
         uncached = max(1, request.prompt - choice.computed)
         computes = choice.prefill or choice.decode
         row = self.state.row[computes]
@@ -74,7 +74,7 @@ class RequestTracker:
             self._due_at[request.id] = now + int(work.item(row) * SECOND)
 
     def prefill_done(self, request: str, well: bool, now: int) -> None:
-        """Record the end of a prefill leg; `well` says whether the prompt was computed."""
+        """Record the end of a prefill leg; `well` if the prompt was computed."""
         routed = self.state.requests.get(request)
         if routed is None or routed.prefill is None:
             return
@@ -87,7 +87,7 @@ class RequestTracker:
         self._computed(routed, now)
 
     def prompt_changed(self, change: PrefillClaimed | ReadFailed, now: int) -> None:
-        """Record that another worker computes a prompt, or that its own has more to do."""
+        """Record that a prompt moved to another worker, or grew after a failed read."""
         if isinstance(change, ReadFailed):
             self.read_failed(change.request, now)
         else:
@@ -103,7 +103,7 @@ class RequestTracker:
         self.state.claimed(routed, worker, cached, now)
 
     def read_failed(self, request: str, now: int) -> None:
-        """Nothing could be read of a prompt: all that its worker lacks is computed."""
+        """Record a failed read: all uncached tokens are computed."""
         routed = self.state.requests.get(request)
         if routed is None or routed.read is None:
             return
@@ -138,7 +138,7 @@ class RequestTracker:
             self.latency_model.sampler.change_streams(row, routed.request.sequences)
 
     def on_tokens(self, slots: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
-        """Count output tokens; as `ControlPlane.on_tokens`."""
+        """Count output tokens, as in `ControlPlane.on_tokens`."""
         state, columns = self.state, self.state.columns
         state.over_expected_tokens += state.slots.add_tokens(
             slots, counts, columns.decode_tokens, columns.over_expected_tokens,
@@ -146,7 +146,7 @@ class RequestTracker:
         )  # fmt: skip
 
     def ended(self, request: str, now: int) -> bool:
-        """Record the end of a request; return whether it had been routed."""
+        """Record the end of a request; return True if it had been routed."""
         routed = self._release(request, now)
         if routed is None:
             return False
@@ -161,11 +161,11 @@ class RequestTracker:
         return True
 
     def failed(self, request: str, now: int) -> bool:
-        """Record that a request lost its worker; return whether it had one."""
+        """Record that a request lost its worker; return True if it had one."""
         return self._release(request, now) is not None
 
     def book(self, gateway: str, bookings: Iterable[WorkerBookings], now: int) -> int:
-        """Charge workers with what another gateway has there; return prompts that it sent since."""
+        """Charge workers with another gateway's load; return prompts it sent since."""
         state, sent = self.state, 0
         for of_worker in bookings:
             row = state.row.get(of_worker.worker)
@@ -180,7 +180,7 @@ class RequestTracker:
         return sent
 
     def tick(self, now: int, queued: int) -> None:
-        """Let time pass; `queued` requests wait for a worker."""
+        """Advance time; `queued` requests wait for a worker."""
         if self._due_at:
             self._expire_due(now)
         if now - self._fitted_at >= _FIT_EVERY:
@@ -204,7 +204,7 @@ class RequestTracker:
                     self._computed(routed, now)
 
     def snapshot(self, now: int) -> PoASnapshot | None:
-        """Return what the Price of Anarchy is computed from; None when too little happened."""
+        """Return the inputs of the Price of Anarchy; None if too few requests ended."""
         columns = self.state.columns
         prefill = np.flatnonzero(columns.prefills & ~columns.decodes).tolist()
         known = self.estimates(now).copy()
@@ -212,11 +212,11 @@ class RequestTracker:
         return self.poa.snapshot(running, self.state.row, prefill, known, now)
 
     def estimates(self, now: int) -> Estimates:
-        """Return the speeds of the workers, as far as they are known."""
+        """Return the estimated speeds of the workers."""
         return self.latency_model.estimates(now)
 
     def view(self, request: Request, index: PrefixIndex, now: int) -> FleetView:
-        """Return the fleet as policies see it when they route this request."""
+        """Return the fleet as policies see it for this request."""
         columns, ids = self.state.columns, self.state.ids
         held = self._held(request, index).rows  # unpacking an array takes three times as long
         return FleetView(
@@ -271,7 +271,7 @@ class RequestTracker:
         return not self.state.columns.prefill_requests.item(self.state.row[routed.decode])
 
     def _computed(self, routed: RoutedRequest, now: int, done: int | None = None) -> None:
-        """The prompt of a request is computed, well or not; row `done` is at `now` already."""
+        """Record the end of a request's prompt; row `done` is already at `now`."""
         if self._due_at:
             self._due_at.pop(routed.request.id, None)
         rows = self.state.row

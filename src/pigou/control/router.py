@@ -1,4 +1,4 @@
-"""The router: candidates, their costs under the policy, the choice, and why it was made."""
+"""Router: candidates, their costs under the policy, the choice, and its explanation."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Costs = NDArray[np.float64]
 
 
 class Explanation(msgspec.Struct, eq=False):  # each decision makes one; most are never read
-    """One decision: every candidate, what it would have cost, and why."""
+    """A routing decision: every candidate with its cost, and the choice."""
 
     request: str  # id of the request
     at: int  # when, in nanoseconds
@@ -55,13 +55,13 @@ class Explanation(msgspec.Struct, eq=False):  # each decision makes one; most ar
 
     @property
     def cached(self) -> NDArray[np.int64]:
-        """Tokens of the prompt that the worker which computes it holds, (candidates,)."""
+        """Prompt tokens cached on the computing worker, (candidates,)."""
         cached: NDArray[np.int64] = self.held[self.candidates.computes]
         return cached
 
     @property
     def read(self) -> NDArray[np.int64]:
-        """Tokens that a remote KV fetch would spare the computing worker, (candidates,)."""
+        """Tokens that a remote KV fetch would save, (candidates,)."""
         if self.reads is None:
             return np.zeros(len(self.candidates), dtype=np.int64)
         read = np.where(self.reads.source < 0, 0, self.reads.ready)
@@ -70,23 +70,23 @@ class Explanation(msgspec.Struct, eq=False):  # each decision makes one; most ar
 
     @property
     def parts(self) -> CostParts:
-        """Parts of the costs by name, (candidates,) each; empty where the policy has none."""
+        """Costs by part, (candidates,) each; empty if the policy has none."""
         return {} if self.split is None else self.split
 
     @property
     def price(self) -> Costs:
-        """Seconds that each candidate costs its request and all others, (candidates,)."""
+        """Seconds each candidate costs its request and all others, (candidates,)."""
         return self.prices.total
 
     @property
     def toll(self) -> Costs:
-        """Those of them that the others pay, (candidates,)."""
+        """Seconds each candidate costs others, (candidates,)."""
         tolls = (part for name, part in self.prices.items() if name.startswith("toll_"))
         return sum(tolls, np.zeros(len(self.candidates)))
 
     @property
     def prefill(self) -> tuple[str, ...]:
-        """Id of each candidate's prefill worker, "" where decode computes the prompt."""
+        """Id of each candidate's prefill worker, "" for local prefill."""
         rows = self.candidates.prefill.tolist()
         return tuple("" if row < 0 else self.workers[row] for row in rows)
 
@@ -97,13 +97,13 @@ class Explanation(msgspec.Struct, eq=False):  # each decision makes one; most ar
 
     @property
     def regret(self) -> float:
-        """Seconds that the choice costs everybody more than the best candidate would have."""
+        """Seconds that the choice costs all, above the best candidate."""
         price = self.price
         return float(price[self.chosen] - price.min())
 
 
 class DecisionLedger:
-    """The last `max_decisions`, by request; a request that was routed again has the latest."""
+    """The last `max_decisions` decisions, by request."""
 
     def __init__(self, max_decisions: int) -> None:
         self.max_decisions = max_decisions
@@ -113,7 +113,7 @@ class DecisionLedger:
         return len(self._decisions)
 
     def add(self, explanation: Explanation) -> None:
-        """Keep a decision, and drop the oldest when there are too many."""
+        """Add a decision, dropping the oldest beyond the limit."""
         decisions = self._decisions
         if explanation.request in decisions:
             del decisions[explanation.request]  # to come last
@@ -122,11 +122,11 @@ class DecisionLedger:
             decisions.popitem(last=False)
 
     def get(self, request: str) -> Explanation | None:
-        """Return the decision on a request; None when it was never made, or has been dropped."""
+        """Return the decision on a request; None if unknown or dropped."""
         return self._decisions.get(request)
 
     def latest(self) -> Iterator[Explanation]:
-        """The decisions, the latest first."""
+        """Iterate over decisions, latest first."""
         return iter(list(reversed(self._decisions.values())))
 
 
@@ -150,11 +150,11 @@ class Router:
         self._generator = np.random.default_rng(config.seed)
 
     def check(self, overrides: Mapping[str, float]) -> None:
-        """Raise a ConfigError for overrides that could not be honoured."""
+        """Raise a ConfigError for invalid overrides."""
         self._with(overrides)
 
     def tune(self, temperature: float, parameters: Mapping[str, float]) -> None:
-        """Set the temperature, and those of the parameters that the policy has."""
+        """Set the temperature, and those parameters that the policy has."""
         known = params_of(self.policy)
         self.temperature = temperature
         values = {}
@@ -168,10 +168,10 @@ class Router:
         self, request: Request, fleet: FleetView, open_: NDArray[np.bool_],
         room: NDArray[np.bool_], now: int, sources: NDArray[np.bool_] | None = None,
     ) -> Choice | None:  # fmt: skip
-        """Choose workers for a request; None when none can take it.
+        """Choose workers for a request; None if none can take it.
 
-        Workers may be used where `open_`, take one more stream where `room`, and have a cache that
-        others may read in `sources` (None for none), (workers,) each.
+        Flags, (workers,): `open_` may be used, `room` can take one more stream, `sources` have
+        caches that others may read.
         """
         candidates = self._candidates.of(request, fleet, open_, room)
         if len(candidates) == 0:
@@ -239,11 +239,7 @@ Rows = NDArray[np.integer]
 
 
 class CandidateCache:
-    """Makes candidates, and remembers those of workers that were asked for before.
-
-    What pairs there are depends on the roles, on who decodes and on who prefills; these rarely
-    change from one request to the next.
-    """
+    """Caches candidates by request constraints, roles and room, which rarely change."""
 
     def __init__(self) -> None:
         self._prefills: Flags | None = None
@@ -253,7 +249,7 @@ class CandidateCache:
         self._sets: dict[bytes | tuple[bytes, bytes], Candidates] = {}
 
     def of(self, request: Request, fleet: FleetView, open_: Flags, room: Flags) -> Candidates:
-        """Return what `candidates` does, perhaps the same object as before."""
+        """Return `candidates`, from the cache if possible."""
         same = fleet.prefills is self._prefills and fleet.decodes is self._decodes
         if not same or fleet.version is not self._version:
             self._version = fleet.version
@@ -280,14 +276,10 @@ _NOBODY: Rows = np.zeros(0, dtype=np.int64)
 
 
 def candidates(request: Request, fleet: FleetView, open_: Flags, room: Flags) -> Candidates:
-    """Return the pairs that may serve a request; `open_` and `room` as in `Router.choose`.
+    """Return the pairs that may serve a request; flags as in `Router.choose`.
 
-    Every decode worker with room, with local prefill, and with each of the prefill workers that
-    would have computed this prompt soonest (fewest tokens, those that wait and the prompt's own
-    uncached ones), of the fleet and of its rack. A worker that also decodes computes prompts for
-    pure decode workers only where there is no pure prefill worker. Both are of one version. A
-    prompt below one block of the prefill worker has nothing to transfer, so it is computed where
-    it is decoded; so is one that may not be split.
+    Each decode worker with room is paired with local prefill and with the least loaded prefill
+    workers of the fleet and of its rack, of the same version. Prompts below one block stay local.
     """
     return CandidateCache().of(request, fleet, open_, room)
 

@@ -1,4 +1,4 @@
-"""Controllers of the router: which temperature and overlap weight requests are routed under."""
+"""Routing controllers: set the temperature and overlap weight of requests."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class RoutingSetting(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """What a request is routed under."""
+    """Parameters that a request is routed with."""
 
     temperature: float = 0.0
     overlap_weight: float = 1.0  # of the blocks to prefill, net of cached ones
@@ -49,7 +49,7 @@ class Parameters:
 
 
 class E2ESample(msgspec.Struct, frozen=True):
-    """The end of a request."""
+    """End-to-end latency of a request."""
 
     seconds: float  # from its arrival to its last token
     # seconds that it would take with the fleet to itself, as far as known: what its latency is
@@ -59,19 +59,19 @@ class E2ESample(msgspec.Struct, frozen=True):
 
 
 class Controller(Protocol):
-    """Says under which parameters requests are routed now; times must not fall.
+    """Sets the routing parameters; times must not fall.
 
-    It is made as `Controller(params, detector, generator)`: the detector is fed by its owner.
+    Built as `Controller(params, detector, generator)`; the owner feeds the detector.
     """
 
     Params: ClassVar[type[msgspec.Struct]]
 
     def observe(self, now: int, outcome: TTFTSample | E2ESample) -> None:
-        """Take in a first token or the end of a request, at `now` (ns)."""
+        """Record a first token or the end of a request, at `now` (ns)."""
         ...
 
     def parameters(self, now: int) -> Parameters:
-        """Return the parameters of a request that is routed at `now` (ns)."""
+        """Return the parameters of a request routed at `now` (ns)."""
         ...
 
 
@@ -82,10 +82,7 @@ class StaticConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class Static:
-    """The same parameters at all times: what a policy wants that needs no regime.
-
-    The toll policy is one: its prices rise with load by themselves.
-    """
+    """Constant parameters, as for the toll policy, whose prices follow load by themselves."""
 
     Params: ClassVar[type[msgspec.Struct]] = StaticConfig
 
@@ -96,7 +93,7 @@ class Static:
         self._parameters = Parameters.of(self.config.setting)
 
     def observe(self, now: int, outcome: TTFTSample | E2ESample) -> None:
-        """Nothing is learned."""
+        """Learn nothing."""
 
     def parameters(self, now: int) -> Parameters:
         """Return the setting."""
@@ -106,13 +103,7 @@ class Static:
 def load(
     values: Mapping[str, Any], detector: Detector, generator: np.random.Generator
 ) -> Controller:
-    """Return a new controller: `controller` is its name in `pigou.controller`.
-
-    The other values are its parameters. `generator` is what it draws with.
-
-    Raises:
-        ConfigError: there is no such controller or parameter, or a value does not fit.
-    """
+    """Build the controller named `controller` in `pigou.controller`; raises ConfigError."""
     own = dict(values)
     name = own.pop("controller", None)
     kind = named(GROUP, name, "controller")

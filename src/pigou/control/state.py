@@ -1,4 +1,4 @@
-"""What the control plane knows of its workers and of the requests on them."""
+"""State of the workers and of the requests on them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _MIN_SLOTS = 256
 
 
 class RoutedRequest(msgspec.Struct, eq=False):
-    """What one routed request weighs, where, and how far it is; times are in nanoseconds."""
+    """Load and progress of a routed request; times in nanoseconds."""
 
     request: Request
     decode: str | None  # worker that is charged with the stream; None once that worker is gone
@@ -63,27 +63,27 @@ class RoutedRequest(msgspec.Struct, eq=False):
 
     @property
     def remote(self) -> bool:
-        """Whether the prompt was sent to another worker than the stream."""
+        """True if prefill is remote."""
         return self.prefill_worker != ""
 
     @property
     def tokens(self) -> int:
-        """Tokens charged to `decode`: the prompt, and what was generated so far."""
+        """Tokens charged to `decode`: prompt and output so far."""
         return self.final_tokens if self.slot < 0 else self.slots.tokens.item(self.slot)
 
     @property
     def generated(self) -> int:
-        """Tokens that were generated so far, as far as they were seen."""
+        """Output tokens so far, as far as they are seen."""
         return self.tokens - self.request.prompt
 
     @property
     def arrived_at(self) -> int:
-        """When the client sent it, in nanoseconds; when it was routed, where that is not known."""
+        """Arrival in nanoseconds, or the time of routing if unknown."""
         return min(self.request.arrival or self.routed_at, self.routed_at)
 
 
 class StreamSlots:
-    """Tokens of the routed requests; the arrays have one entry a slot, (slots,)."""
+    """Token counts of routed requests, one slot each, (slots,)."""
 
     def __init__(self) -> None:
         self.requests: list[RoutedRequest | None] = []
@@ -94,7 +94,7 @@ class StreamSlots:
         self.streaming: Flags = np.zeros(0, dtype=np.bool_)  # whether the first token came
 
     def allocate(self, request: RoutedRequest, row: int, prompt: int, expected: int) -> int:
-        """Return a slot that no other request has; `prompt` and `expected` are tokens."""
+        """Return a free slot; `prompt` and `expected` are in tokens."""
         if not self._free:
             self._grow()
         slot = self._free.pop()
@@ -104,19 +104,19 @@ class StreamSlots:
         return slot
 
     def free(self, slot: int) -> None:
-        """Give a slot back."""
+        """Free a slot."""
         self.requests[slot] = None
         self.row[slot] = GONE
         self._free.append(slot)
 
     def owner(self, slot: int) -> RoutedRequest:
-        """Return whose slot it is, which must be allocated."""
+        """Return the request of an allocated slot."""
         owner = self.requests[slot]
         assert owner is not None, f"no request has slot {slot}"
         return owner
 
     def down(self, row: int) -> None:
-        """Forget the row of a worker; those after it have a row less."""
+        """Remove a worker's row; later rows move down."""
         self.row[self.row == row] = GONE
         self.row[self.row > row] -= 1
 
@@ -124,10 +124,10 @@ class StreamSlots:
         self, slots: Counts, counts: Counts, decode_tokens: Counts, over_expected: Counts,
         flow_tokens: Counts,
     ) -> int:  # fmt: skip
-        """Count output tokens, `counts` of the requests with these slots, (n,) each.
+        """Count output tokens, `counts` of the requests in these slots, (n,) each.
 
-        The arrays by worker grow: tokens of streams, tokens that were not expected, tokens after
-        the first of their streams. Returns by how much `over_expected` grew in all.
+        Adds to the arrays by worker: stream tokens, unexpected tokens, tokens after the first.
+        Returns the growth of `over_expected`.
         """
         return _add_tokens(
             slots, counts, self.row, self.prompt, self.tokens, self.expected, self.streaming,
@@ -135,11 +135,10 @@ class StreamSlots:
         )  # fmt: skip
 
     def over_expected(self, slot: int) -> int:
-        """Return how many tokens came that were not expected."""
+        """Return how many tokens exceed the expectation."""
         return max(0, self.tokens.item(slot) - self.expected.item(slot))
 
     def _grow(self) -> None:
-        """Make room for twice as many."""
         old = len(self.requests)
         new = max(_MIN_SLOTS, old)
         none = np.zeros(new, dtype=np.int64)
@@ -157,7 +156,7 @@ def _add_tokens(
     slots: Counts, counts: Counts, row: Counts, prompt: Counts, tokens: Counts, expected: Counts,
     streaming: Flags, decode_tokens: Counts, over_expected: Counts, flow_tokens: Counts,
 ) -> int:  # fmt: skip
-    """As `StreamSlots.add_tokens`."""
+    """Kernel of `StreamSlots.add_tokens`."""
     grown = 0
     for i in range(slots.shape[0]):
         slot, count = slots[i], counts[i]
@@ -178,11 +177,9 @@ def _add_tokens(
 
 
 class PrefillBacklog:
-    """Prompts that each worker has to compute, in the order in which they were sent.
+    """Pending prompts of each worker, in the order sent.
 
-    The first of a worker is under way: `tokens` are its uncached ones (0 without one), `pairs`
-    those with the ones before them, `since` when it became the first, in nanoseconds, (workers,)
-    each.
+    `tokens`, `pairs` and `since` (nanoseconds) are of the first, which is under way, (workers,).
     """
 
     def __init__(self) -> None:
@@ -191,7 +188,7 @@ class PrefillBacklog:
         self._prompts: list[dict[str, tuple[int, int]]] = []
 
     def up(self) -> None:
-        """Add a worker; its row is the last."""
+        """Add a worker as the last row."""
         self._prompts.append({})
         for name in ("tokens", "pairs", "since"):
             setattr(self, name, np.append(getattr(self, name), 0))
@@ -203,7 +200,7 @@ class PrefillBacklog:
             setattr(self, name, np.delete(getattr(self, name), row))
 
     def add(self, row: int, request: str, tokens: int, pairs: int, now: int) -> None:
-        """Add a prompt of worker `row`; one that is there already has so many tokens now."""
+        """Add a prompt to worker `row`, or change its tokens."""
         prompts = self._prompts[row]
         first = not prompts
         prompts[request] = tokens, pairs
@@ -213,7 +210,7 @@ class PrefillBacklog:
                 self.since[row] = now
 
     def remove(self, row: int, request: str, now: int) -> None:
-        """Remove a prompt that is computed, or was given up."""
+        """Remove a prompt that was computed or dropped."""
         prompts = self._prompts[row]
         first = next(iter(prompts), None) == request
         del prompts[request]
@@ -227,14 +224,14 @@ Shares = NDArray[np.float64]
 
 @lru_cache(maxsize=64)
 def all_workers(workers: int) -> Flags:
-    """Return flags that are all set, (workers,); shared, so they cannot be written to."""
+    """Return flags that are all set, (workers,); shared and read-only."""
     flags = np.ones(workers, dtype=np.bool_)
     flags.flags.writeable = False
     return flags
 
 
 def both(first: Flags, second: Flags) -> Flags:
-    """Return where both are set, (workers,); one itself where the other is `all_workers`."""
+    """Return where both are set, (workers,); may return one of them."""
     everywhere = all_workers(len(first))
     if second is everywhere:
         return first
@@ -243,12 +240,11 @@ def both(first: Flags, second: Flags) -> Flags:
 
 @dataclass(slots=True)
 class Columns:
-    """One entry a worker, shape (workers,) each; the names are those of `FleetView`.
+    """One entry per worker, (workers,) each; names as in `FleetView`.
 
-    `over_expected_tokens` are those of `decode_tokens` that were not expected at their route,
-    `pending_prefill_tokens` those of prompts to be computed. `decoding` counts the streams whose
-    prompt is computed. `background_...` are those of `prefill_...` that requests of a priority up
-    to 0 overtake. `max_seqs` is 0 where unknown; so are the numbers of `layout` and `version`.
+    `over_expected_tokens` are those above the expectation at routing, `pending_prefill_tokens`
+    those to compute, `background_...` those overtaken by priorities up to 0. 0 means unknown in
+    `max_seqs`, `layout` and `version`.
     """
 
     prefills: Flags
@@ -287,9 +283,8 @@ LOADS = (
 class FleetState:
     """Workers and their load.
 
-    A request weighs on its decode worker from its route to its end: 1 request, prompt plus output
-    tokens. It weighs on the worker that computes its prompt until that is done: 1 request, its
-    uncached tokens.
+    A request charges its decode worker 1 request and its tokens until it ends, and its prefill
+    worker 1 request and its uncached tokens until prefill is done.
     """
 
     def __init__(self) -> None:
@@ -314,7 +309,7 @@ class FleetState:
         )
 
     def up(self, worker: Worker) -> None:
-        """Add a worker, or renew what is known of it (its load stays)."""
+        """Add a worker, or update it; its load stays."""
         row = self.row.get(worker.id)
         if row is None:
             row = self.row[worker.id] = len(self.workers)
@@ -355,7 +350,7 @@ class FleetState:
         return self._layouts.setdefault(layout, len(self._layouts) + 1) if layout else 0
 
     def down(self, worker: str) -> int | None:
-        """Forget a worker and all that weighs on it; return its row, None if unknown."""
+        """Forget a worker and its load; return its row, None if unknown."""
         row = self.row.get(worker)
         if row is None:
             return None
@@ -390,11 +385,7 @@ class FleetState:
         self, request: Request, choice: Choice, uncached: int, now: int, priority: int = 0,
         output: int = 0,
     ) -> RoutedRequest:  # fmt: skip
-        """Charge a routed request to its workers, which must be up.
-
-        `uncached` tokens of its prompt are to be computed; each of its sequences is expected to
-        generate `output` tokens.
-        """
+        """Charge a routed request to its workers, which must be up; `output` is per sequence."""
         computes = self.row[choice.prefill or choice.decode]
         routed = RoutedRequest(
             request=request, decode=choice.decode, prefill=choice.prefill or choice.decode,
@@ -417,7 +408,7 @@ class FleetState:
         return routed
 
     def fetch_failed(self, routed: RoutedRequest, uncached: int) -> None:
-        """Charge the whole of a prompt whose remote KV fetch failed."""
+        """Charge the whole prompt after a failed remote KV fetch."""
         routed.read = None
         self._charge_prefill(routed, -1)
         routed.uncached = uncached
@@ -428,7 +419,7 @@ class FleetState:
             self.backlog.add(row, routed.request.id, uncached, routed.pairs, routed.routed_at)
 
     def claimed(self, routed: RoutedRequest, worker: str, cached: int, now: int) -> None:
-        """Move a prompt's weight to the worker that pulled it, with `cached` tokens of it."""
+        """Move a prompt to the worker that pulled it, with `cached` tokens."""
         self._discharge_prefill(routed, now)
         row = self.row[worker]
         routed.prefill, routed.claimed_at, routed.cached = worker, now, cached
@@ -440,7 +431,7 @@ class FleetState:
         self._charge_prefill(routed, 1)
 
     def prefilled(self, routed: RoutedRequest, now: int) -> None:
-        """Discharge the worker that computed the prompt; does nothing the second time."""
+        """Discharge the worker that computed the prompt; idempotent."""
         if routed.prefill is None:
             return
         self._discharge_prefill(routed, now)
@@ -451,7 +442,7 @@ class FleetState:
             self.columns.pending_prefill_tokens[row] -= routed.request.prompt
 
     def end(self, request: str, now: int) -> RoutedRequest | None:
-        """Discharge a request entirely; return it, None if it was not routed."""
+        """Discharge and return a request; None if it was not routed."""
         routed = self.requests.pop(request, None)
         if routed is None:
             return None
@@ -475,11 +466,11 @@ class FleetState:
 
     @property
     def inflight(self) -> int:
-        """Requests on the workers: the routed ones, and other gateways' streams."""
+        """Requests on the workers, other gateways' streams included."""
         return len(self.requests) + self.peers.streams
 
     def add_booked(self, row: int, change: Sequence[int]) -> None:
-        """Charge a worker with what other gateways have there more than before (`BOOKED`)."""
+        """Charge a worker with the growth of other gateways' load (`BOOKED`)."""
         for name, count in zip(BOOKED[:COLUMNS], change, strict=False):
             if count:
                 getattr(self.columns, name)[row] += count
@@ -487,7 +478,7 @@ class FleetState:
         self.over_expected_tokens += change[OVER_EXPECTED]
 
     def report(self, report: LoadReport, now: int) -> None:
-        """Record what a worker reports; an unknown worker is no error."""
+        """Record a worker's report; unknown ids are ignored."""
         row = self.row.get(report.worker)
         if row is not None:
             self.reported[report.worker] = now
@@ -496,14 +487,11 @@ class FleetState:
             self.columns.kv_usage[row] = report.kv_usage
 
     def on(self, worker: str) -> Iterator[RoutedRequest]:
-        """Return the requests that stream from this worker."""
+        """Return the requests that decode on this worker."""
         return (routed for routed in self.requests.values() if routed.decode == worker)
 
     def open_to(self, exclude: frozenset[str], eligible: frozenset[str] = frozenset()) -> Flags:
-        """Return which workers a request may use, (workers,); it may be `all_workers`.
-
-        Without `eligible` ids all but those in `exclude`.
-        """
+        """Return which workers a request may use, (workers,): `eligible`, or all not excluded."""
         if not (exclude or eligible):
             return all_workers(len(self.workers))
         flags = np.array(
@@ -516,13 +504,13 @@ class FleetState:
         return flags
 
     def figures(self, worker: str) -> dict[str, Any]:
-        """Return how much a worker has to do, by the names in `LOADS`; zeros for an unknown one."""
+        """Return a worker's load by the names in `LOADS`; zeros if unknown."""
         if (row := self.row.get(worker)) is None:
             return dict.fromkeys(LOADS, 0)
         return {name: getattr(self.columns, name)[row].item() for name in LOADS}
 
     def is_drained(self, worker: str) -> bool:
-        """True if none of the routed requests weighs on a worker, or it is unknown."""
+        """True if no routed request weighs on a worker, or it is unknown."""
         if (row := self.row.get(worker)) is None:
             return True
         weighs = self.columns.prefill_requests[row] + self.columns.decode_requests[row]

@@ -1,4 +1,4 @@
-"""Compiles what the control plane needs before the first request does."""
+"""Compiles the control plane's kernels before the first request."""
 
 from __future__ import annotations
 
@@ -36,14 +36,7 @@ _REQUESTS, _AT_ONCE, _GAP = 48, 6, SECOND // 4
 
 
 def warm_up(config: ControlConfig | None = None) -> None:
-    """Run every kernel of the control plane once, on planes of its own.
-
-    Takes some seconds the first time on a machine, and a fraction of one after that. With a
-    `config`, its policy, order and controller are run too.
-
-    Raises:
-        Exception: whatever a policy of the user's own raises.
-    """
+    """Run every kernel once, and a `config`'s policy, whose exceptions propagate."""
     prefix_index.warm_up()
     toll = ControlConfig(policy="toll")
     _drive(toll)
@@ -53,7 +46,7 @@ def warm_up(config: ControlConfig | None = None) -> None:
 
 
 def _drive(config: ControlConfig) -> None:
-    """Let a plane live through some seconds of a small fleet."""
+    """Drive a plane through some seconds of a small fleet."""
     plane = ControlPlane(config)
     for role in Role:
         for number in range(2):

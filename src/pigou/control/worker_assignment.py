@@ -1,4 +1,4 @@
-"""Worker assignment: which workers serve a request now, and which requests go to another one."""
+"""Worker assignment: which workers serve a request, and which requests move."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MARGIN = 3 * SECOND
 
 
 def _without_tokens(state: FleetState, worker: str) -> list[RoutedRequest]:
-    """Return the requests at a worker that have no token, those sent first before others."""
+    """Return the requests at a worker without a token, in the order sent."""
     requests = [
         routed
         for routed in state.requests.values()
@@ -47,12 +47,7 @@ def _without_tokens(state: FleetState, worker: str) -> list[RoutedRequest]:
 
 
 def _waiting_inside(state: FleetState, worker: str) -> list[RoutedRequest]:
-    """Return the requests that wait inside a worker: it has not begun them.
-
-    They are the last of those without a token, as many as the worker reports as waiting, but none
-    of those that it may be running. So a prompt that takes long to compute does not wait, nor
-    does a reply that is not streamed, whatever other clients send to the worker.
-    """
+    """Return the requests that a worker has not started, by its last report."""
     row, requests = state.row[worker], _without_tokens(state, worker)
     streaming = sum(
         routed.decode == worker and (routed.first_token_at > 0 or routed.generated > 0)
@@ -64,7 +59,7 @@ def _waiting_inside(state: FleetState, worker: str) -> list[RoutedRequest]:
 
 
 def overdue(state: FleetState, before: int) -> Iterator[tuple[RoutedRequest, str]]:
-    """Return the requests that wait inside workers and arrived by `before` (ns), and where."""
+    """Return requests waiting inside workers that arrived by `before` (ns), and their worker."""
     if state.oldest_arrival > before:  # as on nearly all ticks
         return
     state.oldest_arrival = min(
@@ -87,7 +82,7 @@ def overdue(state: FleetState, before: int) -> Iterator[tuple[RoutedRequest, str
 def _fair_shares(
     requests: int, max_streams: NDArray[np.int64], others: int = 0
 ) -> NDArray[np.int64]:
-    """Return how many requests each worker may have, rounded up, (workers,)."""
+    """Return the number of requests each worker may have, rounded up, (workers,)."""
     whole = sum(max_streams.tolist()) + others  # of Python's integers: none overflows
     shares = np.ceil(requests * max_streams.astype(np.float64) / whole)
     counts: NDArray[np.int64] = shares.astype(np.int64)
@@ -97,10 +92,10 @@ def _fair_shares(
 def to_move(
     state: FleetState, max_streams: NDArray[np.int64], new: str
 ) -> list[tuple[RoutedRequest, str]]:
-    """Return the requests without a token that a new worker should take over, and from whom.
+    """Return the requests without a token to move to a new worker, and their present worker.
 
-    Each worker keeps the prompt that it computes now, and its share of all requests at workers of
-    its role, in proportion to its streams, (workers,). Requests that were sent last move.
+    Each worker keeps its current prompt and its share, in proportion to streams, (workers,).
+    Requests sent last move first.
     """
     columns, own = state.columns, state.row[new]
     moves: list[tuple[RoutedRequest, str]] = []
@@ -131,7 +126,7 @@ def to_move(
 
 
 def hand_over(state: FleetState, draining: str) -> list[Recall]:
-    """Recall the requests that wait inside a draining worker, where others can take them."""
+    """Recall the requests waiting inside a draining worker if others can take them."""
     if draining not in state.row or not state.columns.decodes.any():
         return []
     waiting = set(map(id, _waiting_inside(state, draining)))
@@ -144,11 +139,10 @@ def hand_over(state: FleetState, draining: str) -> list[Recall]:
 
 
 class ReturningWorkers:
-    """Workers that went down and are expected back, and the shares reserved for them.
+    """Workers expected back, and the shares reserved for them.
 
-    While one has come back and others are still expected, each worker is given no more than its
-    share of all requests, those at workers and those that wait. So the first that returns does
-    not get the whole queue. The time of this is bounded: no request is refused for it.
+    Limits each worker to its share for a bounded time, so the first to return does not get the
+    whole queue.
     """
 
     def __init__(self, queue_timeout: int) -> None:
@@ -161,25 +155,25 @@ class ReturningWorkers:
         return len(self._away)
 
     def down(self, worker: str, max_streams: int, now: int) -> None:
-        """Record that a worker of so many streams (0 for one that runs none) went down."""
+        """Record that a worker of `max_streams` (0: none) went down."""
         self._away[worker] = max_streams, now
 
     def up(self, worker: str, now: int) -> None:
-        """Record that a worker is there, known from before or not."""
+        """Record that a worker is up."""
         known = self._away.pop(worker, None)
         self._forget(now)
         if known is not None and self._away:
             self._until = now + self._share_time
 
     def away(self, now: int) -> Mapping[str, int]:
-        """Return the streams that each worker that is expected back runs at once, by id."""
+        """Return the maximum of streams of each worker expected back, by id."""
         self._forget(now)
         return {worker: max_streams for worker, (max_streams, _) in self._away.items()}
 
     def shares(
         self, max_streams: NDArray[np.int64], requests: int, since: int, now: int
     ) -> NDArray[np.int64] | None:
-        """Return how many requests each worker may have, (workers,); None for no limit."""
+        """Return the request limit of each worker, (workers,); None for no limit."""
         if now >= self._until or not self._away or now - since >= self._latest:
             return None
         expected = sum(self.away(now).values())
@@ -198,7 +192,7 @@ _PREDICTED = 256
 
 
 class Assignment(NamedTuple):
-    """Where a request goes."""
+    """Workers assigned to a request."""
 
     request: str  # its id
     choice: Choice
@@ -207,16 +201,12 @@ class Assignment(NamedTuple):
 
     @property
     def route(self) -> Route:
-        """As the driver is to carry it out."""
+        """Return it as a `Route` for the driver."""
         return Route(self.request, self.choice, self.priority)
 
 
 class WorkerAssigner:
-    """Chooses workers for one request at a time, and charges them with it.
-
-    Admission says which workers can take the request, the router which of these is best. The
-    parts are the control plane's own; nothing here calls it back.
-    """
+    """Chooses workers for one request at a time, and charges them with it."""
 
     def __init__(
         self, config: ControlConfig, admission: AdmissionController, tracker: RequestTracker,
@@ -234,7 +224,7 @@ class WorkerAssigner:
     def assign(
         self, waiting: QueuedRequest, router: Router, now: int, fleet: FleetView | None = None
     ) -> Assignment | None:
-        """Choose workers and charge them; None when none can take the request."""
+        """Choose and charge workers; None if none can take the request."""
         request, capacity, state = waiting.request, self._admission.capacity, self._state
         own_streams = self._admission.activity.own_total
         if not waiting.returned and self._admission.allowance.spent(own_streams):

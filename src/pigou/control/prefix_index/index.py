@@ -81,10 +81,9 @@ class PrefixIndex:
     def __init__(
         self, max_blocks: int = 2**20, max_total: int = 2**22, ttl: int = 120 * SECOND
     ) -> None:
-        """Start empty; beyond `max_total` blocks of all workers the one with the most gives up.
+        """Limit blocks per worker, by events and by prediction, and in total; old leaves go first.
 
-        A worker has at most `max_blocks` by its events, and as many by prediction: the leaf that
-        was stored longest ago goes first. A prediction holds for `ttl` nanoseconds.
+        Beyond `max_total` the worker with the most evicts. Predictions last `ttl` nanoseconds.
         """
         for name, value in (("max_blocks", max_blocks), ("max_total", max_total), ("ttl", ttl)):
             if value < 1:

@@ -1,1 +1,1 @@
-"""Routing policies: Pigou's toll, simple ones, and those of other systems."""
+"""Routing policies: Pigou's toll, simple baselines, and those of other systems."""

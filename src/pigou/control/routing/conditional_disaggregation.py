@@ -23,17 +23,15 @@ from pigou.control.routing.view import Candidates, Flags, FleetView
 class ConditionalDisaggregationParams(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 ):
-    """Parameters of every threshold; those of the policy inside may be given beside them."""
+    """Common parameters; those of the inner policy may be given beside them."""
 
     inner: str  # name of the policy that chooses among the candidates that are left
 
 
 class ConditionalDisaggregation:
-    """For each decode worker, forbids either the local candidate or the remote ones.
+    """Forbids, per decode worker, either local or remote prefill; `inner` prices the rest.
 
-    cost(c) = inner cost(c) where the threshold leaves c, infinity elsewhere. The policy inside
-    is asked about what is left only. A decode worker that is offered in one way keeps that way.
-    Parameters of `inner` can be overridden as if they were this one's.
+    A worker offered in one way only keeps it. Parameters of `inner` can be overridden too.
     """
 
     Params: ClassVar[type[ConditionalDisaggregationParams]]
@@ -44,7 +42,7 @@ class ConditionalDisaggregation:
 
     @property
     def params(self) -> Any:
-        """Parameters of the threshold; setting another `inner` loads that policy."""
+        """Parameters of the threshold; changing `inner` loads that policy."""
         return self._params
 
     @params.setter
@@ -55,21 +53,21 @@ class ConditionalDisaggregation:
             self.inner = self.prepared(load(params.inner))
 
     def prepared(self, inner: RoutingPolicy) -> RoutingPolicy:
-        """Return the policy inside as the peer would set it up."""
+        """Return the inner policy as the peer system configures it."""
         return inner
 
     def local(self, request: RequestView, fleet: FleetView, candidates: Candidates) -> Flags:
-        """Return whether each worker would compute the prompt itself, (workers,)."""
+        """Return which workers would compute the prompt locally, (workers,)."""
         raise NotImplementedError
 
     def costs(self, request: RequestView, fleet: FleetView, candidates: Candidates) -> Costs:
-        """Return one cost a candidate, in the unit of the policy inside."""
+        """Return one cost per candidate, in the unit of the inner policy."""
         return total(self.parts(request, fleet, candidates), len(candidates))
 
     def parts(
         self, request: RequestView, fleet: FleetView, candidates: Candidates
     ) -> dict[str, Costs]:
-        """Return the parts of the policy inside, and `threshold`, which forbids."""
+        """Return the inner policy's parts, and `threshold`, which forbids."""
         allowed = self._allowed(request, fleet, candidates)
         left = Candidates(candidates.prefill[allowed], candidates.decode[allowed])
         costs, parts = costs_of(self.inner, request, fleet, left)
@@ -84,7 +82,7 @@ class ConditionalDisaggregation:
         self, request: RequestView, fleet: FleetView, candidates: Candidates, chosen: int,
         parts: CostParts | None, /,
     ) -> None:  # fmt: skip
-        """Let the policy inside take note of the choice, among the candidates that it saw."""
+        """Pass the choice on to the inner policy."""
         note = getattr(self.inner, "note", None)
         if note is None or parts is None:
             return

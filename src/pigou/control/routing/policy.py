@@ -1,4 +1,4 @@
-"""The interface of routing policies, and their registry."""
+"""Interface of routing policies, and their registry."""
 
 from __future__ import annotations
 
@@ -24,32 +24,23 @@ Costs: TypeAlias = NDArray[np.float64]
 
 
 class RoutingPolicy(Protocol):
-    """A formula over candidates.
+    """A cost formula over candidates.
 
-    It may also have `parts(request, fleet, candidates)`, which returns the parts of the cost by
-    name (`costs` is their sum, and is not asked for; None where it has none), and `note(request,
-    fleet, candidates, chosen, parts)`, which takes the index of the candidate that was chosen.
-    `costs` and `parts` must change nothing: they are also asked for without a choice.
-
-    A policy with parameters keeps them in an attribute `params`, a frozen `msgspec.Struct` with
-    defaults, and takes one as its only argument: then its parameters can be configured, and
-    overridden for one request (`override`).
+    Optional methods: `parts(request, fleet, candidates)` returns costs by part, or None, and
+    `note(request, fleet, candidates, chosen, parts)` records a choice. `costs` and `parts` must not
+    change state. Parameters are a frozen `msgspec.Struct` in `params`, the only argument.
     """
 
     def costs(self, request: RequestView, fleet: FleetView, candidates: Candidates) -> Costs:
-        """Return the cost of each candidate, shape (candidates,), in the policy's own unit.
+        """Return the cost of each candidate, shape (candidates,); infinity forbids.
 
-        Lower is better; infinity forbids. Arrays of the view must not be written to, and not be
-        kept: they change after the call.
+        Arrays of the view are read-only and change after the call.
         """
         ...
 
 
 class CostTable(Mapping[str, Costs]):
-    """Parts of the costs of candidates by name, (candidates,) each, in one array.
-
-    `rows` has the parts in that order, and last their sum, shape (parts + 1, candidates).
-    """
+    """Parts of the costs by name, and their sum last: `rows` is (parts + 1, candidates)."""
 
     __slots__ = ("names", "rows")
 
@@ -80,7 +71,7 @@ CostParts: TypeAlias = Mapping[str, Costs]
 
 
 def total(parts: CostParts, count: int) -> Costs:
-    """Return the sum of parts of shape (count,); zeros where there are none."""
+    """Return the sum of parts, shape (count,); zeros for none."""
     if isinstance(parts, CostTable):
         return parts.total
     costs: Costs = sum(parts.values(), np.zeros(count))
@@ -90,7 +81,7 @@ def total(parts: CostParts, count: int) -> Costs:
 def costs_of(
     policy: RoutingPolicy, request: RequestView, fleet: FleetView, candidates: Candidates
 ) -> tuple[Costs, CostParts | None]:
-    """Return what candidates cost, (candidates,), and its parts where the policy has any."""
+    """Return the costs of candidates, (candidates,), and their parts or None."""
     priced = getattr(policy, "parts", None)
     parts: CostParts | None = None if priced is None else priced(request, fleet, candidates)
     if parts is None:
@@ -99,10 +90,7 @@ def costs_of(
 
 
 def params_of(policy: RoutingPolicy) -> Mapping[str, Any]:
-    """Return the parameters of a policy by name; empty where it has none.
-
-    A policy around another one, which it keeps in an attribute `inner`, has that one's too.
-    """
+    """Return a policy's parameters by name, those of an `inner` policy included."""
     params = getattr(policy, "params", None)
     own = {} if params is None else msgspec.structs.asdict(params)
     inner = getattr(policy, "inner", None)
@@ -110,7 +98,7 @@ def params_of(policy: RoutingPolicy) -> Mapping[str, Any]:
 
 
 def param_of(policy: RoutingPolicy, name: str, default: Any) -> Any:
-    """Return one parameter of a policy, or of the one inside it; the default where none has it."""
+    """Return a parameter of a policy or its inner one, or the default."""
     inner_policy: RoutingPolicy | None = policy
     while inner_policy is not None:
         value = getattr(getattr(inner_policy, "params", None), name, None)
@@ -121,7 +109,7 @@ def param_of(policy: RoutingPolicy, name: str, default: Any) -> Any:
 
 
 def override(policy: RoutingPolicy, values: Mapping[str, Any]) -> RoutingPolicy:
-    """Return a policy with other parameters and the same state, or raise a ConfigError."""
+    """Return a policy with other parameters and shared state; raises ConfigError."""
     if not values:
         return policy
     params = getattr(policy, "params", None)
@@ -143,13 +131,13 @@ def override(policy: RoutingPolicy, values: Mapping[str, Any]) -> RoutingPolicy:
 
 
 def load(name: str, params: Mapping[str, Any] | None = None) -> RoutingPolicy:
-    """Return a new policy by its name in the group `pigou.routing`, or raise a ConfigError."""
+    """Build a policy by name from the group `pigou.routing`; raises ConfigError."""
     policy: RoutingPolicy = named(GROUP, name, "policy")()
     return override(policy, params or {})
 
 
 def check_minimum(params: msgspec.Struct, minimum: float, *names: str) -> None:
-    """Raise a ValueError unless fields are numbers from `minimum` up; infinity is one."""
+    """Raise a ValueError unless fields are numbers from `minimum` up; infinity is allowed."""
     for name in names:
         value = getattr(params, name)
         if not value >= minimum:
@@ -157,7 +145,7 @@ def check_minimum(params: msgspec.Struct, minimum: float, *names: str) -> None:
 
 
 def check_finite(params: msgspec.Struct, *names: str) -> None:
-    """Raise a ValueError unless fields are numbers from 0 to 1e9: then every cost is finite."""
+    """Raise a ValueError unless fields are in 0 to 1e9, so that costs stay finite."""
     for name in names:
         value = getattr(params, name)
         if not 0.0 <= value <= _MAX_WEIGHT:

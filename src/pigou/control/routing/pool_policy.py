@@ -1,4 +1,4 @@
-"""Policies that were made for one pool of workers, applied to pairs of workers."""
+"""Policies made for one pool of workers, applied to pairs of workers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Rows: TypeAlias = NDArray[np.integer]
 
 
 class Pool(Enum):
-    """Which pool of workers is chosen from: those of whole requests, of prefill, or of decode."""
+    """The pool to choose from: whole requests, prefill, or decode."""
 
     AGGREGATED = "aggregated"
     PREFILL = "prefill"
@@ -24,19 +24,15 @@ class Pool(Enum):
 
 
 class PoolPolicy:
-    """A policy that scores one pool of workers, and scores a pair pool by pool.
-
-    With W, P and D the scores of a whole request, of its prefill and of its decode:
+    """A policy that scores one pool of workers; pairs are scored pool by pool.
 
         cost(-1, d) = W(d)                            in a fleet without separate pools
         cost(p, d)  = D(d) + (P(p) - min over p' of P(p'))
         cost(-1, d) = D(d), and infinity where the same d is also offered with a prefill worker
 
-    The least sum over all pairs is the least of each pool by itself, so the choice is that of
-    two routers in a row, as those systems have it, whatever the units of the two. They compute a
-    prompt remotely whenever there is somewhere to. `ConditionalDisaggregation` is wrapped around
-    them to decide otherwise, and offers each d in one way only. The minimum is subtracted so that a
-    remote pair and a local one then compare by their decode workers.
+    W, P and D score a whole request, its prefill and its decode. The choice equals that of two
+    routers in a row, with remote prefill whenever possible (`ConditionalDisaggregation` adds a
+    threshold).
     """
 
     def pool_costs(
@@ -46,7 +42,7 @@ class PoolPolicy:
         raise NotImplementedError
 
     def costs(self, request: RequestView, fleet: FleetView, candidates: Candidates) -> Costs:
-        """Return one cost a candidate, in the policy's own unit."""
+        """Return one cost per candidate, in the policy's own unit."""
         return total(self.parts(request, fleet, candidates), len(candidates))
 
     def parts(self, request: RequestView, fleet: FleetView, candidates: Candidates) -> CostParts:
@@ -82,20 +78,20 @@ def pending(fleet: FleetView, rows: Rows, pool: Pool) -> Counts:
 
 
 def share_held(request: RequestView, fleet: FleetView, rows: Rows) -> Costs:
-    """Return the share of the prompt's full blocks that workers hold, 0 to 1, (rows,)."""
+    """Return the share of the prompt's full blocks on workers, 0 to 1, (rows,)."""
     full = np.maximum(request.prompt // fleet.block_size[rows], 1)
     shares: Costs = np.minimum(fleet.overlap[rows] / full, 1.0)
     return shares
 
 
 def uncached(request: RequestView, fleet: FleetView, rows: Rows) -> Costs:
-    """Return the tokens of the prompt that workers would have to compute, (rows,)."""
+    """Return the uncached tokens of the prompt on workers, (rows,)."""
     tokens: Costs = (request.prompt - fleet.cached(request.prompt)[rows]).astype(np.float64)
     return tokens
 
 
 def ranked(first: Costs, second: Costs) -> Costs:
-    """Return costs that order by whole numbers `first`, then by whole numbers `second`."""
+    """Return costs that order by integers `first`, then by integers `second`."""
     costs: Costs = first * (float(second.max(initial=0.0)) + 1.0) + second
     return costs
 

@@ -1,8 +1,7 @@
-"""Remote KV fetch: whether another worker's cache is the cheapest source of a prompt's beginning.
+"""Remote KV fetch: whether to read a prompt's beginning from another worker's cache.
 
-It is the fourth case of the access cost in the caching game (Georgiou 2026, Eq. 6). A block that
-another worker has costs the link, d(i, j), and its access there. It is fetched where that is less
-than the worker's own tiers cost, or computing it again.
+Fourth case of the access cost in the caching game (Georgiou 2026, Eq. 6): a fetch pays if it costs
+less than the worker's own tiers or recomputing.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ FetchArrays: TypeAlias = tuple[Counts, Counts, Counts, Counts, Seconds, Seconds]
 def _best_sources(
     layout: Counts, device: Counts, pending_tokens: Counts, open_: NDArray[np.bool_], best: Counts
 ) -> bool:
-    """Write which worker of each layout has most of a prompt on its device; False for none."""
+    """Write the worker of each layout with most of a prompt on its device; False for none."""
     some = False
     for i in range(best.shape[0]):
         best[i] = -1
@@ -59,10 +58,8 @@ def _choose_fetches(
 ) -> int:  # fmt: skip
     """Write what each worker would fetch, as `RemoteFetches`; return how many would.
 
-    `best` is by layout (`_best_sources`), `device` leading blocks, `cached` tokens in any tier,
-    `restore` the shares of a token's seconds that one from host and one from storage takes, `links`
-    hosts of the workers and factors between them. Ready, host and storage are what the worker has
-    itself when this is called.
+    `best` is by layout, `device` in blocks, `cached` in tokens of any tier; `restore` has the
+    seconds per token from host and storage, relative to prefill.
     """
     source, ready, host, storage, seconds, saves = fetches
     host_restore, storage_restore = restore
@@ -94,16 +91,12 @@ def _choose_fetches(
 def price_fetches(
     fleet: FleetView, prompt: int, open_: NDArray[np.bool_], restore: tuple[float, float]
 ) -> RemoteFetches | None:
-    """Return what each worker would read if it computed a prompt; None where nobody would.
-
-    Worker i, which has o tokens on its device and c in all of its tiers, reads the r tokens that
-    worker j of its layout has on its own device, the most of all such, where
+    """Return what each worker would fetch to compute a prompt; None if no fetch pays.
 
         service(prompt - r) + fetch_base + fetch_token (r - o) < service(prompt - c) + restore
 
-    `service` being what computing takes there and `restore` what bringing back from its lower
-    tiers does (both as in `Toll`). What the others in i's queue save by it comes on top, and is in
-    the tolls. Copies in the lower tiers of j are left out: they would have to come up first.
+    The worker has o tokens on its device and c in all tiers; r are on the device of the worker of
+    its layout that has most. `restore` is the time to load from its own lower tiers.
     """
     layouts = int(fleet.layout.max(initial=0)) + 1
     if layouts == 1:
@@ -128,7 +121,7 @@ def price_fetches(
 
 
 def fetch_of(fleet: FleetView, row: int) -> RemoteKVFetch | None:
-    """Return what the worker of this row would read; None where it would not."""
+    """Return the fetch of the worker in this row; None for none."""
     reads = fleet.fetches
     if reads is None or reads.source.item(row) < 0:
         return None

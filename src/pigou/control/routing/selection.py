@@ -1,4 +1,4 @@
-"""From costs to a choice: the cheapest with random ties, or softmax at a temperature."""
+"""Selection by cost: the cheapest with random ties, or softmax at a temperature."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Softmax = Literal["raw", "min-max"]
 
 
 class Pick(msgspec.Struct):
-    """The candidate that was chosen, by index, and its cost."""
+    """Index and cost of the chosen candidate."""
 
     index: int
     cost: float
@@ -26,7 +26,7 @@ class Pick(msgspec.Struct):
 
 @bare_kernel
 def cheapest(costs: NDArray[np.float64]) -> tuple[float, int, int]:
-    """Return the least cost, where it is first, and how often; NaN where there is one."""
+    """Return the minimum cost, its first index and its count; NaN if any cost is."""
     lowest, at, ties = costs[0], 0, 1
     for i in range(1, costs.shape[0]):
         if costs[i] < lowest:
@@ -54,14 +54,10 @@ def select(
     temperature: float = 0.0,
     softmax: Softmax = "min-max",
 ) -> Pick | None:
-    """Choose a candidate; None when all are forbidden (infinite).
+    """Choose a candidate; None if all are forbidden. Raises ValueError for NaN or minus infinity.
 
-    At temperature 0 the cheapest, ties broken at random. Above it candidate i is drawn with
-    probability proportional to exp(-c_i / temperature) (Georgiou 2026, Eq. 2); with `min-max`,
-    c_i is divided by max c - min c first (the selector of Dynamo 1.x).
-
-    Raises:
-        ValueError: a cost is not a number, or minus infinity.
+    Temperature 0 takes the cheapest; else P(i) ~ exp(-c_i / temperature) (Georgiou 2026, Eq. 2),
+    with c_i over max c - min c under `min-max` (Dynamo 1.x).
     """
     if costs.size == 0:
         return None
@@ -82,7 +78,7 @@ def select(
 def probabilities(
     costs: NDArray[np.float64], temperature: float, softmax: Softmax = "min-max"
 ) -> NDArray[np.float64]:
-    """Return the probability of each candidate at a temperature above 0, (candidates,)."""
+    """Return each candidate's probability at a temperature above 0, (candidates,)."""
     above = costs - costs.min()
     if softmax == "min-max":
         spread = above[np.isfinite(above)].max()

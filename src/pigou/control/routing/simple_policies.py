@@ -1,4 +1,4 @@
-"""Policies without a model: random, round robin, the least loaded, the better of two choices."""
+"""Baselines: random, round robin, least loaded, and power of two choices."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from pigou.request import Request
 
 
 class PowerOfTwo(PoolPolicy):
-    """Draw two different workers; cost_i = requests in flight of those two, infinity of others.
+    """Requests in flight of two random workers per pool, infinity for others.
 
-    Mitzenmacher, "The power of two choices in randomized load balancing" (2001); the default of
-    Ray Serve, and `power_of_two` of SGLang's gateway. Two workers are drawn for each pool.
+    Mitzenmacher 2001; default of Ray Serve, and `power_of_two` of SGLang's gateway.
     """
 
     name: ClassVar[str] = "power-of-two"
@@ -33,7 +32,7 @@ class PowerOfTwo(PoolPolicy):
 
 
 def two_choices(load: Counts, generator: np.random.Generator) -> Costs:
-    """Return the load of two that are drawn, and infinity for all others, shape of `load`."""
+    """Return the load of two random entries, infinity for others, shape of `load`."""
     costs = np.full(len(load), np.inf)
     one = int(generator.integers(len(load)))
     costs[one] = load[one]
@@ -45,10 +44,7 @@ def two_choices(load: Counts, generator: np.random.Generator) -> Costs:
 
 
 class RandomRouting(PoolPolicy):
-    """Every worker costs the same, and ties are random: cost_i = 0.
-
-    In a fleet with separate pools, a random prefill worker and a random decode worker.
-    """
+    """Every worker costs 0, and ties are random, in each pool."""
 
     name: ClassVar[str] = "random"
 
@@ -60,13 +56,7 @@ class RandomRouting(PoolPolicy):
 
 
 class RoundRobin(PoolPolicy):
-    """Turns until it is worker i's again: cost_i = (i - next) mod workers.
-
-    `next` moves past the worker of least cost at each decision, and each pool has its own, so
-    prefill workers and decode workers take turns by themselves (the static proxies of vLLM's
-    production stack). A worker that cannot be chosen is passed over. At a temperature above 0
-    the turn counts as taken although another worker may have been drawn.
-    """
+    """Turns until worker i is next, per pool: cost_i = (i - next) mod workers."""
 
     name: ClassVar[str] = "round-robin"
 
@@ -85,10 +75,8 @@ class RoundRobin(PoolPolicy):
 class LeastLoaded:
     """Fewest streams on the decode worker, then fewest prompt tokens on the prefill worker.
 
-    cost(p, d) = decode_requests[d] + s(p),  s(p) = t / (2 (t + 1)) for t = prefill_tokens[p],
-    and s = 3/4 where the decode worker computes the prompt itself. s stays under 1 and grows
-    with t, so it only decides between equal decode workers, and a prompt is computed remotely
-    whenever that is possible (the unconditional disaggregation of vLLM's example proxy).
+    cost(p, d) = decode_requests[d] + s(p), s(p) = t / (2 (t + 1)) for t = prefill_tokens[p], and
+    3/4 for local prefill: s only breaks ties, and prefill is remote if possible.
     """
 
     name: ClassVar[str] = "least-loaded"
@@ -96,7 +84,7 @@ class LeastLoaded:
     def costs(
         self, request: Request, fleet: FleetView, candidates: Candidates
     ) -> NDArray[np.float64]:
-        """Return one cost a candidate, in streams."""
+        """Return one cost per candidate, in streams."""
         tokens = fleet.prefill_tokens[candidates.prefill].astype(np.float64)
         share = np.where(candidates.prefill < 0, 0.75, tokens / (2 * (tokens + 1)))
         return fleet.decode_requests[candidates.decode].astype(np.float64) + share

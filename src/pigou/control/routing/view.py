@@ -1,4 +1,4 @@
-"""The fleet as policies see it: vectors, one entry a worker, and pairs to choose from."""
+"""The fleet as policies see it: vectors with one entry per worker, and candidate pairs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SCALARS = ("fetches", "backlog", "now")
 
 
 class RemoteFetches(msgspec.Struct, eq=False):
-    """One entry a worker, (workers,): what it would do if it computed the prompt."""
+    """What each worker would fetch to compute the prompt, (workers,)."""
 
     source: Counts  # row of the worker that it fetches from; -1 where it does better without
     ready: Counts  # leading tokens that it would not compute: fetched, or its own in any tier
@@ -35,10 +35,7 @@ class RemoteFetches(msgspec.Struct, eq=False):
 
 
 class FleetView(msgspec.Struct, eq=False):
-    """Load of each worker, shape (workers,); index by `Candidates.decode` or `.prefill`.
-
-    Made anew for each decision, of the control plane's own arrays: not to be changed or kept.
-    """
+    """Load of each worker, shape (workers,); read-only, valid for one decision."""
 
     ids: tuple[str, ...]  # names of the workers, in order
     prefills: Flags  # whether prompts may be sent here for another worker to decode
@@ -76,22 +73,22 @@ class FleetView(msgspec.Struct, eq=False):
     _max_cached: int = 0
 
     def cached(self, prompt: int) -> Counts:
-        """Return the tokens of a prompt that each worker holds: at least one is left to compute."""
+        """Return the cached tokens of a prompt on each worker, one left to compute."""
         if self._counted is not self.overlap or prompt != self._prompt:
             self._count(prompt)
         return self._cached
 
     def resident(self, prompt: int) -> Counts:
-        """Return the tokens of a prompt that each worker has on its device, (workers,)."""
+        """Return the tokens of a prompt on each worker's device, (workers,)."""
         tokens: Counts = np.minimum(self.device * self.block_size, max(0, prompt - 1))
         return tokens
 
     def resident_on(self, row: int, prompt: int) -> int:
-        """Return the tokens of a prompt that worker `row` has on its device."""
+        """Return the tokens of a prompt on the device of worker `row`."""
         return min(self.device.item(row) * self.block_size.item(row), max(0, prompt - 1))
 
     def max_cached(self, prompt: int) -> int:
-        """Return the most tokens of a prompt that one worker holds."""
+        """Return the maximum of cached tokens of a prompt over workers."""
         if self._counted is not self.overlap or prompt != self._prompt:
             self._count(prompt)
         return self._max_cached
@@ -103,11 +100,7 @@ class FleetView(msgspec.Struct, eq=False):
 
     @classmethod
     def of(cls, workers: int, **columns: Any) -> Self:
-        """Return the view of a fleet at rest, with the given columns in place of zeros.
-
-        Every worker may do both, blocks have 16 tokens, estimates are those of a new fleet; what
-        `overlap` counts is on the device unless the tiers are given too.
-        """
+        """Return an idle fleet's view with the given columns; blocks of 16 tokens by default."""
         values: dict[str, Any] = {
             "ids": tuple(f"w{row}" for row in range(workers)),
             "prefills": np.ones(workers, dtype=np.bool_),
@@ -131,7 +124,7 @@ class FleetView(msgspec.Struct, eq=False):
 
     @property
     def active_blocks(self) -> Counts:
-        """KV blocks that the streams of each worker fill, (workers,)."""
+        """KV blocks in use by streams of each worker, (workers,)."""
         blocks: Counts = -(-self.decode_tokens // self.block_size)
         return blocks
 
@@ -140,7 +133,7 @@ class FleetView(msgspec.Struct, eq=False):
 def cached_tokens(
     overlap: NDArray[np.int64], block_size: NDArray[np.int64], prompt: int, out: NDArray[np.int64]
 ) -> int:
-    """Write the tokens of a prompt that each worker holds, one left to compute; return the most."""
+    """Write the cached tokens of a prompt per worker; return the maximum."""
     limit = max(0, prompt - 1)
     max_tokens = 0
     for i in range(overlap.shape[0]):
@@ -151,7 +144,7 @@ def cached_tokens(
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Pairs to choose from, both of shape (candidates,); shared by many decisions."""
+    """Pairs to choose from, (candidates,) each; shared by many decisions."""
 
     prefill: Ints  # index of the worker that computes the prompt; -1 where `decode` does
     decode: Ints  # index of the worker that streams
@@ -161,7 +154,7 @@ class Candidates:
 
     @property
     def local(self) -> Flags:
-        """Where the prompt is computed by the worker that streams, (candidates,)."""
+        """True where prefill is local, (candidates,)."""
         local: Flags = self.prefill < 0
         return local
 

@@ -1,1 +1,1 @@
-"""Pigou's own routing policy: what a choice costs its request, and what it costs all others."""
+"""Pigou's routing policy: cost of a choice for its request and for all others."""

@@ -1,7 +1,6 @@
-"""The prospects of each candidate, and the terms compiled: one pass over the candidates.
+"""Prospects of each candidate, and the terms compiled: one pass over the candidates.
 
-A kernel takes a group as a plain tuple, which numba recognises sooner than a named one, and names
-its fields inside: `load = WorkerLoad(*load)`.
+Groups are passed as plain tuples, which numba recognises faster than named ones.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ _NO_BACKLOG = PrefillBacklog()
 
 
 class WorkerLoad(NamedTuple):
-    """What each worker has to do, as of `FleetView`, (workers,) each."""
+    """Load of each worker, as in `FleetView`, (workers,) each."""
 
     prefills: Flags
     decodes: Flags
@@ -72,7 +71,7 @@ class WorkerLoad(NamedTuple):
 
 
 class PromptsUnderWay(NamedTuple):
-    """The prompt that each worker computes now, (workers,) each; empty where unknown."""
+    """Prompt under prefill on each worker, (workers,) each; empty if unknown."""
 
     tokens: Counts
     pairs: Counts
@@ -80,7 +79,7 @@ class PromptsUnderWay(NamedTuple):
 
 
 class PromptCaches(NamedTuple):
-    """What each worker has of the prompt, (workers,) each."""
+    """Cached parts of the prompt on each worker, (workers,) each."""
 
     cached: Counts  # tokens that it holds
     ready: Counts  # tokens that it would not compute
@@ -91,7 +90,7 @@ class PromptCaches(NamedTuple):
 
 
 class TollSetting(NamedTuple):
-    """Parameters of the policy (`TollParams`); `rise` is its urgency over the mean TTFT."""
+    """Parameters of the policy (`TollParams`); `rise` is urgency over the mean TTFT."""
 
     toll: float
     rise: float
@@ -142,7 +141,7 @@ def _write_backlogs(
     table: Numbers, load_arrays: LoadArrays, under_way: UnderWayArrays, now_ns: int,
     waits_s: Numbers,
 ) -> None:  # fmt: skip
-    """Write the seconds of prompts that each worker has to compute, (workers,)."""
+    """Write the seconds of pending prompts of each worker, (workers,)."""
     load, first = WorkerLoad(*load_arrays), PromptsUnderWay(*under_way)
     for w in range(waits_s.shape[0]):
         law, prompts = prefill_law(table, w), load.prefill_requests[w]
@@ -155,7 +154,7 @@ def _write_backlogs(
 
 @bare_kernel_over(*_OVER)
 def _displaced_blocks(share: Numbers, pool: Flags) -> float:
-    """Return r / (1 - r), r of a pool's stored blocks displacing one that returns; 0 to 9."""
+    """Return r / (1 - r), r the share of stored blocks that displace a returning one."""
     total, workers = 0.0, 0
     for w in range(pool.shape[0]):
         if pool[w]:
@@ -191,7 +190,7 @@ def _fleet_weights(
 
 @bare_kernel_over(*_OVER)
 def _way_round(table: Numbers, load_arrays: LoadArrays, waits_s: Numbers) -> tuple[int, float]:
-    """Return how many workers do nothing but prefill, and what a prompt costs without them."""
+    """Return the number of pure prefill workers, and the cost of a prompt without them."""
     load = WorkerLoad(*load_arrays)
     pool, around_s = 0, math.inf
     for w in range(load.prefills.shape[0]):
@@ -210,11 +209,7 @@ def _way_round(table: Numbers, load_arrays: LoadArrays, waits_s: Numbers) -> tup
 def later_prompts(
     table: Numbers, decodes: Flags, wait_s: float, p: int, around: tuple[int, float]
 ) -> tuple[float, float]:
-    """Return prompts a second that come to worker `p`, and what the next loses by going elsewhere.
-
-    Where `p` does nothing but prefill, all prompts may come, shared with the others that do, and
-    the next has a way round it (`_way_round`). Elsewhere it has none: infinity.
-    """
+    """Return arrivals per second at worker `p`, and the next prompt's loss elsewhere."""
     if decodes[p]:
         return table[ARRIVALS, p], math.inf
     pool, around_s = around
@@ -225,7 +220,7 @@ def later_prompts(
 
 @bare_kernel_over(*_OVER)
 def service_s(table: Numbers, w: int, tokens: float, prompt: float) -> float:
-    """Return the seconds in which worker `w` computes the last tokens of a prompt."""
+    """Return the seconds for worker `w` to compute the last tokens of a prompt."""
     return prefill_s(prefill_law(table, w), 1, tokens, tokens * (prompt - 0.5 * tokens))
 
 
@@ -235,7 +230,7 @@ def _prospect_of(
     pair: tuple[int, int], prompt: int, output: float, restore: tuple[float, float],
     around: tuple[int, float], links: LinkArrays,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Return the fields of `Prospect` for one candidate, a pair that computes and that decodes."""
+    """Return the fields of `Prospect` for one candidate pair."""
     load, caches = WorkerLoad(*load_arrays), PromptCaches(*cache_arrays)
     p, d = pair
     local = p == d
@@ -282,11 +277,7 @@ def price(
     cache_arrays: CacheArrays, candidates: PairArrays, prompt: int, output: float,
     setting_values: SettingValues, links: LinkArrays, waits_s: Numbers, costs: Numbers,
 ) -> None:  # fmt: skip
-    """Write the parts of each candidate's cost, and in the last row their sum: (9, candidates).
-
-    Groups are plain tuples: `WorkerLoad`, `PromptsUnderWay`, `PromptCaches`, `TollSetting`.
-    `waits_s` is to work in, (workers,).
-    """
+    """Write the parts of each candidate's cost, then their sum: (9, candidates)."""
     setting = TollSetting(*setting_values)
     prefill, decode = candidates
     restore = setting.host_restore, setting.storage_restore

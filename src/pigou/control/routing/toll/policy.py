@@ -1,4 +1,4 @@
-"""The toll policy: expected seconds of the request, plus those that it costs all others."""
+"""The toll policy: expected seconds of the request, plus those it costs all others."""
 
 from __future__ import annotations
 
@@ -36,13 +36,11 @@ _FULL_PRICE = TollParams()
 
 
 class Toll:
-    """Private seconds, their urgency, and three tolls; `terms` has each formula.
+    """Private seconds, their urgency, and three tolls (`terms` has each formula).
 
     Example:
         policy = Toll(TollParams(urgency=0.5))
         seconds = policy.costs(request, fleet, candidates)
-
-    `docs/internals/routing.md` has the symbols, `docs/notes/further-results.md` an example.
     """
 
     name: ClassVar[str] = "toll"
@@ -53,11 +51,11 @@ class Toll:
 
     @property
     def full_price(self) -> bool:
-        """Whether the parts are what a choice really costs: all tolls, nothing else."""
+        """True if the parts are the true cost: all tolls, nothing else."""
         return self.params == _FULL_PRICE
 
     def costs(self, request: RequestView, fleet: FleetView, candidates: Candidates) -> Costs:
-        """Return one cost a candidate, in seconds."""
+        """Return one cost per candidate, in seconds."""
         return self.parts(request, fleet, candidates).total
 
     def parts(self, request: RequestView, fleet: FleetView, candidates: Candidates) -> CostTable:
@@ -70,24 +68,24 @@ class Toll:
         self, _: RequestView, _fleet: FleetView, _candidates: Candidates, chosen: int,
         parts: CostTable, /,
     ) -> None:  # fmt: skip
-        """Remember the TTFT expected of the chosen candidate: later requests are weighed by it."""
+        """Record the expected TTFT of the chosen candidate, for the mean."""
         wait, prefill, transfer = parts.rows[:3, chosen]
         self.recent_ttft.add(float(wait + prefill + transfer))
 
     @property
     def rise(self) -> float:
-        """Extra weight of a second to the first token for each second before it, per second."""
+        """Extra weight of a second to the first token per second before it."""
         mean_s = self.recent_ttft.seconds
         return self.params.urgency / mean_s if mean_s > 0.0 else 0.0
 
 
 class MeanTtft:
-    """The mean of the TTFTs expected of recent requests, in seconds; 0 before the first."""
+    """Mean of expected TTFTs of recent requests, in seconds; 0 before the first."""
 
     def __init__(self) -> None:
         self.seconds, self._seen = 0.0, 0.0
 
     def add(self, seconds: float) -> None:
-        """Add one; the mean is over the last hundred or so."""
+        """Add one; the mean is over about the last hundred."""
         self._seen = min(_MEMORY, self._seen + 1.0)
         self.seconds += (seconds - self.seconds) / self._seen
