@@ -67,10 +67,7 @@ class Slo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
 
 
 def latency_s(name: str, value: float | str) -> float:
-    """Return a latency in seconds, from a number or text like `500ms`.
-
-    Raises ConfigError for bad text, or a bare number that likely means milliseconds.
-    """
+    """Return seconds of `500ms` or a number; raises ConfigError, also for likely milliseconds."""
     text = str(value).strip()
     if (match := _LATENCY.match(text)) is None or text[match.end() :].strip() not in {"", *_UNITS}:
         raise ConfigError(f"{name} is {text!r}; give a latency above 0, as 500ms or 0.5s")

@@ -1,7 +1,4 @@
-"""The cost meter: bills of tenants from the calls of a control plane.
-
-It follows a live gateway, a simulation, or a journal.
-"""
+"""The cost meter: bills of tenants from the calls of a control plane, live or in a journal."""
 
 from __future__ import annotations
 
@@ -53,8 +50,6 @@ _SILENT = (CacheChanged, CacheKeyed, LoadReport)
 
 @dataclass(slots=True)
 class _Routed:
-    """A routed request."""
-
     request: Request
     route: Route
     payer: Payer
@@ -64,25 +59,14 @@ class _Routed:
 
 
 class CostMeter:
-    """Splits a fleet's cost among its requests, and totals it by tenant, model and class.
-
-    Example:
-        meter = CostMeter(lambda worker: WorkerRate(usd_per_s=2.5 / 3600))
-        for line in lines:  # of a journal
-            meter.follow(line.message, decisions, line.now)
-        bill = meter.bill(now)
-    """
+    """Splits a fleet's cost among its requests, and totals it by tenant, model and class."""
 
     def __init__(
         self, rate: Callable[[Worker], WorkerRate], model: Callable[[str], str] = lambda _: "",
         workload: Callable[[Request], str] = lambda _: "",
         storage: Callable[[Mapping[str, float]], float] = lambda _: 0.0,
     ) -> None:  # fmt: skip
-        """Set up without workers.
-
-        `rate` prices a worker when it comes up, `model` maps a worker's id to its model, `workload`
-        maps a request to its class, and `storage` prices tiers: bytes by name to dollars a second.
-        """
+        """Set up prices: dollars of a worker, and dollars a second of tiers (bytes by name)."""
         self._storage = storage
         self.workers: dict[str, WorkerMeter] = {}  # that are up, by id
         self.bills: OrderedDict[str, Usage] = OrderedDict()  # of the last requests, by id
@@ -181,7 +165,6 @@ class CostMeter:
             self.workers[worker.id] = WorkerMeter(self.rate(worker), now, worker.rehearsed)
 
     def _down(self, worker: str, now: int) -> None:
-        """Charge a lost worker's requests, and end its seconds."""
         meter = self.workers.pop(worker, None)
         if meter is not None:
             meter.settle(now, final=True)

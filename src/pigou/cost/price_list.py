@@ -64,10 +64,7 @@ class PriceList(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 def read_price_list(text: str, gpu_name: Callable[[str], str]) -> PriceList:
-    """Read `default`, or `H100=2.5,dram=3,...`, which overrides the defaults.
-
-    `gpu_name` normalises a GPU kind. Raises ConfigError for a bad or repeated name, or a bad price.
-    """
+    """Read `default`, or overrides like `H100=2.5,dram=3`; raises ConfigError for others."""
     prices = {} if text.strip() == "default" else read_prices(text, gpu_name)
     gpus = {name: usd for name, usd in prices.items() if name not in STORAGE_USD}
     storage = {name: usd for name, usd in prices.items() if name in STORAGE_USD}

@@ -17,10 +17,7 @@ def usd_per_million(usd: float, tokens: float) -> float:
 def usd_per_million_at(
     usd_per_gpu_hour: float, gpus: float, tok_s: float, attained: float = 1.0
 ) -> float:
-    """Return dollars per million tokens served inside the objective.
-
-    Price per GPU-hour x GPUs / 3600 / (tokens a second) x 10^6 / attained share (above 0).
-    """
+    """Return dollars per million tokens served inside the objective (`attained` share above 0)."""
     return usd_per_million(usd_per_gpu_hour * gpus / 3600.0, tok_s) / attained
 
 

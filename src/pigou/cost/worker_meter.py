@@ -117,10 +117,7 @@ class WorkerMeter:
     def prompt_ended(
         self, request: str, now: int, computed: bool = True, is_seen: bool = True
     ) -> None:
-        """End a prompt, computed or not; it pays for the work so far.
-
-        An estimated end (not `is_seen`) teaches nothing.
-        """
+        """End a prompt, computed or not; it pays so far. Unseen (estimated) ends teach nothing."""
         if request not in self._prompts:
             return
         self.advance(now)
@@ -164,10 +161,7 @@ class WorkerMeter:
         self._now.ended.append(stream)
 
     def prompt_seconds(self, tokens: int) -> float:
-        """Return expected seconds of a prompt behind the current ones.
-
-        From observed prompts; before the first one, from the start-up profile.
-        """
+        """Return expected seconds of a prompt behind the current ones, observed or as profiled."""
         sizes = [tokens, *(prompt.tokens for prompt in self._prompts.values())]
         known, seconds = self._profile
         if self._token_s is not None:
@@ -227,10 +221,7 @@ class WorkerMeter:
         )  # fmt: skip
 
     def measured(self, joules: float) -> None:
-        """Add joules of the worker's energy counter; the first call starts counting.
-
-        Settlements in between charge the modelled energy, scaled by the last counted ratio.
-        """
+        """Add joules of the energy counter; the first call starts scaling modelled energy by it."""
         if self.energy_source != "counter":
             self.energy_source = "counter"
             self._modelled = self._charged = 0.0

@@ -283,8 +283,6 @@ def _limit(fair: float, times: float) -> float:
 
 
 def _shares(window: FleetObservation, name: str) -> tuple[float, float]:
-    """Return a tenant's share of served tokens, and of the weights."""
-
     def used(tenant: TenantObservation) -> float:
         return tenant.tokens if tenant.kv_token_s is None else tenant.kv_token_s
 
@@ -365,7 +363,6 @@ def _failures(window: FleetObservation) -> int:
 
 
 def _unrefused(series: Series) -> list[Series]:
-    """Return the stretches of windows without refusals."""
     return [tuple(run) for refuses, run in groupby(series, lambda w: w.refused > 0) if not refuses]
 
 

@@ -94,10 +94,7 @@ def quantile(
 
 
 def quantile_of(cumulative: Mapping[float, float], share: float) -> float | None:
-    """Return a quantile (share above 0) of cumulative counts by upper bound; None without any.
-
-    Linear inside the bucket, the last finite bound in +Inf: Prometheus's `histogram_quantile`.
-    """
+    """Return a quantile of cumulative counts, as Prometheus's `histogram_quantile` does."""
     bounds = sorted(cumulative)
     counts = [cumulative[bound] for bound in bounds]
     if not counts or counts[-1] <= 0:

@@ -193,7 +193,6 @@ def _advice(shared: int, group: PrefixGroup | None) -> str:
 
 
 def _common(first: Sequence[Hashable], second: Sequence[Hashable]) -> int:
-    """Return the length of the common prefix."""
     for count, (one, other) in enumerate(zip(first, second, strict=False)):
         if one != other:
             return count

@@ -1,8 +1,4 @@
-"""The cost law of a worker: what each of its n requests pays, in seconds.
-
-f(n) = a n + b + d / (n_sat - n)^beta: linear while a batch has room, with a pole where it has
-none (Georgiou, "The Price of Anarchy in Disaggregated Inference", 2026, Eq. 8 and 9).
-"""
+"""Latency law of a worker: f(n) = a n + b + d / (n_sat - n)^beta (Georgiou 2026, Eq. 8 and 9)."""
 
 from __future__ import annotations
 
@@ -43,18 +39,16 @@ _NOISE = 0.1
 class LatencyLaw:
     """Seconds per request with n requests on a worker: a n + b + d / (n_sat - n)^beta.
 
-    `a` (seconds a request), `b` and `d` (seconds) are at least 0; `n_sat`, `beta` and `floor` are
-    above 0. Closer to `n_sat` than `floor`, and past it, the law continues along its tangent:
-    finite, rising and convex for every n, as the exact optimum requires. Raises ValueError for a
-    parameter out of range.
+    Within `floor` of `n_sat`, and past it, the law continues along its tangent: finite, rising and
+    convex, as the exact optimum requires. Raises ValueError for a parameter out of range.
     """
 
-    a: float
-    b: float
-    d: float = 0.0
-    n_sat: float = math.inf
+    a: float  # seconds a request, at least 0
+    b: float  # seconds, at least 0
+    d: float = 0.0  # seconds, at least 0; 0 for no pole
+    n_sat: float = math.inf  # requests, above 0
     beta: float = 1.0
-    floor: float = 1.0
+    floor: float = 1.0  # requests, above 0
 
     def __post_init__(self) -> None:
         for name in ("a", "b", "d"):
@@ -122,13 +116,11 @@ class LatencyLaw:
 
 
 def fit(n: ArrayLike, seconds: ArrayLike, weights: ArrayLike | None = None) -> LatencyLaw:
-    """Fit a law to latencies, robust to outliers; raises ValueError for empty or non-positive data.
+    """Fit a law robustly to latencies, (observations,) each; raises ValueError for bad data.
 
-    `n` (requests on the worker, itself counted), `seconds` and `weights` have shape
-    (observations,). For each pole (n_sat, beta) of a grid, a, b and d come from non-negative least
-    squares of relative residuals, reweighted to least absolute residuals, then by Tukey's bisquare.
-    A pole that Schwarz's criterion does not support is left out. Only the curve over the observed
-    range is identified.
+    Per pole (n_sat, beta) of a grid, non-negative least squares of relative residuals, reweighted
+    to least absolute residuals, then by Tukey's bisquare. Schwarz's criterion decides whether a
+    pole stays.
     """
     loads, times, weight = _checked(n, seconds, weights)
     if np.ptp(loads) == 0:
@@ -262,7 +254,6 @@ def _checked(
 
 
 def _absolute_fit(bank: Bank, n: Floats, seconds: Floats, weight: Floats) -> Floats:
-    """Return least absolute relative residuals by reweighting, per pole: (poles, 3)."""
     design = bank.design(n)
     robust = np.broadcast_to(weight / seconds**2, design.shape[:2])
     for _ in range(ABSOLUTE_ROUNDS):

@@ -51,14 +51,12 @@ def calibrated(
     draws: int = 400,
     seed: int = 0,
 ) -> PriceOfAnarchy:
-    """Return a window's Price of Anarchy under laws fitted to this fleet.
+    """Return a window's Price of Anarchy under laws (per unit of work) fitted to this fleet.
 
     `laws[w]` is worker w's decode law (the whole request where prefill is local), `prefill_laws[w]`
-    its prefill law, per unit of work. `prefill_workers` defaults to those in the window. In the
-    optimum each request meets as many others over its stage as it did, spread at least cost
-    (`Levelling`). Intervals are of `draws` draws of a circular block bootstrap at `level`, laws
-    fixed. Raises ValueError for missing laws, pools that leave a stage without workers, or an
-    optimum not above 0.
+    its prefill law. Intervals are of `draws` circular block bootstraps at `level`, laws fixed.
+    Raises ValueError for missing laws, pools that leave a stage without workers, or an optimum not
+    above 0.
     """
     pools = _Pools.of(window, laws, prefill_laws, prefill_workers)
     expected = _expected(window, pools)
@@ -88,7 +86,6 @@ def calibrated(
 
 
 def _clip_optima(chain: Floats) -> Floats:
-    """Return the running minimum of each row's totals, (rows, 4)."""
     lowest: Floats = np.minimum.accumulate(chain, axis=1)
     return lowest
 
@@ -96,7 +93,6 @@ def _clip_optima(chain: Floats) -> Floats:
 def _by_worker(
     window: RequestWindow, best: Floats, workers: int, draw: Floats, quantiles: Sequence[float]
 ) -> tuple[tuple[float | None, ...], tuple[tuple[float, float] | None, ...]]:
-    """Return each worker's observed over optimal seconds, and their intervals."""
     observed = window.observed
     ratios: list[float | None] = []
     ranges: list[tuple[float, float] | None] = []
@@ -145,7 +141,6 @@ class _Pools:
 
 
 def _expected(window: RequestWindow, pools: _Pools) -> Floats:
-    """Return the laws' seconds of each request at the loads it met, (requests,)."""
     total = window.decode_work * _of_own(window.decode, window.decode_load, pools.laws)
     remote = window.prefill != LOCAL
     own = _of_own(window.prefill[remote], window.prefill_load[remote], pools.prefill_laws)
@@ -173,7 +168,6 @@ class _Spread:
         self._prefill = Levelling(window.prefill_total[self._remote])
 
     def cost(self, prefill: frozenset[int]) -> Floats:
-        """Return seconds of each request with this prefill pool, (requests,)."""
         laws = [self._pools.laws[w] for w in self._pools.decoders(prefill)]
         total = self._decode_work * self._decode.cost(laws)
         if self._remote.any():
@@ -183,7 +177,6 @@ class _Spread:
 
 
 def _best_split(spread: _Spread, pools: _Pools) -> frozenset[int]:
-    """Return the cheapest prefill pool; the present one on ties."""
     if not pools.prefill:
         return pools.prefill
     movable = [w for w in range(len(pools.laws)) if w not in pools.both]
@@ -215,7 +208,6 @@ def _splits(movable: Sequence[int], pools: _Pools) -> Iterator[frozenset[int]]:
 def _nearby(
     prefill: frozenset[int], movable: Sequence[int], pools: _Pools
 ) -> Iterator[frozenset[int]]:
-    """Yield the splits in which one worker changes its role."""
     for worker in movable:
         other = prefill ^ {worker}
         if other and pools.decoders(other):
@@ -242,9 +234,8 @@ POINTS = 512
 class Levelling:
     """Least mean cost over a pool of workers when each request meets `totals` requests in all.
 
-    `totals` (requests,) are means over each request's stage, itself counted, so fractions occur. A
-    load x below 1 is a worker busy a share x of the time, at cost x f(1). Exact for whole totals:
-    fractional loads are corrected by the cost of whole requests at the neighbouring integers.
+    `totals` (requests,) are stage means, so fractions occur: a load x below 1 costs x f(1). Exact
+    for whole totals.
     """
 
     def __init__(self, totals: Floats) -> None:
@@ -285,10 +276,7 @@ _LEGACY_WINDOW, _LEGACY_CAPACITY = 200, 64
 
 
 def legacy_costs(count: int) -> Floats:
-    """Return the paper model's seconds of a worker's k-th request, (count,).
-
-    a k + b + d / max(capacity - k, eps)^beta (Georgiou 2026, section 6.4), with its constants.
-    """
+    """Return the paper model's seconds of a worker's k-th request (Georgiou 2026, section 6.4)."""
     k = np.arange(1, count + 1, dtype=np.float64)
     costs: Floats = 0.005 * k + 0.020 + 0.010 / np.maximum(_LEGACY_CAPACITY - k, 0.4) ** 2.0
     return costs

@@ -52,10 +52,7 @@ def mmc_wait_quantile(
 
 
 def mgc_wait(servers: int, utilisation: float, scv: float, service: float = 1.0) -> float:
-    """Return the mean wait in M/G/c: (1 + scv) / 2 times that of M/M/c (Lee and Longton 1959).
-
-    Exact for one server (Pollaczek-Khinchine) and for scv = 1.
-    """
+    """Return the mean wait in M/G/c: (1 + scv) / 2 times that of M/M/c (Lee and Longton 1959)."""
     if not scv >= 0:
         raise ValueError(f"scv is {scv}: give a number of 0 or more")
     return 0.5 * (1.0 + scv) * mmc_wait(servers, utilisation, service)
@@ -135,7 +132,6 @@ def mgc_wait_quantile(
 
 
 def _fixed_quantile(servers: int, utilisation: float, quantile: float) -> float:
-    """Return a quantile of the M/D/c wait, in services; exact for one server."""
     constant, rate = mdc_tail(servers, utilisation)
     wait = math.log(constant / (1.0 - quantile)) / rate if constant > 1.0 - quantile else 0.0
     if servers > 1 or wait >= _ERLANG_SERVICES:  # the tail is exact to five digits there

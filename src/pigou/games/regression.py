@@ -232,7 +232,6 @@ def is_pole_better(line: float, best: float, count: int) -> bool:
 
 @bare_kernel
 def _best(gram: Floats, moment: Floats, energy: float, count: int, scratch: Floats) -> int:
-    """Return the best pole; `energy` is the weighted sum of squares."""
     poles = gram.shape[0]
     first, last = SOLVER_ROWS, SOLVER_ROWS + poles
     theta, errors = scratch[first:last], scratch[last:].reshape(-1)[:poles]
@@ -296,11 +295,7 @@ def follow(
     poles: PoleArrays, n: float, held: float, seconds: float, sure: float, keep: float,
     prior: float, fit: FitArrays,
 ) -> None:  # fmt: skip
-    """Add one observation of weight `sure` (above 0, at most 1) to an online fit.
-
-    The law for residuals is solved often at first, then every 16th time. Arguments as of `add` and
-    `pick`.
-    """
+    """Add one observation of weight `sure` (above 0, at most 1) to an online fit."""
     n_sat, beta, floor = poles
     _, _, _, sums, scratch = fit
     seen = int(sums[SEEN])
@@ -336,11 +331,7 @@ def follow_all(
     poles: PoleArrays, n: Floats, held: Floats, seconds: Floats, sure: Floats, keep: float,
     prior: float, fit: FitArrays,
 ) -> int:  # fmt: skip
-    """Add observations (n,) as `follow` does; return the index of the first invalid one, or -1.
-
-    Observations from an invalid one on are not added. `held` must be 0 where the fit's `cross` is
-    empty.
-    """
+    """Add valid observations (n,) up to the first invalid one; return its index, or -1."""
     for i in range(n.shape[0]):
         good = n[i] >= 0.0 and seconds[i] > 0.0 and held[i] >= 0.0
         good = good and math.isfinite(n[i] + seconds[i] + held[i])

@@ -20,10 +20,9 @@ from pigou.games import Floats
 class ReplicationGame:
     """n nodes and m objects of many blocks; a node may hold any part of an object.
 
-    Node i accesses object o `demand[i, o]` times, at no cost for the part it holds, else the lower
-    of `remote[i, o]` (where another node has it) and `miss[i, o]`. A placement is shares (nodes,
-    objects) with sum over o of `size[o] * share[i, o]` <= `capacity[i]`. Raises ValueError for bad
-    shapes or values.
+    Node i accesses o `demand[i, o]` times, free for its own part, else at the lower of `remote[i,
+    o]` (held elsewhere) and `miss[i, o]`. Shares keep sum of `size[o] * share[i, o]` <=
+    `capacity[i]`. Raises ValueError.
     """
 
     def __init__(
@@ -64,11 +63,7 @@ class ReplicationGame:
         return none - float((self.own * shares).sum()) - float(self.shared @ anywhere)
 
     def optimum(self) -> tuple[Floats, float]:
-        """Return an optimal placement and its cost, exactly.
-
-        Where nobody gains from remote copies, each node is a knapsack of divisible objects; else a
-        linear program.
-        """
+        """Return an optimal placement and its cost: exact, by knapsacks or a linear program."""
         wanted = self.own > 0.0
         if not self.shared.any():
             held = self._greedy()
@@ -80,7 +75,6 @@ class ReplicationGame:
         return held, self.social_cost(held, together)
 
     def _greedy(self) -> Floats:
-        """Fill each node by savings per block."""
         saved_per_block = self.own / self.size
         order = np.argsort(-saved_per_block, axis=1, kind="stable")
         sizes = self.size[order]

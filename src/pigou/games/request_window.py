@@ -20,14 +20,12 @@ _ONE: Floats = np.float64(1.0)  # type: ignore[assignment]
 class RequestWindow:
     """R completed requests; every field has shape (requests,), times in seconds.
 
-    `waiting` is the time before any worker had the request. The decode stage ran on worker `decode`
-    for `decode_seconds`, with `decode_load` requests there in the mean (itself counted) and
-    `decode_total` on all decode workers; `prefill*` say the same of a remote prefill (worker -1
-    where local). A stage of work v (`*_work`) takes v f(n). Raises ValueError for unequal lengths,
-    no requests, or values out of range.
+    Loads count requests on the same worker, totals those on all, as means over the stage, itself
+    counted. A prefill worker of -1 is local prefill. A stage of work v takes v f(n). Raises
+    ValueError for bad data.
     """
 
-    waiting: Floats
+    waiting: Floats  # before any worker had the request
     prefill: Indices
     prefill_seconds: Floats
     prefill_load: Floats
@@ -67,12 +65,10 @@ class RequestWindow:
         prefill_work: ArrayLike = 1.0,
         decode_work: ArrayLike = 1.0,
     ) -> RequestWindow:
-        """Build a window from request times in seconds, (requests,) each.
+        """Build a window from times in seconds, (requests,); prefill worker -1 means local prefill.
 
-        A prefill worker of -1 means local prefill: decode begins at `started`, `prefill_done` is
-        ignored. `scored` (bool) picks the requests that count; the others only load the workers,
-        which keeps loads at the window's edges right. Raises ValueError when a request ends a stage
-        before it begins.
+        Requests that are not `scored` only load the workers, which keeps loads at the window's
+        edges right. Raises ValueError when a request ends a stage before it begins.
         """
         arrivals, begun, given, done = (
             np.asarray(t, dtype=np.float64) for t in (arrived, started, prefill_done, ended)

@@ -1,8 +1,4 @@
-"""Messages between a request's lifecycle and its driver: events in, effects out.
-
-Control-plane decisions (`Route`, `Queue`, `Shed`, `Recall`) are events; its facts (`PrefillDone`,
-`ReadFailed`, `FirstToken`) are effects.
-"""
+"""Messages between a request's lifecycle and its driver, partly the control plane's own."""
 
 from __future__ import annotations
 

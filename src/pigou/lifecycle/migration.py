@@ -48,10 +48,7 @@ class StreamState:
         return _ids(self.prompt) if self.prompt else []
 
     def drop_unshown(self) -> int:
-        """Drop tokens whose text is not fully shown; return how many.
-
-        A worker that resumes from text generates them again, so no character is split.
-        """
+        """Drop tokens not fully shown, so that no character is split; return how many."""
         dropped = len(self.tokens) - self.shown
         if dropped > 0:
             del self.tokens[self.shown :]
@@ -61,9 +58,9 @@ class StreamState:
 def can_migrate(state: StreamState, *, single: bool, portable: bool, stock: bool) -> bool:
     """True if a broken stream can continue elsewhere unnoticed by its client.
 
-    An unseen stream always can; one that has begun needs the ids of its prompt and tokens. A
-    `stock` worker does not know `resume_tokens`: nothing may depend on earlier state but the tokens
-    (`portable`: no stop strings, penalties, grammar or seed), nor may the client need exact ids.
+    Once begun it needs the ids of prompt and tokens. On a `stock` worker, without `resume_tokens`,
+    only tokens may matter (`portable`: no stop strings, penalties, grammar or seed), and no exact
+    ids.
     """
     if not state.begun:
         return True
@@ -96,10 +93,7 @@ _DETAILS, _CACHED = "prompt_tokens_details", "cached_tokens"
 
 
 class MigratedChunks:
-    """Rewrites later attempts' chunks to continue the client's first one.
-
-    Id, time and model stay; role and prompt ids are sent once; token counts cover the whole reply.
-    """
+    """Rewrites later attempts' chunks to continue the first: same id, one role, whole usage."""
 
     def __init__(self, state: StreamState, *, chat: bool, wants_ids: bool, mapped: bool) -> None:
         self._state, self._is_chat, self._wants_ids = state, chat, wants_ids
@@ -155,7 +149,6 @@ def usage_totals(state: StreamState) -> dict[str, Any]:
 
 
 def _whole(usage_body: dict[str, Any], state: StreamState) -> dict[str, Any]:
-    """Return the whole reply's usage, with the last worker's details."""
     usage = usage_totals(state)
     if _DETAILS not in usage_body:
         return usage

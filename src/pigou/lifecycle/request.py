@@ -195,7 +195,6 @@ class RequestLifecycle(msgspec.Struct, eq=False):
     # --- when it goes wrong ---------------------------------------------------------------------
 
     def _leg_failed(self, failure: LegFailed, now_ns: int) -> Effects:
-        """A worker failed: try others, unless there is no sense in it."""
         if failure.leg != self.leg:
             return ()
         leave = self._leave()
@@ -261,7 +260,6 @@ class RequestLifecycle(msgspec.Struct, eq=False):
         return (*stop, EndRequest(outcome, reason, shed))
 
     def _enter(self, state: RequestState) -> int:
-        """Change the state; return the number of what is under way then."""
         self.state = state
         self.leg += 1
         return self.leg

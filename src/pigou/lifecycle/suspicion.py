@@ -16,16 +16,12 @@ _LONG_AGO_NS = -(2**62)
 
 
 class WorkerEnd(Enum):
-    """How a worker ended.
+    """How a worker ended."""
 
-    CRASHED: its process failed, its engine died or hung. KILLED: by a signal from outside. LOST:
-    unknown. LIVES: it did not end.
-    """
-
-    LIVES = "lives"
-    CRASHED = "crashed"
-    KILLED = "killed"
-    LOST = "lost"
+    LIVES = "lives"  # it did not
+    CRASHED = "crashed"  # its process failed, or its engine died or hung
+    KILLED = "killed"  # by a signal from outside
+    LOST = "lost"  # unknown
 
 
 class Suspicion(msgspec.Struct, eq=False):

@@ -19,11 +19,7 @@ RELAXED = 1.5
 
 
 class CapacityCurve:
-    """Requests a second that n workers of one pool serve within the objectives of all classes.
-
-    Classes share the queue, so the strictest counts. Larger pools wait less, so capacity per worker
-    rises.
-    """
+    """Requests a second that n workers of one pool serve within all classes' objectives."""
 
     def __init__(
         self, performance: PerformanceModel, role: Role, mix: RequestMix, slos: Sequence[Slo]
@@ -92,10 +88,9 @@ class CapacityCurve:
 
 
 def reachable(slo: Slo, performance: PerformanceModel, role: Role, mix: RequestMix) -> Slo:
-    """Return the objective, relaxed where a single request alone misses it.
+    """Return the objective, relaxed where one request alone misses it.
 
-    No number of workers shortens one request: such an objective would buy workers for nothing
-    (Dynamo's pull request 11624), or none at all.
+    No number of workers would meet it otherwise (Dynamo's pull request 11624).
     """
     share = joint_share(slo)
     single = performance.latency(role, 0.0, 1, mix, share)

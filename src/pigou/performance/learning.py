@@ -46,10 +46,9 @@ _SPEED_KNOWN = 0.05
 
 
 class WarmUp:
-    """Finds the warm workers of one pool, window after window.
+    """Finds a pool's warm workers: ready for `warm_up_s`, and at work for as long.
 
-    A worker is warm once it was ready for `warm_up_s` and has worked for as long: its first passes
-    are slow. Cold samples made a planner overprovision. With `warm_up_s` of 0 all ready workers are
+    Cold first passes made a planner overprovision. With `warm_up_s` of 0 all ready workers are
     warm.
     """
 
@@ -81,10 +80,9 @@ def _works(worker: WorkerWindow) -> bool:
 
 
 class AffineRegression:
-    """y = x . theta with theta >= 0: least squares of relative residuals with forgetting.
+    """Non-negative least squares of y = x . theta, relative and with forgetting.
 
-    `prior` is theta at first, at a tenth of a sample's weight, so unidentified parts keep it. A
-    sample halves in weight after `half_life_s`.
+    The prior weighs a tenth of a sample, so unidentified parts keep it.
     """
 
     def __init__(self, prior: Floats, half_life_s: float) -> None:
@@ -194,11 +192,7 @@ class SpeedLearner:
         self._decode.add(np.array([1.0, max(streams, 1.0), held]), itl_s)
 
     def is_ready(self, role: Role) -> bool:
-        """True if samples suffice to plan a pool of this role.
-
-        Overloaded windows count: a pool overloaded from the start has no others, and is planned
-        with the prior's ITL.
-        """
+        """True if samples suffice to plan; overloaded windows count, for want of others."""
         decodes = self._decode.samples + self._overloads >= MIN_SAMPLES or not role.decodes
         return decodes and (self._prefill.samples >= MIN_SAMPLES or not role.prefills)
 
@@ -284,7 +278,6 @@ class Corrections:
     def _is_settled(
         self, window: PlannerWindow, pool: PoolWindow, warm: list[WorkerWindow]
     ) -> bool:
-        """True if the warm workers have been the same for a start-up time."""
         workers = frozenset(worker.id for worker in warm)
         if workers != self._workers or len(workers) != len(pool.workers):
             self._workers, self._settled_ns = workers, window.now_ns
@@ -350,7 +343,6 @@ class PoolSpeed:
 def _prefill_ratios(
     workers: list[WorkerWindow], model: PerformanceModel, role: Role
 ) -> list[float]:
-    """Return observed over predicted prefill seconds per worker, chunked steps included."""
     ratios = []
     for worker in workers:
         prompts, seconds = worker.computed_prompts, worker.prefill_s
@@ -367,11 +359,7 @@ def _decode_ratios(
     workers: list[WorkerWindow], model: PerformanceModel, mix: RequestMix, role: Role,
     seconds: float,
 ) -> list[float]:  # fmt: skip
-    """Return observed over predicted ITL per worker.
-
-    Streams holding more than a whole request are waiting, and skipped. So are workers that computed
-    many prompts: decode workers whose KV expired while they waited, and overloaded mixed workers.
-    """
+    """Return observed over predicted ITL per worker; overloaded workers are left out."""
     ratios = []
     limit = _MAX_OWN_PROMPTS if role is Role.DECODE else _MAX_PROMPTS
     for worker in workers:
@@ -396,7 +384,6 @@ def prefill_share(worker: WorkerWindow, model: PerformanceModel, seconds: float)
 
 
 def _prompt_s(worker: WorkerWindow, model: PerformanceModel) -> float:
-    """Return predicted seconds of a worker's mean prompt."""
     assert worker.computed_prompts
     assert worker.computed_tokens is not None
     mean = worker.computed_tokens / worker.computed_prompts
@@ -414,7 +401,6 @@ def _chunks(worker: WorkerWindow, model: PerformanceModel) -> float:
 
 
 def _step_s(worker: WorkerWindow, model: PerformanceModel) -> float:
-    """Return predicted seconds of a decode step of a worker's streams."""
     streams = worker.mean_running
     if not _positive(streams):
         return 0.0

@@ -85,11 +85,7 @@ class PerformanceModel:
         kv_tokens: float = math.inf,
         max_seqs: int = 256,
     ) -> PerformanceModel:
-        """Make a model of measured points, at least one each.
-
-        `prefill`: (prompt tokens, seconds alone); `decode`: (streams, tokens each holds, ITL in
-        seconds).
-        """
+        """Make a model of points: (prompt tokens, s), and (streams, tokens of each, ITL in s)."""
         table = PrefillTable(tuple(sorted(prefill)))
         return cls(table, DecodeTable.of(decode), kv_tokens, max_seqs)
 
@@ -180,10 +176,7 @@ class PerformanceModel:
         return PoolLatency(ttft, 0.0, utilisation, service * (1.0 + wait) + overhead)
 
     def streams(self, role: Role, rps: float, workers: int, mix: RequestMix) -> float:
-        """Return mean streams per worker; infinity in overload.
-
-        The least n with n >= lambda osl ITL(n) / (c (1 - rho)), rho the busy share of prefill.
-        """
+        """Return mean streams per worker by Little's law; infinity in overload."""
         rho = rps * self.service_s(mix) / workers if role is Role.BOTH else 0.0
         if rho >= _FULL:
             return math.inf
@@ -210,11 +203,7 @@ class PerformanceModel:
     def inside_share(
         self, role: Role, rps: float, workers: int, mix: RequestMix, slo: Slo
     ) -> float:
-        """Return the share of requests within the role's part of the objective.
-
-        Prefill: the largest q whose TTFT quantile keeps it. Decode: P(mean streams a request sees
-        <= batch).
-        """
+        """Return the share of requests within the role's part of the objective."""
         if rps <= 0:
             return 1.0
         if workers < 1:
@@ -269,7 +258,6 @@ class PerformanceModel:
         return rps <= limit
 
     def _chunked_s(self, mix: RequestMix, streams: float) -> float:
-        """Return seconds of a prompt chunked into decode steps."""
         chunks = math.ceil(mix.computed / self.chunk_tokens)
         return self.service_s(mix) + chunks * self.itl_at(streams, mix)
 
@@ -332,7 +320,6 @@ class PerformanceModel:
         return AVERAGING * max(float(ndtri(share)), 0.0) if share > 0.5 else 0.0
 
     def _stream_deviation(self, streams: float, workers: int, mix: RequestMix) -> float:
-        """Return the standard deviation of one worker's streams in a balanced pool."""
         if streams <= 0:
             return 0.0
         left = max(1.0 - elasticity(self.decode, max(streams, 1.0), mix.context), 0.05)
@@ -340,10 +327,7 @@ class PerformanceModel:
 
 
 def joint_share(slo: Slo) -> float:
-    """Return the share each of two objectives must keep: 1 - (1 - p) / 2 (Bonferroni).
-
-    p itself where only one is finite.
-    """
+    """Return the share that each of two objectives must keep: 1 - (1 - p) / 2 (Bonferroni)."""
     if math.isinf(slo.ttft_s) or math.isinf(slo.itl_s):
         return slo.share
     return 0.5 * (1.0 + slo.share)

@@ -234,7 +234,6 @@ class PoolLoad:
     # --- prefill --------------------------------------------------------------------------------
 
     def _services(self, rate_rps: float, workers: int) -> np.ndarray:
-        """Return prefill seconds of each class; infinity in overload."""
         if self._role is Role.PREFILL:
             return self.prompt_s
         streams = self.streams(rate_rps, workers)

@@ -72,10 +72,7 @@ class PrefillLine:
 
 @dataclass(frozen=True, slots=True)
 class PrefillTable:
-    """Measured (prompt tokens, seconds) without hits; linear between and beyond.
-
-    Cached tokens cost nothing: u uncached tokens take as long as a prompt of u tokens.
-    """
+    """Measured (prompt tokens, seconds), linear between and beyond; cached tokens cost nothing."""
 
     points: tuple[tuple[float, float], ...]
 
@@ -129,10 +126,7 @@ class DecodeTable:
 
 
 def interpolate(points: Sequence[tuple[float, float]], x: float) -> float:
-    """Return y at x, linear through points (x, y) and beyond the last.
-
-    Below the first point y is constant; beyond the last it never falls. Never below 0.
-    """
+    """Return y at x, linear through points (x, y) and beyond the last, constant below the first."""
     index = bisect.bisect_right(points, x, key=_ABSCISSA)
     if index == 0 or len(points) == 1:
         return points[0][1]

@@ -173,7 +173,6 @@ class SplitLoad:
         )
 
     def _used(self, rate_rps: float, weights: np.ndarray, services_s: np.ndarray) -> float:
-        """Return the share of decode workers' time spent on prefill."""
         return min(rate_rps / self._decoders * float(weights @ services_s), _MAX_BUSY)
 
     def _work(self, rate_rps: float, local: np.ndarray) -> PromptWork:
@@ -189,7 +188,6 @@ class SplitLoad:
     def _limits(
         self, rate_rps: float, mean_s: float, streams: float, work: PromptWork, local: np.ndarray
     ) -> np.ndarray:
-        """Return tau per level and class, (levels, classes)."""
         first, second, shares = self._prefill, self._decode, self._prefill.classes.shares
         s, z = first.prompt_s, second.stalls_s
         x = first.overheads_s + second.joining_of(streams)
@@ -309,10 +307,7 @@ class SplitLoad:
     def limit_rps(
         self, slo: Slo, share: float, near: float, high: float, floor: float = 0.0
     ) -> float:
-        """Return the most requests a second with `share` inside either objective, at most `high`.
-
-        `near` is tried first, and returned where the limit is between it and `floor`.
-        """
+        """Return the most requests a second with `share` inside, at most `high`, `near` first."""
 
         def inside(rate_rps: float) -> bool:
             state = self.state(rate_rps)

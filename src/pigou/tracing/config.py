@@ -92,11 +92,7 @@ class ExportTarget(msgspec.Struct, frozen=True, kw_only=True):
 def export_target(
     config: TracingConfig, environ: Mapping[str, str] = os.environ
 ) -> ExportTarget | None:
-    """Return the target by options and environment; None if tracing is off.
-
-    Variables: OpenTelemetry specification, "OTLP Exporter Configuration". Raises ConfigError for
-    unsupported values.
-    """
+    """Return the target by options and OTEL_* variables, or None; raises ConfigError."""
     is_off = environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
     url, own = config.otlp_traces_endpoint, bool(config.otlp_traces_endpoint)
     if url == MEMORY:

@@ -161,10 +161,7 @@ class SpanExporter:
 
 
 def check_not_grpc(target: ExportTarget) -> None:
-    """Raise ConfigError for a gRPC-only receiver (port 4317, or an HTTP/2 answer).
-
-    An unreachable receiver passes: it may come up later.
-    """
+    """Raise ConfigError for a gRPC-only receiver; an unreachable one may come up later."""
     port = urlsplit(target.url).port
     if port != _GRPC_PORT and not _answers_in_http2(target):
         return

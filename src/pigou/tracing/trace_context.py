@@ -1,7 +1,4 @@
-"""W3C Trace Context: the headers `traceparent` and `tracestate`.
-
-Source: https://www.w3.org/TR/trace-context/ (Recommendation, 23 November 2021).
-"""
+"""W3C Trace Context headers (https://www.w3.org/TR/trace-context/, 23 November 2021)."""
 
 from __future__ import annotations
 
@@ -65,10 +62,7 @@ def passed_on(headers: Headers) -> dict[str, str]:
 
 
 def read_context(headers: Headers) -> TraceContext | None:
-    """Return a request's context; None if missing or invalid.
-
-    An invalid `tracestate` is dropped; it never voids the `traceparent`.
-    """
+    """Return a request's context, or None; an invalid `tracestate` does not void it."""
     parents = headers.getall(TRACEPARENT, ())
     if len(parents) != 1:
         return None

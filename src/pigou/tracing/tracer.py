@@ -56,10 +56,7 @@ class TraceMemory:
 
 
 class Tracer:
-    """Traces the requests of one process.
-
-    The client's flag decides sampling, else the ratio. Failed and slow requests are always kept.
-    """
+    """Traces one process's requests, sampled by client or ratio; failed and slow ones are kept."""
 
     def __init__(
         self, service: str, share: float, slow_s: float, max_traces: int,

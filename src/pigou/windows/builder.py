@@ -150,10 +150,7 @@ class WorkerCounts:
         self.pairs += float(pairs(computed.uncached, computed.prompt))
 
     def observe_tokens(self, tokens: float | None) -> None:
-        """Replace the counted prompt tokens by the worker's own count; None changes nothing.
-
-        The worker's prefill seconds also cover cut and abandoned prompts, and so must the tokens.
-        """
+        """Use the worker's own token count, as its seconds cover cut and abandoned prompts, too."""
         if tokens is not None and self.tokens:
             self.pairs *= tokens / self.tokens
             self.tokens = round(tokens)
@@ -190,11 +187,7 @@ class PlannerWindowBuilder:
         self, life: WorkerWindow, worker: Worker, columns: Columns, row: int,
         prefill_tokens: float | None, **figures: Any,
     ) -> WorkerWindow:  # fmt: skip
-        """Return a worker's window from its life, control-plane columns and counts.
-
-        `prefill_tokens` is the worker's own count (None if unknown); `figures` are fields of
-        `WorkerWindow`.
-        """
+        """Return a worker's window; `figures` are fields of `WorkerWindow`, None means unknown."""
         counts = self.counts.pop(life.id, WorkerCounts())
         counts.observe_tokens(prefill_tokens)
         known: dict[str, Any] = {
@@ -250,11 +243,10 @@ class ObservationBuilder:
         computed: Iterable[int], waiting: Mapping[str, float],
         held: Mapping[str, int] | None = None, **figures: Any,
     ) -> FleetObservation:  # fmt: skip
-        """End the current window and return it.
+        """End the current window and return it; `figures` are fields of `FleetObservation`.
 
-        `late`: (prompt tokens, seconds so far) of waiting requests; `computed`: prompt tokens of
-        computed ones; `waiting`: mean waiting requests by tenant; `held`: KV token-seconds by
-        tenant, None if unknown; `figures`: fields of `FleetObservation`.
+        `late` has (prompt tokens, seconds so far) of waiting requests, `computed` the prompt tokens
+        of computed ones, `waiting` mean requests and `held` KV token-seconds by tenant.
         """
         names = sorted({*self.tokens, *waiting, *(held or ())})
         tenants = tuple(

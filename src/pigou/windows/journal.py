@@ -40,8 +40,6 @@ class _OpenRequest:
 
 @dataclass(slots=True)
 class _WorkerLoad:
-    """Load reports of a worker in one window, and tokens routed to it."""
-
     running: list[float] = field(default_factory=list)
     waiting: list[float] = field(default_factory=list)
     usage: list[float] = field(default_factory=list)
@@ -68,7 +66,6 @@ class _JournalWindows:
         self._made.weights = dict(head.config.tenant_weights)
 
     def take(self, entry: JournalEntry) -> None:
-        """Take in one entry."""
         now = entry.now + self._shift
         if not self._begin:
             self._begin = now
@@ -176,11 +173,7 @@ class _JournalWindows:
 def journal_windows(
     entries: Iterable[JournalHead | JournalEntry], journal: str
 ) -> tuple[FleetObservation, ...]:
-    """Return ten-second windows of a gateway's journal; raises ConfigError if shorter than one.
-
-    Journals lack token gaps, preemptions and worker memory, so the modes that need them are not
-    judged.
-    """
+    """Return a journal's ten-second windows; raises ConfigError for less than one."""
     made = _JournalWindows()
     for entry in entries:
         if isinstance(entry, JournalHead):

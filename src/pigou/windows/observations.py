@@ -58,11 +58,7 @@ class TenantObservation(
 class FleetObservation(
     msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, forbid_unknown_fields=True
 ):
-    """A fleet in one window; None means unknown.
-
-    Waits last from arrival until computation begins. A prompt is long if it is among the longest
-    tenth and has over four times the median's tokens.
-    """
+    """A fleet in one window (None: unknown); waits last from arrival until computation."""
 
     start_s: float  # from any zero shared by a series
     seconds: float

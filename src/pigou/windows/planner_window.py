@@ -19,11 +19,7 @@ class WorkerState(StrEnum):
 
 
 class WorkerWindow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One worker over one window; fields after `unplaceable` may be unknown (None).
-
-    Means are over the window, other figures as of its end. A flipping worker is `draining` in its
-    old pool, then `starting` in the new one.
-    """
+    """One worker over one window: means over it, else values at its end; None if unknown."""
 
     id: str  # unique over all pools
     state: WorkerState = WorkerState.READY

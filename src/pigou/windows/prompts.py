@@ -84,10 +84,7 @@ class RepeatedPrompts:
         self._unserved: OrderedDict[Hashable, float] = OrderedDict()
 
     def arrive(self, request: str, prompt: Hashable | None, now_s: float) -> bool:
-        """Add a request's prompt (None if unknown); return whether it is a repeat.
-
-        The gateway's own further attempts do not count.
-        """
+        """Add a request's prompt (None: unknown); return whether its client repeated it."""
         if prompt is None or request in self._open:
             return False
         self._open[request] = prompt

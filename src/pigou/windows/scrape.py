@@ -183,11 +183,7 @@ def _tenants(
 
 
 def with_knees(series: Sequence[FleetObservation]) -> tuple[FleetObservation, ...]:
-    """Return windows with each worker's knee, from ITL = a + b n fitted over the windows.
-
-    ITL doubles at n = a / b + 2. Without a twofold change of load, or with falling ITL, there is no
-    knee.
-    """
+    """Return windows with each worker's knee n = a / b + 2, where ITL = a + b n can be fitted."""
     knees: dict[str, float | None] = {}
     for name in {worker.worker for window in series for worker in window.workers}:
         points = [(worker.running, worker.running * window.seconds / worker.output_tokens)

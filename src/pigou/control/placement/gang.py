@@ -128,10 +128,7 @@ def count_roles(replicas: Sequence[Replica]) -> dict[Role, int]:
 def placement_cost(
     gang: Gang, replicas: Sequence[Replica], nodes: Mapping[str, Node], costs: DistanceCosts
 ) -> float:
-    """Return a gang's mean KV transfers in flight; 0 without prefill-decode pairs.
-
-    B / (P D) times the sum over pairs of seconds a byte: traffic is spread evenly over all pairs.
-    """
+    """Return mean KV transfers in flight: B / (P D) times seconds a byte, summed over pairs."""
     prefill = [nodes[r.host].location for r in replicas if r.role is Role.PREFILL]
     decode = [nodes[r.host].location for r in replicas if r.role is Role.DECODE]
     if not prefill or not decode:
@@ -176,10 +173,7 @@ def is_packed(gang: Gang, nodes: Iterable[Node]) -> bool:
 def removal_costs(
     own: Sequence[Location], others: Sequence[Location], costs: DistanceCosts
 ) -> list[float]:
-    """Return the mean KV seconds a byte over the remaining pairs, without each worker of `own`.
-
-    Pairs are with `others`, the workers of the other role; 0 if none remain.
-    """
+    """Return mean KV seconds a byte to `others` without each worker of `own`; 0 if none stay."""
     sums = [sum(costs.seconds(one, other) for other in others) for one in own]
     pairs = (len(own) - 1) * len(others)
     return [(sum(sums) - one) / pairs if pairs else 0.0 for one in sums]

@@ -43,19 +43,12 @@ class _GangEntry:
 
     @property
     def below_minimum(self) -> bool:
-        """True if a replica of its minimum is missing."""
         counts = count_roles(self.replicas)
         return any(counts.get(role, 0) < n for role, n in self.gang.minimum.items())
 
 
 class GangScheduler:
-    """Places gangs on nodes.
-
-    Example:
-        scheduler = GangScheduler(nodes)
-        for effect in scheduler.submit(gang):
-            ...
-    """
+    """Places gangs on nodes; each event returns the effects to carry out."""
 
     def __init__(
         self,
@@ -175,7 +168,6 @@ class GangScheduler:
         return flipped
 
     def _resize(self, entry: _GangEntry, role: Role) -> None:
-        """Set a role's wanted replicas to the present ones."""
         count = count_roles(entry.replicas).get(role, 0)
         roles = []
         for demand in entry.gang.roles:
@@ -201,7 +193,6 @@ class GangScheduler:
     # --- order --------------------------------------------------------------------------------
 
     def _order(self) -> list[_GangEntry]:
-        """Return waiting gangs: below minimum first, then by age."""
         waiting = [entry for entry in self._entries.values() if entry.below_minimum]
         return sorted(waiting, key=lambda entry: (not entry.admitted, entry.number))
 
@@ -257,7 +248,6 @@ class GangScheduler:
         return False
 
     def _admit(self, effects: list[PlacementEffect]) -> bool:
-        """Place the first fresh gang that fits and may go."""
         order = self._order()
         if any(entry.admitted and self._never(entry.gang) is None for entry in order):
             return False
@@ -276,7 +266,6 @@ class GangScheduler:
         return False
 
     def _grow(self, effects: list[PlacementEffect]) -> bool:
-        """Add one wanted replica beyond a gang's minimum."""
         if self._order():
             return False
         for entry in sorted(self._entries.values(), key=lambda e: e.number):

@@ -1,7 +1,4 @@
-"""Packing: the cheapest nodes for a gang's workers, by branch and bound.
-
-Exact within `max_steps` (enough for six hosts); beyond, never worse than the best greedy placement.
-"""
+"""Packing: the cheapest nodes for a gang, by branch and bound; exact within `max_steps`."""
 
 from __future__ import annotations
 
@@ -42,10 +39,7 @@ def pack_gang(
     placed: Sequence[Replica] = (),
     max_steps: int = MAX_STEPS,
 ) -> GangPlacement | PlacementRefusal:
-    """Return the cheapest nodes for the workers a gang lacks, or why there are none.
-
-    `free`: GPUs by host; `wanted`: replicas by role, including those already `placed`.
-    """
+    """Return the cheapest nodes for a gang's missing workers, or why there are none."""
     counts = count_roles(placed)
     lacking = [(d, wanted[d.role] - counts.get(d.role, 0)) for d in gang.roles]
     lacking = [(demand, count) for demand, count in lacking if count > 0]
@@ -66,7 +60,6 @@ def pack_gang(
 
 
 def _domains(gang: Gang, nodes: Sequence[Node], placed: Sequence[Replica]) -> list[list[Node]]:
-    """Return the nodes of each admissible domain."""
     assert gang.pack is not None
     groups: dict[str, list[Node]] = {}
     for node in nodes:
@@ -77,7 +70,6 @@ def _domains(gang: Gang, nodes: Sequence[Node], placed: Sequence[Replica]) -> li
 
 
 def _room(demand: RoleDemand, nodes: Sequence[Node], free: Mapping[str, int]) -> int:
-    """Return how many replicas fit, ignoring other roles."""
     return sum(free[node.host] // demand.gpus for node in nodes if demand.fits(node))
 
 
@@ -127,8 +119,6 @@ def _refusal(
 
 
 class _Packing:
-    """One search: hosts in order, with counts of each role on each."""
-
     def __init__(
         self,
         gang: Gang,
@@ -168,7 +158,6 @@ class _Packing:
         self._steps = 0
 
     def solve(self, max_steps: int) -> GangPlacement | None:
-        """Return the cheapest placement found; None without any."""
         self._greedy()
         self._steps = max_steps if len(self._hosts) <= _MAX_HOSTS else 0
         if not self._hosts:
@@ -241,7 +230,6 @@ class _Packing:
         return [r for _, _, r in sorted(order)]
 
     def _cost_of(self, counts: Sequence[Sequence[int]]) -> float:
-        """Return seconds a byte over all pairs with a new replica."""
         cost = 0.0
         for h, row in enumerate(counts):
             for r, count in enumerate(row):
@@ -269,11 +257,7 @@ class _Packing:
         cost: float,
         taken: list[tuple[int, ...]],
     ) -> None:
-        """Try all counts on host `h`, after those `taken` on earlier hosts.
-
-        `left`: replicas of each role still to place; `sums`: seconds a byte from each role and host
-        to all placed.
-        """
+        """Try all counts on host `h`; `left` replicas of each role remain to be placed."""
         if not any(left):
             self._offer([*taken, *[(0,) * len(left)] * (len(self._hosts) - h)], cost)
             return
@@ -292,7 +276,6 @@ class _Packing:
     def _with(
         self, h: int, counts: tuple[int, ...], sums: list[list[float]], cost: float
     ) -> tuple[list[list[float]], float]:
-        """Return sums and cost after placing these counts on host `h`."""
         sums = list(sums)
         for r, count in enumerate(counts):
             if not count:

@@ -29,10 +29,7 @@ _POISSON_ARRIVALS = 30.0
 
 
 class LoadEstimate:
-    """Estimates rate, trend and lengths of requests over windows of `seconds`.
-
-    A trend is extrapolated over `lag_s`, the seconds until a start is ready.
-    """
+    """Estimates rate, lengths and, over `lag_s` to a ready start, the trend of requests."""
 
     def __init__(self, seconds: float, lag_s: float) -> None:
         self.seconds, self._lag_s = seconds, lag_s
@@ -49,10 +46,7 @@ class LoadEstimate:
 
     @property
     def mix(self) -> RequestMix | None:
-        """The current request mix; None before the first.
-
-        Few interarrival times scatter widely, so they are shrunk towards Poisson.
-        """
+        """The current mix (None before the first); few interarrival times are shrunk to Poisson."""
         if self._mix is None:
             return None
         known = self.arrived / (self.arrived + _POISSON_ARRIVALS)
@@ -99,11 +93,7 @@ class LoadEstimate:
         self._mix = self._mean_mix(self._mix or new, new, float(load.arrivals or 0), ended)
 
     def _mean_mix(self, old: RequestMix, new: RequestMix, count: float, ended: float) -> RequestMix:
-        """Return the moving mean of mixes by requests; restarts where lengths changed.
-
-        They changed when two windows in a row lie 3 standard errors off on the same side
-        (exponential variance where unknown). `count` requests came and `ended` ended in the window.
-        """
+        """Return the mean mix; restarts when two windows in a row are 3 standard errors off."""
         keep = math.exp(-self.seconds / _MIX_S)
         changes = (new.isl / old.isl - 1.0, new.osl / old.osl - 1.0)
         scv = max(old.isl_scv, 0.25)
@@ -131,8 +121,8 @@ class LoadEstimate:
     def trend(self) -> float:
         """Return the rate at the lag's end if it grows linearly; else 0.
 
-        A line and the best step are fitted to square roots of counts (Anscombe 1948). The line
-        counts only where it fits better than the step and its slope is 3 standard errors above 0.
+        A line counts where it fits the counts' square roots (Anscombe 1948) better than the best
+        step, with a slope 3 standard errors above 0.
         """
         bins = len(self._counts)
         if bins < _MIN_TREND_BINS:

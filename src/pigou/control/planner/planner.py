@@ -43,11 +43,7 @@ class PlannerSetup:
 
 
 class Planner(Protocol):
-    """State machine that sizes pools; made as `Name(setup, params)`.
-
-    `Params` is a frozen `msgspec.Struct` with defaults; each parameter is honoured, others are
-    refused.
-    """
+    """State machine that sizes pools; made as `Name(setup, params)`, unknown params refused."""
 
     name: ClassVar[str]
     Params: ClassVar[type[msgspec.Struct]]
@@ -64,7 +60,7 @@ class Planner(Protocol):
 def load(
     name: str, setup: PlannerSetup | None = None, params: Mapping[str, Any] | None = None
 ) -> Planner:
-    """Return a planner by its name in `pigou.planner`; raises ConfigError for a bad parameter."""
+    """Return the planner `name` of `pigou.planner`; raises ConfigError for bad parameters."""
     kind = named(GROUP, name, "planner")
     values = dict(params or {})
     known = kind.Params.__struct_fields__

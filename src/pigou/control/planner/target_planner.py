@@ -54,10 +54,10 @@ class WindowHistory:
 
 
 class TargetPlanner:
-    """Base of planners with a target number of workers per pool; subclasses define `_targets`.
+    """Base of planners with target workers per pool, scaled as replica controllers do.
 
-    Acts as a replica controller: removes surplus (starting, then youngest), then adds in pool order
-    within the budget; the rest is dropped, as by Dynamo's global planner. GPUs of all states count.
+    The budget's GPUs of all states count; what it refuses is dropped, as by Dynamo's global
+    planner.
     """
 
     name: ClassVar[str]
@@ -201,10 +201,7 @@ class StaticParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class StaticPlanner(TargetPlanner):
-    """A fleet without autoscaling: `workers` per pool, or the initial number.
-
-    Without `workers`, a pool that is enlarged externally stays so.
-    """
+    """A fleet without autoscaling: `workers` per pool, or the initial (or enlarged) number."""
 
     name: ClassVar[str] = "static"
     Params: ClassVar[type[msgspec.Struct]] = StaticParams

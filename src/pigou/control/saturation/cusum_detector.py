@@ -43,9 +43,8 @@ _ENOUGH = 8.0
 class UnloadedLaw:
     """No-queue law, online: seconds = base + slope * tokens, both at least 0.
 
-    Relative least squares with forgetting and Huber's weights. A prompt with none ahead counts in
-    full. Of others only the lower envelope counts, and nothing once enough surely did not wait: a
-    fleet that stays saturated does not learn its queue as normal.
+    Relative least squares with forgetting and Huber's weights. Prompts that may have waited count
+    only as a lower envelope, so a saturated fleet does not learn its queue as normal.
     """
 
     def __init__(self, half_life: float = 256.0) -> None:
@@ -65,11 +64,7 @@ class UnloadedLaw:
     def observe(
         self, tokens: float, seconds: float, nobody_ahead: bool | None, steady: bool
     ) -> None:
-        """Take in a first token after `seconds` (above 0); None for `nobody_ahead` means unknown.
-
-        While the fleet is not `steady`, prompts with none ahead count less: other clients may use
-        the workers.
-        """
+        """Take in a first token; unless `steady`, prompts with none ahead count less."""
         sure = nobody_ahead is True and steady
         if nobody_ahead is False and self._sure >= _ENOUGH:
             return
@@ -331,12 +326,7 @@ class Cusum:
         self._min_observations = min_observations
 
     def update(self, value: float, scale: float, height: float) -> bool:
-        """Take in a value; return whether the switch is on.
-
-        `scale` is the square root of the long-run variance, which includes serial correlation
-        (Bagshaw and Johnson, "The effect of serial correlation on the performance of CUSUM tests
-        II", 1975).
-        """
+        """Take in a value of long-run deviation `scale` (Bagshaw and Johnson 1975); return `on`."""
         gain = self.shift * (value - self.reference) / (scale * scale)
         limit = height / self._min_observations
         gain = min(max(-gain if self.on else gain, -limit), limit)

@@ -76,10 +76,7 @@ def check_positive(params: msgspec.Struct, *names: str) -> None:
 
 
 def load(name: str, params: Mapping[str, Any] | None = None) -> LoadPredictor:
-    """Return the predictor of this name in `pigou.predictor`.
-
-    Raises ConfigError for a bad name or parameter, or a missing library.
-    """
+    """Return the predictor `name` of `pigou.predictor`; raises ConfigError for bad parameters."""
     kind = named(GROUP, name, "load predictor")
     own = read_struct(f"load predictor {name}", kind.Params, dict(params or {}))
     predictor: LoadPredictor = kind(own)
@@ -155,10 +152,7 @@ class ErrorQuantiles:
 
 
 def student(probability: float, freedom: int) -> float:
-    """Return a quantile (above 0.5) of Student's t, by Fisher and Cornish's expansion (1960).
-
-    With one degree of `freedom` it is 20% to 30% low at 95%.
-    """
+    """Return a quantile (above 0.5) of Student's t (Fisher and Cornish 1960); rough at 1 degree."""
     z = NormalDist().inv_cdf(probability)
     first = (z**3 + z) / 4.0
     second = (5.0 * z**5 + 16.0 * z**3 + 3.0 * z) / 96.0
@@ -166,11 +160,7 @@ def student(probability: float, freedom: int) -> float:
 
 
 class CalibratedPredictor:
-    """A predictor of means whose bounds come from its own errors.
-
-    Subclasses define `_update`, `_mean`, and `_skip` for holes. Before the second value both bounds
-    are the mean.
-    """
+    """Base of mean predictors with bounds from their errors; define `_update`, `_mean`, `_skip`."""
 
     Params: ClassVar[type[PredictorParams]] = PredictorParams
 
@@ -247,10 +237,7 @@ class EwmaParams(PredictorParams, frozen=True, kw_only=True):
 
 
 class Ewma(CalibratedPredictor):
-    """Exponentially weighted mean: sum of w^k y(t - k) / sum of w^k, w = 0.5^(1 / half_life).
-
-    Normalised by the sum of weights, so the first value counts fully. Holes age all weights.
-    """
+    """Exponentially weighted mean, normalised by its weights: w = 0.5^(1 / half_life)."""
 
     Params: ClassVar[type[PredictorParams]] = EwmaParams
 

@@ -174,11 +174,7 @@ def _forecasts(window: PlannerWindow, models: Mapping[str, ModelState]) -> tuple
 
 
 def better_splits(window: PlannerWindow, supplies: Mapping[str, int]) -> list[str]:
-    """Return how the routing game's optimal split differs, for the operator.
-
-    That optimum counts delay alone on the present workers; the plan also counts objectives and GPU
-    prices.
-    """
+    """Return how the routing game's optimal split, which counts delay alone, differs."""
     reasons = []
     for model, better in window.better_prefill.items():
         pools = [p for p in window.pools if p.model == model and p.role is Role.PREFILL]

@@ -56,10 +56,7 @@ class FrontierPoint:
 
 
 class RoleCapacity:
-    """Capacity of all pools of one role, filled in order of capacity per GPU.
-
-    Load is split in proportion to capacity, so capacities add.
-    """
+    """Capacity of all pools of one role, filled by capacity per GPU; load is split by capacity."""
 
     def __init__(self, pools: Sequence[tuple[PoolOption, CapacityCurve]]) -> None:
         self._pools = sorted(pools, key=lambda item: (-item[1](1) / item[0].gpus, item[0].name))
@@ -111,11 +108,7 @@ class RoleCapacity:
 
 
 class ModelPlan:
-    """Value of one model's pools at its planned load.
-
-    The frontier takes the cheapest counts at each goodput level that needs another worker. Mixed
-    pools serve part of the load, or all.
-    """
+    """Value of one model's pools at its planned load, per worker count and as a frontier."""
 
     def __init__(
         self,
@@ -184,11 +177,7 @@ class ModelPlan:
         return self.value(after) - self.value(counts)
 
     def frontier(self, is_scarce: bool = False) -> list[FrontierPoint]:
-        """Return splits of rising GPUs and value, dominated ones dropped.
-
-        If `is_scarce` (the load cannot all be served), unbalanced splits count too, and goodput
-        without admission.
-        """
+        """Return undominated splits of rising GPUs; if `is_scarce`, unbalanced ones count, too."""
         if self._cached_splits is None:
             self._cached_splits = self._splits()
         splits = self._cached_splits
@@ -259,11 +248,7 @@ class Clearing:
 def clear_budget(
     frontiers: Sequence[Sequence[FrontierPoint]], gpus: int | None, gpu_price: float
 ) -> Clearing:
-    """Divide a budget of `gpus` (None: unlimited): maximise value minus moves minus price.
-
-    Frontiers rise in GPUs; their first points are the minimums. `gpu_price` is the lowest price of
-    a GPU.
-    """
+    """Divide `gpus` (None: unlimited) to maximise value minus moves minus price of GPUs."""
     own = [_demand(frontier, gpu_price) for frontier in frontiers]
     if gpus is None or sum(point.gpus for point in own) <= gpus:
         return Clearing(tuple(own), 0.0, True)
@@ -287,8 +272,7 @@ def shadow_price(
     """Return the GPU price at which demand fits the budget, by tatonnement.
 
     price := price exp(step excess / budget); the step halves whenever demand changes sides. Demand
-    falls with the price, so it converges (Walras; Uzawa 1960). Demand is computed, so the fleet's
-    lag plays no part.
+    falls with the price, so it converges (Walras; Uzawa 1960).
     """
     price, step = max(gpu_price, 1e-12), 1.0
     low, high = price, math.inf  # too low, high enough

@@ -85,10 +85,7 @@ class LoadBand:
         return self.estimate.is_enough and self._replan(backlog_rps)
 
     def begin(self, capacity_rps: float) -> None:
-        """Plan first for the fleet's present capacity, if plausible as the load.
-
-        Below the estimate's interval `capacity_rps` is ignored; above it the upper bound counts.
-        """
+        """Plan first for the present capacity, if within the estimate's interval; capped above."""
         rate = self.estimate.rate.rate
         if capacity_rps >= rate.low:
             self._planned = min(capacity_rps, rate.high * (1.0 + self._params.up))

@@ -40,10 +40,7 @@ class ModelState:
         self._backlog_rps = 0.0
 
     def observe(self, window: PlannerWindow, is_settled: bool, lacks: bool = False) -> None:
-        """Take in a window; `lacks` says that wanted workers do not serve yet.
-
-        If `is_settled`, no pool of the model changes, and attainment is due to the plan.
-        """
+        """Take in a window; if `is_settled`, attainment is due to the plan."""
         pools = [pool for pool in window.pools if pool.model == self.name]
         load = self._merged(window)
         arrivals = self._arrivals(window, load, pools)
@@ -115,7 +112,6 @@ class ModelState:
     # --- what is observed ------------------------------------------------------------------
 
     def _merged(self, window: PlannerWindow) -> LoadWindow | None:
-        """Return the loads of all classes as one; None for a hole."""
         loads = [load for load in window.loads if load.model == self.name]
         counts = [count for load in loads if (count := _number(load.arrivals)) is not None]
         if not loads or len(counts) < len(loads):
@@ -144,10 +140,7 @@ class ModelState:
     def _arrivals(
         self, window: PlannerWindow, load: LoadWindow | None, pools: Sequence[PoolWindow]
     ) -> float | None:
-        """Return arrivals of a window; None for a hole.
-
-        A hole is not zero traffic, unless all workers report idle for as long as a start takes.
-        """
+        """Return arrivals of a window; holes are zero traffic only if all workers stay idle."""
         count = None if load is None else _number(load.arrivals)
         if count is not None:
             self._idle_s = 0.0
@@ -162,9 +155,8 @@ class ModelState:
     ) -> float:
         """Return requests a second that the largest pool backlog adds to the load.
 
-        max(B / T - max(throughput - lambda, 0), 0) for B requests within T = max(recovery_s, two
-        start-ups): later workers would find no queue. It is held while workers are on their way or
-        wanted.
+        max(B / T - max(throughput - lambda, 0), 0) for B requests, T = max(recovery_s, two
+        start-ups).
         """
         mix = self.band.estimate.mix
         self._is_backlogged = False

@@ -29,13 +29,10 @@ from pigou.windows.planner_window import PlannerWindow, PoolWindow, WorkerState,
 class PricePlanner:
     """Buys workers while the delay they save is worth more than their price (`terms`).
 
-    Each window updates the planned load (`LoadBand`) and pool speeds (`PoolSpeed`). While both stay
-    within their bands, so does the plan. Else
-    1. the performance model values each number of GPUs (`ModelPlan.frontier`);
-    2. one price clears the budget (`clear_budget`);
-    3. `Transition` carries it out.
-    Starting workers count as supply, unplaceable ones do not. External changes are adopted until
-    the load leaves its band.
+    When the load (`LoadBand`) or speeds (`PoolSpeed`) leave their bands, `ModelPlan.frontier`
+    values each number of GPUs, `clear_budget` finds one price, and `Transition` carries it out.
+    External changes are adopted until then. Starting workers count as supply, unplaceable ones do
+    not.
     """
 
     name: ClassVar[str] = "price"
@@ -105,7 +102,6 @@ class PricePlanner:
     def _plan(
         self, window: PlannerWindow, stale: list[ModelState], moved: set[str], now_ns: int
     ) -> None:
-        """Replan stale models, and divide the budget among all."""
         for state in stale:
             self._make_plan(state, window, now_ns)
         planned = [state for state in self._models.values() if state.plan is not None]
@@ -232,7 +228,6 @@ class PricePlanner:
         return (*moves, *points, *advice), transition.reasons
 
     def _values(self, window: PlannerWindow, now_ns: int) -> dict[str, float]:
-        """Return the value of one more worker of each pool."""
         values = {}
         for pool in window.pools:
             plan = self._models[pool.model].plan
@@ -299,12 +294,10 @@ class PricePlanner:
         return count
 
     def _lacks(self, window: PlannerWindow, model: str) -> bool:
-        """True if a model has fewer ready workers than wanted."""
         pools = [pool for pool in window.pools if pool.model == model]
         return any(self._wanted.get(pool.name, 0) > pool.ready for pool in pools)
 
     def _is_settled(self, window: PlannerWindow, model: str) -> bool:
-        """True if a model's pools have not changed for a start-up time."""
         pools = [pool for pool in window.pools if pool.model == model]
         states = {worker.state for pool in pools for worker in pool.workers}
         if states - {WorkerState.READY} or any(

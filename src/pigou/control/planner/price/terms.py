@@ -92,10 +92,7 @@ class PricePlannerParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
 
 def goodput(prefill_rps: float, decode_rps: float, mixed_rps: float) -> float:
-    """Requests a second inside the objective: min(R_P, R_D) + R_B.
-
-    The minimum couples the two games: each stage serves what the other lets through.
-    """
+    """Requests a second inside the objective: min(R_P, R_D) + R_B, which couples the two games."""
     return min(prefill_rps, decode_rps) + mixed_rps
 
 

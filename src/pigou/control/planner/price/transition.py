@@ -301,7 +301,6 @@ class Transition:
         return seen_s >= self._hold_s and self._did_not_grow(pool)
 
     def _did_not_grow(self, pool: PoolWindow) -> bool:
-        """True if a pool did not grow for `hold_s`."""
         grown_ns = self._members.of(pool.name).grown_ns
         return not grown_ns or (self._now_ns - grown_ns) / SECOND >= self._hold_s
 
