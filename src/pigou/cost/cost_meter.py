@@ -66,7 +66,7 @@ class CostMeter:
         workload: Callable[[Request], str] = lambda _: "",
         storage: Callable[[Mapping[str, float]], float] = lambda _: 0.0,
     ) -> None:  # fmt: skip
-        """Set up prices: dollars of a worker, and dollars a second of tiers (bytes by name)."""
+        """Set the prices of workers and tiers (bytes by name), and the labels of bills."""
         self._storage = storage
         self.workers: dict[str, WorkerMeter] = {}  # that are up, by id
         self.bills: OrderedDict[str, Usage] = OrderedDict()  # of the last requests, by id
@@ -197,7 +197,6 @@ class CostMeter:
         worker.prompt_sent(request.id, payer, uncached, now, restore_s)
 
     def _claimed(self, request: str, worker: str, cached: int, now: int) -> None:
-        """Move a prompt that has not begun to another worker."""
         routed = self._routed.get(request)
         if routed is None:
             return
@@ -226,7 +225,6 @@ class CostMeter:
             routed.computes = None
 
     def _computed(self, request: str, now: int, is_seen: bool = True) -> None:
-        """End a prompt at its first token; the request decodes from here."""
         routed = self._routed.get(request)
         if routed is None:
             return

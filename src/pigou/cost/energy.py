@@ -1,7 +1,6 @@
-"""Energy: GPU watts by utilisation, joules per token.
+"""GPU energy: P = P_idle + (P_max - P_idle) u^gamma, with u the utilisation.
 
-P = P_idle + (P_max - P_idle) u^gamma. In decode u is memory bandwidth utilisation (MBU). In prefill
-it is MFU over `FULL_MFU`, at most 1: power peaks well below the data sheet's FLOP/s.
+In decode u is MBU; in prefill MFU over `FULL_MFU`, at most 1: power peaks below full FLOP/s.
 """
 
 from __future__ import annotations

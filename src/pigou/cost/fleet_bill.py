@@ -1,7 +1,6 @@
-"""The bill of a fleet: usage and allocation by tenant, and idle time.
+"""The bill of a fleet: usage by tenant, and its allocation, which sums to the whole cost.
 
-Usage is what requests took. Allocation spreads the rest: idle GPUs and unfinished prompts by usage,
-storage by tokens saved (by usage without any). Allocations sum to the fleet's cost.
+Idle GPUs and unfinished prompts are allocated by usage, storage by tokens saved.
 """
 
 from __future__ import annotations

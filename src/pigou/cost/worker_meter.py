@@ -265,7 +265,6 @@ class WorkerMeter:
     def _joules(
         self, interval: _Interval, prompt_s: float, decode_s: float
     ) -> tuple[float, float, float]:
-        """Return joules of idle, prefill and decode time, scaled to the counter."""
         rate, power = self.rate, self.rate.power
         joules = interval.idle, prompt_s, decode_s
         if power is not None:

@@ -30,7 +30,6 @@ def _per_worker(
     series: Series, number: int, shows: Callable[[WorkerObservation, FleetObservation], bool],
     evidence: Callable[[list[WorkerObservation], float], list[ModeEvidence]],
 ) -> ModeFinding | None:  # fmt: skip
-    """Return the finding of the worker with the longest signal."""
     mode, best = MODES[number], None
     for name in dict.fromkeys(w.worker for window in series for w in window.workers):
 
@@ -207,7 +206,6 @@ def prefix_miss_storm(series: Series) -> ModeFinding | None:
 
 
 def _next(series: Series, seconds: float) -> Series:
-    """Return the first windows of `seconds`; none if too few."""
     total = 0.0
     for count, window in enumerate(series, 1):
         total += window.seconds
@@ -367,7 +365,6 @@ def _unrefused(series: Series) -> list[Series]:
 
 
 def _growth(run: Series) -> Series:
-    """Return a stretch up to its longest queue."""
     return run[: max(range(len(run)), key=lambda at: run[at].waiting) + 1]
 
 
@@ -430,7 +427,6 @@ def prefill_spikes(series: Series) -> ModeFinding | None:
 
 
 def _prefill_step_s(window: FleetObservation) -> float | None:
-    """Return mean seconds of prefill steps on decode workers."""
     steps = sum(worker.prefill_steps or 0 for worker in window.decoders)
     return sum(worker.prefill_s or 0.0 for worker in window.decoders) / steps if steps else None
 

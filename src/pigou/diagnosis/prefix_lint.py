@@ -1,7 +1,6 @@
-"""The prefix linter: where prompts diverge, and what recurs behind the divergence.
+"""The prefix linter: where prompts diverge, and how many tokens recur behind.
 
-A timestamp at the head of a prompt makes every later block new, though its text recurs. The linter
-groups prompts by prefix, finds where many diverge at once, and counts recurring tokens behind.
+A timestamp at the head makes every later block new, though its text recurs.
 """
 
 from __future__ import annotations
@@ -146,7 +145,6 @@ def diverging_group(
 
 
 def _recurring(tail: Sequence[Hashable], uses: dict[int, int]) -> int:
-    """Return a tail's tokens in runs that other tails share."""
     count = end = 0
     for at in range(len(tail) - _RUN + 1):
         if uses[hash(tail[at : at + _RUN])] > 1:

@@ -1,6 +1,6 @@
-"""The theory of what is served live: pure functions, no clock.
+"""The theory of what is served live: pure functions, no clock. See `docs/internals/theory.md`.
 
-`docs/internals/theory.md` has the results, and counterexamples to common claims.
+Georgiou 2026 is "The Price of Anarchy in Disaggregated Inference".
 """
 
 from __future__ import annotations

@@ -142,11 +142,10 @@ def fit(n: ArrayLike, seconds: ArrayLike, weights: ArrayLike | None = None) -> L
 class OnlineFit:
     """Law of one worker, updated online; observations halve in weight after `half_life` more.
 
-    Keeps weighted sums for a fixed grid of poles scaled to `n_max`, so an observation costs O(1).
-    Outliers get Tukey's weight against a running median of residuals, which grows when most are
-    large. With `doubling` above 0 the law is f(n) + e h, h the context tokens held by all. The
-    prior on e is normal about 0; its deviation doubles latencies where h is `doubling`. Raises
-    ValueError out of range.
+    Fits a fixed grid of poles scaled to `n_max` at O(1) an observation, with Tukey's weights
+    against a running median. With `doubling` above 0 the law is f(n) + e h, h the tokens all hold;
+    e has a normal prior that doubles latencies at h = `doubling`. Raises ValueError for a parameter
+    out of range.
     """
 
     def __init__(self, n_max: float, half_life: float = 512.0, doubling: float = 0.0) -> None:
@@ -175,11 +174,7 @@ class OnlineFit:
         return float(self._sums[WEIGHT])
 
     def observe(self, n: float, seconds: float, weight: float = 1.0, held: float = 0.0) -> None:
-        """Add one request's `seconds`, with `n` on the worker (itself counted) and `held` tokens.
-
-        `weight`, above 0 and at most 1, is the variance of a certain observation over that of this
-        one.
-        """
+        """Add a request's `seconds` with `n` on the worker; a certain one has `weight` 1."""
         self.observe_all(
             *(np.array([value], dtype=np.float64) for value in (n, seconds, weight, held))
         )

@@ -111,8 +111,6 @@ def _by_worker(
 
 @dataclass(frozen=True, slots=True)
 class _Pools:
-    """Roles of the workers, and each worker's law in either role."""
-
     laws: Sequence[LatencyLaw]
     prefill_laws: Sequence[LatencyLaw]
     prefill: frozenset[int]
@@ -157,8 +155,6 @@ def _of_own(worker: Indices, load: Floats, laws: Sequence[LatencyLaw]) -> Floats
 
 
 class _Spread:
-    """Cost of each request when the load it met is spread optimally over the pools."""
-
     def __init__(self, window: RequestWindow, pools: _Pools) -> None:
         self._pools = pools
         self._remote = window.prefill != LOCAL
@@ -232,10 +228,9 @@ POINTS = 512
 
 
 class Levelling:
-    """Least mean cost over a pool of workers when each request meets `totals` requests in all.
+    """Least mean cost over a pool when each request meets `totals` (requests,), itself counted.
 
-    `totals` (requests,) are stage means, so fractions occur: a load x below 1 costs x f(1). Exact
-    for whole totals.
+    A fractional load x below 1 costs x f(1). Exact for whole totals.
     """
 
     def __init__(self, totals: Floats) -> None:
@@ -258,7 +253,6 @@ class Levelling:
         return lowest
 
     def _table(self, law: LatencyLaw) -> tuple[Floats, Floats]:
-        """Return the marginal cost of each step of load, on the fine grid and per whole request."""
         if law not in self._tables:
             fine = np.diff(self._fine * law(np.maximum(self._fine, 1.0)))
             self._tables[law] = fine, np.diff(self._whole * law(self._whole))
@@ -289,10 +283,6 @@ def legacy_optimum(workers: int, count: int) -> float:
 
 
 def legacy_index(seconds: Sequence[float], workers: int) -> float:
-    """Return the index of Georgiou 2026, Eq. 12, over the last 200 latencies by completion.
-
-    Its constants are not fitted to the fleet, so it is mean latency over a constant. Use
-    `calibrated`.
-    """
+    """Return the paper's index (Eq. 12) of the last 200 latencies; see `calibrated`."""
     recent = seconds[-_LEGACY_WINDOW:]
     return math.fsum(recent) / legacy_optimum(workers, len(recent))

@@ -1,7 +1,6 @@
-"""Waits of the textbook queues.
+"""Waits of textbook queues, in units of `service`, the mean service time in seconds.
 
-`utilisation` is arrival rate times mean service time over servers. Times are in units of `service`,
-the mean service time in seconds. `scv` is variance over squared mean.
+`utilisation` is arrival rate times service over servers; `scv` is variance over squared mean.
 """
 
 from __future__ import annotations

@@ -171,7 +171,6 @@ def _triple(g: Floats, r: Floats) -> tuple[float, float, float]:
 
 @inlined
 def _solved(g: Floats, r: Floats, subset: int) -> tuple[float, float, float]:
-    """Solve for the unknowns of one of the seven subsets; the others are 0."""
     x, y, z = 0.0, 0.0, 0.0
     if subset == 0:
         x = r[LOAD] / g[LOAD, LOAD]
@@ -246,12 +245,10 @@ def _best(gram: Floats, moment: Floats, energy: float, count: int, scratch: Floa
 
 @bare_kernel
 def pick(prior: float, fit: FitArrays) -> int:
-    """Return the best pole of an online fit, 0 for the straight line.
+    """Return the best pole of an online fit, 0 for the straight line; parameters are in `fit`.
 
-    Its a, b and d are then in `scratch[SOLVER_ROWS + pole]`, and seconds per held token in `sums`.
-    These are partialled out of gram and moment (Frisch and Waugh 1933; Lovell 1963), and dropped
-    where negative. `prior` is the tokens that double the seconds at one deviation, times the
-    relative noise.
+    `prior` is the tokens that double the seconds at one deviation, times the relative noise. What
+    is held is partialled out (Frisch and Waugh 1933; Lovell 1963).
     """
     gram, moment, cross, sums, scratch = fit
     poles, count = gram.shape[0], max(2, int(sums[WEIGHT]))

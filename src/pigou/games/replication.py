@@ -1,7 +1,6 @@
-"""The caching game of a fleet: objects of any size, partial copies, equal links.
+"""The caching game (Georgiou 2026, Definition 2 and Eq. 6): any sizes, partial copies, equal links.
 
-Definition 2 and Eq. 6 of Georgiou 2026 with one access cost for all remote copies. The optimum is a
-minimum-cost flow from nodes to objects (Korupolu, Plaxton and Rajaraman, *Placement Algorithms for
+Its optimum is a minimum-cost flow (Korupolu, Plaxton and Rajaraman, *Placement Algorithms for
 Hierarchical Cooperative Caching*, SODA 1999, one level).
 """
 
@@ -21,8 +20,8 @@ class ReplicationGame:
     """n nodes and m objects of many blocks; a node may hold any part of an object.
 
     Node i accesses o `demand[i, o]` times, free for its own part, else at the lower of `remote[i,
-    o]` (held elsewhere) and `miss[i, o]`. Shares keep sum of `size[o] * share[i, o]` <=
-    `capacity[i]`. Raises ValueError.
+    o]` (held elsewhere) and `miss[i, o]`. Shares (nodes, objects) keep sum of `size[o] * share[i,
+    o]` within `capacity[i]`. Raises ValueError for bad shapes or values.
     """
 
     def __init__(
@@ -52,11 +51,7 @@ class ReplicationGame:
         self.shared: Floats = (self.demand * (self.miss - cheapest)).sum(axis=0)
 
     def social_cost(self, held: ArrayLike, somewhere: ArrayLike | None = None) -> float:
-        """Return the cost of all accesses, given shares `held` (nodes, objects).
-
-        `somewhere` is each object's share on any node, (objects,); by default copies are prefixes,
-        and the longest counts.
-        """
+        """Return the cost of all accesses, given each node's shares `held` (nodes, objects)."""
         shares = np.asarray(held, dtype=np.float64)
         anywhere = shares.max(axis=0, initial=0.0) if somewhere is None else np.asarray(somewhere)
         none = float((self.demand * self.miss).sum())
@@ -86,7 +81,6 @@ class ReplicationGame:
         return held
 
     def _flow(self) -> Floats:
-        """Return optimal shares; variables are (nodes x objects), then objects."""
         nodes, objects = self.demand.shape
         room = kron(eye_array(nodes), self.size[None, :], format="csr")
         copies = kron(np.ones((1, nodes)), -eye_array(objects), format="csr")

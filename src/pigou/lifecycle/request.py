@@ -143,7 +143,6 @@ class RequestLifecycle(msgspec.Struct, eq=False):
         return start if type(event) is KVFetched else (ReadFailed(self.id), *start)
 
     def _compute(self, choice: Choice) -> Effects:
-        """Begin leg 1, or leg 2 where that computes the prompt itself."""
         if choice.prefill is None:
             return (StartDecode(self._enter(_DECODE), choice.decode),)
         return (StartPrefill(self._enter(_PREFILL), choice.prefill),)

@@ -88,10 +88,7 @@ class CapacityCurve:
 
 
 def reachable(slo: Slo, performance: PerformanceModel, role: Role, mix: RequestMix) -> Slo:
-    """Return the objective, relaxed where one request alone misses it.
-
-    No number of workers would meet it otherwise (Dynamo's pull request 11624).
-    """
+    """Return the objective, relaxed where no pool meets it (Dynamo's pull request 11624)."""
     share = joint_share(slo)
     single = performance.latency(role, 0.0, 1, mix, share)
 

@@ -46,11 +46,7 @@ _SPEED_KNOWN = 0.05
 
 
 class WarmUp:
-    """Finds a pool's warm workers: ready for `warm_up_s`, and at work for as long.
-
-    Cold first passes made a planner overprovision. With `warm_up_s` of 0 all ready workers are
-    warm.
-    """
+    """Finds warm workers: ready for `warm_up_s`, and at work for as long; cold ones mislead."""
 
     def __init__(self, times: ProvisioningTimes) -> None:
         self._warm_up_s = times.warm_up_s
@@ -74,16 +70,12 @@ class WarmUp:
 
 
 def _works(worker: WorkerWindow) -> bool:
-    """True if a worker had work, or reports no figures."""
     figures = (worker.computed_prompts, worker.running, worker.mean_running)
     return any(figures) or all(figure is None for figure in figures)
 
 
 class AffineRegression:
-    """Non-negative least squares of y = x . theta, relative and with forgetting.
-
-    The prior weighs a tenth of a sample, so unidentified parts keep it.
-    """
+    """Non-negative relative least squares with forgetting; the prior is a tenth of a sample."""
 
     def __init__(self, prior: Floats, half_life_s: float) -> None:
         self._prior = np.asarray(prior, dtype=np.float64)
@@ -394,7 +386,6 @@ def _prompt_s(worker: WorkerWindow, model: PerformanceModel) -> float:
 
 
 def _chunks(worker: WorkerWindow, model: PerformanceModel) -> float:
-    """Return the steps with prefill chunks, at least one per prompt."""
     assert worker.computed_prompts
     assert worker.computed_tokens is not None
     return max(worker.computed_tokens / model.chunk_tokens, float(worker.computed_prompts))
@@ -409,7 +400,6 @@ def _step_s(worker: WorkerWindow, model: PerformanceModel) -> float:
 
 
 def _log_change(log_factor: float, ratios: list[float]) -> float:
-    """Return the log distance of the median ratio from a factor; 0 without ratios."""
     if not ratios:
         return 0.0
     ratio = min(max(float(np.median(ratios)), MIN_FACTOR), MAX_FACTOR)

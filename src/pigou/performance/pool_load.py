@@ -142,14 +142,12 @@ class PoolLoad:
         self.max_streams = max(min(float(performance.max_seqs), room), 1.0)
 
     def _fillings_s(self) -> np.ndarray:
-        """Return seconds of what fills up the last chunk, per class."""
         chunk, computed = self._performance.chunk_tokens, self.classes.computed
         room = np.where(computed % chunk > 0, chunk - computed % chunk, 0.0)
         mean = float(self.classes.shares @ computed)
         return np.minimum(room, mean) * (self._mean_s / mean)
 
     def _seconds(self, computed: float, prompt: float) -> float:
-        """Return prefill seconds of uncached tokens, which attend to the cached ones."""
         speed = self._performance.prefill
         after_cached_s = speed.seconds(prompt, prompt) - speed.seconds(prompt - computed, prompt)
         return max(speed.seconds(computed, prompt), after_cached_s)

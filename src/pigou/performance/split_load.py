@@ -269,7 +269,6 @@ class SplitLoad:
         return float(first.classes.shares @ (remote + local))
 
     def _within(self, state: SplitState, left_s: np.ndarray) -> np.ndarray:
-        """Return each class's share of prompts that begin prefill within `left_s`."""
         begun = _at(np.minimum(left_s, state.limits_s), state.waits_s, state.below)
         return np.where(left_s >= 0.0, begun, 0.0)
 

@@ -192,7 +192,6 @@ def _headers(text: str) -> dict[str, str]:
 
 
 def _pairs(text: str) -> dict[str, str]:
-    """Read percent-encoded `key=value,...` (W3C Baggage)."""
     pairs = (entry.partition("=") for entry in text.split(",") if "=" in entry)
     return {unquote(key.strip()): unquote(value.strip()) for key, _, value in pairs}
 

@@ -87,11 +87,7 @@ class SpanExporter:
         self._thread.start()
 
     def put(self, trace: RequestTrace) -> None:
-        """Queue the spans of an ended request; drop them if the queue is full.
-
-        Encoding here takes a fourth of the time on the thread, which competes for the GIL and lacks
-        warm caches.
-        """
+        """Queue an ended request's spans; encode here, as the sending thread would need the GIL."""
         count, queued = len(trace.collected), self.queued
         if queued + count > MAX_QUEUED_SPANS:
             self.dropped["queue_full"] += count

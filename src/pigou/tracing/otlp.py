@@ -1,7 +1,6 @@
-"""OTLP in JSON: encoding of an ExportTraceServiceRequest.
+"""OTLP/HTTP in JSON: hexadecimal ids, 64-bit integers as strings (opentelemetry-proto 1.x).
 
-Source: opentelemetry-proto 1.x, "OTLP/HTTP", JSON Protobuf Encoding: ids are hexadecimal, 64-bit
-integers are strings, enums are numbers. Templates encode faster than objects.
+Templates encode faster than objects.
 """
 
 from __future__ import annotations

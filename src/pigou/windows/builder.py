@@ -245,8 +245,7 @@ class ObservationBuilder:
     ) -> FleetObservation:  # fmt: skip
         """End the current window and return it; `figures` are fields of `FleetObservation`.
 
-        `late` has (prompt tokens, seconds so far) of waiting requests, `computed` the prompt tokens
-        of computed ones, `waiting` mean requests and `held` KV token-seconds by tenant.
+        `late` has (prompt tokens, seconds so far) of waiting requests; `held` is KV token-seconds.
         """
         names = sorted({*self.tokens, *waiting, *(held or ())})
         tenants = tuple(

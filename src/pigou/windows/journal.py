@@ -59,7 +59,6 @@ class _JournalWindows:
         self._loads: defaultdict[str, _WorkerLoad] = defaultdict(_WorkerLoad)
 
     def begin_run(self, head: JournalHead) -> None:
-        """Begin at a gateway's start, which resets clock and requests."""
         self._zero, self._begin = self._zero or head.unix, 0
         self._shift = head.unix - head.now
         self._open.clear()
@@ -165,7 +164,6 @@ class _JournalWindows:
         )  # fmt: skip
 
     def close(self) -> None:
-        """End the last window if at least half a window long."""
         if self._begin and self._now - self._begin >= _WINDOW_S * SECOND // 2:
             self._end_window(self._now)
 

@@ -67,7 +67,6 @@ def scraped_window(before: FleetScrape, now: FleetScrape, start_s: float) -> Fle
 
 
 def _answered(a: MetricPage, b: MetricPage) -> dict[str, float]:
-    """Return answered work requests by HTTP status."""
     answered: dict[str, float] = {}
     for route in _WORK:
         for status in b.by("pigou_requests_total", "status"):

@@ -120,11 +120,7 @@ class GangScheduler:
         return self._schedule()
 
     def scale_out(self, name: str, role: Role) -> Replica | PlacementRefusal:
-        """Add a replica as near to the others as possible.
-
-        It does not exceed the farthest prefill-decode distance if a node allows, and never leaves a
-        required pack.
-        """
+        """Add a replica within the gang's pack, no farther than its present pairs if possible."""
         addition = self.addition(name, role)
         if isinstance(addition, PlacementRefusal):
             return addition
@@ -197,7 +193,6 @@ class GangScheduler:
         return sorted(waiting, key=lambda entry: (not entry.admitted, entry.number))
 
     def _schedule(self) -> Sequence[PlacementEffect]:
-        """Place what fits; report gangs that begin to wait."""
         effects: list[PlacementEffect] = []
         while self._repair(effects) or self._admit(effects) or self._grow(effects):
             pass
@@ -210,7 +205,6 @@ class GangScheduler:
         return effects
 
     def _repair(self, effects: list[PlacementEffect]) -> bool:
-        """Repair the oldest gang below its minimum."""
         broken = [entry for entry in self._order() if entry.admitted]
         for i, entry in enumerate(broken):
             if self._settle(entry, entry.replicas, effects):

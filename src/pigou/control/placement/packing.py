@@ -192,7 +192,6 @@ class _Packing:
     # --- greedy -------------------------------------------------------------------------------
 
     def _greedy(self) -> None:
-        """Seed the search with greedy placements from several hosts."""
         stride = max(1, len(self._hosts) // _STARTS)
         for start in range(0, len(self._hosts), stride):
             counts = self._greedy_from(start)
@@ -221,7 +220,6 @@ class _Packing:
         return [tuple(row) for row in counts]
 
     def _interleaved(self) -> list[int]:
-        """Return roles of the replicas, large first, interleaved in proportion."""
         order = [
             (-self._demands[r].gpus, (number + 0.5) / count, r)
             for r, count in enumerate(self._counts)
@@ -242,7 +240,6 @@ class _Packing:
         return cost
 
     def _offer(self, counts: Sequence[tuple[int, ...]], cost: float) -> None:
-        """Keep a placement if cheaper, or equally cheap on fewer hosts."""
         used = sum(any(row) for row in counts)
         if (cost, used) < self._best_cost:
             self._best, self._best_cost = list(counts), (cost, used)
@@ -308,7 +305,6 @@ class _Packing:
         )
 
     def _choices(self, h: int, left: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """Return all counts that fit on a host, full ones first."""
         choices: list[tuple[tuple[int, ...], int]] = [((), self._free[h])]
         for demand, count in zip(self._demands, left, strict=True):
             able = demand.fits(self._hosts[h])

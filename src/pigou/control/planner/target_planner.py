@@ -54,11 +54,7 @@ class WindowHistory:
 
 
 class TargetPlanner:
-    """Base of planners with target workers per pool, scaled as replica controllers do.
-
-    The budget's GPUs of all states count; what it refuses is dropped, as by Dynamo's global
-    planner.
-    """
+    """Base of planners with target workers per pool, scaled as replica controllers do."""
 
     name: ClassVar[str]
     Params: ClassVar[type[msgspec.Struct]]

@@ -41,10 +41,10 @@ _ENOUGH = 8.0
 
 
 class UnloadedLaw:
-    """No-queue law, online: seconds = base + slope * tokens, both at least 0.
+    """No-queue law, online: relative least squares of seconds = base + slope * tokens.
 
-    Relative least squares with forgetting and Huber's weights. Prompts that may have waited count
-    only as a lower envelope, so a saturated fleet does not learn its queue as normal.
+    Prompts that may have waited count only as a lower envelope, so a queue is never learned as
+    normal.
     """
 
     def __init__(self, half_life: float = 256.0) -> None:
@@ -220,7 +220,6 @@ class CusumDetector:
         return self.regime
 
     def _close(self, now: int) -> None:
-        """Emit an observation once its span is over."""
         if self._began is None:
             self._began = now
         took = now - self._began

@@ -108,7 +108,6 @@ class DecisionExplanation:
         price: float,
         actions: tuple[Action, ...],
     ) -> list[Alternative]:
-        """Return one more, one fewer, and a flip from each other pool."""
         params, times = self._params, self._times
         own = {worker.id for worker in pool.workers}
         start = idle(params, pool.gpus, times.start_up_s) / params.horizon_s

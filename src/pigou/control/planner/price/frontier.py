@@ -160,7 +160,6 @@ class ModelPlan:
         return saved(self.params, self.weight, self._effective_rps(counts))
 
     def _effective_rps(self, counts: Mapping[str, int]) -> float:
-        """Return goodput, discounted where the load exceeds it."""
         rps = min(self.rps(counts), self.load_rps)
         if rps >= self.load_rps or any(p.role is Role.BOTH for p in self.pools):
             return rps
@@ -296,7 +295,6 @@ def shadow_price(
 
 
 def _demand(frontier: Sequence[FrontierPoint], price: float) -> FrontierPoint:
-    """Return the best point at a price; ties go to fewer GPUs."""
     return max(frontier, key=lambda p: (p.value - p.cost - rent(price, p.gpus), -p.gpus))
 
 

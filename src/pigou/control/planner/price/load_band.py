@@ -121,7 +121,6 @@ class LoadBand:
         return self._mix_moved() and self._set(self._planned)
 
     def _foreseen_rps(self) -> float:
-        """Return the rate now, or the higher one when a start would be ready."""
         rps = self.estimate.rps
         trend = self.estimate.trend() if self._params.trend else 0.0
         self._trend_bins = self._lag_bins + self._hold_bins if trend > 0 else self._trend_bins - 1

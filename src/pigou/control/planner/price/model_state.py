@@ -222,7 +222,6 @@ def _number(value: float | None) -> float | None:
 
 
 def _mean(loads: Sequence[LoadWindow], counts: Sequence[float], name: str) -> float | None:
-    """Return a figure's mean over requests, unknown ones omitted."""
     pairs = [(_number(getattr(x, name)), c) for x, c in zip(loads, counts, strict=True)]
     total = sum(count for value, count in pairs if value is not None)
     if total <= 0:

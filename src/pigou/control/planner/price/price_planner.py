@@ -181,7 +181,6 @@ class PricePlanner:
         return options
 
     def _max_workers(self, window: PlannerWindow, pool: PoolWindow, now_ns: int) -> int:
-        """Return a pool's most workers, by the budget and by what can start."""
         budget = self.setup.budget
         gpus = [KNOTS[-1] * pool.gpus]
         if budget.max_gpus is not None:
@@ -239,7 +238,6 @@ class PricePlanner:
         return values
 
     def _removal_costs(self, pool: PoolWindow) -> Callable[[WorkerWindow], float]:
-        """Return the one-time cost of removing a worker of a pool (`terms.lost`)."""
         state = self._models[pool.model]
         mix, weight = state.band.estimate.mix, state.weight
         if mix is None:
@@ -272,7 +270,6 @@ class PricePlanner:
     # --- what others do --------------------------------------------------------------------
 
     def _adopt(self, pool: PoolWindow, now_ns: int) -> None:
-        """Adopt external changes until the load leaves its band."""
         foreign = self._members.of(pool.name).foreign
         if pool.name not in self._wanted or foreign == 0:
             return

@@ -97,10 +97,9 @@ def goodput(prefill_rps: float, decode_rps: float, mixed_rps: float) -> float:
 
 
 def scarce_goodput(load_rps: float, served_rps: float, inside: float, goal: float) -> float:
-    """Effective requests a second where lambda > g and nobody is refused.
+    """Effective requests a second where lambda > g, nobody refused: half lambda a / p, half g.
 
-    Half is lambda a / p, with share a inside at that load and goal p; half is g, the goodput with
-    admission, which alone ranks plans while all requests are late.
+    Share a is inside at that load, p the goal; g, with admission, ranks plans while all are late.
     """
     late = load_rps * min(inside / max(goal, 1e-9), 1.0)
     return (1.0 - ADMITTED) * late + ADMITTED * served_rps

@@ -293,7 +293,6 @@ class Transition:
     # --- parts -----------------------------------------------------------------------------
 
     def _missing(self, pool: PoolWindow) -> int:
-        """Return workers that a pool lacks; negative for surplus."""
         return self._wanted[pool.name] - self._supply[pool.name]
 
     def _may_shrink(self, pool: PoolWindow) -> bool:
