@@ -1,4 +1,4 @@
-"""The model that ships with the package, and what can be wrong with a model."""
+"""Model folders, the bundled model, and the error of an unusable model."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ from pathlib import Path
 
 
 class ModelError(ValueError):
-    """A model that cannot be run: says which file or field is wrong, and the remedy."""
+    """Raised for a model that cannot be run; names the file or field and the remedy."""
 
 
 def model_folder(model: str | Path) -> Path | None:
-    """Return the local folder of a model; None for a hub id, whose folder the hub's cache has.
-
-    Raises ModelError: neither a folder nor a hub id.
-    """
+    """Return a local model folder, None for a hub id; raises ModelError if neither."""
     folder = Path(model)
     if folder.is_dir():
         return folder
@@ -24,5 +21,5 @@ def model_folder(model: str | Path) -> Path | None:
 
 
 def bundled_path() -> Path:
-    """Return the folder of the bundled model: a Hugging Face folder with weights and tokenizer."""
+    """Return the bundled model's Hugging Face folder, with weights and tokenizer."""
     return Path(__file__).parent / "tiny"

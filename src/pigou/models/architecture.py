@@ -1,7 +1,6 @@
-"""The shape of a model: matrices by kind of layer, KV cache, and their parameters, bytes and FLOPs.
+"""Architecture: a model's matrices, KV cache, parameters, bytes and FLOPs.
 
-The simulator times these shapes, the capacity planner counts their memory, and workers estimate
-their own work by them.
+Used by the simulator's timing, the capacity planner, and workers' own estimates.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from pigou.config import ConfigError
 from pigou.models.quantisation import DTYPE_BYTES, Format
 
-#: Bytes of a token in a layer of DeepSeek's latent cache as vLLM packs it: 512 FP8 numbers, four
+#: Bytes per token and layer of DeepSeek's latent cache as vLLM packs it: 512 FP8 numbers, four
 #: float32 scales, 64 rotary numbers in bfloat16.
 FP8_DS_MLA_BYTES = 656
 #: Number formats of the KV cache.
@@ -21,17 +20,17 @@ KV_DTYPES = ("bfloat16", "float16", "float32", "fp8", "int8", "fp8_ds_mla", "nvf
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A matrix of a layer, or as many alike as there are experts."""
+    """A matrix of a layer, or `copies` alike, one per expert."""
 
     part: str  # attention, feed-forward, experts, shared experts, router
     inner: int
     outer: int
     format: Format
     copies: int = 1
-    active: int = 1  # copies that compute one token
-    shards: int = 0  # GPUs that divide it at most: 0 for any number, 1 where each holds it whole
-    rows: bool = False  # tensor parallelism divides `inner` instead of `outer`
-    fused: bool = False  # engines compute it in one product with the matrix before
+    active: int = 1  # copies used per token
+    shards: int = 0  # max GPUs that split it: 0 for any number, 1 if replicated
+    rows: bool = False  # tensor parallelism splits `inner` instead of `outer`
+    fused: bool = False  # computed in one product with the previous matrix
 
     @property
     def parameters(self) -> int:
@@ -44,48 +43,48 @@ class Matrix:
         return self.parameters * self.format.size
 
     def share(self, tp: int) -> float:
-        """Return the part of it that each of `tp` GPUs holds."""
+        """Return the fraction that each of `tp` GPUs holds."""
         return 1.0 / (min(tp, self.shards) or tp)
 
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """What a token leaves in a layer for later ones: keys and values, a latent, or index keys."""
+    """Cache entries of one layer: keys and values, a latent, or index keys."""
 
-    heads: int  # that tensor parallelism divides; 1 for a latent cache, which it does not
-    width: int  # numbers of each head
-    prompt_flops: float  # of a pair of tokens while a prompt is computed, over all query heads
+    heads: int  # split by tensor parallelism; 1 for an undivided latent cache
+    width: int  # numbers per head
+    prompt_flops: float  # per pair of tokens in prefill, over all query heads
     decode_flops: float
-    window: int = 0  # tokens that are held and read at most; 0 for all
-    selected: int = 0  # tokens that are read at most, of all that are held; 0 for all
-    stride: int = 1  # tokens that share an entry
+    window: int = 0  # max tokens kept and read; 0 for all
+    selected: int = 0  # max tokens read, of those kept; 0 for all
+    stride: int = 1  # tokens per entry
     latent: bool = False
-    dtype: str = ""  # number format, where it is not the model's
+    dtype: str = ""  # number format, if not the model's
 
     def token_bytes(self, dtype: str) -> float:
-        """Return the bytes of one token in one layer, undivided."""
+        """Return the bytes per token and layer, without tensor parallelism."""
         if dtype == "fp8_ds_mla" and not self.dtype:
             return float(FP8_DS_MLA_BYTES)
         return self.heads * self.width * DTYPE_BYTES[self.dtype or dtype] / self.stride
 
     def held(self, tokens: int) -> int:
-        """Return the tokens that are held of a sequence of `tokens`."""
+        """Return the tokens kept of a sequence of `tokens`."""
         return min(tokens, self.window) if self.window else tokens
 
 
 @dataclass(frozen=True, slots=True)
 class LayerKind:
-    """Layers that are alike."""
+    """Identical layers."""
 
     count: int
     matrices: tuple[Matrix, ...]
     vectors: int = 0  # parameters of norms, biases, sinks and convolutions, on every GPU
     caches: tuple[Cache, ...] = ()
-    state: int = 0  # bytes that a sequence of any length has: linear attention, state space
-    token_flops: float = 0.0  # of a token besides its products with matrices
-    sums: int = 2  # sums over tensor-parallel GPUs
-    wide: int = 0  # numbers of a token that its feed-forward holds at once
-    qkv_width: int = 0  # numbers that the projection of queries, keys and values yields
+    state: int = 0  # bytes per sequence at any length: linear attention, state space
+    token_flops: float = 0.0  # per token, besides matrix products
+    sums: int = 2  # all-reduces under tensor parallelism
+    wide: int = 0  # feed-forward activations per token
+    qkv_width: int = 0  # output width of the QKV projection
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +94,7 @@ class Extra:
     name: str
     parameters: int
     size: int  # bytes
-    loaded: bool = True  # whether an engine loads it to serve text
+    loaded: bool = True  # loaded to serve text
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +104,7 @@ class Architecture:
     name: str
     hidden: int
     vocab: int
-    heads: int  # query heads, of the layers that have most
+    heads: int  # most query heads of any layer
     kinds: tuple[LayerKind, ...]
     embedding: Format
     head: Format
@@ -132,12 +131,12 @@ class Architecture:
 
     @property
     def layers(self) -> int:
-        """Decoder layers; in hybrid models, blocks."""
+        """Decoder layers; blocks in hybrid models."""
         return sum(kind.count for kind in self.kinds)
 
     @property
     def caches(self) -> tuple[tuple[Cache, int], ...]:
-        """Kinds of KV cache, and the layers that have each."""
+        """Kinds of KV cache, and the number of layers with each."""
         counts: dict[Cache, int] = {}
         for kind in self.kinds:
             for cache in kind.caches:
@@ -146,26 +145,26 @@ class Architecture:
 
     @property
     def kv_heads(self) -> int:
-        """KV heads of the layers that have fewest."""
+        """Fewest KV heads of any layer."""
         return min((cache.heads for cache, _ in self.caches if not cache.dtype), default=1)
 
     @property
     def experts(self) -> int:
-        """Experts of a layer to choose from; 0 for a dense model."""
+        """Routed experts per layer; 0 for a dense model."""
         return max(
             (matrix.copies for _, matrix in self._matrices() if matrix.copies > 1), default=0
         )
 
     @property
     def active(self) -> int:
-        """Experts that compute one token."""
+        """Experts per token."""
         return max(
             (matrix.active for _, matrix in self._matrices() if matrix.copies > 1), default=0
         )
 
     @property
     def gated_width(self) -> int:
-        """Width of the feed-forward, where all layers have the same gated one; 0 elsewhere."""
+        """Feed-forward width if all layers share the same gated one, else 0."""
         widths = {
             tuple(m.outer for m in kind.matrices if m.part == "feed-forward" and not m.rows)
             for kind in self.kinds
@@ -175,7 +174,7 @@ class Architecture:
 
     @property
     def wide(self) -> int:
-        """Numbers of a token that a feed-forward layer holds at once, at most."""
+        """Max feed-forward activations per token."""
         return max(kind.wide for kind in self.kinds)
 
     def _matrices(self) -> Iterator[tuple[int, Matrix]]:
@@ -185,7 +184,7 @@ class Architecture:
 
     @property
     def parameters(self) -> int:
-        """All parameters that an engine loads."""
+        """Parameters that an engine loads."""
         layers = sum(count * matrix.parameters for count, matrix in self._matrices())
         layers += sum(kind.count * kind.vectors for kind in self.kinds)
         words = self.vocab * self.hidden * (1 if self.tied else 2) + self.hidden
@@ -193,15 +192,12 @@ class Architecture:
 
     @property
     def active_parameters(self) -> int:
-        """Parameters that one token is multiplied with, the output layer included.
-
-        The embedding is a look-up, and counts only as the output layer.
-        """
+        """Parameters multiplied per token; the embedding counts only as output layer."""
         layers = sum(count * m.inner * m.outer * m.active for count, m in self._matrices())
         return layers + self.vocab * self.hidden
 
     def parts(self, tp: int = 1) -> dict[str, float]:
-        """Return the bytes of the weights on each of `tp` GPUs, by part."""
+        """Return the weight bytes on each of `tp` GPUs, by part."""
         sizes: dict[str, float] = {}
 
         def add(name: str, size: float) -> None:
@@ -219,33 +215,33 @@ class Architecture:
         return sizes
 
     def weight_bytes_on(self, tp: int) -> int:
-        """Return the bytes of the weights on each of `tp` GPUs."""
+        """Return the weight bytes on each of `tp` GPUs."""
         return round(sum(self.parts(tp).values()))
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights that an engine loads."""
+        """Weight bytes that an engine loads."""
         return self.weight_bytes_on(1)
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Bytes of the checkpoint, with layers that predict further tokens."""
+        """Checkpoint bytes, multi-token prediction included."""
         return self.weight_bytes + sum(extra.size for extra in self.extras if not extra.loaded)
 
     @property
     def compute_dtype(self) -> str:
-        """Number format in which a GPU that has it computes most products."""
+        """Number format of most products, on a GPU that supports it."""
         return self.main.compute
 
     # --- KV cache -----------------------------------------------------------------------------
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes in the KV cache of one token, over all layers."""
+        """KV cache bytes per token, over all layers."""
         return self.token_bytes(1)
 
     def token_bytes(self, tp: int = 1) -> int:
-        """Return the bytes of one more token on each GPU, in a sequence below every window.
+        """Return the bytes of one more token on each GPU, in a sequence within every window.
 
         2 L H_kv d b / min(TP, H_kv) for grouped-query attention; L (r_kv + d_rope) b, undivided,
         for latent attention.
@@ -258,7 +254,7 @@ class Architecture:
         )
 
     def sequence_bytes(self, tokens: int, tp: int = 1) -> int:
-        """Return the bytes of the cache and the state of a sequence of `tokens` on each GPU."""
+        """Return the cache and state bytes of a sequence of `tokens`, per GPU."""
         held = sum(
             count * cache.token_bytes(self.kv_dtype) / min(tp, cache.heads) * cache.held(tokens)
             for cache, count in self.caches
@@ -267,11 +263,11 @@ class Architecture:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes that a sequence of any length has: linear attention and state space layers."""
+        """State bytes per sequence, at any length (linear attention, state space layers)."""
         return sum(kind.count * kind.state for kind in self.kinds)
 
     def multi_head_token_bytes(self) -> int | None:
-        """Return the bytes of a token with a KV head for each query head; None where undefined."""
+        """Return the bytes per token if each query head had a KV head; None if undefined."""
         if any(cache.latent or cache.dtype for cache, _ in self.caches):
             return None
         width = sum(count * self.heads * cache.width for cache, count in self.caches)
@@ -280,10 +276,10 @@ class Architecture:
     # --- FLOPs --------------------------------------------------------------------------------
 
     def flops(self, tokens: int, kv: int = 0, sampled: int = 1) -> float:
-        """FLOPs of a prompt chunk of `tokens` after `kv` cached ones: 2 for each multiplication.
+        """Return the FLOPs of a chunk of `tokens` after `kv` cached ones, 2 per multiply-add.
 
-        Attention is counted causally: token i reads kv + i + 1 entries, and each costs
-        4 * heads * head_dim a layer (scores, and the sum of values).
+        Attention is causal: token i reads kv + i + 1 entries at 4 * heads * head_dim FLOPs per
+        layer.
         """
         head = self.vocab * self.hidden
         dense = 2.0 * (self.active_parameters - head) * tokens + 2.0 * head * sampled
@@ -291,11 +287,11 @@ class Architecture:
 
     @property
     def pair_flops(self) -> float:
-        """FLOPs of attention between a token and one before it, over all layers."""
+        """Attention FLOPs per pair of tokens, over all layers."""
         return sum(count * cache.prompt_flops for cache, count in self.caches)
 
     def expected_experts(self, tokens: float) -> float:
-        """Experts of a layer that at least one of `tokens` tokens chooses, choices uniform.
+        """Return the expected distinct experts that `tokens` tokens choose uniformly.
 
         E (1 - (1 - k/E)^tokens), the expected number of occupied bins.
         """
@@ -305,5 +301,5 @@ class Architecture:
 
     @property
     def expert_bytes(self) -> float:
-        """Bytes of one expert of every layer."""
+        """Bytes of one expert in every layer."""
         return sum(count * m.size / m.copies for count, m in self._matrices() if m.copies > 1)

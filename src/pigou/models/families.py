@@ -1,7 +1,6 @@
-"""Families of models: what each does besides what its `config.json` says.
+"""Model families: layers and defaults that their `config.json` leaves implicit.
 
-Shapes follow the modelling code of transformers 5, and the model cards of gpt-oss, DeepSeek and
-Kimi K3.
+Shapes follow transformers 5, and the model cards of gpt-oss, DeepSeek and Kimi K3.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ from pigou.models.layers import (
 
 
 def gpt_oss(layer: LayerBuilder) -> None:
-    """Add a layer of gpt-oss: a sink for each query head, and biases everywhere."""
+    """Add a gpt-oss layer: a sink per query head, and biases everywhere."""
     decoder_layer(layer)
     layer.vectors += layer.config.count("num_attention_heads") + layer.config.count(*EXPERTS)
 
 
 def llama4(layer: LayerBuilder) -> None:
-    """Add a layer of Llama 4: one of four sees all without rotation, the others in chunks."""
+    """Add a Llama 4 layer: one in four has full attention without RoPE, the rest chunked."""
     config, index = layer.config, layer.index
     layers = config.count("num_hidden_layers")
     chunk = config.count("attention_chunk_size", default=0)
@@ -63,7 +62,7 @@ def llama4(layer: LayerBuilder) -> None:
 
 
 def gemma4(layer: LayerBuilder) -> None:
-    """Add a layer of Gemma 4, whose full layers have other heads than the sliding ones."""
+    """Add a Gemma 4 layer; full and sliding layers have different heads."""
     config = layer.config
     for key in ("hidden_size_per_layer_input", "num_kv_shared_layers", "use_double_wide_mlp"):
         if config.get(key):
@@ -87,7 +86,7 @@ def gemma4(layer: LayerBuilder) -> None:
 
 
 def mimo_v2(layer: LayerBuilder) -> None:
-    """Add a layer of MiMo-V2, whose sliding layers have other heads than the full ones."""
+    """Add a MiMo-V2 layer; full and sliding layers have different heads."""
     config, layers = layer.config, layer.config.count("num_hidden_layers")
     index = min(layer.index, layers - 1)
     pattern = config.items("hybrid_layer_pattern", layers)
@@ -98,7 +97,7 @@ def mimo_v2(layer: LayerBuilder) -> None:
         for key in ("num_attention_heads", "num_key_value_heads", "head_dim")
     )
     value = config.count(f"{swa}v_head_dim", "v_head_dim", default=dim)
-    for kind in ("", "swa_"):  # read both, so that no key of the other kind seems unknown
+    for kind in ("", "swa_"):  # read both, so that neither counts as unknown
         config.get(*(f"{kind}{key}" for key in ("num_attention_heads", "num_key_value_heads",
                                                 "head_dim", "v_head_dim")))  # fmt: skip
     config.get("attention_chunk_size")
@@ -110,7 +109,7 @@ def mimo_v2(layer: LayerBuilder) -> None:
 
 
 def step3(layer: LayerBuilder) -> None:
-    """Add a layer of Step 3.5 and 3.7, with a gate for each head."""
+    """Add a Step 3.5 or 3.7 layer, with a gate per head."""
     config, layers = layer.config, layer.config.count("num_hidden_layers")
     index, heads = min(layer.index, layers - 1), config.count("num_attention_heads")
     window = window_of(config, layer.family, index, layers) or 0
@@ -120,14 +119,14 @@ def step3(layer: LayerBuilder) -> None:
         heads = int(other["num_attention_heads"])
         kv_heads = int(other["num_attention_groups"])
     grouped(layer, heads, kv_heads, config.count("head_dim"), window, gate=heads)
-    if layer.index >= layers:  # layers that predict further tokens
+    if layer.index >= layers:  # multi-token prediction layers
         feed_forward(layer, "feed-forward", config.count("intermediate_size"), layer.family.mlp)
     else:
         feed_forward_layer(layer, layers)
 
 
 def minimax_m3(layer: LayerBuilder) -> None:
-    """Add a layer of MiniMax-M3: an indexer selects blocks of the context in most layers."""
+    """Add a MiniMax-M3 layer; an indexer selects context blocks in most layers."""
     config, layers = layer.config, layer.config.count("num_hidden_layers")
     index = min(layer.index, layers - 1)
     heads = config.count("num_attention_heads")
@@ -147,7 +146,7 @@ def minimax_m3(layer: LayerBuilder) -> None:
 
 
 def nemotron_h(layer: LayerBuilder) -> None:
-    """Add a block of Nemotron-H: state space, attention, feed-forward or experts."""
+    """Add a Nemotron-H block: state space, attention, feed-forward or experts."""
     config = layer.config
     block = [*nemotron_blocks(config, ""), *nemotron_blocks(config, "mtp_")][layer.index]
     layer.sums = 1
@@ -163,7 +162,7 @@ def nemotron_h(layer: LayerBuilder) -> None:
 
 
 def nemotron_blocks(config: HfConfig, prefix: str) -> list[str]:
-    """Return the kinds of the blocks, of either spelling; with "mtp_" those that predict."""
+    """Return the block kinds, of either spelling; "mtp_" for the prediction blocks."""
     letters = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
     spelt = {**letters, "linear_attention": "mamba", "full_attention": "attention"}
     pattern = config.get(f"{prefix}hybrid_override_pattern")
@@ -177,7 +176,7 @@ def nemotron_blocks(config: HfConfig, prefix: str) -> list[str]:
 
 
 def nemotron_nas(layer: LayerBuilder) -> None:
-    """Add a layer of a pruned Llama (DeciLM): heads and width differ by layer, or are none."""
+    """Add a layer of a pruned Llama (DeciLM); heads and width vary by layer or are absent."""
     config = layer.config
     blocks = config.items("block_configs", config.count("num_hidden_layers"))
     if blocks is None:
@@ -198,7 +197,7 @@ def nemotron_nas(layer: LayerBuilder) -> None:
 
 
 def kimi_linear(layer: LayerBuilder) -> None:
-    """Add a layer of Kimi Linear or Kimi K3: delta attention, and latent attention without RoPE."""
+    """Add a Kimi Linear or Kimi K3 layer: delta attention, or latent attention without RoPE."""
     config, layers = layer.config, layer.config.count("num_hidden_layers")
     linear = config.get("linear_attn_config")
     if isinstance(linear, dict) and isinstance(linear.get("kda_layers"), list):
@@ -215,7 +214,7 @@ def kimi_linear(layer: LayerBuilder) -> None:
 
 
 def deepseek_v4(layer: LayerBuilder) -> None:
-    """Add a layer of DeepSeek-V4: a window, and entries compressed 4 or 128 to one."""
+    """Add a DeepSeek-V4 layer: a window, and entries compressed 4 or 128 to one."""
     config, hidden, names = layer.config, layer.hidden, layer.family.attention
     heads, dim = config.count("num_attention_heads"), config.count("head_dim")
     rank, groups = config.count("q_lora_rank"), config.count("o_groups")
@@ -242,13 +241,13 @@ def deepseek_v4(layer: LayerBuilder) -> None:
         _compressor(layer, ratio, heads, dim, rank)
     streams = config.count("hc_mult", default=1)
     mixes = (2 + streams) * streams
-    config.get("mlp_layer_types")  # all have experts, chosen by a hash or a router
+    config.get("mlp_layer_types")  # all have experts, by hash or router
     layer.vectors += 2 * (mixes * (streams * hidden + 1) + 3)
     experts(layer)
 
 
 def _compressor(layer: LayerBuilder, ratio: int, heads: int, dim: int, rank: int) -> None:
-    """Add what compresses `ratio` tokens to one entry; of every fourth, an indexer selects."""
+    """Add a compressor of `ratio` tokens per entry; at ratio 4, an indexer selects entries."""
     config, hidden = layer.config, layer.hidden
     indexed = ratio < 16
     width = dim * (2 if indexed else 1)

@@ -1,4 +1,4 @@
-"""A model folder's `config.json`, with what `hf_quant_config.json` adds, by typed keys."""
+"""HfConfig: typed access to a `config.json`, completed from `hf_quant_config.json`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 from pigou.config import ConfigError
 from pigou.small_file import read_json
 
-#: Keys under which multimodal models keep the sizes of the language model.
+#: Keys of the language model in multimodal configs.
 _TEXT_KEYS = ("text_config", "llm_config", "language_config")
-#: Sizes of layers and heads at most.
+#: Max size of layers and heads.
 _MAX_SIZE = 1 << 30
-#: Larger files are no config.json; that of an NVFP4 checkpoint lists 23,000 modules in 2 MB.
+#: Max file size; an NVFP4 checkpoint lists 23,000 modules in 2 MB.
 _MAX_BYTES = 16 << 20
-#: Spellings of the modules that quantisation leaves out.
+#: Keys for the modules excluded from quantisation.
 EXCLUDED_KEYS = (
     "exclude_modules", "ignore", "ignored_layers", "modules_to_not_convert",
     "llm_int8_skip_modules",
@@ -23,7 +23,7 @@ EXCLUDED_KEYS = (
 
 
 class HfConfig:
-    """Keys of a `config.json`; those of the language model over those around it."""
+    """Keys of a `config.json`; the language model's override outer ones."""
 
     def __init__(self, path: Path, source: Mapping[str, Any]) -> None:
         self.path = path
@@ -31,22 +31,18 @@ class HfConfig:
         text: Any = next((source[key] for key in _TEXT_KEYS if source.get(key) is not None), {})
         if not isinstance(text, dict):
             raise ConfigError(f"{path}: it is no object of keys; give the config.json of a model")
-        self.model_keys = set(text or source)  # that describe the language model
+        self.model_keys = set(text or source)  # of the language model
         self.outer_type = str(source.get("model_type") or "")
         inner = {key: v for key, v in text.items() if v is not None or key not in source}
         self.values = {**source, **inner}
 
     def get(self, *keys: str) -> Any:
-        """Return the first of these keys that has a value, or None."""
+        """Return the first set value of `keys`, or None."""
         self.used.update(keys)
         return next((self.values[key] for key in keys if self.values.get(key) is not None), None)
 
     def count(self, *keys: str, default: int | None = None) -> int:
-        """Return the whole number of the first key that is given, or `default`.
-
-        Raises:
-            ConfigError: no key is given and there is no default, or the value is no whole number.
-        """
+        """Return the first set integer of `keys`, or `default`; else raises ConfigError."""
         value = self.get(*keys)
         value = default if value is None else value
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MAX_SIZE:
@@ -54,22 +50,19 @@ class HfConfig:
         return value
 
     def size(self, *keys: str, default: int | None = None) -> int:
-        """Return a whole number above 0, as `count` reads it."""
+        """Return a positive integer (see `count`)."""
         value = self.count(*keys, default=default)
         if value < 1:
             raise self.error(keys[0], "it must be a whole number above 0")
         return value
 
     def flag(self, key: str, *, default: bool = False) -> bool:
-        """Return a switch; `default` where it is not given."""
+        """Return a boolean."""
         value = self.get(key)
         return default if value is None else bool(value)
 
     def items(self, key: str, count: int) -> list[Any] | None:
-        """Return a list with an item for each of `count` layers, or None where it is not given.
-
-        Raises ConfigError: it is no list, or has another length.
-        """
+        """Return a list of one item per layer, or None; raises ConfigError on another length."""
         value = self.get(key)
         if not isinstance(value, list):
             if value is None:
@@ -80,17 +73,14 @@ class HfConfig:
         return value
 
     def error(self, key: str, remedy: str) -> ConfigError:
-        """Return the error of a key, with its value and the remedy."""
+        """Build the error for a key, with its value and the remedy."""
         return ConfigError(f"{self.path}: {key} is {self.values.get(key)!r}; {remedy}")
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return the keys of a model folder or of its `config.json`.
+    """Read a model folder's `config.json`; raises ConfigError if missing, invalid or inconsistent.
 
-    `quantization_config` is completed from `hf_quant_config.json`, where ModelOpt writes it.
-
-    Raises:
-        ConfigError: a file is missing, no JSON object, or the two name different formats.
+    `quantization_config` is completed from ModelOpt's `hf_quant_config.json`.
     """
     path = path / "config.json" if path.is_dir() else path
     source = _read_object(path)
@@ -114,10 +104,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def quantisation_of(source: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the quantisation's keys, wherever a config has them; None for 16 or 32 bits.
-
-    Raises ConfigError: they are no object.
-    """
+    """Return the quantisation config, None if unquantised; raises ConfigError if no object."""
     for part in (source, *(source.get(key) for key in _TEXT_KEYS)):
         for key in ("quantization_config", "compression_config"):
             value = part.get(key) if isinstance(part, Mapping) else None

@@ -1,7 +1,7 @@
-"""What a decoder layer is made of: attention, linear attention, feed-forward layers, experts.
+"""Builds decoder layers: attention, linear attention, feed-forward layers, experts.
 
-Shapes follow the modelling code of transformers 5 (one `modeling_*.py` a family). Names of modules
-are those of the checkpoints, because quantisation leaves modules out by name.
+Shapes follow transformers 5 (`modeling_*.py`). Module names are the checkpoints', since
+quantisation excludes modules by name.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from pigou.models.architecture import Cache, LayerKind, Matrix
 from pigou.models.hf_config import HfConfig
 from pigou.models.quantisation import Quantisation
 
-#: Leaves of a gated feed-forward layer, and the names that Mixtral's descendants give them.
+#: Leaf names of a gated feed-forward layer, and Mixtral's.
 _GATE, _UP, _DOWN = ("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")
-#: Spellings of sizes of mixtures of experts.
+#: Config keys of mixture-of-experts sizes.
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 TOP = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "top_k_experts",
         "moe_topk", "moe_top_k", "moe_k")  # fmt: skip
@@ -29,30 +29,30 @@ _SHARED_COUNT = ("n_shared_experts", "num_shared_experts", "moe_num_shared_exper
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What a family's `config.json` leaves unsaid."""
+    """Defaults that a family's `config.json` leaves implicit."""
 
-    gated: bool = True  # whether the feed-forward has a gate (three matrices, not two)
-    qk_norm: str = ""  # queries and keys are normalised by "head", or "all" heads together
-    norms: int = 2  # of a layer, as wide as the residual stream
+    gated: bool = True  # gated feed-forward (three matrices, not two)
+    qk_norm: str = ""  # norm of queries and keys per "head", or over "all" heads
+    norms: int = 2  # per layer, of residual stream width
     norm_bias: bool = False
-    qkv_bias: bool | str = "attention_bias"  # always, never, or the key that says so
+    qkv_bias: bool | str = "attention_bias"  # always, never, or the config key
     output_bias: bool | str = "attention_bias"
     mlp_bias: bool | str = False
-    window: str = ""  # "all" layers slide where `sliding_window` is given; "switch": if told
-    pattern: int = 0  # one layer in each group of this size sees the whole context
+    window: str = ""  # "all" layers slide if `sliding_window` is set; "switch": if enabled
+    pattern: int = 0  # one layer in each group of this size has full attention
     mlp: tuple[str, ...] = ("mlp",)
     attention: tuple[str, ...] = ("self_attn",)
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # of transformers' config class
-    layer: Callable[[LayerBuilder], None] | None = None  # where it is no plain decoder layer
-    # kinds of the blocks, and with a prefix of those that predict, where layers are counted so.
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # in transformers' config class
+    layer: Callable[[LayerBuilder], None] | None = None  # unless a standard decoder layer
+    # block kinds of hybrid models; with a prefix, of the prediction layers.
     blocks: Callable[[HfConfig, str], list[str]] | None = None
-    served: bool = False  # whether Pigou's own workers run it
-    architecture: str = ""  # name in `architectures`, less its ending, where it is another
-    scaled: bool = False  # whether `max_position_embeddings` is the scaled length
+    served: bool = False  # supported by Pigou's workers
+    architecture: str = ""  # name in `architectures` without its suffix, if different
+    scaled: bool = False  # `max_position_embeddings` is already scaled
 
 
 class LayerBuilder:
-    """Collects what one layer has."""
+    """Collects the parts of one layer."""
 
     def __init__(self, config: HfConfig, family: Family, quant: Quantisation, index: int) -> None:
         self.config, self.family, self.quant, self.index = config, family, quant, index
@@ -66,7 +66,7 @@ class LayerBuilder:
         self, part: str, inner: int, outer: int, holders: tuple[str, ...], leaves: tuple[str, ...],
         **options: Any,
     ) -> None:  # fmt: skip
-        """Add a matrix, in the format that quantisation gives the module of this name."""
+        """Add a matrix, in the quantised format of its module."""
         expert = options.get("copies", 1) > 1
         holders = tuple(f"{h}.experts.0".lstrip(".") for h in holders) if expert else holders
         names = [f"layers.{self.index}.{holder}.{leaf}" for holder in holders for leaf in leaves]
@@ -74,14 +74,14 @@ class LayerBuilder:
         self.matrices.append(Matrix(part, inner, outer, format_, **options))
 
     def kind(self) -> LayerKind:
-        """Return the layer."""
+        """Return the finished layer."""
         return LayerKind(
             1, tuple(self.matrices), self.vectors, tuple(self.caches), self.state,
             self.token_flops, self.sums, self.wide, self.qkv_width,
         )  # fmt: skip
 
     def has(self, option: bool | str) -> bool:
-        """Whether a family has something always, never, or where a key says so."""
+        """True if a family option is set, always or by its config key."""
         return self.config.flag(option) if isinstance(option, str) else option
 
 
@@ -92,7 +92,7 @@ def grouped(
     layer: LayerBuilder, heads: int, kv_heads: int, head_dim: int, window: int = 0,
     value_dim: int = 0, gate: int = 0, *, shared_values: bool = False,
 ) -> None:  # fmt: skip
-    """Add grouped-query attention. `window`: tokens that are seen at most; 0 for all."""
+    """Add grouped-query attention; `window` is the max visible tokens, 0 for all."""
     names, hidden, value_dim = layer.family.attention, layer.hidden, value_dim or head_dim
     queries, keys, values = heads * head_dim, kv_heads * head_dim, kv_heads * value_dim
     layer.add("attention", hidden, queries, names, ("q_proj", "qkv_proj"))
@@ -118,7 +118,7 @@ def grouped(
 def latent(layer: LayerBuilder, *, gate: bool = False) -> None:
     """Add multi-head latent attention (DeepSeek-V2, arXiv 2405.04434).
 
-    Prompts are computed with keys and values of each head; decodes read the latent.
+    Prefill uses per-head keys and values; decode reads the latent.
     """
     config, hidden, names = layer.config, layer.hidden, layer.family.attention
     heads, rank = config.count("num_attention_heads"), config.count("q_lora_rank", default=0)
@@ -147,7 +147,7 @@ def latent(layer: LayerBuilder, *, gate: bool = False) -> None:
 
 
 def _indexer(layer: LayerBuilder, rank: int) -> int:
-    """Add DeepSeek's indexer (V3.2), and return how many tokens it selects; 0 without one."""
+    """Add DeepSeek's indexer (V3.2); return the tokens that it selects, 0 for none."""
     config, hidden = layer.config, layer.hidden
     selected = config.count("index_topk", default=0)
     if not selected:
@@ -166,13 +166,13 @@ def _indexer(layer: LayerBuilder, rank: int) -> int:
 
 
 def index_cache(heads: int, dim: int, stride: int = 1) -> Cache:
-    """Return the FP8 keys of an indexer, with a float32 scale for each token."""
+    """Return an indexer's FP8 key cache, with a float32 scale per token."""
     pair = 2.0 * heads * dim / stride
     return Cache(1, dim + 4, pair, pair, stride=stride, latent=True, dtype="fp8")
 
 
 def _recurrent(layer: LayerBuilder, heads: int, key: int, value: int, convolved: int) -> None:
-    """Add the state of linear attention, in float32, and of its convolution."""
+    """Add the float32 state of linear attention, and of its convolution."""
     kernel = layer.config.count(
         "linear_conv_kernel_dim", "conv_kernel", "short_conv_kernel_size", default=4
     )
@@ -182,7 +182,7 @@ def _recurrent(layer: LayerBuilder, heads: int, key: int, value: int, convolved:
 
 
 def gated_delta_net(layer: LayerBuilder) -> None:
-    """Add the linear attention of Qwen3-Next and Qwen3.5."""
+    """Add Qwen3-Next's and Qwen3.5's linear attention."""
     config, hidden, names = layer.config, layer.hidden, ("linear_attn",)
     heads, value = (config.count(f"linear_{key}") for key in ("num_value_heads", "value_head_dim"))
     key_heads, key = (config.count(f"linear_{key}") for key in ("num_key_heads", "key_head_dim"))
@@ -197,7 +197,7 @@ def gated_delta_net(layer: LayerBuilder) -> None:
 
 
 def kimi_delta_attention(layer: LayerBuilder) -> None:
-    """Add the linear attention of Kimi Linear (arXiv 2510.26692) and Kimi K3."""
+    """Add Kimi Linear's (arXiv 2510.26692) and Kimi K3's linear attention."""
     linear, hidden, names = layer.config.get("linear_attn_config"), layer.hidden, ("self_attn",)
     linear = linear or {}
     heads = int(linear.get("num_heads") or layer.config.count("linear_num_heads"))
@@ -220,7 +220,7 @@ def kimi_delta_attention(layer: LayerBuilder) -> None:
 
 
 def state_space(layer: LayerBuilder) -> None:
-    """Add a Mamba-2 layer (arXiv 2405.21060), as Nemotron-H has it."""
+    """Add a Mamba-2 layer (arXiv 2405.21060) as in Nemotron-H."""
     config, hidden, names = layer.config, layer.hidden, layer.family.attention
     heads, dim = config.count("mamba_num_heads"), config.count("mamba_head_dim")
     width, states = heads * dim, config.count("ssm_state_size")
@@ -275,7 +275,7 @@ def experts(layer: LayerBuilder) -> None:
 
 
 def has_experts(config: HfConfig, index: int, layers: int) -> bool:
-    """Whether a layer has experts, by whichever key says so."""
+    """True if a layer has experts, by any family's keys."""
     step = config.count(
         "decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval", default=1
     )
@@ -298,7 +298,7 @@ def has_experts(config: HfConfig, index: int, layers: int) -> bool:
 
 
 def window_of(config: HfConfig, family: Family, index: int, layers: int) -> int | None:
-    """Return the tokens that a layer sees at most, 0 for all, None for linear attention."""
+    """Return a layer's max visible tokens, 0 for all, None for linear attention."""
     window = config.count("sliding_window", "sliding_window_size", default=0)
     pattern = config.count("sliding_window_pattern", "_sliding_window_pattern", default=0)
     types = config.items("layer_types", layers)
@@ -331,7 +331,7 @@ def window_of(config: HfConfig, family: Family, index: int, layers: int) -> int 
 
 
 def decoder_layer(layer: LayerBuilder) -> None:
-    """Add a decoder layer: attention as the keys say, and a feed-forward layer or experts."""
+    """Add a standard decoder layer: attention, and feed-forward or experts."""
     config, family = layer.config, layer.family
     layers = config.count("num_hidden_layers")
     window = window_of(config, family, min(layer.index, layers - 1), layers)
@@ -347,7 +347,7 @@ def decoder_layer(layer: LayerBuilder) -> None:
 
 
 def grouped_layer(layer: LayerBuilder, window: int) -> None:
-    """Add grouped-query attention of the usual keys."""
+    """Add grouped-query attention from the usual keys."""
     config = layer.config
     heads = config.count("num_attention_heads")
     gate = heads * head_dim_of(config, heads) if config.flag("attn_output_gate") else 0
@@ -358,13 +358,13 @@ def grouped_layer(layer: LayerBuilder, window: int) -> None:
 
 
 def head_dim_of(config: HfConfig, heads: int) -> int:
-    """Return the width of a head, by default an equal part of the residual stream."""
+    """Return the head width, by default hidden size / heads."""
     equal = config.count("hidden_size") // heads if heads else None
     return config.count("head_dim", "attention_head_dim", default=equal)
 
 
 def feed_forward_layer(layer: LayerBuilder, layers: int) -> None:
-    """Add a feed-forward layer, or experts, as the keys say; `layers` are all of the decoder."""
+    """Add a feed-forward layer or experts; `layers` counts the decoder's."""
     config = layer.config
     width = config.count(
         "dense_intermediate_size", "intermediate_size_mlp", "intermediate_size", default=0

@@ -1,4 +1,4 @@
-"""Number formats of a checkpoint's matrices: which modules are quantised, and into what."""
+"""Number formats of a checkpoint's matrices: which modules are quantised, and how."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any
 from pigou.config import ConfigError
 from pigou.models.hf_config import EXCLUDED_KEYS
 
-#: Bytes of one number without its scales; of 4-bit floats with: NVFP4 has one of 8 bits for 16
-#: numbers, MXFP4 for 32.
+#: Bytes per number, without scales except for 4-bit floats: one 8-bit scale per 16 (NVFP4) or 32
+#: (MXFP4) numbers.
 DTYPE_BYTES = {
     "float32": 4.0, "float16": 2.0, "bfloat16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5,
     "nvfp4": 0.5625, "mxfp4": 0.53125,
 }  # fmt: skip
-#: Formats that engines compute in as they are; others are widened to 16 bits.
+#: Compute formats; others are widened to 16 bits.
 _COMPUTE = {"nvfp4": "fp4", "mxfp4": "fp4", "int4": "bfloat16"}
-#: What stands before `layers.` in the names of a checkpoint's modules.
+#: Prefixes of `layers.` in a checkpoint's module names.
 _PREFIXES = (
     "model.language_model.", "language_model.model.", "language_model.", "model.", "backbone.",
     "transformer.",
@@ -30,11 +30,11 @@ _LAYER = re.compile(r"layers\.(\d+)(?:\.|$)")
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How a matrix is stored and computed."""
+    """Storage and compute format of a matrix."""
 
     dtype: str  # one of DTYPE_BYTES
-    compute: str = ""  # number format of the products; "" for that of `dtype`
-    size: float = 0.0  # bytes a parameter, with scales and zeros; 0 for those of `dtype`
+    compute: str = ""  # format of the products; "" for that of `dtype`
+    size: float = 0.0  # bytes per parameter, scales and zeros included; 0 for those of `dtype`
 
     def __post_init__(self) -> None:
         if not self.compute:
@@ -44,7 +44,7 @@ class Format:
 
 
 def integers(bits: int, group: int, *, zeros: bool, inputs: int | None = None) -> Format:
-    """Return integers of 4 or 8 bits with a 16-bit scale, and a zero, for each group.
+    """Return 4- or 8-bit integers with a 16-bit scale, and optional zero, per group.
 
     `inputs`: bits of the activations; None for 16.
     """
@@ -53,7 +53,7 @@ def integers(bits: int, group: int, *, zeros: bool, inputs: int | None = None) -
 
 
 def block_fp8(block: Any) -> Format:
-    """Return FP8 with a float32 scale for each block of a matrix; one scale where there is none."""
+    """Return FP8 with a float32 scale per block, or per matrix if no block is given."""
     if not isinstance(block, list) or len(block) != 2 or not all(block):
         return Format("fp8")
     return Format("fp8", size=1.0 + 4.0 / (block[0] * block[1]))
@@ -73,7 +73,7 @@ ALGORITHMS = {
 
 
 class Patterns:
-    """Patterns of module names: names, parts of names, `*` wildcards, `re:` expressions."""
+    """Module name patterns: names, substrings, `*` wildcards, `re:` expressions."""
 
     def __init__(self, patterns: Iterable[str]) -> None:
         self._exact: set[str] = set()
@@ -98,7 +98,7 @@ class Patterns:
         self._by_layer.setdefault(layer[1] if layer else "", []).append(expression)
 
     def match(self, name: str) -> bool:
-        """Whether a pattern means this module (`layers.3.mlp.gate_proj`) or one that holds it."""
+        """True if a pattern matches this module (`layers.3.mlp.gate_proj`) or a parent."""
         holders = [name]
         while "." in holders[-1]:
             holders.append(holders[-1].rpartition(".")[0])
@@ -115,17 +115,10 @@ class Patterns:
 
 
 class Quantisation:
-    """Formats of modules, out of `quantization_config`."""
+    """Formats of modules, from `quantization_config`."""
 
     def __init__(self, where: str, keys: Mapping[str, Any] | None, dtype: str) -> None:
-        """Read the keys of a checkpoint.
-
-        Args:
-            keys: `quantization_config`; None where nothing is quantised.
-
-        Raises:
-            ConfigError: a method, an algorithm or a key is not known.
-        """
+        """Parse `quantization_config`, None for none; raises ConfigError on an unknown key."""
         self.where, self.keys = where, keys or {}
         self.unquantised = Format(dtype)
         self.experts_only = False
@@ -139,7 +132,7 @@ class Quantisation:
     def format_of(
         self, names: Iterable[str], *, linear: bool = True, expert: bool = False
     ) -> Format:
-        """Return the format of a module."""
+        """Return a module's format, by its possible names."""
         names = list(names)
         for name in names:
             holder = name
@@ -157,7 +150,7 @@ class Quantisation:
 
     @property
     def main(self) -> Format:
-        """The format of most matrices."""
+        """Format of most matrices."""
         if self.groups:
             return self.groups[-1][1]
         common = Counter(self.named.values()).most_common(1)
@@ -165,7 +158,7 @@ class Quantisation:
 
     @property
     def method(self) -> str:
-        """`quant_method`; ModelOpt's where only its algorithm is given."""
+        """`quant_method`, or ModelOpt's if only its algorithm is given."""
         return str(
             self.keys.get("quant_method") or ("modelopt" if "quant_algo" in self.keys else "")
         )
@@ -182,7 +175,7 @@ class Quantisation:
             if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
                 raise ConfigError(f"{self.where}: {key} is {value!r}; it must be a list of names")
             if self.method == "fp8" and "moe_quant_algo" in self.keys:
-                continue  # leaves modules out of the experts' format: they are FP8 all the same
+                continue  # excludes modules only from the experts' format; they are FP8
             patterns += value
         dynamic = self.keys.get("dynamic")
         if isinstance(dynamic, dict):
@@ -303,7 +296,7 @@ class Quantisation:
 
 
 def _bare(name: str) -> str:
-    """Return a module's name without what stands before its layers."""
+    """Strip the prefix before the layers from a module's name."""
     for prefix in _PREFIXES:
         if name.startswith(prefix):
             return name[len(prefix) :]

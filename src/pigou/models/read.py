@@ -1,4 +1,4 @@
-"""One reader of models: a folder's `config.json`, a preset's name, or a Hugging Face id."""
+"""Reads a model's architecture from a `config.json`, a preset's name, or a Hugging Face id."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from pigou.models.layers import Family, LayerBuilder, decoder_layer
 from pigou.models.quantisation import DTYPE_BYTES, Quantisation
 from pigou.models.rope_parameters import rope_parameters, scaled_context
 
-#: Keys that mean layers or tensors, and are not read where a family does not describe them.
+#: Keys that imply layers or tensors; refused unless the family reads them.
 _SIZES = re.compile(
     r"(^|_)(num|n|dim|dims|size|rank|heads?|experts?|layers?|width|ratio|ratios|pattern|mult|kernel"
     r"|state|types?|configs?|memory|recurrent|lru|ssm|mamba|conv|adapter)(_|$)"
 )
-#: Keys of sizes that change neither weights nor cache.
+#: Size keys that affect neither weights nor cache.
 _HARMLESS = {
     "model_type", "max_position_embeddings", "rope_type", "num_hidden_layers", "rms_norm_type",
     "ep_size", "moe_layer_freq", "num_logits_to_keep", "chunk_size", "pretraining_tp", "n_group",
@@ -51,15 +51,12 @@ _HARMLESS = {
     "time_step_limit",
 }  # fmt: skip
 _MAX_LAYERS = 4096
-#: How many layers predict further tokens.
+#: Number of multi-token prediction layers.
 _PREDICTION = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 
 
 def read_architecture(path: Path, dtype: str = "") -> Architecture:
-    """Read a model folder, or its `config.json`.
-
-    Raises ConfigError: a key is missing, or the model, its quantisation or a key is not described.
-    """
+    """Read a model folder or `config.json`; raises ConfigError if not fully described."""
     path = path / "config.json" if path.is_dir() else path
     source = read_config(path)
     if dtype:
@@ -69,10 +66,7 @@ def read_architecture(path: Path, dtype: str = "") -> Architecture:
 
 
 def parse_architecture(path: Path, source: Mapping[str, Any], name: str) -> Architecture:
-    """Return the architecture that the keys of a `config.json` describe.
-
-    Raises ConfigError: a key is missing, or the model, its quantisation or a key is not described.
-    """
+    """Parse a `config.json`'s contents; raises ConfigError if not fully described."""
     try:
         return _parse(HfConfig(path, source), source, name)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, re.error) as error:
@@ -110,10 +104,7 @@ def _parse(config: HfConfig, source: Mapping[str, Any], name: str) -> Architectu
 
 
 def family_of(config: HfConfig) -> Family:
-    """Return the family of a model, by `model_type` or by `architectures`.
-
-    Raises ConfigError: neither is known.
-    """
+    """Return a model's family, by `model_type` or `architectures`; raises ConfigError."""
     inner, outer = str(config.values.get("model_type") or ""), config.outer_type
     names = [str(name) for name in config.values.get("architectures") or ()]
     family = next(filter(None, map(family_named, (inner, outer, *names))), "")
@@ -128,11 +119,10 @@ def family_of(config: HfConfig) -> Family:
 
 
 def served_family(config: HfConfig) -> Family:
-    """Return the family of a model that Pigou's own workers run, by its configuration.
+    """Return the family of a model that Pigou's workers run.
 
-    Raises:
-        ConfigError: the family is not described.
-        ModelError: workers do not run the architecture, its quantisation or its activation.
+    Raises ConfigError for an unknown family; ModelError for an unsupported architecture,
+    quantisation or activation.
     """
     described = family_of(config)
     family, names = str(config.values["model_type"]), config.get("architectures") or []
@@ -151,7 +141,7 @@ def served_family(config: HfConfig) -> Family:
 
 
 def family_named(name: str) -> str:
-    """Return the family that a `model_type` or the name of an architecture means; "" for none."""
+    """Return the family of a `model_type` or architecture name; "" if unknown."""
     name = re.sub(r"(ForCausalLM|ForConditionalGeneration|LMHeadModel)$", "", name)
     named = [key for key, family in FAMILIES.items() if family.architecture == name]
     if name and named:
@@ -169,7 +159,7 @@ def family_named(name: str) -> str:
 def _quantisation(
     config: HfConfig, family: Family, source: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """Return the quantisation, with what the family's own keys say of it."""
+    """Return the quantisation, completed by the family's own keys."""
     keys = quantisation_of(source)
     experts = config.get("expert_dtype")
     if keys and experts and not keys.get("quantized_layers"):
@@ -212,7 +202,7 @@ def _check_heads(config: HfConfig, heads: int, decoder: list[LayerKind]) -> None
 
 
 def _refuse_unknown(config: HfConfig) -> None:
-    """Refuse keys of sizes that nothing has read: they mean layers that are not described."""
+    """Refuse size keys that nothing has read, which imply layers not described."""
     for key in config.model_keys:
         value = config.values.get(key)
         if key in config.used or key in _HARMLESS or not value or isinstance(value, (bool, str)):
@@ -224,7 +214,7 @@ def _refuse_unknown(config: HfConfig) -> None:
 
 
 def _context(config: HfConfig, family: Family) -> int:
-    """Return the tokens that a sequence may have: with what scales the positions, as workers do."""
+    """Return the max sequence length, with RoPE scaling, as workers compute it."""
     source = {**config.values, "max_position_embeddings": config.count(
         "max_position_embeddings", "model_max_length", "max_seq_len", "n_positions", default=131_072
     )}  # fmt: skip
@@ -232,7 +222,7 @@ def _context(config: HfConfig, family: Family) -> int:
         return int(source["max_position_embeddings"])
     try:
         rope_parameters(source)
-    except ModelError:  # a type that no worker of Pigou's runs: what it states is its context
+    except ModelError:  # a type that workers do not run: use the stated context
         return int(source["max_position_embeddings"])
     try:
         return scaled_context(source)
@@ -241,7 +231,7 @@ def _context(config: HfConfig, family: Family) -> int:
 
 
 def _vision(config: HfConfig) -> tuple[Extra, ...]:
-    """Return the vision tower and its projector, at 16 bits: within a few per cent of its size."""
+    """Return the vision tower and projector at 16 bits, within a few percent of their size."""
     given = config.get("vision_config")
     if not isinstance(given, Mapping) or not given:
         return ()
@@ -266,7 +256,7 @@ def _vision(config: HfConfig) -> tuple[Extra, ...]:
 def _prediction(
     config: HfConfig, family: Family, quant: Quantisation, layers: int
 ) -> tuple[Extra, ...]:
-    """Return the layers for multi-token prediction, which engines load to speculate alone."""
+    """Return the multi-token prediction layers, loaded only for speculative decoding."""
     count = config.count(*_PREDICTION, default=0)
     if not count:
         return ()
@@ -283,15 +273,15 @@ def _prediction(
 
 # --- names ----------------------------------------------------------------------------------------
 
-#: Owners' prefixes of names that mean the preset without them.
+#: Owner prefixes ignored in names.
 _PREFIXES = ("meta-", "nvidia-")
-#: Parts of a name after the preset's that change no shape.
+#: Suffixes of a preset's name that change no shape.
 _VARIANTS = {
     "instruct", "base", "chat", "hf", "it", "thinking", "2507", "dynamic", "block", "quantized",
     "bf16",
 }  # fmt: skip
 _INT8 = {"weights": {"type": "int", "num_bits": 8}, "input_activations": {"num_bits": 8}}
-#: Parts that name the weights' format -> the quantisation that such a checkpoint states.
+#: Suffixes for a weight format -> quantisation of such a checkpoint.
 _FORMATS: dict[str, dict[str, Any]] = {
     "fp8": {"quant_method": "fp8"},
     "w8a8": {"quant_method": "compressed-tensors", "config_groups": {"group_0": _INT8}},
@@ -302,15 +292,15 @@ _FORMATS: dict[str, dict[str, Any]] = {
     "fp4": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
     "mxfp4": {"quant_method": "modelopt", "quant_algo": "MXFP4"},
 }  # fmt: skip
-#: Quantisation methods, whose format another part of the name may say.
+#: Quantisation methods whose format another suffix may give.
 _METHODS = ("awq", "gptq")
-#: Seconds that the hub may take.
+#: Timeout of the hub, in seconds.
 _HUB_S = 5.0
 
 
 @cache
 def presets() -> dict[str, dict[str, Any]]:
-    """Return the `config.json` of each preset, by name."""
+    """Return each preset's `config.json`, by name."""
     loaded: dict[str, dict[str, Any]] = json.loads(
         files("pigou.models").joinpath("presets.json").read_text(encoding="utf-8")
     )
@@ -318,27 +308,22 @@ def presets() -> dict[str, dict[str, Any]]:
 
 
 def normalized(name: str) -> str:
-    """Return a model's name for comparisons: no owner, lower case, letters and digits only."""
+    """Normalize a model's name for comparison: no owner, lower case, alphanumeric."""
     return "".join(c for c in name.rsplit("/", 1)[-1].lower() if c.isalnum())
 
 
 def shape_name(name: str) -> str:
-    """Return a decoder_layer name without the parts that change neither shapes nor layers."""
+    """Strip the parts of a name that change neither shapes nor layers."""
     parts = re.split(r"[^a-z0-9]+", name.rsplit("/", 1)[-1].lower())
     return "".join(part for part in parts if part not in _VARIANTS and part not in _FORMATS)
 
 
 def architecture(model: str) -> Architecture:
-    """Find the architecture of a preset's name, a model folder, or a Hugging Face id.
+    """Find an architecture by preset name, model folder, or Hugging Face id.
 
-    Args:
-        model: "llama-3.1-8b", "Qwen/Qwen3-32B-FP8", a folder with a `config.json`, or its path.
-            What follows a preset's name must be known: a variant of equal shape ("-Instruct"),
-            or the number format of its weights ("-FP8", "-AWQ", "-GPTQ-Int8", "-NVFP4"). Another
-            "owner/name" is looked up in the hub's cache, and then on the hub.
-
-    Raises:
-        ConfigError: nothing is known by that name, or the file describes another kind of model.
+    A preset's name may end in a variant of equal shape ("-Instruct") or a weight format ("-FP8",
+    "-AWQ", "-GPTQ-Int8", "-NVFP4"). Other "owner/name" ids are looked up in the hub's cache, then
+    on the hub. Raises ConfigError if unknown or not described.
     """
     path = Path(model)
     if path.is_dir() or path.is_file():
@@ -359,7 +344,7 @@ def architecture(model: str) -> Architecture:
 
 
 def _candidates(model: str) -> list[tuple[str, tuple[str, ...]]]:
-    """Return presets that a name begins with, the longest first, and the parts that follow."""
+    """Return presets that prefix a name, longest first, with the remaining parts."""
     name = model.rsplit("/", 1)[-1].lower()
     matches = []
     for start in ("", *_PREFIXES):
@@ -375,7 +360,7 @@ def _candidates(model: str) -> list[tuple[str, tuple[str, ...]]]:
 
 
 def _after(name: str, start: str) -> str | None:
-    """Return what follows `start` in a name, punctuation aside; None where it is another name."""
+    """Return what follows `start` in a name, ignoring punctuation; None if it does not match."""
     matched = 0
     for index, character in enumerate(name):
         if matched == len(start):
@@ -388,7 +373,7 @@ def _after(name: str, start: str) -> str | None:
 
 
 def _refusal(model: str, key: str, parts: tuple[str, ...]) -> str:
-    """Return why a name is no variant of a preset; "" where it is one."""
+    """Return why a name is not a variant of a preset; "" if it is."""
     for part in parts:
         if part not in _VARIANTS and part not in _FORMATS:
             known = ", ".join(sorted(_VARIANTS | set(_FORMATS)))
@@ -417,7 +402,7 @@ def _preset(key: str, parts: tuple[str, ...]) -> Architecture:
 
 
 def _from_hub(model: str) -> Path | None:
-    """Return the folder with the config of a hub's model, from its cache or from the hub."""
+    """Return the folder of a hub model's config, from cache or hub."""
     import socket
     from urllib.parse import urlsplit
 

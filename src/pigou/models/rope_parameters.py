@@ -1,4 +1,4 @@
-"""Parameters of rotary embedding in a config.json, and the context that they make."""
+"""RoPE parameters of a config.json, and the resulting context length."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from pigou.models import ModelError
 
 _ORIGINAL = "original_max_position_embeddings"
-#: Parameters that each type knows, besides `COMMON`.
+#: Parameters of each type, besides `COMMON`.
 KEYS = {
     "default": set[str](),
     "linear": {"factor"},
@@ -27,21 +27,18 @@ KEYS = {
     "longrope": {"factor", "short_factor", "long_factor", "attention_factor"},
 }
 _ALIASES = {"su": "longrope"}
-#: Known to every type; `finetuned` is a note of old checkpoints.
+#: Valid for every type; `finetuned` appears in old checkpoints.
 COMMON = {"type", "rope_type", "rope_theta", "partial_rotary_factor", "factor", "finetuned",
            _ORIGINAL}  # fmt: skip
-#: Types whose `max_position_embeddings` says the scaled length already, as vLLM reads them.
+#: Types whose `max_position_embeddings` is already scaled, as in vLLM.
 _SCALED_ALREADY = {"default", "llama3", "longrope"}
 
 
 def scaled_context(source: Mapping[str, Any]) -> int:
-    """Return how many positions the embedding reaches, as vLLM works out a model's context.
+    """Return the scaled context length as vLLM computes it; raises ModelError if invalid.
 
-    YaRN multiplies `original_max_position_embeddings`, linear and dynamic scaling multiply
-    `max_position_embeddings`; the others' is the scaled length already.
-
-    Raises:
-        ModelError: a number is missing or impossible.
+    YaRN multiplies `original_max_position_embeddings`; linear and dynamic scaling multiply
+    `max_position_embeddings`, which for other types is already scaled.
     """
     given, kind = rope_parameters(source)
     if kind in _SCALED_ALREADY:
@@ -53,11 +50,11 @@ def scaled_context(source: Mapping[str, Any]) -> int:
 
 
 def rope_parameters(source: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """Return the parameters that hold, and their type."""
+    """Return the effective parameters and their type."""
     given = source.get("rope_scaling") or source.get("rope_parameters") or {}
     if not isinstance(given, Mapping):
         raise ModelError(f"config.json: rope parameters are {given!r}; they must be an object")
-    if isinstance(given.get("full_attention"), Mapping):  # by type of layer
+    if isinstance(given.get("full_attention"), Mapping):  # per layer type
         if any(other not in (None, given["full_attention"]) for other in given.values()):
             raise ModelError("rope_parameters that differ by type of layer are not supported")
         given = given["full_attention"]
@@ -69,7 +66,7 @@ def rope_parameters(source: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
 
 
 def parameter(given: Mapping[str, Any], name: str) -> float:
-    """Return a parameter that must be there. Raises ModelError: it is no number above 0."""
+    """Return a required parameter; raises ModelError unless it is a number above 0."""
     value = given.get(name)
     usable = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not usable or not 0 < value < math.inf:  # type: ignore[operator]
@@ -83,7 +80,7 @@ def stated_positions(source: Mapping[str, Any]) -> int:
 
 
 def trained_positions(source: Mapping[str, Any], given: Mapping[str, Any]) -> float:
-    """Return the positions that the model was trained for before it was scaled."""
+    """Return the context length before scaling."""
     for parameters in (source, given):
         if parameters.get(_ORIGINAL) is not None:
             return parameter(parameters, _ORIGINAL)
@@ -91,7 +88,7 @@ def trained_positions(source: Mapping[str, Any], given: Mapping[str, Any]) -> fl
 
 
 def trained_and_factor(source: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[float, float]:
-    """Return trained positions, and the factor; by default that to `max_position_embeddings`."""
+    """Return trained positions and the factor, by default that to `max_position_embeddings`."""
     trained = trained_positions(source, given)
     if given.get("factor") is None:
         return trained, stated_positions(source) / trained

@@ -1,1 +1,1 @@
-"""The worker process: HTTP, the engine thread, metrics, KV events, KV transfer."""
+"""The worker process: HTTP, engine thread, metrics, KV events, KV transfer."""

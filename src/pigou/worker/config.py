@@ -1,4 +1,4 @@
-"""How a worker runs: checked values, unknown keys refused."""
+"""WorkerConfig: validated settings of a worker; unknown keys are refused."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ ToolCallParser = Literal["auto", "none", "hermes", "llama3_json", "mistral"]
 UnknownFieldsMode = Literal["warn", "refuse"]
 #: Backends of KV transfer (`kv_transfer.transfer_config`).
 _KV_BACKENDS = ("nixl", "shm", "tcp")
-#: Headings of options.
+#: Option headings.
 _EVENTS = "KV transfer and events"
 _TIMING = "Timing in place of a model"
-#: Values of eviction where nobody says.
+#: Eviction defaults.
 _EVICTION = EvictionConfig()
 _EVICTION_FIELDS = tuple(name for name in EvictionConfig.__struct_fields__ if name != "policy")
 
 
 class StoreTier(TierOption, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A tier of a worker's KV blocks, and where its store keeps them."""
+    """A tier of KV blocks, and the place of its store."""
 
-    uri: str = ""  # a folder, a URL; none for host memory
+    uri: str = ""  # a folder or URL; empty for host memory
 
     def __post_init__(self) -> None:
         TierOption.__post_init__(self)
@@ -42,7 +42,7 @@ class StoreTier(TierOption, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One worker process."""
+    """Settings of one worker process."""
 
     model: Annotated[str, option("Folder, Hugging Face hub id, or 'bundled'.", "Model")] = "bundled"
     served_model_name: Annotated[
@@ -309,7 +309,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     @property
     def sleeps(self) -> bool:
-        """Whether it has no model, and only takes time."""
+        """True for the mock backend."""
         return self.executor == "sleep" or bool(self.timing)
 
     def _check_tiers(self) -> None:
@@ -324,14 +324,14 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     @property
     def token_eviction(self) -> EvictionConfig | None:
-        """What the core is told of eviction; None where no entries are given up."""
+        """Token eviction settings; None if disabled."""
         if not self.eviction:
             return None
         fields = {name: getattr(self, f"eviction_{name}") for name in _EVICTION_FIELDS}
         return EvictionConfig(policy=self.eviction, **fields)
 
     def _check_eviction(self) -> None:
-        given = self.token_eviction  # refuses values out of range
+        given = self.token_eviction  # validates ranges
         if given is None:
             for name in _EVICTION_FIELDS:
                 value = getattr(self, f"eviction_{name}")

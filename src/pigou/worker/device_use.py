@@ -1,4 +1,4 @@
-"""Estimates what a worker's steps take of its GPUs: FLOPs, and bytes of their memory."""
+"""Estimates the GPU FLOPs and memory bytes of a worker's steps, and reads energy counters."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class WorkEstimate:
 
     def __init__(self, model: Architecture, tp: int = 1, device: Gpu | None = None) -> None:
         self.flops = self.read_bytes = self.write_bytes = 0.0
-        #: Of a GPU's data sheet; None where it is not known.
+        #: From the data sheet; None if unknown.
         self.peak_flops = None if device is None else device.peak(model.compute_dtype)
         self.peak_bytes_per_second = None if device is None else device.bandwidth
         head = model.vocab * model.hidden
@@ -48,11 +48,11 @@ class WorkEstimate:
         self._model = model
 
     def count(self, plan: Plan, steps: int) -> None:
-        """Count so many steps of a plan; entries decode further with each."""
+        """Count `steps` steps of a plan, whose contexts grow with each."""
         counts = plan.counts.astype(np.float64)
         entries = plan.kv_lens.astype(np.float64)
         tokens = float(counts.sum())
-        growth = steps * (steps - 1) / 2  # entries that the plan's own steps add
+        growth = steps * (steps - 1) / 2  # entries added by the plan's own steps
         pairs = (
             steps * (counts * entries + counts * (counts + 1) / 2).sum()
             + growth * (counts * counts).sum()
@@ -72,7 +72,7 @@ class WorkEstimate:
 
 
 def estimate_of(model: Architecture, device_name: str, tp: int = 1) -> WorkEstimate:
-    """Return an estimate for a device of this name; without peaks where it is not known."""
+    """Return an estimate for a named device; without peaks if it is unknown."""
     device = None
     if device_name:
         try:
@@ -93,11 +93,11 @@ class EnergyCounter(Protocol):
     source: str
 
     def joules(self) -> float:
-        """Return the joules since it was made."""
+        """Return the joules since construction."""
 
 
 class NvmlEnergy:
-    """The counter of one NVIDIA GPU (Volta and later): millijoules, of all that uses it."""
+    """Energy counter of one NVIDIA GPU (Volta and later), in mJ, shared by all its users."""
 
     source = "nvml"
 
@@ -116,20 +116,17 @@ class NvmlEnergy:
         return float(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._gpu)) * _MILLI
 
     def joules(self) -> float:
-        """Return the joules since it was made."""
+        """Return the joules since construction."""
         return max(self._read() - self._began, 0.0)
 
 
 class RaplEnergy:
-    """The counters of all processor packages, of which this process has the part of its CPU time.
-
-    Others on the host share the packages: a worker's part is its CPU seconds over those of all.
-    """
+    """Energy counters of all processor packages, scaled by this process's share of CPU time."""
 
     source = "rapl"
 
     def __init__(self, packages: Iterable[Path]) -> None:
-        """Begin to count. Raises OSError: one cannot be read."""
+        """Start counting; raises OSError if a counter is unreadable."""
         self._packages = list(packages)
         self._ranges = [_number(path / "max_energy_range_uj") for path in self._packages]
         self._process = psutil.Process()
@@ -143,7 +140,7 @@ class RaplEnergy:
         return energies, mine.user + mine.system, busy
 
     def joules(self) -> float:
-        """Return the joules since it was made; what cannot be read adds nothing."""
+        """Return the joules since construction; unreadable counters add nothing."""
         try:
             energies, mine, busy = self._read()
         except OSError:
@@ -151,7 +148,7 @@ class RaplEnergy:
         before, mine_before, busy_before = self._last
         self._last = energies, mine, busy
         used = sum(
-            now - then + (self._ranges[i] if now < then else 0.0)  # it wraps around
+            now - then + (self._ranges[i] if now < then else 0.0)  # the counter wraps
             for i, (then, now) in enumerate(zip(before, energies, strict=True))
         )
         share = (mine - mine_before) / max(busy - busy_before, 1e-9)
@@ -160,12 +157,12 @@ class RaplEnergy:
 
 
 def open_energy_counter(device: str, rapl: Path = RAPL) -> EnergyCounter | None:
-    """Return the energy counter of a device; None where there is none that can be read."""
+    """Return a device's energy counter; None if unavailable."""
     if device.startswith("cuda"):
         try:
             nvml = import_module("pynvml")
             return NvmlEnergy(nvml, int(device.partition(":")[2] or 0))
-        except Exception:  # no module, no driver, no counter: NVML raises errors of its own
+        except Exception:  # no module, driver or counter: NVML has its own errors
             return None
     packages = sorted(path for path in rapl.glob("intel-rapl:*") if path.name.count(":") == 1)
     try:

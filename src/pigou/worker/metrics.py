@@ -1,4 +1,4 @@
-"""The worker's metrics, under the names that vLLM's have, in a registry of their own."""
+"""The worker's Prometheus metrics, named like vLLM's, in their own registry."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pigou.worker.engine_thread.commands import Gauges
 from pigou.worker.engine_thread.kv_offload import OffloadConnector
 from pigou.worker.http.reply import ReplySequence
 
-#: Of the page that `Metrics.page` returns.
+#: Of `WorkerMetrics.page`.
 CONTENT_TYPE = "text/plain; version=1.0.0; charset=utf-8"
 
 _TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20,
@@ -32,15 +32,15 @@ _STEP = tuple(2**power for power in (0, *range(3, 15)))
 
 
 class Row(NamedTuple):
-    """A metric that is read at each scrape: name, help, and the attribute that has its value."""
+    """A metric read at each scrape: name, help, and source attribute."""
 
     name: str  # a counter's without `_total`
     help: str
-    source: str  # dotted path from the object that is read, of a value or a method
+    source: str  # dotted path of a value or method
     counter: bool = False
 
     def value(self, source: object) -> float | None:
-        """Read the value off an object; None is not shown."""
+        """Read the value from an object; None hides the metric."""
         value: Any = attrgetter(self.source)(source)
         read: float | None = value() if callable(value) else value
         return read
@@ -163,7 +163,7 @@ SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
 
 
 class WorkerMetrics(MetricSet):
-    """Counts what passes; used by the event loop only."""
+    """Counts requests, tokens and steps; event loop only."""
 
     def __init__(
         self,
@@ -173,7 +173,7 @@ class WorkerMetrics(MetricSet):
         blocks: int,
         work: WorkEstimate | None = None,
     ) -> None:
-        """Make the metrics of one model; `cache` has the labels of `vllm:cache_config_info`."""
+        """Create one model's metrics; `cache` labels `vllm:cache_config_info`."""
         super().__init__()
         self._labels = {"model_name": model, "engine": "0"}
         self.gauges, self.waiting = Gauges(), 0
@@ -204,7 +204,7 @@ class WorkerMetrics(MetricSet):
         read: Callable[[], Iterable[tuple[tuple[str, ...], Any]]],
         *labels: str,
     ) -> None:
-        """Show rows of what `read` returns at each scrape, with the values of further labels."""
+        """Register rows of the objects that `read` returns at each scrape, with extra labels."""
         own, names = tuple(self._labels.values()), (*self._labels, *labels)
 
         def families() -> Iterator[Metric]:
@@ -219,33 +219,33 @@ class WorkerMetrics(MetricSet):
         self.scrape(families)
 
     def show_tiers(self, tiers: OffloadConnector) -> None:
-        """Show the figures of each tier."""
+        """Register each tier's metrics."""
         self.show(TIER_ROWS, lambda: tier_figures(tiers), "tier")
 
     def show_energy(self, counter: EnergyCounter) -> None:
-        """Show what the device used."""
+        """Register the device's energy use."""
         self.show(_ENERGY_ROWS, lambda: [((counter.source,), counter)], "source")
 
     @property
     def running(self) -> int:
-        """Requests that have a row."""
+        """Requests with a row."""
         return self.gauges.running + self.gauges.loading
 
     @property
     def prefill_s(self) -> float:
-        """Seconds of steps with chunks of prompts."""
+        """Seconds of steps with prompt chunks."""
         return self.gauges.prefill_ns_total / SECOND
 
     def figures(self, gauges: Gauges, waiting: int) -> None:
-        """Take in the engine's figures, and the sequences that wait for a row."""
+        """Update from the engine's gauges and the number of waiting sequences."""
         self.gauges, self.waiting = gauges, waiting
 
     def step(self, tokens: int) -> None:
-        """Count a step of so many tokens."""
+        """Count a step of `tokens` tokens."""
         self._histogram["iteration_tokens_total"].observe(tokens)
 
     def begun(self, sequence: ReplySequence, remote_tokens: int) -> None:
-        """Count a prompt that took a row first; `remote_tokens` were offered by other workers."""
+        """Count a prompt's first row; other workers offered `remote_tokens`."""
         prompt = len(sequence.prompt)
         local = sequence.cached - sequence.loaded
         self.prompt_tokens += prompt
@@ -259,7 +259,7 @@ class WorkerMetrics(MetricSet):
         self._observe("request_queue_time_seconds", sequence.begun - sequence.arrival)
 
     def token(self, sequence: ReplySequence, now: int) -> None:
-        """Count a token that came at `now`, monotonic nanoseconds."""
+        """Count a token received at `now`, monotonic nanoseconds."""
         if sequence.first:
             self._itl.observe((now - sequence.last) / SECOND)
         else:
@@ -268,13 +268,13 @@ class WorkerMetrics(MetricSet):
         sequence.last = now
 
     def tokens(self, count: int) -> None:
-        """Count tokens sampled."""
+        """Count sampled tokens."""
         self.generated_tokens += count
 
     def finished(
         self, sequence: ReplySequence, finished: Finished, reason: str, limit: int
     ) -> None:
-        """Count a request that left the engine."""
+        """Count a finished request."""
         self._success[reason if reason in REASONS else "error"].inc()
         histogram = self._histogram
         histogram["request_prompt_tokens"].observe(len(sequence.prompt))
@@ -292,7 +292,7 @@ class WorkerMetrics(MetricSet):
             self._observe("request_time_per_output_token_seconds", span // (tokens - 1))
 
     def page(self) -> bytes:
-        """Return the page for Prometheus."""
+        """Return the Prometheus page."""
         return generate_latest(self.registry)
 
     def _observe(self, name: str, nanoseconds: int) -> None:
@@ -306,13 +306,13 @@ class WorkerMetrics(MetricSet):
 
 
 def _token_buckets(max_tokens: int) -> tuple[float, ...]:
-    """Return the buckets 1, 2, 5, 10, 20, 50, ... up to `max_tokens`."""
+    """Return buckets 1, 2, 5, 10, 20, 50, ... up to `max_tokens`."""
     buckets = (digit * 10**power for power in range(10) for digit in (1, 2, 5))
     return tuple(bucket for bucket in buckets if bucket <= max_tokens)
 
 
 class TierFigures(NamedTuple):
-    """What a scrape reads of one tier."""
+    """Metrics of one tier, read per scrape."""
 
     blocks: int
     price: float
@@ -323,7 +323,7 @@ class TierFigures(NamedTuple):
 
 
 def tier_figures(tiers: OffloadConnector) -> Iterator[tuple[tuple[str], TierFigures]]:
-    """Return the figures of each tier, by its name."""
+    """Return each tier's metrics, by name."""
     parts = zip(tiers.status().items(), tiers.tiers.tiers, tiers.tiers.counts, strict=True)
     for (name, status), tier, counts in parts:
         reads, writes = status.reads, status.writes
@@ -341,7 +341,7 @@ def tier_figures(tiers: OffloadConnector) -> Iterator[tuple[tuple[str], TierFigu
 
 
 def health_of(tiers: OffloadConnector) -> dict[str, dict[str, Any]]:
-    """Say of each tier, by name, whether its store works, and if not, why."""
+    """Return each tier's store health, by name, with the reason if it is down."""
     return {
         name: {
             "up": status.up,

@@ -1,4 +1,4 @@
-"""The worker process: starts everything, serves, drains, ends."""
+"""WorkerServer: starts a worker's parts, serves, drains, and stops."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ from pigou.worker.startup.profiling import prepare
 
 log = logging.getLogger(__name__)
 
-#: Seconds for which a thread may hold the interpreter while others want it.
+#: Interpreter switch interval, in seconds.
 _SWITCH = 0.0005
-#: Seconds for which an idle connection is kept: longer than any client's pool keeps it.
+#: Idle seconds of a connection; longer than any client pool's.
 _KEEPALIVE = 3600.0
-#: Seconds that the engine thread is given to end; that all is, after a second signal.
+#: Seconds for the engine thread to end, and for everything after a second signal.
 _JOIN, _CUT_S = 5.0, 3.0
 
 
 class WorkerServer:
-    """One worker, from its parts to its end."""
+    """Runs one worker, from startup to shutdown."""
 
     def __init__(
         self,
@@ -67,12 +67,10 @@ class WorkerServer:
         registrar: Registrar | None = None,
         advertise: str = "",
     ) -> None:
-        """Put the process together; within a running event loop.
+        """Assemble the process; requires a running event loop.
 
-        Args:
-            secret: of the fleet, which clients must show; None lets every client in.
-            registrar: makes the worker known to the fleet; None where others know it.
-            advertise: host at which others reach it; empty for the one that it listens on.
+        Clients must show the fleet's `secret`, if any; `registrar` announces the worker at host
+        `advertise`, by default the bind address.
         """
         self._advertise = advertise
         self._secret = secret
@@ -106,7 +104,7 @@ class WorkerServer:
         self.engine.meter, self.engine.gauges.work = parts.meter, parts.work
         self.engine.rest = parts.rest
         publish = self._events.publish if self._events is not None else _discard
-        max_in_engine = max(1, core.config.max_seqs // 2)  # half is left to other requests
+        max_in_engine = max(1, core.config.max_seqs // 2)  # leave half to other requests
         self._service = EngineClient(
             self.engine.put, self._metrics, publish, self.engine.gauges, max_in_engine
         )
@@ -131,7 +129,7 @@ class WorkerServer:
         self._listener: asyncio.Server | None = None
 
     async def serve(self) -> int:
-        """Serve until a signal or a crash; return the exit status."""
+        """Serve until a signal or crash; return the exit status."""
         self.engine.start()
         if self._events is not None:
             self._events.start(self._background)
@@ -158,7 +156,7 @@ class WorkerServer:
         return name[0], name[1]
 
     def stop(self) -> None:
-        """Take no more requests; end when those in flight have, or at the second call."""
+        """Stop accepting requests and drain; a second call ends at once."""
         if self._stopping:
             self._over.set()
             return
@@ -186,7 +184,7 @@ class WorkerServer:
     def _die(self, error: BaseException) -> None:
         self._failed = True
         self._service.died(error)
-        self._loop.call_later(0.2, self._over.set)  # time for the replies to say so
+        self._loop.call_later(0.2, self._over.set)  # let replies report it
 
     # --- parts ------------------------------------------------------------------------------
 
@@ -201,7 +199,7 @@ class WorkerServer:
         if self._config.kv_transfer == "none":
             self.engine.transfers = NoTransfers(put)
             return None
-        # Blocks on a GPU are staged in shared memory; those of a host must lie in it already.
+        # GPU blocks are staged in shared memory; host blocks must already lie in it.
         by_shm = parts.memory is not None or parts.store.as_bytes() is None
         named = self._config.kv_transfer
         backends = BACKENDS if named == "auto" else tuple(dict.fromkeys(named.split(",")))
@@ -256,14 +254,14 @@ class WorkerServer:
         }
 
     def _layout(self) -> str:
-        """Return what workers must have in common to read each other's caches; "" for none may."""
+        """Return the key shared by workers that can exchange caches; "" for none."""
         transfer = self._config.kv_transfer
         if transfer == "none" or not self._config.prefix_caching:
             return ""
         return f"{transfer}:{self._parts.store.layout.fingerprint()}"
 
     def _announce(self, address: tuple[str, int]) -> dict[str, Any]:
-        """Print one line of JSON that says where this worker is; return it."""
+        """Print and return one line of JSON with this worker's address."""
         url = f"http://{url_host(address[0])}:{address[1]}"
         line = {"ready": True, "url": url, **self._about()}
         if self._events is not None:
@@ -300,20 +298,13 @@ class WorkerServer:
 def run(
     config: WorkerConfig, make_registrar: MakeRegistrar | None = None, advertise: str = ""
 ) -> int:
-    """Run a worker until it ends; return the process's exit status.
+    """Run a worker until it ends; return the exit status.
 
-    Args:
-        make_registrar: makes what registers it; None registers it nowhere.
-        advertise: host at which others reach it; empty for the one that it listens on.
-
-    Raises:
-        ConfigError: values that do not fit one another or the model.
-        ModelError: the model cannot be had or run.
-        TokenizerError: its tokenizer cannot be used.
-        OSError: the address cannot be bound.
+    `make_registrar` builds its registrar, if any. Raises ConfigError, ModelError or TokenizerError
+    as `build`, and OSError if the address cannot be bound.
     """
     logs.configure(config.log_format, config.log_level, access=config.access_log)
-    # Bytes that are not HTTP are answered with 400; what fails in a handler is logged there.
+    # Malformed HTTP is answered with 400; handler errors are logged there.
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
     secret = FleetSecret.given(config.fleet_secret_file)
     check_exposure(config, secret)
@@ -324,7 +315,7 @@ def run(
 
         prepare_environment(config.threads)
         with uncollected():
-            import_module("pigou.runtime.models.load")  # torch, for the most part
+            import_module("pigou.runtime.models.load")  # mostly torch
     sys.setswitchinterval(_SWITCH)
     preparation = ThreadPoolExecutor(1)
     try:
@@ -349,21 +340,21 @@ def _runner() -> Any:
 
 
 def _discard(_: list[dict[str, Any]]) -> None:
-    """Publish nothing."""
+    """Do nothing."""
 
 
 class Registrar(Protocol):
-    """Keeps a running worker known to others; a failure of theirs never ends the worker."""
+    """Announces a running worker; its failures never end the worker."""
 
     async def ready(self, about: dict[str, Any], stop: Callable[[], None]) -> None:
-        """Make the worker known, which serves from now on."""
+        """Announce the worker as serving."""
 
     async def draining(self) -> None:
-        """Say that it takes nothing new."""
+        """Announce that it accepts no more requests."""
 
     async def leave(self) -> None:
-        """Say that it is gone."""
+        """Announce that it is gone."""
 
 
-#: Makes the registrar of a worker, from the fleet's secret.
+#: Builds a worker's registrar from the fleet's secret.
 MakeRegistrar = Callable[[FleetSecret | None], Registrar]

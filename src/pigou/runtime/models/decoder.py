@@ -135,10 +135,7 @@ class Layer:
 
 
 def load_layer(index: int, config: ModelConfig, weights: Weights) -> Layer:
-    """Take a layer's tensors, under the names of Hugging Face.
-
-    Raises ModelError: one is missing or has another shape.
-    """
+    """Load a layer's tensors, by Hugging Face names; raises ModelError on a mismatch."""
     prefix = f"model.layers.{index}."
     loader = _Loader(weights, prefix)
     hidden, width = config.hidden, config.head_dim

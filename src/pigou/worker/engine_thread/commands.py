@@ -1,4 +1,4 @@
-"""What passes between the event loop and the engine thread."""
+"""Commands to the engine thread, and its reports to the event loop."""
 
 from __future__ import annotations
 
@@ -22,43 +22,42 @@ if TYPE_CHECKING:
 class Add:
     """Compute a request."""
 
-    request: Request  # for the core; `remote` is set where `ticket` is
+    request: Request  # `remote` is set if `ticket` is
     tokens: list[int]
     params: SamplingParams
-    generated: int  # how many of the last `tokens` were generated elsewhere
-    seed: bytes  # of its block hashes; empty where none of it is cached
+    generated: int  # trailing `tokens` that were generated elsewhere
+    seed: bytes  # of its block hashes; empty for no caching
     salt: str | None = None
     ticket: dict[str, Any] | None = None  # `kv_transfer_params` of the worker that has its blocks
-    # state of `params.grammar` behind the generated tokens; None without one.
-    grammar: GrammarState | None = None
-    tenure: bytes = b""  # seed of the hashes that tickets name, whether or not anything is cached
-    trace_id: str = ""  # of its trace; empty where it is not traced
+    grammar: GrammarState | None = None  # state of `params.grammar` after the generated tokens
+    tenure: bytes = b""  # seed of ticket hashes, with or without caching
+    trace_id: str = ""  # empty if not traced
 
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """End a request."""
+    """Abort a request."""
 
     request: str
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Free the blocks that are held for another worker."""
+    """Free the blocks held for another worker."""
 
     request: str
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseCached:
-    """Offer what is cached of a prompt to another worker; the request is not computed."""
+    """Offer a prompt's cached blocks to another worker, computing nothing."""
 
     request: Request
 
 
 @dataclass(frozen=True, slots=True)
 class EndLease:
-    """Take back an offer of cached blocks that nobody was told of."""
+    """Withdraw an offer of cached blocks that was never announced."""
 
     request: str
 
@@ -75,9 +74,9 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """A load from tiers has ended; its first `blocks` blocks came.
+    """A load from tiers has ended with its first `blocks` blocks.
 
-    Where the read `failed`, the next one may still be in its store.
+    If the read `failed`, the next block may still be in its store.
     """
 
     request: str
@@ -87,7 +86,7 @@ class Restored:
 
 @dataclass(frozen=True, slots=True)
 class OffloadDone:
-    """A move has ended; `good` says which of its blocks arrived."""
+    """A move has ended; `good` marks the blocks that arrived."""
 
     move: int
     good: list[bool]
@@ -95,7 +94,7 @@ class OffloadDone:
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """A tier's store has these blocks from before the start."""
+    """A tier's store has these blocks from an earlier run."""
 
     tier: int
     blocks: list[Block]
@@ -103,12 +102,12 @@ class Recovered:
 
 @dataclass(frozen=True, slots=True)
 class ClearCache:
-    """Forget all cached prefixes."""
+    """Clear the prefix cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """End the thread."""
+    """Stop the thread."""
 
 
 Command: TypeAlias = (
@@ -128,15 +127,14 @@ Command: TypeAlias = (
 
 @dataclass(slots=True)
 class Gauges:
-    """The core's figures; counts since the start where it says "total".
+    """Metrics of the core; "total" counts since the start.
 
-    The engine thread alone writes them: all of them when a plan is made, load when it is done.
-    Other threads read them at any time.
+    Only the engine thread writes them; any thread may read.
     """
 
     running: int = 0
     waiting: int = 0
-    added_total: int = 0  # requests that the engine took up or refused, as of `waiting`
+    added_total: int = 0  # requests accepted or refused, as of `waiting`
     loading: int = 0
     held: int = 0
     free: int = 0
@@ -159,11 +157,10 @@ class Gauges:
     blocks_received_total: int = 0
     bytes_received_total: int = 0
     blocks_leased_total: int = 0
-    # what the steps took of the GPUs; None where the model's shape is not known.
-    work: WorkEstimate | None = None
+    work: WorkEstimate | None = None  # GPU use of the steps; None if the shape is unknown
 
     def count_steps(self, plan: Plan, result: Result) -> None:
-        """Count what was computed; chunks of prompts come last in a plan."""
+        """Count a plan's computed tokens; prompt chunks come last in a plan."""
         self.steps_total += result.steps
         self.tokens_total += plan.tokens * result.steps
         if self.work is not None:
@@ -173,16 +170,16 @@ class Gauges:
             self.prefill_tokens_total += plan.chunk_tokens * result.steps
 
     def read_load(self, core: EngineCore, added: int) -> None:
-        """Take what runs, waits and is kept in the core, which has taken `added` requests."""
+        """Read the core's load, after it took `added` requests."""
         self.running, self.loading = core.running - core.loading, core.loading
         self.waiting, self.added_total = core.waiting, added
         self.free, self.usage = core.free_blocks, core.usage
         self.held, self.cached = core.held, core.cached_blocks
 
     def read(self, core: EngineCore, plan: Plan, added: int, warm_queries: int) -> None:
-        """Take all figures of the core, which begins a plan: its tokens count as computed.
+        """Read all metrics at the start of a plan, counting its tokens as computed.
 
-        `warm_queries` are prefix queries of the warm-up.
+        `warm_queries`: prefix queries of the warm-up.
         """
         self.read_load(core, added)
         rows, used = core.rows, core.rows.length > 0
@@ -202,51 +199,50 @@ class Gauges:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A request was refused by the engine, or failed in it."""
+    """A request that the engine refused, or that failed in it."""
 
-    request: str  # its id
-    status: int  # HTTP status that says so
+    request: str
+    status: int  # HTTP status
     message: str
-    type: str = ""  # of the error body; empty for that of the status
+    type: str = ""  # of the error body; empty for the status's own
 
 
 def failed_alone(why: str) -> str:
-    """Return the message of a request that fails in the engine by itself."""
+    """Return the error message of a request that failed by itself."""
     return f"The engine failed on this request alone ({why}); change it before it is sent again."
 
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A request took a row: for the first time, or again after a preemption."""
+    """A request took a row, first or after a preemption."""
 
-    request: str  # its id
-    computed: int  # tokens that need not be computed
-    loaded: int  # of those, tokens that another worker's blocks brought
-    now: int  # when, in monotonic nanoseconds
-    # when the transfer of its blocks began; 0 where it is not traced, or without one.
-    loading: int = 0
+    request: str
+    computed: int  # tokens already computed
+    loaded: int  # of those, from another worker
+    now: int  # monotonic nanoseconds
+    loading: int = 0  # start of its block transfer; 0 if none or not traced
 
 
 @dataclass(slots=True)
 class Report:
-    """All that one step did, in one message."""
+    """Everything that one step did."""
 
-    now: int = 0  # when it ended, monotonic nanoseconds
-    begun: list[Begun] = field(default_factory=list)  # requests that took a row
-    # (request, token, log-probabilities where asked for), in order.
+    now: int = 0  # end, monotonic nanoseconds
+    begun: list[Begun] = field(default_factory=list)
+    # (request, token, logprobs if requested), in order.
     tokens: list[tuple[str, int, RankedLogprobs | None]] = field(default_factory=list)
-    # (request, log-probabilities of its prompt), in order.
+    # (request, prompt logprobs), in order.
     prompts: list[tuple[str, list[RankedLogprobs | None]]] = field(default_factory=list)
-    finished: list[Finished] = field(default_factory=list)  # requests that left the engine
-    # by request, `kv_transfer_params` of the blocks held.
+    finished: list[Finished] = field(default_factory=list)
+    # `kv_transfer_params` of held blocks, by request.
     tickets: dict[str, dict[str, Any]] = field(default_factory=dict)
-    # the same of cached blocks that were asked for; None where there are none.
+    # the same of cached blocks; None without any.
     leases: dict[str, dict[str, Any] | None] = field(default_factory=dict)
-    failed: list[Failed] = field(default_factory=list)  # requests that were refused
-    events: list[dict[str, Any]] = field(default_factory=list)  # KV events, as maps of the wire
-    computed: int = 0  # tokens computed in each step of the plan; 0 in reports between its steps
+    failed: list[Failed] = field(default_factory=list)
+    events: list[dict[str, Any]] = field(default_factory=list)  # KV events in wire format
+    computed: int = 0  # tokens per step of the plan; 0 in reports between its steps
     steps: int = 0
-    # of prompts of traced requests: (request, begin, end, tokens), times as `now`.
+    # prefill chunks of traced requests: (request, begin, end, tokens), times as `now`.
     chunks: list[tuple[str, int, int, int]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
@@ -261,15 +257,15 @@ class Report:
         )
 
 
-#: Is called after each step; returns whether the plan's next steps may go on.
+#: Called after each step; returns True to continue the plan.
 OnStep: TypeAlias = Callable[[StepOutput], bool]
 
 
 class Backend(Protocol):
-    """Computes plans; called from the engine thread only. `TorchExecutor` is one."""
+    """Executes plans, on the engine thread; implemented by `TorchExecutor`."""
 
     def set_beat(self, beat: Callable[[], None]) -> None:
-        """Call `beat` while a step makes progress, at least once a second where that is known."""
+        """Call `beat` while a step progresses, at least once a second if possible."""
 
     def add(
         self,
@@ -282,18 +278,14 @@ class Backend(Protocol):
         hashes: BlockHashes | None = None,
         grammar: GrammarState | None = None,
     ) -> None:
-        """Take a request up, before it is planned.
+        """Add a request before it is planned.
 
-        Args:
-            hashes: that the core was told; None stands for all full blocks of `tokens`.
-            grammar: state of `params.grammar` behind the resumed tokens; None without one.
-
-        Raises:
-            ValueError: a parameter cannot be honoured (a grammar, mostly); says which.
+        `hashes` are those the core knows, None for all full blocks; `grammar` is the state after
+        the resumed tokens. Raises ValueError if a parameter, mostly a grammar, cannot be honoured.
         """
 
     def drop(self, request: str) -> None:
-        """Forget a request; nothing, if it is not known."""
+        """Drop a request; unknown ids are ignored."""
 
     def execute(self, plan: Plan, on_step: OnStep | None = None) -> Result:
-        """Do the plan's moves, then its steps; return early where a sequence ends."""
+        """Run the plan's moves, then its steps; return early if a sequence ends."""

@@ -1,4 +1,4 @@
-"""The event loop's side of the engine: requests in, replies out."""
+"""EngineClient: the event loop's interface to the engine."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ log = logging.getLogger(__name__)
 
 _Arguments = TypeVarTuple("_Arguments")
 
-#: Seconds after which a client may try again when the queue is full.
+#: Retry-After for a full queue, in seconds.
 RETRY_AFTER = 1
 
 
 class EngineClient:
-    """Hands sequences to the engine thread, and its reports to their replies."""
+    """Submits sequences to the engine thread, and routes its reports to replies."""
 
     def __init__(
         self,
@@ -46,10 +46,7 @@ class EngineClient:
         gauges: Gauges,
         max_in_engine: int = 0,
     ) -> None:
-        """Begin with nothing in flight.
-
-        `max_in_engine`: sequences of one request that are in the engine at once; 0 for all.
-        """
+        """`max_in_engine`: concurrent sequences in the engine per request; 0 for all."""
         self._held = WaitingSequences(max_in_engine)
         self._put = put
         self._metrics = metrics
@@ -66,22 +63,22 @@ class EngineClient:
 
     @property
     def in_flight(self) -> int:
-        """Sequences that the engine has not finished."""
+        """Unfinished sequences."""
         return len(self._flights)
 
     @property
     def waiting(self) -> int:
-        """Sequences of accepted requests that have no row: in the engine, or on their way to it."""
+        """Accepted sequences without a row, in the engine or not yet sent to it."""
         gauges, followers = self._gauges, sum(map(len, self._followers.values()))
         return gauges.waiting + self._added - gauges.added_total + len(self._held) + followers
 
     def metrics_page(self) -> bytes:
-        """Return the page for Prometheus, with the figures of this moment."""
+        """Return the Prometheus page, with current values."""
         self._metrics.figures(self._gauges, self.waiting)
         return self._metrics.page()
 
     def check_open(self) -> None:
-        """Raise `APIError` 503 or 500 when no request can be taken."""
+        """Raise `APIError` 503 or 500 if no request can be accepted."""
         if self.dead:
             raise APIError(500, "The engine has died; this worker is about to exit.")
         if self.draining:
@@ -92,10 +89,10 @@ class EngineClient:
             )
 
     def submit(self, reply: Reply, pairs: list[tuple[ReplySequence, Add]]) -> None:
-        """Compute the choices of one prompt.
+        """Compute the choices of one prompt; fails the reply after `cut_off`.
 
-        Those after the first follow once it has a token: then they find the prompt's blocks in
-        the cache. After `cut_off` the reply fails.
+        Choices after the first start once it has a token, so that they hit the prompt's cached
+        blocks.
         """
         if self._closed is not None:
             reply.fail(self._closed)
@@ -109,7 +106,7 @@ class EngineClient:
         self._send(reply, leader)
 
     def _send(self, reply: Reply, add: Add) -> None:
-        """Give a sequence to the engine, or keep it until others of its request have ended."""
+        """Send a sequence to the engine, or queue it behind others of its request."""
         if self._held.enters(id(reply), add):
             self._enter(add)
 
@@ -118,12 +115,12 @@ class EngineClient:
         self._put(add)
 
     def _left(self, reply: Reply) -> None:
-        """A sequence left the engine: the next one of its request may go."""
+        """Send the next queued sequence of a request."""
         if (add := self._held.left(id(reply))) is not None:
             self._enter(add)
 
     def cancel(self, reply: Reply) -> None:
-        """Abort what is still computed for a reply that nobody waits for."""
+        """Abort the remaining work of an abandoned reply."""
         for sequence in reply.sequences:
             for add in self._followers.pop(sequence.id, ()):
                 self._flights.pop(add.request.id, None)
@@ -140,9 +137,9 @@ class EngineClient:
                 self._send(flight[1], add)
 
     async def lease_cached(self, request: Request) -> dict[str, Any] | None:
-        """Offer what is cached of a prompt to another worker; return the ticket, None without.
+        """Offer a prompt's cached blocks to another worker; return the ticket, if any.
 
-        Raises APIError: 500, the engine died meanwhile.
+        Raises APIError 500 if the engine dies meanwhile.
         """
         future: asyncio.Future[dict[str, Any] | None]
         future = self._lease_futures[request.id] = asyncio.get_running_loop().create_future()
@@ -160,7 +157,7 @@ class EngineClient:
             self._put(EndLease(request))
 
     def clear_cache(self) -> None:
-        """Forget all cached prefixes."""
+        """Clear the prefix cache."""
         self._put(ClearCache())
 
     def died(self, error: BaseException) -> None:
@@ -171,10 +168,7 @@ class EngineClient:
         self._held.clear()
 
     def cut_off(self) -> int:
-        """Fail everything that has not ended, and all that still comes: the process ends.
-
-        Returns how many replies fail.
-        """
+        """Fail everything in flight and all later requests; return the number of failed replies."""
         self._closed = APIError(
             503,
             "This worker is shutting down, and the time for requests in flight is over: send the "
@@ -184,7 +178,7 @@ class EngineClient:
         return self._fail_all(self._closed)
 
     def _fail_all(self, error: APIError) -> int:
-        """Fail what is in flight; return how many replies that are."""
+        """Fail all replies in flight; return their number."""
         replies = {id(reply): reply for _, reply, _ in self._flights.values() if not reply.done}
         for reply in replies.values():
             reply.fail(error)
@@ -196,7 +190,7 @@ class EngineClient:
     # --- reports ----------------------------------------------------------------------------
 
     def deliver(self, report: EngineReport) -> None:
-        """Pass a step's report on."""
+        """Distribute a step's report."""
         for _ in range(report.steps):
             self._metrics.step(report.computed)
         for begun in report.begun:
@@ -223,7 +217,7 @@ class EngineClient:
     def _isolated(
         self, request: str, work: Callable[[*_Arguments], None], *args: *_Arguments
     ) -> None:
-        """Do what concerns one request; an exception fails that one, and not its batch."""
+        """Handle one request's part of a report; an exception fails that request alone."""
         flight = self._flights.get(request)
         try:
             work(*args)
@@ -282,7 +276,7 @@ class EngineClient:
                 continue
             sequence, reply, _ = flight
             if sequence.choice.finish is not None:
-                continue  # tokens after a stop string, before the abort arrived
+                continue  # tokens after a stop string, sampled before the abort arrived
             if self._followers:
                 self._follow(request)
             metrics.token(sequence, now)
@@ -325,15 +319,15 @@ class EngineClient:
             self._shaken()
 
     def when_idle(self, call: Callable[[], None]) -> None:
-        """Call once nothing is in flight (again, each time); at once if that is so now."""
+        """Call `call` whenever nothing is in flight; now, if that is the case."""
         self._shaken = call
         self._settled()
 
 
 class WaitingSequences:
-    """At most so many sequences of one reply are in the engine at once; the others wait here.
+    """Bounds the sequences per reply in the engine, and queues the rest.
 
-    A reply is known by a number of its own, as long as it has sequences.
+    A reply is identified by a number while it has sequences.
     """
 
     def __init__(self, max_in_engine: int = 0) -> None:
@@ -345,7 +339,7 @@ class WaitingSequences:
         return sum(map(len, self._held.values()))
 
     def enters(self, reply: int, add: Add) -> bool:
-        """Return whether a sequence goes to the engine now; otherwise it is kept."""
+        """True if the sequence may go to the engine; otherwise it is queued."""
         inside = self._inside.get(reply, 0)
         if self._max_in_engine and inside >= self._max_in_engine:
             self._held.setdefault(reply, deque()).append(add)
@@ -354,7 +348,7 @@ class WaitingSequences:
         return True
 
     def left(self, reply: int) -> Add | None:
-        """A sequence left the engine; return the one that takes its place."""
+        """Return the queued sequence that replaces one that left the engine."""
         waiting = self._held.get(reply)
         if waiting:
             add = waiting.popleft()
@@ -369,10 +363,10 @@ class WaitingSequences:
         return None
 
     def drop(self, reply: int) -> Iterator[Add]:
-        """Forget what is kept of a reply, and return it."""
+        """Remove and return a reply's queued sequences."""
         return iter(self._held.pop(reply, ()))
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Drop all queued sequences."""
         self._inside.clear()
         self._held.clear()

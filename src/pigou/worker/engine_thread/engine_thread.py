@@ -1,4 +1,4 @@
-"""The engine thread: it drives an EngineCore and its backend, and reports once a step."""
+"""EngineThread: drives an EngineCore and its backend, and reports once per step."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ log = logging.getLogger(__name__)
 
 
 class EngineThread:
-    """Owns core and backend; others talk to it by `put`, and hear from it through `report`."""
+    """Owns core and backend; takes commands by `put`, answers through `report`."""
 
     def __init__(
         self, core: EngineCore, backend: Backend, report: Callable[[Report], None],
@@ -78,7 +78,7 @@ class EngineThread:
         self._out = Report()
         self.gauges = Gauges()
         self._added = 0
-        self._warm_queries = core.stats.queried_tokens  # those of the warm-up
+        self._warm_queries = core.stats.queried_tokens  # of the warm-up
         self._step_s = 0.0
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -87,18 +87,18 @@ class EngineThread:
         self.transfers: Transfers
         self.tiers: OffloadConnector | None = None
         self.meter: RateMeter | None = None
-        self.rest: Callable[[], None] | None = None  # told when there is nothing to compute
+        self.rest: Callable[[], None] | None = None  # called when idle
 
     def start(self) -> None:
         """Start the thread."""
         self._thread.start()
 
     def put(self, command: Command) -> None:
-        """Send a command; from any thread. A plan under way is cut short for it."""
+        """Send a command, from any thread; cuts the running plan short."""
         self._inbox.put(command)
 
     def join(self, timeout: float) -> bool:
-        """Wait for the thread to end; whether it did within `timeout` seconds."""
+        """Wait for the thread; True if it ended within `timeout` seconds."""
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
@@ -115,13 +115,13 @@ class EngineThread:
     # --- commands ---------------------------------------------------------------------------
 
     def _take_commands(self, block: bool) -> None:
-        """Do all commands that are there; wait for one first if there is nothing else to do."""
+        """Run all queued commands; block for one if the engine is idle."""
         if block:
             if self.rest is not None:
                 self.rest()
             self._flush()
             self.heartbeat.rest()
-            due = self._core.next_return  # when a session is expected back
+            due = self._core.next_return  # expected return of a session
             wait = None if due is None else max(0.0, (due - time.monotonic_ns()) / SECOND)
             try:
                 self._do(self._inbox.get(timeout=wait))
@@ -187,7 +187,7 @@ class EngineThread:
             return
         try:
             self._core.add(request)
-        except ValueError as error:  # too large, or its id is taken
+        except ValueError as error:  # too large, or a duplicate id
             self._refuse(add, 400, str(error))
         except QueueFull as error:
             self._refuse(add, 503, str(error))
@@ -213,7 +213,7 @@ class EngineThread:
         self._take(self._core.abort(request))
 
     def _lease_cached(self, request: Request) -> None:
-        """Offer what is cached of a prompt; the answer does not wait for the next step."""
+        """Offer a prompt's cached blocks; reported without waiting for the next step."""
         core, ticket, held = self._core, None, np.empty(0, dtype=np.int32)
         try:
             held = core.hold_cached(request, time.monotonic_ns())
@@ -251,7 +251,7 @@ class EngineThread:
             self._recall(now)
             if self._core.waiting:
                 busy = self._core.running > self._core.loading
-                self.tiers.measure(self._step_s / 2 if busy else 0.0)  # until commands are noticed
+                self.tiers.measure(self._step_s / 2 if busy else 0.0)  # mean delay of commands
         plan = self._core.schedule(now)
         self.gauges.read(self._core, plan, self._added, self._warm_queries)
         self._begin(plan, now)
@@ -273,8 +273,8 @@ class EngineThread:
         self._take(self._core.apply(plan, result))
         self._flush()
         if plan.tokens > len(plan.rows) and hasattr(os, "sched_yield"):
-            # Where both share a core, Linux lets a thread that computes finish its slice before it
-            # wakes one that slept for long: a first token would then wait for up to 4 ms.
+            # If both share a core, Linux lets a computing thread finish its slice before waking a
+            # sleeper, which would delay a first token by up to 4 ms.
             os.sched_yield()
         return True
 
@@ -289,7 +289,7 @@ class EngineThread:
                 self._core.tiers.learn(RecomputeCost(self._core.config.block_size / rates.prefill))
 
     def _begin(self, plan: Plan, now: int) -> None:
-        """Note who took a row, and begin loads and moves."""
+        """Record new rows, and start loads and moves."""
         if self.tiers is not None:
             self.tiers.make(plan.moves)
         for started in plan.started:
@@ -299,7 +299,7 @@ class EngineThread:
             self._out.begun.append(Begun(started.request, started.computed, loaded, now, loading))
         for load in plan.loads:
             self._traced.load(load.request, now)
-            if load.row >= 0:  # else it is for a session that is away
+            if load.row >= 0:  # else it is a recall for an absent session
                 self._owner[load.row] = load.request
             if len(load.tiers):
                 assert self.tiers is not None
@@ -335,7 +335,7 @@ class EngineThread:
         return True
 
     def _take(self, effects: Effects) -> None:
-        """Report what follows from a call of the core."""
+        """Report the effects of a core call."""
         if self._events and effects.events:
             self._out.events += [self._wire_event(event) for event in effects.events]
         for finished in effects.finished:
@@ -362,20 +362,20 @@ class EngineThread:
             self._out.tickets[finished.request] = ticket
 
     def _last_hash(self, add: Add, blocks: int) -> str:
-        """Return the hash of the last of a prompt's first `blocks` blocks, as tickets write it."""
+        """Return the hash of a prompt's block `blocks - 1`, as in tickets."""
         hashes, size = add.request.hashes, self._core.config.block_size
         if len(hashes) < blocks:
             hashes = chain(self._tokens[add.request.id][: blocks * size], size, add.tenure)
         return hash_text(hashes[blocks - 1])
 
     def _wire_event(self, event: KVEvent) -> dict[str, Any]:
-        """Return the wire's map of a KV event; a tier's blocks carry no tokens."""
+        """Convert a KV event to wire format; blocks of tiers carry no tokens."""
         size = self._core.config.block_size
         if not isinstance(event, BlockStored) or event.medium is not Medium.DEVICE:
             return event_map(event, size)
         tokens = self._tokens.get(event.request)
         if tokens is None:
-            return event_map(event, size)  # brought back for nobody yet
+            return event_map(event, size)  # recalled, not used yet
         start = event.first * size
         tokens = tokens[start : start + len(event.hashes) * size]
         return event_map(event, size, tokens, self._adds[event.request].salt)
@@ -389,12 +389,12 @@ class EngineThread:
         self._report(out)
 
 
-#: Part of a prompt that was computed: request, begin and end in monotonic nanoseconds, tokens.
+#: Computed prompt chunk: request, begin and end in monotonic nanoseconds, tokens.
 PromptChunk = tuple[str, int, int, int]
 
 
 class TracedPrompts:
-    """The traced requests in the engine; false while there are none."""
+    """Traced requests in the engine; false if empty."""
 
     def __init__(self) -> None:
         self._loading: dict[str, int] = {}
@@ -403,29 +403,29 @@ class TracedPrompts:
         return bool(self._loading)
 
     def add(self, add: Add) -> None:
-        """Take a request that the engine took, if it is traced."""
+        """Track a request if it is traced."""
         if add.trace_id:
             self._loading[add.request.id] = 0
 
     def drop(self, request: str) -> None:
-        """Forget a request that left the engine."""
+        """Forget a finished request."""
         self._loading.pop(request, None)
 
     def load(self, request: str, now_ns: int) -> None:
-        """Note that blocks of a request are on their way."""
+        """Record that a request's blocks are being loaded."""
         if self._loading.get(request) == 0:
             self._loading[request] = now_ns
 
     def loading(self, request: str) -> int:
-        """Return when the blocks of a request were asked for; 0 where none were, or not traced."""
+        """Return when a request's load began; 0 if none or not traced."""
         return self._loading.get(request, 0)
 
     def chunks(
         self, plan: Plan, entries: Sequence[str], start_ns: int, end_ns: int
     ) -> list[PromptChunk]:
-        """Return the chunks of traced prompts in a plan, which are its last entries.
+        """Return the chunks of traced prompts in a plan, which come last.
 
-        `start_ns`: when its first step began, in monotonic nanoseconds.
+        `start_ns`: start of its first step, monotonic nanoseconds.
         """
         chunks: list[PromptChunk] = []
         for entry in range(len(plan.counts) - 1, -1, -1):

@@ -1,4 +1,4 @@
-"""The engine's heartbeat: how a worker tells slow from hung."""
+"""The engine's heartbeat: tells slow from hung."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import msgspec
 
 from pigou.request import SECOND
 
-#: Environment variable by which a fleet asks for heartbeats on the standard output.
+#: Environment variable that enables heartbeats on stdout.
 ENABLED_VARIABLE = "PIGOU_HEARTBEAT"
-#: Seconds between two of them.
+#: Seconds between heartbeats.
 INTERVAL_S = 1.0
 
 
 class Heartbeat:
-    """Progress of the engine thread, which alone writes it; any thread reads it."""
+    """Progress of the engine thread, its only writer; readable by any thread."""
 
     def __init__(self, clock: Callable[[], int] = time.monotonic_ns) -> None:
         self._clock = clock
@@ -32,24 +32,24 @@ class Heartbeat:
         self.steps = 0
 
     def beat(self) -> None:
-        """Note progress."""
+        """Record progress."""
         self.beats += 1
         self._last_ns = self._clock()
 
     def work(self, planned_tokens: int = 0) -> None:
-        """Note that something begins."""
+        """Record the start of work."""
         self.planned_tokens = planned_tokens
         self.busy = True
         self.beat()
 
     def rest(self) -> None:
-        """Note that the thread begins to wait for a command."""
+        """Record that the thread waits for commands."""
         self.planned_tokens = 0
         self.busy = False
         self.beat()
 
     def view(self) -> dict[str, Any]:
-        """Return what `/health` says of the engine; `age_s` is the last beat's."""
+        """Return the engine's part of `/health`; `age_s` is the time since the last beat."""
         return {
             "busy": self.busy,
             "beats": self.beats,
@@ -60,9 +60,9 @@ class Heartbeat:
 
 
 def publish(heartbeat: Heartbeat) -> None:
-    """Print the heartbeat every second, from a thread of its own, if the parent asked for it.
+    """Print the heartbeat every second from a thread, if the parent process enabled it.
 
-    It reaches the parent also while the event loop is too slow to answer `/health`.
+    It works even if the event loop is too slow to answer `/health`.
     """
     if os.environ.get(ENABLED_VARIABLE):
         threading.Thread(target=_print, args=(heartbeat,), name="heartbeat", daemon=True).start()
@@ -74,22 +74,21 @@ def _print(heartbeat: Heartbeat) -> None:
         try:
             sys.stdout.buffer.write(line)
             sys.stdout.buffer.flush()
-        except (OSError, ValueError):  # the parent is gone, or the stream closed
+        except (OSError, ValueError):  # parent gone, or stream closed
             return
         time.sleep(INTERVAL_S)
 
 
-#: Environment variable with the parent's process id: a parent that is gone before this process
-#: looks for the first time would not be missed otherwise.
+#: Environment variable with the parent's process id, to detect a parent gone before the first look.
 PARENT = "PIGOU_PARENT"
-#: Seconds between looks.
+#: Seconds between checks.
 _INTERVAL = 0.25
-#: Seconds from the polite signal to the end.
+#: Seconds between SIGTERM and the forced end.
 _GRACE = 2.0
 
 
 def watch_parent() -> None:
-    """Watch the parent in a thread; once it is gone, end this process, politely or not."""
+    """Watch the parent process in a thread; end this process once it is gone."""
     parent = int(os.environ.get(PARENT) or os.getppid())
     threading.Thread(target=_watch, args=(parent,), name="parent", daemon=True).start()
 
@@ -97,7 +96,7 @@ def watch_parent() -> None:
 def _watch(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(_INTERVAL)
-    # Nobody is left to drain for: the second signal ends the wait.
+    # No need to drain: the second signal skips it.
     os.kill(os.getpid(), signal.SIGTERM)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(_GRACE)

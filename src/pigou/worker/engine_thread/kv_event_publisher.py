@@ -1,4 +1,4 @@
-"""Publishes KV events over ZMQ, and replays those that a subscriber missed."""
+"""Publishes KV events over ZMQ, and replays missed ones."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from pigou.wire.kv_event_decoding import (
 log = logging.getLogger(__name__)
 
 TOPIC = b"kv"
-#: Batches that can be replayed.
+#: Batches kept for replay.
 BUFFER = 10_000
-#: Batches that wait for a slow subscriber before it misses some.
+#: Batches queued per slow subscriber before drops.
 HIGH_WATER = 100_000
 
 
 class EventPublisher:
-    """A PUB socket for batches of events, and a ROUTER socket for replays of past ones."""
+    """A PUB socket for event batches, and a ROUTER socket for replays."""
 
     def __init__(
         self, endpoint: str, replay_endpoint: str, secret: FleetSecret | None = None
     ) -> None:
-        """Bind both sockets; a port `*` takes a free one, and no secret (ZMQ CURVE) lets all in.
+        """Bind both sockets (port `*` takes a free one); raises ConfigError if that fails.
 
-        Raises ConfigError: an address cannot be bound, or there is no CURVE here.
+        Without a secret (ZMQ CURVE) anyone may connect.
         """
         self._encrypted = secret is not None
         self._context = zmq.asyncio.Context()
@@ -63,11 +63,11 @@ class EventPublisher:
         self._task: asyncio.Task[None] | None = None
 
     def start(self, background: Background | None = None) -> None:
-        """Begin to answer replays; within a running event loop."""
+        """Start answering replays; requires a running event loop."""
         self._task = (background or Background()).start("KV event replay", self._replay)
 
     def publish(self, events: list[dict[str, Any]]) -> None:
-        """Send the events of a step, as maps of the wire."""
+        """Publish the events of a step, in wire format."""
         number, payload = sequence_frame(self._next), encode_batch(time.time(), events)
         self._next += 1
         self._past.append((number, payload))
@@ -77,7 +77,7 @@ class EventPublisher:
             log.warning("KV events %d were not sent; they can be replayed", self._next - 1)
 
     def describe(self) -> dict[str, Any]:
-        """Return what `GET /kv_event_sources` says of this worker."""
+        """Return this worker's entry in `GET /kv_event_sources`."""
         return {
             "enable_kv_cache_events": True,
             "publisher": "zmq",
@@ -127,7 +127,7 @@ class EventPublisher:
 def event_map(
     event: KVEvent, block_size: int, token_ids: Sequence[int] = (), salt: str | None = None
 ) -> dict[str, Any]:
-    """Return the wire's map of a core event."""
+    """Convert a core event to wire format."""
     if isinstance(event, BlockStored):
         return stored_map(event, token_ids, block_size, salt)
     return removed_map(event) if isinstance(event, BlockRemoved) else cleared_map(event)

@@ -1,4 +1,4 @@
-"""The tiers of a worker: what the core decides is done by a mover, and answered with commands."""
+"""Connects the core's tiers to a KVOffloader."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from pigou.worker.engine_thread.commands import Command, OffloadDone, Recovered,
 
 log = logging.getLogger(__name__)
 
-#: Nanoseconds for which a speed is not asked again.
+#: Nanoseconds for which a measured speed is reused.
 _FRESH = 20_000_000
 
 
 class OffloadConnector:
-    """Makes the moves of one core; called from the engine thread, but for what says otherwise."""
+    """Executes the moves of one core; called from the engine thread unless noted."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class OffloadConnector:
         offloader: KVOffloader,
         put: Callable[[Command], None],
     ) -> None:
-        """Work for a core. `put`: sends a command to the engine thread; called from any thread."""
+        """Serve a core; `put` sends commands to the engine thread, from any thread."""
         self.tiers = tiers
         self.names = list(names)
         self._offloader = offloader
@@ -52,7 +52,7 @@ class OffloadConnector:
         self._bytes = offloader.stores[HOST].block_bytes
 
     def recover(self) -> None:
-        """Ask every store what it still has."""
+        """Ask every store for its surviving blocks."""
         for tier, name in enumerate(self.names):
 
             def on_survey(entries: BlockRecords | None, tier: int = tier) -> None:
@@ -62,14 +62,14 @@ class OffloadConnector:
             self._offloader.survey(name, on_survey)
 
     def recovered(self, tier: int, blocks: list[Block]) -> None:
-        """Take note of blocks that a store has from before the start."""
+        """Register surviving blocks of a store."""
         count = self.tiers.recover(tier, blocks, time.time_ns())
         log.info("tier %d has %d blocks from before the start, %d of use", tier, len(blocks), count)
 
     def measure(self, wait: float) -> None:
-        """Tell the tiers how fast they are now; one whose store is down cannot be read.
+        """Update the tiers' speeds; a tier whose store is down is unreadable.
 
-        `wait`: seconds until the core takes note of a read's end, mostly: the steps' ends.
+        `wait`: mean seconds until the core notices a finished read, mostly at step ends.
         """
         now = time.monotonic_ns()
         if now - self._measured < _FRESH:
@@ -79,13 +79,13 @@ class OffloadConnector:
             if not status.reads.up:
                 self.tiers.speeds[tier] = TierSpeed(math.inf, math.inf)
                 continue
-            latency = self._offloader.seconds(name, DEVICE_NAME, 0)  # with what is queued
+            latency = self._offloader.seconds(name, DEVICE_NAME, 0)  # queueing included
             self.tiers.speeds[tier] = TierSpeed(latency + wait, self._offloader.law(name)[1])
 
     # --- moves ----------------------------------------------------------------------------------
 
     def make(self, moves: Sequence[Move]) -> None:
-        """Begin moves; an `OffloadDone` command answers each that has a number."""
+        """Start moves; an `OffloadDone` command answers each numbered one."""
         for move in moves:
             if move.target == NOWHERE:
                 self._offloader.delete(self.names[move.source], hashes_of(move.keys))
@@ -108,7 +108,7 @@ class OffloadConnector:
     # --- restores -------------------------------------------------------------------------------
 
     def restore(self, load: Load) -> None:
-        """Fill a load's blocks; one `Restored` command follows, for the leading ones that came."""
+        """Fill a load's blocks; one `Restored` command reports the leading ones that came."""
         tiers = np.unique(load.tiers).tolist()
         restore = _Restore(load, len(tiers), self._put)
         for tier in tiers:
@@ -121,17 +121,17 @@ class OffloadConnector:
     # --- figures --------------------------------------------------------------------------------
 
     def status(self) -> dict[str, StoreStatus]:
-        """Describe each tier's store, by name; from any thread."""
+        """Return each store's status by name; thread-safe."""
         statuses = self._offloader.status()
         return {name: statuses[name] for name in self.names}
 
     def close(self) -> None:
-        """Finish what is queued, within limits; close the stores."""
+        """Drain the queues within limits, and close the stores."""
         self._offloader.close()
 
 
 class _Restore:
-    """A load whose blocks come from several stores; answered when all have been heard of."""
+    """A load from several stores; answered once all have reported."""
 
     def __init__(self, load: Load, parts: int, put: Callable[[Command], None]) -> None:
         self._request, self._put = load.request, put
@@ -141,7 +141,7 @@ class _Restore:
         self._lock = threading.Lock()
 
     def part(self, index: Ints) -> Callable[[OffloadResult], None]:
-        """Return what takes the answer for the blocks at `index`, on whatever thread."""
+        """Return the callback for the blocks at `index`; thread-safe."""
 
         def done(moved: OffloadResult) -> None:
             with self._lock:
@@ -157,43 +157,42 @@ class _Restore:
         return done
 
 
-#: Of the device's blocks, the share that may be under copy at once, and the most there may be.
+#: Device blocks per concurrent copy, and max concurrent copies.
 _COPIES, _MAX_COPIES = 2, 512
-#: Rows for reading what does not go straight into the device.
+#: Staging rows for reads.
 _READS = 64
-#: Seconds that a token of a prompt takes, and bytes that come back in a second, before they were
-#: measured: what the prices of blocks begin with.
+#: Initial seconds per prompt token and restore bytes/s, for block prices until measured.
 _TOKEN, _BACK = 1e-4, 1e9
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerTiers:
-    """Tiers with open stores; `offloader` starts what moves blocks there."""
+    """Tiers with open stores."""
 
     tiers: Tiers
-    names: list[str]  # of the tiers, nearest first
-    stores: dict[str, Store]  # all but the host's, by name
+    names: list[str]  # nearest first
+    stores: dict[str, Store]  # except the host store, by name
     host: HostMemory
 
     def offloader(self, device: DeviceBlocks) -> KVOffloader:
-        """Start to move blocks between a device and the stores."""
+        """Start an offloader between a device and the stores."""
         store = HostStore(make_arena(device, self.host.rows), self.host.blocks)
         return KVOffloader(device, store, self.stores)
 
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """How host memory is divided, in blocks."""
+    """Division of host memory, in blocks."""
 
-    rows: int  # all of it
-    copies: int  # under way from the device
-    blocks: int  # of the host tier; 0 without one
+    rows: int  # total
+    copies: int  # staging of copies from the device
+    blocks: int  # of the host tier
 
 
 def divide_host_memory(config: WorkerConfig, layout: KVLayout, blocks: int) -> HostMemory:
-    """Divide the host's memory for a device of `blocks` blocks.
+    """Divide host memory for a device of `blocks` blocks.
 
-    Raises ConfigError: the host tier has no room for a block besides those under way.
+    Raises ConfigError if the host tier has no room beyond staging.
     """
     host = [tier for tier in config.tiers if tier.name == HOST]
     far = len(config.tiers) - len(host)
@@ -212,10 +211,7 @@ def divide_host_memory(config: WorkerConfig, layout: KVLayout, blocks: int) -> H
 
 
 def open_tiers(config: WorkerConfig, layout: KVLayout, blocks: int) -> WorkerTiers | None:
-    """Make the tiers that are configured, and open their stores; None where there are none.
-
-    Raises ConfigError: a size that holds nothing, an unknown policy, a place that cannot be used.
-    """
+    """Open the configured tiers; None without any. Raises ConfigError on invalid settings."""
     if not config.tiers:
         return None
     host = divide_host_memory(config, layout, blocks)

@@ -1,4 +1,4 @@
-"""A backend without a model: it sleeps as long as a timing model says, and makes up tokens."""
+"""MockBackend: a backend without a model that sleeps by a timing model and makes up tokens."""
 
 from __future__ import annotations
 
@@ -28,20 +28,19 @@ from pigou.worker.engine_thread.commands import OnStep
 if TYPE_CHECKING:
     from pigou.runtime.structured_output import GrammarState
 
-#: Nanoseconds that a step may begin in the past, to make up for bookkeeping after the one before.
-#: Beyond them the machine does not keep up, and what is late stays late.
+#: Nanoseconds that a step may start in the past, to hide bookkeeping. Longer delays are kept.
 CATCH_UP = 20_000_000
-#: Nanoseconds of a step between two beats.
+#: Nanoseconds between beats.
 _BEAT_NS = SECOND // 2
 
 
 @dataclass(frozen=True, slots=True)
 class TimingLaw:
-    """How long a step takes: `base + per_sequence * sampling entries + prompt tokens / rate`."""
+    """Step time: `base + per_sequence * sampling entries + prompt tokens / rate`."""
 
-    base: int = 2_000_000  # nanoseconds of any step
-    per_sequence: int = 100_000  # nanoseconds more for every sequence that decodes
-    prefill_rate: float = 100_000.0  # prompt tokens computed in a second
+    base: int = 2_000_000  # nanoseconds per step
+    per_sequence: int = 100_000  # nanoseconds per decoding sequence
+    prefill_rate: float = 100_000.0  # prompt tokens per second
 
     def __post_init__(self) -> None:
         if self.base < 0 or self.per_sequence < 0 or self.prefill_rate <= 0:
@@ -70,12 +69,11 @@ class _MockSequence:
 
 
 class MockBackend:
-    """Yields tokens that depend on the sequence so far alone, wherever it is computed.
+    """Generates tokens that depend only on the sequence so far, on any worker.
 
-    It keeps the timing model's time, not the machine's: while there is work, a step begins when
-    the one before it ended, and what the process does in between is part of the step. So it is on
-    a GPU, whose engine prepares a step during the one before; and so a busy machine does not
-    change the times, as long as it keeps up.
+    It keeps the timing model's clock: while busy, a step starts when the previous one ended, so
+    bookkeeping overlaps with it, as on a GPU. A busy machine does not change the times while it
+    keeps up.
     """
 
     def __init__(
@@ -83,7 +81,7 @@ class MockBackend:
     ) -> None:
         self._timing = timing
         self._moments, self._steps = StepKeys(0, 0), 0
-        self._ended = 0  # when the last step did by the timing model; 0 after a rest
+        self._ended = 0  # end of the last step by the timing model; 0 when idle
         self._block_size = block_size
         self._choices = [token for token in range(first, vocab) if token not in eos]
         self._sequences: dict[str, _MockSequence] = {}
@@ -105,7 +103,7 @@ class MockBackend:
         hashes: BlockHashes | None = None,
         grammar: GrammarState | None = None,  # noqa: ARG002
     ) -> None:
-        """Take a request up; grammars cannot be honoured without a model."""
+        """Add a request; grammars are not supported."""
         if params.grammar is not None:
             self.refuse(params.grammar)
         known = hashes
@@ -116,15 +114,15 @@ class MockBackend:
         )
 
     def refuse(self, grammar: Grammar) -> None:
-        """Raise ValueError: a grammar cannot be honoured without a model."""
+        """Raise ValueError: grammars need a model."""
         raise ValueError(f"a {grammar.kind} needs a model, and this worker only sleeps")
 
     def drop(self, request: str) -> None:
-        """Forget a request."""
+        """Drop a request."""
         self._sequences.pop(request, None)
 
     def rest(self) -> None:
-        """Note that there is nothing to compute: the next step begins when it is asked for."""
+        """Mark the backend idle; the next step starts when requested."""
         self._ended = 0
 
     def execute(self, plan: Plan, on_step: OnStep | None = None) -> Result:
@@ -194,7 +192,7 @@ class MockBackend:
         return RankedLogprobs(token, -0.5, 1, top, logprobs[:count])
 
     def _cache_full_blocks(self, plan: Plan, steps: int) -> dict[int, BlockHashes]:
-        """Return hashes of the blocks that became full, beyond those of the prompt."""
+        """Return hashes of blocks that became full, after those of the prompt."""
         size = self._block_size
         sealed: dict[int, BlockHashes] = {}
         for entry, row in enumerate(plan.rows.tolist()):
@@ -209,7 +207,7 @@ class MockBackend:
 
 
 def _sleep_until(when: int, beat: Callable[[], None]) -> None:
-    """Sleep until a monotonic time in nanoseconds; call `beat` on the way."""
+    """Sleep until a monotonic time in nanoseconds, calling `beat`."""
     while (left := when - time.monotonic_ns()) > _BEAT_NS:
         time.sleep(_BEAT_NS / SECOND)
         beat()
@@ -218,16 +216,15 @@ def _sleep_until(when: int, beat: Callable[[], None]) -> None:
 
 
 def _ignore() -> None:
-    """Nobody asked for beats."""
+    """Do nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class MockTimes:
-    """Times of a worker."""
+    """Timing of a mock worker."""
 
     timing: Timing
-    # over which blocks come to it; None for one that takes no time of its own.
-    link: SimulatedLink | None = None
+    link: SimulatedLink | None = None  # for incoming blocks; None takes no time
 
 
 class _LinkKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -240,12 +237,12 @@ class _LinkKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 def timed(spec: str, model: str, gpu: str, tp: int, link: str, block_size: int) -> MockTimes:
-    """Make the times of a worker; `link` is `gbps=..,latency_us=..`, or "" for none.
+    """Build a worker's timing; `link` is `gbps=..,latency_us=..`, or "" for none.
 
-    Raises ConfigError: one of them is not understood, or cannot be honoured by a worker alone.
+    Raises ConfigError if one is invalid, or needs more than one worker.
     """
     built = build_timing(spec, model, gpu, tp)
-    if built.overhead_s and not is_measured(spec):  # a worker that was measured has its own way in
+    if built.overhead_s and not is_measured(spec):  # measured workers include their own overhead
         raise ConfigError(
             f"timing is {spec!r}, which has an overhead of {built.overhead_s} s between the client "
             "and the worker; a worker cannot add that: give overhead=0"
@@ -259,7 +256,7 @@ def timed(spec: str, model: str, gpu: str, tp: int, link: str, block_size: int) 
 
 
 def read_link(text: str) -> LinkConfig:
-    """Read `gbps=..,latency_us=..`. Raises ConfigError: a key is not known, or a value refused."""
+    """Parse `gbps=..,latency_us=..`; raises ConfigError on a bad key or value."""
     values = {}
     for item in text.split(","):
         key, equals, value = item.partition("=")
@@ -279,10 +276,10 @@ _log = logging.getLogger(__name__)
 
 
 class SimulatedLink:
-    """What a worker receives by: one load after another, each after the link's latency.
+    """A worker's receiving link: loads arrive in sequence, each after the link's latency.
 
-    Only the receiver's end is shared: `LinkConfig` with `sharing` fifo and `ends` receiver. A
-    sender of several receivers is not slowed by them.
+    Only the receiver's end is shared (`LinkConfig` with `sharing` fifo, `ends` receiver); senders
+    are not slowed.
     """
 
     def __init__(self, config: LinkConfig, block_bytes: int) -> None:
@@ -296,20 +293,20 @@ class SimulatedLink:
         threading.Thread(target=self._run, name="link", daemon=True).start()
 
     def send(self, blocks: int, now: int) -> int:
-        """Return when the last of so many blocks arrives, in monotonic nanoseconds."""
+        """Return when the last of `blocks` blocks arrives, in monotonic nanoseconds."""
         with self._change:
             self._free = max(now, self._free) + math.ceil(blocks * self._nanos_per_block)
             return self._free + self._latency
 
     def at(self, when: int, action: Callable[[], None]) -> None:
-        """Let `action` run at that time, or now if that is past, on the link's thread."""
+        """Run `action` on the link's thread at time `when`, or now if past."""
         with self._change:
             self._count += 1
             heapq.heappush(self._due, (when, self._count, action))
             self._change.notify()
 
     def close(self) -> None:
-        """End the thread; what is still on the way arrives at once."""
+        """Stop the thread; pending arrivals happen at once."""
         with self._change:
             self._closed = True
             self._change.notify()

@@ -1,5 +1,5 @@
-"""KV transfer: blocks move from the worker that computed them to the one that decodes.
+"""KV transfer from prefill to decode workers.
 
-A `Sender` offers blocks under a lease, and answers with an opaque ticket; a `Receiver` pulls them
-by shared memory or TCP, verifies every block, and says how many it has.
+A `Sender` offers blocks under a lease and returns an opaque ticket; a `Receiver` pulls and verifies
+them by NIXL, shared memory or TCP.
 """

@@ -1,8 +1,7 @@
-"""Transport: what a backend must do to move blocks, and `shm`; `tcp` and `nixl` have own files.
+"""Interfaces of transfer backends, and the backends `shm` and `tcp`.
 
-A backend has two ends. The sender's end says in `details` what its receiving end needs to know
-(a file's name, a memory registration), and in `push` moves bytes itself or leaves that to the
-receiver. The receiver's end writes into a `ReceiveBuffer`, which verifies.
+The sender's `details` tell the receiving end where the blocks are; `push` sends them if the sender
+moves them. The receiving end fills a `ReceiveBuffer`, which verifies.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from pigou.worker.kv_transfer.transfer_params import TransferError, TransferPara
 
 
 class BackendUnavailable(Exception):
-    """This backend cannot reach the sender after all; another may."""
+    """Raised if this backend cannot reach the sender; try another."""
 
 
 class SendBackend:
@@ -46,30 +45,27 @@ class SendBackend:
     name: str  # the same at both ends
 
     def details(self, blocks: Ints) -> dict[str, bytes | int]:
-        """What the receiver's end needs to know to have these blocks."""
+        """Return what the receiving end needs to fetch these blocks."""
         raise NotImplementedError
 
     def push(self, link: SideChannelLink, blocks: Ints, keep: Callable[[], None]) -> None:
-        """Send the blocks, if it is this end that moves them; `keep` renews the lease, or raises.
-
-        `keep` is called at least once a chunk.
-        """
+        """Send the blocks, if this end moves them; call `keep` each chunk to renew the lease."""
 
     def finish(self, details: dict[str, bytes | int]) -> None:
-        """Let go of what `details` made for one pull; that has ended, well or not."""
+        """Free what `details` allocated for a pull that has ended."""
 
     def close(self) -> None:
-        """Let go of everything; no pull runs any more."""
+        """Free everything; no pull is running."""
 
 
 class ReceiveBackend:
     """The receiver's end of a backend."""
 
     name: str  # the same at both ends
-    needs_confirmation: bool  # blocks count only if the lease is confirmed after them
+    needs_confirmation: bool  # blocks are valid only once the lease is confirmed
 
     def reaches(self, ticket: TransferParams) -> bool:  # noqa: ARG002
-        """Whether the sender's memory may be within reach."""
+        """True if the sender's memory may be reachable."""
         return True
 
     def fetch(
@@ -79,25 +75,20 @@ class ReceiveBackend:
         landing: ReceiveBuffer,
         renew: Callable[[], None],
     ) -> None:
-        """Fill the landing; call `renew` at least once a chunk where the sender does not push.
+        """Fill the buffer; call `renew` each chunk unless the sender pushes.
 
-        Raises:
-            BackendUnavailable: nothing was moved; try another.
-            TransferError: it ended early; `landing.good` blocks are there.
+        Raises BackendUnavailable if nothing was moved, TransferError if it ended early.
         """
 
     def sweep(self) -> None:
-        """Let go of what belongs to senders that are gone; called now and then."""
+        """Free resources of dead senders; called periodically."""
 
     def close(self) -> None:
-        """Let go of everything; no pull runs any more."""
+        """Free everything; no pull is running."""
 
 
 def granted_blocks(granted: GrantFrame, landing: ReceiveBuffer) -> Ints:
-    """Return the sender's ids of the blocks that a grant lists, int32.
-
-    Raises TransferError: PROTOCOL; they are not as many as the blocks of the landing.
-    """
+    """Return the sender's block ids of a grant, int32; raises TransferError on a wrong count."""
     raw = granted.details.get("blocks")
     if not isinstance(raw, bytes) or len(raw) != 4 * len(landing):
         raise TransferError(TransferReason.PROTOCOL, "the grant does not list the blocks")
@@ -105,25 +96,22 @@ def granted_blocks(granted: GrantFrame, landing: ReceiveBuffer) -> Ints:
 
 
 def check_within(ids: Ints, rows: int) -> None:
-    """Check that blocks lie within a sender's memory of `rows` rows.
-
-    Raises TransferError: PROTOCOL; one does not.
-    """
+    """Check block ids against a sender's `rows`; raises TransferError if out of range."""
     if ids.size and not (ids.min() >= 0 and ids.max() < rows):
         raise TransferError(TransferReason.PROTOCOL, "a block lies outside the sender's memory")
 
 
-#: A pull of so many bytes is worth waking a second thread.
+#: Min bytes of a pull to use a second thread.
 PARALLEL_BYTES = 2 << 20
 
 
 class ShmExport(SendBackend):
-    """The sender's end: tells where the blocks are, and moves nothing."""
+    """Sender of `shm`: tells where the blocks are, and moves nothing."""
 
     name = "shm"
 
     def __init__(self, store: DeviceBlocks, memory: SharedMemory) -> None:
-        """Export a store whose blocks lie in `memory`. Raises ValueError: they do not."""
+        """Export blocks that lie in `memory`; raises ValueError if they do not."""
         data = store.as_bytes()
         offset = None if data is None else memory.offset_of(data)
         if offset is None:
@@ -132,7 +120,7 @@ class ShmExport(SendBackend):
         self._memory = memory
 
     def details(self, blocks: Ints) -> dict[str, bytes | int]:
-        """Name, key and offset of the memory; the blocks' ids (int32, little-endian)."""
+        """Return name, key and offset of the memory, and the block ids (int32, little-endian)."""
         return {
             "name": self._memory.name.encode(),
             "key": self._memory.key.encode(),
@@ -142,7 +130,7 @@ class ShmExport(SendBackend):
 
 
 class ShmImport(ReceiveBackend):
-    """The receiver's end: maps the sender's memory read-only, once, and copies out of it."""
+    """Receiver of `shm`: maps the sender's memory read-only, once, and copies from it."""
 
     name = "shm"
     needs_confirmation = True
@@ -155,7 +143,7 @@ class ShmImport(ReceiveBackend):
         self._pool = ThreadPoolExecutor(max(1, self._helpers), thread_name_prefix="kv-copy")
 
     def reaches(self, ticket: TransferParams) -> bool:
-        """Whether the sender is on this machine and shares the file system in memory."""
+        """True if the sender shares this machine and its shared-memory file system."""
         return ticket.remote_host_id == self._host
 
     def fetch(
@@ -165,10 +153,10 @@ class ShmImport(ReceiveBackend):
         landing: ReceiveBuffer,
         renew: Callable[[], None],
     ) -> None:
-        """Copy chunk by chunk; the sender may compute its checksums at the same time."""
+        """Copy chunk by chunk, while the sender may still compute checksums."""
         rows, ids = self._source(granted, landing)
         lanes = self._helpers if len(landing) * landing.block_bytes >= PARALLEL_BYTES else 0
-        chunks = deque(landing.copies())  # its methods are atomic: the lanes share it
+        chunks = deque(landing.copies())  # atomic, and shared by the lanes
         helpers = [self._pool.submit(_lane, rows, ids, landing, chunks) for _ in range(lanes)]
         try:
             _lane(rows, ids, landing, chunks, renew)
@@ -180,14 +168,14 @@ class ShmImport(ReceiveBackend):
         landing.verify(expect_checksums(link, len(landing)))
 
     def sweep(self) -> None:
-        """Unmap memory whose file is gone: its creator is, and the memory would stay taken."""
+        """Unmap memory whose creator is gone, which would otherwise stay allocated."""
         with self._lock:
             gone = [key for key in self._mapped if not (SHARED_DIR / key[0]).exists()]
             for key in gone:
                 del self._mapped[key]
 
     def close(self) -> None:
-        """End the helpers, and unmap."""
+        """Stop the helper threads, and unmap."""
         self._pool.shutdown()
         with self._lock:
             self._mapped.clear()
@@ -223,22 +211,19 @@ def _lane(
         try:
             first, count = chunks.popleft()
         except IndexError:
-            return  # another lane took the last
+            return  # another lane took the last chunk
         landing.copy(first, rows, ids[first : first + count])
         renew()
 
 
 log = logging.getLogger(__name__)
 
-#: Bytes that are copied from the store at once.
+#: Bytes copied from the store at once.
 _STEP_BYTES = 64 << 20
 
 
 class StagedShmExport(ShmExport):
-    """The sender's end: copies the blocks to shared memory, from which the receiver reads them.
-
-    To the receiver it is the backend `shm`. The memory lasts until the pull has ended.
-    """
+    """Sender of `shm` for device blocks: stages them in shared memory for each pull."""
 
     def __init__(self, store: DeviceBlocks) -> None:
         self._store = store
@@ -246,9 +231,9 @@ class StagedShmExport(ShmExport):
         self._staged: dict[bytes, SharedMemory] = {}
 
     def details(self, blocks: Ints) -> dict[str, bytes | int]:
-        """Stage the blocks; name, key and offset of the memory, and the blocks' places in it.
+        """Stage the blocks; return name, key and offset of the memory, and their rows in it.
 
-        Without room for them the name is empty, and the receiver tries another backend.
+        An empty name, for lack of memory, makes the receiver try another backend.
         """
         size = self._store.layout.block_bytes
         try:
@@ -276,7 +261,7 @@ class StagedShmExport(ShmExport):
         }
 
     def finish(self, details: dict[str, bytes | int]) -> None:
-        """Remove the memory of a pull that has ended."""
+        """Remove the memory of a finished pull."""
         name = details["name"]
         with self._lock:
             memory = self._staged.pop(name, None) if isinstance(name, bytes) else None
@@ -292,12 +277,12 @@ class StagedShmExport(ShmExport):
             rows[first : first + len(ids)] = self._store.read(ids)
 
 
-#: Bytes that follow one Data frame, when blocks are smaller than that.
+#: Bytes per Data frame, if blocks are smaller.
 MESSAGE_BYTES = 1 << 20
 
 
 class TcpExport(SendBackend):
-    """The sender's end: streams blocks straight out of the cache where it is host memory."""
+    """Sender of `tcp`: streams blocks directly from a cache in host memory."""
 
     name = "tcp"
 
@@ -306,11 +291,11 @@ class TcpExport(SendBackend):
         self._step = max(1, MESSAGE_BYTES // store.layout.block_bytes)
 
     def details(self, blocks: Ints) -> dict[str, bytes | int]:  # noqa: ARG002
-        """Nothing: the blocks come by themselves."""
+        """Return nothing: the blocks are pushed."""
         return {}
 
     def push(self, link: SideChannelLink, blocks: Ints, keep: Callable[[], None]) -> None:
-        """Send every block; each message's bytes are valid as the lease held after it."""
+        """Send every block; renew the lease after each message."""
         rows = self._store.as_bytes()
         for i in range(0, len(blocks), self._step):
             ids = blocks[i : i + self._step]
@@ -320,7 +305,7 @@ class TcpExport(SendBackend):
 
 
 class TcpImport(ReceiveBackend):
-    """The receiver's end: receives straight into the cache where it is host memory."""
+    """Receiver of `tcp`: receives directly into a cache in host memory."""
 
     name = "tcp"
     needs_confirmation = False
@@ -332,7 +317,7 @@ class TcpImport(ReceiveBackend):
         landing: ReceiveBuffer,
         renew: Callable[[], None],  # noqa: ARG002
     ) -> None:
-        """Receive until every block is there."""
+        """Receive until all blocks have arrived."""
         landing.verify(expect_checksums(link, len(landing)))
         arrived = 0
         while arrived < len(landing):

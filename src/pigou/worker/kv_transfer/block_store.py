@@ -1,4 +1,4 @@
-"""DeviceBlocks: the KV blocks of a worker, seen as bytes."""
+"""Host block storage, shared memory, and the verified destination of a pull."""
 
 from __future__ import annotations
 
@@ -30,10 +30,7 @@ class HostBlockStore:
     """Blocks in an array of host memory."""
 
     def __init__(self, layout: KVLayout, data: Bytes) -> None:
-        """Wrap `data`, C-contiguous, shape (blocks, layout.block_bytes).
-
-        Raises ValueError: the array does not have that shape or is not contiguous.
-        """
+        """Wrap contiguous `data`, (blocks, layout.block_bytes); raises ValueError if misshaped."""
         if data.ndim != 2 or data.shape[1] != layout.block_bytes or not data.flags.c_contiguous:
             raise ValueError(
                 f"data has shape {data.shape}; give a contiguous (blocks, {layout.block_bytes})"
@@ -43,11 +40,11 @@ class HostBlockStore:
 
     @property
     def layout(self) -> KVLayout:
-        """How a block lies in memory."""
+        """Memory layout of a block."""
         return self._layout
 
     def as_bytes(self) -> Bytes:
-        """All blocks without a copy, shape (blocks, block_bytes)."""
+        """Return a view of all blocks, (blocks, block_bytes)."""
         return self._data
 
     def read(self, ids: Ints) -> Bytes:
@@ -55,21 +52,20 @@ class HostBlockStore:
         return np.asarray(self._data[ids])
 
     def write(self, ids: Ints, data: Bytes) -> None:
-        """Copy `data`, shape (n, block_bytes), into the blocks `ids`."""
+        """Copy `data`, (n, block_bytes), into blocks `ids`."""
         self._data[ids] = data
 
 
-#: Bytes that are read at once from a store that is not in host memory.
+#: Bytes read at once from a device store.
 STAGE_BYTES = 8 << 20
-#: Bytes that are digested at once, in some 50 microseconds.
+#: Bytes hashed at once, in about 50 microseconds.
 PIECE_BYTES = 2 << 20
 
 
 def checksums_in(store: DeviceBlocks, ids: Ints) -> Checksums:
-    """Checksums of the blocks `ids`, shape (n,), without copying when they are in host memory.
+    """Return checksums of blocks `ids`, (n,); no copy in host memory.
 
-    Lets other threads run between two pieces: who waits for a core here mostly waits to be told
-    of these very blocks.
+    Yields between pieces, since a thread waiting for a core mostly waits for these blocks.
     """
     parts = []
     data = store.as_bytes()
@@ -85,32 +81,25 @@ def checksums_in(store: DeviceBlocks, ids: Ints) -> Checksums:
     return np.concatenate(parts) if parts else np.empty(0, dtype=np.uint64)
 
 
-#: Where the files are: a file system in memory, where there is one.
+#: Folder of the files: an in-memory file system if available.
 SHARED_DIR = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
 PREFIX = "pigou-kv-"
-#: Process id of the creator, and a random part.
+#: Creator's process id, and a random part.
 _NAME = re.compile(rf"{PREFIX}\d+-[0-9a-f]{{32}}")
-#: Bytes before the buffer: they name the creator, so that a re-used name is noticed.
+#: Bytes before the buffer; they hold the key, to detect a re-used name.
 HEADER = 4096
 _MAGIC = b"pigou-kv/1 "
 
 
 def host_id() -> str:
-    """Name this boot of this machine and its shared-memory file system.
-
-    Two processes with the same id see the same files in `SHARED_DIR`; two containers on one
-    machine differ unless they share it.
-    """
+    """Identify this boot and its shared-memory file system; equal ids see the same files."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     machine = read_text(boot).strip() if boot.exists() else os.uname().nodename
     return f"{machine}:{os.stat(SHARED_DIR).st_dev}"
 
 
 def remove_orphans() -> list[str]:
-    """Remove the files whose creator is dead, and return their names.
-
-    Nothing else is touched: a creator holds a lock for as long as it lives.
-    """
+    """Remove files of dead creators, who hold a lock while alive; return their names."""
     removed = []
     for path in SHARED_DIR.glob(f"{PREFIX}*"):
         if not _NAME.fullmatch(path.name):
@@ -118,34 +107,31 @@ def remove_orphans() -> list[str]:
         try:
             fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError:
-            continue  # gone already, another user's, or no file
+            continue  # gone, another user's, or no file
         try:
             check_regular(os.fstat(fd), path, sys.maxsize)
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink()
             removed.append(path.name)
         except OSError:
-            pass  # its creator lives, or somebody else removes it
+            pass  # creator alive, or another remover is at work
         finally:
             os.close(fd)
     return removed
 
 
 class SharedMemory:
-    """A zeroed buffer that other processes of this user can map; its file goes with `close`."""
+    """A zeroed buffer that other processes of this user can map; `close` removes its file."""
 
     def __init__(self, size: int) -> None:
-        """Create `size` bytes, and remove orphans first.
-
-        Raises OSError: there is no room; says how many bytes were wanted, and where.
-        """
+        """Create `size` bytes, and remove orphans; raises OSError without room."""
         if size < 1:
             raise ValueError(f"size is {size}; it must be at least 1")
         remove_orphans()
         self.key = secrets.token_hex(16)
         self.path, self._fd = _create()
         try:
-            # Reserve now: memory that is missing at the first touch would kill the process.
+            # Reserve now: running out of memory at first touch would kill the process.
             os.posix_fallocate(self._fd, 0, HEADER + size)
             memory = mmap.mmap(self._fd, HEADER + size)
         except OSError as error:
@@ -161,37 +147,37 @@ class SharedMemory:
 
     @property
     def name(self) -> str:
-        """Name of the file in `SHARED_DIR`."""
+        """File name in `SHARED_DIR`."""
         return self.path.name
 
     @property
     def buffer(self) -> Bytes:
-        """The buffer, writable, shape (size,); page-aligned. Valid until `close`."""
+        """The writable buffer, (size,), page-aligned; valid until `close`."""
         if self._bytes is None:
             raise ValueError("this shared memory is closed")
         return self._bytes
 
     def offset_of(self, data: Bytes) -> int | None:
-        """Where `data` begins within the buffer, in bytes; None when it does not lie in it."""
+        """Return the byte offset of `data` in the buffer; None if outside."""
         offset = data.ctypes.data - self.buffer.ctypes.data
         inside = offset >= 0 and offset + data.nbytes <= self.buffer.nbytes
         return offset if inside else None
 
     def close(self) -> None:
-        """Remove the file; the memory itself goes when the last array upon it does."""
+        """Remove the file; the memory lives until its last array is freed."""
         self._bytes = None
         self._remove()
 
 
 def _unlink(path: Path, fd: int, creator: int) -> None:
-    """Remove a file and its lock, unless this is a forked child at its exit."""
+    """Remove a file and its lock, except in a forked child."""
     if os.getpid() == creator:
         path.unlink(missing_ok=True)
     os.close(fd)
 
 
 def _create() -> tuple[Path, int]:
-    """Create and lock a file; a remover that locked it first has taken it away: try again."""
+    """Create and lock a file; retry if an orphan remover locked it first."""
     while True:
         path = SHARED_DIR / f"{PREFIX}{os.getpid()}-{secrets.token_hex(16)}"
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
@@ -202,15 +188,10 @@ def _create() -> tuple[Path, int]:
 
 
 class MappedMemory:
-    """Somebody else's SharedMemory, mapped read-only until the last view of it is gone."""
+    """Another process's SharedMemory, mapped read-only until its last view is freed."""
 
     def __init__(self, name: str, key: str) -> None:
-        """Map the file `name` of `SHARED_DIR`, if its creator wrote `key` into it.
-
-        Raises:
-            OSError: there is no such file, or it is not ours to read.
-            ValueError: the name is no plain name of such a file, or the key differs.
-        """
+        """Map file `name`, checking `key`; raises OSError or ValueError if it does not match."""
         if not name.startswith(PREFIX) or os.sep in name or "\0" in name:
             raise ValueError(f"{name!r} is not the name of a shared memory")
         fd = os.open(SHARED_DIR / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -224,24 +205,23 @@ class MappedMemory:
         self._bytes: Bytes = np.frombuffer(memory, dtype=np.uint8, offset=HEADER)
 
     def blocks(self, offset: int, block_bytes: int) -> Bytes:
-        """View the memory from `offset` on as whole blocks, shape (blocks, block_bytes)."""
+        """View the memory from `offset` as whole blocks, (blocks, block_bytes)."""
         if not 0 <= offset < self._bytes.nbytes:
             raise ValueError(f"offset {offset} lies outside {self._bytes.nbytes} bytes")
         rows = (self._bytes.nbytes - offset) // block_bytes
         return self._bytes[offset : offset + rows * block_bytes].reshape(rows, block_bytes)
 
 
-#: Bytes that are moved before they are verified: few enough to be in the cache still.
+#: Bytes moved per verification, few enough to stay in CPU cache.
 CHUNK_BYTES = 512 << 10
-#: Bytes that one call copies and digests at once, without the GIL; some 200 microseconds.
+#: Bytes copied and hashed per call without the GIL; about 200 microseconds.
 COPY_BYTES = 4 << 20
 
 
 class ReceiveBuffer:
-    """Destination blocks of one pull; several threads may fill different parts at once.
+    """Destination blocks of one pull; threads may fill different parts concurrently.
 
-    Blocks are digested as they arrive, while they are in the cache, and verified as soon as the
-    sender's checksums are known, which may be before or after.
+    Blocks are hashed on arrival, while cached, and verified once the sender's checksums are known.
     """
 
     def __init__(
@@ -255,18 +235,18 @@ class ReceiveBuffer:
         self._rows = store.as_bytes()
         self._lock = threading.Lock()
         self._digests: Checksums = np.zeros(len(dest), dtype=np.uint64)
-        self._arrived = np.zeros(len(dest) + 1, dtype=np.bool_)  # the last stays False
+        self._arrived = np.zeros(len(dest) + 1, dtype=np.bool_)  # sentinel: the last stays False
         self._wanted: Checksums | None = None
 
     def __len__(self) -> int:
         return len(self._dest)
 
     def chunks(self, first: int = 0, last: int | None = None) -> Iterator[tuple[int, int]]:
-        """Cut blocks `first` to `last` (default all) into (first, count) of a size good to move."""
+        """Split blocks `first` to `last` into (first, count) of about `CHUNK_BYTES`."""
         return self._cut(first, len(self) if last is None else last, CHUNK_BYTES)
 
     def copies(self) -> Iterator[tuple[int, int]]:
-        """Cut all blocks into (first, count) of a size good for `copy`."""
+        """Split all blocks into (first, count) of about `COPY_BYTES`, for `copy`."""
         return self._cut(0, len(self), CHUNK_BYTES if self._rows is None else COPY_BYTES)
 
     def _cut(self, first: int, last: int, size: int) -> Iterator[tuple[int, int]]:
@@ -274,20 +254,16 @@ class ReceiveBuffer:
         return ((i, min(step, last - i)) for i in range(first, last, step))
 
     def targets(self, first: int, count: int) -> list[Bytes]:
-        """Where blocks `first` to `first + count` belong: runs in order, each (n, block_bytes).
-
-        What is written there counts only after `accept`.
-        """
+        """Return destinations of blocks, as runs (n, block_bytes); call `accept` once written."""
         if self._rows is None:
             return [np.empty((count, self.block_bytes), dtype=np.uint8)]
         return runs_of(self._rows, self._dest[first : first + count])
 
     def accept(self, first: int, targets: list[Bytes]) -> None:
-        """Take the blocks from `first` on, now that they are written to `targets(first, ...)`.
+        """Accept the blocks from `first` on, as written to `targets`.
 
-        Raises:
-            TransferError: CORRUPT at the first block that is not what was offered (those before
-                it count); STORE, when the store cannot take them; CANCELLED.
+        Raises TransferError: CORRUPT at the first mismatch (earlier blocks count), STORE, or
+        CANCELLED.
         """
         self._check()
         count = sum(len(run) for run in targets)
@@ -299,12 +275,9 @@ class ReceiveBuffer:
         self._note(first, digests)
 
     def copy(self, first: int, source: Bytes, ids: Ints) -> None:
-        """Copy the rows `ids` of `source`, C-contiguous, to the blocks from `first` on.
+        """Copy rows `ids` of `source` to blocks from `first` on, hashing in the same pass.
 
-        Each byte is read once, and digested as it is written.
-
-        Raises:
-            TransferError: as `accept`.
+        Raises TransferError as `accept`.
         """
         if self._rows is None:
             targets = self.targets(first, len(ids))
@@ -326,10 +299,7 @@ class ReceiveBuffer:
             self._verify()
 
     def verify(self, checksums: Checksums) -> None:
-        """Learn what the blocks should be, shape (len(self),): those there, and those to come.
-
-        Raises TransferError: CORRUPT at the first that is not what was offered.
-        """
+        """Set the expected checksums, (len(self),); raises TransferError CORRUPT on a mismatch."""
         with self._lock:
             self._wanted = checksums
             self._verify()
@@ -353,7 +323,7 @@ class ReceiveBuffer:
 
 
 def runs_of(rows: Bytes, ids: Ints) -> list[Bytes]:
-    """Views of the rows `ids`, in order, consecutive ids merged; each of shape (n, row bytes)."""
+    """Return views of rows `ids`, merging consecutive ids, each (n, row bytes)."""
     cuts = (ids[1:] - ids[:-1] != 1).nonzero()[0] + 1
     edges = [0, *cuts.tolist(), len(ids)]
     return [rows[int(ids[a]) : int(ids[a]) + (b - a)] for a, b in pairwise(edges) if b > a]

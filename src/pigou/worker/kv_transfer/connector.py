@@ -1,4 +1,4 @@
-"""Blocks that come from other workers, and blocks that are kept for them."""
+"""Connects the engine thread to KV transfers with other workers."""
 
 from __future__ import annotations
 
@@ -21,58 +21,58 @@ class Transfers(Protocol):
     """Moves blocks between workers; called from the engine thread."""
 
     def begin(self, load: Load, ticket: dict[str, Any]) -> None:
-        """Fill a load's blocks; a `Loaded` command follows. Without blocks, decline the offer."""
+        """Fill a load's blocks, and send a `Loaded` command; without blocks, decline the offer."""
 
     def decline(self, ticket: dict[str, Any]) -> None:
-        """Tell the other worker that its blocks are not wanted."""
+        """Tell the sender that its blocks are not needed."""
 
     def cancel(self, request: str) -> None:
-        """End a request's load early; its `Loaded` follows all the same."""
+        """Cancel a request's load; its `Loaded` still follows."""
 
     def done(self, request: str) -> None:
-        """Note that a request's load was answered."""
+        """Forget a load that was answered."""
 
     def offer(
         self, request: str, blocks: Ints, block_size: int, last_hash: str
     ) -> dict[str, Any] | None:
-        """Keep blocks for another worker; return the ticket, or None where that fails.
+        """Hold blocks for another worker; return the ticket, None on failure.
 
-        `last_hash` is that of the last of them, as tickets write it.
+        `last_hash` is the last block's hash, formatted as in tickets.
         """
 
     def end_offer(self, request: str) -> None:
-        """End an offer; a `Release` command follows if it still stood."""
+        """End an offer; sends a `Release` command if it was still held."""
 
 
 class NoTransfers:
-    """A worker that exchanges no blocks: every load fails at once, nothing is offered."""
+    """Transfers of a worker without KV transfer: loads fail at once, nothing is offered."""
 
     def __init__(self, put: Callable[[Loaded], None]) -> None:
         self._put = put
 
     def begin(self, load: Load, ticket: dict[str, Any]) -> None:  # noqa: ARG002
-        """Answer that nothing came."""
+        """Report that no blocks arrived."""
         if len(load.blocks):
             self._put(Loaded(load.request, 0, 0, 0))
 
     def decline(self, ticket: dict[str, Any]) -> None:
-        """Do nothing: there is nobody to tell."""
+        """Do nothing."""
 
     def cancel(self, request: str) -> None:
-        """Do nothing: no load is under way."""
+        """Do nothing."""
 
     def done(self, request: str) -> None:
-        """Do nothing: no load is under way."""
+        """Do nothing."""
 
     def offer(self, *_: object) -> None:
         """Offer nothing."""
 
     def end_offer(self, request: str) -> None:
-        """Do nothing: nothing is offered."""
+        """Do nothing."""
 
 
 class KVTransfers:
-    """Transfers over a Sender and a Receiver."""
+    """Transfers by a Sender and a Receiver."""
 
     def __init__(
         self,
@@ -105,16 +105,16 @@ class KVTransfers:
         self._pulls[request] = self._receiver.pull(ticket, load.first, load.blocks, done)
 
     def decline(self, ticket: dict[str, Any]) -> None:
-        """Tell the sender of a ticket that its blocks are not wanted."""
+        """Tell the sender of a ticket that its blocks are not needed."""
         self._receiver.decline(ticket)
 
     def cancel(self, request: str) -> None:
-        """End a request's pull early."""
+        """Cancel a request's pull."""
         if (pull := self._pulls.get(request)) is not None:
             pull.cancel()
 
     def done(self, request: str) -> None:
-        """Forget a pull that has ended."""
+        """Forget a finished pull."""
         self._pulls.pop(request, None)
 
     def offer(
@@ -127,7 +127,7 @@ class KVTransfers:
             tokens = len(blocks) * block_size
             return self._sender.offer(request, np.asarray(blocks), tokens, last_hash)
         except TransferError:
-            return None  # the sender is closing: the caller frees the blocks
+            return None  # the sender is closing; the caller frees the blocks
 
     def end_offer(self, request: str) -> None:
         """End an offer."""

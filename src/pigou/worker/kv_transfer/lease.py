@@ -1,4 +1,4 @@
-"""Leases: how long offered blocks are kept for a receiver, and their one release."""
+"""Leases: how long offered blocks are held for a receiver, and their single release."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class _Lease:
 
 
 class LeaseClock:
-    """Who holds a lease until when, all times in integer nanoseconds.
+    """Tracks lease expiries; all times in integer nanoseconds.
 
-    A lease ends exactly once: by `end`, or by appearing in the answer of `expire`. It is never
-    extended beyond `max_hold` after its grant, and never revived after its expiry.
+    A lease ends exactly once, by `end` or `expire`. It is never extended beyond `max_hold` after
+    its grant, nor renewed after expiry.
     """
 
     def __init__(self, term: int, max_hold: int) -> None:
@@ -40,7 +40,7 @@ class LeaseClock:
         return len(self._leases)
 
     def begin(self, key: int, now: int) -> int:
-        """Begin a lease and return when it expires. Raises ValueError: `key` holds one already."""
+        """Begin a lease and return its expiry; raises ValueError if `key` holds one."""
         if key in self._leases:
             raise ValueError(f"lease {key} is held already")
         expiry = now + min(self._term, self._max_hold)
@@ -48,7 +48,7 @@ class LeaseClock:
         return expiry
 
     def renew(self, key: int, now: int) -> bool:
-        """Extend a lease to a full term from `now`; False when it has ended or is past."""
+        """Extend a lease to a full term from `now`; False if it has ended or expired."""
         lease = self._leases.get(key)
         if lease is None or now >= lease.expiry:
             return False
@@ -56,18 +56,18 @@ class LeaseClock:
         return True
 
     def end(self, key: int) -> bool:
-        """End a lease; whether it was this call that did."""
+        """End a lease; True if this call ended it."""
         return self._leases.pop(key, None) is not None
 
     def expire(self, now: int) -> list[int]:
-        """End the leases that are past, and return their keys, oldest grant first."""
+        """End expired leases; return their keys, oldest grant first."""
         past = [key for key, lease in self._leases.items() if now >= lease.expiry]
         for key in past:
             del self._leases[key]
         return past
 
     def next_expiry(self) -> int:
-        """When the next lease expires; NEVER when there is none."""
+        """Return the next expiry; NEVER without leases."""
         return min((lease.expiry for lease in self._leases.values()), default=NEVER)
 
 
@@ -76,26 +76,23 @@ class LeasedBlocks:
     """Blocks of one request that a receiver may take."""
 
     number: int
-    request: str  # id of the request
+    request: str  # request id
     blocks: Ints  # device blocks in prompt order, shape (n,)
-    tokens: int  # tokens whose KV is in them
-    last_hash: str = ""  # of the prompt's block that is the last of them; empty where nobody said
+    tokens: int  # tokens in the blocks
+    last_hash: str = ""  # hash of the last block; empty if unknown
     secret: str = field(default_factory=lambda: secrets.token_hex(16))
-    # of the blocks, valid once `ready` is set and `error` is empty.
+    # valid once `ready` is set and `error` is empty.
     checksums: Checksums | None = None
     error: str = ""  # why there are no checksums
-    # set when the checksums are there, or never will be.
+    # set once the checksums are computed or have failed.
     ready: threading.Event = field(default_factory=threading.Event)
 
 
 class LeaseTable:
-    """Offers by request id; every offer is released exactly once, by one call of `on_release`."""
+    """Offers by request id; each is released exactly once, by `on_release`."""
 
     def __init__(self, lease: int, max_hold: int, on_release: Callable[[str], None]) -> None:
-        """Lease offers for `lease` nanoseconds at a time, and `max_hold` in all.
-
-        `on_release` gets a request's id, on any thread, when its blocks are free.
-        """
+        """Lease offers for `lease` ns, `max_hold` in all; any thread calls `on_release`."""
         self._leases = LeaseClock(lease, max_hold)
         self._offers: dict[str, LeasedBlocks] = {}
         self._numbers: dict[int, LeasedBlocks] = {}
@@ -110,12 +107,7 @@ class LeaseTable:
             return len(self._offers)
 
     def add(self, request: str, blocks: Ints, tokens: int, last_hash: str = "") -> LeasedBlocks:
-        """Begin an offer.
-
-        Raises:
-            ValueError: the request has an offer already.
-            TransferError: CLOSED.
-        """
+        """Add an offer; raises ValueError on a duplicate request, TransferError CLOSED."""
         with self._change:
             if self._closed:
                 raise TransferError(TransferReason.CLOSED, "the sender is closed")
@@ -130,10 +122,7 @@ class LeaseTable:
             return offer
 
     def find(self, request: str, secret: str) -> LeasedBlocks:
-        """Return an offer that is still held, its lease renewed.
-
-        Raises TransferError: UNKNOWN, when there is none or the secret is not its own.
-        """
+        """Return a held offer, and renew its lease; raises TransferError UNKNOWN."""
         with self._change:
             offer = self._offers.get(request)
         known = offer is not None and hmac.compare_digest(offer.secret.encode(), secret.encode())
@@ -144,12 +133,12 @@ class LeaseTable:
         return offer
 
     def keep(self, offer: LeasedBlocks) -> bool:
-        """Renew the offer's lease; False when it was lost, and its bytes mean nothing any more."""
+        """Renew an offer's lease; False if it was lost, which voids the bytes sent."""
         with self._change:
             return self._leases.renew(offer.number, time.monotonic_ns())
 
     def finish(self, offer: LeasedBlocks) -> bool:
-        """Release the offer's blocks; whether they were held until now."""
+        """Release an offer's blocks; True if they were held until now."""
         with self._change:
             held = self._leases.renew(offer.number, time.monotonic_ns())
             ended = self._leases.end(offer.number)
@@ -160,7 +149,7 @@ class LeaseTable:
         return held
 
     def release(self, request: str) -> bool:
-        """Release the blocks of a request, if they are held; whether it was this call that did."""
+        """Release a request's blocks, if held; True if this call released them."""
         with self._change:
             offer = self._offers.get(request)
             if offer is None or not self._leases.end(offer.number):
@@ -170,7 +159,7 @@ class LeaseTable:
         return True
 
     def reap(self) -> None:
-        """Release what expires, as it expires; returns after `close`."""
+        """Release offers as they expire; returns after `close`."""
         while True:
             with self._change:
                 if self._closed:
@@ -182,14 +171,14 @@ class LeaseTable:
                 if not past:
                     self._sleeps_until = expiry = self._leases.next_expiry()
                     self._change.wait(None if expiry == NEVER else (expiry - now) / SECOND)
-                    self._sleeps_until = 0  # awake: it looks before it sleeps again
+                    self._sleeps_until = 0  # awake: it checks before sleeping again
             for offer in past:
                 words = "blocks of request %s expired before they were taken"
                 log.warning(words, offer.request, extra=about(offer.request))
                 self._released(offer)
 
     def close(self) -> None:
-        """Release every offer, take no more, and let `reap` return."""
+        """Release all offers, refuse new ones, and let `reap` return."""
         with self._change:
             self._closed = True
             left = [offer for offer in self._offers.values() if self._leases.end(offer.number)]

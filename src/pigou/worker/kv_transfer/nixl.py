@@ -1,7 +1,7 @@
-"""The backend `nixl`: one-sided reads by NIXL, over RDMA where UCX has it, else over TCP.
+"""The backend `nixl`: one-sided reads by NIXL, over RDMA if UCX supports it, else TCP.
 
-NIXL's own progress thread polls without end. So agents have none: the sender's makes progress by a
-thread that runs during pulls, the receiver's while it waits for its reads.
+NIXL's progress thread busy-polls, so agents disable it. A sender's thread progresses UCX during
+pulls; a receiver does while it waits.
 """
 
 from __future__ import annotations
@@ -39,24 +39,21 @@ from pigou.worker.kv_transfer.transfer_params import TransferError, TransferReas
 
 log = logging.getLogger(__name__)
 
-#: The one for the CUDA that is installed; else either, which move host memory alike.
+#: The package for the installed CUDA; otherwise any, as all move host memory.
 _PACKAGES = ("nixl", "nixl_cu12", "nixl_cu13")
-#: Bytes of one request to NIXL: each must end within the timeout, and is verified then.
+#: Bytes per NIXL request; each is bounded by the timeout, then verified.
 _READ_BYTES = 16 << 20
-#: Seconds between two looks at a transfer that is under way.
+#: Polling interval of a running transfer, in seconds.
 _POLL_S = 0.0001
-#: Seconds after which a read that will not end is logged.
+#: Seconds after which a stuck read is logged.
 _STUCK_S = 5.0
-#: Senders whose memory is known to an agent.
+#: Max peers of an agent.
 _MAX_PEERS = 256
 
 
 def load_nixl() -> Any:
-    """Return NIXL's Python API, a module.
-
-    Raises ConfigError: it is not installed, or does not load.
-    """
-    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # its logger writes to stdout
+    """Import NIXL's Python API; raises ConfigError if it is missing or broken."""
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # it logs to stdout
     errors = []
     for package in _PACKAGES:
         try:
@@ -70,17 +67,10 @@ def load_nixl() -> Any:
 
 
 class NixlAgent:
-    """An agent with the blocks of one store registered; its calls come from one thread at once."""
+    """A NIXL agent with one store's blocks registered; calls must not overlap."""
 
     def __init__(self, rows: Bytes | None) -> None:
-        """Make an agent of a name of its own.
-
-        Args:
-            rows: memory to register, C-contiguous; None for none yet.
-
-        Raises:
-            ConfigError: NIXL is not installed, or has no UCX.
-        """
+        """Create an agent, registering `rows`; raises ConfigError without NIXL or UCX."""
         api = load_nixl()
         self.name = f"pigou-{uuid.uuid4()}"
         self.lock = threading.Lock()
@@ -93,28 +83,28 @@ class NixlAgent:
         self._peers: dict[bytes, str] = {}
 
     def register(self, rows: Bytes) -> Any:
-        """Register memory; return what `deregister` takes."""
+        """Register memory; return the handle for `deregister`."""
         with self.lock:
             region = (rows.ctypes.data, rows.nbytes, 0, "")
             return self._agent.register_memory([region], "DRAM")
 
     def deregister(self, region: Any) -> None:
-        """Forget memory."""
+        """Deregister memory."""
         with self.lock:
             self._agent.deregister_memory(region)
 
     def metadata(self) -> bytes:
-        """Return what another agent needs to read the memory that is registered now."""
+        """Return the metadata other agents need to read the registered memory."""
         with self.lock:
             return bytes(self._agent.get_agent_metadata())
 
     def progress(self) -> None:
-        """Let UCX answer others."""
+        """Let UCX make progress."""
         with self.lock:
             self._agent.get_new_notifs()
 
     def peer(self, metadata: bytes) -> str:
-        """Return the name of the agent that made `metadata`; one that is new is added."""
+        """Return the name of the agent that made `metadata`, adding it if new."""
         with self.lock:
             if metadata not in self._peers:
                 if len(self._peers) >= _MAX_PEERS:
@@ -137,9 +127,9 @@ class NixlAgent:
                 log.debug("NIXL cannot let go of %s: %s", name, str(error))
 
     def read(self, peer: str, local: Any, remote: Any) -> Any:
-        """Begin to read memory of a peer; return a handle.
+        """Start reading from a peer; return a handle.
 
-        `local`: address, bytes and device of each piece, shape (n, 3), uint64.
+        `local`: address, bytes and device per piece, (n, 3), uint64.
         """
         with self.lock:
             ours = self._agent.get_xfer_descs(local, "DRAM")
@@ -149,12 +139,12 @@ class NixlAgent:
             return handle
 
     def state(self, handle: Any) -> str:
-        """Return how a read is: PROC, DONE or ERR."""
+        """Return a read's state: PROC, DONE or ERR."""
         with self.lock:
             return str(self._agent.check_xfer_state(handle))
 
     def release(self, handle: Any) -> bool:
-        """Cancel a read, or forget it; whether no byte of it can arrive any more."""
+        """Cancel or free a read; True if no more bytes can arrive."""
         with self.lock:
             try:
                 self._agent.release_xfer_handle(handle)
@@ -164,7 +154,7 @@ class NixlAgent:
             return True
 
     def close(self) -> None:
-        """Disconnect from all, and forget all memory."""
+        """Disconnect from all peers, and deregister all memory."""
         for metadata in list(self._peers):
             self.forget(metadata)
         for region in self._registered:
@@ -174,7 +164,7 @@ class NixlAgent:
 
 
 class NixlExport(SendBackend):
-    """The sender's end: tells where the blocks are, and makes progress while they are read."""
+    """Sender of `nixl`: tells where the blocks are, and progresses UCX during reads."""
 
     name = "nixl"
 
@@ -190,7 +180,7 @@ class NixlExport(SendBackend):
         self._thread.start()
 
     def details(self, blocks: Ints) -> dict[str, bytes | int]:
-        """Metadata of the agent, address of the blocks; their ids (int32, little-endian)."""
+        """Return agent metadata, block addresses and block ids (int32, little-endian)."""
         rows, metadata, ids = self._rows, self._metadata, blocks
         if rows is None:
             rows, ids = self._store.read(blocks), np.arange(len(blocks), dtype=np.int32)
@@ -208,7 +198,7 @@ class NixlExport(SendBackend):
         }
 
     def finish(self, details: dict[str, bytes | int]) -> None:
-        """End the progress for this pull, and forget memory that was made for it."""
+        """Stop progressing for this pull, and deregister its memory."""
         with self._wake:
             self._pulls -= 1
         address = details["address"]
@@ -216,7 +206,7 @@ class NixlExport(SendBackend):
             self._agent.deregister(self._staged.pop(address)[1])
 
     def close(self) -> None:
-        """End the thread, and forget the memory; no pull runs any more."""
+        """Stop the thread, and deregister the memory."""
         with self._wake:
             self._closed = True
             self._wake.notify()
@@ -234,13 +224,13 @@ class NixlExport(SendBackend):
 
 
 class NixlImport(ReceiveBackend):
-    """The receiver's end: reads the sender's memory into the blocks."""
+    """Receiver of `nixl`: reads the sender's memory into the blocks."""
 
     name = "nixl"
     needs_confirmation = True
 
     def __init__(self, store: DeviceBlocks, timeout: int) -> None:
-        """Read into `store`; a request of which nothing comes for `timeout` ns has failed."""
+        """Read into `store`; a request without progress for `timeout` ns fails."""
         self._agent = NixlAgent(store.as_bytes())
         self._in_place = store.as_bytes() is not None
         self._timeout_s = timeout / SECOND
@@ -252,7 +242,7 @@ class NixlImport(ReceiveBackend):
         landing: ReceiveBuffer,
         renew: Callable[[], None],
     ) -> None:
-        """Read piece by piece; each is verified when it is there."""
+        """Read piece by piece, verifying each on arrival."""
         sums = expect_checksums(link, len(landing))
         metadata, remote = _source(granted, landing)
         try:
@@ -274,7 +264,7 @@ class NixlImport(ReceiveBackend):
             landing.accept(first, targets)
 
     def close(self) -> None:
-        """Forget everything."""
+        """Close the agent."""
         self._agent.close()
 
     def _read(
@@ -297,7 +287,7 @@ class NixlImport(ReceiveBackend):
                 time.sleep(_POLL_S)
         except TransferError:
             raise
-        except Exception as failure:  # NIXL raises for what was lost
+        except Exception as failure:  # NIXL raises on lost peers
             why = str(failure)
         finally:
             self._end(handle, metadata, state == "DONE")
@@ -305,7 +295,7 @@ class NixlImport(ReceiveBackend):
             raise TransferError(TransferReason.CUT, f"a read by NIXL failed: {why or state}")
 
     def _end(self, handle: Any, metadata: bytes, done: bool) -> None:
-        """Let go of a read. Its blocks are handed on only when nothing can write them any more."""
+        """Free a read; its blocks are handed on only once nothing can write to them."""
         began, logged = time.monotonic(), False
         released = self._agent.release(handle)
         if not done:
@@ -318,13 +308,9 @@ class NixlImport(ReceiveBackend):
 
 
 def merged(local: Any, remote: Any, size: int) -> tuple[Any, Any]:
-    """Merge blocks that follow one another at both ends.
+    """Merge blocks that are consecutive at both ends, given addresses (n,), uint64.
 
-    Args:
-        local: address of each block here, shape (n,), uint64.
-
-    Returns:
-        Address, bytes and device of each piece here and there, both of shape (pieces, 3).
+    Returns address, bytes and device of each piece, local and remote, (pieces, 3).
     """
     step = np.uint64(size)
     cuts = (local[1:] - local[:-1] != step) | (remote[1:] - remote[:-1] != step)
@@ -338,7 +324,7 @@ def merged(local: Any, remote: Any, size: int) -> tuple[Any, Any]:
 
 
 def _addresses(runs: Sequence[Bytes]) -> Any:
-    """Return the address of each row of runs of rows, uint64."""
+    """Return the address of each row, uint64."""
     parts = [
         np.uint64(run.ctypes.data) + np.arange(len(run), dtype=np.uint64) * np.uint64(run.shape[1])
         for run in runs
@@ -347,7 +333,7 @@ def _addresses(runs: Sequence[Bytes]) -> Any:
 
 
 def _source(granted: GrantFrame, landing: ReceiveBuffer) -> tuple[bytes, Any]:
-    """Return the metadata of the sender's agent, and the address of each block there, uint64."""
+    """Return the sender's agent metadata and block addresses, uint64."""
     metadata, address = granted.details.get("metadata"), granted.details.get("address")
     count = granted.details.get("rows")
     if not (isinstance(metadata, bytes) and isinstance(address, int) and isinstance(count, int)):

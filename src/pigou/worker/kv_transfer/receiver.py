@@ -49,13 +49,13 @@ from pigou.worker.kv_transfer.transfer_params import (
 log = logging.getLogger(__name__)
 
 OnDone: TypeAlias = Callable[[TransferResult], None]
-#: Seconds after which an idle thread lets go of what belongs to dead senders.
+#: Seconds between an idle thread's sweeps.
 _SWEEP = 5.0
 
 
 @dataclass(eq=False, slots=True)
 class Pull:
-    """A pull that was asked for."""
+    """A requested pull."""
 
     params: object
     first: int
@@ -64,17 +64,17 @@ class Pull:
     _cancelled: threading.Event = field(default_factory=threading.Event)
 
     def cancel(self) -> None:
-        """Ask it to end early; `done` is still called, and the blocks are not free before."""
+        """Cancel; `done` is still called, and until then the blocks are in use."""
         self._cancelled.set()
 
     @property
     def cancelled(self) -> bool:
-        """Whether it was asked to end early."""
+        """True once cancelled."""
         return self._cancelled.is_set()
 
 
 class Receiver:
-    """Pulls blocks that other workers offer, on threads of its own."""
+    """Pulls blocks that other workers offer, on its own threads."""
 
     def __init__(
         self,
@@ -83,9 +83,9 @@ class Receiver:
         background: Background | None = None,
         key: bytes = b"",
     ) -> None:
-        """Start the threads; the fleet's `key` proves tickets and senders, an empty one trusts all.
+        """Start the threads; an empty fleet `key` trusts everyone.
 
-        Raises ConfigError: a backend's library is not installed.
+        Raises ConfigError if a backend's library is not installed.
         """
         self._key = key
         checksum.warm_up()
@@ -104,16 +104,11 @@ class Receiver:
             thread.start()
 
     def pull(self, params: object, first: int, dest: Ints, done: OnDone) -> Pull:
-        """Pull blocks `first` to `first + len(dest)` of an offer into the blocks `dest`.
+        """Pull blocks `first` to `first + len(dest)` of an offer into device blocks `dest`, (n,).
 
-        Args:
-            dest: device blocks to fill, in order, shape (n,). Until `done` is called they belong
-                to the receiver, and hold garbage beyond `Outcome.blocks` afterwards.
-            done: called exactly once, from a thread of the receiver; or from this call when too
-                many pulls wait (BUSY) or the receiver is closed.
-
-        Raises:
-            ValueError: a destination block does not exist.
+        The blocks belong to the receiver until `done`, which is called once, possibly from this
+        call if BUSY or CLOSED; blocks beyond `TransferResult.blocks` hold garbage. Raises
+        ValueError if a destination block does not exist.
         """
         self._check(first, dest)
         pull = Pull(params, first, dest.copy(), done)
@@ -132,7 +127,7 @@ class Receiver:
         return pull
 
     def decline(self, params: object) -> None:
-        """Tell the sender, in the background, that its blocks are not wanted."""
+        """Tell the sender, in the background, that its blocks are not needed."""
         with self._wake:
             if not self._closed:
                 self._waiting.append(Pull(params, 0, np.empty(0, dtype=np.int32), None))
@@ -140,12 +135,12 @@ class Receiver:
 
     @property
     def pending(self) -> int:
-        """Pulls and refusals that wait for a thread."""
+        """Pulls and refusals waiting for a thread."""
         with self._wake:
             return len(self._waiting)
 
     def close(self) -> None:
-        """End every pull (CLOSED) and thread. The store may go then."""
+        """End all pulls (CLOSED) and threads; the store is unused afterwards."""
         with self._wake:
             self._closed = True
             left = list(self._waiting)
@@ -196,7 +191,7 @@ class Receiver:
             return TransferResult("", 0, 0, error.reason, error.detail)
         try:
             return self._puller.pull(ticket, pull.first, pull.dest, lambda: pull.cancelled)
-        except Exception as error:  # the caller that waits for the blocks must be answered
+        except Exception as error:  # the waiting caller must be answered
             request = ticket.remote_request_id
             log.exception("a pull of request %s failed", request, extra=about(request))
             return TransferResult(ticket.remote_request_id, 0, 0, TransferReason.STORE, repr(error))
@@ -226,11 +221,11 @@ def _words(outcome: TransferResult) -> tuple[str, str, str]:
     return outcome.request or "(unknown)", outcome.reason, outcome.detail
 
 
-#: Bytes of a grant besides its blocks: NIXL's metadata grow with the network devices.
+#: Max bytes of a grant besides its blocks; NIXL metadata grows with network devices.
 _MAX_GRANT = 32 << 10
-#: Failures of a path, not of what was asked for.
+#: Failures of the path, not of the request.
 _PATH_FAILURES = {TransferReason.CUT, TransferReason.TIMEOUT}
-#: Failures after which the sender is there, and is told to free the blocks.
+#: Failures after which the sender is told to free the blocks.
 _TELL = {
     TransferReason.LAYOUT,
     TransferReason.BAD_PARAMS,
@@ -242,7 +237,7 @@ _TELL = {
 
 
 class Puller:
-    """Runs pulls for the threads of a Receiver; keeps the open connections, to cut at `close`."""
+    """Runs pulls for a Receiver's threads; tracks open connections to cut at `close`."""
 
     def __init__(
         self,
@@ -260,7 +255,7 @@ class Puller:
     def pull(
         self, ticket: TransferParams, first: int, dest: Ints, cancelled: Callable[[], bool]
     ) -> TransferResult:
-        """Pull blocks `first` to `first + len(dest)`, and say how it ended; raises nothing."""
+        """Pull blocks `first` to `first + len(dest)`; return the outcome, never raise."""
         began = time.monotonic()
         run = _Run(ticket, first, dest, cancelled)
         try:
@@ -289,9 +284,9 @@ class Puller:
         )
 
     def decline(self, ticket: TransferParams) -> bool:
-        """Tell the sender to free the blocks; whether they were held until then.
+        """Tell the sender to free the blocks; True if they were still held.
 
-        Raises TransferError: it could not be told, or holds them no more.
+        Raises TransferError if it cannot be reached, or no longer holds them.
         """
         with self._links.link(ticket.address, fresh=True) as (link, _):
             link.send(
@@ -300,11 +295,11 @@ class Puller:
             return expect(link, Confirm).held
 
     def close(self) -> None:
-        """Cut every connection, and open no more."""
+        """Cut all connections, and refuse new ones."""
         self._links.close()
 
     def sweep(self) -> None:
-        """Let go of what is not used any more; called now and then."""
+        """Free unused resources; called periodically."""
         self._links.sweep()
         for backend in self._imports:
             backend.sweep()
@@ -396,7 +391,7 @@ class Puller:
         return expect(link, GrantFrame, _MAX_GRANT + 16 * count)
 
     def _early(self, run: _Run, error: TransferError) -> tuple[TransferReason, str]:
-        """End a pull that failed: free the sender's blocks, so that no lease has to run out."""
+        """End a failed pull, freeing the sender's blocks before their lease expires."""
         if error.reason in _TELL and not self._links.closed:
             try:
                 run.confirmed = self.decline(run.ticket)
@@ -407,7 +402,7 @@ class Puller:
 
 @dataclass(eq=False, slots=True)
 class _Run:
-    """What is known of a pull while it runs."""
+    """State of a running pull."""
 
     ticket: TransferParams
     first: int
@@ -420,14 +415,14 @@ class _Run:
 
     @property
     def blocks(self) -> int:
-        """Leading blocks that may be used."""
+        """Leading valid blocks."""
         if self.landing is None or (self.needs_confirmation and not self.confirmed):
             return 0
         return self.landing.good
 
 
 class _Renewal:
-    """Sends a sign of life when a quarter of the sender's patience is over."""
+    """Renews the lease after a quarter of the sender's patience."""
 
     def __init__(self, link: SideChannelLink, patience: float) -> None:
         self._link = link
@@ -445,13 +440,10 @@ Address: TypeAlias = tuple[str, int]
 
 
 class ConnectionPool:
-    """Lends connections; one that went well is kept for a while, any other is closed."""
+    """Pools connections; one that failed is closed."""
 
     def __init__(self, timeout: int, key: bytes = b"") -> None:
-        """Bound each wait by `timeout` nanoseconds, and idleness by half of it.
-
-        Both ends of a connection must prove that they know `key`; an empty one asks for no proof.
-        """
+        """Bound each wait by `timeout` ns and idle time by half; an empty `key` skips proofs."""
         self._key = key
         self._timeout = timeout
         self._lock = threading.Lock()
@@ -461,9 +453,9 @@ class ConnectionPool:
 
     @contextmanager
     def link(self, address: Address, fresh: bool = False) -> Iterator[tuple[SideChannelLink, bool]]:
-        """Lend a connection, and tell whether it was used before (and may have been closed).
+        """Lend a connection, and tell if it was used before (and may be closed by the peer).
 
-        Raises TransferError: UNREACHABLE, or CLOSED.
+        Raises TransferError UNREACHABLE or CLOSED.
         """
         link = None if fresh else self._take(address)
         used = link is not None
@@ -481,7 +473,7 @@ class ConnectionPool:
         self._give_back(address, link)
 
     def sweep(self) -> None:
-        """Close the connections that were idle for long."""
+        """Close idle connections."""
         past = time.monotonic_ns() - self._timeout // 2
         with self._lock:
             old = [link for idle in self._idle.values() for since, link in idle if since < past]
@@ -494,7 +486,7 @@ class ConnectionPool:
             link.close()
 
     def close(self) -> None:
-        """Cut every connection, and open no more."""
+        """Cut all connections, and refuse new ones."""
         with self._lock:
             self.closed = True
             links = [*self._in_use, *(link for idle in self._idle.values() for _, link in idle)]
@@ -535,23 +527,23 @@ class ConnectionPool:
         raise TransferError(TransferReason.CLOSED, "the receiver was closed")
 
 
-#: Pulls that each backend of a host gets before times decide.
+#: Initial pulls per backend and host, before times decide.
 TRIES = 2
-#: Part of all seconds of a host's pulls that may be spent on trying slower backends again.
+#: Max share of a host's pull time spent on exploring slower backends.
 EXPLORED_SHARE = 0.02
-#: Pulls of a host between two such trials of a backend, at least.
+#: Min pulls of a host between two explorations of a backend.
 _MIN_IDLE = 32
-#: Weight of what was known, at each new pull.
+#: Decay of old observations per pull.
 _DECAY = 0.9
-#: Pulls of the host for which a backend that failed is put last; doubled by each further failure.
+#: Pulls for which a failed backend comes last; doubled by each further failure.
 _MIN_PAUSE, _MAX_PAUSE = 8, 256
-#: Hosts that are remembered: a sender may claim any name.
+#: Max hosts remembered, since a sender may claim any name.
 _MAX_HOSTS = 1024
 
 
 @dataclass(slots=True)
 class _PathLaw:
-    """Seconds of a pull as base + size * seconds a byte; weighted least squares of late pulls."""
+    """Models pull seconds as base + size * seconds_per_byte, by decayed least squares."""
 
     pulls: int = 0
     failures: int = 0
@@ -576,7 +568,7 @@ class _PathLaw:
         self.failures = 0
 
     def predict(self, size: int) -> float:
-        """Return the seconds of a pull; of one size only, they are proportional to bytes."""
+        """Predict the seconds of a pull; proportional to bytes if only one size was seen."""
         proportional = self.mean_s / max(self.mean_size, 1.0)
         if self.size_var <= (0.05 * self.mean_size) ** 2:
             return proportional * size
@@ -593,17 +585,17 @@ class _HostPaths:
 
 
 class PathTimes:
-    """Learns seconds by host and backend. It has no clock and no randomness."""
+    """Learns pull times by host and backend; deterministic, without a clock."""
 
     def __init__(self) -> None:
         self._hosts: OrderedDict[str, _HostPaths] = OrderedDict()
 
     def order(self, host: str, names: Sequence[str], size: int) -> list[str]:
-        """Return backends in the order in which a pull is to try them.
+        """Return backends in the order to try: fastest predicted first.
 
-        The quickest by its law is first. A backend with fewer than `TRIES` pulls goes before it. So
-        does one that was not used for `_MIN_IDLE` pulls, if what it costs more is within
-        `EXPLORED_SHARE` of the seconds of all pulls of the host. Those that just failed are last.
+        Those with fewer than `TRIES` pulls come before it, as does one idle for `_MIN_IDLE` pulls
+        if trying it keeps exploration within `EXPLORED_SHARE` of the host's time. Recently failed
+        ones come last.
         """
         paths = self._paths(host)
         laws = {name: paths.laws.setdefault(name, _PathLaw()) for name in names}
@@ -624,13 +616,13 @@ class PathTimes:
         return [*new, *known, *paused]
 
     def add(self, host: str, name: str, size: int, seconds: float) -> bool:
-        """Note a pull that brought all its blocks; return whether it is the first of its path."""
+        """Record a complete pull; True if it is the path's first."""
         paths = self._paths(host)
         law = paths.laws.setdefault(name, _PathLaw())
         others = [other for key, other in paths.laws.items() if key != name and other.pulls]
         if law.pulls >= TRIES and others:
             best_s = min(other.predict(size) for other in others)
-            if law.predict(size) > best_s:  # it was tried again, not chosen
+            if law.predict(size) > best_s:  # an exploration
                 paths.explored_s += max(0.0, seconds - best_s)
         paths.pulls += 1
         paths.total_s += seconds
@@ -639,7 +631,7 @@ class PathTimes:
         return law.pulls == 1
 
     def fail(self, host: str, name: str) -> None:
-        """Note a pull that the backend could not make."""
+        """Record a failed pull."""
         paths = self._paths(host)
         law = paths.laws.setdefault(name, _PathLaw())
         paths.pulls += 1
@@ -647,7 +639,7 @@ class PathTimes:
         law.failures += 1
 
     def predict(self, host: str, name: str, size: int) -> float | None:
-        """Return the seconds of a pull of `size` bytes; None before the first one."""
+        """Predict a pull's seconds; None before the first one."""
         law = self._paths(host).laws.get(name)
         return law.predict(size) if law is not None and law.pulls else None
 

@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 
 
 class Sender:
-    """Offers blocks to other workers, each offer under a lease, and serves them."""
+    """Offers blocks to other workers under leases, and serves them."""
 
     def __init__(
         self,
@@ -60,17 +60,11 @@ class Sender:
         background: Background | None = None,
         key: bytes = b"",
     ) -> None:
-        """Bind the side channel and start the threads.
+        """Bind the side channel and start the threads; an empty fleet `key` serves everyone.
 
-        Args:
-            on_release: called from a thread of the sender, once for each offer, with the request's
-                id, when its blocks were taken, declined, released, or have expired.
-            key: of the fleet, for proofs and signatures; empty serves all.
-
-        Raises:
-            ConfigError: a backend's library is not installed.
-            OSError: the address cannot be bound.
-            ValueError: the blocks do not lie in `memory`.
+        `on_release` is called once per offer with the request id, from a thread, when its blocks
+        are taken, declined, released or expired. Raises ConfigError without a backend's library,
+        OSError if the address is unavailable, ValueError if the blocks lie outside `memory`.
         """
         checksum.warm_up()
         background = background or Background()
@@ -101,10 +95,9 @@ class Sender:
             thread.start()
 
     def offer(self, request: str, blocks: Ints, tokens: int, last_hash: str = "") -> dict[str, Any]:
-        """Keep blocks, in prompt order, for another worker; return the `kv_transfer_params` for it.
+        """Hold blocks, in prompt order, and return the `kv_transfer_params`; checksums follow.
 
-        Returns at once: checksums are computed by a thread of the sender. Raises ValueError: the
-        request is offered already, or the blocks do not fit the tokens. TransferError: CLOSED.
+        Raises ValueError on a duplicate or mismatched offer, TransferError CLOSED.
         """
         size = self._store.layout.block_size
         if tokens < 1 or len(blocks) != -(-tokens // size):
@@ -117,16 +110,16 @@ class Sender:
         return signed(self._ticket(offer), self._key).to_params()
 
     def release(self, request: str) -> bool:
-        """Free a request's blocks now; False when they were free already."""
+        """Free a request's blocks; False if already free."""
         return self._book.release(request)
 
     @property
     def held(self) -> int:
-        """Offers that are held."""
+        """Offers held."""
         return len(self._book)
 
     def close(self) -> None:
-        """Release every offer, and end every connection and thread. The store may go then."""
+        """Release all offers, and end connections and threads; the store is unused afterwards."""
         self._book.close()
         self._channel.close()
         self._offers.put(None)
@@ -193,10 +186,7 @@ class SideChannel:
         background: Background,
         key: bytes = b"",
     ) -> None:
-        """Bind and begin to answer; where there is a `key`, those who prove that they know it.
-
-        Raises OSError: the address cannot be bound.
-        """
+        """Bind and serve; a `key` requires peers to prove it. Raises OSError if unavailable."""
         self._config = config
         self._engine = engine
         self._layout = layout
@@ -213,12 +203,12 @@ class SideChannel:
         self._acceptor.start()
 
     def close(self) -> None:
-        """End every conversation and every thread."""
+        """End all connections and threads."""
         with self._lock:
             self._closed = True
             links = dict(self._links)
         try:
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes `accept`, which `close` does not
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes `accept`; `close` does not
         except OSError:
             log.debug("the listener was down already")
         self._listener.close()
@@ -235,7 +225,7 @@ class SideChannel:
                 if self._closed:
                     return
                 log.warning("cannot accept a receiver: %s", str(error))
-                time.sleep(0.05)  # out of file descriptors, mostly: let others end
+                time.sleep(0.05)  # likely out of file descriptors: back off
                 continue
             self._admit(SideChannelLink(sock, min(self._config.timeout, self._config.lease)))
 

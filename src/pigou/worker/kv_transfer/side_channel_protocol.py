@@ -36,39 +36,36 @@ from pigou.request import SECOND
 from pigou.wire.fleet_secret import FleetSecret
 from pigou.worker.kv_transfer.transfer_params import TransferError, TransferReason
 
-#: Longest frame that a sender reads.
+#: Max frame bytes that a sender reads.
 MAX_REQUEST = 64 << 10
 _LENGTH = struct.Struct("!I")
-#: Buffers that one system call takes.
+#: Buffers per system call.
 _IOV_MAX = 512
-#: Bytes that are taken at once where a frame is expected, so that it mostly takes one call.
+#: Bytes read ahead for a frame, so that one call mostly suffices.
 _AHEAD = 4096
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """Begins a conversation between two who both know a secret; 16 to 64 random bytes."""
+    """Begins mutual authentication; 16 to 64 random bytes."""
 
     nonce: bytes
 
 
 class Challenge(msgspec.Struct, frozen=True, tag="challenge"):
-    """Shows that the sender knows the secret, and asks the receiver for the same."""
+    """Proves the sender's knowledge of the secret, and asks for the receiver's."""
 
     nonce: bytes
     mac: bytes
 
 
 class Proof(msgspec.Struct, frozen=True, tag="proof"):
-    """Shows that the receiver knows the secret."""
+    """Proves the receiver's knowledge of the secret."""
 
     mac: bytes
 
 
 class Open(msgspec.Struct, frozen=True, tag="open"):
-    """Asks for blocks `first` to `first + count` of an offer.
-
-    `last_hash` is that of the prompt's block that is the offer's last, as the ticket says it.
-    """
+    """Requests blocks `first` to `first + count` of an offer; `last_hash` as in the ticket."""
 
     engine: str
     request: str
@@ -81,7 +78,7 @@ class Open(msgspec.Struct, frozen=True, tag="open"):
 
 
 class Decline(msgspec.Struct, frozen=True, tag="decline"):
-    """Tells that an offer is not wanted."""
+    """Declines an offer."""
 
     engine: str
     request: str
@@ -89,43 +86,43 @@ class Decline(msgspec.Struct, frozen=True, tag="decline"):
 
 
 class Renew(msgspec.Struct, frozen=True, tag="renew"):
-    """Tells that the receiver is still copying."""
+    """Signals that the receiver is still copying."""
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
-    """Tells that the receiver has what it wants; `blocks` of it are verified."""
+    """Signals that the receiver has all it needs; `blocks` are verified."""
 
     blocks: int
 
 
 class GrantFrame(msgspec.Struct, frozen=True, tag="grant"):
-    """Gives the blocks."""
+    """Grants the blocks."""
 
-    details: dict[str, bytes | int]  # what the backend's receiving end needs to know
-    patience: float  # seconds that the sender waits for a sign of life
+    details: dict[str, bytes | int]  # for the backend's receiving end
+    patience: float  # seconds that the sender waits for a renewal
 
 
 class ChecksumsFrame(msgspec.Struct, frozen=True, tag="checksums"):
-    """Gives xxh3 of each block: uint64, little-endian, concatenated."""
+    """xxh3 of each block: uint64, little-endian, concatenated."""
 
     xxh3: bytes
 
 
 class Refuse(msgspec.Struct, frozen=True, tag="refuse"):
-    """Gives nothing, or no more, and says why."""
+    """Refuses the request, or ends it early."""
 
     reason: str
     detail: str
 
 
 class Data(msgspec.Struct, frozen=True, tag="data"):
-    """Announces this many blocks, raw, right behind this frame."""
+    """Announces `blocks` raw blocks after this frame."""
 
     blocks: int
 
 
 class Confirm(msgspec.Struct, frozen=True, tag="confirm"):
-    """Tells whether the lease held until the blocks were released."""
+    """Tells whether the lease was held until release."""
 
     held: bool
 
@@ -140,7 +137,7 @@ REPLIES: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
 class SideChannelLink:
-    """One connection of the side channel; every wait is bounded by `timeout` (nanoseconds)."""
+    """One side-channel connection; every wait is bounded by `timeout` (ns)."""
 
     def __init__(self, sock: socket.socket, timeout: int) -> None:
         self._sock = sock
@@ -149,17 +146,13 @@ class SideChannelLink:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, frame: Request | Reply, payload: Sequence[memoryview] = ()) -> None:
-        """Send a frame and the raw buffers behind it, without copying those."""
+        """Send a frame and raw buffers, without copying the latter."""
         body = _encode(frame)
         head = memoryview(_LENGTH.pack(len(body)) + body)
         self._send_all([head, *payload])
 
     def receive(self, decoder: msgspec.msgpack.Decoder[_Frame], limit: int) -> _Frame:
-        """Receive one frame.
-
-        Raises:
-            TransferError: CUT, TIMEOUT, or PROTOCOL (longer than `limit` bytes, or no such frame).
-        """
+        """Receive a frame; raises TransferError CUT, TIMEOUT, or PROTOCOL beyond `limit` bytes."""
         self._fill(_LENGTH.size)
         (length,) = _LENGTH.unpack_from(self._ahead)
         if length > limit:
@@ -176,10 +169,7 @@ class SideChannelLink:
             raise TransferError(TransferReason.PROTOCOL, f"no such frame: {error}") from error
 
     def receive_into(self, buffers: Sequence[memoryview]) -> None:
-        """Fill the buffers in order.
-
-        Raises TransferError: CUT, or TIMEOUT when they are not full in time.
-        """
+        """Fill the buffers in order; raises TransferError CUT or TIMEOUT."""
         left = [buffer for buffer in buffers if buffer.nbytes]
         while left and self._ahead:
             count = min(left[0].nbytes, len(self._ahead))
@@ -191,7 +181,7 @@ class SideChannelLink:
             left = _after_bytes(left, self._receive(left[:_IOV_MAX], deadline))
 
     def _fill(self, size: int) -> None:
-        """Have `size` bytes ahead, or a few more that came with them."""
+        """Read ahead at least `size` bytes."""
         deadline = time.monotonic_ns() + self._timeout
         while (missing := size - len(self._ahead)) > 0:
             room = memoryview(bytearray(max(missing, _AHEAD)))
@@ -230,8 +220,8 @@ class SideChannelLink:
             raise _failure(error) from error
 
     def close(self) -> None:
-        """Close the connection, and wake the thread that waits for it."""
-        with suppress(OSError):  # the peer was faster
+        """Close the connection, and wake its waiting thread."""
+        with suppress(OSError):  # already closed by the peer
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
 
@@ -254,10 +244,7 @@ _Reply = TypeVar("_Reply", bound=Reply)
 
 
 def expect(link: SideChannelLink, kind: type[_Reply], limit: int = 4096) -> _Reply:
-    """Receive a frame of this kind, of at most `limit` bytes.
-
-    Raises TransferError: the reason of a Refuse, PROTOCOL for any other frame, CUT, TIMEOUT.
-    """
+    """Receive a frame of `kind`; raises TransferError on Refuse, another frame, CUT or TIMEOUT."""
     reply = link.receive(REPLIES, limit)
     if isinstance(reply, Refuse):
         known = reply.reason in set(TransferReason)
@@ -269,7 +256,7 @@ def expect(link: SideChannelLink, kind: type[_Reply], limit: int = 4096) -> _Rep
 
 
 def expect_checksums(link: SideChannelLink, count: int) -> Checksums:
-    """Receive the checksums of `count` blocks. Raises TransferError: as `expect`."""
+    """Receive the checksums of `count` blocks; raises TransferError as `expect`."""
     raw = expect(link, ChecksumsFrame, 4096 + 8 * count).xxh3
     if len(raw) != 8 * count:
         raise TransferError(
@@ -283,15 +270,12 @@ _MIN_NONCE, _MAX_NONCE = 16, 64
 
 
 def transfer_key(secret: FleetSecret) -> bytes:
-    """Return the key by which tickets and side channels of a fleet are authenticated."""
+    """Return the key that authenticates a fleet's tickets and side channels."""
     return secret.key("kv-transfer")
 
 
 def prove_as_receiver(link: SideChannelLink, key: bytes) -> None:
-    """Prove to a sender that the key is known here, once it has proved the same.
-
-    Raises TransferError: UNPROVEN, when it has not; or as `expect`.
-    """
+    """Authenticate mutually with a sender; raises TransferError UNPROVEN, or as `expect`."""
     mine = secrets.token_bytes(_NONCE_BYTES)
     link.send(Hello(mine))
     challenge = expect(link, Challenge)
@@ -301,10 +285,7 @@ def prove_as_receiver(link: SideChannelLink, key: bytes) -> None:
 
 
 def prove_as_sender(link: SideChannelLink, key: bytes) -> None:
-    """Let a receiver prove that it knows the key, before it is answered anything else.
-
-    Raises TransferError: UNPROVEN, when it does not; or as `Link.receive`.
-    """
+    """Authenticate a receiver before serving it; raises TransferError UNPROVEN, or as `receive`."""
     hello = link.receive(REQUESTS, MAX_REQUEST)
     if not isinstance(hello, Hello) or not _MIN_NONCE <= len(hello.nonce) <= _MAX_NONCE:
         raise TransferError(

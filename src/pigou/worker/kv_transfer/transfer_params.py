@@ -1,4 +1,4 @@
-"""Ticket: the `kv_transfer_params` that travel from the sender to the receiver, opaque between."""
+"""TransferParams: the ticket (`kv_transfer_params`) that a sender gives a receiver."""
 
 from __future__ import annotations
 
@@ -21,23 +21,21 @@ _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 
 
 class TransferParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """An offer of blocks, as the receiver is told of it."""
+    """An offer of blocks."""
 
-    remote_engine_id: _Name  # the sender; a new one at each start of its process
+    remote_engine_id: _Name  # the sender, unique per process start
     remote_request_id: _Name
-    # address of the sender's side channel.
+    # of the sender's side channel.
     remote_host: Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
     remote_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
-    remote_host_id: _Name  # the sender's machine and shared-memory file system
-    remote_num_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**40)]  # tokens whose KV is offered
-    remote_block_size: Annotated[int, msgspec.Meta(ge=1, le=2**20)]  # tokens in a block
+    remote_host_id: _Name  # sender's machine and shared-memory file system
+    remote_num_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**40)]  # tokens offered
+    remote_block_size: Annotated[int, msgspec.Meta(ge=1, le=2**20)]  # tokens
     remote_layout: _Name  # fingerprint of the sender's layout
-    remote_secret: _Name  # what a receiver must show to get the blocks
-    # how the blocks can be had.
+    remote_secret: _Name  # required to get the blocks
     remote_backends: Annotated[list[str], msgspec.Meta(min_length=1, max_length=16)]
-    remote_lease_seconds: float  # how long they are kept for a receiver that does not call
-    # of the last block offered, in the chain of the prompt's blocks under its tenure: 32
-    # hexadecimal digits; empty where the sender did not say.
+    remote_lease_seconds: float  # hold time without a receiver
+    # chain hash of the last block offered, under the prompt's tenure; empty if unknown.
     remote_last_hash: Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{32})?$")] = ""
     # HMAC-SHA256 of all other fields under the fleet's key; empty without one.
     remote_mac: Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{64})?$")] = ""
@@ -51,7 +49,7 @@ class TransferParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
     @property
     def blocks(self) -> int:
-        """Blocks offered: those that hold `remote_num_tokens`."""
+        """Blocks offered, holding `remote_num_tokens`."""
         return -(-self.remote_num_tokens // self.remote_block_size)
 
     def to_params(self) -> dict[str, Any]:
@@ -61,20 +59,19 @@ class TransferParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
 
 def signed(ticket: TransferParams, key: bytes) -> TransferParams:
-    """Return a ticket with its signature; as it is where there is no key."""
+    """Return a signed ticket; unchanged without a key."""
     return msgspec.structs.replace(ticket, remote_mac=_mac(ticket, key)) if key else ticket
 
 
 def hash_text(hash: BlockHashes) -> str:
-    """Return a block's hash, shape (2,), as tickets write it."""
+    """Format a block's hash, shape (2,), as tickets do."""
     return hash.astype(">u8").tobytes().hex()
 
 
 def read_transfer_params(params: object, key: bytes = b"") -> TransferParams:
-    """Return the ticket in `kv_transfer_params`, signed by the fleet's `key` unless that is empty.
+    """Parse a ticket, checking its signature unless `key` is empty.
 
-    Raises TransferError: BAD_PARAMS, naming the field that is missing, unknown or wrong; FORGED,
-    when no sender of this fleet made it.
+    Raises TransferError: BAD_PARAMS, naming the field, or FORGED.
     """
     try:
         ticket = msgspec.convert(params, TransferParams)
@@ -107,14 +104,10 @@ log = logging.getLogger(__name__)
 def checked_transfer_params(
     params: dict[str, Any], key: bytes, tokens: list[int], hashes: BlockHashes, seed: bytes
 ) -> TransferParams | None:
-    """Return the ticket of `kv_transfer_params` if it is for this prompt; None, and a log, if not.
+    """Return the ticket if it matches this prompt; otherwise log and return None.
 
-    Args:
-        key: of the fleet, by which tickets are signed; empty takes unsigned ones.
-        hashes: of its blocks, as far as they are known already; shape (n, 2).
-
-    Raises:
-        APIError: 400, they are no ticket at all.
+    `key` as in `read_transfer_params`; `hashes` are the block hashes known so far, (n, 2). Raises
+    APIError 400 if it is malformed.
     """
     try:
         ticket = read_transfer_params(params, key)
@@ -130,7 +123,7 @@ def checked_transfer_params(
 def _check_prompt(
     ticket: TransferParams, tokens: list[int], hashes: BlockHashes, seed: bytes
 ) -> None:
-    """Raise `TransferError` unless the last block offered is that block of this prompt."""
+    """Raise `TransferError` unless the last offered block is this prompt's."""
     count, size = ticket.blocks, ticket.remote_block_size
     if ticket.remote_num_tokens % size or ticket.remote_num_tokens > len(tokens):
         raise TransferError(
@@ -149,26 +142,25 @@ def _check_prompt(
 
 
 _POSITIVE = ("lease", "timeout", "threads", "copy_threads", "max_pending", "max_connections")
-#: Backends where nobody says, the preferred one first; and all that there are.
+#: Default backends, the preferred first; and all supported ones.
 BACKENDS = ("shm", "tcp")
 ALL_BACKENDS = ("nixl", *BACKENDS)
 
 
 class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Limits of one worker's Sender and Receiver; all times in nanoseconds."""
+    """Limits of a worker's Sender and Receiver; all times in nanoseconds."""
 
-    host: str = "127.0.0.1"  # address that the side channel binds to
-    port: int = 0  # its port; 0 takes a free one
-    advertise: str = ""  # address that receivers are told; empty for `host`
+    host: str = "127.0.0.1"  # bind address of the side channel
+    port: int = 0  # 0 for a free port
+    advertise: str = ""  # address told to receivers; empty for `host`
     backends: tuple[str, ...] = BACKENDS
-    # how long offered blocks are kept for a receiver that shows no sign of life.
-    lease: int = 30 * SECOND
-    max_hold: int = 300 * SECOND  # longest time that blocks are kept, whatever a receiver does
-    timeout: int = 5 * SECOND  # longest silence of a peer during a pull or a handshake
-    threads: int = 2  # pulls that a Receiver runs at once
-    copy_threads: int = 2  # threads that copy one large pull from shared memory
-    max_pending: int = 1024  # pulls that may wait for a thread; one more is refused
-    max_connections: int = 128  # receivers that a Sender serves at once; one more is turned away
+    lease: int = 30 * SECOND  # hold time without a sign of life of a receiver
+    max_hold: int = 300 * SECOND  # max hold time
+    timeout: int = 5 * SECOND  # max silence of a peer during a pull or handshake
+    threads: int = 2  # concurrent pulls of a Receiver
+    copy_threads: int = 2  # threads per large shared-memory pull
+    max_pending: int = 1024  # max queued pulls
+    max_connections: int = 128  # max concurrent receivers of a Sender
 
     def __post_init__(self) -> None:
         for name in _POSITIVE:
@@ -188,7 +180,7 @@ class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
 
 class TransferReason(StrEnum):
-    """Why a pull brought all, or not all, of the blocks."""
+    """Outcome of a pull."""
 
     OK = "ok"
     BAD_PARAMS = "bad_params"
@@ -210,7 +202,7 @@ class TransferReason(StrEnum):
 
 
 class TransferError(Exception):
-    """A transfer that cannot go on: the reason, and a detail for the log."""
+    """Raised when a transfer cannot continue: a reason, and details for the log."""
 
     def __init__(self, reason: TransferReason, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else str(reason))
@@ -220,13 +212,13 @@ class TransferError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class TransferResult:
-    """What a pull brought."""
+    """Result of a pull."""
 
-    request: str  # id of the request at the sender; empty when the ticket could not be read
-    blocks: int  # leading destination blocks that hold verified bytes
-    tokens: int  # tokens in those blocks (the last block of a prompt may be part full)
-    reason: TransferReason  # why it ended there
-    detail: str = ""  # for the log; empty when all went well
-    backend: str = ""  # which moved the bytes; empty when none did
+    request: str  # request id at the sender; empty if the ticket was unreadable
+    blocks: int  # leading verified destination blocks
+    tokens: int  # tokens in those blocks (a prompt's last block may be partial)
+    reason: TransferReason
+    detail: str = ""  # for the log; empty on success
+    backend: str = ""  # that moved the bytes, if any
     bytes: int = 0  # bytes in `blocks`
-    seconds: float = 0.0  # from the beginning of the pull (not counting its wait for a thread)
+    seconds: float = 0.0  # excluding the wait for a thread

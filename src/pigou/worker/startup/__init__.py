@@ -1,1 +1,1 @@
-"""Puts a worker together, checks it first, and measures it before it serves."""
+"""Builds a worker, after a preflight check, and profiles it before it serves."""

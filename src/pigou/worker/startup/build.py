@@ -1,4 +1,4 @@
-"""Puts a worker together: model, core, executor, cache, transfers."""
+"""Builds a worker: model, core, executor, cache, transfers."""
 
 from __future__ import annotations
 
@@ -58,57 +58,49 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Bytes of KV blocks at most, where nobody says and the device is a CPU.
+#: Default max bytes of KV blocks on a CPU.
 CPU_MEMORY = 2**30
-#: Sequences of full length that the KV blocks hold at most, where nobody says.
+#: Default max KV blocks, in full-length sequences.
 SEQUENCES = 64
-#: Bytes a second at which nothing is worth being swapped.
+#: Bandwidth, in bytes per second, that disables swapping.
 _SLOW = 1.0
-#: Bytes of a block of the sleeping backend.
+#: Block bytes of the mock backend.
 _SLEEP_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerParts:
-    """What a worker is made of."""
+    """The parts of a worker."""
 
     model: ServedModel
     core: EngineCore
     backend: Backend
-    store: DeviceBlocks  # the KV blocks, for transfers
-    memory: SharedMemory | None  # shared memory that they lie in; None where they do not
+    store: DeviceBlocks  # KV blocks, for transfers
+    memory: SharedMemory | None  # that holds the KV blocks, if shared
     meter: RateMeter | None
     grammars: GrammarSource
-    # is told when there is nothing to compute; None where nobody wants to know.
-    rest: Callable[[], None] | None = None
-    # over which blocks come, where it takes time as a timing model says.
-    link: SimulatedLink | None = None
-    # names of the tiers beyond the device, and what moves blocks there; None for none.
+    rest: Callable[[], None] | None = None  # called when idle
+    link: SimulatedLink | None = None  # simulates the time of incoming blocks
+    # names of the tiers beyond the device, and their offloader.
     tiers: tuple[list[str], KVOffloader] | None = None
-    rehearsed: tuple[Rehearsed, ...] = ()  # what was measured of its speed; empty where nothing was
-    # estimates what steps take of the GPUs; None where the model's shape is not known.
-    work: WorkEstimate | None = None
-    # runs the loads of its start, and measures its memory; None where nothing computes.
+    rehearsed: tuple[Rehearsed, ...] = ()  # startup profile
+    work: WorkEstimate | None = None  # None if the model's shape is unknown
+    # runs the startup profile and measures memory; None for the mock backend.
     measure: Callable[..., tuple[tuple[Rehearsed, ...], MemoryReport]] | None = None
-    memory_report: MemoryReport | None = None  # what it measured; None where nothing did
+    memory_report: MemoryReport | None = None  # result of `measure`
 
 
 def build(config: WorkerConfig) -> WorkerParts:
-    """Load the model and make everything that computes.
+    """Load the model and build all computing parts.
 
-    Raises:
-        ConfigError: values that do not fit one another or the model.
-        ModelError: the model cannot be had or run.
-        TokenizerError: its tokenizer cannot be used.
+    Raises ConfigError on incompatible values, ModelError on an unusable model, TokenizerError on an
+    unusable tokenizer.
     """
     return _build_sleeping(config) if config.sleeps else _build_torch(config)
 
 
 def bundled() -> Path:
-    """Return the folder of the model that ships with Pigou.
-
-    Raises ConfigError: this installation has none.
-    """
+    """Return the bundled model's folder; raises ConfigError if not installed."""
     folder = Path(str(files("pigou"))) / "models" / "tiny"
     if not (folder / "config.json").is_file():
         raise ConfigError(
@@ -121,7 +113,7 @@ def bundled() -> Path:
 def transfer_config(
     config: WorkerConfig, backends: tuple[str, ...], advertise: str = ""
 ) -> TransferConfig:
-    """Return the limits of this worker's transfers; other hosts reach it at `advertise`."""
+    """Return this worker's transfer limits; `advertise` is its address for other hosts."""
     lease = round(config.kv_lease * SECOND)
     return TransferConfig(
         host=config.host,
@@ -201,7 +193,7 @@ def _build_torch(config: WorkerConfig) -> WorkerParts:
 def _swap_rate(
     move: Callable[[Ints, Ints, Ints], None], host_blocks: int, layout: KVLayout
 ) -> float:
-    """Copy some blocks to the host and back, before they hold anything; bytes in a second."""
+    """Measure swap bandwidth with unused blocks, in bytes per second."""
     count = min(16, host_blocks)
     pairs = np.repeat(np.arange(count, dtype=np.int32)[:, None], 2, axis=1)
     none = np.empty((0, 2), dtype=np.int32)
@@ -259,7 +251,7 @@ def _times(config: WorkerConfig, folder: Path) -> MockTimes:
 
 
 def _pretended_work(config: WorkerConfig, folder: Path) -> WorkEstimate | None:
-    """Return the estimate for the model and GPU whose times are kept; None where they are none."""
+    """Return the work estimate of the simulated model and GPU; None without either."""
     try:
         shape = architecture(config.timing_model or str(folder))
     except ConfigError:
@@ -292,7 +284,7 @@ def _read_spec(folder: Path) -> dict[str, Any]:
 
 
 def _blocks(config: WorkerConfig, layout: KVLayout, max_tokens: int, room: int) -> int:
-    """Return how many KV blocks to have; `room` is for when nobody says, in bytes."""
+    """Return the number of KV blocks; `room` bytes are the default budget."""
     if config.blocks:
         return config.blocks
     if config.memory:
@@ -319,12 +311,12 @@ def _open(tiers: WorkerTiers | None, device: DeviceBlocks) -> tuple[list[str], K
 
 
 def _epoch() -> int:
-    """Return nanoseconds since 1970 at time 0 of the monotonic clock, which the core is told."""
+    """Return the Unix time, in nanoseconds, at monotonic time 0."""
     return time.time_ns() - time.monotonic_ns()
 
 
 def _engine_config(config: WorkerConfig, blocks: int, max_tokens: int) -> EngineConfig:
-    """Return the core's limits; no sequence is longer than all blocks together."""
+    """Return the core's limits; a sequence fits in the cache."""
     cache_tokens = blocks * config.block_size
     if config.max_model_len > cache_tokens:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Checks a worker's configuration before a process starts: model and device, without torch."""
+"""Checks a worker's configuration before a process starts, without importing torch."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from pigou.models.read import served_family
 from pigou.registry import named
 from pigou.worker.config import WorkerConfig
 
-#: Drivers that torch's `cuda` devices need, one of which a machine with GPUs has.
+#: Drivers of torch's `cuda` devices.
 _DRIVERS = ("cuda", "amdhip64")
 _WEIGHTS = (".safetensors", ".bin", ".pth")
 _CUDA_DEVICE = re.compile(r"cuda(?::(\d+))?")
 
 
 def check_worker(config: WorkerConfig) -> None:
-    """Refuse a worker whose model, device or tiers cannot be had; loads and opens none.
+    """Check that model, device and tiers are usable, without loading them.
 
-    Raises ConfigError: one line for each that is wrong.
+    Raises ConfigError with one line per problem.
     """
     checks: list[Callable[[], object]] = [
         partial(named, STORES, tier.name, "tier") for tier in config.tiers if tier.name != HOST
@@ -36,7 +36,7 @@ def check_worker(config: WorkerConfig) -> None:
 
 
 def _check_model(model: str) -> None:
-    """Refuse a folder without configuration or weights; a hub id is asked for when it loads."""
+    """Reject a folder without configuration or weights; hub ids are checked on load."""
     if model == "bundled":
         return
     try:
@@ -76,7 +76,7 @@ def _check_device(device: str) -> None:
 
 
 def _cuda_devices() -> int | None:
-    """Return how many devices CUDA shows, by CUDA_VISIBLE_DEVICES too; None if not known."""
+    """Return the number of CUDA devices, honouring CUDA_VISIBLE_DEVICES; None if unknown."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -1,5 +1,4 @@
-"""Scenes of its own speed that a worker measures before it is ready
-(`pigou.engine.startup_profiling`)."""
+"""Measures a worker's speed before it is ready (`pigou.engine.startup_profiling`)."""
 
 from __future__ import annotations
 
@@ -42,16 +41,10 @@ _STREAM = "rehearsed-stream"
 def profile_at_startup(
     core: EngineCore, backend: Backend, budget_s: float, rest: Callable[[], None] | None = None
 ) -> tuple[Rehearsed, ...]:
-    """Measure loads on the real core, which leave nothing behind; the smallest first.
+    """Time loads on the real core, smallest first, within `budget_s` seconds.
 
-    A load is not begun where it would take longer than is left at the pace of the one before,
-    and broken off after a step where it does.
-
-    Args:
-        budget_s: seconds that all may take; 0 for none.
-
-    Returns:
-        What was measured; empty where nothing fits the core's limits or the budget.
+    A load is skipped if too slow at the previous one's pace, or aborted after a step. They leave no
+    state; returns the loads measured.
     """
     began = time.monotonic_ns()
     deadline, pace = began + budget_s * SECOND, 0.0
@@ -82,7 +75,7 @@ class _Stage:
     _ids: list[str] = field(default_factory=list)
 
     def measure(self) -> Rehearsed | None:
-        """Return the load's quickest time; None where it was broken off."""
+        """Return the load's best time; None if aborted."""
         if not self._gather():
             return None
         takes: list[Rehearsed] = []
@@ -97,13 +90,13 @@ class _Stage:
         return min(takes, key=lambda take: take.seconds / take.steps, default=None)
 
     def clear(self) -> None:
-        """Take everything off the core and the backend."""
+        """Remove all requests from core and backend."""
         for name in self._ids:
             self._core.abort(name)
             self._backend.drop(name)
 
     def _take(self) -> int:
-        """Do what is to be measured; return its steps, 0 where a prompt was broken off."""
+        """Run the measured part; return its steps, 0 if a prompt was aborted."""
         tokens, steps = self._load.tokens, 0
         if self._rest is not None:
             self._rest()
@@ -136,7 +129,7 @@ class _Stage:
         self._ids.append(name)
 
     def _advance(self, max_steps: int) -> tuple[Plan, int] | None:
-        """Compute a plan, at most so many steps; return it and them, None for nothing done."""
+        """Execute a plan of at most `max_steps` steps; return it and the steps done."""
         now = time.monotonic_ns()
         if now >= self._deadline:
             return None
@@ -162,7 +155,7 @@ _ID = "warm"
 
 
 def warm_backend(core: EngineCore, backend: Backend) -> None:
-    """Compute a short request on the real core, which leaves nothing behind in its cache."""
+    """Compute a short request on the real core, leaving nothing in its cache."""
     room = min(core.config.max_model_len, core.config.blocks * core.config.block_size)
     if room <= _OUTPUT + 1:
         return
@@ -182,12 +175,12 @@ def _run(core: EngineCore, backend: Backend) -> None:
 
 _log = logging.getLogger("pigou.worker")
 
-#: Environment variable: with 1, each stage is also a line of JSON on stdout, as a fleet reads it.
+#: Environment variable: 1 prints each stage as a line of JSON on stdout, for the fleet.
 STAGES = "PIGOU_STAGES"
 
 
 def report_stage(stage: str) -> None:
-    """Tell that a stage began."""
+    """Report the start of a stage."""
     _log.info("%s", stage)
     if os.environ.get(STAGES) == "1":
         print(msgspec.json.encode({"stage": stage}).decode(), flush=True)
@@ -195,7 +188,7 @@ def report_stage(stage: str) -> None:
 
 @contextmanager
 def compiling_reported(what: str) -> Iterator[None]:
-    """Tell that a stage began; within it, tell of the kernels that are compiled."""
+    """Report the start of a stage, and each kernel compiled within it."""
     report_stage(what)
     compiled = 0
 
@@ -209,7 +202,7 @@ def compiling_reported(what: str) -> Iterator[None]:
 
 
 def build_warm(config: WorkerConfig) -> WorkerParts:
-    """Build a worker's parts, and compile or load the kernels that they run."""
+    """Build a worker's parts, and compile or load their kernels."""
     with compiling_reported("loading the model"):
         parts = build(config)
     with compiling_reported("warming up"):
@@ -225,11 +218,7 @@ def build_warm(config: WorkerConfig) -> WorkerParts:
 
 
 def warm_all(config: WorkerConfig) -> None:
-    """Compile all kernels that a worker of this configuration needs, and end.
-
-    Raises:
-        ConfigError, ModelError, TokenizerError: as `run`.
-    """
+    """Compile all kernels that this configuration needs; raises as `build`."""
     if not config.sleeps:
         from pigou.runtime.resources import prepare_environment
 
@@ -240,11 +229,10 @@ def warm_all(config: WorkerConfig) -> None:
 
 
 def prepare(config: WorkerConfig) -> WorkerParts:
-    """Build a worker's parts, warm them up, and measure them.
+    """Build, warm up and measure a worker's parts.
 
-    It must be called on a thread that then ends, and takes its OpenMP threads with it. The engine
-    thread has its own, and where there are more of them than cores, OpenMP no longer lets any
-    look out for work before it sleeps.
+    Call it on a thread that ends afterwards, freeing its OpenMP threads. The engine thread has its
+    own; with more of them than cores, OpenMP disables spinning.
     """
     parts = build_warm(config)
     report_stage("measuring its speed")
